@@ -239,7 +239,7 @@ def _members(environment: Mapping[str, Any], record: RunRecord) -> Iterator[Part
     if isinstance(caches, list) and caches:
         rows = [
             (
-                *(str(_table(each).get(key))[:60] for key in ("name", "share", "sequences", "teacher")),
+                *(str(_table(each).get(key) or "-")[:60] for key in ("name", "share", "sequences", "teacher")),
                 *(_three(last.get(f"validation/{_table(each).get('name')}/{key}")) for key in ("loss", "teacher_loss")),
             )
             for each in caches[:_MOST_CACHES]
