@@ -416,8 +416,7 @@ def draw_audit(record: Record, folder: Path) -> list[Path]:
         finish(axis, name, f"rows read, of {record['settings']['seq_len']} tokens", "")
         axis.get_legend().remove()
     axes[0].set_ylabel("share of audits that fail")
-    made.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=4, fontsize=9, frameon=False)
-    made.tight_layout(rect=(0, 0.14, 1, 1))
+    made.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9, frameon=False)
     return write_all(folder, audit=made)
 
 

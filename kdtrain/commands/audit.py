@@ -53,7 +53,7 @@ class Audit:
         explains = f" explains {found.share:.0%} of the difference" if found.share else ""
         return (
             f"{', '.join(test.name for test in self.verdict.failed)}: not what {self.teacher} says; best fit: "
-            f"{found.fault}{explains} ({number(found.divergence)} nats a token from the teacher)"
+            f"{found.fault}{explains} ({number(max(found.divergence, 0.0))} nats a token from the teacher)"
         )
 
     def to_json(self) -> dict[str, Any]:
