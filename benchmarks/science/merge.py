@@ -110,8 +110,8 @@ def _capture(kdtrain: Kdtrain, home: Path, text: list[str]) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """SHA-256 of all files but the manifest, which names the parents of a merge."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    """SHA-256 of all files but manifest and card, which name the parents of a merge."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in ("manifest.json", "README.md")]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 

@@ -9,7 +9,9 @@ from kdtrain.cache.layouts.build import build, sample, try_sample
 from kdtrain.cache.layouts.files import SourceFile, open_source
 from kdtrain.cache.layouts.layout import Layout, LayoutOptions
 from kdtrain.cache.layouts.rows import Cutter
+from kdtrain.cache.look import look
 from kdtrain.cache.manifest import CacheSettings, Manifest
+from kdtrain.cache.reader import Cache
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import ImportConfig
 from kdtrain.config.choices import LAYOUTS
@@ -25,7 +27,9 @@ _MAKERS_WORD = ("dtype", "revision", "attention", "temperature")
 
 
 def main(config: ImportConfig) -> int:
-    """Build the cache, or what an interrupted import left to build, and print what it is.
+    """Build the cache, or what an interrupted import left to build, look at it, and print what it is.
+
+    Returns 1 if the finished cache does not look right.
 
     Raises:
         UsageError: source and options do not fit together, or the entries are not about the next token.
@@ -62,8 +66,12 @@ def main(config: ImportConfig) -> int:
         manifest = build(
             config.out, settings, files, cutter, origin, tokenizer=saved, progress=lambda done, _: shown.update(done)
         )
-    _show(config, manifest, time.monotonic() - started)
-    return 0
+    seen = look(Cache(config.out))
+    findings = [] if seen is None else [*seen.findings]
+    for text in findings:
+        log.error("%s does not look right: %s", config.out, text)
+    _show(config, manifest, findings, time.monotonic() - started)
+    return 1 if findings else 0
 
 
 def _options(config: ImportConfig) -> LayoutOptions:
@@ -142,7 +150,7 @@ def _fewest_entries(files: list[SourceFile], layout: Layout) -> int:
     return min(found)
 
 
-def _show(config: ImportConfig, manifest: Manifest, seconds: float) -> None:
+def _show(config: ImportConfig, manifest: Manifest, findings: list[str], seconds: float) -> None:
     sequences = {name: split["sequences"] for name, split in manifest.splits.items()}
     origin = manifest.origin or {}
     counts = (
@@ -169,6 +177,7 @@ def _show(config: ImportConfig, manifest: Manifest, seconds: float) -> None:
         "shift": origin.get("shift"),
         "alignment": origin.get("alignment"),
         "unknown": origin.get("unknown"),
+        "findings": findings,
         "bytes_per_token": manifest.bytes_per_token["total"],
         "temperature_range": manifest.temperature_range,
         "seconds": round(seconds, 1),

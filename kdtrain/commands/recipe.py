@@ -15,6 +15,8 @@ from typing import Any, cast
 
 import torch
 
+from kdtrain.cache.address import parse_address
+from kdtrain.cache.look import look
 from kdtrain.cache.reader import Cache
 from kdtrain.commands.build_cache import build_tokens, holds_tokens
 from kdtrain.commands.run_folder import deciding, restarted, saved_attention
@@ -167,6 +169,7 @@ def resolve(
         plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
         objective = _with_bounds(given.objective, facts, teacher is not None)
         config = replace(given, objective=objective, checkpoint=checkpoint)
+    on_main(lambda: _look(given))
     resumed = claim(config)
     if teacher is not None:
         with raise_on_all_ranks():  # before its text is packed, which may take hours
@@ -233,6 +236,17 @@ def _open(config: DistillConfig, folders: Sequence[Path | str]) -> dict[str, Sou
     if len(caches) > 1:
         return mix(found, config.cache_weights or None)
     return {split: members[0] for split, members in found.items()}
+
+
+def _look(config: DistillConfig) -> None:
+    """Look at the rows of caches from elsewhere. UsageError: one cannot be right."""
+    caches = [Cache(each, local_limit=config.local_limit) for each in config.cache if parse_address(each)]
+    for cache in caches:
+        seen = look(cache)
+        for finding in () if seen is None else seen.findings:
+            if "cache" not in config.allow_mismatch:
+                raise UsageError(f"{cache.name} does not look right: {finding}; or add --allow-mismatch cache")
+            warn_early("mismatch", f"--allow-mismatch cache: {cache.name} does not look right: {finding}")
 
 
 def _micro_batch(config: DistillConfig, job: Job | None, free: float | None) -> int:

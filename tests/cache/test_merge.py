@@ -14,6 +14,7 @@ import torch
 
 from kdtrain import faults
 from kdtrain.cache import format as cache_format
+from kdtrain.cache.card import CARD
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import Manifest, read_manifest
 from kdtrain.cache.merge import merge
@@ -66,8 +67,9 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, workshop) -> Shelf:
 
 
 def files(cache: Path) -> dict[str, bytes]:
-    """What two captures of the same have in common: all files but the manifest."""
-    paths = [path for path in cache.rglob("*") if path.is_file() and path.name != cache_format.MANIFEST]
+    """What two captures of the same have in common: all files but manifest and card."""
+    named = (cache_format.MANIFEST, CARD)
+    paths = [path for path in cache.rglob("*") if path.is_file() and path.name not in named]
     return {str(path.relative_to(cache)): path.read_bytes() for path in paths if not path.name.startswith(".")}
 
 

@@ -25,7 +25,8 @@ def pair(workbench):
 
 
 def digests(folder: str) -> dict[str, str]:
-    paths = [path for path in Path(folder).rglob("*") if path.is_file() and path.name != "manifest.json"]
+    named = ("manifest.json", "README.md")
+    paths = [path for path in Path(folder).rglob("*") if path.is_file() and path.name not in named]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
