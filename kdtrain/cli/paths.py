@@ -113,7 +113,10 @@ def _cache(text: str, texts: Mapping[str, str]) -> str | None:
     if _names(Path(text, "shards")):
         return "the cache is unfinished; run the same cache-teacher command again to finish it"
     if _exists(Path(text, "settings.json")):
-        return "the cache holds no shard yet; run the same cache-teacher command again"
+        return (
+            "the cache holds no shard: the command that began it was refused or stopped before its first one; run "
+            "cache-teacher again"
+        )
     return "it holds no cache (no manifest.json); make one with kdtrain cache-teacher"
 
 
