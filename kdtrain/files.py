@@ -285,6 +285,16 @@ def remove_link(path: Path) -> None:
         path.unlink()
 
 
+def remove_file(path: Path) -> None:
+    """Remove a file that kdtrain wrote, if it is there; a link itself, never what it points to."""
+    path.unlink(missing_ok=True)
+
+
+def rename_over(source: Path, target: Path) -> None:
+    """Give a file that kdtrain wrote the place of another one of its own."""
+    os.replace(source, target)
+
+
 @contextmanager
 def hidden_folder(path: Path) -> Iterator[Path]:
     """A new folder with a temporary name beside `path`, for the block to fill and `swap_in` to rename.

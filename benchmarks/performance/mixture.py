@@ -29,7 +29,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "one": ("samples",),
     "same": ("samples", "others"),
     "codecs": ("samples", "top"),
-    "replay": ("samples", "bare"),
+    "replay": ("samples", "tokens/data"),
 }
 
 
@@ -99,11 +99,10 @@ def _caches(kdtrain: Kdtrain, settings: Settings) -> None:
         kdtrain(
             "cache-teacher", "--teacher", "stdlib-5m", "--out", str(Path(settings.out, name)), *text, *counts, *codec
         )
-    if not Path(settings.out, "bare").exists():
-        plain = Path(settings.out, "tokens")
+    plain = Path(settings.out, "tokens")
+    if not plain.exists():
         student = ("--student", "stdlib-1m", "--steps", "1", "--no-compile", "--log-to", "none")
         kdtrain("distill", *text, *counts, *student, "--out", str(plain))
-        (plain / "data").rename(Path(settings.out, "bare"))
 
 
 def _words(settings: Settings, side: str, micro: int, run: Path) -> list[str]:

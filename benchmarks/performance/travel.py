@@ -13,7 +13,6 @@ folder. The seconds of the whole command are given too.
 import argparse
 import functools
 import json
-import shutil
 import statistics
 import tempfile
 import threading
@@ -48,14 +47,14 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
-        with Kdtrain(KDTRAIN_HOME=str(root / "home"), HF_HUB_OFFLINE="") as kdtrain:
-            return _measure(kdtrain, root, options)
+        return _measure(root, options)
 
 
-def _measure(kdtrain: Kdtrain, root: Path, options: argparse.Namespace) -> int:
+def _measure(root: Path, options: argparse.Namespace) -> int:
     cache = root / "cache"
     size = ("--num-sequences", str(options.sequences), "--sequences-per-shard", "64")
-    kdtrain("cache-teacher", "--teacher", TEACHER, "--data", "stdlib", *size, "--out", str(cache))
+    with Kdtrain() as kdtrain:
+        kdtrain("cache-teacher", "--teacher", TEACHER, "--data", "stdlib", *size, "--out", str(cache))
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(cache)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
@@ -65,11 +64,10 @@ def _measure(kdtrain: Kdtrain, root: Path, options: argparse.Namespace) -> int:
         row, weights = {}, {}
         kinds = ["folder", "cold", "warm"]
         for kind in kinds if pair % 2 == 0 else ["cold", "warm", "folder"]:
-            if kind == "cold":
-                shutil.rmtree(root / "home", ignore_errors=True)
             run = root / f"run-{pair}-{kind}"
             where = str(cache) if kind == "folder" else url
-            row[kind] = _train(kdtrain, where, run, options.steps)
+            with Kdtrain(KDTRAIN_HOME=str(root / f"home-{pair}"), HF_HUB_OFFLINE="") as kdtrain:
+                row[kind] = _train(kdtrain, where, run, options.steps)
             weights[kind] = load_file(run / "student" / "model.safetensors")
             last = environment(run)
         equal &= all(_same(weights["folder"], weights[kind]) for kind in ("cold", "warm"))
