@@ -4,6 +4,7 @@ It reads a few rows, for a few seconds at most, so that an import or a download 
 
 shift        the entries are about another position than the next one (`alignment`)
 other rows   the targets of a row fit the tokens of another row much better (`diagnose.other_row`)
+renormalised labels lie outside of a top-k far more often than its mass says (`mass`)
 samples      the label was drawn more or less often than its own log p says: a z statistic, exact for systematic samples
 
 The teacher's loss, its entropy and the label's probability, next to what it would be if the labels came from the
@@ -26,6 +27,7 @@ from kdtrain.cache.alignment import Alignment, detect
 from kdtrain.cache.codec import grid_offset
 from kdtrain.cache.compression import FINENESS
 from kdtrain.cache.diagnose import OTHER_ROWS, other_row
+from kdtrain.cache.mass import outside
 from kdtrain.cache.reader import Cache
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import SparseTargets
@@ -103,6 +105,8 @@ def examine(batches: Sequence[Batch], *, systematic: bool, samples: bool, vocab_
     if len(matched) > max(1, _LEAST_MATCHED * rows):
         pair = matched[0]
         findings.append(f"{OTHER_ROWS}: {len(matched)} of {rows} rows; those of row {pair[0]} fit row {pair[1]}")
+    if (labels := outside(known)) is not None and labels.wrong:
+        findings.append(f"mass: {labels}; build it again from the teacher's own log-probabilities")
     if z is not None and math.erfc(abs(z) / math.sqrt(2)) < LEVEL:
         findings.append(
             f"samples: the labels were drawn {'more' if z > 0 else 'less'} often than their log p says (z {z:.1f})"

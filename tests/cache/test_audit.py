@@ -186,6 +186,19 @@ def test_a_look_finds_shifts_and_other_rows_without_a_teacher(codec: str) -> Non
     assert any(each.startswith(OTHER_ROWS) for each in looked(batches(LOGITS, codec, np.roll(np.arange(ROWS), 5))))
 
 
+def renormalised(logits: Tensor, number: int) -> Tensor:
+    """The logits of the most likely entries alone, so that these sum to 1."""
+    return logits.masked_fill(logits < logits.topk(number).values[..., -1:], -torch.inf)
+
+
+@pytest.mark.parametrize("codec", ["top-k", "both"])
+def test_a_look_finds_a_top_k_that_was_scaled_to_one(codec: str) -> None:
+    (line,) = looked(batches(renormalised(LOGITS, SPECS[codec].top_k), codec))
+    assert line.startswith("mass") and "of the labels lie outside of them: they were renormalised" in line
+    # a teacher that is too sure of itself is no fault
+    assert not any(each.startswith("mass") for each in looked(batches(LOGITS / 0.7, codec)))
+
+
 def test_a_look_finds_samples_that_are_not_what_the_label_says() -> None:
     found = batches(LOGITS, "samples")
     right = torch.cat([torch.log_softmax(LOGITS / 0.8, -1).gather(-1, TOKENS[:, 1:, None])[..., 0]])

@@ -136,6 +136,17 @@ def test_values_that_are_no_log_probabilities_are_refused_before_anything_is_wri
     assert not (bench.root / "refused").exists()
 
 
+def test_a_top_k_that_was_scaled_to_one_is_refused_before_anything_is_written(bench) -> None:
+    golden = np.load(GOLDEN / "plain.npz", allow_pickle=False)
+    texts = parquet.read_table(GOLDEN / "plain.parquet")["input_ids"].to_pylist()
+    logprobs = golden["logprobs"] - np.log(np.exp(golden["logprobs"]).sum(-1, keepdims=True))
+    columns = {"target_token_ids": golden["ids"].tolist(), "target_logprobs": logprobs.tolist()}
+    parquet.write_table(table({"input_ids": texts, **columns}), bench.root / "scaled.parquet")
+    done = bench.run("import", "scaled.parquet", "--layout", "topk-parquet", *MADE_BY, "--out", "refused")
+    assert done.code == 2 and "of the labels lie outside of them: they were renormalised" in done.refusal()
+    assert not (bench.root / "refused").exists()
+
+
 def test_lists_shorter_than_what_is_to_be_kept_are_refused_with_what_to_do(bench) -> None:
     rows = [{"input_ids": [1, 2, 3, 4], "target_token_ids": [[5]] * 4, "target_logprobs": [[-1.0]] * 4}] * 20
     (bench.root / "short.jsonl").write_text("\n".join(map(json.dumps, rows)))
