@@ -12,7 +12,19 @@ from torch import Tensor, nn
 
 from kdtrain.cache.audit import NOISE, NOISE_UNKNOWN, Evidence, Test, Verdict, judge, score, worst_first
 from kdtrain.cache.codec import draw_points, grid_offset
-from kdtrain.cache.diagnose import ADDED, INT8, LOST, MASK, Diagnosis, Gains, diagnose, gains, other_row
+from kdtrain.cache.diagnose import (
+    ADDED,
+    INT8,
+    LOST,
+    MASK,
+    MOST,
+    OTHER_WEIGHTS,
+    Diagnosis,
+    Gains,
+    diagnose,
+    gains,
+    other_row,
+)
 from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.merge import MIXTURE
 from kdtrain.cache.reader import Cache
@@ -50,10 +62,14 @@ class Audit:
         """One line that says what is wrong; None if nothing is."""
         if (found := self.diagnosis) is None:
             return None
-        explains = f" explains {found.share:.0%} of the difference" if found.share else ""
+        fit = f"best fit: {found.fault}"
+        if found.share >= MOST:
+            fit += f" explains {found.share:.0%} of the difference"
+        elif found.share:
+            fit = f"best fit: partly {found.fault} ({found.share:.0%} of the difference), or {OTHER_WEIGHTS}"
         return (
-            f"{', '.join(test.name for test in self.verdict.failed)}: not what {self.teacher} says; best fit: "
-            f"{found.fault}{explains} ({number(max(found.divergence, 0.0))} nats a token from the teacher)"
+            f"{', '.join(test.name for test in self.verdict.failed)}: not what {self.teacher} says; {fit} "
+            f"({number(max(found.divergence, 0.0))} nats a token from the teacher)"
         )
 
     def to_json(self) -> dict[str, Any]:
