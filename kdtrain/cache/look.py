@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdtrain.cache.alignment import Alignment, detect
+from kdtrain.cache.alignment import SHIFTS, Alignment, detect
 from kdtrain.cache.codec import grid_offset
 from kdtrain.cache.compression import FINENESS
 from kdtrain.cache.diagnose import OTHER_ROWS, other_row
@@ -83,13 +83,24 @@ def look(cache: Cache, *, rows: int = ROWS, seconds: float = SECONDS, seed: int 
             break
         batches.append(cache[split].read(indices[first : first + size]))
     systematic = settings.sampling == "systematic" or grid_offset(settings.sampling) is not None
-    own = getattr(cache.manifest, "origin", None) is None
-    compares = own and (systematic or settings.sampling is None)
-    return examine(batches, systematic=systematic, samples=compares, vocab_size=settings.vocab_size)
+    origin = cache.manifest.origin
+    shift = origin.get("shift") if origin else None
+    return examine(
+        batches,
+        systematic=systematic,
+        samples=origin is None and (systematic or settings.sampling is None),
+        vocab_size=settings.vocab_size,
+        imported=shift if isinstance(shift, int) else None,
+    )
 
 
-def examine(batches: Sequence[Batch], *, systematic: bool, samples: bool, vocab_size: int) -> Look | None:
-    """`look` at decoded rows. systematic: how samples were drawn. samples: compare them with the label's log p."""
+def examine(
+    batches: Sequence[Batch], *, systematic: bool, samples: bool, vocab_size: int, imported: int | None = None
+) -> Look | None:
+    """`look` at decoded rows.
+
+    systematic: how samples were drawn. samples: compare them with the label's log p. imported: by which shift.
+    """
     known = [batch for batch in batches if batch.targets is not None and batch.loss_mask.any()]
     if not known:
         return None
@@ -101,7 +112,13 @@ def examine(batches: Sequence[Batch], *, systematic: bool, samples: bool, vocab_
     matched, rows = _matched(known)
     findings, notes = [], []
     if alignment.shift:
-        findings.append(f"shift {alignment.shift:+d}: {alignment}")
+        again = "build the cache again"
+        if imported is not None and (there := imported + alignment.shift) in SHIFTS:
+            again = f"import its source again with --shift {there}"
+        side = "before" if alignment.shift < 0 else "after"
+        findings.append(
+            f"shifted by {alignment.shift:+d}: the entries are about the token {side} the next one; {again} ({alignment})"
+        )
     if len(matched) > max(1, _LEAST_MATCHED * rows):
         pair = matched[0]
         findings.append(f"{OTHER_ROWS}: {len(matched)} of {rows} rows; those of row {pair[0]} fit row {pair[1]}")

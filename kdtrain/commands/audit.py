@@ -1,6 +1,7 @@
 """The audit of `kdtrain verify CACHE --teacher T`: the teacher scores rows of a cache again, in two number formats."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -33,7 +34,7 @@ from kdtrain.errors import UsageError
 from kdtrain.models.loading import tokenizer_digest
 from kdtrain.models.spec import ATTENTIONS, DTYPES, read_spec
 from kdtrain.monitor.progress import bar, log
-from kdtrain.monitor.tables import columns, number
+from kdtrain.monitor.tables import columns, number, short
 from kdtrain.objective.batch import Batch
 from kdtrain.precision.modes import MODES
 from kdtrain.ranks import pick_device
@@ -92,28 +93,34 @@ class Audit:
             (
                 test.name,
                 _read(test),
-                number(test.statistic),
+                _few(test.statistic),
                 test.kind,
                 f"{test.p:.2g}",
                 "fails" * (test.name in failed),
             )
             for test in self.verdict.tests
         ]
+        said = f"finding: {self.finding}" if self.finding else "the cache says what the teacher says"
         weights = {True: "the same weights", False: "OTHER weights by their digest", None: "digest unknown"}
         return [
             f"{self.verdict.rows} rows, {self.verdict.positions:,} positions, against {self.teacher} "
             f"({weights[self.same_weights]})",
-            columns(("test", "found", "statistic", "kind", "p", ""), rows, left=("test", "found", "kind", "")),
+            columns(("test", "found", "statistic", "kind", "p", ""), rows, left=("test", "found", "kind")),
             f"a test fails below p = {self.verdict.level / max(1, len(self.verdict.tests)):.2g}, "
             f"{self.verdict.level:.0%} for all of them",
-            self.finding or "the cache says what the teacher says",
+            said,
         ]
 
 
 def _read(test: Test) -> str:
     """The figure of a test in words."""
-    of = {"z": f"log p {test.figure:+.4f} nats off", "c": f"{number(test.figure)} a degree of freedom"}
-    return of.get(test.kind[0], f"{number(test.figure)} of what is allowed")
+    of = {"z": f"log p {test.figure:+.4f} nats off", "c": f"{_few(test.figure)} a degree of freedom"}
+    return of.get(test.kind[0], f"{_few(test.figure)} of what is allowed")
+
+
+def _few(value: float) -> str:
+    """A figure in a few characters, so that the table fits a narrow terminal: 26.9, 1,414, 331 M, 2.1e+15."""
+    return number(value) if not 1e4 <= abs(value) < math.inf else short(value) if abs(value) < 1e12 else f"{value:.2g}"
 
 
 def audit(config: VerifyConfig, cache: Cache) -> Audit:

@@ -211,7 +211,9 @@ def looked(batches: list[Batch]) -> tuple[str, ...]:
 @each_codec
 def test_a_look_finds_shifts_and_other_rows_without_a_teacher(codec: str) -> None:
     assert looked(batches(LOGITS, codec)) == ()
-    assert looked(batches(LOGITS.roll(-1, 1), codec))[0].startswith("shift +1")
+    assert looked(batches(LOGITS.roll(-1, 1), codec))[0].startswith(
+        "shifted by +1: the entries are about the token after the next one; build the cache again"
+    )
     assert any(each.startswith(OTHER_ROWS) for each in looked(batches(LOGITS, codec, np.roll(np.arange(ROWS), 5))))
 
 
