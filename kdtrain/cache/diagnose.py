@@ -1,8 +1,9 @@
 """Which of the usual faults explains a cache that differs from its teacher: each is a distribution to compare it with.
 
 Some faults are functions of the fresh log-probabilities (`variants`): another temperature, a cut at top-p, a top-k that
-was scaled to sum to 1, the distributions of the next or the last position. Others need another forward, which the caller gives: another document
-mask, rows without their first token, weights rounded to int8. Targets of other rows are found by the tokens alone.
+was scaled to sum to 1, the distributions of the next or the last position. Others need another forward, which the
+caller gives: another document mask, rows without their first token, weights rounded to int8. Targets of other rows are
+found by the tokens alone.
 
 The misfit of a distribution to a row is the mean over positions of its KL from what the cache keeps: exact for whole
 distributions, that of a top-k and its bucket, or cross-entropy to the samples less the entropy that the cache states.

@@ -117,7 +117,8 @@ def examine(
             again = f"import its source again with --shift {there}"
         side = "before" if alignment.shift < 0 else "after"
         findings.append(
-            f"shifted by {alignment.shift:+d}: the entries are about the token {side} the next one; {again} ({alignment})"
+            f"shifted by {alignment.shift:+d}: the entries are about the token {side} the next one; {again} "
+            f"({alignment})"
         )
     if len(matched) > max(1, _LEAST_MATCHED * rows):
         pair = matched[0]

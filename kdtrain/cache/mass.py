@@ -53,7 +53,7 @@ def more_than_promised(found: float, promised: float) -> bool:
 
 def outside(batches: Sequence[Batch]) -> Outside | None:
     """Compare both over the rows of all batches; None without a top-k."""
-    found, promised = [], []
+    found, promised = list[torch.Tensor](), list[torch.Tensor]()
     for batch in batches:
         targets, mask_BT = batch.targets, batch.loss_mask
         if not isinstance(targets, SparseTargets) or not targets.top_k:
