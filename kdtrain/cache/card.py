@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.manifest import Manifest
+from kdtrain.cache.manifest import Manifest, Parent
 from kdtrain.errors import printable
 from kdtrain.files import LARGE, publish_text, read_text
 
 log = logging.getLogger("kdtrain")
 
 CARD = "README.md"
+_PARENTS = 20  # that a card lists
 LICENSES = ("text", "teacher", "outputs")
 """What a licence is of: the text, the teacher's weights, and what the teacher said."""
 _SEAL = re.compile(r"(?s)(.*)<!-- kdtrain card ([0-9a-f]{64}) -->\n")
@@ -108,11 +109,12 @@ def _body(manifest: Manifest, licenses: Mapping[str, str] | None, where: str | N
     yield "| | |"
     yield "|---|---|"
     rows: dict[str, Any] = {
-        "teacher": f"{record.get('spec')}, weights {str(record.get('weights_digest'))[:12]}, {record.get('dtype')}",
-        "text": ", ".join(f"{key} {value}" for key, value in settings.data.items() if value is not None),
+        "teacher": _teacher(record),
+        "text": ", ".join(f"{key} {value}" for key, value in settings.data.items() if isinstance(value, str | int)),
+        **dict(_origin(manifest.origin or {})),
         "kept": kept,
         **{
-            split: f"{each['sequences']:,} sequences of {settings.seq_len:,} tokens"
+            split: f"{_count(each['sequences'], 'sequence')} of {_count(settings.seq_len, 'token')}"
             for split, each in manifest.splits.items()
         },
         "vocabulary": f"{settings.vocab_size:,}",
@@ -135,6 +137,14 @@ def _body(manifest: Manifest, licenses: Mapping[str, str] | None, where: str | N
             "outputs": "of the teacher's outputs, this data set",
         }
         yield from (f"- {words}: {_word(licenses[name])}" for name, words in names.items())
+    if manifest.parents:
+        yield ""
+        yield "## Made of"
+        yield ""
+        for parent in manifest.parents[:_PARENTS]:
+            yield f"- {parent['digest'][:12]}: {', '.join(map(_word, _parent(parent)))}"
+        if (more := len(manifest.parents) - _PARENTS) > 0:
+            yield f"- and {more:,} more, in manifest.json"
     yield from _fidelity(manifest)
     yield ""
     yield "## Use"
@@ -164,6 +174,43 @@ def _body(manifest: Manifest, licenses: Mapping[str, str] | None, where: str | N
     yield "The numbers are stored as codes; cache/README.md of kdtrain specifies them, with a reader of thirty lines."
     yield "`test_vector` in manifest.json holds some of them decoded, by which a reader can be proved. The manifest has"
     yield "the SHA-256 of every shard, and `kdtrain verify` compares them."
+
+
+def _teacher(record: Mapping[str, Any]) -> str:
+    """A teacher, with what is known of it."""
+    weights, dtype = record.get("weights_digest"), record.get("dtype")
+    parts = [str(record.get("spec") or "unknown")]
+    parts += [f"weights {weights[:12]}"] if isinstance(weights, str) else []
+    parts += [dtype] if isinstance(dtype, str) and dtype != "unknown" else []
+    return ", ".join(parts)
+
+
+def _origin(origin: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The rows of an imported cache: where it is from, how much of the teacher it has, and what nobody said."""
+    if not origin:
+        return
+    yield "imported from", f"{origin.get('source')}, layout {origin.get('layout')}, shift {origin.get('shift')}"
+    mass, most = origin.get("kept_mass"), origin.get("kl_at_most")
+    bound = f": KL to the whole teacher is at most {most} nats" if isinstance(most, int | float) else ""
+    yield "kept mass", f"{mass}{bound}"
+    if isinstance(unknown := origin.get("unknown"), list) and unknown:
+        yield "not known of the teacher", ", ".join(map(str, unknown))
+
+
+def _parent(parent: Parent) -> Iterator[str]:
+    """What a cache took of one that it was merged or cut from."""
+    if parent["teacher"]:
+        yield _teacher(parent["teacher"])
+    if parent["num_samples"]:
+        yield _count(parent["num_samples"], "sample")
+    if parent["weight"] < 1:
+        yield f"{parent['weight']:.4g} of the sum"
+    rows = f"rows {parent['rows']} of " if "rows" in parent else ""
+    yield rows + " and ".join(f"{_count(each, 'sequence')} of {split}" for split, each in parent["sequences"].items())
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def _fidelity(manifest: Manifest) -> Iterator[str]:

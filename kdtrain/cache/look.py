@@ -4,6 +4,7 @@ It reads a few rows, for a few seconds at most, so that an import or a download 
 
 shift        the entries are about another position than the next one (`alignment`)
 other rows   the targets of a row fit the tokens of another row much better (`diagnose.other_row`)
+renormalised labels lie outside of a top-k far more often than its mass says (`mass`)
 samples      the label was drawn more or less often than its own log p says: a z statistic, exact for systematic samples
 
 The teacher's loss, its entropy and the label's probability, next to what it would be if the labels came from the
@@ -22,10 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdtrain.cache.alignment import Alignment, detect
+from kdtrain.cache.alignment import SHIFTS, Alignment, detect
 from kdtrain.cache.codec import grid_offset
 from kdtrain.cache.compression import FINENESS
 from kdtrain.cache.diagnose import OTHER_ROWS, other_row
+from kdtrain.cache.mass import outside
 from kdtrain.cache.reader import Cache
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import SparseTargets
@@ -81,13 +83,24 @@ def look(cache: Cache, *, rows: int = ROWS, seconds: float = SECONDS, seed: int 
             break
         batches.append(cache[split].read(indices[first : first + size]))
     systematic = settings.sampling == "systematic" or grid_offset(settings.sampling) is not None
-    own = getattr(cache.manifest, "origin", None) is None
-    compares = own and (systematic or settings.sampling is None)
-    return examine(batches, systematic=systematic, samples=compares, vocab_size=settings.vocab_size)
+    origin = cache.manifest.origin
+    shift = origin.get("shift") if origin else None
+    return examine(
+        batches,
+        systematic=systematic,
+        samples=origin is None and (systematic or settings.sampling is None),
+        vocab_size=settings.vocab_size,
+        imported=shift if isinstance(shift, int) else None,
+    )
 
 
-def examine(batches: Sequence[Batch], *, systematic: bool, samples: bool, vocab_size: int) -> Look | None:
-    """`look` at decoded rows. systematic: how samples were drawn. samples: compare them with the label's log p."""
+def examine(
+    batches: Sequence[Batch], *, systematic: bool, samples: bool, vocab_size: int, imported: int | None = None
+) -> Look | None:
+    """`look` at decoded rows.
+
+    systematic: how samples were drawn. samples: compare them with the label's log p. imported: by which shift.
+    """
     known = [batch for batch in batches if batch.targets is not None and batch.loss_mask.any()]
     if not known:
         return None
@@ -99,10 +112,19 @@ def examine(batches: Sequence[Batch], *, systematic: bool, samples: bool, vocab_
     matched, rows = _matched(known)
     findings, notes = [], []
     if alignment.shift:
-        findings.append(f"shift {alignment.shift:+d}: {alignment}")
+        again = "build the cache again"
+        if imported is not None and (there := imported + alignment.shift) in SHIFTS:
+            again = f"import its source again with --shift {there}"
+        side = "before" if alignment.shift < 0 else "after"
+        findings.append(
+            f"shifted by {alignment.shift:+d}: the entries are about the token {side} the next one; {again} "
+            f"({alignment})"
+        )
     if len(matched) > max(1, _LEAST_MATCHED * rows):
         pair = matched[0]
         findings.append(f"{OTHER_ROWS}: {len(matched)} of {rows} rows; those of row {pair[0]} fit row {pair[1]}")
+    if (labels := outside(known)) is not None and labels.wrong:
+        findings.append(f"mass: {labels}; build it again from the teacher's own log-probabilities")
     if z is not None and math.erfc(abs(z) / math.sqrt(2)) < LEVEL:
         findings.append(
             f"samples: the labels were drawn {'more' if z > 0 else 'less'} often than their log p says (z {z:.1f})"

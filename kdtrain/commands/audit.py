@@ -1,6 +1,7 @@
 """The audit of `kdtrain verify CACHE --teacher T`: the teacher scores rows of a cache again, in two number formats."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -12,7 +13,19 @@ from torch import Tensor, nn
 
 from kdtrain.cache.audit import NOISE, NOISE_UNKNOWN, Evidence, Test, Verdict, judge, score, worst_first
 from kdtrain.cache.codec import draw_points, grid_offset
-from kdtrain.cache.diagnose import ADDED, INT8, LOST, MASK, Diagnosis, Gains, diagnose, gains, other_row
+from kdtrain.cache.diagnose import (
+    ADDED,
+    INT8,
+    LOST,
+    MASK,
+    MOST,
+    OTHER_WEIGHTS,
+    Diagnosis,
+    Gains,
+    diagnose,
+    gains,
+    other_row,
+)
 from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.merge import MIXTURE
 from kdtrain.cache.reader import Cache
@@ -21,7 +34,7 @@ from kdtrain.errors import UsageError
 from kdtrain.models.loading import tokenizer_digest
 from kdtrain.models.spec import ATTENTIONS, DTYPES, read_spec
 from kdtrain.monitor.progress import bar, log
-from kdtrain.monitor.tables import columns, number
+from kdtrain.monitor.tables import columns, number, short
 from kdtrain.objective.batch import Batch
 from kdtrain.precision.modes import MODES
 from kdtrain.ranks import pick_device
@@ -50,10 +63,14 @@ class Audit:
         """One line that says what is wrong; None if nothing is."""
         if (found := self.diagnosis) is None:
             return None
-        explains = f" explains {found.share:.0%} of the difference" if found.share else ""
+        fit = f"best fit: {found.fault}"
+        if found.share >= MOST:
+            fit += f" explains {found.share:.0%} of the difference"
+        elif found.share:
+            fit = f"best fit: partly {found.fault} ({found.share:.0%} of the difference), or {OTHER_WEIGHTS}"
         return (
-            f"{', '.join(test.name for test in self.verdict.failed)}: not what {self.teacher} says; best fit: "
-            f"{found.fault}{explains} ({number(max(found.divergence, 0.0))} nats a token from the teacher)"
+            f"{', '.join(test.name for test in self.verdict.failed)}: not what {self.teacher} says; {fit} "
+            f"({number(max(found.divergence, 0.0))} nats a token from the teacher)"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -76,28 +93,34 @@ class Audit:
             (
                 test.name,
                 _read(test),
-                number(test.statistic),
+                _few(test.statistic),
                 test.kind,
                 f"{test.p:.2g}",
                 "fails" * (test.name in failed),
             )
             for test in self.verdict.tests
         ]
+        said = f"finding: {self.finding}" if self.finding else "the cache says what the teacher says"
         weights = {True: "the same weights", False: "OTHER weights by their digest", None: "digest unknown"}
         return [
             f"{self.verdict.rows} rows, {self.verdict.positions:,} positions, against {self.teacher} "
             f"({weights[self.same_weights]})",
-            columns(("test", "found", "statistic", "kind", "p", ""), rows, left=("test", "found", "kind", "")),
+            columns(("test", "found", "statistic", "kind", "p", ""), rows, left=("test", "found", "kind")),
             f"a test fails below p = {self.verdict.level / max(1, len(self.verdict.tests)):.2g}, "
             f"{self.verdict.level:.0%} for all of them",
-            self.finding or "the cache says what the teacher says",
+            said,
         ]
 
 
 def _read(test: Test) -> str:
     """The figure of a test in words."""
-    of = {"z": f"log p {test.figure:+.4f} nats off", "c": f"{number(test.figure)} a degree of freedom"}
-    return of.get(test.kind[0], f"{number(test.figure)} of what is allowed")
+    of = {"z": f"log p {test.figure:+.4f} nats off", "c": f"{_few(test.figure)} a degree of freedom"}
+    return of.get(test.kind[0], f"{_few(test.figure)} of what is allowed")
+
+
+def _few(value: float) -> str:
+    """A figure in a few characters, so that the table fits a narrow terminal: 26.9, 1,414, 331 M, 2.1e+15."""
+    return number(value) if not 1e4 <= abs(value) < math.inf else short(value) if abs(value) < 1e12 else f"{value:.2g}"
 
 
 def audit(config: VerifyConfig, cache: Cache) -> Audit:

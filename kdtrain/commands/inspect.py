@@ -188,6 +188,7 @@ def _cache_facts(path: Path, manifest: Manifest) -> dict[str, Any]:
         "bytes per token": manifest.bytes_per_token,
         "temperature range": manifest.temperature_range,
         "fidelity": manifest.fidelity,
+        **({"origin": manifest.origin} if manifest.origin else {}),
         **({"parents": manifest.parents} if manifest.parents else {}),
         "versions": manifest.versions,
         **_aside(path.resolve()),

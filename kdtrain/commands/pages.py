@@ -33,6 +33,8 @@ TAIL = 2**22
 """Bytes of a log that a page reads, from its end: some ten thousand steps."""
 _MOST_CACHES = 50
 """Most caches of a mixture that a page lists."""
+_MESSAGE = 1000
+"""Most characters of a warning on a page."""
 _HEADER = 2**24
 """Most bytes of the header of a safetensors file that are read."""
 
@@ -79,7 +81,7 @@ def run_page(path: Path, facts: Mapping[str, Any], record: RunRecord) -> Iterato
         yield columns(
             ("warning", "times", "the last one"),
             [
-                (kind, times, f"@{last[kind].step}: {str(last[kind].details.get('message', ''))[:200]}")
+                (kind, times, f"@{last[kind].step}: {_cut(last[kind].details.get('message', ''))}")
                 for kind, times in warnings.most_common()
             ],
             left=("warning", "the last one"),
@@ -88,6 +90,11 @@ def run_page(path: Path, facts: Mapping[str, Any], record: RunRecord) -> Iterato
         yield from health_lines(path, record)
     yield ""
     yield f"Next: {_next(path, state, facts, result)}"
+
+
+def _cut(text: Any) -> str:
+    """A message of one line, as long as kdtrain's are; a longer one ends between words."""
+    return textwrap.shorten(str(text)[: 2 * _MESSAGE], _MESSAGE, placeholder=" ...")
 
 
 def closing_page(path: Path, result: Mapping[str, Any]) -> Iterator[Part]:
@@ -334,6 +341,8 @@ def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -
     if (found := manifest.temperature_range) is not None:
         only = found["min"] == found["max"]
         error = f"log Z is right to {number(found['worst_error'])} nats"
+        if only and codec.top_k:  # a top-k from elsewhere
+            error = "what lies outside of the entries is not known"
         yield (
             f"for T = {number(found['min'])} only ({error})"
             if only
@@ -370,7 +379,10 @@ def _origin(origin: Mapping[str, Any]) -> Iterator[Part]:
     yield ""
     yield f"imported from {origin['source']} in the layout {origin['layout']}, shift {number(origin['shift'])}"
     mass, most, loss = (number(origin[name]) for name in ("kept_mass", "kl_at_most", "label_loss"))
-    yield f"kept mass {mass}: KL to the whole teacher is at most {most} nats; the label's loss {loss}"
+    bound = f"KL to the whole teacher is at most {most} nats"
+    if origin["kl_at_most"] is None:
+        bound = "the labels show that it is not the teacher's"
+    yield f"kept mass {mass}: {bound}; the label's loss {loss}"
     if unknown := origin["unknown"]:
         yield f"not known of the teacher: {', '.join(map(str, unknown))}"
 

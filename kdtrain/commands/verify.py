@@ -3,6 +3,7 @@
 A cache is looked at, too (`cache.look`), or scored again by its teacher (`commands.audit`).
 """
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def main(config: VerifyConfig) -> int:
     else:
         refuse(config.repair, f"--repair is for caches in folders; ask the author of {address}")
         problems = verify_cache(config.path, open_remote(address, config.local_limit))
-    result: dict[str, object] = {
+    result: dict[str, Any] = {
         "path": path,
         "kind": kind,
         "ok": not problems,
@@ -48,13 +49,22 @@ def main(config: VerifyConfig) -> int:
     if config.repair and problems:
         result["dropped"] = repair(config.path)
         log.info("run the same cache-teacher command again to build what is missing")
+    elif kind == "cache" and problems and address is None:
+        page = [
+            f"Next: kdtrain verify {shlex.quote(path)} --repair sets what is damaged aside; the command that made the "
+            "cache builds it again"
+        ]
     elif kind == "cache" and not problems:
         found, findings, page = _content(config)
         result |= {**found, "ok": not findings, "findings": findings}
-    hidden = () if config.json else ("look", "audit", "findings")
-    show(f"verify {path}", {name: each for name, each in result.items() if name not in hidden}, config.json)
-    if not config.json:
-        show_page(page)
+    if config.json:
+        show("", result, True)
+    else:
+        box = {name: each for name, each in result.items() if name not in ("look", "audit")}
+        if found := result.get("findings"):
+            box["findings"] = f"{len(found)}, below"
+        show(f"verify {path}", box, False)
+        show_page(page, wrapped=True)
     return 0 if result["ok"] else 1
 
 
@@ -67,10 +77,11 @@ def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[Any]
     seen = look(cache)
     if seen is None:
         return {}, [], ["it holds no targets that could be looked at"]
+    alignment = "" if seen.alignment.shift else f"; {seen.alignment}"
     page = [
-        f"{seen.rows} rows: the teacher's loss is {number(seen.teacher_loss)}, its entropy {number(seen.entropy)}; "
-        f"{seen.alignment}",
-        *seen.findings,
+        f"{seen.rows} rows: the teacher's loss is {number(seen.teacher_loss)}, its entropy {number(seen.entropy)}"
+        f"{alignment}",
+        *(f"finding: {each}" for each in seen.findings),
         *(f"note: {each}" for each in seen.notes),
         "with --teacher T some rows are scored again",
     ]

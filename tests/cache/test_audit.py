@@ -13,7 +13,19 @@ from kdtrain.cache.audit import _features as features
 from kdtrain.cache.audit import _of_grids as of_grids
 from kdtrain.cache.audit import _of_independent as of_independent
 from kdtrain.cache.codec import CodecSpec, decode, draw_points, encode_sequences
-from kdtrain.cache.diagnose import AHEAD, BEHIND, INT8, OTHER_ROWS, OTHER_WEIGHTS, diagnose, gains, other_row
+from kdtrain.cache.diagnose import (
+    AHEAD,
+    BEHIND,
+    INT8,
+    MOST,
+    OTHER_ROWS,
+    OTHER_WEIGHTS,
+    RENORMALISED,
+    Diagnosis,
+    diagnose,
+    gains,
+    other_row,
+)
 from kdtrain.cache.look import examine
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import SparseTargets
@@ -90,18 +102,35 @@ def test_a_capture_with_noise_like_ours_is_no_finding(codec: str) -> None:
 def test_every_fault_is_found_and_named(codec: str, fault: str) -> None:
     order = np.roll(np.arange(ROWS), 5) if fault == OTHER_ROWS else None
     assert judge(evidence(FAULTS[fault], codec, order=order)).failed
-    rows, matched = [], []
-    for row, targets in enumerate(kept(FAULTS[fault], codec, order=order)):
-        own = (LOGITS[row] + NOISE[0, row]).log_softmax(-1)
-        int8 = (LOGITS[row] + NOISE[2, row]).log_softmax(-1)
-        rows.append(gains(targets, TOKENS[row, 1:], own, {INT8: int8}))
-        matched.append(other_row(targets, row, TOKENS[:, 1:]))
-    found = diagnose(rows, matched)
+    found = diagnosed(FAULTS[fault], codec, order)
     if fault.startswith("temperature"):
         assert float(found.fault.split()[1]) == pytest.approx(0.9, abs=0.02)
     else:
         assert found.fault == fault
     assert (found.share > 0.5) == (fault != OTHER_WEIGHTS)
+
+
+def diagnosed(logits: Tensor, codec: str, order: np.ndarray | None = None) -> Diagnosis:
+    rows, matched = [], []
+    for row, targets in enumerate(kept(logits, codec, order=order)):
+        own = (LOGITS[row] + NOISE[0, row]).log_softmax(-1)
+        int8 = (LOGITS[row] + NOISE[2, row]).log_softmax(-1)
+        rows.append(gains(targets, TOKENS[row, 1:], own, {INT8: int8}))
+        matched.append(other_row(targets, row, TOKENS[:, 1:]))
+    return diagnose(rows, matched)
+
+
+@pytest.mark.parametrize("codec", ["top-k", "both"])
+def test_a_renormalised_top_k_is_named(codec: str) -> None:
+    found = diagnosed(renormalised(LOGITS + NOISE[1], SPECS[codec].top_k), codec)
+    assert found.fault == RENORMALISED and found.share > MOST
+
+
+@each_codec
+def test_a_teacher_that_knows_nothing_is_other_weights_and_no_temperature(codec: str) -> None:
+    for logits in (LOGITS / 50, LOGITS.roll(1, 2) / 2):
+        found = diagnosed(logits, codec)
+        assert (found.fault, found.share) == (OTHER_WEIGHTS, 0.0)
 
 
 @pytest.mark.parametrize("codec", ["samples", "both"])
@@ -182,8 +211,23 @@ def looked(batches: list[Batch]) -> tuple[str, ...]:
 @each_codec
 def test_a_look_finds_shifts_and_other_rows_without_a_teacher(codec: str) -> None:
     assert looked(batches(LOGITS, codec)) == ()
-    assert looked(batches(LOGITS.roll(-1, 1), codec))[0].startswith("shift +1")
+    assert looked(batches(LOGITS.roll(-1, 1), codec))[0].startswith(
+        "shifted by +1: the entries are about the token after the next one; build the cache again"
+    )
     assert any(each.startswith(OTHER_ROWS) for each in looked(batches(LOGITS, codec, np.roll(np.arange(ROWS), 5))))
+
+
+def renormalised(logits: Tensor, number: int) -> Tensor:
+    """The logits of the most likely entries alone, so that these sum to 1."""
+    return logits.masked_fill(logits < logits.topk(number).values[..., -1:], -torch.inf)
+
+
+@pytest.mark.parametrize("codec", ["top-k", "both"])
+def test_a_look_finds_a_top_k_that_was_scaled_to_one(codec: str) -> None:
+    (line,) = looked(batches(renormalised(LOGITS, SPECS[codec].top_k), codec))
+    assert line.startswith("mass") and "of the labels lie outside of them: they were renormalised" in line
+    # a teacher that is too sure of itself is no fault
+    assert not any(each.startswith("mass") for each in looked(batches(LOGITS / 0.7, codec)))
 
 
 def test_a_look_finds_samples_that_are_not_what_the_label_says() -> None:

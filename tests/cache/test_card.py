@@ -1,5 +1,6 @@
 """The card in every finished cache, and the test vector by which a reader proves itself."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -100,6 +101,34 @@ def test_a_card_that_somebody_changed_or_wrote_stays(tmp_path: Path, workshop, c
     (tmp_path / "c" / "manifest.json").unlink()
     workshop.build(tmp_path / "c", codecs["top_k"])
     assert own.read_text() == changed and not card.is_own(own)
+
+
+def test_the_card_of_an_import_and_of_a_merge_says_where_they_are_from_in_words(whole: Path) -> None:
+    manifest = read_manifest(whole)
+    data = {"source": "a", "messages_column": None, "members": [{"source": "b"}], "appended": ["4ee8"]}
+    teacher = {"spec": "T", "weights_digest": None, "dtype": "unknown"}
+    origin = {"source": "s.parquet", "layout": "topk", "shift": -1, "kept_mass": 0.84, "kl_at_most": 1.2}
+    parents: list = [
+        {
+            "digest": letter * 64,
+            "teacher": {"spec": letter},
+            "num_samples": 50,
+            "weight": 0.5,
+            "sequences": {"train": 1},
+        }
+        for letter in "ab"
+    ]
+    settings = dataclasses.replace(manifest.settings, data=data, teacher=teacher)
+    text = card.make_card(
+        dataclasses.replace(manifest, settings=settings, origin={**origin, "unknown": ["dtype"]}, parents=parents)
+    )
+    assert (
+        "| teacher | T |\n| text | source a |\n" in text and "None" not in text and "{" not in text.split("## Use")[0]
+    )
+    assert "| imported from | s.parquet, layout topk, shift -1 |" in text
+    assert "| kept mass | 0.84: KL to the whole teacher is at most 1.2 nats |" in text
+    assert "| not known of the teacher | dtype |" in text
+    assert "- aaaaaaaaaaaa: a, 50 samples, 0.5 of the sum, 1 sequence of train\n" in text
 
 
 def test_names_of_strangers_do_not_leave_their_line_of_a_card(tmp_path: Path, workshop, codecs) -> None:

@@ -1,9 +1,15 @@
 """`kdtrain verify --teacher`: a right cache passes, a wrong one is named, and what cannot be asked is refused."""
 
+import io
 import json
+import shutil
 
 import pytest
+from rich.console import Console
 
+from kdtrain.cache import audit as tests_of
+from kdtrain.cache.diagnose import Diagnosis
+from kdtrain.commands.audit import Audit
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 
@@ -37,7 +43,30 @@ def test_another_teacher_is_a_finding_with_exit_code_1(workbench, others):
     (line,) = found["findings"]
     assert "not what other" in line and "best fit" in line
     code, out, _ = workbench.call("verify", "cache", "--teacher", "other", "--rows", 20)
-    assert code == 1 and "fails" in out and "best fit" in out
+    assert code == 1 and "fails" in out and "best fit" in out and "finding: " in out
+    (box,) = [row for row in out.splitlines() if "findings" in row]
+    assert "1, below" in box
+
+
+def test_the_table_of_an_audit_fits_80_columns_whatever_its_figures():
+    tests = tuple(
+        tests_of.Test(name, 331_086_584.2, "chi2(10)", 3.4e-300, 331_086_584.2) for name in ("counts", "likelihood")
+    )
+    verdict = tests_of.Verdict(60, 7680, tests)
+    audit = Audit(teacher="t", same_weights=None, verdict=verdict, diagnosis=Diagnosis("top-p 0.9", 0.37, 0.1, 16))
+    console = Console(width=80, file=io.StringIO())
+    console.print(audit.page()[1])
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 3 and all(line.rstrip().endswith("fails") and "331 M" in line for line in lines[1:])
+    assert "partly top-p 0.9 (37% of the difference), or other weights" in audit.finding
+
+
+def test_a_damaged_cache_is_told_how_to_repair_it(workbench, made, tmp_path):
+    shutil.copytree(made / "cache", tmp_path / "damaged")
+    shard = next((tmp_path / "damaged" / "shards").glob("train-*.h5"))
+    shard.write_bytes(shard.read_bytes()[:-7])
+    code, out, _ = workbench.call("verify", tmp_path / "damaged")
+    assert code == 1 and f"Next: kdtrain verify {tmp_path}/damaged --repair" in out
 
 
 def test_without_a_teacher_a_cache_is_looked_at(workbench):

@@ -46,6 +46,13 @@ def test_a_cache_is_shown_with_a_row_of_fidelity_for_each_temperature_and_tail_r
     assert "649 bytes a token" in printed and ["validation", "2", "48", "1"] in [row[:4] for row in rows]
 
 
+def test_a_warning_is_shown_whole_and_a_very_long_one_ends_between_words() -> None:
+    message = "shard train-00000 is not what the manifest states, and was not kept: name a revision, or ask its author"
+    assert pages._cut(2 * f"{message} ") == f"{message} {message}"
+    cut = pages._cut("word " * 500)
+    assert len(cut) <= 1000 and set(cut.split()) == {"word", "..."}
+
+
 def test_a_shard_is_shown_by_the_record_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(InspectConfig(path=CACHE / "shards" / "train-00001.h5", json=True)) == 0
     shown = json.loads(capsys.readouterr().out)

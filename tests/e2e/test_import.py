@@ -56,6 +56,11 @@ def test_a_student_learns_from_an_imported_cache_at_temperature_one(bench, impor
     assert bench.run("verify", "plain", "--json").json["ok"]
     page = bench.run("inspect", "plain").ok().stdout
     assert "imported from plain.parquet in the layout distillkit, shift 0" in page
+    assert "for T = 1 only (what lies outside of the entries is not known)" in page and "log Z" not in page
+    assert bench.run("inspect", "plain", "--json").json["origin"] == manifest.origin
+    assert (
+        "imported from | plain.parquet, layout distillkit, shift 0" in (bench.root / "plain" / "README.md").read_text()
+    )
     assert "not known of the teacher: dtype, revision, attention, temperature" in page
     train = ("distill", "--cache", "plain", "--student", "import.toml", *bench.fast, *bench.eager)
     losses = bench.run(*train, "--steps", 30, "--eval-freq", 15, "--out", "import-run", "--json").json
@@ -133,6 +138,17 @@ def test_values_that_are_no_log_probabilities_are_refused_before_anything_is_wri
     (bench.root / "logits.jsonl").write_text("\n".join(map(json.dumps, rows)))
     done = bench.run("import", "logits.jsonl", "--layout", "topk-parquet", *MADE_BY, "--out", "refused")
     assert done.code == 2 and "60 of 60 positions of a sample are no distributions" in done.refusal()
+    assert not (bench.root / "refused").exists()
+
+
+def test_a_top_k_that_was_scaled_to_one_is_refused_before_anything_is_written(bench) -> None:
+    golden = np.load(GOLDEN / "plain.npz", allow_pickle=False)
+    texts = parquet.read_table(GOLDEN / "plain.parquet")["input_ids"].to_pylist()
+    logprobs = golden["logprobs"] - np.log(np.exp(golden["logprobs"]).sum(-1, keepdims=True))
+    columns = {"target_token_ids": golden["ids"].tolist(), "target_logprobs": logprobs.tolist()}
+    parquet.write_table(table({"input_ids": texts, **columns}), bench.root / "scaled.parquet")
+    done = bench.run("import", "scaled.parquet", "--layout", "topk-parquet", *MADE_BY, "--out", "refused")
+    assert done.code == 2 and "of the labels lie outside of them: they were renormalised" in done.refusal()
     assert not (bench.root / "refused").exists()
 
 

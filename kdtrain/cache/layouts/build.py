@@ -20,6 +20,7 @@ from kdtrain.cache.layouts.files import SourceFile
 from kdtrain.cache.layouts.layout import Record
 from kdtrain.cache.layouts.rows import Cutter, Tally
 from kdtrain.cache.manifest import CacheSettings, Manifest
+from kdtrain.cache.mass import more_than_promised, outside
 from kdtrain.cache.shard_writer import shards_of
 from kdtrain.cache.writer import CacheBuilder
 from kdtrain.data.corpus import assign, by_hash, rank
@@ -55,7 +56,7 @@ def sample(files: Sequence[SourceFile], names: Sequence[str] | None = None) -> I
 def try_sample(files: Sequence[SourceFile], cutter: Cutter) -> tuple[Alignment, Tally]:
     """What the detector says about a sample as it would be stored, and its tally.
 
-    UsageError: the entries are not about the next token, or are no log-probabilities.
+    UsageError: the entries are not about the next token, are no log-probabilities, or were renormalised.
     """
     short = replace(cutter, seq_len=min(cutter.seq_len, _POSITIONS))
     tally, rows = Tally(), list[PackedRow]()
@@ -73,12 +74,15 @@ def try_sample(files: Sequence[SourceFile], cutter: Cutter) -> tuple[Alignment, 
             "their entries are NaN, above 0, sum to more than 1, or have an id twice or beyond the vocabulary; they "
             "must be natural logarithms of probabilities, coded as the options say"
         )
-    found = detect(_batch(row, cutter.codec) for row in rows)
+    batches = [_batch(row, cutter.codec) for row in rows]
+    found = detect(batches)
     if found.shift:
         there = cutter.shift + found.shift
         advice = f"give --shift {there}" if there in SHIFTS else "the source is shifted further than --shift can mend"
         side = "before" if found.shift < 0 else "after"
         raise UsageError(f"{files[0].path}: the entries are about the token {side} the next one: {found}; {advice}")
+    if (labels := outside(batches)) is not None and labels.wrong:
+        raise UsageError(f"{files[0].path}: {labels}; import log-probabilities as the teacher gives them")
     return found, tally
 
 
@@ -169,15 +173,19 @@ def summary(tally: Tally, spec: CodecSpec) -> dict[str, Any]:
     """The tally for the manifest: what was left out, the kept mass, and what is known of the loss that this costs.
 
     With the mass m inside of the top-k the rest is one bucket of V - K entries, spread evenly. KL(full || cache) is
-    (1 - m) (log(V - K) - H), H >= 0 the entropy within the rest, and so at most (1 - m) log(V - K).
+    (1 - m) (log(V - K) - H), H >= 0 the entropy within the rest, and so at most (1 - m) log(V - K). Nothing is claimed
+    (None) where the labels show that m is not the teacher's.
     """
     counted = max(1, tally.counted)
     mass, rest = min(1.0, tally.kept_mass / counted), spec.vocab_size - spec.top_k
+    kept = tally.labels_kept / counted
     counts = {name: value for name, value in asdict(tally).items() if isinstance(value, int) and name != "labels_kept"}
     return {
         **counts,
         "kept_mass": round(mass, 6),
-        "kl_at_most": round((1 - mass) * float(np.log(max(1, rest))), 6),
+        "kl_at_most": None
+        if more_than_promised(1 - kept, 1 - mass)
+        else round((1 - mass) * float(np.log(max(1, rest))), 6),
         "label_loss": round(tally.label_loss / counted, 6),
-        "labels_kept": round(tally.labels_kept / counted, 6),
+        "labels_kept": round(kept, 6),
     }
