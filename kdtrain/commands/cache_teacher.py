@@ -8,7 +8,7 @@ import torch
 from kdtrain.cache.manifest import Manifest
 from kdtrain.cache.reader import Cache
 from kdtrain.commands.agreement import same_ranks
-from kdtrain.commands.build_cache import build_cache, refined_cache
+from kdtrain.commands.build_cache import build_cache, refined_cache, refuse_other_vocabulary
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.errors import UsageError
@@ -74,6 +74,8 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> None:
             spec = replace(spec, kind="recorded", options={"logprobs": str(config.from_logprobs)})
         teacher = open_teacher(spec, device, pick_mode(config.precision, device), online=False)
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
+        if refined is not None:
+            refuse_other_vocabulary(refined, teacher)
     free = free_everywhere(device, config.parallel.device_memory)
     with raise_on_all_ranks():
         sharded = shards_teacher(config, teacher.footprint(seq_len), free, seq_len)

@@ -58,7 +58,14 @@ def test_a_cut_and_appended_cache_trains_evaluates_and_verifies(pair) -> None:
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("merge", "five", "five", "--out", "x"), "their grids coincide.*--refine"),
+        (("merge", "five", "five", "--out", "x"), "five is named twice, which adds nothing.*--refine"),
+        (("merge", "five", "cache", "--out", "cache"), "--out cache is one of the caches; choose another"),
+        (("merge", "five", "cache", "--out", "./cache/"), "is one of the caches; choose another"),
+        (("subset", "five", "--rows", "0:3", "--out", "five"), "--out five is the cache itself; choose another"),
+        (
+            ("cache-teacher", "--teacher", "teacher", "--refine", "five", "--out", "five"),
+            "--out five is the cache itself; choose another",
+        ),
         (("merge", "five", "--out", "x"), "give two or more caches"),
         (("merge", "five", "cache", "--out", "x"), "keep different things|only caches of samples|top-k of a sum"),
         (("merge", "five", "ten", "--weights", "1,-2", "--out", "x"), "'-2' is not a number above 0"),
