@@ -1,7 +1,7 @@
 """`kdtrain merge`: adds up caches of samples of the same rows, or appends caches of other rows."""
 
 from kdtrain.cache.fitting import plan, stated
-from kdtrain.commands.made_cache import show_cache
+from kdtrain.commands.made_cache import made_of, show_cache
 from kdtrain.config import MergeConfig
 from kdtrain.monitor.progress import bar, log, setup_logging
 
@@ -24,5 +24,5 @@ def main(config: MergeConfig) -> int:
     log.info("merging %s into %s", " and ".join(config.caches), config.out)
     with bar("merge", None) as shown:
         manifest = merge(caches, config.out, config.shares, lambda done, total: shown.update(done, total=total))
-    show_cache(config.out, manifest, config.json)
+    show_cache(config.out, manifest, config.json, parents=made_of(manifest))
     return 0

@@ -1,7 +1,7 @@
 """`kdtrain subset`: cuts a cache to some of its rows."""
 
 from kdtrain.cache.fitting import refuse_rows, stated
-from kdtrain.commands.made_cache import show_cache
+from kdtrain.commands.made_cache import made_of, show_cache
 from kdtrain.config import SubsetConfig
 from kdtrain.monitor.progress import bar, log, setup_logging
 
@@ -32,5 +32,5 @@ def main(config: SubsetConfig) -> int:
             splits=splits,
             progress=lambda done, total: shown.update(done, total=total),
         )
-    show_cache(config.out, manifest, config.json)
+    show_cache(config.out, manifest, config.json, parents=made_of(manifest))
     return 0
