@@ -69,7 +69,7 @@ def ask(address: Address, question: Callable[[], Answer], patience: int = 4, con
             if passing is None:
                 raise UsageError(f"{address}: the hub refuses it ({_line(error)}); check name and token") from error
             if attempt == patience or kind == "final" or (kind == "far" and attempt >= contacts):
-                raise Unreachable(f"{address}: the hub does not answer ({passing}); try again later") from error
+                raise Unreachable(f"{address}: the hub does not answer: {passing}; try again later") from error
             log.info("%s: %s; trying again in %.0f s", address, passing, seconds := WAIT * 2**attempt)
             time.sleep(seconds)
     raise AssertionError

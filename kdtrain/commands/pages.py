@@ -299,7 +299,7 @@ def local_page(facts: Mapping[str, Any]) -> Iterator[Part]:
         yield f"{each['digest'][:12]}  {here}, {read}"
         yield from (f"  from {where}" for where in each["from"])
         yield f"  teacher {each['teacher'] or '-'}"
-        yield f"  in {each['folder']}"
+        yield f"  in {Path(each['folder']).relative_to(facts['folder'])}"
     yield ""
     yield "Above --local-limit the shard that was read longest ago goes first."
     yield "A folder of a cache may be removed."
