@@ -528,7 +528,7 @@ def test_help_ends_and_is_whole_at_every_width(monkeypatch, capsys, columns):
 @pytest.mark.parametrize(
     "argv, code, line",
     [
-        (["--help"], 0, "  distill        Train a student from a cache, from an online teacher, or (with neither)"),
+        (["--help"], 0, "  distill        Train a student from a cache, from an online teacher, or (with"),
         (
             ["distill", "--student", STUDENT, "--out", "o", "--data", "stdlib"],
             2,

@@ -10,27 +10,13 @@ the mean of the members' KLs, which is above the KL to the mixture by the member
 Shapes: N tokens, D samples of one cache, K samples of all.
 """
 
-import math
 from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
 
+from kdtrain.cache.fitting import total_shares, whole_shares
 from kdtrain.objective.targets import SparseTargets
-
-
-def whole_shares(weights: Sequence[Fraction], numbers: Sequence[int]) -> list[int]:
-    """Whole numbers in proportion to w / D: how much one draw of each cache counts in the sum."""
-    shares = [weight / number for weight, number in zip(weights, numbers, strict=True)]
-    common = math.lcm(*(share.denominator for share in shares))
-    found = [int(share * common) for share in shares]
-    divisor = math.gcd(*found)
-    return [each // divisor for each in found]
-
-
-def total_shares(shares: Sequence[int], numbers: Sequence[int]) -> int:
-    """What all draws of a token count together."""
-    return sum(share * number for share, number in zip(shares, numbers, strict=True))
 
 
 def add(
@@ -85,7 +71,3 @@ def resampled(drawn_NK: np.ndarray, total: int, number: int, place_N: np.ndarray
     whole_NK, rest_NK = np.divmod(np.cumsum(drawn_NK, axis=-1) * number, total)
     until_NK = whole_NK + (rest_NK / total > place_N[:, None] / 2**32)
     return np.diff(until_NK, axis=-1, prepend=0)
-
-
-ADDABLE = 2**62
-"""`total_shares` times the number of samples must stay below it."""

@@ -35,7 +35,6 @@ of W entries.
 
 import hashlib
 import math
-import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -50,30 +49,17 @@ from torch import Tensor
 from kdtrain.cache.spec import ABSENT as ABSENT
 from kdtrain.cache.spec import FINE_KNOTS as FINE_KNOTS
 from kdtrain.cache.spec import KNOTS as KNOTS
+from kdtrain.cache.spec import SAMPLING as SAMPLING
 from kdtrain.cache.spec import CodecSpec as CodecSpec
+from kdtrain.cache.spec import grid_name as grid_name
+from kdtrain.cache.spec import grid_offset as grid_offset
 from kdtrain.errors import UsageError
 from kdtrain.objective.matmul import maybe_compiled
 from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets
 
-SAMPLING = "grid"
-"""How samples are drawn (`draw_points`), as a cache's settings name it; a refinement adds its offset: grid+1/50."""
-_GRID = re.compile(rf"{SAMPLING}(?:\+([0-9]{{1,6}})/([0-9]{{1,6}}))?")
 MOST_POINTS = 2**20
 """Points of the finest grid that holds the points of a cache: more would not be exact in fp64."""
 _CELLS = {"cpu": 2**18, "cuda": 2**27}  # logits in a block: they stay in a core's cache, or fill a GPU
-
-
-def grid_name(offset: Fraction) -> str:
-    """`sampling` of a grid that lies `offset` beside the first one; the inverse of `grid_offset`."""
-    return f"{SAMPLING}+{offset.numerator}/{offset.denominator}" if offset else SAMPLING
-
-
-def grid_offset(sampling: str | None) -> Fraction | None:
-    """By how much a grid of samples lies beside the first one; None: `sampling` names no grid."""
-    found = _GRID.fullmatch(sampling or "")
-    if found is None or (found[2] and not 0 < int(found[1]) < int(found[2])):
-        return None
-    return Fraction(int(found[1]), int(found[2])) if found[2] else Fraction(0)
 
 
 def uniforms(purpose: str, seed: int, split: str, sequence: int, length: int) -> np.ndarray:

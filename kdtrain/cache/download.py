@@ -33,6 +33,8 @@ PATIENCE = 6
 """Failures in a row after which a download is given up."""
 WAIT = 0.5
 """Seconds before the second attempt; they double."""
+CONTACTS = 3
+"""Failures in a row to reach the server after which a first contact is given up."""
 LONGEST_WAIT = 300.0
 """Seconds that a server may ask for."""
 TIMEOUT = (10.0, 30.0)
@@ -50,11 +52,11 @@ class Unreachable(RunError):
 
 
 class _Passing(Exception):
-    """A failure that may pass; `wait`: the seconds that the server asks for."""
+    """A failure that may pass; `wait`: the seconds that the server asks for; `reached`: there is a server."""
 
-    def __init__(self, text: str, wait: float | None = None) -> None:
+    def __init__(self, text: str, wait: float | None = None, *, reached: bool = True) -> None:
         super().__init__(text)
-        self.wait = wait
+        self.wait, self.reached = wait, reached
 
 
 def fetch(
@@ -67,6 +69,7 @@ def fetch(
     exact: bool = False,
     headers: Mapping[str, str] | None = None,
     patience: int = PATIENCE,
+    contacts: int = PATIENCE,
 ) -> None:
     """Bring `url` into the file `part`, behind the bytes that are there, and check it.
 
@@ -75,7 +78,7 @@ def fetch(
         most: bytes that it may have. exact: it has exactly these.
         sha256: of the file; None for one that carries its own seal.
         headers: for the first host only.
-        patience: failures in a row before it is given up.
+        patience: failures in a row before it is given up. contacts: the same, if no server was reached.
 
     Raises:
         Unreachable: no answer. UsageError: it is not there, or not to be had without a permission.
@@ -91,13 +94,13 @@ def fetch(
         except _Passing as problem:
             gained = (part.stat().st_size if part.exists() else 0) - before
             failed = 1 if gained > 0.01 * most else failed + 1
-            if failed >= patience:
+            if failed >= (patience if problem.reached else min(patience, contacts)):
                 raise Unreachable(
-                    f"{what} cannot be fetched: {printable(str(problem))[:300]}; tried {failed} times. What is here "
-                    "stays; run the same command again"
+                    f"{what} cannot be fetched: {problem}; tried {failed} times. What is here stays; run the same "
+                    "command again"
                 ) from None
             seconds = problem.wait if problem.wait is not None else WAIT * 2**failed * random.uniform(0.5, 1)
-            log.info("%s: %s; trying again in %.1f s", what, printable(str(problem))[:300], seconds)
+            log.info("%s: %s; trying again in %.1f s", what, problem, seconds)
             time.sleep(seconds)
             continue
         _drop(part)
@@ -131,7 +134,10 @@ def _attempt(url: str, part: Path, what: str, most: int, exact: bool, headers: M
             _note(note, answer)
             _receive(answer, part, start, what, most, exact)
     except (requests.RequestException, requests.exceptions.BaseHTTPError) as error:
-        raise _Passing(_reason(error)) from error
+        words, kind = reason(error)
+        if kind == "final":
+            raise Unreachable(f"{what} cannot be fetched: {words}. What is here stays") from None
+        raise _Passing(words, reached=kind != "far") from error
 
 
 def _ask(session: "requests.Session", url: str, headers: dict[str, str], what: str) -> "requests.Response":
@@ -266,19 +272,33 @@ def _digest(part: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _reason(error: BaseException) -> str:
-    """The last cause of an error of requests, in words."""
-    text = str(error)
-    for known, words in (
-        ("NameResolution", "the name of the server is not known (no connection?)"),
-        ("refused", "the connection was refused"),
-        ("timed out", "the server does not answer"),
-        ("CERTIFICATE", "its certificate is not valid"),
-        ("reset", "the connection was reset"),
-    ):
-        if known in text:
-            return words
-    return text.splitlines()[0] if text else type(error).__name__
+_REASONS = (
+    ("certificate", "final", "its certificate is not valid; check the address"),
+    ("wrong_version_number", "final", "the server does not speak https there; check the address"),
+    ("http_request", "final", "the server does not speak https there; check the address"),
+    ("ssl: ", "", "the encrypted connection failed"),
+    ("resol", "far", "the name of the server is not known; is there a connection?"),
+    ("name or service", "far", "the name of the server is not known; is there a connection?"),
+    ("nodename", "far", "the name of the server is not known; is there a connection?"),
+    ("refused", "far", "the connection was refused"),
+    ("unreachable", "far", "the network does not reach the server"),
+    ("no route", "far", "the network does not reach the server"),
+    ("connecttimeout", "far", "the server does not answer"),
+    ("timed out", "", "the server does not answer"),
+    ("timeout", "", "the server does not answer"),
+    ("reset", "", "the connection was reset"),
+    ("incompleteread", "", "the answer broke off"),
+    ("closed", "", "the server closed the connection"),
+    ("disconnected", "", "the server closed the connection"),
+)
+"""What the text of an error contains -> `final`: it will not pass; `far`: no server was reached; and words for it."""
+
+
+def reason(error: BaseException) -> tuple[str, str]:
+    """An error of a connection in words, and its kind, see `_REASONS`."""
+    text = f"{type(error).__name__} {error}".lower()
+    found = next(((words, kind) for known, kind, words in _REASONS if known in text), None)
+    return found or (f"the connection failed ({type(error).__name__})", "")
 
 
 def offline() -> bool:

@@ -9,6 +9,7 @@ that decide on memory or paths against each other.
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
@@ -231,6 +232,15 @@ def _refuse_contradictions(split: str, stated: SplitRecord, settings: CacheSetti
             raise ValueError(f"splits.{split}: '{shard['name']}' is not the name of shard {number}")
         if ("first_sequence" in shard) != pieces:
             raise ValueError(f"splits.{split}: shard {number} has {'no ' * pieces}first_sequence")
+
+
+def differences(there: Any, asked: Any, name: str = "") -> Iterator[str]:
+    """One phrase for each leaf that differs between two JSON records."""
+    if isinstance(there, dict) and isinstance(asked, dict):
+        for key in sorted(there.keys() | asked.keys()):
+            yield from differences(there.get(key), asked.get(key), f"{name}.{key}" if name else key)
+    elif there != asked:
+        yield f"{name}: {there} there, {asked} asked"
 
 
 def first_rows(stated: SplitRecord) -> list[int]:

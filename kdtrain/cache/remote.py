@@ -25,7 +25,7 @@ from typing import Any
 from kdtrain.cache import format as cache_format
 from kdtrain.cache import local
 from kdtrain.cache.address import Address
-from kdtrain.cache.download import PATIENCE, Unreachable, fetch, offline
+from kdtrain.cache.download import CONTACTS, PATIENCE, Unreachable, fetch, offline
 from kdtrain.cache.manifest import Manifest, ShardRecord, read_manifest
 from kdtrain.config.commands import LOCAL_LIMIT
 from kdtrain.errors import RunError, UsageError, printable, writing
@@ -324,6 +324,7 @@ def _fetch_manifest(address: Address, patience: int, limit: int) -> tuple[Addres
                 most=MEDIUM,
                 headers=_headers(pinned),
                 patience=patience,
+                contacts=CONTACTS,
             )
         try:
             manifest = read_manifest(folder)

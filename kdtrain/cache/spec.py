@@ -1,6 +1,8 @@
 """What a codec keeps of a distribution: the numbers of `codec`, which encodes and decodes, without its torch."""
 
+import re
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,23 @@ ABSENT = 2**32 - 1
 """The id of an absent entry in targets, above every vocabulary; in arrays it is the largest id of the dtype."""
 WIDTH = 64
 """C: candidates that a shard's dictionary lists for a token."""
+
+SAMPLING = "grid"
+"""How samples are drawn (`codec.draw_points`), as settings name it; a refinement adds its offset: grid+1/50."""
+_GRID = re.compile(rf"{SAMPLING}(?:\+([0-9]{{1,6}})/([0-9]{{1,6}}))?")
+
+
+def grid_name(offset: Fraction) -> str:
+    """`sampling` of a grid that lies `offset` beside the first one; the inverse of `grid_offset`."""
+    return f"{SAMPLING}+{offset.numerator}/{offset.denominator}" if offset else SAMPLING
+
+
+def grid_offset(sampling: str | None) -> Fraction | None:
+    """By how much a grid of samples lies beside the first one; None: `sampling` names no grid."""
+    found = _GRID.fullmatch(sampling or "")
+    if found is None or (found[2] and not 0 < int(found[1]) < int(found[2])):
+        return None
+    return Fraction(int(found[1]), int(found[2])) if found[2] else Fraction(0)
 
 
 @dataclass(frozen=True, kw_only=True)

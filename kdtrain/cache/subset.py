@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
+from kdtrain.cache.fitting import between, refuse_rows
 from kdtrain.cache.format import PIECES
 from kdtrain.cache.manifest import Manifest, Parent, first_rows
 from kdtrain.cache.pieces import Piece, parent_record, write_pieces
 from kdtrain.cache.reader import Cache, CacheReader
 from kdtrain.cache.rounds import Progress
 from kdtrain.data.corpus import rank
-from kdtrain.errors import UsageError
 
 
 def subset(
@@ -40,15 +40,16 @@ def subset(
     disk is full or cannot be written.
     """
     manifest = cache.manifest
-    if missing := [split for split in splits if split not in cache]:
-        raise UsageError(f"{cache.folder} has no split '{missing[0]}'; it has {', '.join(cache)}")
     assert (rows is None) != (fraction is None)
+    refuse_rows(cache, splits, rows)
     words = "" if fraction is None else f"fraction {float(fraction):.9g}"
     if rows is not None:
         words = f"{rows[0]}:{'' if rows[1] is None else rows[1]}"
     cut = {"of": manifest.digest, "rows": words, "splits": sorted(splits)}
     chosen = {
-        split: (_by_hash(cache[split], fraction) if fraction is not None else _between(cache, split, rows))
+        split: _by_hash(cache[split], fraction)
+        if fraction is not None
+        else np.arange(*between(rows, len(cache[split])))
         for split in splits
     }
     parent: Parent = {**parent_record(cache), "rows": words, "splits": sorted(splits)}
@@ -62,17 +63,6 @@ def subset(
         measured=(None if "validation" in splits else manifest.fidelity, manifest.temperature_range),
         progress=progress,
     )
-
-
-def _between(cache: Cache, split: str, rows: tuple[int, int | None] | None) -> np.ndarray:
-    assert rows is not None
-    number = len(cache[split])
-    start, stop = rows[0], number if rows[1] is None else rows[1]
-    if not 0 <= start < stop <= number:
-        raise UsageError(
-            f"{cache.folder} has the rows 0 to {number} of {split}, not {start} to {stop}; name some of them"
-        )
-    return np.arange(start, stop)
 
 
 def _by_hash(reader: CacheReader, fraction: Fraction) -> np.ndarray:

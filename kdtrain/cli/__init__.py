@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdtrain.cli import parsing, paths, words
-from kdtrain.cli.help import help_of
+from kdtrain.cli.help import help_of, wrapped
 from kdtrain.config import commands
 from kdtrain.config.options import options_of
 from kdtrain.config.registered import COMMANDS, Command, Main
@@ -183,11 +183,10 @@ def _unknown_command(word: str) -> str:
 
 
 def _overview() -> str:
-    lines = "\n".join(f"  {name:<14} {text}" for name, text in COMMANDS.help().items())
-    return (
-        "usage: kdtrain COMMAND [OPTIONS]\n\nKnowledge distillation of language models.\n\n"
-        f"{lines}\n\nkdtrain COMMAND --help shows the options that matter; --help SECTION and --help all, the others."
-    )
+    lines = [line for name, text in COMMANDS.help().items() for line in wrapped(text, f"  {name:<14} ", indent=17)]
+    more = "kdtrain COMMAND --help shows the options that matter; --help SECTION and --help all, the others."
+    about = ["usage: kdtrain COMMAND [OPTIONS]", "", "Knowledge distillation of language models.", ""]
+    return "\n".join([*about, *lines, "", *wrapped(more, "")])
 
 
 def _refuse_impossible_launch() -> None:

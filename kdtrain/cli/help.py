@@ -31,9 +31,9 @@ def help_of(command: str, kind: type, topic: str = "") -> str:
     options = options_of(kind)
     sections = {each.section: None for each in options.values()}
     name = topic.strip("-[]").replace("-", "_")
-    head = [*_wrapped(usage(command, kind), "", indent=7), ""]
+    head = [*wrapped(usage(command, kind), "", indent=7), ""]
     if not topic:
-        head += [*_wrapped(first_line(kind), ""), ""]
+        head += [*wrapped(first_line(kind), ""), ""]
         brief = {each: text for each in options.values() if (text := each.field.metadata.get("brief"))}
         if len(options) <= _FEW or not brief:
             return _lines([*head, *_all(options.values())])
@@ -42,7 +42,7 @@ def help_of(command: str, kind: type, topic: str = "") -> str:
         lines = [line for each, text in shown.items() for line in _row(_short_name(each), f"{text}{defaults[each]}")]
         more = f"{len(options) - len(shown)} more: --help all, or --help SECTION of {', '.join(sections)}"
         example = next(iter(getattr(kind, "EXAMPLES", ())), "")
-        return _lines([*head, *lines, "", *_wrapped(more, ""), "", *_wrapped(example, "  ", indent=6, end=" \\")])
+        return _lines([*head, *lines, "", *wrapped(more, ""), "", *wrapped(example, "  ", indent=6, end=" \\")])
     if name == "all":
         return _lines([*head, *_all(options.values())])
     if name in sections:
@@ -86,7 +86,7 @@ def _all(options: Iterable[Option]) -> list[str]:
     for section, group in groupby(sorted(options, key=lambda each: each.section != "run"), lambda each: each.section):
         members = list(group)
         title = section if section == "run" else f"[{section}] {first_line(members[0].owner)}"
-        lines += [] if section == "run" else ["", *_wrapped(title, "")]
+        lines += [] if section == "run" else ["", *wrapped(title, "")]
         lines += [line for each in members for line in _long(each)]
     return lines
 
@@ -97,7 +97,7 @@ def _long(option: Option) -> list[str]:
     for each in vars(registries).values():
         if isinstance(each, Registry) and each.option == flag(option.name) and not option.positional:
             for name, text in each.help().items():
-                lines += _wrapped(text, f"  {name:<18} ", indent=21, before=4)
+                lines += wrapped(text, f"  {name:<18} ", indent=21, before=4)
     return lines
 
 
@@ -117,11 +117,11 @@ def _default(option: Option) -> str:
 
 def _row(name: str, text: str) -> list[str]:
     if len(name) > _COLUMN - 3:
-        return [f"  {name}", *_wrapped(text, " " * _COLUMN, indent=_COLUMN)]
-    return _wrapped(text, f"  {name:<{_COLUMN - 2}}", indent=_COLUMN)
+        return [f"  {name}", *wrapped(text, " " * _COLUMN, indent=_COLUMN)]
+    return wrapped(text, f"  {name:<{_COLUMN - 2}}", indent=_COLUMN)
 
 
-def _wrapped(text: str, first: str, indent: int = 0, before: int = 0, end: str = "") -> list[str]:
+def wrapped(text: str, first: str, indent: int = 0, before: int = 0, end: str = "") -> list[str]:
     """`text` in the width of the terminal; each line but the last has `end`."""
     width = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
     width -= len(end) if len(first + text) > width else 0

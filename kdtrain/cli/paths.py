@@ -40,6 +40,8 @@ def problem(option: Option, text: str, texts: Mapping[str, str]) -> str | None:
     texts: of every option that is given.
     """
     reads = option.field.metadata.get("reads", "")
+    if option.name == "out" and _ADDRESS.match(text):
+        return f"{option.flag} {_hidden(text)}: it is an address; name a folder or file of this machine"
     look = _LOOKS.get(reads)
     if look is None:
         return None
@@ -47,9 +49,14 @@ def problem(option: Option, text: str, texts: Mapping[str, str]) -> str | None:
     if wrong is None:
         return None
     near = None if _exists(text) or _ADDRESS.match(text) else near_path(text, _HOMES.get(reads.split()[-1], []))
-    text = re.sub(r"//[^/@\s]*@", "//...@", text)  # a password
+    text = _hidden(text)
     name = text if option.positional else f"{flag(option.name)} {text}"
     return f"{name}: {wrong.split('; ')[0]}; perhaps you meant {near}" if near else f"{name}: {wrong}"
+
+
+def _hidden(text: str) -> str:
+    """`text` without the password of an address."""
+    return re.sub(r"//[^/@\s]*@", "//...@", text)
 
 
 def near_path(text: str, homes: Iterable[str] = ()) -> str | None:

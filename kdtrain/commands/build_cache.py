@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from kdtrain.cache.codec import SAMPLING, CodecSpec, grid_name, grid_offset
 from kdtrain.cache.folder import holds_nothing
 from kdtrain.cache.format import PIECES
-from kdtrain.cache.manifest import CacheSettings, Manifest, refuse_tokenizer
+from kdtrain.cache.manifest import CacheSettings, Manifest
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.writer import write_cache
 from kdtrain.commands.agreement import agree
@@ -69,6 +69,21 @@ def refined_cache(where: str) -> Cache:
     return cache
 
 
+def refuse_other_vocabulary(refined: Cache, teacher: Teacher) -> None:
+    """UsageError: the cache of --refine is of another teacher, which is seen before any weights are loaded."""
+    settings = refined.manifest.settings
+    for name, theirs, ours in (
+        ("tokenizer", settings.tokenizer_digest, tokenizer_digest(teacher.tokenizer)),
+        ("vocab_size", settings.vocab_size, teacher.vocab_size),
+    ):
+        if None not in (theirs, ours) and theirs != ours:
+            named = f"{(settings.teacher or {}).get('spec')}, asked {teacher.name}"
+            raise UsageError(
+                f"--refine {refined.name} is of another teacher ({named}: {name}: {str(theirs)[:12]} there, "
+                f"{str(ours)[:12]} here)"
+            )
+
+
 def _refined_settings(refined: Cache, teacher: Teacher) -> CacheSettings:
     """The settings of the refinement of a cache. UsageError: it is of another teacher."""
     settings = refined.manifest.settings
@@ -79,9 +94,8 @@ def _refined_settings(refined: Cache, teacher: Teacher) -> CacheSettings:
             f"{name}: {str(theirs.get(name))[:12]} there, {str(ours.get(name))[:12]} here" for name in changed
         )
         raise UsageError(
-            f"--refine {refined.folder} is of another teacher ({theirs.get('spec')}, asked {teacher.name}: {differ})"
+            f"--refine {refined.name} is of another teacher ({theirs.get('spec')}, asked {teacher.name}: {differ})"
         )
-    refuse_tokenizer(tokenizer_digest(teacher.tokenizer), settings.tokenizer_digest)
     number = settings.codec.num_samples
     offset = ((grid_offset(settings.sampling) or Fraction(0)) + Fraction(1, 2 * number)) % Fraction(1, number)
     return replace(settings, sampling=grid_name(offset))

@@ -8,14 +8,15 @@ import torch
 from kdtrain.cache.manifest import Manifest
 from kdtrain.cache.reader import Cache
 from kdtrain.commands.agreement import same_ranks
-from kdtrain.commands.build_cache import build_cache, refined_cache
+from kdtrain.commands.build_cache import build_cache, refined_cache, refuse_other_vocabulary
+from kdtrain.commands.made_cache import show_cache
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.monitor.tables import show
+from kdtrain.monitor.tables import duration, size
 from kdtrain.parallel.memory_plan import free_everywhere, shards_teacher
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, raise_on_all_ranks, reported, world_size
@@ -74,6 +75,8 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> None:
             spec = replace(spec, kind="recorded", options={"logprobs": str(config.from_logprobs)})
         teacher = open_teacher(spec, device, pick_mode(config.precision, device), online=False)
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
+        if refined is not None:
+            refuse_other_vocabulary(refined, teacher)
     free = free_everywhere(device, config.parallel.device_memory)
     with raise_on_all_ranks():
         sharded = shards_teacher(config, teacher.footprint(seq_len), free, seq_len)
@@ -88,16 +91,14 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> None:
 
 
 def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, seconds: float) -> None:
-    sequences = {name: split["sequences"] for name, split in manifest.splits.items()}
-    result = {
-        "cache": str(config.out),
-        "digest": manifest.digest,
-        "ranks": world_size(),
-        "sequences": sequences,
-        "tokens": {name: count * manifest.settings.seq_len for name, count in sequences.items()},
-        "bytes_per_token": manifest.bytes_per_token["total"],
-        "temperature_range": manifest.temperature_range,
-        "seconds": round(seconds, 1),
-        "peak_memory_mb": round(peak_memory_mb(device), 1),
-    }
-    show(f"cache {config.out}", result, config.json)
+    peak, ranks = peak_memory_mb(device), world_size()
+    among = f" in {ranks} ranks" if ranks > 1 else ""
+    show_cache(
+        config.out,
+        manifest,
+        config.json,
+        [f"took {duration(seconds)}{among}, peak memory {size(peak)}"],
+        ranks=ranks,
+        seconds=round(seconds, 1),
+        peak_memory_mb=round(peak, 1),
+    )

@@ -12,6 +12,7 @@ from kdtrain.cache.layouts.rows import Cutter
 from kdtrain.cache.look import look
 from kdtrain.cache.manifest import CacheSettings, Manifest
 from kdtrain.cache.reader import Cache
+from kdtrain.commands.made_cache import show_cache
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import ImportConfig
 from kdtrain.config.choices import LAYOUTS
@@ -19,7 +20,7 @@ from kdtrain.errors import UsageError
 from kdtrain.models.loading import ChatTokenizer, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import bar, log, setup_logging
-from kdtrain.monitor.tables import show
+from kdtrain.monitor.tables import duration, number
 
 _TOKENS_PER_SHARD = 2**18
 _MAKERS_WORD = ("dtype", "revision", "attention", "temperature")
@@ -150,36 +151,22 @@ def _fewest_entries(files: list[SourceFile], layout: Layout) -> int:
     return min(found)
 
 
+_COUNTS = ("rows", "rows_left_out", "positions", "counted", "no_entries", "no_distribution", "too_few", "scaled")
+_FACTS = ("filled_up", "kept_mass", "kl_at_most", "label_loss", "labels_kept", "shift", "alignment", "unknown")
+"""What of the manifest's `origin` is shown."""
+
+
 def _show(config: ImportConfig, manifest: Manifest, findings: list[str], seconds: float) -> None:
-    sequences = {name: split["sequences"] for name, split in manifest.splits.items()}
     origin = manifest.origin or {}
-    counts = (
-        "rows",
-        "rows_left_out",
-        "positions",
-        "counted",
-        "no_entries",
-        "no_distribution",
-        "too_few",
-        "scaled",
-        "filled_up",
-    )
-    result = {
-        "cache": str(config.out),
-        "digest": manifest.digest,
-        "sequences": sequences,
-        "tokens": {name: count * manifest.settings.seq_len for name, count in sequences.items()},
-        **{name: origin.get(name) for name in counts},
-        "kept_mass": origin.get("kept_mass"),
-        "kl_at_most": origin.get("kl_at_most"),
-        "label_loss": origin.get("label_loss"),
-        "labels_kept": origin.get("labels_kept"),
-        "shift": origin.get("shift"),
-        "alignment": origin.get("alignment"),
-        "unknown": origin.get("unknown"),
-        "findings": findings,
-        "bytes_per_token": manifest.bytes_per_token["total"],
-        "temperature_range": manifest.temperature_range,
-        "seconds": round(seconds, 1),
-    }
-    show(f"cache {config.out}", result, config.json)
+    facts = {name: origin.get(name) for name in (*_COUNTS, *_FACTS)}
+    aligned = (facts["alignment"] or {}).get("shift") == 0
+    said = [
+        f"{number(facts['rows'])} rows of {config.layout}, {number(facts['rows_left_out'])} left out; at --shift "
+        f"{config.shift} {'aligned' if aligned else 'a sample cannot tell whether they are aligned'}",
+        f"kept mass {number(facts['kept_mass'])}, KL to the whole teacher at most {number(facts['kl_at_most'])} nats; "
+        f"label's loss {number(facts['label_loss'])}",
+        *([f"not known of the teacher: {', '.join(map(str, facts['unknown']))}"] if facts["unknown"] else []),
+        f"took {duration(seconds)}",
+        *(f"does not look right: {each}" for each in findings),
+    ]
+    show_cache(config.out, manifest, config.json, said, **facts, findings=findings, seconds=round(seconds, 1))

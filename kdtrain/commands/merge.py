@@ -1,9 +1,7 @@
 """`kdtrain merge`: adds up caches of samples of the same rows, or appends caches of other rows."""
 
-from kdtrain.cache.merge import merge
-from kdtrain.cache.reader import Cache
-from kdtrain.commands.made_cache import show_cache
-from kdtrain.commands.run_folder import refuse_no_folder
+from kdtrain.cache.fitting import plan, stated
+from kdtrain.commands.made_cache import made_of, show_cache
 from kdtrain.config import MergeConfig
 from kdtrain.monitor.progress import bar, log, setup_logging
 
@@ -16,10 +14,15 @@ def main(config: MergeConfig) -> int:
         RunError: a shard is damaged, the disk is full or cannot be written.
     """
     setup_logging()
+    plan([stated(each) for each in config.caches], config.shares)  # refuses before torch is imported
+    from kdtrain.cache.merge import merge
+    from kdtrain.cache.reader import Cache
+    from kdtrain.commands.run_folder import refuse_no_folder
+
     refuse_no_folder(config.out)
     caches = [Cache(each) for each in config.caches]
     log.info("merging %s into %s", " and ".join(config.caches), config.out)
     with bar("merge", None) as shown:
         manifest = merge(caches, config.out, config.shares, lambda done, total: shown.update(done, total=total))
-    show_cache(config.out, manifest, config.json)
+    show_cache(config.out, manifest, config.json, parents=made_of(manifest))
     return 0

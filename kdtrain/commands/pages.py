@@ -11,7 +11,7 @@ import struct
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from rich.table import Table
 
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.manifest import Manifest, Parent, Sidecar
+from kdtrain.cache.manifest import Manifest, Parent, Sidecar, TemperatureRange
 from kdtrain.commands.kinds import is_training
 from kdtrain.commands.result import RESULT
 from kdtrain.files import open_regular, parse_json, read_json, typed
@@ -296,16 +296,20 @@ def _word(path: Path | str) -> str:
 
 def local_page(facts: Mapping[str, Any]) -> Iterator[Part]:
     """What is kept of caches from elsewhere: `facts` as `--json` prints them."""
-    yield f"{facts['folder']}: {size(facts['bytes'] / 2**20)} of {len(facts['caches'])} caches from elsewhere"
+    count = len(facts["caches"])
+    yield f"{facts['folder']}: {size(facts['bytes'] / 2**20)} of {count} cache{'s' * (count != 1)} from elsewhere"
     for each in facts["caches"]:
-        read = "never" if each["last read"] is None else time.strftime("%F %H:%M", time.localtime(each["last read"]))
+        stamp = each["last read"]
+        read = "no shard read yet" if stamp is None else time.strftime("last read %F %H:%M", time.localtime(stamp))
         yield ""
         here = f"{each['shards here']} of {each['shards']} shards, {size(each['bytes'] / 2**20)}"
-        yield f"{each['digest'][:12]}  {here}, last read {read}"
+        yield f"{each['digest'][:12]}  {here}, {read}"
         yield from (f"  from {where}" for where in each["from"])
-        yield f"  teacher {each['teacher'] or '-'}, in {each['folder']}"
+        yield f"  teacher {each['teacher'] or '-'}"
+        yield f"  in {Path(each['folder']).relative_to(facts['folder'])}"
     yield ""
-    yield "Above --local-limit the shard that was read longest ago goes first. A folder of a cache may be removed."
+    yield "Above --local-limit the shard that was read longest ago goes first."
+    yield "A folder of a cache may be removed."
 
 
 def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -> Iterator[Part]:
@@ -314,16 +318,7 @@ def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -
     facts: as `--json` prints them. KeyError, TypeError, ValueError, AttributeError: the fidelity is not kdtrain's.
     """
     settings, codec = manifest.settings, manifest.settings.codec
-    teacher = str((settings.teacher or {}).get("spec") or "a teacher")
-    kept = {
-        "tokens": "bare tokens, no teacher",
-        "dense": "all log-probabilities (dense)",
-    }.get(codec.kind) or " and ".join(
-        [f"the {codec.top_k:,} most likely entries"] * bool(codec.top_k)
-        + [f"{codec.num_samples:,} samples"] * bool(codec.num_samples)
-    )
-    of = "" if codec.kind == "tokens" else f" of {teacher}"
-    yield f"{path}: {kept}{of} a token, vocabulary {settings.vocab_size:,}, from {settings.data.get('source')}"
+    yield f"{path}: {_what(manifest)}, vocabulary {settings.vocab_size:,}, from {settings.data.get('source')}"
     rows = [
         (split, each["sequences"], each["sequences"] * settings.seq_len, len(each["shards"]), size(_bytes(each)))
         for split, each in manifest.splits.items()
@@ -339,15 +334,10 @@ def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -
     mask = ", each document sees itself alone" if settings.document_mask else ""
     yield f"sequences of {settings.seq_len:,} tokens{mask}; tokenizer of {settings.tokenizer_size:,} entries"
     if (found := manifest.temperature_range) is not None:
-        only = found["min"] == found["max"]
         error = f"log Z is right to {number(found['worst_error'])} nats"
-        if only and codec.top_k:  # a top-k from elsewhere
+        if found["min"] == found["max"] and codec.top_k:  # a top-k from elsewhere
             error = "what lies outside of the entries is not known"
-        yield (
-            f"for T = {number(found['min'])} only ({error})"
-            if only
-            else f"for T from {number(found['min'])} to {number(found['max'])} ({error})"
-        )
+        yield f"{_temperatures(found)} ({error})"
     if facts.get("tail rule"):
         yield f"tail rule {facts['tail rule']}"
     if manifest.origin:
@@ -363,7 +353,46 @@ def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -
     yield ""
     yield f"digest {manifest.digest[:12]}, kdtrain {manifest.versions.get('kdtrain')}"
     if codec.kind != "tokens":
-        yield f"Next: kdtrain distill --cache {_word(path)} --student SPEC --out runs/NAME"
+        yield _distil(path)
+
+
+def made_page(path: Path, manifest: Manifest, said: Sequence[str]) -> Iterator[Part]:
+    """What a command says of the cache that it has made: what it is, where, for which T, and what to do next.
+
+    said: what only this command knows, a line each.
+    """
+    yield f"{path}: {_what(manifest)}"
+    yield ""
+    for split, each in manifest.splits.items():
+        tokens = each["sequences"] * manifest.settings.seq_len
+        yield f"{split}: {each['sequences']:,} sequences, {tokens:,} tokens, {size(_bytes(each))}"
+    total, span = manifest.bytes_per_token["total"], manifest.temperature_range
+    yield f"{number(total)} bytes a token{f'; {_temperatures(span)}' if span else ''}"
+    yield from said
+    yield f"digest {manifest.digest[:12]}; kdtrain inspect {_word(path)} shows how true it is"
+    if manifest.codec.kind != "tokens":
+        yield _distil(path)
+
+
+def _what(manifest: Manifest) -> str:
+    """What a cache keeps, and of whom."""
+    codec = manifest.codec
+    if codec.kind == "tokens":
+        return "bare tokens, no teacher"
+    entries = [f"the {codec.top_k:,} most likely entries"] * bool(codec.top_k)
+    entries += [f"{codec.num_samples:,} samples"] * bool(codec.num_samples)
+    kept = "all log-probabilities (dense)" if codec.kind == "dense" else " and ".join(entries)
+    return f"{kept} of {(manifest.settings.teacher or {}).get('spec') or 'a teacher'} a token"
+
+
+def _temperatures(span: TemperatureRange) -> str:
+    if span["min"] == span["max"]:
+        return f"for T = {number(span['min'])} only"
+    return f"for T from {number(span['min'])} to {number(span['max'])}"
+
+
+def _distil(path: Path | str) -> str:
+    return f"Next: kdtrain distill --cache {_word(path)} --student SPEC --out runs/NAME"
 
 
 def _parent(parent: Parent) -> str:

@@ -16,12 +16,9 @@ from kdtrain.cache.address import Address, parse_address
 from kdtrain.cache.card import CARD, LICENSES, is_card, make_card
 from kdtrain.cache.hub import api, ask
 from kdtrain.cache.manifest import Manifest, read_manifest
-from kdtrain.cache.reader import Cache
-from kdtrain.cache.verify import verify_cache
 from kdtrain.config import PushConfig
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import MEDIUM, parse_json, refuse_links
-from kdtrain.models.hub import ask_tokenizer
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.tables import show
 
@@ -46,20 +43,24 @@ def main(config: PushConfig) -> int:
         raise UsageError(f"{config.cache} is not a folder; a cache is pushed from the folder in which it was built")
     manifest = read_manifest(config.cache)
     refuse_links(config.cache)
+    hub = _there_first(config, address, manifest)
+    from kdtrain.cache.verify import verify_cache  # with h5py
+
     log.info("comparing every digest of %s", config.cache)
     if problems := verify_cache(config.cache):
         more = f" (and {len(problems) - 1} more)" if problems[1:] else ""
         raise UsageError(f"{problems[0]}{more}: run kdtrain verify {config.cache} --repair, then cache-teacher again")
-    commit = _push(config, address, manifest)
+    commit = _push(config, address, manifest, hub)
     result = {"cache": str(config.cache), "to": str(address), "digest": manifest.digest, "commit": commit}
     show(f"pushed {config.cache}", result, config.json)
     return 0
 
 
-def _push(config: PushConfig, address: Address, manifest: Manifest) -> str:
-    """Upload, and return the commit."""
-    from huggingface_hub import CommitOperationAdd
+def _there_first(config: PushConfig, address: Address, manifest: Manifest) -> Any:
+    """The hub, on which the data set is now, before minutes go into digests.
 
+    UsageError: no token, no permission, or another cache is there.
+    """
     hub, repository = api(), str(address.repository)
     ask(address, lambda: _make(hub, repository, config.private))
     there = ask(address, lambda: _there(hub, address, manifest))
@@ -67,9 +68,17 @@ def _push(config: PushConfig, address: Address, manifest: Manifest) -> str:
         log.info("%s holds this very cache already; its card and preview are written again", address)
     elif there is not None:
         raise UsageError(f"{address} holds another cache (digest {there[:12]}); name another data set")
+    return hub
+
+
+def _push(config: PushConfig, address: Address, manifest: Manifest, hub: Any) -> str:
+    """Upload, and return the commit."""
+    from huggingface_hub import CommitOperationAdd
+
+    repository = str(address.repository)
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
         sources = dict(_files(config.cache, manifest))
-        previewed = _write_preview(Cache(config.cache), Path(folder) / PREVIEW)
+        previewed = _write_preview(config.cache, Path(folder) / PREVIEW)
         if previewed:
             sources[PREVIEW] = Path(folder) / PREVIEW
         if ask(address, lambda: _card_is_ours(hub, address)):
@@ -135,21 +144,25 @@ def _files(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Path]]:
     yield from ((name, folder / name) for name in [*names, cache_format.MANIFEST])
 
 
-def _write_preview(cache: Cache, path: Path) -> bool:
+def _write_preview(folder: Path, path: Path) -> bool:
     """Write the preview: a row is a sequence, with its text, the label's log p and the best entries. False: it cannot.
 
     The hub shows the first rows of a parquet file; of HDF5 it shows nothing.
     """
+    from kdtrain.cache.reader import Cache
+    from kdtrain.models.hub import ask_tokenizer
+
     try:
         import datasets
     except ImportError:
         log.warning("no preview, which needs datasets: pip install 'kdtrain[data]'")
         return False
     try:
-        tokenizer = ask_tokenizer(str(cache.folder / cache_format.TOKENIZER), trust_remote_code=False)
+        tokenizer = ask_tokenizer(str(folder / cache_format.TOKENIZER), trust_remote_code=False)
     except UsageError as error:
         log.warning("no text in the preview: %s", error)
         tokenizer = None
+    cache = Cache(folder)
     split = next(iter(cache))
     reader, rows = cache[split], []
     for number in range(min(_ROWS, len(reader))):

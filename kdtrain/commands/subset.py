@@ -1,9 +1,7 @@
 """`kdtrain subset`: cuts a cache to some of its rows."""
 
-from kdtrain.cache.reader import Cache
-from kdtrain.cache.subset import subset
-from kdtrain.commands.made_cache import show_cache
-from kdtrain.commands.run_folder import refuse_no_folder
+from kdtrain.cache.fitting import refuse_rows, stated
+from kdtrain.commands.made_cache import made_of, show_cache
 from kdtrain.config import SubsetConfig
 from kdtrain.monitor.progress import bar, log, setup_logging
 
@@ -16,17 +14,23 @@ def main(config: SubsetConfig) -> int:
         RunError: a shard is damaged, the disk is full or cannot be written.
     """
     setup_logging()
+    known = stated(config.cache)
+    splits = tuple(known.manifest.splits) if config.split == "all" else (config.split,)
+    refuse_rows(known, splits, config.range)  # before torch is imported
+    from kdtrain.cache.reader import Cache
+    from kdtrain.cache.subset import subset
+    from kdtrain.commands.run_folder import refuse_no_folder
+
     refuse_no_folder(config.out)
-    cache = Cache(config.cache)
     log.info("cutting %s into %s", config.cache, config.out)
     with bar("subset", None) as shown:
         manifest = subset(
-            cache,
+            Cache(config.cache),
             config.out,
             rows=config.range,
             fraction=config.share,
-            splits=tuple(cache) if config.split == "all" else (config.split,),
+            splits=splits,
             progress=lambda done, total: shown.update(done, total=total),
         )
-    show_cache(config.out, manifest, config.json)
+    show_cache(config.out, manifest, config.json, parents=made_of(manifest))
     return 0

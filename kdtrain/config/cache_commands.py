@@ -1,6 +1,8 @@
 """The configuration of the commands that make caches of caches: merge, subset, push and import."""
 
+import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -19,7 +21,7 @@ class MergeConfig(Options):
     """
 
     caches: tuple[str, ...] = option((), positional=True, reads="cache")
-    """Two or more finished caches."""
+    """Two or more finished caches: folders, or addresses (hf:datasets/ORG/NAME, https://...)."""
     out: Path
     """The folder of the merged cache."""
     weights: str | None = None
@@ -32,6 +34,7 @@ class MergeConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse(len(self.caches) < 2, "nothing to merge; give two or more caches")
+        refuse_own(self.out, self.caches)
         given = len(self.shares or self.caches)
         refuse(given != len(self.caches), f"--weights has {given} numbers for {len(self.caches)} caches; give one each")
 
@@ -49,7 +52,7 @@ class SubsetConfig(Options):
     """
 
     cache: str = option(positional=True, reads="cache")
-    """A finished cache."""
+    """A finished cache: a folder, or an address (hf:datasets/ORG/NAME, https://...)."""
     out: Path
     """The folder of the cut cache."""
     rows: str | None = None
@@ -69,6 +72,7 @@ class SubsetConfig(Options):
         refuse(not one, "give --rows START:STOP or --fraction SHARE, one of them")
         refuse(self.share is not None and self.share > 1, f"--fraction {self.fraction} is above 1")
         _ = self.range
+        refuse_own(self.out, [self.cache])
 
     @property
     def share(self) -> Fraction | None:
@@ -84,6 +88,13 @@ class SubsetConfig(Options):
         if found is None:
             raise UsageError(f"--rows {self.rows[:80]} is not START:STOP; give whole numbers, such as 0:10000")
         return int(found[1] or 0), int(found[2]) if found[2] else None
+
+
+def refuse_own(out: Path, caches: Sequence[str]) -> None:
+    """UsageError: a cache would be written into a folder that it is made from."""
+    own = any(os.path.realpath(out) == os.path.realpath(each) for each in caches)
+    which = "one of the caches" if len(caches) > 1 else "the cache itself"
+    refuse(own, f"--out {out} is {which}; choose another")
 
 
 def _decimal(name: str, text: str) -> Fraction:

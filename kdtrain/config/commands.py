@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from kdtrain.config.cache_commands import ImportConfig, MergeConfig, PushConfig, SubsetConfig
+from kdtrain.config.cache_commands import ImportConfig, MergeConfig, PushConfig, SubsetConfig, refuse_own
 from kdtrain.config.choices import SOURCES
 from kdtrain.config.sections import (
     CacheParallelConfig,
@@ -99,6 +99,7 @@ class CacheTeacherConfig(Options):
     def _refuse_idle_refinement(self) -> None:
         """Refuse options of what the refined cache decides: its text, and how it is kept."""
         refuse(self.from_logprobs is not None, "--refine and --from-logprobs exclude each other; give one")
+        refuse_own(self.out, [str(self.refine)])
         self.data.refuse_changes("--refine")
         given = (
             ("--top-k, --num-samples and --dense", self.codec != CodecConfig()),
@@ -143,9 +144,13 @@ class DistillConfig(Options):
     out: Path = option(free=True)
     """The folder of the run."""
     cache: tuple[str, ...] = option(
-        (), several=True, shown="PATH", reads="cache", brief="A finished cache: what the teacher said."
+        (),
+        several=True,
+        shown="PATH",
+        reads="cache",
+        brief="A finished cache: a folder, hf: or https://; may be given again.",
     )
-    """A finished cache: the teacher's distributions and their tokens. Given again, the run mixes several."""
+    """A finished cache: a folder, hf:datasets/ORG/NAME[@REVISION] or https://...; again: a mixture."""
     cache_weights: tuple[float, ...] = option((), several=",", shown="X,X", above=0, later=True)
     """What a step draws of each --cache, as 3,1; by default in proportion to their sequences."""
     local_limit: float = option(LOCAL_LIMIT, free=True, per_rank=True, above=0)
@@ -198,9 +203,11 @@ class DistillConfig(Options):
         if self.source == "cache" or self.cache:
             _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
         many = len(self.cache)
+        given = len(self.cache_weights)
+        refuse(given > 0 and many < 2, "--cache-weights is for several --cache; leave it out, or give another cache")
         refuse(
-            bool(self.cache_weights) and not len(self.cache_weights) == many > 1,
-            f"--cache-weights needs a number for each of several --cache; it has {len(self.cache_weights)} for {many}",
+            given not in (0, many),
+            f"--cache-weights has {given} number{'s' * (given > 1)} for {many} caches; give one each",
         )
         refuse(self.dry_run and self.sanity, "--dry-run and --sanity exclude each other; give one after the other")
         mode = self.quantization.mode(self.precision.precision)
@@ -261,7 +268,7 @@ class EvaluateConfig(Options):
     student: str = option(once=True, reads="student spec")
     """A run, a checkpoint, an exported model folder, a TOML or a hub id."""
     cache: Path | None = option(None, once=True, reads="cache")
-    """A finished cache; its validation split is used unless --split is train."""
+    """A finished cache, also hf: or https://; its validation split unless --split is train."""
     local_limit: float = option(LOCAL_LIMIT, above=0)
     """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, once=True, reads="teacher spec")

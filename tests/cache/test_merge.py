@@ -291,7 +291,7 @@ def test_fractions_are_nested_and_depend_on_no_order(shelf, tmp_path) -> None:
 
 def refusals(shelf: Shelf) -> dict[str, tuple[list[Cache], dict, str]]:
     return {
-        "the same": ([shelf(), shelf()], {}, "their grids coincide.*--refine"),
+        "the same": ([shelf(), shelf()], {}, "named twice, which adds nothing.*--refine"),
         "coinciding": ([shelf(), shelf(2 * NUMBER)], {}, "their grids coincide.*--refine"),
         "uneven": ([shelf(), shelf(2 * NUMBER, "grid+1/48")], {}, "not one even grid.*--refine"),
         "another seed": ([shelf(), shelf(seed=9)], {}, "seed: .* in the one.*--refine"),

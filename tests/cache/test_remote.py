@@ -5,6 +5,8 @@ The clients are the real ones, against a server of this machine (tests/web.py).
 
 import json
 import pickle
+import re
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,8 @@ import pytest
 import torch
 
 from kdtrain.cache import download, local
+from kdtrain.cache.address import Address
+from kdtrain.cache.hub import ask
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.verify import verify_cache
 from kdtrain.errors import RunError, UsageError
@@ -436,3 +440,38 @@ def test_a_hub_that_does_not_answer_leaves_what_is_here(hub: Web, whole: Path, m
     assert_same(Cache("hf:org/cache")["validation"][1], Cache(whole)["validation"][1])
     with pytest.raises(RunError, match="the hub does not answer"):
         Cache("hf:org/other")
+
+
+def test_an_address_that_cannot_be_right_is_given_up_at_once_and_an_unreachable_one_soon(
+    web: Web, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = []
+    monkeypatch.setattr("time.sleep", tried.append)
+    with pytest.raises(RunError, match=r"^[^\n(]*does not speak https there; check the address[^\n(]*$"):
+        Cache(web.url.replace("http://", "https://"))
+    assert tried == []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nowhere = f"http://127.0.0.1:{free.getsockname()[1]}/cache"
+    with caplog.at_level("INFO", "kdtrain"), pytest.raises(RunError, match="connection was refused; tried 3 times"):
+        Cache(nowhere)
+    assert len(tried) == 2 and sum(tried) < 10 * download.WAIT
+    assert all(
+        re.fullmatch(r".*: the connection was refused; trying again in [\d.]+ s", each) for each in caplog.messages
+    )
+
+
+@pytest.mark.parametrize("contacts, times", [(3, 3), (6, 6)])
+def test_the_hub_is_given_up_sooner_where_it_was_never_reached(
+    hub: Web, monkeypatch, contacts: int, times: int
+) -> None:
+    asked = []
+
+    def question() -> None:
+        asked.append(1)
+        raise OSError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr("kdtrain.cache.hub.WAIT", 0.001)
+    with pytest.raises(RunError, match="the name of the server is not known"):
+        ask(Address("hf:org/cache", "org/cache", "main"), question, 6, contacts)
+    assert len(asked) == times

@@ -55,10 +55,33 @@ def test_a_cut_and_appended_cache_trains_evaluates_and_verifies(pair) -> None:
     assert len(Cache("again")["train"]) == 30
 
 
+def test_what_makes_a_cache_ends_with_what_it_is_where_and_the_next_command(pair) -> None:
+    for words, kept in (
+        (("merge", "five", "five-more", "--out", "sum"), "10 samples"),
+        (("subset", "five", "--rows", "0:3", "--out", "three"), "5 samples"),
+        (
+            ("cache-teacher", "--teacher", "teacher", *pair.text, *SMALL, "--num-samples", 5, "--out", "five"),
+            "5 sample",
+        ),
+    ):
+        code, page, _ = pair.call(*words)
+        lines, out = page.splitlines(), words[-1]
+        assert code == 0 and lines[0].startswith(f"{out}: {kept}") and len(lines) < 12 and max(map(len, lines)) <= 100
+        assert " bytes a token; for T = 1 only" in page
+        assert lines[-1] == f"Next: kdtrain distill --cache {out} --student SPEC --out runs/NAME"
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("merge", "five", "five", "--out", "x"), "their grids coincide.*--refine"),
+        (("merge", "five", "five", "--out", "x"), "five is named twice, which adds nothing.*--refine"),
+        (("merge", "five", "cache", "--out", "cache"), "--out cache is one of the caches; choose another"),
+        (("merge", "five", "cache", "--out", "./cache/"), "is one of the caches; choose another"),
+        (("subset", "five", "--rows", "0:3", "--out", "five"), "--out five is the cache itself; choose another"),
+        (
+            ("cache-teacher", "--teacher", "teacher", "--refine", "five", "--out", "five"),
+            "--out five is the cache itself; choose another",
+        ),
         (("merge", "five", "--out", "x"), "give two or more caches"),
         (("merge", "five", "cache", "--out", "x"), "keep different things|only caches of samples|top-k of a sum"),
         (("merge", "five", "ten", "--weights", "1,-2", "--out", "x"), "'-2' is not a number above 0"),

@@ -78,6 +78,8 @@ def test_entries_off_by_one_are_refused_with_the_shift_that_mends_them(bench, im
     mended = bench.run("import", source, *PLAIN, "--out", "moved", "--shift", -1, "--json").json
     assert mended["alignment"]["shift"] == 0 and mended["shift"] == -1
     assert mended["counted"] == 14 * 39 and mended["label_loss"] == pytest.approx(imported["label_loss"], rel=0.1)
+    page = bench.run("import", source, *PLAIN, "--out", "moved", "--shift", -1).stdout  # it is finished
+    assert "at --shift -1 aligned" in page and page.splitlines()[-1].startswith("Next: kdtrain distill --cache moved ")
 
 
 def test_lists_of_ids_and_log_probabilities_are_imported_from_jsonl(bench, imported) -> None:
