@@ -4,7 +4,8 @@ A parquet file is read a few rows at a time, whatever the size of its row groups
 Types are checked before anything is read, sizes before a row is taken apart: the files may be anyone's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate
@@ -237,6 +238,21 @@ def open_source(source: str, columns: Columns) -> list[SourceFile]:
     for file in files if root.is_dir() else ():
         file.name = file.path.relative_to(root).as_posix()
     return files
+
+
+def digests(files: Sequence[SourceFile], progress: Callable[[int], None]) -> list[dict[str, Any]]:
+    """The name, bytes and SHA-256 of each file. `progress`: bytes read so far, of all files. UsageError: unreadable."""
+    found, done = list[dict[str, Any]](), 0
+    for each in files:
+        sha, size = hashlib.sha256(), 0
+        with _readable(each.path), open_regular(each.path) as file:
+            while block := file.read(2**24):
+                sha.update(block)
+                size += len(block)
+                progress(done + size)
+        done += size
+        found.append({"name": each.name, "bytes": size, "sha256": sha.hexdigest()})
+    return found
 
 
 @contextmanager
