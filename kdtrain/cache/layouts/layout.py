@@ -15,7 +15,6 @@ import numpy as np
 from kdtrain.config.choices import LAYOUTS
 from kdtrain.errors import UsageError
 
-
 MOST_ENTRIES = 2**26
 """Most entries of a row, with shorter lists filled up: 512 a token in a row of 131,072."""
 
