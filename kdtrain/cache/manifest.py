@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.spec import CodecSpec
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, printable
 from kdtrain.files import (
     MEDIUM,
     canonical_json,
@@ -154,6 +154,8 @@ class TemperatureRange(TypedDict):
     rule: str
 
 
+_DEEPEST = 8
+"""Most parts of the name of a tokenizer file; those of transformers have two."""
 _LEFT_OUT = frozenset({"origin", "parents", "test_vector"})
 """Keys of the manifest that are left out where they say nothing, so that older manifests keep their digest."""
 
@@ -209,14 +211,21 @@ class Manifest:
         if manifest.settings.tokenizer_size > manifest.vocab_size:
             raise ValueError(f"tokenizer_size: {manifest.settings.tokenizer_size} is more than the vocabulary")
         for name in manifest.tokenizer_files:
-            if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
-                raise ValueError(f"tokenizer_files: '{name}' is not a name inside the folder")
+            if not _is_inside(name):
+                raise ValueError(f"tokenizer_files: '{printable(name)[:80]}' is not a name inside the folder")
         if "total" not in manifest.bytes_per_token:
             raise ValueError("bytes_per_token: total is missing")
         span = manifest.temperature_range
         if span is not None and not (math.isfinite(span["max"]) and span["min"] <= 1 <= span["max"]):
             raise ValueError(f"temperature_range: {span['min']} to {span['max']} is not a range around 1")
         return manifest
+
+
+def _is_inside(name: str) -> bool:
+    """Whether this can be the path of a file inside a folder: a name of printable characters that a disk can hold."""
+    path = PurePosixPath(name)
+    fits = name.isprintable() and all(len(part.encode()) <= 255 for part in path.parts)
+    return fits and 0 < len(path.parts) <= _DEEPEST and ".." not in path.parts and not path.is_absolute()
 
 
 def _refuse_contradictions(split: str, stated: SplitRecord, settings: CacheSettings) -> None:
