@@ -123,6 +123,8 @@ class Parent(TypedDict):
     """Which of them were taken, where not all were: START:STOP, or a fraction by the hash of the tokens."""
     splits: NotRequired[list[str]]
     """Of which splits: the others are whole."""
+    origin: NotRequired[dict[str, Any]]
+    """Where it comes from, if it was imported."""
     parents: NotRequired[list["Parent"]]
     """What it was made from itself."""
 

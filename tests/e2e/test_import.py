@@ -126,6 +126,14 @@ def test_a_resume_keeps_nothing_of_a_source_that_changed_under_the_same_name_and
     assert unfinished.code == 2 and "unfinished cache with other settings (data.files_sha256" in unfinished.refusal()
 
 
+def test_a_cut_of_an_imported_cache_says_where_it_comes_from(bench, imported) -> None:
+    bench.run("subset", "plain", "--rows", "0:5", "--out", "plain-cut").ok()
+    (parent,) = Cache(bench.root / "plain-cut").manifest.parents
+    assert parent["origin"] == Cache(bench.root / "plain").manifest.origin
+    page = bench.run("inspect", "plain-cut").ok().stdout
+    assert "of stdlib-5m, rows 0:5 of train, imported from plain.parquet" in page
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
