@@ -289,6 +289,36 @@ def test_fractions_are_nested_and_depend_on_no_order(shelf, tmp_path) -> None:
     assert Cache(tmp_path / "f2").manifest.fidelity == both.manifest.fidelity
 
 
+def test_a_merge_warns_of_rows_that_two_of_its_caches_took_from_one(shelf, tmp_path, caplog) -> None:
+    caplog.set_level("WARNING", logger="kdtrain")
+    merged = merge([shelf(), shelf(rows=5)], tmp_path / "both")  # rows 0:10 of the one, 10:20 of the other
+    both, second = Cache(tmp_path / "both"), sorted((shelf(), shelf(rows=5)), key=lambda each: each.manifest.digest)[1]
+    cuts = {
+        "head": (both, {"rows": (0, 10)}), "middle": (both, {"rows": (5, 15)}), "tail": (both, {"rows": (10, None)}),
+        "some": (both, {"fraction": Fraction(1, 5)}), "few": (both, {"fraction": Fraction(1, 10)}),
+        "end of second": (second, {"rows": (5, 10)}), "begin of second": (second, {"rows": (0, 4)}),
+    }  # fmt: skip
+    made = {name: (subset(cache, tmp_path / name, **rows), Cache(tmp_path / name))[1]
+            for name, (cache, rows) in cuts.items()}  # fmt: skip
+    subset(made["middle"], tmp_path / "inner", rows=(5, 10))  # 10:15 of both, 0:5 of the second
+    made |= {"both": both, "inner": Cache(tmp_path / "inner")}
+    assert merged.parents and not caplog.records
+    pairs = [
+        ("head", "middle", True), ("head", "tail", False), ("middle", "tail", True), ("both", "head", True),
+        ("some", "few", True), ("both", "few", True), ("head", "inner", False), ("tail", "inner", True),
+        ("inner", "begin of second", True), ("inner", "end of second", False), ("head", "begin of second", False),
+        ("both", "end of second", True),
+    ]  # fmt: skip
+    for one, other, common in pairs:
+        caplog.clear()
+        merge([made[one], made[other]], tmp_path / f"{one} and {other}")
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == common, (one, other, said)
+        if common:
+            assert said[0].endswith("have rows of train in common, which will be there twice")
+            assert all(str(made[each].folder) in said[0] for each in (one, other))
+
+
 def refusals(shelf: Shelf) -> dict[str, tuple[list[Cache], dict, str]]:
     return {
         "the same": ([shelf(), shelf()], {}, "their grids coincide.*--refine"),
