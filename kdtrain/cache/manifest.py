@@ -257,7 +257,7 @@ def read_manifest(folder: Path | str) -> Manifest:
         if any((folder / cache_format.SHARDS).glob("*.h5*")):  # a temporary one too
             raise UsageError(
                 f"the cache {folder} is unfinished; run the same cache-teacher command again to finish it, "
-                "or the merge or subset that began it"
+                "or the import, merge or subset that began it"
             )
         if (folder / cache_format.SETTINGS).exists():
             raise UsageError(
@@ -297,6 +297,15 @@ def read_sidecar(folder: Path, name: str) -> Sidecar:
     return record
 
 
+def maker(manifest: Manifest) -> str:
+    """The command that builds what is missing of a cache, in words."""
+    if manifest.origin is not None:
+        return "the same import command"
+    if manifest.parents is not None:
+        return f"the same {'subset' if any('rows' in each for each in manifest.parents) else 'merge'} command"
+    return "the same command" if manifest.codec.kind == "tokens" else "the same cache-teacher command"
+
+
 def check_sizes(folder: Path | str, manifest: Manifest) -> None:
     """UsageError: a shard (named) is missing, or its size differs from the manifest's.
 
@@ -307,8 +316,7 @@ def check_sizes(folder: Path | str, manifest: Manifest) -> None:
     found = [problem for record in records if (problem := shard_problem(folder, record, digest=False))]
     if found:
         more = f" (and {len(found) - 1} more shards)" if len(found) > 1 else ""
-        command = "command" if manifest.codec.kind == "tokens" or manifest.parents else "cache-teacher command"
-        raise UsageError(f"{found[0].text}{more}: run kdtrain verify {folder} --repair, then the same {command} again")
+        raise UsageError(f"{found[0].text}{more}: run kdtrain verify {folder} --repair, then {maker(manifest)} again")
 
 
 def shard_problem(folder: Path, record: ShardRecord | Sidecar, *, digest: bool = True) -> Problem | None:

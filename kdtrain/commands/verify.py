@@ -47,7 +47,7 @@ def main(config: VerifyConfig) -> int:
     page: list[Any] = []
     if config.repair and problems:
         result["dropped"] = repair(config.path)
-        log.info("run the same cache-teacher command again to build what is missing")
+        log.info("run the command that made it again to build what is missing")
     elif kind == "cache" and not problems:
         found, findings, page = _content(config)
         result |= {**found, "ok": not findings, "findings": findings}

@@ -16,7 +16,7 @@ from kdtrain import faults
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.card import CARD
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.manifest import Manifest, read_manifest
+from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest
 from kdtrain.cache.merge import merge
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.subset import subset
@@ -193,6 +193,26 @@ def test_a_damaged_merge_is_repaired_by_the_same_merge(shelf, tmp_path) -> None:
         shard.write_bytes(content)
         assert len(verify_cache(out)) == 1 and repair(out)
         assert work(out).digest == digest and verify_cache(out) == []
+
+
+@pytest.mark.parametrize("name, command", [("sum", "merge"), ("append", "merge"), ("cut", "subset")])
+def test_a_damaged_merge_or_cut_names_the_command_that_builds_it_again(
+    shelf, tmp_path, name: str, command: str
+) -> None:
+    works(shelf)[name](tmp_path / "out")
+    cache, shard = Cache(tmp_path / "out"), tmp_path / "out" / "shards" / "train-00000.h5"
+    size = shard.stat().st_size
+    shard.unlink()  # it may be a link to the parent's file
+    shard.write_bytes(bytes(size))
+    hint = f"--repair, then the same {command} command again$"
+    with pytest.raises(RunError, match=hint):
+        cache["train"].read([0])
+    shard.write_bytes(b"x")
+    with pytest.raises(UsageError, match=hint):
+        check_sizes(tmp_path / "out", cache.manifest)
+    imported = dataclasses.replace(cache.manifest, parents=None, origin={})
+    with pytest.raises(UsageError, match=r"then the same import command again$"):
+        check_sizes(tmp_path / "out", imported)
 
 
 def test_a_mixture_counts_the_samples_of_all_and_averages_the_rest(shelf, tmp_path) -> None:
