@@ -426,6 +426,18 @@ def test_an_error_of_a_command_becomes_one_line_and_its_exit_code(monkeypatch, c
     assert len(stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("command", ["cache-teacher", "demo", "distill", "import", "merge", "push", "subset", "verify"])
+def test_an_interrupted_command_that_resumes_says_so(monkeypatch, capsys, command):
+    monkeypatch.setattr(cli, "parse", lambda *words, **options: None)
+    monkeypatch.setattr(
+        cli.importlib, "import_module", lambda name: types.SimpleNamespace(main=raising(KeyboardInterrupt()))
+    )
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command])
+    hint = "" if command == "verify" else "; the same command resumes from what was saved"
+    assert (stop.value.code, capsys.readouterr().err) == (1, f"kdtrain: interrupted{hint}\n")
+
+
 def test_an_error_names_its_rank_is_printed_by_one_rank_only_and_reaches_torchrun(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.spec import CodecSpec
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, printable
 from kdtrain.files import (
     MEDIUM,
     canonical_json,
@@ -124,6 +124,8 @@ class Parent(TypedDict):
     """Which of them were taken, where not all were: START:STOP, or a fraction by the hash of the tokens."""
     splits: NotRequired[list[str]]
     """Of which splits: the others are whole."""
+    origin: NotRequired[dict[str, Any]]
+    """Where it comes from, if it was imported."""
     parents: NotRequired[list["Parent"]]
     """What it was made from itself."""
 
@@ -155,6 +157,8 @@ class TemperatureRange(TypedDict):
     rule: str
 
 
+_DEEPEST = 8
+"""Most parts of the name of a tokenizer file; those of transformers have two."""
 _LEFT_OUT = frozenset({"origin", "parents", "test_vector"})
 """Keys of the manifest that are left out where they say nothing, so that older manifests keep their digest."""
 
@@ -210,14 +214,21 @@ class Manifest:
         if manifest.settings.tokenizer_size > manifest.vocab_size:
             raise ValueError(f"tokenizer_size: {manifest.settings.tokenizer_size} is more than the vocabulary")
         for name in manifest.tokenizer_files:
-            if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
-                raise ValueError(f"tokenizer_files: '{name}' is not a name inside the folder")
+            if not _is_inside(name):
+                raise ValueError(f"tokenizer_files: '{printable(name)[:80]}' is not a name inside the folder")
         if "total" not in manifest.bytes_per_token:
             raise ValueError("bytes_per_token: total is missing")
         span = manifest.temperature_range
         if span is not None and not (math.isfinite(span["max"]) and span["min"] <= 1 <= span["max"]):
             raise ValueError(f"temperature_range: {span['min']} to {span['max']} is not a range around 1")
         return manifest
+
+
+def _is_inside(name: str) -> bool:
+    """Whether this can be the path of a file inside a folder: a name of printable characters that a disk can hold."""
+    path = PurePosixPath(name)
+    fits = name.isprintable() and all(len(part.encode()) <= 255 for part in path.parts)
+    return fits and 0 < len(path.parts) <= _DEEPEST and ".." not in path.parts and not path.is_absolute()
 
 
 def _refuse_contradictions(split: str, stated: SplitRecord, settings: CacheSettings) -> None:
@@ -256,7 +267,7 @@ def read_manifest(folder: Path | str) -> Manifest:
         if any((folder / cache_format.SHARDS).glob("*.h5*")):  # a temporary one too
             raise UsageError(
                 f"the cache {folder} is unfinished; run the same cache-teacher command again to finish it, "
-                "or the merge or subset that began it"
+                "or the import, merge or subset that began it"
             )
         if (folder / cache_format.SETTINGS).exists():
             raise UsageError(
@@ -296,6 +307,15 @@ def read_sidecar(folder: Path, name: str) -> Sidecar:
     return record
 
 
+def maker(manifest: Manifest) -> str:
+    """The command that builds what is missing of a cache, in words."""
+    if manifest.origin is not None:
+        return "the same import command"
+    if manifest.parents is not None:
+        return f"the same {'subset' if any('rows' in each for each in manifest.parents) else 'merge'} command"
+    return "the same command" if manifest.codec.kind == "tokens" else "the same cache-teacher command"
+
+
 def check_sizes(folder: Path | str, manifest: Manifest) -> None:
     """UsageError: a shard (named) is missing, or its size differs from the manifest's.
 
@@ -306,8 +326,7 @@ def check_sizes(folder: Path | str, manifest: Manifest) -> None:
     found = [problem for record in records if (problem := shard_problem(folder, record, digest=False))]
     if found:
         more = f" (and {len(found) - 1} more shards)" if len(found) > 1 else ""
-        command = "command" if manifest.codec.kind == "tokens" or manifest.parents else "cache-teacher command"
-        raise UsageError(f"{found[0].text}{more}: run kdtrain verify {folder} --repair, then the same {command} again")
+        raise UsageError(f"{found[0].text}{more}: run kdtrain verify {folder} --repair, then {maker(manifest)} again")
 
 
 def shard_problem(folder: Path, record: ShardRecord | Sidecar, *, digest: bool = True) -> Problem | None:

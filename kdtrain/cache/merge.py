@@ -8,6 +8,7 @@ several teachers: the result holds samples of their mixture (`adding`). Other ro
 Caches are sorted by their digests first, so that the order in which they are named does not matter.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -18,6 +19,7 @@ import numpy as np
 
 from kdtrain.cache.adding import add
 from kdtrain.cache.codec import uniforms
+from kdtrain.cache.common import with_common_rows
 from kdtrain.cache.compression import Arrays
 from kdtrain.cache.fitting import MIXTURE, SHOWN, equal, names, plan, tokens_of, who
 from kdtrain.cache.format import BROKEN, PIECES
@@ -31,6 +33,8 @@ from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import json_digest
 from kdtrain.objective.targets import SparseTargets
+
+log = logging.getLogger("kdtrain")
 
 _BATCH = 16
 
@@ -128,6 +132,8 @@ def _append(caches: Sequence[Cache], out: Path, progress: Progress | None) -> Ma
         holders = [cache for cache in caches if split in cache]
         if split == "validation" and len({_content(cache) for cache in holders}) == 1:
             holders = holders[:1]
+        if found := with_common_rows(holders, split):
+            log.warning("%s have rows of %s in common, which will be there twice", _names(found), split)
         shards = [(cache[split], number) for cache in holders for number in _numbers(cache, split)]
         splits[split] = [Piece(reader, number) for reader, number in shards]
     digests = [cache.manifest.digest for cache in caches]

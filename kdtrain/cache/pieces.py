@@ -68,7 +68,11 @@ def parent_record(cache: Cache, weight: float = 1.0) -> Parent:
         "weight": weight,
         "sequences": {split: each["sequences"] for split, each in manifest.splits.items()},
     }
-    return found | {"parents": manifest.parents} if manifest.parents else found  # type: ignore[return-value]
+    if manifest.parents:
+        found["parents"] = manifest.parents
+    if manifest.origin:
+        found["origin"] = manifest.origin
+    return found
 
 
 def write_pieces(

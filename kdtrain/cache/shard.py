@@ -6,7 +6,7 @@ of a damaged shard names it (`shard_errors`).
 
 import errno
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from kdtrain.cache.codec import CodecSpec, decode
 from kdtrain.cache.compression import Coding, unpack
 from kdtrain.cache.format import DICTIONARY
 from kdtrain.cache.hdf5 import Rows, read_dictionary
-from kdtrain.errors import RunError, system_error
+from kdtrain.cache.manifest import maker, read_manifest
+from kdtrain.errors import RunError, UsageError, system_error
 from kdtrain.objective.batch import Batch
 
 
@@ -161,9 +162,11 @@ def shard_errors(path: Path, source: str | None = None) -> Iterator[None]:
                 f"shard {path.name} of {source} is not what kdtrain writes ({first_line(error)}); ask its author"
             ) from error
         reason = "it is missing" if isinstance(error, FileNotFoundError) else first_line(error)
+        again = "the command that made it"
+        with suppress(UsageError):  # there is no manifest before it is finished
+            again = maker(read_manifest(cache))
         raise RunError(
-            f"shard {path} cannot be read ({reason}): run kdtrain verify {cache} --repair, "
-            "then the same cache-teacher command again"
+            f"shard {path} cannot be read ({reason}): run kdtrain verify {cache} --repair, then {again} again"
         ) from error
 
 

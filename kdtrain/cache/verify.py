@@ -183,7 +183,7 @@ def verify_cache(where: Path | str, remote: Remote | None = None) -> list[str]:
 
 
 def repair(folder: Path | str) -> list[str]:
-    """Move aside what `verify_cache` finds damaged, so that the same cache-teacher command builds it again.
+    """Move aside what `verify_cache` finds damaged, so that the command that made the cache builds it again.
 
     Returns the new paths of what it moved. It deletes nothing, and leaves a sound cache and unreadable files as they
     are. UsageError: nothing in the folder proves that kdtrain wrote it, or it contains a link. RunError: the folder

@@ -33,6 +33,8 @@ _LONGEST = 2000
 _MODULES = {"import": "import_cache"}  # no module can have the name of a keyword
 _WITHOUT_MODELS = ("compare", "completion", "inspect", "plot", "push", "report", "verify")
 """Commands that load no model, and so run under `python -OO`."""
+_RESUMING = ("cache-teacher", "demo", "distill", "import", "merge", "push", "subset")
+"""Commands that keep what an interrupted one has done."""
 _NARROWEST = 40
 """Columns of the narrowest terminal that tables and help are made for."""
 
@@ -108,8 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     except MemoryError:
         _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
     except KeyboardInterrupt:
-        resumes = command in ("cache-teacher", "demo", "distill", "import")
-        _fail(1, "interrupted" + ("; the same command resumes from what was saved" if resumes else ""))
+        _fail(1, "interrupted" + ("; the same command resumes from what was saved" if command in _RESUMING else ""))
     except BrokenPipeError:
         # the reader of our output is gone; the flush at exit must not raise the error again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

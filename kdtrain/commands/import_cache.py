@@ -1,12 +1,13 @@
 """`kdtrain import`: makes a cache of teacher outputs that others published, in the layouts of `cache.layouts`."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.layouts.build import build, sample, try_sample
-from kdtrain.cache.layouts.files import SourceFile, open_source
+from kdtrain.cache.layouts.files import SourceFile, digests, open_source
 from kdtrain.cache.layouts.layout import Layout, LayoutOptions
 from kdtrain.cache.layouts.rows import Cutter
 from kdtrain.cache.look import look
@@ -17,6 +18,7 @@ from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import ImportConfig
 from kdtrain.config.choices import LAYOUTS
 from kdtrain.errors import UsageError
+from kdtrain.files import json_digest
 from kdtrain.models.loading import ChatTokenizer, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import bar, log, setup_logging
@@ -54,6 +56,10 @@ def main(config: ImportConfig) -> int:
     alignment, _ = try_sample(files, cutter)
     verdict = "aligned" if alignment.shift == 0 else "a sample cannot tell whether the entries are aligned"
     (log.info if alignment.shift == 0 else log.warning)("%s: %s: %s", config.source, verdict, alignment)
+    with bar("digests of the source", -(-settings.data["bytes"] // 2**20), unit="MiB") as shown:
+        listed = digests(files, lambda done: shown.update(-(-done // 2**20)))
+    # Or a resume would keep the shards of an earlier state of the same files.
+    settings = replace(settings, data={**settings.data, "files_sha256": json_digest(listed)})
     origin = {
         "layout": config.layout,
         "source": Path(config.source).name,
@@ -61,6 +67,7 @@ def main(config: ImportConfig) -> int:
         "shift": config.shift,
         "unknown": [name for name in _MAKERS_WORD if getattr(config, name) is None],
         "alignment": alignment.to_json(),
+        "files": listed,
     }
     saved = ChatTokenizer(tokenizer, generation_of(spec))
     with bar("import", sum(len(each) for each in files), unit="rows") as shown:

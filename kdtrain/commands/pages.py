@@ -35,6 +35,8 @@ _MOST_CACHES = 50
 """Most caches of a mixture that a page lists."""
 _MESSAGE = 1000
 """Most characters of a warning on a page."""
+_MOST_PARENTS = 50
+"""Most parents of a cache that a page lists."""
 _HEADER = 2**24
 """Most bytes of the header of a safetensors file that are read."""
 
@@ -348,7 +350,9 @@ def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -
     if manifest.parents:
         yield ""
         yield "made of"
-        yield from (f"  {_parent(parent)}" for parent in manifest.parents)
+        yield from (f"  {_parent(parent)}" for parent in manifest.parents[:_MOST_PARENTS])
+        if (more := len(manifest.parents) - _MOST_PARENTS) > 0:
+            yield f"  ... and {more:,} more"
     yield from _aside(facts)
     yield ""
     yield f"digest {manifest.digest[:12]}, kdtrain {manifest.versions.get('kdtrain')}"
@@ -400,19 +404,22 @@ def _parent(parent: Parent) -> str:
     rows = f", rows {parent['rows']} of {' and '.join(parent.get('splits', []))}" if "rows" in parent else ""
     share = f", {number(parent['weight'])} of the sum" if parent["weight"] < 1 else ""
     samples = f", {parent['num_samples']} samples" if parent["num_samples"] else ""
-    return f"{parent['digest'][:12]} of {(parent['teacher'] or {}).get('spec') or 'no teacher'}{samples}{share}{rows}"
+    source = f", imported from {origin.get('source')}" if (origin := parent.get("origin")) else ""
+    teacher = (parent["teacher"] or {}).get("spec") or "no teacher"
+    return f"{parent['digest'][:12]} of {teacher}{samples}{share}{rows}{source}"
 
 
 def _origin(origin: Mapping[str, Any]) -> Iterator[Part]:
     """What an imported cache says of its source."""
     yield ""
-    yield f"imported from {origin['source']} in the layout {origin['layout']}, shift {number(origin['shift'])}"
-    mass, most, loss = (number(origin[name]) for name in ("kept_mass", "kl_at_most", "label_loss"))
+    names = ("shift", "kept_mass", "kl_at_most", "label_loss")  # whoever wrote it may have left some out
+    shift, mass, most, loss = (number(origin.get(name)) for name in names)
+    yield f"imported from {origin.get('source')} in the layout {origin.get('layout')}, shift {shift}"
     bound = f"KL to the whole teacher is at most {most} nats"
-    if origin["kl_at_most"] is None:
+    if origin.get("kl_at_most") is None:
         bound = "the labels show that it is not the teacher's"
     yield f"kept mass {mass}: {bound}; the label's loss {loss}"
-    if unknown := origin["unknown"]:
+    if isinstance(unknown := origin.get("unknown"), list) and unknown:
         yield f"not known of the teacher: {', '.join(map(str, unknown))}"
 
 

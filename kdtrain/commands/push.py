@@ -15,7 +15,7 @@ from kdtrain.cache import format as cache_format
 from kdtrain.cache.address import Address, parse_address
 from kdtrain.cache.card import CARD, LICENSES, is_card, make_card
 from kdtrain.cache.hub import api, ask
-from kdtrain.cache.manifest import Manifest, read_manifest
+from kdtrain.cache.manifest import Manifest, maker, read_manifest
 from kdtrain.config import PushConfig
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import MEDIUM, parse_json, refuse_links
@@ -49,7 +49,8 @@ def main(config: PushConfig) -> int:
     log.info("comparing every digest of %s", config.cache)
     if problems := verify_cache(config.cache):
         more = f" (and {len(problems) - 1} more)" if problems[1:] else ""
-        raise UsageError(f"{problems[0]}{more}: run kdtrain verify {config.cache} --repair, then cache-teacher again")
+        again = maker(manifest)
+        raise UsageError(f"{problems[0]}{more}: run kdtrain verify {config.cache} --repair, then {again} again")
     commit = _push(config, address, manifest, hub)
     result = {"cache": str(config.cache), "to": str(address), "digest": manifest.digest, "commit": commit}
     show(f"pushed {config.cache}", result, config.json)

@@ -48,7 +48,7 @@ def main(config: VerifyConfig) -> int:
     page: list[Any] = []
     if config.repair and problems:
         result["dropped"] = repair(config.path)
-        log.info("run the same cache-teacher command again to build what is missing")
+        log.info("run the command that made it again to build what is missing")
     elif kind == "cache" and problems and address is None:
         page = [
             f"Next: kdtrain verify {shlex.quote(path)} --repair sets what is damaged aside; the command that made the "

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.layouts.distillkit import DistillKit, coded_bytes, read_compressor, unpack_bits
+from kdtrain.cache.layouts import distillkit, files
+from kdtrain.cache.layouts.distillkit import DistillKit, coded_bytes, fit, read_compressor, unpack_bits
 from kdtrain.cache.layouts.files import open_source
 from kdtrain.cache.layouts.layout import Columns, Entries, LayoutOptions, Lists
 from kdtrain.cache.layouts.rows import Cutter, Tally, distributions
@@ -27,6 +29,23 @@ def test_a_set_of_distillkit_decodes_as_distillkit_decodes_it(name: str) -> None
         found = layout.decode(record, where)
         assert (found.ids == wanted["ids"][row]).all()
         assert np.abs(found.logprobs - wanted["logprobs"][row]).max() < 1e-6
+
+
+def test_a_curve_is_fitted_some_positions_at_a_time_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    curve, coefficients = torch.randn(120, 5), torch.randn(50, 5)
+    whole = (curve * coefficients[:, None]).sum(-1)
+    monkeypatch.setattr(distillkit, "_FIT", 7 * 600)
+    assert torch.equal(fit(curve, coefficients), whole)
+    assert fit(curve, coefficients[:0]).shape == (0, 120)
+
+
+def test_a_row_of_too_many_entries_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("{d: 65536, k: 65536, exact_k: 0, polynomial_terms: [0, 1]}")
+    layout = DistillKit(LayoutOptions(compressor=path))
+    many = Lists(np.zeros(0, np.int64), np.zeros(1026, np.int64))
+    with pytest.raises(UsageError, match="a row: 1,025 positions of 65,536 entries are too many for a row"):
+        layout.decode({"bytepacked_indices": many, "compressed_logprobs": many}, "a row")
 
 
 @pytest.mark.parametrize("name", ["plain", "delta", "bins"])
@@ -174,6 +193,47 @@ def test_a_strange_line_of_jsonl_is_named(tmp_path: Path, row: object, message: 
         return
     with pytest.raises(UsageError, match=f"a.jsonl, line 1: .*{message}"):
         list(file.records())
+
+
+@pytest.mark.parametrize(("depth", "rows"), [(1, 1), (1, 1000), (2, 1), (2, 1000)])
+def test_a_small_parquet_of_very_many_numbers_is_refused_before_they_are_read(
+    tmp_path: Path, depth: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 5_000_000
+    values = pyarrow.array(np.zeros(number, np.int64))
+    few = [[1, 2, 3]] * rows
+    starts = pyarrow.array(np.concatenate([[0], np.full(rows, number)]).astype(np.int32))
+    column = pyarrow.ListArray.from_arrays(starts, values)
+    nested = pyarrow.ListArray.from_arrays(pyarrow.array(np.arange(rows + 1, dtype=np.int32)), column)
+    columns = {"t": column if depth == 1 else few, "i": nested if depth == 2 else [[[1]]] * rows}
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, compression="zstd")
+    assert path.stat().st_size < 20_000
+    monkeypatch.delattr(pyarrow.parquet.ParquetFile, "iter_batches")
+    with pytest.raises(UsageError, match=r"a.parquet: [ti] has 5,000,\d+ numbers in 1(,000)? rows and [\d,]+ bytes"):
+        list(open_source(str(path), Columns(tokens="t", entries={"i": 2}))[0].records())
+
+
+def test_rows_of_very_many_numbers_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"t": np.random.RandomState(row).randint(0, 9, 100)} for row in range(5)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    asked = []
+    monkeypatch.setattr(files, "_AT_ONCE", 250)
+    plain = pyarrow.parquet.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pyarrow.parquet.ParquetFile,
+        "iter_batches",
+        lambda self, size, **more: asked.append(size) or plain(self, size, **more),
+    )
+    (file,) = open_source(str(tmp_path / "a.parquet"), Columns(tokens="t", entries={}))
+    assert [record["t"].tolist() for _, record in file.records()] == [row["t"].tolist() for row in rows]
+    assert asked == [2]
 
 
 def test_a_damaged_or_foreign_parquet_is_one_line(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kdtrain import faults
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.card import CARD
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.manifest import Manifest, read_manifest
+from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest
 from kdtrain.cache.merge import merge
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.subset import subset
@@ -195,6 +195,26 @@ def test_a_damaged_merge_is_repaired_by_the_same_merge(shelf, tmp_path) -> None:
         assert work(out).digest == digest and verify_cache(out) == []
 
 
+@pytest.mark.parametrize("name, command", [("sum", "merge"), ("append", "merge"), ("cut", "subset")])
+def test_a_damaged_merge_or_cut_names_the_command_that_builds_it_again(
+    shelf, tmp_path, name: str, command: str
+) -> None:
+    works(shelf)[name](tmp_path / "out")
+    cache, shard = Cache(tmp_path / "out"), tmp_path / "out" / "shards" / "train-00000.h5"
+    size = shard.stat().st_size
+    shard.unlink()  # it may be a link to the parent's file
+    shard.write_bytes(bytes(size))
+    hint = f"--repair, then the same {command} command again$"
+    with pytest.raises(RunError, match=hint):
+        cache["train"].read([0])
+    shard.write_bytes(b"x")
+    with pytest.raises(UsageError, match=hint):
+        check_sizes(tmp_path / "out", cache.manifest)
+    imported = dataclasses.replace(cache.manifest, parents=None, origin={})
+    with pytest.raises(UsageError, match=r"then the same import command again$"):
+        check_sizes(tmp_path / "out", imported)
+
+
 def test_a_mixture_counts_the_samples_of_all_and_averages_the_rest(shelf, tmp_path) -> None:
     one, two = shelf(), shelf(2 * NUMBER, who="two")
     manifest = merge([two, one], tmp_path / "mixture")
@@ -287,6 +307,36 @@ def test_fractions_are_nested_and_depend_on_no_order(shelf, tmp_path) -> None:
     subset(both, tmp_path / "all", fraction=Fraction(1, 3), splits=("train", "validation"))
     assert len(Cache(tmp_path / "all")["validation"]) == 1 and Cache(tmp_path / "all").manifest.fidelity is None
     assert Cache(tmp_path / "f2").manifest.fidelity == both.manifest.fidelity
+
+
+def test_a_merge_warns_of_rows_that_two_of_its_caches_took_from_one(shelf, tmp_path, caplog) -> None:
+    caplog.set_level("WARNING", logger="kdtrain")
+    merged = merge([shelf(), shelf(rows=5)], tmp_path / "both")  # rows 0:10 of the one, 10:20 of the other
+    both, second = Cache(tmp_path / "both"), sorted((shelf(), shelf(rows=5)), key=lambda each: each.manifest.digest)[1]
+    cuts = {
+        "head": (both, {"rows": (0, 10)}), "middle": (both, {"rows": (5, 15)}), "tail": (both, {"rows": (10, None)}),
+        "some": (both, {"fraction": Fraction(1, 5)}), "few": (both, {"fraction": Fraction(1, 10)}),
+        "end of second": (second, {"rows": (5, 10)}), "begin of second": (second, {"rows": (0, 4)}),
+    }  # fmt: skip
+    made = {name: (subset(cache, tmp_path / name, **rows), Cache(tmp_path / name))[1]
+            for name, (cache, rows) in cuts.items()}  # fmt: skip
+    subset(made["middle"], tmp_path / "inner", rows=(5, 10))  # 10:15 of both, 0:5 of the second
+    made |= {"both": both, "inner": Cache(tmp_path / "inner")}
+    assert merged.parents and not caplog.records
+    pairs = [
+        ("head", "middle", True), ("head", "tail", False), ("middle", "tail", True), ("both", "head", True),
+        ("some", "few", True), ("both", "few", True), ("head", "inner", False), ("tail", "inner", True),
+        ("inner", "begin of second", True), ("inner", "end of second", False), ("head", "begin of second", False),
+        ("both", "end of second", True),
+    ]  # fmt: skip
+    for one, other, common in pairs:
+        caplog.clear()
+        merge([made[one], made[other]], tmp_path / f"{one} and {other}")
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == common, (one, other, said)
+        if common:
+            assert said[0].endswith("have rows of train in common, which will be there twice")
+            assert all(str(made[each].folder) in said[0] for each in (one, other))
 
 
 def refusals(shelf: Shelf) -> dict[str, tuple[list[Cache], dict, str]]:

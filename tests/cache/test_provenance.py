@@ -193,6 +193,17 @@ def test_a_manifest_without_the_bytes_of_a_token_is_refused_with_the_key(sound: 
         Manifest.from_json(record)
 
 
+@pytest.mark.parametrize(
+    "name", ["a\0b", "a\ud800b", "x" * 256, "ä" * 128, "a/" * 3000 + "b", "", ".", "a/../../b", "/etc/a", "a\nb"]
+)
+def test_a_tokenizer_file_whose_name_no_folder_can_hold_is_refused(sound: Path, name: str) -> None:
+    record = read_sealed(sound / cache_format.MANIFEST)
+    with pytest.raises(ValueError, match=r"^tokenizer_files: '.{0,80}' is not a name inside the folder$"):
+        Manifest.from_json({**record, "tokenizer_files": {name: "0" * 64}})
+    for fine in ("x" * 255, "additional_chat_templates/ä b.jinja"):
+        Manifest.from_json({**record, "tokenizer_files": {fine: "0" * 64}})
+
+
 def _manifest(sound: Path, cached: int, used: int):
     manifest = read_manifest(sound)
     settings = CacheSettings(

@@ -1,5 +1,6 @@
 """The output of `kdtrain inspect` for a cache."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -164,6 +165,23 @@ def test_the_control_variate_is_offered_where_there_is_a_top_k():
 def test_json_has_the_fidelity_as_the_manifest_has_it(capsys: pytest.CaptureFixture[str], fidelity: dict) -> None:
     assert main(InspectConfig(path=CACHE, json=True)) == 0
     assert json.loads(capsys.readouterr().out)["fidelity"] == fidelity
+
+
+def test_the_page_of_a_cache_of_very_many_parents_lists_some_and_counts_the_others() -> None:
+    parent = {"digest": "0" * 64, "teacher": None, "num_samples": 0, "weight": 1.0, "sequences": {"train": 1}}
+    manifest = dataclasses.replace(read_manifest(CACHE), parents=[parent] * 20_000)  # type: ignore[list-item]
+    page = [str(part) for part in pages.cache_page(CACHE, {}, manifest)]
+    assert page.count("  000000000000 of no teacher") == 50 and "  ... and 19,950 more" in page
+    few = dataclasses.replace(manifest, parents=[parent] * 50)  # type: ignore[list-item]
+    assert not any("more" in str(part) for part in pages.cache_page(CACHE, {}, few) if "..." in str(part))
+
+
+@pytest.mark.parametrize(
+    "origin", [{"x": 1}, {"source": [1], "layout": {}, "shift": "a", "kept_mass": [], "unknown": 5}, {"unknown": [{}]}]
+)
+def test_the_page_of_a_cache_with_an_odd_origin_is_shown(origin: dict) -> None:
+    manifest = dataclasses.replace(read_manifest(CACHE), origin=origin)
+    assert any(str(part).startswith("imported from") for part in pages.cache_page(CACHE, {}, manifest))
 
 
 def test_untrusted_names_are_shown_without_control_characters_or_markup(capsys):

@@ -112,6 +112,35 @@ def test_a_killed_import_resumes_and_equals_one_at_once(bench, imported) -> None
     assert other.code == 2 and "finished cache with other settings" in other.refusal()
 
 
+def test_a_resume_keeps_nothing_of_a_source_that_changed_under_the_same_name_and_size(bench) -> None:
+    def write(logprob: float) -> None:
+        texts = np.random.RandomState(0).randint(5, 2000, (40, 9)).tolist()
+        rows = [
+            {"input_ids": text, "target_token_ids": [[label, 3] for label in text[1:]],
+             "target_logprobs": [[logprob, -2.5]] * 8}
+            for text in texts
+        ]  # fmt: skip
+        (bench.root / "same.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    command = ("import", "same.jsonl", "--layout", "topk-parquet", *MADE_BY, "--out", "same", "--json")
+    write(-0.1)
+    assert bench.run(*command).json["label_loss"] == pytest.approx(0.1)
+    write(-0.9)
+    finished = bench.run(*command)
+    assert finished.code == 2 and "finished cache with other settings (data.files_sha256" in finished.refusal()
+    (bench.root / "same" / "manifest.json").unlink()
+    unfinished = bench.run(*command)
+    assert unfinished.code == 2 and "unfinished cache with other settings (data.files_sha256" in unfinished.refusal()
+
+
+def test_a_cut_of_an_imported_cache_says_where_it_comes_from(bench, imported) -> None:
+    bench.run("subset", "plain", "--rows", "0:5", "--out", "plain-cut").ok()
+    (parent,) = Cache(bench.root / "plain-cut").manifest.parents
+    assert parent["origin"] == Cache(bench.root / "plain").manifest.origin
+    page = bench.run("inspect", "plain-cut").ok().stdout
+    assert "of stdlib-5m, rows 0:5 of train, imported from plain.parquet" in page
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

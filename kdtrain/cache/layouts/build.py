@@ -26,7 +26,6 @@ from kdtrain.cache.writer import CacheBuilder
 from kdtrain.data.corpus import assign, by_hash, rank
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError
-from kdtrain.files import file_digest
 from kdtrain.objective.batch import Batch
 
 _FEW = 1000
@@ -123,7 +122,7 @@ def build(
         splits = {split: _Split() for split in _SPLITS}
         for split in splits:
             builder.open_split(split)
-        split_of, tally, digests = _splitter(files, cutter), Tally(), list[dict[str, Any]]()
+        split_of, tally = _splitter(files, cutter), Tally()
         total = sum(len(each) for each in files)
         for file in files:
             for where, record in file.records():
@@ -133,13 +132,12 @@ def build(
                     if len(splits[split].rows) == settings.sequences_per_shard:
                         _publish(builder, split, splits[split])
                 progress(tally.rows, total)
-            digests.append({"name": file.name, "bytes": file.path.stat().st_size, "sha256": file_digest(file.path)})
         for split, own in splits.items():
             if own.rows:
                 _publish(builder, split, own)
             if not own.taken:
                 raise UsageError(f"{files[0].path}: there is no sequence for {split}: {tally.rows} rows are too few")
-        builder.stated["origin"] = {**origin, "files": digests, **summary(tally, cutter.codec)}
+        builder.stated["origin"] = {**origin, **summary(tally, cutter.codec)}
         manifest = builder.finish()
         assert manifest is not None
         return manifest

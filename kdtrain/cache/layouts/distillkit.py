@@ -31,7 +31,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from kdtrain.cache.layouts.layout import Columns, Entries, Layout, LayoutOptions, Record, register_layout
+from kdtrain.cache.layouts.layout import MOST_ENTRIES, Columns, Entries, Layout, LayoutOptions, Record, register_layout
 from kdtrain.errors import UsageError
 from kdtrain.files import read_text, typed
 from kdtrain.imports import optional
@@ -40,6 +40,8 @@ Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Few = Annotated[int, Meta(ge=0, le=2**16)]
 _TERMS = 64
+_FIT = 2**24
+"""Products of coefficients and terms that are held at once."""
 
 
 class _Bin(msgspec.Struct, forbid_unknown_fields=True):
@@ -142,6 +144,9 @@ class DistillKit(Layout):
 
     def decode(self, record: Record, where: str) -> Entries:
         """As `Layout.decode`."""
+        positions = len(record[next(iter(self.columns.entries))].lengths)
+        if positions * self.settings.k > MOST_ENTRIES:
+            raise UsageError(f"{where}: {positions:,} positions of {self.settings.k:,} entries are too many for a row")
         if isinstance(self.settings, OldCompressor):
             return self._decode_old(record, where, self.settings)
         settings = self.settings
@@ -164,8 +169,7 @@ class DistillKit(Layout):
         coefficients_mF = record["coeffs"].matrix("coeffs", where, terms).astype(np.float32)
         values_mK = torch.from_numpy(exact_mK)
         if terms:
-            fit_mK = (self._curve * torch.from_numpy(coefficients_mF)[:, None]).sum(-1)
-            values_mK = torch.cat([values_mK, fit_mK], -1)
+            values_mK = torch.cat([values_mK, fit(self._curve, torch.from_numpy(coefficients_mF))], -1)
         return Entries(ids_mK, values_mK.double().numpy())
 
 
@@ -192,7 +196,7 @@ def decode_logprobs(coded_mB: Tensor, settings: Compressor, curve_RF: Tensor) ->
     fit_mR = None
     if settings.polynomial_terms:
         coefficients_mF = take(len(settings.polynomial_terms), _dtype(settings.term_dtype))
-        fit_mR = (curve_RF * coefficients_mF[:, None]).sum(-1)
+        fit_mR = fit(curve_RF, coefficients_mF)
     residual_mR = torch.zeros(len(coded_mB), rest)
     first = 0
     for each in settings.residual_bins:
@@ -207,6 +211,12 @@ def decode_logprobs(coded_mB: Tensor, settings: Compressor, curve_RF: Tensor) ->
     approximate_mR = residual_mR.to(out) if fit_mR is None else fit_mR + residual_mR.to(out)
     values_mK = torch.cat([exact_mE, approximate_mR], -1)
     return values_mK.float().cumsum(-1).to(out) if settings.delta_encoding else values_mK
+
+
+def fit(curve_RF: Tensor, coefficients_mF: Tensor) -> Tensor:
+    """[m, R] sum of the terms, some positions at a time."""
+    parts_mF = coefficients_mF.split(max(1, _FIT // max(1, curve_RF.numel())))
+    return torch.cat([(curve_RF * part_mF[:, None]).sum(-1) for part_mF in parts_mF])
 
 
 def unpack_bits(packed_mB: np.ndarray, bits: int, number: int) -> np.ndarray:

@@ -4,7 +4,8 @@ A parquet file is read a few rows at a time, whatever the size of its row groups
 Types are checked before anything is read, sizes before a row is taken apart: the files may be anyone's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate
@@ -19,7 +20,14 @@ from kdtrain.files import LARGE, open_regular, parse_json
 from kdtrain.imports import optional
 
 _ROWS = 8
-"""Rows that are read at once."""
+"""Most rows that are read at once."""
+_AT_ONCE = 2**24
+"""Numbers that are read at once, unless a single row has more; pyarrow takes some 20 bytes for each."""
+_SMALL = 2**20
+"""Numbers of a column in a row group that may take any number of bytes."""
+_DENSE = 16
+"""Most numbers of a column for each byte of a row group: real entries take a byte each, and run lengths of one value
+repeated without end nearly none."""
 _TOKENS = 2**22
 """Most tokens of one record."""
 _NUMBERS = 2**28
@@ -72,8 +80,9 @@ class _Parquet(SourceFile):
             groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
             self._starts = [0, *accumulate(group.num_rows for group in groups)]
             largest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
-        if largest > _BYTES:
-            raise UsageError(f"{path}: its rows have {largest:,} bytes in the mean; at most {_BYTES:,} are read")
+            if largest > _BYTES:
+                raise UsageError(f"{path}: its rows have {largest:,} bytes in the mean; at most {_BYTES:,} are read")
+            self._at_once = self._rows_at_once(file.schema, groups)
         self.depths: dict[str, int] = {}
         for name, depth in columns.depths().items():
             if name in schema.names:
@@ -91,6 +100,32 @@ class _Parquet(SourceFile):
     def _open(self) -> Any:
         # A file is read through a small buffer, not a column of a row group at once.
         return self._parquet.ParquetFile(self.path, buffer_size=2**20, pre_buffer=False)
+
+    def _rows_at_once(self, schema: Any, groups: Sequence[Any]) -> int:
+        """How many rows fit into the memory. UsageError: a row group has more numbers than its bytes can stand for.
+
+        The metadata has how many numbers a column of a row group has, not of a row: encoded bytes say little of it.
+        """
+        paths = [(number, schema.column(number).path) for number in range(len(schema.names))]
+        depths, most = self.columns.depths(), 1
+        leaves = [
+            (number, name, depth)
+            for name, depth in depths.items()
+            for number, leaf in paths
+            if leaf == name or leaf.startswith(f"{name}.")
+        ]
+        for which, group in enumerate(groups):
+            chunks = [(name, depth, group.column(number)) for number, name, depth in leaves]
+            taken, rows = sum(chunk.total_compressed_size for _, _, chunk in chunks), max(1, group.num_rows)
+            for name, depth, chunk in chunks:
+                mean, limit = chunk.num_values // rows, _NUMBERS if depth == 2 else _TOKENS
+                if mean > limit or chunk.num_values > max(_SMALL, _DENSE * taken):
+                    raise UsageError(
+                        f"{self.path}: {name} has {chunk.num_values:,} numbers in {rows:,} rows and {taken:,} bytes "
+                        f"(row group {which}); at most {limit:,} a row and {_DENSE} a byte are read"
+                    )
+                most = max(most, mean)
+        return max(1, min(_ROWS, _AT_ONCE // most))
 
     def _check(self, name: str, kind: Any, depth: int) -> None:
         types = self._arrow.types
@@ -114,7 +149,7 @@ class _Parquet(SourceFile):
                 else:
                     start += size
             number = start
-            for batch in file.iter_batches(_ROWS, row_groups=groups, columns=wanted) if groups else ():
+            for batch in file.iter_batches(self._at_once, row_groups=groups, columns=wanted) if groups else ():
                 for row in range(batch.num_rows):
                     if number >= first:
                         where = f"{self.path}, row {number + 1}"
@@ -237,6 +272,21 @@ def open_source(source: str, columns: Columns) -> list[SourceFile]:
     for file in files if root.is_dir() else ():
         file.name = file.path.relative_to(root).as_posix()
     return files
+
+
+def digests(files: Sequence[SourceFile], progress: Callable[[int], None]) -> list[dict[str, Any]]:
+    """The name, bytes and SHA-256 of each file. `progress`: bytes read so far, of all files. UsageError: unreadable."""
+    found, done = list[dict[str, Any]](), 0
+    for each in files:
+        sha, size = hashlib.sha256(), 0
+        with _readable(each.path), open_regular(each.path) as file:
+            while block := file.read(2**24):
+                sha.update(block)
+                size += len(block)
+                progress(done + size)
+        done += size
+        found.append({"name": each.name, "bytes": size, "sha256": sha.hexdigest()})
+    return found
 
 
 @contextmanager

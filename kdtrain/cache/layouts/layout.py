@@ -15,6 +15,9 @@ import numpy as np
 from kdtrain.config.choices import LAYOUTS
 from kdtrain.errors import UsageError
 
+MOST_ENTRIES = 2**26
+"""Most entries of a row, with shorter lists filled up: 512 a token in a row of 131,072."""
+
 
 class Lists(NamedTuple):
     """One list of numbers for each of m positions: position i has values[starts[i] : starts[i + 1]]."""

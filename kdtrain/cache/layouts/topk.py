@@ -2,10 +2,8 @@
 
 import numpy as np
 
-from kdtrain.cache.layouts.layout import Columns, Entries, Layout, LayoutOptions, Record, register_layout
+from kdtrain.cache.layouts.layout import MOST_ENTRIES, Columns, Entries, Layout, LayoutOptions, Record, register_layout
 from kdtrain.errors import UsageError
-
-_MOST = 2**26  # entries of a row, with its shorter lists filled up
 
 
 @register_layout("topk-parquet")
@@ -34,7 +32,7 @@ class TopK(Layout):
                 f"{where}: {self.options.ids_column} and {self.options.logprobs_column} differ in the number of entries"
             )
         width = int(lengths_m.max(initial=0))
-        if width * len(lengths_m) > _MOST:
+        if width * len(lengths_m) > MOST_ENTRIES:
             raise UsageError(f"{where}: a position has {width:,} entries, too many for a row of {len(lengths_m):,}")
         present_mK = np.arange(width) < lengths_m[:, None]
         ids_mK = np.full(present_mK.shape, -1, np.int64)
