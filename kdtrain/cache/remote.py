@@ -17,10 +17,11 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kdtrain.cache import format as cache_format
 from kdtrain.cache import local
@@ -46,6 +47,20 @@ _FULL = 60.0
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
+class Reader(Protocol):
+    """What keeps shards open, of which it can close some for the sake of room."""
+
+    def oldest(self) -> float:
+        """When the open shard that was read longest ago was read, by `time.monotonic`; inf: none is open."""
+
+    def give_way(self) -> bool:
+        """Close that shard; False: none is open, or another thread is reading."""
+
+
+_readers: weakref.WeakValueDictionary[int, Reader] = weakref.WeakValueDictionary()
+"""All of this process, of any cache: they share one folder, and one may hold what another needs."""
+
+
 class Remote:
     """A cache elsewhere, and the folder in which what has been fetched of it lies. Not for two threads at once.
 
@@ -66,14 +81,16 @@ class Remote:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_held": {}, "_wanted": None, "_asked": set(), "_threads": [], "_process": 0}
 
-    def ensure(self, record: ShardRecord, give_way: Callable[[], bool] = lambda: False) -> Path:
+    def ensure(self, record: ShardRecord, reader: Reader | None = None) -> Path:
         """Have a shard here, whole, and keep it from removal until `release`.
 
-        give_way: closes a shard of the caller's for the sake of room; False if it has none.
+        reader: the caller, which from now on closes shards for the sake of room, as all others of this process do.
 
         RunError: it cannot be had (named, with the address).
         """
         self._begin()
+        if reader is not None:
+            _readers[id(reader)] = reader
         name, path = record["name"], cache_format.shard_path(self.folder, record["name"])
         until = time.monotonic() + _FULL
         while name not in self._held:
@@ -86,7 +103,7 @@ class Remote:
             try:
                 self._fetch_shard(record)
             except local.Full:
-                if give_way():
+                if _give_way():
                     continue
                 if time.monotonic() > until:
                     raise RunError(
@@ -219,6 +236,12 @@ class Remote:
             except (local.Full, UsageError, RunError, OSError) as error:  # who reads it will be told
                 log.debug("not fetched ahead: %s", error)
             self._asked.discard(record["name"])
+
+
+def _give_way() -> bool:
+    """Close the shard that was read longest ago by any reader of this process that does not read now."""
+    there = [reader for each in _readers.valuerefs() if (reader := each()) is not None]
+    return any(reader.give_way() for reader in sorted(there, key=lambda reader: reader.oldest()))
 
 
 def _wait(path: Path, part: Path) -> Any:

@@ -4,9 +4,11 @@ The clients are the real ones, against a server of this machine (tests/web.py).
 """
 
 import json
+import os
 import pickle
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -299,13 +301,14 @@ def test_a_limit_below_the_largest_shard_is_refused_and_files_of_others_are_neve
     assert mine.stat().st_size == 2 * largest
 
 
-def test_a_shard_that_another_reader_has_open_is_not_removed_for_room(
+def test_a_shard_that_another_process_has_open_is_not_removed_for_room(
     web: Web, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = Cache(web.url)["train"]
     one[0]
     time.sleep(0.2)
-    taken = local.listing()[1]
+    handle = local.hold(next(home.rglob("train-00000.h5")))
+    assert handle is not None
     monkeypatch.setattr("kdtrain.cache.remote._FULL", 0.3)
     for name in ("train-00001", "train-00002"):
         for path in home.rglob(f"{name}.h5"):
@@ -314,8 +317,46 @@ def test_a_shard_that_another_reader_has_open_is_not_removed_for_room(
     two = Cache(web.url, local_limit=(taken + 100) / local.GB)["train"]
     with pytest.raises(RunError, match="in use"):
         two[4]
-    one.close()
+    os.close(handle)
     assert two[4]["tokens"].numel() and "train-00000" not in shards_here(home)
+
+
+def room_for(web: Web, home: Path, shards: float) -> float:
+    """The limit in GB at which so many of the largest shards fit beside the small files."""
+    manifest = Cache(web.url).manifest
+    Cache(web.url).remote.bring_tokenizer()  # type: ignore[union-attr]
+    rest = sum(each.lstat().st_size for each in home.rglob("*") if each.is_file())
+    return (rest + 2000 + shards * max(local.sizes(manifest).values())) / local.GB
+
+
+@pytest.mark.parametrize("caches", [1, 2])
+def test_readers_give_way_to_one_another_below_a_small_limit(
+    web: Web, home: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, caches: int
+) -> None:
+    limit = room_for(web, home, 2.2)
+    monkeypatch.setattr("kdtrain.cache.remote._FULL", 0.5)
+    opened = [Cache(web.url, local_limit=limit) for _ in range(caches)]
+    train, validation = opened[0]["train"], opened[-1]["validation"]
+    for row in (0, 4, 8):
+        assert_same(train[row], Cache(whole)["train"][row])
+        assert_same(validation[0], Cache(whole)["validation"][0])
+        assert local.listing()[1] <= limit * local.GB
+
+
+def test_readers_in_two_threads_give_way_to_one_another(
+    web: Web, home: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, folder = Cache(web.url, local_limit=room_for(web, home, 2.2)), Cache(whole)
+    monkeypatch.setattr("kdtrain.cache.remote._FULL", 10.0)
+    readers = {split: cache[split] for split in cache}
+
+    def read(split: str) -> None:
+        for row in [0, len(folder[split]) - 1] * 8:
+            assert_same(readers[split][row], folder[split][row])
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(read, split) for split in readers]:
+            done.result(timeout=60)
 
 
 def test_no_link_in_the_local_folder_is_followed(web: Web, home: Path, tmp_path: Path) -> None:
