@@ -36,7 +36,7 @@ from kdtrain.cache.manifest import Manifest, check_sizes, first_rows, read_manif
 from kdtrain.cache.remote import AHEAD, Remote, open_remote
 from kdtrain.cache.shard import Shard, Stored, batch_of, shard_errors
 from kdtrain.cache.verify import verify_cache
-from kdtrain.config.commands import LOCAL_LIMIT
+from kdtrain.config.values import LOCAL_LIMIT
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError, as_path
 from kdtrain.files import file_digest

@@ -28,7 +28,7 @@ from kdtrain.cache import local
 from kdtrain.cache.address import Address
 from kdtrain.cache.download import PATIENCE, Unreachable, fetch, offline
 from kdtrain.cache.manifest import Manifest, ShardRecord, read_manifest
-from kdtrain.config.commands import LOCAL_LIMIT
+from kdtrain.config.values import LOCAL_LIMIT
 from kdtrain.errors import RunError, UsageError, printable, writing
 from kdtrain.files import LARGE, MEDIUM, file_digest, make_folder, published, refuse_links, set_aside, temporary_name
 

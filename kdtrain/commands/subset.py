@@ -17,7 +17,7 @@ def main(config: SubsetConfig) -> int:
     """
     setup_logging()
     refuse_no_folder(config.out)
-    cache = Cache(config.cache)
+    cache = Cache(config.cache, local_limit=config.local_limit)
     log.info("cutting %s into %s", config.cache, config.out)
     with bar("subset", None) as shown:
         manifest = subset(
