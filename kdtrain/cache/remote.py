@@ -95,10 +95,9 @@ class Remote:
         until = time.monotonic() + _FULL
         while name not in self._held:
             if (handle := local.hold(path)) is not None:
+                self._held[name] = handle
                 if os.fstat(handle).st_size == record["bytes"]:
-                    self._held[name] = handle
                     break
-                os.close(handle)
                 self.put_aside(record)
             try:
                 self._fetch_shard(record)
@@ -121,12 +120,16 @@ class Remote:
             os.close(handle)
 
     def put_aside(self, record: ShardRecord) -> None:
-        """Move a damaged shard aside, so that `ensure` fetches it again."""
+        """Move the damaged shard that `ensure` gave aside, so that it fetches it again.
+
+        Another process may have been first, and the file there now be the one that it fetched: that stays.
+        """
+        handle, path = self._held.get(record["name"]), cache_format.shard_path(self.folder, record["name"])
+        with writing(path), suppress(FileNotFoundError), local.alone():
+            if handle is not None and os.path.samestat(os.fstat(handle), os.lstat(path)):
+                moved = set_aside(self.folder, f"{cache_format.SHARDS}/{path.name}", "damaged")
+                log.warning("%s is not as it was fetched; it is now %s, and is fetched again", path, moved.name)
         self.release(record["name"])
-        path = cache_format.shard_path(self.folder, record["name"])
-        with suppress(FileNotFoundError), writing(path):
-            moved = set_aside(self.folder, f"{cache_format.SHARDS}/{path.name}", "damaged")
-            log.warning("%s is not as it was fetched; it is now %s, and is fetched again", path, moved.name)
 
     def ahead(self, records: Iterable[ShardRecord]) -> None:
         """Have shards fetched in the background, in this order, as far as there is room."""

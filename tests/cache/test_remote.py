@@ -191,6 +191,42 @@ def test_a_shard_that_was_damaged_here_is_moved_aside_and_fetched_again(web: Web
     assert_same(Cache(web.url)["train"][0], Cache(whole)["train"][0])
 
 
+def test_a_damaged_shard_that_another_process_set_aside_first_is_fetched_once(
+    web: Web, home: Path, whole: Path
+) -> None:
+    one, other = Cache(web.url).remote, Cache(web.url).remote
+    assert one is not None and other is not None
+    record = one.manifest.splits["train"]["shards"][0]
+    path = one.ensure(record)
+    path.write_bytes(b"x" * record["bytes"])
+    other.ensure(record)
+    one.put_aside(record)
+    other.put_aside(record)  # it is gone
+    path.with_name(f"{path.name}.damaged-1").rename(path)
+    one.ensure(record)
+    other.ensure(record)
+    one.put_aside(record)
+    assert one.ensure(record).read_bytes() == (whole / "shards" / path.name).read_bytes()
+    other.put_aside(record)  # what is there now is good
+    assert path.exists() and len(list(path.parent.glob("*damaged*"))) == 1
+
+
+def test_a_shard_that_was_set_aside_makes_room_before_any_other(
+    web: Web, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = room_for(web, home, 2.2)
+    cache = Cache(web.url, local_limit=limit)
+    assert cache.remote is not None
+    record = cache.manifest.splits["train"]["shards"][0]
+    cache.remote.ensure(record).write_bytes(b"x" * record["bytes"])
+    cache.remote.put_aside(record)
+    cache["train"][0]
+    monkeypatch.setattr("kdtrain.cache.remote._FULL", 0.3)
+    cache["train"][4]
+    assert not list(home.rglob("*damaged*")) and shards_here(home) >= {"train-00000", "train-00001"}
+    assert local.listing()[1] <= limit * local.GB
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -337,9 +373,9 @@ def test_readers_give_way_to_one_another_below_a_small_limit(
     monkeypatch.setattr("kdtrain.cache.remote._FULL", 0.5)
     opened = [Cache(web.url, local_limit=limit) for _ in range(caches)]
     train, validation = opened[0]["train"], opened[-1]["validation"]
-    for row in (0, 4, 8):
-        assert_same(train[row], Cache(whole)["train"][row])
-        assert_same(validation[0], Cache(whole)["validation"][0])
+    for reader, split in ((train, "train"), (validation, "validation"), (train, "train")):
+        for row in range(len(reader)):
+            assert_same(reader[row], Cache(whole)[split][row])
         assert local.listing()[1] <= limit * local.GB
 
 
@@ -347,8 +383,10 @@ def test_readers_in_two_threads_give_way_to_one_another(
     web: Web, home: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, folder = Cache(web.url, local_limit=room_for(web, home, 2.2)), Cache(whole)
-    monkeypatch.setattr("kdtrain.cache.remote._FULL", 10.0)
+    monkeypatch.setattr("kdtrain.cache.remote._FULL", 5.0)
     readers = {split: cache[split] for split in cache}
+    for row in range(len(folder["train"])):  # all the room is taken
+        readers["train"][row]
 
     def read(split: str) -> None:
         for row in [0, len(folder[split]) - 1] * 8:
