@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +30,17 @@ from kdtrain.cache.download import PATIENCE, Unreachable, fetch, offline
 from kdtrain.cache.manifest import Manifest, ShardRecord, read_manifest
 from kdtrain.config.values import LOCAL_LIMIT
 from kdtrain.errors import RunError, UsageError, printable, writing
-from kdtrain.files import LARGE, MEDIUM, file_digest, make_folder, published, refuse_links, set_aside, temporary_name
+from kdtrain.files import (
+    LARGE,
+    MEDIUM,
+    SMALL,
+    file_digest,
+    make_folder,
+    published,
+    refuse_links,
+    set_aside,
+    temporary_name,
+)
 
 log = logging.getLogger("kdtrain")
 
@@ -147,21 +157,34 @@ class Remote:
             self._threads.append(thread)
             thread.start()
 
-    def bring(self, name: str, sha256: str | None = None, most: int = LARGE) -> Path:
-        """Have a small file here: one of the tokenizer, the index, a record. UsageError, RunError: it cannot be had."""
-        path = self.folder / name
-        if path.is_file() and (sha256 is None or file_digest(path) == sha256):
+    def bring(self, name: str, sha256: str, most: int = LARGE) -> Path:
+        """Have a small file here: one of the tokenizer, the index. UsageError, RunError: it cannot be had."""
+        return self._bring(name, lambda folder: file_digest(folder / name) == sha256, most, sha256)
+
+    def bring_sealed(self, name: str, sound: Callable[[Path], bool]) -> Path:
+        """Have a record here. sound: whether that in a folder is what the manifest states.
+
+        UsageError, RunError: it cannot be had.
+        """
+        return self._bring(name, sound, SMALL, None)
+
+    def _bring(self, name: str, sound: Callable[[Path], bool], most: int, sha256: str | None) -> Path:
+        path, what = self.folder / name, f"{self.address}: {printable(name)}"
+        if path.is_file() and sound(self.folder):
             return path
         self._refuse_offline(name)
         with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
-            part = Path(folder) / "part"
+            part = Path(folder) / name
+            part.parent.mkdir(parents=True, exist_ok=True)
             fetch(
                 *(self.address.url(name), part),
-                what=f"{self.address}: {printable(name)}",
+                what=what,
                 most=most,
                 sha256=sha256,
                 headers=_headers(self.address),
             )
+            if not sound(Path(folder)):
+                raise RunError(f"{what} is not what the manifest states, and was not kept; ask its author")
             make_folder(path.parent)
             _publish(part, path, self.limit, self.address)
         return path

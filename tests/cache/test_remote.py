@@ -464,6 +464,23 @@ def test_verify_reads_all_of_a_cache_elsewhere_and_names_what_is_wrong(web: Web,
     assert "train-00002.json" in found[1] and "validation-00000 is not there" in found[2]
 
 
+@pytest.mark.parametrize("name", ["settings.json", "shards/train-00001.json"])
+@pytest.mark.parametrize("content", [b"<html>proxy error</html>", None])
+def test_a_record_that_came_wrong_is_not_kept_and_is_fetched_again(
+    web: Web, whole: Path, home: Path, name: str, content: bytes | None
+) -> None:
+    sealed = (whole / "shards" / "train-00002.json").read_bytes()  # a seal that is right, over something else
+    web.replaced[name] = sealed if content is None else content
+    (problem,) = verify_cache(web.url)
+    assert f"{name} is not what the manifest states" in problem
+    folder = local.cache_folder(Cache(web.url).manifest.digest)
+    assert not (folder / name).exists()
+    web.replaced.clear()
+    assert verify_cache(web.url) == []
+    (folder / name).write_bytes(b"damaged here")
+    assert verify_cache(web.url) == [] and (folder / name).read_bytes() == (whole / name).read_bytes()
+
+
 # The hub --------------------------------------------------------------------------------------------------------------
 
 
