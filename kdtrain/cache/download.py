@@ -42,7 +42,8 @@ SLOWEST = 2**16 / 60
 _PIECE = 2**18
 _REDIRECTS = 5
 _LATER = (408, 425, 429, 500, 502, 503, 504)
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
+_LENGTH = r"[0-9]{1,18}"
+_CONTENT_RANGE = re.compile(rf"bytes ({_LENGTH})-{_LENGTH}/({_LENGTH}|\*)")
 
 
 class Unreachable(RunError):
@@ -136,13 +137,21 @@ def _attempt(url: str, part: Path, what: str, most: int, exact: bool, headers: M
 
 def _ask(session: "requests.Session", url: str, headers: dict[str, str], what: str) -> "requests.Response":
     """The answer at the end of the redirects. UsageError: it will not be another one later."""
+    import requests
+
     for _ in range(_REDIRECTS + 1):
-        answer = session.get(url, headers=headers, stream=True, timeout=TIMEOUT, allow_redirects=False)
+        try:
+            answer = session.get(url, headers=headers, stream=True, timeout=TIMEOUT, allow_redirects=False)
+            target = urljoin(url, answer.headers.get("Location", ""))
+            read = is_allowed(target) and (urlsplit(url).scheme != "https" or urlsplit(target).scheme == "https")
+        except requests.RequestException:
+            raise
+        except ValueError as error:  # requests parses the target too
+            raise UsageError(f"{what}: the server redirects to no URL ({printable(str(error))[:200]})") from None
         if not answer.is_redirect:
             return _refuse(answer, what)
-        target = urljoin(url, answer.headers["Location"])
         answer.close()
-        if not is_allowed(target) or (urlsplit(url).scheme == "https" and urlsplit(target).scheme != "https"):
+        if not read:
             raise UsageError(
                 f"{what}: the server redirects to {printable(target)[:200]}, which is not read; give https"
             )
@@ -189,8 +198,7 @@ def _beginning(
     """
     if answer.status_code == 416:
         return None
-    length, start = answer.headers.get("Content-Length", ""), 0
-    total: int | None = int(length) if re.fullmatch(r"\d{1,18}", length) else None
+    total, start = _length(answer), 0
     if answer.status_code == 206:
         found = _CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
         if found is None or int(found[1]) != have or (tag and answer.headers.get("ETag", tag) != tag):
@@ -202,6 +210,12 @@ def _beginning(
             "the cache was replaced there; name a revision, or ask its author"
         )
     return start
+
+
+def _length(answer: "requests.Response") -> int | None:
+    """Bytes that an answer states; None if it states none that can be."""
+    stated = answer.headers.get("Content-Length", "")
+    return int(stated) if re.fullmatch(_LENGTH, stated) else None
 
 
 def _receive(answer: "requests.Response", part: Path, start: int, what: str, most: int, exact: bool) -> None:
@@ -225,8 +239,7 @@ def _receive(answer: "requests.Response", part: Path, start: int, what: str, mos
                 if (have - counted) / seconds < SLOWEST:
                     raise _Passing("the server sends next to nothing")
                 since, counted = time.monotonic(), have
-    stated = answer.headers.get("Content-Length", "")
-    if (exact and have < most) or (stated.isdecimal() and have - start < int(stated)):
+    if (exact and have < most) or have - start < (_length(answer) or 0):
         raise _Passing(f"the answer ended after {have:,} bytes")
 
 

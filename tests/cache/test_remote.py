@@ -3,6 +3,7 @@
 The clients are the real ones, against a server of this machine (tests/web.py).
 """
 
+import hashlib
 import json
 import os
 import pickle
@@ -109,6 +110,7 @@ LASTING = {
     **{"418": "answers 418", "cut": "bytes there", "more": "bytes there", "empty": "bytes there"},
     **{"html": "bytes there", "endless": "sends more", "flip": "SHA-256 differs", "gzip": None},
     **{"redirect:file:///etc/passwd": "redirects to file", "redirect:ftp://127.0.0.1/x": "redirects to ftp"},
+    **{"redirect:https://[::1": "redirects to no URL", "redirect:http://[::1]:x/": "no URL|tried"},
     **{"redirect:http://192.0.2.1/x": "redirects to http", "loop": "redirects more than", "500": "answers 500"},
     **{"close": "tried", "drop": None, "garbage": "tried", "429": "answers 429"},
 }
@@ -155,6 +157,24 @@ def test_a_download_starts_anew_where_the_server_does_not_go_on_with_it(web: Web
     web.fail("train-00000.h5", fault)
     assert_same(reader[0], Cache(whole)["train"][0])
     assert web.fired == ["drop", fault]
+
+
+def fetched(web: Web, whole: Path, part: Path) -> bool:
+    """Whether `fetch` brings the first shard."""
+    content = (whole / "shards" / "train-00000.h5").read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    url = f"{web.url}/shards/train-00000.h5"
+    download.fetch(url, part, what="it", most=len(content), exact=True, sha256=sha256)
+    return part.read_bytes() == content
+
+
+@pytest.mark.parametrize("faults", [("digits",), ("drop", f"range:bytes {'9' * 5000}-9/*")], ids=["length", "range"])
+def test_numbers_of_any_length_in_an_answer_are_no_traceback(
+    web: Web, whole: Path, tmp_path: Path, faults: tuple[str, ...]
+) -> None:
+    for fault in faults:
+        web.fail("train-00000.h5", fault)
+    assert fetched(web, whole, tmp_path / "part") and web.fired == list(faults)
 
 
 def test_what_lies_in_a_part_is_checked_like_everything_else(web: Web, home: Path, whole: Path) -> None:
