@@ -83,15 +83,16 @@ def fetch(
         RunError: it is another file than was stated, or the disk refuses.
     """
     failed, anew = 0, False
+    largest = _size(part)
     while True:
-        before = part.stat().st_size if part.exists() else 0
         try:
             _attempt(url, part, what, most, exact, headers or {})
             if sha256 is None or _digest(part) == sha256:
                 return
         except _Passing as problem:
-            gained = (part.stat().st_size if part.exists() else 0) - before
-            failed = 1 if gained > 0.01 * most else failed + 1
+            have = _size(part)
+            failed = 1 if have > largest + 0.01 * most else failed + 1  # what a server makes it drop is no progress
+            largest = max(largest, have)
             if failed >= patience:
                 raise Unreachable(
                     f"{what} cannot be fetched: {printable(str(problem))[:300]}; tried {failed} times. What is here "
@@ -107,13 +108,13 @@ def fetch(
                 f"{what} is not what the manifest states (its SHA-256 differs), and was not kept: it was altered, or "
                 "the cache was replaced there; name a revision, or ask its author"
             )
-        anew = True
+        anew, largest = True, 0
 
 
 def _attempt(url: str, part: Path, what: str, most: int, exact: bool, headers: Mapping[str, str]) -> None:
     import requests
 
-    have, note = part.stat().st_size if part.exists() else 0, part.with_name(f"{part.name}.json")
+    have, note = _size(part), part.with_name(f"{part.name}.json")
     tag = _tag(note) if have else None
     if have > most or (have == most and not exact):
         _drop(part)
@@ -272,6 +273,10 @@ def _drop(part: Path) -> None:
     with writing(part):
         part.unlink(missing_ok=True)
         part.with_name(f"{part.name}.json").unlink(missing_ok=True)
+
+
+def _size(part: Path) -> int:
+    return part.stat().st_size if part.exists() else 0
 
 
 def _digest(part: Path) -> str:

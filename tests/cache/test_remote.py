@@ -177,6 +177,15 @@ def test_numbers_of_any_length_in_an_answer_are_no_traceback(
     assert fetched(web, whole, tmp_path / "part") and web.fired == list(faults)
 
 
+def test_a_server_that_takes_back_what_it_gave_does_not_go_on_for_ever(web: Web, whole: Path, tmp_path: Path) -> None:
+    for _ in range(20):
+        web.fail("train-00000.h5", "drop")
+        web.fail("train-00000.h5", "416")
+    with pytest.raises(download.Unreachable, match="tried 6 times"):
+        fetched(web, whole, tmp_path / "part")
+    assert len(web.fired) < 10
+
+
 def test_what_lies_in_a_part_is_checked_like_everything_else(web: Web, home: Path, whole: Path) -> None:
     cache = Cache(web.url)
     part = home / "caches" / cache.manifest.digest / "shards" / "train-00000.h5.part"
