@@ -152,6 +152,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault.startswith("later:"):
             code, after = fault.removeprefix("later:").split("=")
             self._empty(int(code), {"Retry-After": after})
+        elif fault.startswith("range:"):
+            self._empty(206, {"Content-Range": fault.removeprefix("range:")})
         elif fault.startswith("redirect:"):
             self._empty(302, {"Location": fault.removeprefix("redirect:")})
         elif fault == "loop":
@@ -200,7 +202,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
             self.close_connection = True
         else:
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", "9" * 5000 if fault == "digits" else str(len(body)))
+        if fault == "digits":
+            self.send_header("Connection", "close")
+            self.close_connection = True
         self.end_headers()
         if self.command == "HEAD":
             return

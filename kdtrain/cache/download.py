@@ -22,7 +22,7 @@ from urllib.parse import urljoin, urlsplit
 from kdtrain import faults
 from kdtrain.cache.address import is_allowed
 from kdtrain.errors import RunError, UsageError, printable, writing
-from kdtrain.files import open_regular, publish_json, read_sealed
+from kdtrain.files import open_regular, publish_json, read_sealed, remove_file
 
 if TYPE_CHECKING:
     import requests
@@ -44,7 +44,8 @@ SLOWEST = 2**16 / 60
 _PIECE = 2**18
 _REDIRECTS = 5
 _LATER = (408, 425, 429, 500, 502, 503, 504)
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
+_LENGTH = r"[0-9]{1,18}"
+_CONTENT_RANGE = re.compile(rf"bytes ({_LENGTH})-{_LENGTH}/({_LENGTH}|\*)")
 
 
 class Unreachable(RunError):
@@ -85,15 +86,17 @@ def fetch(
         RunError: it is another file than was stated, or the disk refuses.
     """
     failed, anew = 0, False
+    largest = _size(part)
     while True:
-        before = part.stat().st_size if part.exists() else 0
         try:
             _attempt(url, part, what, most, exact, headers or {})
             if sha256 is None or _digest(part) == sha256:
                 return
         except _Passing as problem:
-            gained = (part.stat().st_size if part.exists() else 0) - before
-            failed = 1 if gained > 0.01 * most else failed + 1
+            have = _size(part)
+            gained = have - largest  # what a server makes it drop is no progress
+            failed = 1 if gained > min(0.01 * most, 0.1 * (most - largest)) else failed + 1
+            largest = max(largest, have)
             if failed >= (patience if problem.reached else min(patience, contacts)):
                 raise Unreachable(
                     f"{what} cannot be fetched: {problem}; tried {failed} times. What is here stays; run the same "
@@ -109,13 +112,13 @@ def fetch(
                 f"{what} is not what the manifest states (its SHA-256 differs), and was not kept: it was altered, or "
                 "the cache was replaced there; name a revision, or ask its author"
             )
-        anew = True
+        anew, largest = True, 0
 
 
 def _attempt(url: str, part: Path, what: str, most: int, exact: bool, headers: Mapping[str, str]) -> None:
     import requests
 
-    have, note = part.stat().st_size if part.exists() else 0, part.with_name(f"{part.name}.json")
+    have, note = _size(part), part.with_name(f"{part.name}.json")
     tag = _tag(note) if have else None
     if have > most or (have == most and not exact):
         _drop(part)
@@ -142,13 +145,21 @@ def _attempt(url: str, part: Path, what: str, most: int, exact: bool, headers: M
 
 def _ask(session: "requests.Session", url: str, headers: dict[str, str], what: str) -> "requests.Response":
     """The answer at the end of the redirects. UsageError: it will not be another one later."""
+    import requests
+
     for _ in range(_REDIRECTS + 1):
-        answer = session.get(url, headers=headers, stream=True, timeout=TIMEOUT, allow_redirects=False)
+        try:
+            answer = session.get(url, headers=headers, stream=True, timeout=TIMEOUT, allow_redirects=False)
+            target = urljoin(url, answer.headers.get("Location", ""))
+            read = is_allowed(target) and (urlsplit(url).scheme != "https" or urlsplit(target).scheme == "https")
+        except requests.RequestException:
+            raise
+        except ValueError as error:  # requests parses the target too
+            raise UsageError(f"{what}: the server redirects to no URL ({printable(str(error))[:200]})") from None
         if not answer.is_redirect:
             return _refuse(answer, what)
-        target = urljoin(url, answer.headers["Location"])
         answer.close()
-        if not is_allowed(target) or (urlsplit(url).scheme == "https" and urlsplit(target).scheme != "https"):
+        if not read:
             raise UsageError(
                 f"{what}: the server redirects to {printable(target)[:200]}, which is not read; give https"
             )
@@ -195,8 +206,7 @@ def _beginning(
     """
     if answer.status_code == 416:
         return None
-    length, start = answer.headers.get("Content-Length", ""), 0
-    total: int | None = int(length) if re.fullmatch(r"\d{1,18}", length) else None
+    total, start = _length(answer), 0
     if answer.status_code == 206:
         found = _CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
         if found is None or int(found[1]) != have or (tag and answer.headers.get("ETag", tag) != tag):
@@ -208,6 +218,12 @@ def _beginning(
             "the cache was replaced there; name a revision, or ask its author"
         )
     return start
+
+
+def _length(answer: "requests.Response") -> int | None:
+    """Bytes that an answer states; None if it states none that can be."""
+    stated = answer.headers.get("Content-Length", "")
+    return int(stated) if re.fullmatch(_LENGTH, stated) else None
 
 
 def _receive(answer: "requests.Response", part: Path, start: int, what: str, most: int, exact: bool) -> None:
@@ -231,8 +247,7 @@ def _receive(answer: "requests.Response", part: Path, start: int, what: str, mos
                 if (have - counted) / seconds < SLOWEST:
                     raise _Passing("the server sends next to nothing")
                 since, counted = time.monotonic(), have
-    stated = answer.headers.get("Content-Length", "")
-    if (exact and have < most) or (stated.isdecimal() and have - start < int(stated)):
+    if (exact and have < most) or have - start < (_length(answer) or 0):
         raise _Passing(f"the answer ended after {have:,} bytes")
 
 
@@ -258,13 +273,17 @@ def _note(note: Path, answer: "requests.Response") -> None:
             publish_json(note, {"etag": tag}, "cache.note")
     else:
         with writing(note):
-            note.unlink(missing_ok=True)
+            remove_file(note)
 
 
 def _drop(part: Path) -> None:
     with writing(part):
-        part.unlink(missing_ok=True)
-        part.with_name(f"{part.name}.json").unlink(missing_ok=True)
+        remove_file(part)
+        remove_file(part.with_name(f"{part.name}.json"))
+
+
+def _size(part: Path) -> int:
+    return part.stat().st_size if part.exists() else 0
 
 
 def _digest(part: Path) -> str:

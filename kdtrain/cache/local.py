@@ -6,8 +6,9 @@
     HOME/names/SHA256.json                              which digest an address had when it was last read
 
 HOME is KDTRAIN_HOME, or ~/.cache/kdtrain. Room is made under one lock: the shard that was read longest ago goes first.
-Only what a sealed manifest beside it names, at the size that it states, is ever removed, and no shard that a process
-has locked because it reads it. Processes of one machine share the folder.
+Only what a sealed manifest beside it names, at the size that it states, is ever removed, or one of these that was
+damaged here and set aside, and no shard that a process has locked because it reads it. Processes of one machine share
+the folder.
 
 What it gives up: on a file system without locks (flock) two processes may write to one download, which the digest
 finds, and a shard that is being read may be removed, which its reader survives.
@@ -16,6 +17,7 @@ finds, and a shard that is being read may be removed, which its reader survives.
 import fcntl
 import hashlib
 import os
+import re
 import stat
 import time
 from collections.abc import Iterator
@@ -29,12 +31,13 @@ from kdtrain.cache import format as cache_format
 from kdtrain.cache.address import Address
 from kdtrain.cache.manifest import Digest, Manifest, read_manifest
 from kdtrain.errors import RunError, UsageError
-from kdtrain.files import Lock, make_folder, publish_json, read_sealed, temporary_of, typed
+from kdtrain.files import Lock, make_folder, publish_json, read_sealed, remove_file, temporary_of, typed
 
 PART = ".part"
 GB = 10**9
 
 
+_ASIDE = re.compile(r"\.damaged-\d+$")
 _LEFT = 3600.0
 """Seconds after which a temporary file that nobody writes is what a killed process left."""
 
@@ -108,7 +111,7 @@ class _File(NamedTuple):
     used: float
     """When it was last read, in seconds since 1970."""
     removable: bool
-    """A shard or the part of one, as the sealed manifest beside it states."""
+    """A shard, the part of one, or a damaged one, as the sealed manifest beside it states."""
 
 
 def _files() -> Iterator[_File]:
@@ -120,13 +123,15 @@ def _files() -> Iterator[_File]:
 
 
 def _file(path: Path, found: os.stat_result) -> _File:
-    folder, size, stem = path.parents[1], found.st_size, path.name.removesuffix(PART)
+    folder, size, stem = path.parents[1], found.st_size, _ASIDE.sub("", path.name.removesuffix(PART))
     if temporary_of(path.name) is not None:
         return _File(path, size, found.st_mtime, found.st_mtime < time.time() - _LEFT)
     if path.parent.name == cache_format.SHARDS and stem.endswith(".h5") and stat.S_ISREG(found.st_mode):
         manifest = kept_manifest(folder) if folder.parent == home() / "caches" else None
         stated = {} if manifest is None else sizes(manifest)
         if (whole := stated.get(stem.removesuffix(".h5"))) is not None and (stem != path.name or size == whole):
+            if _ASIDE.search(path.name):
+                return _File(path, size, 0.0, True)
             return _File(path, whole, max(found.st_atime, found.st_mtime if stem != path.name else 0), True)
     return _File(path, size, found.st_atime, False)
 
@@ -137,7 +142,7 @@ def sizes(manifest: Manifest) -> dict[str, int]:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """One process, and one thread of it, at a time."""
     make_folder(home())
     handle = os.open(home() / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -156,7 +161,7 @@ def reserve(path: Path, size: int, limit: int, before: float | None = None) -> N
 
     Full: what would have to go is in use, or not kdtrain's.
     """
-    with _alone():
+    with alone():
         files = [each for each in _files() if each.path != path]
         needed = sum(each.size for each in files) + size - limit
         candidates = sorted((each for each in files if each.removable), key=lambda each: each.used)
@@ -178,8 +183,8 @@ def _remove(path: Path) -> bool:
         except UsageError:
             return False
         with suppress(OSError):
-            path.unlink(missing_ok=True)
-            note_path(path).unlink(missing_ok=True)
+            remove_file(path)
+            remove_file(note_path(path))
         own.release()
         return not path.exists()
     try:
@@ -188,7 +193,7 @@ def _remove(path: Path) -> bool:
         return not path.exists()
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
+        remove_file(path)
     except OSError:  # in use
         return False
     finally:
@@ -245,7 +250,7 @@ def listing() -> tuple[list[dict[str, Any]], int]:
     for folder, files in by_cache.items():
         if (manifest := kept_manifest(folder)) is None:
             continue
-        shards = [each for each in files if each.removable and not each.path.name.endswith(PART)]
+        shards = [each for each in files if each.removable and each.path.name.endswith(".h5")]
         rows.append(
             {
                 "digest": manifest.digest,

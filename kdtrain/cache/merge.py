@@ -133,7 +133,7 @@ def _append(caches: Sequence[Cache], out: Path, progress: Progress | None) -> Ma
         if split == "validation" and len({_content(cache) for cache in holders}) == 1:
             holders = holders[:1]
         if found := with_common_rows(holders, split):
-            log.warning("%s have rows of %s in common, which will be there twice", _names(found), split)
+            log.warning("%s have rows of %s in common, which will be there twice", names(found), split)
         shards = [(cache[split], number) for cache in holders for number in _numbers(cache, split)]
         splits[split] = [Piece(reader, number) for reader, number in shards]
     digests = [cache.manifest.digest for cache in caches]

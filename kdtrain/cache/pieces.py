@@ -44,9 +44,12 @@ class TokenizerFiles:
 
     def __init__(self, cache: Cache) -> None:
         self._folder, self._digests = cache.folder / cache_format.TOKENIZER, cache.manifest.tokenizer_files
+        self._remote = cache.remote
 
     def save_pretrained(self, folder: Path) -> None:
-        """Copy the files. UsageError: one is missing or damaged."""
+        """Copy the files. UsageError: one is missing or damaged. RunError: one cannot be fetched."""
+        if self._remote is not None:
+            self._remote.bring_tokenizer()
         for name, digest in self._digests.items():
             try:
                 content = read_bytes(self._folder / name, LARGE)

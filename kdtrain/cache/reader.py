@@ -12,9 +12,11 @@ What it gives up: the first read from a shard reads all of it, once a reader; in
 `MAX_OPEN` shards a random read has to open one, which takes as long as twenty sequences (larger shards help).
 """
 
+import math
 import operator
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +36,7 @@ from kdtrain.cache.manifest import Manifest, check_sizes, first_rows, read_manif
 from kdtrain.cache.remote import AHEAD, Remote, open_remote
 from kdtrain.cache.shard import Shard, Stored, batch_of, shard_errors
 from kdtrain.cache.verify import verify_cache
-from kdtrain.config.commands import LOCAL_LIMIT
+from kdtrain.config.values import LOCAL_LIMIT
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError, as_path
 from kdtrain.files import file_digest
@@ -84,10 +86,11 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         self._first_rows = np.array(first_rows(self.manifest.splits[split]))
         self._paths = [cache_format.shard_path(self.folder, shard["name"]) for shard in self._shards]
         self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._read_at: dict[int, float] = {}
         self._verified: dict[int, tuple[int, int, int]] = {}
         self._checked: dict[int, np.ndarray] = {}
         self._process = os.getpid()
-        self._locks: dict[int, threading.Lock] = {}
+        self._locks: dict[int, threading.RLock] = {}
 
     def __repr__(self) -> str:
         sizes = f"{len(self)} sequences of {self.manifest.settings.seq_len} tokens"
@@ -113,11 +116,11 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         return [{name: tensor[row] for name, tensor in fields.items()} for row in range(size)]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": OrderedDict(), "_process": None, "_locks": {}}
+        return {**self.__dict__, "_open": OrderedDict(), "_read_at": {}, "_process": None, "_locks": {}}
 
-    def _lock(self) -> threading.Lock:
+    def _lock(self) -> threading.RLock:
         """This process's own: one that another thread held at a fork is never released in the child."""
-        return self._locks.setdefault(os.getpid(), threading.Lock())
+        return self._locks.setdefault(os.getpid(), threading.RLock())
 
     def read(self, indices: Sequence[int]) -> Batch:
         """The sequences `indices` (0 .. len - 1, any order, repeats allowed), in that order.
@@ -182,7 +185,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
     def _reading(self, number: int) -> Iterator[Shard]:
         """A shard, brought here, compared and open. RunError: it is missing or damaged."""
         if self.remote is not None:
-            self.remote.ensure(self._shards[number], self._close_oldest)
+            self.remote.ensure(self._shards[number], self)
         with shard_errors(self._paths[number], self._called):
             faults.point("cache.read")
             yield self._shard(number)
@@ -194,13 +197,26 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             shards = [each for each in wanted if each < len(self._paths) and not self._paths[each].exists()]
             self.remote.ahead(self._shards[each] for each in shards)
 
-    def _close_oldest(self) -> bool:
-        """Close the shard that was read longest ago; False: none is open."""
-        if self._open:
-            self._close(*self._open.popitem(last=False))
-        return bool(self._open)
+    def oldest(self) -> float:
+        """See `remote.Reader`."""
+        return min(list(self._read_at.values()), default=math.inf)
 
-    def _close(self, number: int, shard: Shard) -> None:
+    def give_way(self) -> bool:
+        """See `remote.Reader`. The wait is short: two readers may ask each other."""
+        lock = self._lock()
+        if self._process != os.getpid() or not lock.acquire(timeout=0.05):
+            return False
+        try:
+            if not self._open:
+                return False
+            self._close_oldest()
+            return True
+        finally:
+            lock.release()
+
+    def _close_oldest(self) -> None:
+        number, shard = self._open.popitem(last=False)
+        self._read_at.pop(number, None)
         shard.close()
         if self.remote is not None:
             self.remote.release(self._shards[number]["name"])
@@ -208,7 +224,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
     def _shard(self, number: int) -> Shard:
         if self._process != os.getpid():
             # A parent's handles share its file offsets and locks: a child may drop them, but not read through them.
-            self._open, self._process = OrderedDict(), os.getpid()
+            self._open, self._read_at, self._process = OrderedDict(), {}, os.getpid()
         if number not in self._open:
             try:
                 self._verify(number)
@@ -216,12 +232,13 @@ class CacheReader(Dataset[dict[str, Tensor]]):
                 if self.remote is None:
                     raise
                 self.remote.put_aside(self._shards[number])
-                self.remote.ensure(self._shards[number], self._close_oldest)
+                self.remote.ensure(self._shards[number], self)
                 self._verify(number)
             self._open[number] = Shard(self._paths[number], self.manifest.codec)
             if len(self._open) > MAX_OPEN:
                 self._close_oldest()
         self._open.move_to_end(number)
+        self._read_at[number] = time.monotonic()
         return self._open[number]
 
     def _verify(self, number: int) -> None:

@@ -17,19 +17,32 @@ import shutil
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kdtrain.cache import format as cache_format
 from kdtrain.cache import local
 from kdtrain.cache.address import Address
 from kdtrain.cache.download import CONTACTS, PATIENCE, Unreachable, fetch, offline
 from kdtrain.cache.manifest import Manifest, ShardRecord, read_manifest
-from kdtrain.config.commands import LOCAL_LIMIT
+from kdtrain.config.values import LOCAL_LIMIT
 from kdtrain.errors import RunError, UsageError, printable, writing
-from kdtrain.files import LARGE, MEDIUM, file_digest, make_folder, published, refuse_links, set_aside, temporary_name
+from kdtrain.files import (
+    LARGE,
+    MEDIUM,
+    SMALL,
+    file_digest,
+    make_folder,
+    published,
+    refuse_links,
+    remove_file,
+    rename_over,
+    set_aside,
+    temporary_name,
+)
 
 log = logging.getLogger("kdtrain")
 
@@ -44,6 +57,20 @@ _STALLED = 120.0
 _FULL = 60.0
 """Seconds for which room is waited for."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class Reader(Protocol):
+    """What keeps shards open, of which it can close some for the sake of room."""
+
+    def oldest(self) -> float:
+        """When the open shard that was read longest ago was read, by `time.monotonic`; inf: none is open."""
+
+    def give_way(self) -> bool:
+        """Close that shard; False: none is open, or another thread is reading."""
+
+
+_readers: weakref.WeakValueDictionary[int, Reader] = weakref.WeakValueDictionary()
+"""All of this process, of any cache: they share one folder, and one may hold what another needs."""
 
 
 class Remote:
@@ -66,27 +93,28 @@ class Remote:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_held": {}, "_wanted": None, "_asked": set(), "_threads": [], "_process": 0}
 
-    def ensure(self, record: ShardRecord, give_way: Callable[[], bool] = lambda: False) -> Path:
+    def ensure(self, record: ShardRecord, reader: Reader | None = None) -> Path:
         """Have a shard here, whole, and keep it from removal until `release`.
 
-        give_way: closes a shard of the caller's for the sake of room; False if it has none.
+        reader: the caller, which from now on closes shards for the sake of room, as all others of this process do.
 
         RunError: it cannot be had (named, with the address).
         """
         self._begin()
+        if reader is not None:
+            _readers[id(reader)] = reader
         name, path = record["name"], cache_format.shard_path(self.folder, record["name"])
         until = time.monotonic() + _FULL
         while name not in self._held:
             if (handle := local.hold(path)) is not None:
+                self._held[name] = handle
                 if os.fstat(handle).st_size == record["bytes"]:
-                    self._held[name] = handle
                     break
-                os.close(handle)
                 self.put_aside(record)
             try:
                 self._fetch_shard(record)
             except local.Full:
-                if give_way():
+                if _give_way():
                     continue
                 if time.monotonic() > until:
                     raise RunError(
@@ -104,12 +132,16 @@ class Remote:
             os.close(handle)
 
     def put_aside(self, record: ShardRecord) -> None:
-        """Move a damaged shard aside, so that `ensure` fetches it again."""
+        """Move the damaged shard that `ensure` gave aside, so that it fetches it again.
+
+        Another process may have been first, and the file there now be the one that it fetched: that stays.
+        """
+        handle, path = self._held.get(record["name"]), cache_format.shard_path(self.folder, record["name"])
+        with writing(path), suppress(FileNotFoundError), local.alone():
+            if handle is not None and os.path.samestat(os.fstat(handle), os.lstat(path)):
+                moved = set_aside(self.folder, f"{cache_format.SHARDS}/{path.name}", "damaged")
+                log.warning("%s is not as it was fetched; it is now %s, and is fetched again", path, moved.name)
         self.release(record["name"])
-        path = cache_format.shard_path(self.folder, record["name"])
-        with suppress(FileNotFoundError), writing(path):
-            moved = set_aside(self.folder, f"{cache_format.SHARDS}/{path.name}", "damaged")
-            log.warning("%s is not as it was fetched; it is now %s, and is fetched again", path, moved.name)
 
     def ahead(self, records: Iterable[ShardRecord]) -> None:
         """Have shards fetched in the background, in this order, as far as there is room."""
@@ -127,21 +159,34 @@ class Remote:
             self._threads.append(thread)
             thread.start()
 
-    def bring(self, name: str, sha256: str | None = None, most: int = LARGE) -> Path:
-        """Have a small file here: one of the tokenizer, the index, a record. UsageError, RunError: it cannot be had."""
-        path = self.folder / name
-        if path.is_file() and (sha256 is None or file_digest(path) == sha256):
+    def bring(self, name: str, sha256: str, most: int = LARGE) -> Path:
+        """Have a small file here: one of the tokenizer, the index. UsageError, RunError: it cannot be had."""
+        return self._bring(name, lambda folder: file_digest(folder / name) == sha256, most, sha256)
+
+    def bring_sealed(self, name: str, sound: Callable[[Path], bool]) -> Path:
+        """Have a record here. sound: whether that in a folder is what the manifest states.
+
+        UsageError, RunError: it cannot be had.
+        """
+        return self._bring(name, sound, SMALL, None)
+
+    def _bring(self, name: str, sound: Callable[[Path], bool], most: int, sha256: str | None) -> Path:
+        path, what = self.folder / name, f"{self.address}: {printable(name)}"
+        if path.is_file() and sound(self.folder):
             return path
         self._refuse_offline(name)
         with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
-            part = Path(folder) / "part"
+            part = Path(folder) / name
+            part.parent.mkdir(parents=True, exist_ok=True)
             fetch(
                 *(self.address.url(name), part),
-                what=f"{self.address}: {printable(name)}",
+                what=what,
                 most=most,
                 sha256=sha256,
                 headers=_headers(self.address),
             )
+            if not sound(Path(folder)):
+                raise RunError(f"{what} is not what the manifest states, and was not kept; ask its author")
             make_folder(path.parent)
             _publish(part, path, self.limit, self.address)
         return path
@@ -190,9 +235,9 @@ class Remote:
                 headers=_headers(self.address),
             )
             with published(path, "cache.fetch") as temporary:
-                os.replace(part, temporary)
+                rename_over(part, temporary)
             with suppress(OSError):
-                local.note_path(part).unlink(missing_ok=True)
+                remove_file(local.note_path(part))
         finally:
             if not isinstance(lock, str):
                 lock.release()
@@ -219,6 +264,12 @@ class Remote:
             except (local.Full, UsageError, RunError, OSError) as error:  # who reads it will be told
                 log.debug("not fetched ahead: %s", error)
             self._asked.discard(record["name"])
+
+
+def _give_way() -> bool:
+    """Close the shard that was read longest ago by any reader of this process that does not read now."""
+    there = [reader for each in _readers.valuerefs() if (reader := each()) is not None]
+    return any(reader.give_way() for reader in sorted(there, key=lambda reader: reader.oldest()))
 
 
 def _wait(path: Path, part: Path) -> Any:

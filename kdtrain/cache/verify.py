@@ -33,7 +33,7 @@ from kdtrain.cache.remote import AHEAD, Remote, open_remote
 from kdtrain.cache.shard import Shard, batch_of, first_line
 from kdtrain.cache.vector import agrees, make_vector
 from kdtrain.errors import RunError, UsageError, system_error, writing
-from kdtrain.files import LARGE, MEDIUM, SMALL, file_digest, publish_json, read_sealed, refuse_links, set_aside
+from kdtrain.files import LARGE, MEDIUM, file_digest, publish_json, read_sealed, refuse_links, set_aside
 
 _ENTRIES_AT_ONCE = 2**20  # entries that `check_content` unpacks at once
 
@@ -57,6 +57,10 @@ def check_content(path: Path, spec: CodecSpec, seq_len: int, split: str, first: 
         raise system if system and system.errno else ValueError(first_line(error)) from error
 
 
+def _same(sidecar: Sidecar, stated: ShardRecord) -> bool:
+    return all(sidecar[key] == value for key, value in stated.items())  # type: ignore[literal-required]
+
+
 def _sidecar_problems(folder: Path, name: str, stated: ShardRecord | None) -> Iterator[Problem]:
     path = cache_format.sidecar_path(folder, name)
     aside = f"{cache_format.SHARDS}/{path.name}"
@@ -64,7 +68,7 @@ def _sidecar_problems(folder: Path, name: str, stated: ShardRecord | None) -> It
     try:
         sidecar = read_sidecar(folder, name)
         record = stated or sidecar
-        if stated and any(sidecar[key] != value for key, value in stated.items()):  # type: ignore[literal-required]
+        if stated and not _same(sidecar, stated):
             yield Problem(f"{path}: does not describe the shard that the manifest names", aside)
     except (OSError, ValueError) as error:
         yield file_problem(path, error, aside)
@@ -153,10 +157,17 @@ def _remote_problems(remote: Remote) -> Iterator[Problem]:
         except (UsageError, RunError) as error:
             yield Problem(str(error.args[0]))
 
-    found = list(brought(remote.bring, cache_format.SETTINGS, None, SMALL))
-    if not found and (problem := _settings_problem(folder, manifest.settings.digest())):
-        found = [problem]
-    yield from found
+    def describes(stated: ShardRecord) -> Callable[[Path], bool]:
+        def sound(at: Path) -> bool:
+            try:
+                return _same(read_sidecar(at, stated["name"]), stated)
+            except (OSError, ValueError):
+                return False
+
+        return sound
+
+    digest = manifest.settings.digest()
+    yield from brought(remote.bring_sealed, cache_format.SETTINGS, lambda at: _settings_problem(at, digest) is None)
     yield from brought(remote.bring, cache_format.INDEX, manifest.index_sha256)
     yield from brought(remote.bring_tokenizer)
     for split, summary in manifest.splits.items():
@@ -164,7 +175,9 @@ def _remote_problems(remote: Remote) -> Iterator[Problem]:
         for number, stated in enumerate(summary["shards"]):
             sidecar = cache_format.sidecar_path(folder, stated["name"]).relative_to(folder).as_posix()
             remote.ahead(summary["shards"][number : number + AHEAD])
-            found = list(brought(remote.ensure, stated)) + list(brought(remote.bring, sidecar, None, SMALL))
+            found = list(brought(remote.ensure, stated)) + list(
+                brought(remote.bring_sealed, sidecar, describes(stated))
+            )
             found = found or list(_sidecar_problems(folder, stated["name"], stated))
             yield from found or _content_problems(folder, manifest, split, rows[number], stated)
             remote.release(stated["name"])

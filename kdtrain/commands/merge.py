@@ -20,7 +20,7 @@ def main(config: MergeConfig) -> int:
     from kdtrain.commands.run_folder import refuse_no_folder
 
     refuse_no_folder(config.out)
-    caches = [Cache(each) for each in config.caches]
+    caches = [Cache(each, local_limit=config.local_limit) for each in config.caches]
     log.info("merging %s into %s", " and ".join(config.caches), config.out)
     with bar("merge", None) as shown:
         manifest = merge(caches, config.out, config.shares, lambda done, total: shown.update(done, total=total))

@@ -25,7 +25,7 @@ def main(config: SubsetConfig) -> int:
     log.info("cutting %s into %s", config.cache, config.out)
     with bar("subset", None) as shown:
         manifest = subset(
-            Cache(config.cache),
+            Cache(config.cache, local_limit=config.local_limit),
             config.out,
             rows=config.range,
             fraction=config.share,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from kdtrain.config.choices import LAYOUTS, REQUIRES_COMPRESSOR
-from kdtrain.config.values import Options, flag, option, refuse
+from kdtrain.config.values import LOCAL_LIMIT, Options, flag, option, refuse
 from kdtrain.errors import UsageError
 
 
@@ -26,6 +26,8 @@ class MergeConfig(Options):
     """The folder of the merged cache."""
     weights: str | None = None
     """Several teachers over the same rows: the weight of each, such as 0.7,0.3; by default their numbers of samples."""
+    local_limit: float = option(LOCAL_LIMIT, above=0)
+    """GB of caches from elsewhere that are kept here."""
     json: bool = False
     """Print one JSON object on stdout, logs on stderr."""
 
@@ -61,6 +63,8 @@ class SubsetConfig(Options):
     """The share of the rows to take, above 0 and at most 1, by the hash of their tokens."""
     split: Literal["train", "validation", "test", "all"] = "train"
     """The split to cut, or all; the others stay whole."""
+    local_limit: float = option(LOCAL_LIMIT, above=0)
+    """GB of caches from elsewhere that are kept here."""
     json: bool = False
     """Print one JSON object on stdout, logs on stderr."""
 

@@ -22,7 +22,7 @@ from kdtrain.config.sections import (
     QuantizationConfig,
     StoppingConfig,
 )
-from kdtrain.config.values import Options, option, refuse
+from kdtrain.config.values import LOCAL_LIMIT, Options, option, refuse
 
 
 def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | None, data: DataConfig, to: str) -> None:
@@ -31,10 +31,6 @@ def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | No
     refuse(not cache and data.data is None, f"nothing to {to} on; give --cache FOLDER or --data SOURCE")
     if cache:
         data.refuse_changes()
-
-
-LOCAL_LIMIT = 50.0
-"""GB of caches from elsewhere that are kept if nothing else is asked for."""
 
 
 def _check_device(name: str) -> None:

@@ -3,12 +3,15 @@
 The clients are the real ones, against a server of this machine (tests/web.py).
 """
 
+import hashlib
 import json
+import os
 import pickle
 import re
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -111,6 +114,7 @@ LASTING = {
     **{"418": "answers 418", "cut": "bytes there", "more": "bytes there", "empty": "bytes there"},
     **{"html": "bytes there", "endless": "sends more", "flip": "SHA-256 differs", "gzip": None},
     **{"redirect:file:///etc/passwd": "redirects to file", "redirect:ftp://127.0.0.1/x": "redirects to ftp"},
+    **{"redirect:https://[::1": "redirects to no URL", "redirect:http://[::1]:x/": "no URL|tried"},
     **{"redirect:http://192.0.2.1/x": "redirects to http", "loop": "redirects more than", "500": "answers 500"},
     **{"close": "tried", "drop": None, "garbage": "tried", "429": "answers 429"},
 }
@@ -159,6 +163,33 @@ def test_a_download_starts_anew_where_the_server_does_not_go_on_with_it(web: Web
     assert web.fired == ["drop", fault]
 
 
+def fetched(web: Web, whole: Path, part: Path) -> bool:
+    """Whether `fetch` brings the first shard."""
+    content = (whole / "shards" / "train-00000.h5").read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    url = f"{web.url}/shards/train-00000.h5"
+    download.fetch(url, part, what="it", most=len(content), exact=True, sha256=sha256)
+    return part.read_bytes() == content
+
+
+@pytest.mark.parametrize("faults", [("digits",), ("drop", f"range:bytes {'9' * 5000}-9/*")], ids=["length", "range"])
+def test_numbers_of_any_length_in_an_answer_are_no_traceback(
+    web: Web, whole: Path, tmp_path: Path, faults: tuple[str, ...]
+) -> None:
+    for fault in faults:
+        web.fail("train-00000.h5", fault)
+    assert fetched(web, whole, tmp_path / "part") and web.fired == list(faults)
+
+
+def test_a_server_that_takes_back_what_it_gave_does_not_go_on_for_ever(web: Web, whole: Path, tmp_path: Path) -> None:
+    for _ in range(20):
+        web.fail("train-00000.h5", "drop")
+        web.fail("train-00000.h5", "416")
+    with pytest.raises(download.Unreachable, match="tried 6 times"):
+        fetched(web, whole, tmp_path / "part")
+    assert len(web.fired) < 10
+
+
 def test_what_lies_in_a_part_is_checked_like_everything_else(web: Web, home: Path, whole: Path) -> None:
     cache = Cache(web.url)
     part = home / "caches" / cache.manifest.digest / "shards" / "train-00000.h5.part"
@@ -191,6 +222,42 @@ def test_a_shard_that_was_damaged_here_is_moved_aside_and_fetched_again(web: Web
     assert [each.name for each in path.parent.glob("*damaged*")] == ["train-00000.h5.damaged-1"]
     path.write_bytes(b"short")
     assert_same(Cache(web.url)["train"][0], Cache(whole)["train"][0])
+
+
+def test_a_damaged_shard_that_another_process_set_aside_first_is_fetched_once(
+    web: Web, home: Path, whole: Path
+) -> None:
+    one, other = Cache(web.url).remote, Cache(web.url).remote
+    assert one is not None and other is not None
+    record = one.manifest.splits["train"]["shards"][0]
+    path = one.ensure(record)
+    path.write_bytes(b"x" * record["bytes"])
+    other.ensure(record)
+    one.put_aside(record)
+    other.put_aside(record)  # it is gone
+    path.with_name(f"{path.name}.damaged-1").rename(path)
+    one.ensure(record)
+    other.ensure(record)
+    one.put_aside(record)
+    assert one.ensure(record).read_bytes() == (whole / "shards" / path.name).read_bytes()
+    other.put_aside(record)  # what is there now is good
+    assert path.exists() and len(list(path.parent.glob("*damaged*"))) == 1
+
+
+def test_a_shard_that_was_set_aside_makes_room_before_any_other(
+    web: Web, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = room_for(web, home, 2.2)
+    cache = Cache(web.url, local_limit=limit)
+    assert cache.remote is not None
+    record = cache.manifest.splits["train"]["shards"][0]
+    cache.remote.ensure(record).write_bytes(b"x" * record["bytes"])
+    cache.remote.put_aside(record)
+    cache["train"][0]
+    monkeypatch.setattr("kdtrain.cache.remote._FULL", 0.3)
+    cache["train"][4]
+    assert not list(home.rglob("*damaged*")) and shards_here(home) >= {"train-00000", "train-00001"}
+    assert local.listing()[1] <= limit * local.GB
 
 
 @pytest.mark.parametrize(
@@ -303,13 +370,14 @@ def test_a_limit_below_the_largest_shard_is_refused_and_files_of_others_are_neve
     assert mine.stat().st_size == 2 * largest
 
 
-def test_a_shard_that_another_reader_has_open_is_not_removed_for_room(
+def test_a_shard_that_another_process_has_open_is_not_removed_for_room(
     web: Web, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = Cache(web.url)["train"]
     one[0]
     time.sleep(0.2)
-    taken = local.listing()[1]
+    handle = local.hold(next(home.rglob("train-00000.h5")))
+    assert handle is not None
     monkeypatch.setattr("kdtrain.cache.remote._FULL", 0.3)
     for name in ("train-00001", "train-00002"):
         for path in home.rglob(f"{name}.h5"):
@@ -318,8 +386,48 @@ def test_a_shard_that_another_reader_has_open_is_not_removed_for_room(
     two = Cache(web.url, local_limit=(taken + 100) / local.GB)["train"]
     with pytest.raises(RunError, match="in use"):
         two[4]
-    one.close()
+    os.close(handle)
     assert two[4]["tokens"].numel() and "train-00000" not in shards_here(home)
+
+
+def room_for(web: Web, home: Path, shards: float) -> float:
+    """The limit in GB at which so many of the largest shards fit beside the small files."""
+    manifest = Cache(web.url).manifest
+    Cache(web.url).remote.bring_tokenizer()  # type: ignore[union-attr]
+    rest = sum(each.lstat().st_size for each in home.rglob("*") if each.is_file())
+    return (rest + 2000 + shards * max(local.sizes(manifest).values())) / local.GB
+
+
+@pytest.mark.parametrize("caches", [1, 2])
+def test_readers_give_way_to_one_another_below_a_small_limit(
+    web: Web, home: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, caches: int
+) -> None:
+    limit = room_for(web, home, 2.2)
+    monkeypatch.setattr("kdtrain.cache.remote._FULL", 0.5)
+    opened = [Cache(web.url, local_limit=limit) for _ in range(caches)]
+    train, validation = opened[0]["train"], opened[-1]["validation"]
+    for reader, split in ((train, "train"), (validation, "validation"), (train, "train")):
+        for row in range(len(reader)):
+            assert_same(reader[row], Cache(whole)[split][row])
+        assert local.listing()[1] <= limit * local.GB
+
+
+def test_readers_in_two_threads_give_way_to_one_another(
+    web: Web, home: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, folder = Cache(web.url, local_limit=room_for(web, home, 2.2)), Cache(whole)
+    monkeypatch.setattr("kdtrain.cache.remote._FULL", 5.0)
+    readers = {split: cache[split] for split in cache}
+    for row in range(len(folder["train"])):  # all the room is taken
+        readers["train"][row]
+
+    def read(split: str) -> None:
+        for row in [0, len(folder[split]) - 1] * 8:
+            assert_same(readers[split][row], folder[split][row])
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(read, split) for split in readers]:
+            done.result(timeout=60)
 
 
 def test_no_link_in_the_local_folder_is_followed(web: Web, home: Path, tmp_path: Path) -> None:
@@ -387,6 +495,23 @@ def test_verify_reads_all_of_a_cache_elsewhere_and_names_what_is_wrong(web: Web,
     found = verify_cache(web.url)
     assert len(found) == 3 and "index.h5 is not what the manifest states" in found[0]
     assert "train-00002.json" in found[1] and "validation-00000 is not there" in found[2]
+
+
+@pytest.mark.parametrize("name", ["settings.json", "shards/train-00001.json"])
+@pytest.mark.parametrize("content", [b"<html>proxy error</html>", None])
+def test_a_record_that_came_wrong_is_not_kept_and_is_fetched_again(
+    web: Web, whole: Path, home: Path, name: str, content: bytes | None
+) -> None:
+    sealed = (whole / "shards" / "train-00002.json").read_bytes()  # a seal that is right, over something else
+    web.replaced[name] = sealed if content is None else content
+    (problem,) = verify_cache(web.url)
+    assert f"{name} is not what the manifest states" in problem
+    folder = local.cache_folder(Cache(web.url).manifest.digest)
+    assert not (folder / name).exists()
+    web.replaced.clear()
+    assert verify_cache(web.url) == []
+    (folder / name).write_bytes(b"damaged here")
+    assert verify_cache(web.url) == [] and (folder / name).read_bytes() == (whole / name).read_bytes()
 
 
 # The hub --------------------------------------------------------------------------------------------------------------

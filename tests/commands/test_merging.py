@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kdtrain.cache.reader import Cache
+from tests.web import serving
 
 SMALL = ("--num-sequences", 30, "--precision", "fp32", "--sequences-per-shard", 8)
 
@@ -38,6 +39,21 @@ def test_a_refined_and_merged_cache_is_the_capture_of_the_sum(pair) -> None:
     code, page, _ = pair.call("inspect", "sum")
     assert code == 0 and "made of" in page and page.count("5 samples, 0.5 of the sum") == 2
     assert pair.json("merge", "five", "five-more", "--out", "sum")["digest"] == made["digest"]  # it is finished
+
+
+def test_caches_from_elsewhere_are_merged_and_cut_on_a_fresh_machine(pair, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("KDTRAIN_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with serving(Path.cwd()) as web:
+        one, other = f"{web.url}/five", f"{web.url}/five-more"
+        for words in (("merge", one, other), ("subset", one, "--rows", "0:3")):
+            code, _, err = pair.call(*words, "--local-limit", "0.000001", "--out", "x")
+            assert code == 1 and "below --local-limit" in err.splitlines()[-1], err
+        pair.json("merge", one, other, "--out", "fetched-sum")
+        pair.json("subset", one, "--rows", ":12", "--out", "fetched-head")
+    pair.json("merge", "five", "five-more", "--out", "local-sum")
+    pair.json("subset", "five", "--rows", ":12", "--out", "local-head")
+    assert digests("fetched-sum") == digests("local-sum") and digests("fetched-head") == digests("local-head")
 
 
 def test_a_cut_and_appended_cache_trains_evaluates_and_verifies(pair) -> None:
