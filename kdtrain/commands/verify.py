@@ -61,8 +61,8 @@ def main(config: VerifyConfig) -> int:
         show("", result, True)
     else:
         box = {name: each for name, each in result.items() if name not in ("look", "audit")}
-        if found := result.get("findings"):
-            box["findings"] = f"{len(found)}, below"
+        if result.get("findings"):
+            box["findings"] = f"{len(result['findings'])}, below"
         show(f"verify {path}", box, False)
         show_page(page, wrapped=True)
     return 0 if result["ok"] else 1
