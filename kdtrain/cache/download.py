@@ -4,7 +4,7 @@ A download goes into a part, which a later one continues (Range), if the server 
 ETag); a changed ETag starts anew. Drops, short answers, time-outs, 408, 429 and 5xx are tried again, later each time,
 or when the server says (Retry-After). Bytes beyond the stated size end it at once, and a SHA-256 that is not the stated
 one makes it start anew, once. Redirects lead to https, or from this machine to this machine, and take no password to
-another host.
+another host; from a public host they do not lead into a private network.
 """
 
 import email.utils
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
 from kdtrain import faults
-from kdtrain.cache.address import is_allowed
+from kdtrain.cache.address import is_allowed, is_private
 from kdtrain.errors import RunError, UsageError, printable, writing
 from kdtrain.files import open_regular, publish_json, read_sealed
 
@@ -140,11 +140,13 @@ def _ask(session: "requests.Session", url: str, headers: dict[str, str], what: s
     """The answer at the end of the redirects. UsageError: it will not be another one later."""
     import requests
 
+    inside = is_private(url)
     for _ in range(_REDIRECTS + 1):
         try:
             answer = session.get(url, headers=headers, stream=True, timeout=TIMEOUT, allow_redirects=False)
             target = urljoin(url, answer.headers.get("Location", ""))
             read = is_allowed(target) and (urlsplit(url).scheme != "https" or urlsplit(target).scheme == "https")
+            hidden = not inside and is_private(target)  # what only this machine reaches is not a stranger's to name
         except requests.RequestException:
             raise
         except ValueError as error:  # requests parses the target too
@@ -155,6 +157,10 @@ def _ask(session: "requests.Session", url: str, headers: dict[str, str], what: s
         if not read:
             raise UsageError(
                 f"{what}: the server redirects to {printable(target)[:200]}, which is not read; give https"
+            )
+        if hidden:
+            raise UsageError(
+                f"{what}: the server redirects to {printable(target)[:200]}, which is not a public host; ask its author"
             )
         if urlsplit(target)[:2] != urlsplit(url)[:2]:
             headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
