@@ -10,6 +10,7 @@ choice. An address is looked at without the network and without anything heavy.
 import ipaddress
 import os
 import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -116,6 +117,19 @@ def is_allowed(url: str) -> bool:
     endpoint = os.environ.get("HF_ENDPOINT", "")
     same = bool(endpoint) and urlsplit(endpoint)[:2] == parts[:2]
     return parts.scheme == "http" and (is_loopback(url) or same or os.environ.get(ALLOW_HTTP) == "1")
+
+
+def is_private(url: str) -> bool:
+    """Whether the host of a URL is written as this machine or one of a network that is not public."""
+    host = (urlsplit(url).hostname or "").rstrip(".")
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        try:
+            address = ipaddress.ip_address(socket.inet_aton(host))  # as systems read 127.1 and 0x7f000001
+        except (OSError, ValueError):
+            return host == "localhost" or host.endswith(".localhost")
+    return not (getattr(address, "ipv4_mapped", None) or address).is_global
 
 
 def is_loopback(url: str) -> bool:

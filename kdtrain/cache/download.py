@@ -4,7 +4,7 @@ A download goes into a part, which a later one continues (Range), if the server 
 ETag); a changed ETag starts anew. Drops, short answers, time-outs, 408, 429 and 5xx are tried again, later each time,
 or when the server says (Retry-After). Bytes beyond the stated size end it at once, and a SHA-256 that is not the stated
 one makes it start anew, once. Redirects lead to https, or from this machine to this machine, and take no password to
-another host.
+another host; from a public host they do not lead into a private network.
 """
 
 import email.utils
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
 from kdtrain import faults
-from kdtrain.cache.address import is_allowed
+from kdtrain.cache.address import is_allowed, is_private
 from kdtrain.errors import RunError, UsageError, printable, writing
 from kdtrain.files import open_regular, publish_json, read_sealed, remove_file
 
@@ -86,14 +86,14 @@ def fetch(
         RunError: it is another file than was stated, or the disk refuses.
     """
     failed, anew = 0, False
-    largest = _size(part)
+    largest = size_of(part)
     while True:
         try:
             _attempt(url, part, what, most, exact, headers or {})
             if sha256 is None or _digest(part) == sha256:
                 return
         except _Passing as problem:
-            have = _size(part)
+            have = size_of(part)
             gained = have - largest  # what a server makes it drop is no progress
             failed = 1 if gained > min(0.01 * most, 0.1 * (most - largest)) else failed + 1
             largest = max(largest, have)
@@ -118,7 +118,7 @@ def fetch(
 def _attempt(url: str, part: Path, what: str, most: int, exact: bool, headers: Mapping[str, str]) -> None:
     import requests
 
-    have, note = _size(part), part.with_name(f"{part.name}.json")
+    have, note = size_of(part), part.with_name(f"{part.name}.json")
     tag = _tag(note) if have else None
     if have > most or (have == most and not exact):
         _drop(part)
@@ -147,11 +147,13 @@ def _ask(session: "requests.Session", url: str, headers: dict[str, str], what: s
     """The answer at the end of the redirects. UsageError: it will not be another one later."""
     import requests
 
+    inside = is_private(url)
     for _ in range(_REDIRECTS + 1):
         try:
             answer = session.get(url, headers=headers, stream=True, timeout=TIMEOUT, allow_redirects=False)
             target = urljoin(url, answer.headers.get("Location", ""))
             read = is_allowed(target) and (urlsplit(url).scheme != "https" or urlsplit(target).scheme == "https")
+            hidden = not inside and is_private(target)  # what only this machine reaches is not a stranger's to name
         except requests.RequestException:
             raise
         except ValueError as error:  # requests parses the target too
@@ -162,6 +164,10 @@ def _ask(session: "requests.Session", url: str, headers: dict[str, str], what: s
         if not read:
             raise UsageError(
                 f"{what}: the server redirects to {printable(target)[:200]}, which is not read; give https"
+            )
+        if hidden:
+            raise UsageError(
+                f"{what}: the server redirects to {printable(target)[:200]}, which is not a public host; ask its author"
             )
         if urlsplit(target)[:2] != urlsplit(url)[:2]:
             headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
@@ -282,8 +288,12 @@ def _drop(part: Path) -> None:
         remove_file(part.with_name(f"{part.name}.json"))
 
 
-def _size(part: Path) -> int:
-    return part.stat().st_size if part.exists() else 0
+def size_of(part: Path) -> int:
+    """Bytes of a file that another process may be about to rename; 0 if it is gone."""
+    try:
+        return part.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _digest(part: Path) -> str:

@@ -16,6 +16,7 @@ from kdtrain.cache.format import PIECES
 from kdtrain.cache.manifest import CacheSettings, Manifest, check_sizes, differences, read_manifest
 from kdtrain.cache.remote import open_remote
 from kdtrain.cache.spec import grid_name, grid_offset
+from kdtrain.config.values import LOCAL_LIMIT
 from kdtrain.errors import UsageError, printable
 
 MIXTURE = "mixture"
@@ -46,10 +47,10 @@ class Stated:
     manifest: Manifest
 
 
-def stated(where: str) -> Stated:
+def stated(where: str, local_limit: float = LOCAL_LIMIT) -> Stated:
     """What a cache states. UsageError, RunError: as of `reader.Cache`, or a shard of a folder is missing."""
     if (address := parse_address(where)) is not None:
-        return Stated(str(address), open_remote(address).manifest)
+        return Stated(str(address), open_remote(address, local_limit).manifest)
     manifest = read_manifest(where)
     check_sizes(where, manifest)
     return Stated(str(Path(where)), manifest)

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from kdtrain.cache import format as cache_format
 from kdtrain.cache import local
 from kdtrain.cache.address import Address
-from kdtrain.cache.download import CONTACTS, PATIENCE, Unreachable, fetch, offline
+from kdtrain.cache.download import CONTACTS, PATIENCE, Unreachable, fetch, offline, size_of
 from kdtrain.cache.manifest import Manifest, ShardRecord, read_manifest
 from kdtrain.config.values import LOCAL_LIMIT
 from kdtrain.errors import RunError, UsageError, printable, writing
@@ -279,7 +279,7 @@ def _wait(path: Path, part: Path) -> Any:
         try:
             return local.download_lock(path)
         except UsageError:
-            size = part.stat().st_size if part.exists() else -1
+            size = size_of(part)
             if size != seen:
                 seen, since = size, time.monotonic()
             if time.monotonic() - since > _STALLED:

@@ -14,7 +14,9 @@ def main(config: MergeConfig) -> int:
         RunError: a shard is damaged, the disk is full or cannot be written.
     """
     setup_logging()
-    plan([stated(each) for each in config.caches], config.shares)  # refuses before torch is imported
+    plan(
+        [stated(each, config.local_limit) for each in config.caches], config.shares
+    )  # refuses before torch is imported
     from kdtrain.cache.merge import merge
     from kdtrain.cache.reader import Cache
     from kdtrain.commands.run_folder import refuse_no_folder

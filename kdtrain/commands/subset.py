@@ -14,7 +14,7 @@ def main(config: SubsetConfig) -> int:
         RunError: a shard is damaged, the disk is full or cannot be written.
     """
     setup_logging()
-    known = stated(config.cache)
+    known = stated(config.cache, config.local_limit)
     splits = tuple(known.manifest.splits) if config.split == "all" else (config.split,)
     refuse_rows(known, splits, config.range)  # before torch is imported
     from kdtrain.cache.reader import Cache

@@ -4,6 +4,7 @@ The clients are the real ones, against a server of this machine (tests/web.py).
 """
 
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -15,10 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import requests
 import torch
 
 from kdtrain.cache import download, local
-from kdtrain.cache.address import Address
+from kdtrain.cache.address import Address, is_private
 from kdtrain.cache.hub import ask
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.verify import verify_cache
@@ -188,6 +190,41 @@ def test_a_server_that_takes_back_what_it_gave_does_not_go_on_for_ever(web: Web,
     with pytest.raises(download.Unreachable, match="tried 6 times"):
         fetched(web, whole, tmp_path / "part")
     assert len(web.fired) < 10
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.0.0.1", "127.1", "0x7f000001", "2130706433", "0.0.0.0", "[::1]", "[::]", "[::ffff:127.0.0.1]"),
+        *("10.1.2.3", "192.168.0.1", "172.16.0.1", "169.254.169.254", "100.64.0.1", "[fe80::1]", "[fd00::1]"),
+        *("localhost", "LOCALHOST", "localhost.", "a.localhost", "127.0.0.1:8080"),
+    ],
+)
+def test_a_public_host_does_not_lead_into_a_private_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    asked: list[str] = []
+
+    def get(self: requests.Session, url: str, **_: object) -> requests.Response:
+        asked.append(url)
+        answer = requests.Response()
+        answer.status_code, answer.raw = 302, io.BytesIO()
+        answer.headers["Location"] = f"https://{host}/x"
+        return answer
+
+    monkeypatch.setattr(requests.Session, "get", get)
+    with pytest.raises(UsageError, match=r"it: the server redirects to .*, which is not a public host"):
+        download.fetch("https://example.com/x", tmp_path / "part", what="it", most=10)
+    assert asked == ["https://example.com/x"]
+    with pytest.raises(UsageError, match="redirects more than"):  # who is inside knows what is there
+        download.fetch("https://10.0.0.1/x", tmp_path / "part", what="it", most=10)
+
+
+@pytest.mark.parametrize(
+    "host", ["example.com", "1.1.1.1", "[2606:4700::1111]", "localhost.example.com", "10.example.com"]
+)
+def test_a_public_host_is_one(host: str) -> None:
+    assert not is_private(f"https://{host}/x")
 
 
 def test_what_lies_in_a_part_is_checked_like_everything_else(web: Web, home: Path, whole: Path) -> None:
