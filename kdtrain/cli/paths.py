@@ -20,7 +20,7 @@ from kdtrain.config.options import Option
 from kdtrain.config.values import flag
 from kdtrain.errors import UsageError
 from kdtrain.files import open_regular
-from kdtrain.models.spec import is_hub_id, read_spec
+from kdtrain.models.spec import is_hub_id, read_spec, shipped
 
 _MOST = 2000
 """Entries of a folder that are compared with a name."""
@@ -188,6 +188,8 @@ def _path(text: str, texts: Mapping[str, str]) -> str | None:
 
 
 def _cache_path(text: str, texts: Mapping[str, str]) -> str | None:
+    if text in {**shipped("students"), **shipped("teachers")}:
+        return None
     return _cache(text, texts) if _ADDRESS.match(text) else _path(text, texts)
 
 

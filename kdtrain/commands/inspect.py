@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import platform
+import shlex
 import stat
 import time
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from kdtrain.config.choices import resolve_tail
 from kdtrain.config.values import refuse
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import aside_in, read_json, typed
+from kdtrain.models.spec import ModelSpec, read_spec, shipped
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.tables import show, show_page
@@ -83,6 +85,10 @@ def _kind(path: Path) -> str:
     """What a path is. UsageError: nothing of ours."""
     if path.name.endswith(".h5") and path.is_file() and cache_format.SHARD_NAME.fullmatch(path.stem):
         return "shard"
+    if path.suffix == ".toml" and path.is_file():
+        return "spec"
+    if not path.exists() and str(path) in {**shipped("students"), **shipped("teachers")}:
+        return "spec"
     is_folder = path.is_dir() and not (path / cache_format.MANIFEST).exists() and any(pages.folder_of(path).values())
     try:
         kind = kind_of(path)
@@ -334,4 +340,37 @@ def _loaded(path: Path) -> dict[str, Any]:
     }
 
 
-_PAGES = {"cache": _cache, "run": _run, "checkpoint": _checkpoint, "shard": _shard, "model": _model, "folder": _folder}
+def _spec(path: Path) -> _Found:
+    teaches = str(path) in shipped("teachers") or path.parent.name == "teachers"
+    spec = read_spec(str(path), "teachers" if teaches else "students")
+    facts = {name: value for name, value in vars(spec).items() if value not in (None, (), {}, False)}
+    return facts, _recipe(shlex.quote(str(path)), spec, teaches)
+
+
+def _recipe(word: str, spec: ModelSpec, teaches: bool) -> Iterator[pages.Part]:
+    """What the recipe of a teacher or a student says."""
+    begins = {"scratch": "fresh weights", "teacher-layers": f"layers {list(spec.layers)} of {spec.teacher}"}
+    config = dict(spec.config or {})
+    kind = f"a {config.pop('model_type')}, " if config else ""
+    source = f" of {spec.source}" if spec.source else ""
+    yield f"{word}: {spec.name}, {kind}{begins.get(spec.init, 'the weights')}{source}"
+    if config:
+        yield ", ".join(f"{name} {value}" for name, value in config.items())
+    if spec.tokenizer:
+        yield f"tokenizer {spec.tokenizer}"
+    yield f"{f'{spec.dtype}, ' if teaches else ''}attention {spec.attention}"
+    if teaches:
+        yield f"Next: kdtrain cache-teacher --teacher {word} --data SOURCE --out cache/NAME"
+    else:
+        yield f"Next: kdtrain distill --cache CACHE --student {word} --out runs/NAME"
+
+
+_PAGES = {
+    "spec": _spec,
+    "cache": _cache,
+    "run": _run,
+    "checkpoint": _checkpoint,
+    "shard": _shard,
+    "model": _model,
+    "folder": _folder,
+}

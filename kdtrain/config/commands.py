@@ -288,10 +288,10 @@ class EvaluateConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig(Options):
-    """Show a run, a cache, a checkpoint, a shard, a model or a folder of these, or what this machine supports."""
+    """Show a run, a cache, a checkpoint, a shard, a model, its recipe, a folder of these, or this machine."""
 
     path: Path | None = option(None, positional=True, reads="cache path")
-    """A run, a cache (hf:datasets/ORG/NAME and https:// too), a checkpoint, a shard, a model, or a folder of these."""
+    """A run, a cache (hf:datasets/... and https://... too), checkpoint, shard, model, recipe, or a folder of these."""
     watch: bool = option(False, needs="path")
     """Show how a run is doing every ten seconds, and what is wrong, until it ends."""
     hardware: bool = False

@@ -118,9 +118,26 @@ def test_a_stopped_run_ends_with_the_command_that_resumes_it(monkeypatch, capsys
     assert lines[0] == "runs/a: stopped by SIGINT at step 20 of 40" and lines[-1] == resumes
 
 
+@pytest.mark.parametrize(
+    "spec, says, follows",
+    [
+        ("stdlib-5m", "stdlib-5m: stdlib-5m, the weights of ", "cache-teacher --teacher stdlib-5m"),
+        ("stdlib-1m", "stdlib-1m: stdlib-1m, a llama, fresh weights", "distill --cache CACHE --student stdlib-1m"),
+        ("mine.toml", "mine.toml: mine, a gpt2, fresh weights", "distill --cache CACHE --student mine.toml"),
+    ],
+)
+def test_a_recipe_is_shown_with_the_command_that_takes_it(monkeypatch, capsys, tmp_path, spec, says, follows):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text("name = 'mine'\ninit = 'scratch'\n[config]\nmodel_type = 'gpt2'\nn_layer = 2\n")
+    assert main(InspectConfig(path=Path(spec))) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(says) and follows in shown
+    assert ("n_layer 2" in shown) == (spec == "mine.toml")
+
+
 def test_pages_and_specs_are_read_without_torch(tmp_path):
     write_run(tmp_path / "run")
-    asked = [str(CACHE), str(tmp_path / "run"), str(tmp_path), str(CACHE / "shards" / "train-00001.h5")]
+    asked = ["stdlib-1m", str(CACHE), str(tmp_path / "run"), str(tmp_path), str(CACHE / "shards" / "train-00001.h5")]
     program = (
         "import sys; from kdtrain.cli import main\n"
         "try: main(['inspect', sys.argv[1]])\n"
