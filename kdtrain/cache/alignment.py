@@ -33,7 +33,7 @@ from kdtrain.objective.targets import Targets
 
 SHIFTS = (-1, 0, 1)
 LEVEL = 0.001
-"""The largest chance at which one shift is said to beat another."""
+"""The largest p-value at which one shift beats another."""
 MARGIN, LEAST_MASS = 1.5, 0.05
 """A shift other than 0 gives the labels at least this probability, and so many times that of shift 0."""
 _BASE = 1e-3

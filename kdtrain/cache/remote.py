@@ -305,7 +305,7 @@ def open_remote(address: Address, limit: float = LOCAL_LIMIT) -> Remote:
             if here is None:
                 raise
             connected = False
-            log.warning("%s; going on with what is here", str(error.args[0]).partition(". What")[0])
+            log.warning("%s; using what is here", str(error.args[0]).partition(". What")[0])
     if not connected:
         if known is None or here is None:
             raise UsageError(f"{address}: nothing of it is here, and there is no connection (HF_HUB_OFFLINE); connect")

@@ -412,7 +412,7 @@ def _parent(parent: Parent) -> str:
 def _origin(origin: Mapping[str, Any]) -> Iterator[Part]:
     """What an imported cache says of its source."""
     yield ""
-    names = ("shift", "kept_mass", "kl_at_most", "label_loss")  # whoever wrote it may have left some out
+    names = ("shift", "kept_mass", "kl_at_most", "label_loss")  # a stranger's file may lack some
     shift, mass, most, loss = (number(origin.get(name)) for name in names)
     yield f"imported from {origin.get('source')} in the layout {origin.get('layout')}, shift {shift}"
     bound = f"KL to the whole teacher is at most {most} nats"

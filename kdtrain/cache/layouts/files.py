@@ -5,6 +5,7 @@ Types are checked before anything is read, sizes before a row is taken apart: th
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -37,7 +38,7 @@ _BYTES = 2**30
 _SUFFIXES = (".parquet", ".jsonl")
 
 
-class SourceFile:
+class SourceFile(ABC):
     """One file, and the columns of it that are read. UsageError: it cannot be read, or lacks one."""
 
     name: str
@@ -50,13 +51,13 @@ class SourceFile:
         """A record at or before `number` from which reading costs nothing for those before it."""
         return number
 
+    @abstractmethod
     def records(self, names: Sequence[str] | None = None, first: int = 0) -> Iterator[tuple[str, Record]]:
         """The records from number `first` on, each with where it is, for messages; `names`: only these columns."""
-        raise NotImplementedError
 
+    @abstractmethod
     def __len__(self) -> int:
         """Number of records."""
-        raise NotImplementedError
 
     def _take(self, found: Mapping[str, Any], where: str) -> Record:
         """`found` where it is complete, and each column has the length of the tokens if it has one number a token."""
