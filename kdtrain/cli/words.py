@@ -8,6 +8,7 @@ from kdtrain.config.values import flag
 COMMANDS = {
     **dict.fromkeys(("train", "fit", "run", "finetune", "sft", "student", "kd"), "distill"),
     **dict.fromkeys(("cache", "teacher", "logits", "generate-logits", "precompute", "prepare"), "cache-teacher"),
+    **dict.fromkeys(("lr", "find-rate", "lr-find", "lr-finder", "tune", "sweep"), "find-lr"),
     **dict.fromkeys(("eval", "test", "score", "measure", "validate", "benchmark"), "evaluate"),
     **dict.fromkeys(("show", "info", "ls", "list", "view", "status", "describe"), "inspect"),
     **dict.fromkeys(("check", "fsck", "validate-cache"), "verify"),

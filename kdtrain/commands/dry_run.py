@@ -86,7 +86,7 @@ def _plan(trial: Trial) -> dict[str, Any]:
         **({"caches": recipe.members} if recipe.members else {}),
         "epochs": round(trainer.total * config.batch_size / sequences, 3),
         "tokens": trainer.total * config.batch_size * seq_len,
-        "learning rate": _schedule(trainer.total, config.optimizer),
+        "learning rate": _schedule(trainer.total, config.optimizer, recipe.lr_from),
         "validations": len(trial.validation_steps),
         "checkpoints": trial.saves,
     }
@@ -152,8 +152,9 @@ def gigabytes_sent(student: nn.Module, recipe: Recipe, micro_batches: int) -> fl
     return traffic.sent(sharing, world // sharing) / 1e9
 
 
-def _schedule(total: int, options: OptimizerConfig) -> str:
-    text = f"{options.lr:g}, {options.lr_schedule} after {warmup_steps(total, options)} steps of warm-up"
+def _schedule(total: int, options: OptimizerConfig, auto: str | None) -> str:
+    rate = f"{options.lr:g}" + ("" if auto is None else f" (auto: {auto})")
+    text = f"{rate}, {options.lr_schedule} after {warmup_steps(total, options)} steps of warm-up"
     if options.lr_schedule == "wsd":
         last = decay_steps(total, options)
         text += f", the last {last} steps down to {options.min_lr:g} ({options.decay_shape})"

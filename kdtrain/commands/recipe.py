@@ -19,15 +19,17 @@ from kdtrain.cache.address import parse_address
 from kdtrain.cache.look import look
 from kdtrain.cache.reader import Cache
 from kdtrain.commands.build_cache import build_tokens, holds_tokens
-from kdtrain.commands.run_folder import deciding, restarted, saved_attention
+from kdtrain.commands.run_folder import deciding, restarted, saved_attention, saved_rate
 from kdtrain.config import DistillConfig, ObjectiveConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
+from kdtrain.config.rates import WORDS, Kind, Rate, rate_of
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
 from kdtrain.models.attention import resolve_attention
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log, warn_early
+from kdtrain.monitor.tables import short
 from kdtrain.objective.divergence import refuse
 from kdtrain.parallel.memory_plan import Job, Plan, fitting_micro_batch, free_everywhere, job_of, plan_run
 from kdtrain.precision.backends import Formats, formats_of
@@ -52,7 +54,9 @@ class Recipe:
     given: DistillConfig
     """The options as given."""
     config: DistillConfig
-    """The options as used: with bounds of T, and `--resume auto` where torchrun has restarted the run."""
+    """As used: with the number of `--lr`, bounds of T, and `--resume auto` where torchrun has restarted the run."""
+    lr_from: str | None
+    """Where `--lr auto` took its number from; None where one was given."""
     device: torch.device
     resumed: bool
     """Whether `config.out` already holds this run."""
@@ -139,21 +143,23 @@ def resolve(
 
     claim: takes the folder of the run, and returns whether it already holds this run; called after all refusals that do
     not need the folder.
-    earlier: the folder of the run that would be resumed, which keeps its attention; by default `given.out`.
+    earlier: the folder of the run that would be resumed, which keeps attention and rate; by default `given.out`.
 
     UsageError: data, cache, student or options do not fit together.
     """
     restart = on_main(lambda: restarted(given))
     checkpoint = replace(given.checkpoint, resume="auto") if restart else given.checkpoint
-    saved = on_main(lambda: saved_attention(earlier or given.out, checkpoint.resume))  # before the plan of memory
+    out = earlier or given.out
+    saved = on_main(lambda: saved_attention(out, checkpoint.resume))  # before the plan of memory
+    rate = on_main(lambda: saved_rate(given, out, checkpoint.resume)) if given.optimizer.lr == "auto" else None
     free = free_everywhere(device, given.parallel.device_memory)
     with raise_on_all_ranks():
         for name, text in given.monitor.loggers:
             LOGGERS.get(name).ready(text)
-        student, formats = read_spec(given.student), formats_of(given.precision, given.quantization, device)
+        student, formats = student_spec(given), formats_of(given.precision, given.quantization, device)
         taught_by = None if given.teacher is None else read_spec(given.teacher, "teachers")
         teacher = None if taught_by is None else open_teacher(taught_by, device, formats.high)
-        sources = {} if given.data.data is not None else _open(given, given.cache)
+        sources = {} if given.data.data is not None else open_sources(given, given.cache)
         facts = sources["train"].facts if sources else None
         seq_len, size = (given.data.seq_len, None) if facts is None else (facts.seq_len, facts.vocab_size)
         masked, compiles = given.data.document_mask if facts is None else facts.document_mask, _compiles(given, device)
@@ -168,7 +174,9 @@ def resolve(
         micro = _micro_batch(given, job, free)
         plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
         objective = _with_bounds(given.objective, facts, teacher is not None)
-        config = replace(given, objective=objective, checkpoint=checkpoint)
+        lr, lr_from = _learning_rate(given, student, None if job is None else job.student.parameters, rate)
+        optimizer = replace(given.optimizer, lr=lr)
+        config = replace(given, objective=objective, optimizer=optimizer, checkpoint=checkpoint)
     on_main(lambda: _look(given))
     resumed = claim(config)
     if teacher is not None:
@@ -178,13 +186,14 @@ def resolve(
     if not sources:
         folder = on_main(lambda: str(_tokens(config, student, teacher, resumed)))
         with raise_on_all_ranks():
-            sources = _open(given, [folder])
+            sources = open_sources(given, [folder])
             if given.source != "cache":  # it may have targets of its own
                 objective = _with_bounds(given.objective, sources["train"].facts, teacher is not None)
                 config = replace(config, objective=objective)
     return Recipe(
         given=given,
         config=config,
+        lr_from=lr_from,
         device=device,
         resumed=resumed,
         student=student,
@@ -227,7 +236,13 @@ def run_device(config: DistillConfig) -> Iterator[torch.device]:
         yield device
 
 
-def _open(config: DistillConfig, folders: Sequence[Path | str]) -> dict[str, Source]:
+def student_spec(config: DistillConfig) -> ModelSpec:
+    """The spec of the student, with what the options say of it. UsageError: it cannot be read."""
+    return read_spec(config.student)
+
+
+def open_sources(config: DistillConfig, folders: Sequence[Path | str]) -> dict[str, Source]:
+    """The splits train and validation of the caches in `folders`, or of another --source."""
     caches: list[Cache | None] = [Cache(each, local_limit=config.local_limit) for each in folders] or [None]
     found: dict[str, list[Source]] = {}
     for split in ("train", "validation"):
@@ -247,6 +262,27 @@ def _look(config: DistillConfig) -> None:
             if "cache" not in config.allow_mismatch:
                 raise UsageError(f"{cache.name} does not look right: {finding}; or add --allow-mismatch cache")
             warn_early("mismatch", f"--allow-mismatch cache: {cache.name} does not look right: {finding}")
+
+
+def _learning_rate(
+    given: DistillConfig, student: ModelSpec, parameters: int | None, saved: float | None
+) -> tuple[float, str | None]:
+    """The peak rate of a run, and where `--lr auto` took it from; a run that goes on keeps its own."""
+    if given.optimizer.lr != "auto":
+        return given.optimizer.peak_lr, None
+    if saved is not None:
+        return saved, "that of its checkpoints"
+    kind, row = table_rate(given, student, parameters)
+    size = "of unknown size" if parameters is None else f"{short(parameters)} parameters"
+    better = "" if row.search is None else f"; fresh students of this size learned best at {row.search:g}"
+    return row.lr, f"{WORDS[kind]}, {size}{better}; kdtrain find-lr measures it"
+
+
+def table_rate(config: DistillConfig, student: ModelSpec, parameters: int | None) -> tuple[Kind, Rate]:
+    """What a run of `config` trains, and the row of `config.rates` for it; parameters: of the whole student."""
+    begun = student.init != "scratch" or config.checkpoint.load is not None
+    kind: Kind = "lora" if getattr(student, "lora", None) else "pretrained" if begun else "fresh"
+    return kind, rate_of(kind, parameters)
 
 
 def _micro_batch(config: DistillConfig, job: Job | None, free: float | None) -> int:

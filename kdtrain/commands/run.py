@@ -77,6 +77,7 @@ class Run:
             "ranks": world_size(),
             "student over ranks": recipe.plan.student,
             "steps": recipe.total,
+            "lr": {"peak": config.optimizer.lr, "from": recipe.lr_from or "--lr"},
             "launch": launch(),
         }
         on_main(lambda: write_description(config, metadata))
@@ -112,6 +113,8 @@ class Run:
         summed = formula(alpha, objective.divergence, hidden, replays)
         scale = "" if summed == "ce" else " (compare val with val alone)"
         lines.append(f"loss = {summed}; val = ce of withheld text{scale}")
+        if recipe.lr_from is not None:
+            lines.append(f"lr {config.optimizer.lr:g} (auto: {recipe.lr_from})")
         if (warmup := warmup_steps(recipe.total, config.optimizer)) < config.optimizer.warmup_steps:
             lines.append(f"warm-up of {warmup} steps, half of the run, not {config.optimizer.warmup_steps}")
         if world_size() > 1:

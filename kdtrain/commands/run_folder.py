@@ -8,7 +8,9 @@ node is lost; the new attempt waits for it.
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -140,15 +142,32 @@ def saved_attention(out: Path, resume: str) -> str | None:
 
     None where none can be read, and a run would start anew.
     """
+    found = (str(state["student"]["attention"]) for state in _saved(out, resume))
+    return next((each for each in found if each in ATTENTIONS), None)
+
+
+def saved_rate(config: DistillConfig, out: Path, resume: str) -> float | None:
+    """The peak learning rate of the run in `out` that would be resumed, or whose schedule `--load` continues.
+
+    None where there is none, or it cannot be read.
+    """
+    start = config.checkpoint
+    states = _saved(out, resume)
+    if start.load is not None and not start.override_opt_param_scheduler:
+        states = itertools.chain(states, _saved(start.load, str(start.load)))
+    found = (state["options"].get("optimizer", {}).get("lr") for state in states)
+    return next((float(each) for each in found if type(each) in (int, float) and 0 < each < math.inf), None)
+
+
+def _saved(out: Path, resume: str) -> Iterator[dict[str, Any]]:
+    """The states of the checkpoint that `--resume` would take for `out`, and of others of its run, if they are read."""
     folder = out / "checkpoints"
     with suppress(OSError):  # `holds_run` says what is wrong with the folder
         named = [] if resume in ("auto", "never") else [folder / resume, Path(resume)]
         own = [] if resume == "never" else sorted(folder.glob("*-*"), reverse=True)
         for path in (*named, *own):
             with suppress(RunError, OSError):
-                if (found := str(read_saved(path)["student"]["attention"])) in ATTENTIONS:
-                    return found
-    return None
+                yield read_saved(path)
 
 
 def launch() -> str | None:

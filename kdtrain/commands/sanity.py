@@ -249,7 +249,7 @@ class Checks:
         batches = [source.read(numbers[at : at + micro]) for at in range(0, count, micro)]
         floor = entropy_floor(batches, student.document_mask)
         least = 1e-3 if self.recipe.student.init == "scratch" else 0.0
-        own = replace(config.optimizer, lr=max(config.optimizer.lr, least))
+        own = replace(config.optimizer, lr=max(config.optimizer.peak_lr, least))
         self.trainer.state.optimizer.state.clear()
         optimizer = make_optimizer(student, own, config.objective.temperature_lr)
         losses: list[float] = []
@@ -262,7 +262,7 @@ class Checks:
             "overfitting",
             _verdict(share > 0.5),
             f"{count} sequences from {losses[0]:.3f} to {min(losses):.3f} nats in {len(losses) - 1} steps at "
-            f"lr {own.lr:g}; their floor is {floor:.3f}",
+            f"lr {own.peak_lr:g}; their floor is {floor:.3f}",
             "over half of the way to the floor",
             {"first": losses[0], "lowest": min(losses), "floor": floor, "steps": len(losses) - 1, "share": share},
         )

@@ -20,6 +20,7 @@ from kdtrain.config.commands import DemoConfig as DemoConfig
 from kdtrain.config.commands import DistillConfig as DistillConfig
 from kdtrain.config.commands import EvaluateConfig as EvaluateConfig
 from kdtrain.config.commands import ExportConfig as ExportConfig
+from kdtrain.config.commands import FindLrConfig as FindLrConfig
 from kdtrain.config.commands import GenerateConfig as GenerateConfig
 from kdtrain.config.commands import InspectConfig as InspectConfig
 from kdtrain.config.commands import PlotConfig as PlotConfig

@@ -258,6 +258,37 @@ class DistillConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FindLrConfig(DistillConfig):
+    """Find the learning rate of a run by short real ones, and suggest it with its uncertainty.
+
+    It takes the options of `distill`; what --lr says is the first guess. The same command resumes an interrupted one.
+    """
+
+    rung_steps: int | None = option(None, least=2, brief="Steps of the first short runs [a twentieth of the run].")
+    """Steps of the first rung; by default a twentieth of the run, 20 to 200. The best go on to two and four times."""
+
+    EXAMPLES = ("kdtrain find-lr --cache cache/t --student students/stdlib-1m.toml --out runs/lr --steps 2500",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        start = self.checkpoint
+        refuse(self.dry_run or self.sanity, "--dry-run and --sanity are for distill; leave them out")
+        refuse(
+            start.resume != "auto" or start.overwrite,
+            "find-lr resumes its own short runs; leave --resume and --overwrite out, or name another --out",
+        )
+        refuse(
+            start.load is not None and not start.override_opt_param_scheduler,
+            "--load goes on with the rate of the loaded run; add --override-opt-param-scheduler to look for another",
+        )
+
+    @property
+    def first_steps(self) -> int:
+        """Steps of the first rung."""
+        return self.rung_steps or min(max((self.steps or 2000) // 20, 20), 200)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(Options):
     """Measure a student: loss, perplexity, KL to the teacher, agreement, calibration, acceptance."""
 
@@ -467,6 +498,7 @@ COMMANDS = {
     "demo": DemoConfig,
     "cache-teacher": CacheTeacherConfig,
     "distill": DistillConfig,
+    "find-lr": FindLrConfig,
     "evaluate": EvaluateConfig,
     "generate": GenerateConfig,
     "inspect": InspectConfig,

@@ -174,8 +174,8 @@ class ObjectiveConfig(Options):
 class OptimizerConfig(Options):
     """AdamW and the learning-rate schedule."""
 
-    lr: float = option(3e-4, above=0, brief="Peak rate; fresh small students want 2e-3.")
-    """Peak learning rate."""
+    lr: float | Literal["auto"] = option("auto", above=0, brief="Peak rate; kdtrain find-lr finds it.")
+    """Peak learning rate; auto takes it by size from a table for fresh weights, pretrained ones and adapters."""
     min_lr: float = option(1e-6, least=0)
     """Learning rate at the end of a decay."""
     lr_schedule: Literal["cosine", "wsd", "constant"] = option("cosine", brief="cosine, wsd or constant.")
@@ -195,8 +195,15 @@ class OptimizerConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(not 0 <= self.min_lr <= self.lr, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
+        most = math.inf if isinstance(self.lr, str) else self.lr
+        refuse(not 0 <= self.min_lr <= most, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
         refuse(not all(0 <= beta < 1 for beta in self.betas), f"--betas {self.betas} must lie in [0, 1)")
+
+    @property
+    def peak_lr(self) -> float:
+        """The number of `lr`, which a run that is resolved has."""
+        assert not isinstance(self.lr, str), "the run is not resolved"
+        return self.lr
 
 
 @dataclass(frozen=True, kw_only=True)

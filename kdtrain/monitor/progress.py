@@ -26,6 +26,7 @@ from kdtrain.monitor.tables import duration, number, short
 log = logging.getLogger("kdtrain")
 console = Console(stderr=True)
 _early: list[tuple[str, str]] = []
+_hushed = False
 
 
 def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
@@ -34,6 +35,7 @@ def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
     quiet: print nothing on stderr, not even bars, because another rank does.
     """
     console.quiet = quiet
+    quiet = quiet or _hushed
     if file is None:
         _early.clear()
     log.setLevel(logging.INFO)
@@ -49,6 +51,19 @@ def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
         if file.exists() and not file.is_file():  # opening a pipe for writing blocks until it has a reader
             raise UsageError(f"{file} is not a regular file; move it away")
         log.addHandler(_plain(_LogFile(file)))
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """Keep what is logged in the block off stderr, where bars stay; log files get it."""
+    global _hushed
+    before, _hushed = _hushed, True
+    setup_logging()
+    try:
+        yield
+    finally:
+        _hushed = before
+        setup_logging()
 
 
 def end_log(text: str) -> None:

@@ -416,10 +416,8 @@ def job_of(
 
     vocab_size: of the data, for a student whose spec names none; None: that of the student's tokenizer.
     """
-    if vocab_size is None and student.config is not None and "vocab_size" not in student.config:
-        vocab_size = len(load_tokenizer(student))
     on_gpu = device.type == "cuda"
-    measured = footprint_of(student, vocab_size=vocab_size, trained=True, seq_len=seq_len, mode=mode, on_gpu=on_gpu)
+    measured = student_footprint(student, vocab_size, seq_len=seq_len, mode=mode, on_gpu=on_gpu)
     if measured is None or (config.teacher is not None and teacher is None):
         return None
     narrow, quantization = head_dtype(mode), config.quantization
@@ -439,6 +437,13 @@ def job_of(
         copies=device.type == "cpu" and config.checkpoint.async_save,
         snapshots=quantization.quant_recovery_buffer if in_memory else 0,
     )
+
+
+def student_footprint(student: ModelSpec, vocab_size: int | None, **how: Any) -> ModelFootprint | None:
+    """As `footprint_of`; vocab_size: of the data, None: that of the student's tokenizer, if its spec names none."""
+    if vocab_size is None and student.config is not None and "vocab_size" not in student.config:
+        vocab_size = len(load_tokenizer(student))
+    return footprint_of(student, vocab_size=vocab_size, trained=True, **how)
 
 
 def shards_teacher(

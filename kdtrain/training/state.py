@@ -280,7 +280,7 @@ class TrainState:
 def make_optimizer(student: Student, config: OptimizerConfig, temperature_lr: float) -> torch.optim.AdamW:
     """Fused AdamW (arXiv 1711.05101): weight decay on the model's matrices only, a separate rate for the temperature.
 
-    Each group has `peak`, its peak learning rate relative to `config.lr`.
+    Each group has `peak`, its peak learning rate relative to that of `config`.
     """
     hidden = student.hidden_loss
     embeddings = {id(each.weight) for each in student.model.modules() if isinstance(each, nn.Embedding)}
@@ -295,12 +295,12 @@ def make_optimizer(student: Student, config: OptimizerConfig, temperature_lr: fl
         {
             "params": list(student.temperature.parameters()),
             "weight_decay": 0.0,
-            "peak": temperature_lr / config.lr,
+            "peak": temperature_lr / config.peak_lr,
         },
         {"params": [] if hidden is None else list(hidden.parameters()), "weight_decay": 0.0, "peak": 1.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, fused=True
+        [group for group in groups if group["params"]], lr=config.peak_lr, betas=config.betas, fused=True
     )
 
 
