@@ -190,7 +190,7 @@ def norms_clipping_peaks_and_histograms_are_those_of_the_whole() -> None:
 def a_step_with_nan_on_one_rank_changes_no_bit_and_the_next_one_the_same_bits_on_all() -> None:
     for kind in KINDS:
         wrapped = parallelized(kind)
-        optimizer = make_optimizer(wrapped.module, OptimizerConfig(), temperature_lr=0.01)
+        optimizer = make_optimizer(wrapped.module, OptimizerConfig(lr=3e-4), temperature_lr=0.01)
         for broken in (False, True, False):
             before = [local(each.detach()).clone() for each in wrapped.model.parameters()]
             accumulate(wrapped, own())
@@ -208,7 +208,7 @@ def a_step_with_nan_on_one_rank_changes_no_bit_and_the_next_one_the_same_bits_on
 def a_state_is_loaded_into_parts_bit_by_bit_under_the_same_names() -> None:
     def state(kind: str) -> TrainState:
         wrapped = parallelized(kind)
-        optimizer = make_optimizer(wrapped.module, OptimizerConfig(), temperature_lr=0.01)
+        optimizer = make_optimizer(wrapped.module, OptimizerConfig(lr=3e-4), temperature_lr=0.01)
         numbers = own() if kind != "single" else range(MICROS * dist.get_world_size())
         accumulate(wrapped, numbers)
         optimizer.step()
