@@ -129,6 +129,20 @@ print("losses", *losses)
 """
 
 
+def test_a_search_with_optuna_finds_a_lower_loss_and_goes_on_where_it_was(run, material, tmp_path):
+    pytest.importorskip("optuna")
+    cache, model, _ = material
+
+    def search(trials):
+        return run(EXAMPLES / "search_with_optuna.py", cache, model, tmp_path / "study", trials, 2)
+
+    assert "best " in search(1) and len([*(tmp_path / "study").glob("trial-*")]) == 1
+    printed = search(3)
+    assert len([*(tmp_path / "study").glob("trial-*")]) == 3
+    results = [json.loads(path.read_text()) for path in (tmp_path / "study").glob("trial-*/result.json")]
+    assert f"best {min(each['best_validation_loss'] for each in results):.4f}" in printed
+
+
 def test_a_loop_that_switches_its_precision_resumes_with_the_same_losses(run, material, tmp_path):
     cache, model, _ = material
 

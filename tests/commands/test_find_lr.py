@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from kdtrain.errors import RunError
 
 OPTIONS = ("--cache", "cache", "--student", "student.toml", "--steps", 80, "--rung-steps", 4, "--eval-batches", 1)
 AROUND = ("--lr", 4e-3)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def searched(workbench, out, *more, **how):
@@ -195,3 +197,15 @@ def test_the_table_has_a_rate_for_every_size_which_falls_with_it_and_adapters_ta
         assert rates.rate_of("fresh", size).lr == 3e-4
         full, adapters = (rates.rate_of(kind, size).lr for kind in ("pretrained", "lora"))
         assert adapters == pytest.approx(10 * full)
+
+
+def test_the_page_shows_the_table_of_the_code():
+    sizes = sorted({row.parameters for rows in rates.RATES.values() for row in rows})
+    lines = []
+    for size in sizes:
+        shown = f"{size / 1e6:g} M" if size < 1e9 else f"{size / 1e9:g} B"
+        found = (f"{rates.rate_of(kind, size).lr:.0e}".replace("e-0", "e-") for kind in rates.WORDS)
+        lines.append(f"| {'more' if size == math.inf else f'up to {shown}'} | {' | '.join(found)} |")
+    page = (ROOT / "docs" / "learning-rate.md").read_text()
+    table = page[page.index("<!-- rates -->") : page.index("<!-- /rates -->")]
+    assert table.splitlines()[3:] == lines
