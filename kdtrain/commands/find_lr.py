@@ -57,6 +57,10 @@ class _Short:
     seconds: float
 
 
+def _number(loss: float | None) -> float:
+    return loss if loss is not None and math.isfinite(loss) else math.inf
+
+
 @dataclass
 class _Record:
     """What OUT/find-lr.json keeps while the search goes on."""
@@ -82,7 +86,7 @@ class _Record:
     def losses(self) -> dict[int, list[Trained]]:
         """The rungs of each rate."""
         return {
-            int(name): [Trained(math.inf if each.loss is None else each.loss, tuple(each.parts)) for each in rungs]
+            int(name): [Trained(_number(each.loss), tuple(each.parts)) for each in rungs]
             for name, rungs in self.runs.items()
         }
 
@@ -118,6 +122,7 @@ def find_lr(config: FindLrConfig) -> dict[str, Any]:
     with ExitStack() as stack:
         _claim(config, stack)
         record = _begin(config)
+        log.info("short runs around %.2g (%s), first of %d steps", record.guess, record.guess_from, record.steps)
         while (found := next_run(record.losses)) is not None:
             exponent, rung = found
             _train(config, record, exponent, rung)
@@ -272,7 +277,7 @@ def _link(source: str, target: str) -> None:
 
 def _result(config: FindLrConfig, record: _Record, found: Suggestion) -> dict[str, Any]:
     """The record of a search that is over."""
-    seconds = sum(rungs[-1].seconds for rungs in record.runs.values() if rungs)
+    seconds = sum(each.seconds for rungs in record.runs.values() for each in rungs)
     behind = {f"{record.rate(each):.4g}": difference for each, difference in found.behind.items()}
     return {
         **asdict(record),
