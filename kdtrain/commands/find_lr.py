@@ -180,7 +180,8 @@ def _begin(config: FindLrConfig) -> _Record:
         kind, row = table_rate(config, student, parameters)
         guess = row.search or row.lr
         told = f"{WORDS[kind]}, {'of unknown size' if parameters is None else f'{short(parameters)} parameters'}"
-    planned = total_steps(config, len(sources["train"])) if sources or config.epochs is None else None
+    known_length = bool(sources) or config.epochs is None
+    planned = total_steps(config, len(sources["train"]) if sources else 0) if known_length else None
     return _Record(finite(options), guess, told, config.first_steps, planned, None, {})
 
 

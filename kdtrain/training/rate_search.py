@@ -1,13 +1,13 @@
 """The search of `find-lr`: successive halving over rates a factor of two apart, a pure function of the losses so far.
 
 Rate k is 2^k times the first guess. Five rates are trained for N steps, the best three go on to 2 N, and the best two
-to 4 N (successive halving, Jamieson and Talwalkar, arXiv 1502.07943). While the best of a rung is the lowest or the
-highest rate of all, the next one beyond joins, up to `REACH` from the guess. A run that diverges has an infinite loss.
+to 4 N (successive halving, Jamieson and Talwalkar, arXiv 1502.07943). At each rung both neighbours of the best rate are
+trained as long: one that was left behind catches up, because lower rates win as runs grow longer, and beyond the lowest
+or the highest rate the next one joins, up to `REACH` from the guess. A run that diverges has an infinite loss.
 
-The best rate is that with the lowest loss at the last rung. Where both of its neighbours have as many steps, a parabola
-through the three in log2(rate) places the minimum between them, at most half a step from the best. How sure that is
-depends on the losses over parts of the validation text: the runs have weights, data and order in common, so differences
-are compared part by part.
+The best rate is that with the lowest loss at the last rung. A parabola through it and its neighbours in log2(rate)
+places the minimum between them, at most half a step from the best. How sure that is depends on the losses over parts of
+the validation text: the runs have weights, data and order in common, so differences are compared part by part.
 
 What it gives up: one seed. Short runs without a decay favour other rates than long ones with it, by less than a factor
 of two where this was measured (docs/learning-rate.md).
@@ -15,7 +15,7 @@ of two where this was measured (docs/learning-rate.md).
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -53,14 +53,13 @@ def next_run(losses: Losses) -> tuple[int, int] | None:
     return None
 
 
-def _rungs(losses: Losses) -> Iterable[tuple[list[int], int]]:
+def _rungs(losses: Losses) -> Iterator[tuple[list[int], int]]:
     """The rates of each rung, again whenever one joins; the caller stops where a loss is missing."""
-    tried, alive = {*FIRST}, [*FIRST]
+    alive = [*FIRST]
     for rung in range(RUNGS):
         yield alive, rung
-        while (beyond := _beyond(_best(alive, rung, losses), tried)) is not None:
-            tried.add(beyond)
-            alive = sorted([*alive, beyond])
+        while (joins := _missing(alive, rung, losses)) is not None:
+            alive = sorted([*alive, joins])
             yield alive, rung
         alive = _kept(alive, rung, losses)
 
@@ -77,12 +76,14 @@ def _best(alive: Sequence[int], rung: int, losses: Losses) -> int | None:
     return min(alive, key=lambda each: (losses[each][rung].loss, each), default=None)
 
 
-def _beyond(best: int | None, tried: set[int]) -> int | None:
-    """The rate to try beyond the best one, if that is at the edge."""
-    if best is None or min(tried) < best < max(tried):
+def _missing(alive: Sequence[int], rung: int, losses: Losses) -> int | None:
+    """A neighbour of the best rate that is not of this rung, and did not diverge at one before."""
+    if (best := _best(alive, rung, losses)) is None:
         return None
-    found = best - 1 if best == min(tried) else best + 1
-    return found if abs(found) <= REACH else None
+    around = (each for each in (best - 1, best + 1) if each not in alive and abs(each) <= REACH)
+    return next(
+        (each for each in around if all(math.isfinite(done.loss) for done in losses.get(each, ())[:rung])), None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,7 @@ class Suggestion:
     """Between these the losses do not tell rates apart."""
     how: Literal["parabola", "best"]
     edge: bool
-    """Whether the best rate is the last that may be tried in its direction."""
+    """Whether the best rate is the farthest that is tried."""
     behind: dict[int, tuple[float, float | None]] = field(default_factory=dict)
     """Of the neighbours: the loss less that of the best, nats, and its standard error over parts of the text."""
 
@@ -121,7 +122,7 @@ def suggest(losses: Losses) -> Suggestion | None:
         low=min([at - 0.5, *unsure]),
         high=max([at + 0.5, *unsure]),
         how="best" if offset is None else "parabola",
-        edge=best in (min(losses), max(losses)),
+        edge=not losses.get(best - 1) or not losses.get(best + 1),
         behind=behind,
     )
 

@@ -12,10 +12,26 @@ from kdtrain import faults
 from kdtrain.commands import find_lr
 from kdtrain.config import rates
 from kdtrain.errors import RunError
+from kdtrain.parallel import memory_plan
 
 OPTIONS = ("--cache", "cache", "--student", "student.toml", "--steps", 80, "--rung-steps", 4, "--eval-batches", 1)
-AROUND = ("--lr", 4e-3)
+AROUND = ("--lr", 3e-2)
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """What costs most of a run of four steps is done once: its plan of memory, and the collection of what it leaves."""
+    measured = {}
+
+    def footprint(spec, **how):
+        key = repr((spec, how))
+        if key not in measured:
+            measured[key] = memory_plan.model_footprint(spec, **how)
+        return measured[key]
+
+    monkeypatch.setattr(memory_plan, "footprint_of", footprint)
+    monkeypatch.setattr(find_lr.gc, "collect", lambda: 0)
 
 
 def searched(workbench, out, *more, **how):
@@ -47,7 +63,7 @@ def test_it_ends_with_a_table_a_figure_a_record_and_the_flag_in_eleven_lines(wor
     assert low <= suggested["lr"] * 1.05 and suggested["lr"] <= high * 1.05
     losses = {rate: whole["runs"][name][-1]["loss"] for name, rate in whole["rates"].items()}
     longest = {rate for name, rate in whole["rates"].items() if len(whole["runs"][name]) == 3}
-    assert suggested["best"] == min(longest, key=losses.get) and len(longest) == 2
+    assert suggested["best"] == min(longest, key=losses.get) and len(longest) >= 3
     assert (workbench.root / "lr/find-lr.png").stat().st_size > 5000
     assert whole["cost"]["steps"] == whole["cost"]["share_of_the_run"] * 80
     assert len(whole["runs"]["0"][0]["parts"]) == 8, "a part for each validation sequence"
@@ -74,7 +90,7 @@ def test_a_search_that_is_stopped_resumes_and_finds_the_same(workbench, whole, m
     monkeypatch.setattr(faults, "_faults", {})
     before = of_run(workbench, "cut", "find-lr.json")
     assert len(before["runs"]) > 0 and "suggestion" not in before
-    finished = [workbench.root / f"cut/lr-{4e-3 * 2.0 ** int(name):.4g}/result.json" for name in before["runs"]]
+    finished = [workbench.root / f"cut/lr-{3e-2 * 2.0 ** int(name):.4g}/result.json" for name in before["runs"]]
     times = {path: os.stat(path).st_mtime_ns for path in finished[:1]}
     code, _, err = searched(workbench, "cut", *AROUND)
     assert code == 0, err

@@ -30,12 +30,12 @@ def steps(order):
     return sum(1 if rung == 0 else 2 ** (rung - 1) for _, rung in order)
 
 
-def test_five_rates_begin_three_go_on_and_two_reach_the_end():
+def test_five_rates_begin_three_go_on_and_the_best_reaches_the_end_with_its_neighbours():
     losses, order = searched(bowl(0.2))
     assert [rate for rate, rung in order if rung == 0] == list(FIRST)
     assert {rate for rate, rung in order if rung == 1} == {-1, 0, 1}
-    assert {rate for rate, rung in order if rung == 2} == {0, 1}
-    assert steps(order) == 12 and max(map(len, losses.values())) == RUNGS
+    assert {rate for rate, rung in order if rung == 2} == {-1, 0, 1}
+    assert steps(order) == 14 and max(map(len, losses.values())) == RUNGS
 
 
 def test_a_best_rate_at_the_edge_brings_the_next_one_beyond_it_and_the_search_is_bounded():
@@ -46,9 +46,9 @@ def test_a_best_rate_at_the_edge_brings_the_next_one_beyond_it_and_the_search_is
     assert min(losses) == -REACH and found.best == -REACH and found.edge
 
 
-def test_a_rate_that_becomes_best_later_and_lies_at_the_edge_moves_the_bracket_too():
-    losses, _ = searched(lambda rate, rung: abs(rate - (1.4 if rung == 0 else 2.2)))
-    assert 3 in losses and suggest(losses).best == 2
+def test_a_rate_that_was_left_behind_catches_up_where_the_best_of_a_longer_rung_is_its_neighbour():
+    losses, order = searched(lambda rate, rung: abs(rate - (1.4 if rung == 0 else -1.2)))
+    assert suggest(losses).best == -1 and {-2, -1, 0} <= {rate for rate, rung in order if rung == 2}
 
 
 def test_a_rate_that_diverges_has_an_infinite_loss_and_never_goes_on():
@@ -68,7 +68,7 @@ def test_where_every_rate_diverges_lower_ones_are_tried_and_there_is_no_suggesti
 def test_the_suggestion_is_within_a_factor_of_two_of_the_best_rate_wherever_that_is(at, depth):
     losses, order = searched(bowl(at, depth))
     assert abs(suggest(losses).at - at) <= 0.5 + 1e-9
-    assert steps(order) <= 12 + 2 * 7
+    assert steps(order) <= 14 + 4 * 6
 
 
 @given(st.floats(-4, 4), st.integers(0, 12))
