@@ -175,8 +175,8 @@ def _begin(config: FindLrConfig) -> _Record:
     guess, told = own, "--lr"
     if isinstance(guess, str):
         size, seq_len = (None, config.data.seq_len) if facts is None else (facts.vocab_size, facts.seq_len)
-        known = student_footprint(student, size, seq_len=min(seq_len, 64), mode="fp32")
-        parameters = None if known is None else known.parameters
+        footprint = student_footprint(student, size, seq_len=min(seq_len, 64), mode="fp32")
+        parameters = None if footprint is None else footprint.parameters
         kind, row = table_rate(config, student, parameters)
         guess = row.search or row.lr
         told = f"{WORDS[kind]}, {'of unknown size' if parameters is None else f'{short(parameters)} parameters'}"
