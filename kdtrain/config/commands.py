@@ -259,12 +259,13 @@ class DistillConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class FindLrConfig(DistillConfig):
-    """Find the learning rate of a run by short real ones, and suggest it with its uncertainty.
+    """Find the learning rate of a run by short real ones.
 
-    It takes the options of `distill`; what --lr says is the first guess. The same command resumes an interrupted one.
+    It suggests one with its uncertainty. It takes the options of `distill`; what --lr says is the first guess. The same
+    command resumes an interrupted one.
     """
 
-    rung_steps: int | None = option(None, least=2, brief="Steps of the first short runs [a twentieth of the run].")
+    rung_steps: int | None = option(None, least=2, brief="Steps of the first short runs [a twentieth].")
     """Steps of the first rung; by default a twentieth of the run, 20 to 200. The best go on to two and four times."""
 
     EXAMPLES = ("kdtrain find-lr --cache cache/t --student students/stdlib-1m.toml --out runs/lr --steps 2500",)
