@@ -309,9 +309,7 @@ class _CsvRows:
             if path is paths[0]:
                 self.column_names = names
             elif names != self.column_names:
-                raise UsageError(
-                    f"{path}: its columns are not those of {paths[0].name}; give files of equal columns"
-                )
+                raise UsageError(f"{path}: its columns are not those of {paths[0].name}; give files of equal columns")
         self._count = sum(1 for _ in islice(self.select_columns([]), SMALL + 1))
 
     def __len__(self) -> int:
