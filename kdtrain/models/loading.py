@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,6 +66,8 @@ from kdtrain.models.spec import LOCAL, ModelSpec, read_spec
 ORIGIN = "kdtrain.json"
 """A sealed file in an exported model: its origin, and the SHA-256 of its files."""
 _SPECIAL = ("bos", "eos", "pad")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""How configurations call the number of experts of a layer."""
 
 
 def load_tokenizer(source: ModelSpec | str | Path) -> PreTrainedTokenizerFast:
@@ -427,6 +430,15 @@ def max_positions(model: nn.Module) -> int | None:
     """Return the longest sequence that the model's configuration allows, in tokens; None without a bound."""
     positions = getattr(_whole(model).config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def active_parameters(model: nn.Module) -> int:
+    """The parameters that take part for one token: of the experts of a mixture only those to which it is routed."""
+    config = _whole(model).config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", None)
+    experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), None)
+    share = Fraction(chosen, experts) if chosen and experts else Fraction(1)
+    return int(sum(each.numel() * (share if ".experts." in name else 1) for name, each in model.named_parameters()))
 
 
 def check_fits(model: SplitModel, name: str, seq_len: int, document_mask: bool) -> None:
