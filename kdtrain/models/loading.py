@@ -60,14 +60,13 @@ from kdtrain.models.hub import (
     save_tokenizer,
 )
 from kdtrain.models.int8 import quantize_folder
+from kdtrain.models.router import experts_of
 from kdtrain.models.scratch import configuration, model_from_config, model_from_layers, new_model
 from kdtrain.models.spec import LOCAL, ModelSpec, read_spec
 
 ORIGIN = "kdtrain.json"
 """A sealed file in an exported model: its origin, and the SHA-256 of its files."""
 _SPECIAL = ("bos", "eos", "pad")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""How configurations call the number of experts of a layer."""
 
 
 def load_tokenizer(source: ModelSpec | str | Path) -> PreTrainedTokenizerFast:
@@ -434,10 +433,8 @@ def max_positions(model: nn.Module) -> int | None:
 
 def active_parameters(model: nn.Module) -> int:
     """The parameters that take part for one token: of the experts of a mixture only those to which it is routed."""
-    config = _whole(model).config.get_text_config()
-    chosen = getattr(config, "num_experts_per_tok", None)
-    experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), None)
-    share = Fraction(chosen, experts) if chosen and experts else Fraction(1)
+    experts, chosen = experts_of(_whole(model).config) or (1, 1)
+    share = Fraction(chosen, experts)
     return int(sum(each.numel() * (share if ".experts." in name else 1) for name, each in model.named_parameters()))
 
 

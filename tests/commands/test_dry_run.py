@@ -5,7 +5,6 @@ import json
 import pytest
 
 from kdtrain import faults
-from kdtrain.testing import SHAPES
 
 STUDENT = ("--cache", "cache", "--student", "student.toml")
 
@@ -89,13 +88,3 @@ def test_a_dry_run_that_is_stopped_or_fails_leaves_nothing(workbench, tmp_path, 
     assert (tmp_path / "fired").read_text() == fault.split(":")[0] + "\n"
     assert code == exit_code and said in err and "Traceback" not in err
     assert workbench.everything() == before
-
-
-def test_the_plan_of_a_mixture_of_experts_counts_all_parameters_and_those_of_one_token(workbench):
-    table = SHAPES["qwen3"] | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
-    entries = "".join(f"{key} = {json.dumps(value)}\n" for key, value in (table | {"moe_intermediate_size": 16}).items())
-    (workbench.root / "mixture.toml").write_text(f"[config]\n{entries}")
-    argv = ("distill", "--cache", "cache", "--student", "mixture.toml", "--out", "planned", "--dry-run", "--steps", 4)
-    found = workbench.json(*argv, *workbench.plain)["student"]
-    experts = table["num_hidden_layers"] * 4 * 3 * 16 * table["hidden_size"]
-    assert found["parameters"] - found["active for a token"] == experts // 2

@@ -130,7 +130,7 @@ def test_a_card_of_a_changed_run_escapes_its_words_and_leaves_private_options_ou
 
     shutil.copytree(run.root / "run", tmp_path / "run", symlinks=True)
     path = tmp_path / "run" / "config.toml"
-    text = path.read_text().replace('cache = "cache"', 'cache = "/home/ada/secret/cache"')
+    text = path.read_text().replace('cache = "cache"', f'cache = "{tmp_path / "ada" / "cache"}"')
     text = text.replace("[monitor]", '[monitor]\non_event = "echo hf_secret"').replace(
         'student = "student.toml"', r'student = "a\u001b\n---\n<script>|x"'
     )
