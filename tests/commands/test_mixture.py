@@ -6,7 +6,7 @@ from kdtrain.testing import SHAPES
 
 
 def test_a_run_of_a_mixture_has_the_routers_loss_as_a_metric_in_the_loss_and_lines_of_one_line(workbench):
-    table = SHAPES["qwen3"] | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    table = SHAPES["llama"] | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
     table |= {"moe_intermediate_size": 16, "router_aux_loss_coef": 0.5}
     entries = "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
     (workbench.root / "mixture.toml").write_text(f"[config]\n{entries}")

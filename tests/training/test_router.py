@@ -8,7 +8,7 @@ from kdtrain.models.loading import active_parameters
 from kdtrain.testing import SHAPES, tiny_model
 
 MIXTURES = {
-    "qwen3_moe": SHAPES["qwen3"] | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "qwen3_moe": SHAPES["llama"] | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "mixtral": SHAPES["llama"] | {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
