@@ -104,7 +104,8 @@ class Run:
         ]
         objective = config.objective
         hidden = None if objective.hidden_loss == "none" else objective.hidden_weight
-        summed = formula(objective.alpha if recipe.distils else 0.0, objective.divergence, hidden)
+        alpha = objective.alpha if recipe.distils else 0.0
+        summed = formula(alpha, objective.divergence, hidden, trainer.student.router_weight)
         scale = "" if summed == "ce" else " (compare val with val alone)"
         lines.append(f"loss = {summed}; val = ce of withheld text{scale}")
         if (warmup := warmup_steps(recipe.total, config.optimizer)) < config.optimizer.warmup_steps:

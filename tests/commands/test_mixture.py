@@ -16,8 +16,8 @@ def test_a_run_of_a_mixture_has_the_routers_loss_as_a_metric_in_the_loss_and_lin
     assert plan["parameters"] - plan["active for a token"] == experts // 2
     code, _, said = workbench.call(*argv, "--out", "mixed", "--micro-batch-size", 4, *workbench.plain)
     assert code == 0, said
-    lines = [line for line in said.splitlines() if " loss " in line]
-    assert len(lines) >= 4 and all(len(line) <= 80 for line in lines)
+    lines = [line for line in said.splitlines() if " step " in line and " loss " in line]
+    assert len(lines) >= 4 and all(len(line) <= 80 and "+ .5 router" in line for line in lines)
     metrics = (workbench.root / "mixed" / "metrics.jsonl").read_text().splitlines()
     steps = [each for each in map(json.loads, metrics) if "router" in each]
     assert len(steps) == 4
