@@ -20,6 +20,7 @@ from kdtrain.commands.resume import Start
 from kdtrain.commands.run_folder import is_run
 from kdtrain.commands.trial import Trial, trial_run
 from kdtrain.config import DistillConfig, OptimizerConfig
+from kdtrain.models.loading import active_parameters
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show
 from kdtrain.parallel import parallelize
@@ -72,8 +73,10 @@ def _plan(trial: Trial) -> dict[str, Any]:
     micro_batches = f"{trainer.stepper.micros} micro-batches of {trainer.stepper.micro}"
     sequences, seq_len = len(trainer.stepper.source), recipe.facts.seq_len
     sent = gigabytes_sent(student.model, recipe, trainer.stepper.micros)
+    total, active = trial.run.parameters, active_parameters(student.model)
+    mixture = {} if active == total else {"active for a token": active}
     return {
-        "student": {"name": recipe.student.name, "parameters": trial.run.parameters},
+        "student": {"name": recipe.student.name, "parameters": total, **mixture},
         "teacher": recipe.teacher_name,
         "device": str(student.device),
         "parallel": {"ranks": world_size(), **recipe.plan.table(), "GB sent a step": sent},

@@ -8,12 +8,14 @@ import torch
 
 from kdtrain.checkpoint.sealed import checkpoint_at, is_checkpoint, problem, read_checkpoint
 from kdtrain.checkpoint.store import Store
+from kdtrain.commands.model_card import card_files
 from kdtrain.commands.result import read_result
 from kdtrain.commands.run_folder import TOKENIZER, is_run, refuse_no_folder
 from kdtrain.config import ExportConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import refuse_displacing, refuse_leading_out
 from kdtrain.models.head import SplitModel, split
+from kdtrain.models.int8 import refuse_without_torchao
 from kdtrain.models.loading import (
     export_lock,
     export_model,
@@ -22,6 +24,7 @@ from kdtrain.models.loading import (
     refuse_foreign,
     tokenizer_files,
 )
+from kdtrain.models.publish import publish
 from kdtrain.models.spec import read_spec, shipped
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show
@@ -49,8 +52,16 @@ def main(config: ExportConfig) -> int:
 def _export(config: ExportConfig) -> dict[str, Any]:
     """Export under the lock of the folder, and return what is shown."""
     refuse_no_folder(config.out)
+    if config.quantize is not None:
+        refuse_without_torchao()
     with export_lock(config.out):
-        return _write(config)
+        result = _write(config)
+        if config.push is not None:
+            repository = config.push.removeprefix("hf:")
+            message = f"Step {result['step']:,} of {config.run.name}, by kdtrain"
+            log.info("publishing %s on the hub as %s", result["student"], repository)
+            result["url"] = publish(Path(result["student"]), repository, private=config.private, message=message)
+        return result
 
 
 def _write(config: ExportConfig) -> dict[str, Any]:
@@ -73,11 +84,21 @@ def _write(config: ExportConfig) -> dict[str, Any]:
     result = read_result(run)
     if result is not None and result["error"] is not None:
         log.warning("%s ended with an error (%s): this is its student of step %d", run, result["stop_reason"], step)
-    aside = export_model(student, tokenizer, out, dtype=config.dtype, origin=origin_of(state, step))
+    parameters = sum(each.numel() for each in student.parameters())
+    weights = config.torch_dtype if config.quantize is None else f"int8, the rest {config.torch_dtype}"
+    aside = export_model(
+        student,
+        tokenizer,
+        out,
+        dtype=config.torch_dtype,
+        origin=origin_of(state, step),
+        shard_gb=config.shard_size,
+        int8=config.quantize is not None,
+        beside=card_files(out, run, state, parameters=parameters, weights=weights, license=config.license),
+    )
     out = out if out.exists() else out.resolve()  # missing/../x
     if aside:
         log.warning("%s held more than an export, and is now %s", out, aside)
-    parameters = sum(each.numel() for each in student.parameters())
     return {"student": str(out), "checkpoint": path.name, "step": step, "parameters": parameters}
 
 

@@ -109,7 +109,7 @@ class Run:
         objective = config.objective
         hidden = None if objective.hidden_loss == "none" else objective.hidden_weight
         alpha, replays = objective.alpha if recipe.distils else 0.0, recipe.distils and recipe.facts.replays
-        summed = formula(alpha, objective.divergence, hidden, replays)
+        summed = formula(alpha, objective.divergence, hidden, replays, trainer.student.router_weight)
         scale = "" if summed == "ce" else " (compare val with val alone)"
         lines.append(f"loss = {summed}; val = ce of withheld text{scale}")
         if (warmup := warmup_steps(recipe.total, config.optimizer)) < config.optimizer.warmup_steps:

@@ -339,6 +339,11 @@ class VerifyConfig(Options):
         refuse(self.repair and self.teacher is not None, "--repair drops damaged files; leave --teacher out")
 
 
+def _check_push(where: str) -> None:
+    found = re.fullmatch(r"hf:[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", where, re.ASCII)
+    refuse(found is None, f"--push {where} names no repository of the hub; write hf:ORG/NAME")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(Options):
     """Write a trained student as a folder that transformers.AutoModelForCausalLM loads."""
@@ -349,12 +354,27 @@ class ExportConfig(Options):
     """The folder to write."""
     checkpoint: str = option("best", reads="checkpoint")
     """best, latest, or the name of a checkpoint."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["fp32", "bf16", "fp16", "float32", "bfloat16", "float16"] = "fp32"
     """Number format of the written weights."""
+    quantize: Literal["int8"] | None = None
+    """Keep the weights of linear layers in int8, by torchao, for transformers; the rest as --dtype."""
+    shard_size: float = option(5.0, above=0)
+    """Largest file of weights, in GB."""
+    license: str | None = None
+    """Licence of the student for its card, as the hub names it: apache-2.0, mit, ..."""
+    push: str | None = option(None, check=_check_push)
+    """Also publish the folder on the hub, as hf:ORG/NAME."""
+    private: bool = option(False, needs="push")
+    """The repository on the hub is private."""
     overwrite: bool = False
     """Replace a folder that is already there."""
     json: bool = False
     """Print one JSON object on stdout."""
+
+    @property
+    def torch_dtype(self) -> str:
+        """`dtype` as torch names it."""
+        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(self.dtype, self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

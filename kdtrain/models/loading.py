@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,6 +59,8 @@ from kdtrain.models.hub import (
     revision_of,
     save_tokenizer,
 )
+from kdtrain.models.int8 import quantize_folder
+from kdtrain.models.router import experts_of
 from kdtrain.models.scratch import configuration, model_from_config, model_from_layers, new_model
 from kdtrain.models.spec import LOCAL, ModelSpec, read_spec
 
@@ -285,14 +288,18 @@ def export_model(
     *,
     dtype: str | None = None,
     origin: Mapping[str, Any] | None = None,
+    shard_gb: float = 5.0,
+    int8: bool = False,
+    beside: Mapping[str, bytes] | None = None,
 ) -> Path | None:
     """Write a folder that `transformers.AutoModelForCausalLM` and `AutoTokenizer` load, and publish it whole.
 
     model: a model or a `SplitModel`; special tokens and generation settings that it does not have are completed from
     `tokenizer`, the files that `tokenizer_files` returns. out: inside `export_lock`, if another process may export
     there. dtype: of the written weights; by default the model's own. origin: entries for `kdtrain.json`, which also
-    holds the sealed digests of all files. An earlier export is replaced; if it holds anything that was not exported, it
-    is moved aside, and its new path returned.
+    holds the sealed digests of all files. shard_gb: the largest file of weights. int8: quantise the weights
+    (`kdtrain.models.int8`). beside: more files, by name. An earlier export is replaced; if it holds anything that was
+    not exported, it is moved aside, and its new path returned.
 
     UsageError: `out` holds what kdtrain did not write. RunError: the disk is full or refuses the write.
     """
@@ -300,7 +307,11 @@ def export_model(
     out = out.resolve()
     try:
         with making(out), hidden_folder(out) as partial, writing(out):
-            _write_model(model, tokenizer or {}, partial, dtype)
+            for name, content in (beside or {}).items():
+                (partial / name).write_bytes(content)
+            _write_model(model, tokenizer or {}, partial, dtype, f"{max(1, round(shard_gb * 1e6))}KB")
+            if int8:
+                quantize_folder(partial)
             digests = {path.name: file_digest(path) for path in sorted(partial.iterdir())}
             publish_json(partial / ORIGIN, {**(origin or {}), "files": digests}, "export.origin")
             aside = swap_in(partial, out, "export")
@@ -364,7 +375,7 @@ def _exported(folder: Path) -> set[str]:
     return {ORIGIN, *files} if sound else set()
 
 
-def _write_model(model: nn.Module, tokenizer: Mapping[str, bytes], out: Path, dtype: str | None) -> None:
+def _write_model(model: nn.Module, tokenizer: Mapping[str, bytes], out: Path, dtype: str | None, most: str) -> None:
     whole: Any = _whole(model)
     for name, content in tokenizer.items():
         (out / name).write_bytes(content)
@@ -372,7 +383,7 @@ def _write_model(model: nn.Module, tokenizer: Mapping[str, bytes], out: Path, dt
         _complete_generation(whole, out)
     if dtype is not None:
         whole = copy.deepcopy(whole).to(getattr(torch, dtype))
-    whole.save_pretrained(out)
+    whole.save_pretrained(out, max_shard_size=most)
 
 
 def _complete_generation(model: Any, folder: Path) -> None:
@@ -418,6 +429,13 @@ def max_positions(model: nn.Module) -> int | None:
     """Return the longest sequence that the model's configuration allows, in tokens; None without a bound."""
     positions = getattr(_whole(model).config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def active_parameters(model: nn.Module) -> int:
+    """The parameters that take part for one token: of the experts of a mixture only those to which it is routed."""
+    experts, chosen = experts_of(_whole(model).config) or (1, 1)
+    share = Fraction(chosen, experts)
+    return int(sum(each.numel() * (share if ".experts." in name else 1) for name, each in model.named_parameters()))
 
 
 def check_fits(model: SplitModel, name: str, seq_len: int, document_mask: bool) -> None:
