@@ -1,5 +1,6 @@
 """Builds a run by its recipe: student, teacher, temperature, sources, optimizer and guards."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from kdtrain.cache.manifest import refuse_tokenizer, refuse_vocabulary
 from kdtrain.commands.agreement import agree, code, weights_digest
 from kdtrain.commands.recipe import PARTS, Recipe
 from kdtrain.commands.run import Run
+from kdtrain.models.adapters import frozen_digest, restrict
 from kdtrain.models.attention import choose_kernel
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import (
@@ -82,6 +84,7 @@ def _load_student(recipe: Recipe) -> SplitModel:
     if config.activation_checkpointing:
         checkpoint_activations(model)
     student = split(model)
+    restrict(student, recipe.lora, config.freeze_head, config.seed)
     refuse_vocabulary(student.vocab_size, facts.vocab_size, facts.tokenizer_size)
     check_fits(student, spec.name, facts.seq_len, facts.document_mask)
     with recipe.allowing("tokenizer"):
@@ -94,7 +97,12 @@ def _load_student(recipe: Recipe) -> SplitModel:
 
 def _identity(recipe: Recipe, model: SplitModel, teacher: Teacher | None) -> dict[str, Any]:
     """What checkpoints belong to, as far as the models say it."""
-    student = {"name": recipe.student.name, "architecture": architecture(model), "attention": recipe.student.attention}
+    attention = recipe.student.attention
+    student: dict[str, Any] = {"name": recipe.student.name, "architecture": architecture(model), "attention": attention}
+    if model.frozen:
+        student["base"] = frozen_digest(model, model.frozen)
+        student |= {"freeze_head": True} if recipe.config.freeze_head else {}
+        student |= {} if model.lora is None else {"lora": dataclasses.asdict(model.lora)}
     digest = None if teacher is None else teacher.digest
     return {"student": student, "generation": generation_settings(model), "teacher": digest}
 

@@ -73,7 +73,7 @@ def _plan(trial: Trial) -> dict[str, Any]:
     sequences, seq_len = len(trainer.stepper.source), recipe.facts.seq_len
     sent = gigabytes_sent(student.model, recipe, trainer.stepper.micros)
     return {
-        "student": {"name": recipe.student.name, "parameters": trial.run.parameters},
+        "student": {"name": recipe.student.name, "parameters": trial.run.parameters, **trial.run.trained},
         "teacher": recipe.teacher_name,
         "device": str(student.device),
         "parallel": {"ranks": world_size(), **recipe.plan.table(), "GB sent a step": sent},

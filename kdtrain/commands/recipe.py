@@ -18,10 +18,12 @@ import torch
 from kdtrain.cache.reader import Cache
 from kdtrain.commands.build_cache import build_tokens, holds_tokens
 from kdtrain.commands.run_folder import deciding, restarted, saved_attention
-from kdtrain.config import DistillConfig, ObjectiveConfig
+from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig, OptimizerConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
+from kdtrain.imports import optional
+from kdtrain.models.adapters import is_adapter, read_adapter
 from kdtrain.models.attention import resolve_attention
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import ModelSpec, read_spec
@@ -55,6 +57,8 @@ class Recipe:
     """Whether `config.out` already holds this run."""
     student: ModelSpec
     """With its attention resolved."""
+    lora: LoraConfig | None
+    """The adapters that are trained beside frozen weights; None: all weights are trained."""
     teacher: Teacher | None
     """The online teacher, loaded and not yet sharded."""
     sources: dict[str, Source]
@@ -125,6 +129,7 @@ def resolve(
         for name, text in given.monitor.loggers:
             LOGGERS.get(name).ready(text)
         student, formats = read_spec(given.student), formats_of(given.precision, given.quantization, device)
+        lora = _lora(given, student)
         taught_by = None if given.teacher is None else read_spec(given.teacher, "teachers")
         teacher = None if taught_by is None else open_teacher(taught_by, device, formats.high)
         sources = {} if given.data.data is not None else _open(given, given.cache)
@@ -161,6 +166,7 @@ def resolve(
         device=device,
         resumed=resumed,
         student=student,
+        lora=lora,
         teacher=teacher,
         sources=sources,
         formats=formats,
@@ -204,6 +210,29 @@ def _open(config: DistillConfig, folder: Path | None) -> dict[str, Source]:
     cache = None if folder is None else Cache(folder)
     requests = (SourceRequest(split=split, cache=cache, seed=config.seed) for split in ("train", "validation"))
     return {request.split: open_source(config.source, request) for request in requests}
+
+
+def _lora(config: DistillConfig, student: ModelSpec) -> LoraConfig | None:
+    """The adapters that options, spec and `--load` agree on. Refuses what cannot be, and a missing `peft`."""
+    start = config.checkpoint.load
+    if start is None or not is_adapter(start):
+        lora = config.lora.over(student.lora)
+    else:
+        lora, asked = read_adapter(start), config.lora.over(student.lora)
+        if asked is not None and asked != replace(lora, lora_targets=asked.lora_targets, lora_layers=asked.lora_layers):
+            raise UsageError(f"--load {start} is {lora}, and the options or the spec ask for {asked}; leave them out")
+    if lora is None:
+        return None
+    optional("peft", "lora", "--lora-rank" if student.lora is None else f"[lora] in the spec of {student.name}")
+    if config.freeze_head:
+        raise UsageError("--freeze-head has no effect with adapters, which never train the head; leave it out")
+    if config.optimizer.lr == OptimizerConfig.lr:
+        warn_early(
+            "lora-rate",
+            f"--lr {config.optimizer.lr:g} is the default for training all weights; adapters learn best at about ten "
+            "times the rate of that: try --lr 3e-3, and find the best by a few short runs",
+        )
+    return lora
 
 
 def _micro_batch(config: DistillConfig, job: Job | None, free: float | None) -> int:

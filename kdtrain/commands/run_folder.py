@@ -338,7 +338,8 @@ def _is_written(path: Path) -> bool:
     """Whether `write_description` wrote this config.toml: it has every section, and no comments."""
     try:
         tables = typed(read_toml(path), dict[str, dict[str, Any]])
-        return tables.keys() in (_SECTIONS, _SECTIONS - {"data"}) and to_toml(tables) == read_text(path)
+        missing = _SECTIONS - tables.keys()  # earlier versions had no [lora]
+        return missing <= {"data", "lora"} and tables.keys() <= _SECTIONS and to_toml(tables) == read_text(path)
     except (OSError, ValueError, TypeError):  # TypeError: a date, which JSON does not have
         return False
 

@@ -13,6 +13,7 @@ from kdtrain.config.sections import (
     CodecConfig,
     DataConfig,
     GuardsConfig,
+    LoraConfig,
     MonitorConfig,
     ObjectiveConfig,
     OptimizerConfig,
@@ -142,6 +143,8 @@ class DistillConfig(Options):
     """Sequences in one forward of a rank (memory); times the ranks it must divide --batch-size. auto: by the plan."""
     activation_checkpointing: bool = option(False, free=True)
     """Store only the inputs of the student's layers and recompute the rest: less memory, a third more time."""
+    freeze_head: bool = False
+    """Train all but the student's output head, and the embedding where it is tied to it; adapters never train it."""
     allow_mismatch: tuple[Literal["tokenizer", "cache"], ...] = option((), free=True)
     """Accept a student whose tokenizer is not the cache's, or a cache other than the one the run started with."""
     seed: int = option(0, least=0, most=2**63 - 1)
@@ -157,6 +160,7 @@ class DistillConfig(Options):
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
@@ -291,6 +295,10 @@ class ExportConfig(Options):
     """best, latest, or the name of a checkpoint."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of the written weights."""
+    adapter: bool = False
+    """Write the adapters alone, as a folder that peft loads; without it they are added to the weights."""
+    base: str | None = option(None, once=True, reads="spec")
+    """The spec of the weights that the run did not train, if it is not where the run found it."""
     overwrite: bool = False
     """Replace a folder that is already there."""
     json: bool = False

@@ -10,7 +10,7 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -42,6 +42,7 @@ from kdtrain.files import (
     sweep,
     typed,
 )
+from kdtrain.models.adapters import adapted, merged_state, write_adapter
 from kdtrain.models.head import SplitModel
 from kdtrain.models.hub import (
     TOKENIZER_FILES,
@@ -93,7 +94,7 @@ def generation_of(source: ModelSpec | str | Path) -> GenerationConfig | None:
         return None
     else:
         found = ask_generation(place, "main" if source.tokenizer else revision_of(source))
-    return None if found is None else _generation("generation_config.json", found)
+    return None if found is None else generation_from("generation_config.json", found)
 
 
 class ChatTokenizer:
@@ -160,7 +161,7 @@ def _savable(given: GenerationConfig) -> GenerationConfig:
     return given
 
 
-def _generation(name: str, table: Mapping[str, Any]) -> GenerationConfig:
+def generation_from(name: str, table: Mapping[str, Any]) -> GenerationConfig:
     """The generation settings of a table of an unknown author. Raises `UsageError` that begins with `name`."""
     # GenerationConfig takes any name, even that of one of its methods
     known = GenerationConfig().to_dict().keys()
@@ -192,7 +193,7 @@ def model_of(
     config = config_of(name, table.pop("model_type", None), table)
     model = new_model(name, config, attention, trust_remote_code=False)
     if generation is not None and model.generation_config is not None:
-        model.generation_config = _generation(name, generation)
+        model.generation_config = generation_from(name, generation)
     return model
 
 
@@ -288,19 +289,43 @@ def export_model(
 ) -> Path | None:
     """Write a folder that `transformers.AutoModelForCausalLM` and `AutoTokenizer` load, and publish it whole.
 
-    model: a model or a `SplitModel`; special tokens and generation settings that it does not have are completed from
-    `tokenizer`, the files that `tokenizer_files` returns. out: inside `export_lock`, if another process may export
-    there. dtype: of the written weights; by default the model's own. origin: entries for `kdtrain.json`, which also
-    holds the sealed digests of all files. An earlier export is replaced; if it holds anything that was not exported, it
-    is moved aside, and its new path returned.
+    model: a model or a `SplitModel`, whose adapters are added to its weights; special tokens and generation settings
+    that it does not have are completed from `tokenizer`, the files that `tokenizer_files` returns. out: inside
+    `export_lock`, if another process may export there. dtype: of the written weights; by default the model's own.
+    origin: entries for `kdtrain.json`, which also holds the sealed digests of all files. An earlier export is replaced;
+    if it holds anything that was not exported, it is moved aside, and its new path returned.
 
     UsageError: `out` holds what kdtrain did not write. RunError: the disk is full or refuses the write.
     """
+    return _publish(out, lambda partial: _write_model(model, tokenizer or {}, partial, dtype), origin)
+
+
+def export_adapter(
+    model: SplitModel,
+    base: str,
+    tokenizer: Mapping[str, bytes] | None,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    origin: Mapping[str, Any] | None = None,
+) -> Path | None:
+    """`export_model` of the adapters alone, as `peft` loads them over the model `base`, a folder or a hub id."""
+
+    def write(partial: Path) -> None:
+        for name, content in (tokenizer or {}).items():
+            (partial / name).write_bytes(content)
+        assert model.lora is not None
+        write_adapter(model.model, model.lora, base, partial, dtype)
+
+    return _publish(out, write, origin)
+
+
+def _publish(out: Path, write: Callable[[Path], None], origin: Mapping[str, Any] | None) -> Path | None:
     refuse_foreign(out)
     out = out.resolve()
     try:
         with making(out), hidden_folder(out) as partial, writing(out):
-            _write_model(model, tokenizer or {}, partial, dtype)
+            write(partial)
             digests = {path.name: file_digest(path) for path in sorted(partial.iterdir())}
             publish_json(partial / ORIGIN, {**(origin or {}), "files": digests}, "export.origin")
             aside = swap_in(partial, out, "export")
@@ -370,6 +395,13 @@ def _write_model(model: nn.Module, tokenizer: Mapping[str, bytes], out: Path, dt
         (out / name).write_bytes(content)
     if tokenizer and whole.generation_config is not None:
         _complete_generation(whole, out)
+    if adapted(whole):
+        state, kind = merged_state(whole), None if dtype is None else getattr(torch, dtype)
+        state = {name: each.to(kind) if each.is_floating_point() else each for name, each in state.items()}
+        if kind is not None:
+            whole.config.dtype = kind
+        whole.save_pretrained(out, state_dict=state)
+        return
     if dtype is not None:
         whole = copy.deepcopy(whole).to(getattr(torch, dtype))
     whole.save_pretrained(out)

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from kdtrain.config import LoraConfig
 from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import canonical_json, read_toml
+from kdtrain.registry import nearest
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
@@ -63,6 +65,8 @@ class ModelSpec:
     """Branch, tag or commit on the hub."""
     trust_remote_code: bool = False
     """Run the Python code that comes with a model; only in a spec of your own."""
+    lora: LoraConfig | None = None
+    """Of a student: the adapters that are trained beside its frozen weights; None: all weights are trained."""
     kind: str = LOCAL
     """The kind of a teacher: local, or one that a package registers; a student is local."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -178,6 +182,8 @@ def _from_toml(path: Path) -> ModelSpec:
                 raise UsageError(f"{path}: {key} = '{values[key]}' is a file; name a folder or a hub id")
     if isinstance(values.get("layers"), list):
         values["layers"] = tuple(values["layers"])
+    if "lora" in values:
+        values["lora"] = _lora(path, values["lora"])
     try:
         spec = ModelSpec(**values)
     except ValueError as error:
@@ -188,6 +194,23 @@ def _from_toml(path: Path) -> ModelSpec:
             "which may have been downloaded; copy it elsewhere if you trust that"
         )
     return spec
+
+
+def _lora(path: Path, table: Any) -> LoraConfig:
+    """The adapters of a spec's table [lora], whose keys are the options without `lora_`."""
+    known = [each.name.removeprefix("lora_") for each in dataclasses.fields(LoraConfig)]
+    if not isinstance(table, dict) or "rank" not in table:
+        raise UsageError(f"{path}: lora is a table with a rank; write [lora] and rank = 16 below it")
+    for key in table:
+        if key not in known:
+            raise UsageError(f"{path}: unknown key '{key}' in [lora]; {nearest(key, known)}")
+    values = {f"lora_{key}": value for key, value in table.items()}
+    if isinstance(targets := table.get("targets"), list) and all(isinstance(each, str) for each in targets):
+        values["lora_targets"] = ",".join(targets)
+    try:
+        return LoraConfig(**values)
+    except UsageError as error:
+        raise UsageError(f"{path}: [lora]: {error.args[0].replace('--lora-', '')}") from None
 
 
 def _refuse_endless_teachers(path: Path, spec: ModelSpec) -> None:

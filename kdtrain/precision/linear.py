@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from kdtrain.errors import UsageError
+from kdtrain.models.head import layers_of as layers_of
 from kdtrain.precision.emulated import Recipe, quantized_linear
 
 Position = Literal["high", "quantized", "high-forward"]
@@ -139,12 +140,6 @@ class Conversion:
         reasons = Counter(self.left.values())
         left = ", ".join(f"{count} left high ({reason})" for reason, count in reasons.items())
         return f"{len(self.quantized)} linear layers quantised" + (f", {left}" if left else "")
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The transformer layers: the members of the longest list of modules."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=lambda modules: len(modules), default=[]))
 
 
 def convert(
