@@ -46,6 +46,8 @@ def build(recipe: Recipe) -> Run:
     config, device, plan = recipe.config, recipe.device, recipe.plan
     with raise_on_all_ranks():
         model, teacher = _load_student(recipe), recipe.teacher
+        if teacher is not None:
+            teacher.meet(model)
         hidden = plan_hidden_loss(config.objective, model, teacher, config.seed)
         quantised, collector = _quantize(recipe, model), _collector(recipe, model)
         identity = recipe.identity | _identity(recipe, model, teacher)
@@ -113,8 +115,9 @@ def _quantize(recipe: Recipe, model: SplitModel) -> tuple[str, ...]:
     if formats.choice is None:
         return formats.lines
     skip = {"skip_first": options.quant_skip_first, "skip_last": options.quant_skip_last}
-    head = model.model.get_output_embeddings()
-    return *formats.lines, str(convert(model.model, formats.switch, formats.choice.backend, head=head, **skip))
+    head, backend = model.model.get_output_embeddings(), formats.choice.backend
+    whole = recipe.plan.student != "fsdp"  # else each rank would hold all quantised weights
+    return *formats.lines, str(convert(model.model, formats.switch, backend, head=head, hold=whole, **skip))
 
 
 def _collector(recipe: Recipe, model: SplitModel) -> Collector | None:

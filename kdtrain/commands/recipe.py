@@ -26,7 +26,7 @@ from kdtrain.imports import optional
 from kdtrain.models.adapters import is_adapter, read_adapter
 from kdtrain.models.attention import resolve_attention
 from kdtrain.models.loading import load_tokenizer
-from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.objective.divergence import refuse
 from kdtrain.parallel.memory_plan import Job, Plan, fitting_micro_batch, free_everywhere, job_of, plan_run
@@ -130,7 +130,7 @@ def resolve(
             LOGGERS.get(name).ready(text)
         student, formats = read_spec(given.student), formats_of(given.precision, given.quantization, device)
         lora = _lora(given, student)
-        taught_by = None if given.teacher is None else read_spec(given.teacher, "teachers")
+        taught_by = None if given.teacher is None else teacher_spec(given.teacher, student)
         teacher = None if taught_by is None else open_teacher(taught_by, device, formats.high)
         sources = {} if given.data.data is not None else _open(given, given.cache)
         facts = sources["train"].facts if sources else None

@@ -43,7 +43,7 @@ from kdtrain.files import (
     typed,
 )
 from kdtrain.models.loading import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
-from kdtrain.models.spec import ATTENTIONS, ModelSpec, paths_of
+from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.ranks import on_main
 from kdtrain.training.state import read_saved
@@ -91,7 +91,7 @@ def _needed(config: DistillConfig) -> dict[str, Path | str | None]:
     """What the run reads, by the option that names it."""
     needed: dict[str, Path | str | None] = {"--cache": config.cache, "--load": config.checkpoint.load}
     needed["--data"] = config.data.data
-    if config.teacher is not None:
+    if config.teacher not in (None, SELF):
         needed |= {f"--teacher {word}".strip(): path for word, path in paths_of(config.teacher, "teachers").items()}
     needed |= {f"--student {word}".strip(): path for word, path in paths_of(config.student).items()}
     return needed

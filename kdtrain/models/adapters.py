@@ -45,13 +45,19 @@ _NAME = "default"
 _IN_FILES = "base_model.model."
 _PART = re.compile(r"(.+)\.lora_(?:A|B|magnitude_vector)(?:\.weight)?")
 """The name of a tensor in a `peft` file, without `_IN_FILES`; in front, the layer's."""
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    **{"peft_type": ("LORA",), "bias": ("none",)},
-    **dict.fromkeys(("modules_to_save", "layer_replication", "rank_pattern", "alpha_pattern"), (None, {}, [])),
-    **dict.fromkeys(("lora_bias", "trainable_token_indices"), (None, False)),
-    **dict.fromkeys(("target_parameters", "alora_invocation_tokens"), (None, [])),
+_READ = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "use_rslora", "dora": "use_dora"}
+"""What is read of an `adapter_config.json`: the option without `lora_`, and its name there."""
+_ANY = {
+    *("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out"),
+    *("inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "megatron_core", "peft_version"),
+    *("qalora_group_size", "revision", "runtime_config", "target_modules", "task_type"),
 }
-"""What else an `adapter_config.json` may say, and only so."""
+"""What changes nothing, or what the tensors say as well."""
+_ONLY = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the base
+}
 
 
 def restrict(student: SplitModel, lora: LoraConfig | None, freeze_head: bool, seed: int) -> None:
@@ -191,7 +197,8 @@ def write_adapter(model: PreTrainedModel, lora: LoraConfig, base: str, out: Path
     """Write the adapters as a folder that `peft.PeftModel.from_pretrained` loads; base: where the frozen model is."""
     names = list(adapted(model))
     transposed = any(isinstance(model.get_submodule(f"{name}.base_layer"), Conv1D) for name in names)
-    settings = _settings(lora, _shortest(names, model), transposed, base)
+    settings = _settings(lora, [], transposed, base)
+    settings.target_modules = sorted(_shortest(names, model))  # peft would write a set, in any order
     settings.save_pretrained(out)
     state, kind = model.state_dict(), torch.float32 if dtype is None else getattr(torch, dtype)
     tensors = {name: state[own].detach().to("cpu", kind).contiguous() for name, own in _names_in_files(model).items()}
@@ -227,12 +234,11 @@ def read_adapter(folder: Path) -> LoraConfig:
         table = read_json(folder / CONFIG, dict[str, Any])
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder / CONFIG} cannot be read: {error}") from None
-    for key, known in _PLAIN.items():
-        if table.get(key, known[0]) not in known:
-            value = printable(json.dumps(table[key])[:60])
-            raise UsageError(f"{folder}: {key} = {value} in its {CONFIG}, which kdtrain does not train")
-    names = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "use_rslora", "dora": "use_dora"}
-    values = {f"lora_{own}": table[theirs] for own, theirs in names.items() if theirs in table}
+    for key, value in table.items():
+        if (key in _ONLY and value not in _ONLY[key]) or (key not in {*_ONLY, *_ANY, *_READ.values()} and value):
+            shown = printable(f"{key} = {json.dumps(value)}"[:80])
+            raise UsageError(f"{folder}: {shown} in its {CONFIG}, which kdtrain does not train")
+    values = {f"lora_{own}": table[theirs] for own, theirs in _READ.items() if theirs in table}
     targets = ",".join(layers_in(name.removeprefix(_IN_FILES) for name in _tensor_names(folder)))
     try:
         return LoraConfig(**values, lora_targets=targets)

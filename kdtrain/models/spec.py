@@ -12,7 +12,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,9 @@ ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
 INITS = ("pretrained", "scratch", "teacher-layers")
 LOCAL = "local"
 """The kind of a teacher whose model is loaded here."""
+
+SELF = "self"
+"""The teacher, and its kind, that is the student without its adapters; a folder of that name is `./self`."""
 
 MAX_TEACHERS = 8
 """Longest chain of specs by `teacher`."""
@@ -138,6 +141,11 @@ def read_spec(spec: str, kind: Literal["teachers", "students"] = "students") -> 
             f"{', '.join(shipped(kind))}"
         )
     return ModelSpec(name=spec, source=spec)
+
+
+def teacher_spec(name: str, student: ModelSpec) -> ModelSpec:
+    """The spec of the teacher of a student: as `read_spec`, or of the student itself."""
+    return replace(student, name=SELF, kind=SELF, lora=None) if name == SELF else read_spec(name, "teachers")
 
 
 def paths_of(spec: str, kind: Literal["teachers", "students"] = "students") -> dict[str, str]:
