@@ -86,7 +86,7 @@ def _load_student(recipe: Recipe) -> SplitModel:
     if config.activation_checkpointing:
         checkpoint_activations(model)
     student = split(model)
-    restrict(student, recipe.lora, config.freeze_head, config.seed)
+    restrict(student, spec.lora, config.freeze_head, config.seed)
     refuse_vocabulary(student.vocab_size, facts.vocab_size, facts.tokenizer_size)
     check_fits(student, spec.name, facts.seq_len, facts.document_mask)
     with recipe.allowing("tokenizer"):

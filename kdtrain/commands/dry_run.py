@@ -135,7 +135,7 @@ def gigabytes_sent(student: nn.Module, recipe: Recipe, micro_batches: int) -> fl
     """GB that a rank sends over a ring in a step, by its formula (`parallel.parallelize`)."""
     world, plan = world_size(), recipe.plan
     if plan.student != "fsdp":
-        return parallelize.ddp([each.shape for each in student.parameters()]).sent(1, world) / 1e9
+        return parallelize.ddp([each.shape for each in student.parameters() if each.requires_grad]).sent(1, world) / 1e9
     layers = layers_of(student)
     inside = {id(each) for layer in layers for each in layer.parameters()}
     sharing = plan.shard_size or world
@@ -147,6 +147,7 @@ def gigabytes_sent(student: nn.Module, recipe: Recipe, micro_batches: int) -> fl
         micro_batches=micro_batches,
         gathered=4 if recipe.formats.gathered is None else 2,
         accumulate=plan.accumulate,
+        frozen=[each.shape for each in student.parameters() if not each.requires_grad],
     )
     return traffic.sent(sharing, world // sharing) / 1e9
 

@@ -56,9 +56,7 @@ class Recipe:
     resumed: bool
     """Whether `config.out` already holds this run."""
     student: ModelSpec
-    """With its attention resolved."""
-    lora: LoraConfig | None
-    """The adapters that are trained beside frozen weights; None: all weights are trained."""
+    """With its attention and its adapters resolved."""
     teacher: Teacher | None
     """The online teacher, loaded and not yet sharded."""
     sources: dict[str, Source]
@@ -129,7 +127,7 @@ def resolve(
         for name, text in given.monitor.loggers:
             LOGGERS.get(name).ready(text)
         student, formats = read_spec(given.student), formats_of(given.precision, given.quantization, device)
-        lora = _lora(given, student)
+        student = replace(student, lora=_lora(given, student))
         taught_by = None if given.teacher is None else teacher_spec(given.teacher, student)
         teacher = None if taught_by is None else open_teacher(taught_by, device, formats.high)
         sources = {} if given.data.data is not None else _open(given, given.cache)
@@ -166,7 +164,6 @@ def resolve(
         device=device,
         resumed=resumed,
         student=student,
-        lora=lora,
         teacher=teacher,
         sources=sources,
         formats=formats,

@@ -22,7 +22,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -86,6 +86,30 @@ def inject(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
         warnings.simplefilter("ignore")
         torch.default_generator.manual_seed(seed)
         peft.inject_adapter_in_model(_settings(lora, names, transposed), model)
+
+
+class _Sketch(nn.Module):
+    def __init__(self, base_layer: nn.Linear | Conv1D, lora: LoraConfig) -> None:
+        super().__init__()
+        assert lora.lora_rank is not None
+        outputs, inputs = base_layer.weight.shape
+        if isinstance(base_layer, Conv1D):
+            outputs, inputs = inputs, outputs
+        self.base_layer, self.dropout = base_layer, nn.Dropout(lora.lora_dropout)
+        self.lora_A = nn.Linear(inputs, lora.lora_rank, bias=False)
+        self.lora_B = nn.Linear(lora.lora_rank, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base_layer(x) + self.lora_B(self.lora_A(self.dropout(x))) * 2.0
+        return y
+
+
+def sketch(model: PreTrainedModel, lora: LoraConfig) -> None:
+    """`inject` for a plan of memory, in a `FakeTensorMode`, in which `peft` fails; what DoRA adds is left out."""
+    names = _targets(model, lora)
+    model.requires_grad_(False)
+    for name in names:
+        model.set_submodule(name, _Sketch(cast(Any, model.get_submodule(name)), lora))
 
 
 def _settings(lora: LoraConfig, names: list[str], transposed: bool, base: str | None = None) -> Any:
