@@ -48,6 +48,8 @@ def run_page(path: Path, facts: Mapping[str, Any], record: RunRecord) -> Iterato
     parameters = f", {short(count)} parameters" if isinstance(count := student.get("parameters"), int) else ""
     source = next((f" from {options[each]}" for each in ("cache", "data") if options.get(each)), "")
     teacher = f" with teacher {options['teacher']}" if options.get("teacher") else ""
+    if isinstance(count := student.get("trained_parameters"), int):
+        parameters += f" ({short(count)} trained: {student.get('trained')})"
     yield f"{path}: {name}{parameters}{source}{teacher}, {environment.get('mode')} on {environment.get('device')}"
     state, ended = _state(path, record)
     yield ended

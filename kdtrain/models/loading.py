@@ -116,6 +116,8 @@ def load_teacher(spec: ModelSpec, device: str, seed: int = 0) -> PreTrainedModel
     seed: of the weights, for a spec that starts from scratch. Raises `UsageError` for a spec that cannot be loaded, and
     for non-finite weights, which would otherwise look like a fault of the student or the data.
     """
+    if spec.lora is not None:
+        raise UsageError(f"teacher {spec.name}: [lora] is for a student, and a teacher is not trained; take it out")
     model: Any = _build(spec, getattr(torch, spec.dtype), None, seed)
     model = model.to(device).eval().requires_grad_(False)
     for name, weight in model.named_parameters():
