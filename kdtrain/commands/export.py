@@ -10,10 +10,10 @@ import torch
 from kdtrain.checkpoint.store import Store, checkpoint_at, is_checkpoint, problem, read_checkpoint
 from kdtrain.commands.result import read_result
 from kdtrain.commands.run_folder import TOKENIZER, is_run, refuse_no_folder
-from kdtrain.config import ExportConfig, LoraConfig
+from kdtrain.config import ExportConfig
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import refuse_displacing, refuse_leading_out, typed
-from kdtrain.models.adapters import frozen_digest, layers_in, restrict
+from kdtrain.models.adapters import frozen_digest, lora_of, restrict
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import (
     export_adapter,
@@ -174,9 +174,8 @@ def _on_its_base(state: Mapping[str, Any], weights: Mapping[str, Any], base: str
     """
     saved, seed = state["student"], state["options"]["run"].get("seed", 0)
     spec, lora = replace(_base_spec(state, base), attention=saved["attention"]), None
-    if "lora" in saved:  # which layers, the tensors say: a pattern of a stranger's may take forever
-        names = [name.removeprefix("model.") for name in weights]
-        lora = replace(LoraConfig(**saved["lora"]), lora_targets=",".join(layers_in(names)), lora_layers=None)
+    if "lora" in saved:
+        lora = lora_of(saved["lora"], (name.removeprefix("model.") for name in weights), "its adapters")
     size = saved["architecture"].get("vocab_size")
     model = load_student(spec, vocab_size=typed(size, int | None), seed=typed(seed, int), device="cpu")
     if state.get("generation") and model.generation_config is not None:

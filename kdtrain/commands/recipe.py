@@ -215,9 +215,11 @@ def _lora(config: DistillConfig, student: ModelSpec) -> LoraConfig | None:
     if start is None or not is_adapter(start):
         lora = config.lora.over(student.lora)
     else:
-        lora, asked = read_adapter(start), config.lora.over(student.lora)
-        if asked is not None and asked != replace(lora, lora_targets=asked.lora_targets, lora_layers=asked.lora_layers):
-            raise UsageError(f"--load {start} is {lora}, and the options or the spec ask for {asked}; leave them out")
+        loaded = read_adapter(start)
+        lora = config.lora.over(loaded if student.lora is None else student.lora.over(loaded))
+        same = {f"lora_{name}": getattr(loaded, f"lora_{name}") for name in ("rank", "alpha", "rslora", "dora")}
+        if lora is not None and replace(lora, **same) != lora:
+            raise UsageError(f"--load {start} is {loaded}, and the options or the spec ask for {lora}; leave them out")
     if lora is None:
         return None
     optional("peft", "lora", "--lora-rank" if student.lora is None else f"[lora] in the spec of {student.name}")

@@ -238,5 +238,5 @@ def _trained(student: dict[str, Any]) -> str:
         return "all but the output head" if student.get("freeze_head") else "all weights"
     try:
         return str(LoraConfig(**student["lora"]))
-    except (TypeError, UsageError):
+    except (TypeError, UsageError):  # of a later version
         return "adapters of another kind"

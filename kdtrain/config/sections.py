@@ -200,6 +200,7 @@ class OptimizerConfig(Options):
         refuse(not all(0 <= beta < 1 for beta in self.betas), f"--betas {self.betas} must lie in [0, 1)")
 
 
+ALL_LINEAR = "all-linear"
 _NAMES = re.compile(r"[\w.,-]+")
 """What is a list of names; anything else is a regular expression."""
 
@@ -218,12 +219,13 @@ class LoraConfig(Options):
 
     lora_rank: int | None = option(None, least=1, brief="Train adapters of this rank, not all weights.")
     """Rank of the adapters, which alone are trained; by default that of the spec, or all weights are trained."""
-    lora_alpha: float = option(32.0, above=0)
-    """An adapter's product is scaled by alpha / rank, so that the best rate hardly depends on the rank."""
-    lora_dropout: float = option(0.0, least=0, most=0.99)
-    """Dropout on what goes into an adapter."""
-    lora_targets: str = option("all-linear", check=_check_targets)
-    """Layers with an adapter: all-linear, names joined with commas (q_proj,v_proj), or a regular expression."""
+    lora_alpha: float | None = option(None, above=0)
+    """An adapter's product is scaled by alpha / rank; 32 if not given, at which the best rate hardly depends on it."""
+    lora_dropout: float | None = option(None, least=0, most=0.99)
+    """Dropout on what goes into an adapter; none if not given."""
+    lora_targets: str | None = option(None, check=_check_targets)
+    """Layers with an adapter: all-linear if not given, names joined with commas (q_proj,v_proj), or a regular
+    expression that fits a layer's whole name."""
     lora_layers: int | None = option(None, least=1)
     """Only the last so many transformer layers have adapters; all if not given."""
     lora_rslora: bool = False
@@ -234,29 +236,30 @@ class LoraConfig(Options):
     @property
     def lora_names(self) -> list[str] | None:
         """The names of `lora_targets`; None for a regular expression, or for all layers."""
-        is_names = self.lora_targets != "all-linear" and _NAMES.fullmatch(self.lora_targets)
-        return self.lora_targets.split(",") if is_names else None
+        targets = self.lora_targets or ALL_LINEAR
+        return targets.split(",") if targets != ALL_LINEAR and _NAMES.fullmatch(targets) else None
 
-    def over(self, spec: "LoraConfig | None") -> "LoraConfig | None":
-        """The adapters of a run: those of the student's `spec`, with the options given here; None without adapters.
+    def over(self, spec: "LoraConfig | None" = None) -> "LoraConfig | None":
+        """The adapters of a run, with every value: those of `spec` with what is given here; None without any.
 
         UsageError: an option is given, and no rank.
         """
-        changed = {each.name for each in dataclasses.fields(self) if getattr(self, each.name) != each.default}
-        if spec is not None:
-            return dataclasses.replace(spec, **{name: getattr(self, name) for name in changed})
-        if self.lora_rank is None:
-            for name in sorted(changed):
+        given = {name: value for name, value in dataclasses.asdict(self).items() if value not in (None, False)}
+        if spec is None and self.lora_rank is None:
+            for name in sorted(given):
                 raise UsageError(f"{flag(name)} has no effect without --lora-rank; add it, or leave {flag(name)} out")
             return None
-        return self
+        usual = {"lora_alpha": 32.0, "lora_dropout": 0.0, "lora_targets": ALL_LINEAR}
+        own = {} if spec is None else dataclasses.asdict(spec)
+        return LoraConfig(**usual | {name: value for name, value in own.items() if value is not None} | given)
 
     def __str__(self) -> str:
         kind = "DoRA" if self.lora_dora else "LoRA"
         where = "" if self.lora_layers is None else f" of the last {self.lora_layers} layers"
-        targets = self.lora_targets if len(self.lora_targets) < 60 else f"{len(self.lora_names or [0])} layers"
+        targets = self.lora_targets or ALL_LINEAR
+        targets = targets if len(targets) < 60 else f"{len(targets.split(','))} layers"
         root = "sqrt(rank)" if self.lora_rslora else "rank"
-        return f"{kind} of rank {self.lora_rank} (alpha {self.lora_alpha:g} / {root}) on {targets}{where}"
+        return f"{kind} of rank {self.lora_rank} (alpha {self.lora_alpha or 32:g} / {root}) on {targets}{where}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from kdtrain.config import LoraConfig
+from kdtrain.config.sections import ALL_LINEAR
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import open_regular, read_json, refuse_leading_out
 from kdtrain.imports import optional
@@ -43,8 +44,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"
 """Of the only adapter of a model; `peft` leaves it out of a file."""
 _IN_FILES = "base_model.model."
-_PART = re.compile(r"(.+)\.lora_(?:A|B|magnitude_vector)(?:\.weight)?")
-"""The name of a tensor in a `peft` file, without `_IN_FILES`; in front, the layer's."""
+_PART = re.compile(r"([\w.-]+)\.lora_(?:A|B|magnitude_vector)(?:\.weight)?")
+"""The name of a tensor in a `peft` file, without `_IN_FILES`; in front, the layer's, which no pattern can be."""
 _READ = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "use_rslora", "dora": "use_dora"}
 """What is read of an `adapter_config.json`: the option without `lora_`, and its name there."""
 _ANY = {
@@ -66,8 +67,8 @@ def restrict(student: SplitModel, lora: LoraConfig | None, freeze_head: bool, se
     UsageError: as `inject`.
     """
     if lora is not None:
+        student.lora = lora.over()
         inject(student.model, lora, seed)
-        student.lora = lora
     if freeze_head:
         student.model.get_output_embeddings().requires_grad_(False)
     if lora is not None or freeze_head:
@@ -79,7 +80,7 @@ def inject(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
 
     UsageError: `peft` is not installed, or no layer, or one that cannot have an adapter, is named.
     """
-    peft = optional("peft", "lora", "LoRA")
+    peft, lora = optional("peft", "lora", "LoRA"), _whole(lora)
     names = _targets(model, lora)
     transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in names)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -95,7 +96,7 @@ class _Sketch(nn.Module):
         outputs, inputs = base_layer.weight.shape
         if isinstance(base_layer, Conv1D):
             outputs, inputs = inputs, outputs
-        self.base_layer, self.dropout = base_layer, nn.Dropout(lora.lora_dropout)
+        self.base_layer, self.dropout = base_layer, nn.Dropout(lora.lora_dropout or 0.0)
         self.lora_A = nn.Linear(inputs, lora.lora_rank, bias=False)
         self.lora_B = nn.Linear(lora.lora_rank, outputs, bias=False)
 
@@ -106,18 +107,25 @@ class _Sketch(nn.Module):
 
 def sketch(model: PreTrainedModel, lora: LoraConfig) -> None:
     """`inject` for a plan of memory, in a `FakeTensorMode`, in which `peft` fails; what DoRA adds is left out."""
-    names = _targets(model, lora)
+    lora = _whole(lora)
     model.requires_grad_(False)
-    for name in names:
+    for name in _targets(model, lora):
         model.set_submodule(name, _Sketch(cast(Any, model.get_submodule(name)), lora))
+
+
+def _whole(lora: LoraConfig) -> LoraConfig:
+    found = lora.over()
+    assert found is not None
+    return found
 
 
 def _settings(lora: LoraConfig, names: list[str], transposed: bool, base: str | None = None) -> Any:
     """The configuration that `peft` takes, and writes."""
+    alpha = lora.lora_alpha or 32.0
     return optional("peft", "lora", "LoRA").LoraConfig(
         r=lora.lora_rank,
-        lora_alpha=int(lora.lora_alpha) if lora.lora_alpha == int(lora.lora_alpha) else lora.lora_alpha,
-        lora_dropout=lora.lora_dropout,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        lora_dropout=lora.lora_dropout or 0.0,
         use_rslora=lora.lora_rslora,
         use_dora=lora.lora_dora,
         target_modules=names,
@@ -131,9 +139,10 @@ def _settings(lora: LoraConfig, names: list[str], transposed: bool, base: str | 
 
 def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     """The names of the layers that get an adapter."""
-    head, who = model.get_output_embeddings(), f"--lora-targets {printable(lora.lora_targets[:200])}"
+    head, targets = model.get_output_embeddings(), cast(str, lora.lora_targets)
+    who = f"--lora-targets {printable(targets[:200])}"
     linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D)}
-    if lora.lora_targets == "all-linear":
+    if targets == ALL_LINEAR:
         chosen = {name: each for name, each in linear.items() if each is not head}
     elif (wanted := lora.lora_names) is not None:
         ends = {each: [name for name in linear if name == each or name.endswith(f".{each}")] for each in wanted}
@@ -144,7 +153,7 @@ def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
         matched = {name for found in ends.values() for name in found}
         chosen = {name: each for name, each in linear.items() if name in matched}
     else:
-        chosen = {name: each for name, each in linear.items() if re.fullmatch(lora.lora_targets, name)}
+        chosen = {name: each for name, each in linear.items() if re.fullmatch(targets, name)}
     if any(each is head for each in chosen.values()):
         raise UsageError(f"{who}: the output head cannot have an adapter; name layers of the backbone")
     if lora.lora_layers is not None:
@@ -263,11 +272,21 @@ def read_adapter(folder: Path) -> LoraConfig:
             shown = printable(f"{key} = {json.dumps(value)}"[:80])
             raise UsageError(f"{folder}: {shown} in its {CONFIG}, which kdtrain does not train")
     values = {f"lora_{own}": table[theirs] for own, theirs in _READ.items() if theirs in table}
-    targets = ",".join(layers_in(name.removeprefix(_IN_FILES) for name in _tensor_names(folder)))
+    names = [name.removeprefix(_IN_FILES) for name in _tensor_names(folder)]
+    return lora_of(values, names, f"{folder / CONFIG}")
+
+
+def lora_of(values: Mapping[str, Any], names: Iterable[str], where: str) -> LoraConfig:
+    """The adapters that a stranger's file describes: its numbers, and the layers that its tensors' names say.
+
+    UsageError: they are none; the message begins with `where`.
+    """
+    numbers = {f"lora_{name}" for name in _READ}
     try:
-        return LoraConfig(**values, lora_targets=targets)
-    except UsageError as error:
-        raise UsageError(f"{folder / CONFIG}: {printable(error.args[0])}") from None
+        targets = ",".join(layers_in(names))
+        return _whole(LoraConfig(**{name: values[name] for name in numbers & values.keys()}, lora_targets=targets))
+    except (UsageError, AssertionError) as error:
+        raise UsageError(f"{where}: {printable(error.args[0]) if error.args else 'it has no rank'}") from None
 
 
 def layers_in(names: Iterable[str]) -> list[str]:

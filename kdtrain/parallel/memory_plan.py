@@ -375,7 +375,8 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
     head = (0.0 if student.frozen_head else 4.0 * head_weight) + 2.0 * job.compute_bytes * tokens * student.width
     head += 2.0 * head_weight if job.compute_bytes == 2 else 0.0
     head += LOGITS[kind] * 4.0 * min(job.chunk_rows, tokens) * student.vocabulary
-    head += 2.0 * min(job.waiting_rows, max(tokens - job.chunk_rows, 0)) * student.vocabulary
+    waiting = 0 if student.frozen_head else job.waiting_rows
+    head += 2.0 * min(waiting, max(tokens - job.chunk_rows, 0)) * student.vocabulary
     kept, once = student.kept, student.kept_once
     if job.activation_checkpointing:
         kept, once = student.kept_by_checkpoints, student.kept_once_by_checkpoints

@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
+
 peft = pytest.importorskip("peft")
 TOKENS = torch.arange(40, 64)[None]
 RUN = (
@@ -28,9 +30,9 @@ def logits(model) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def base(bench, distilled):
-    """`base`: a pretrained student."""
-    shutil.copytree(bench.root / "run" / "student", bench.root / "base")
+def base(bench, cached):
+    """`base`: a student with weights, of which it has much to learn."""
+    write_model_folder(bench.root / "base", tiny_model("llama", 300, seed=4, num_hidden_layers=1), tiny_tokenizer(300))
     return bench
 
 
@@ -95,7 +97,7 @@ def test_an_adapter_is_a_beginning(base, trained):
 
 def test_other_adapters_and_another_base_are_refused(base, trained):
     other = base.run(*RUN, *FAST, "--lora-alpha", 16, "--out", "lora")
-    assert other.code == 2 and "--lora-alpha (was 32.0, now 16)" in other.refusal()
+    assert other.code == 2 and "--lora-alpha (was None, now 16" in other.refusal()
     base.run("export", "lora", "--out", "before").ok()
     path = base.root / "base" / "model.safetensors"
     kept = path.read_bytes()
@@ -137,7 +139,7 @@ def test_the_student_without_its_adapters_teaches_it(base):
     argv += ("--lr", 1e-2, "--batch-size", 6, "--warmup-steps", 0, "--log-to", "none", "--log-freq", 1)
     base.run(*argv, "--lora-rank", 4, "--out", "self").ok()
     kl = [line["kd"] for line in base.metrics("self")]
-    assert abs(kl[0]) < 1e-6 < 1e-4 < kl[-1]
+    assert abs(kl[0]) < 1e-6 < 1e-5 < kl[-1]
     refused = base.run(*argv, "--out", "none")
     assert refused.code == 2 and "--teacher self is the student without its adapters" in refused.refusal()
 

@@ -174,6 +174,15 @@ def test_a_pattern_that_would_never_end_is_not_run(tmp_path):
     assert {*lora.lora_names} == {*adapters.adapted(student.model)}
 
 
+def test_a_tensor_whose_name_is_a_pattern_is_refused(tmp_path):
+    student = adapted()
+    adapters.write_adapter(student.model, student.lora, "base", tmp_path)
+    tensors = load_file(tmp_path / adapters.WEIGHTS)
+    save_file(tensors | {"base_model.model.(a|a)*b.lora_A.weight": torch.zeros(2)}, tmp_path / adapters.WEIGHTS)
+    with pytest.raises(UsageError, match="of the adapter is none of LoRA"):
+        adapters.read_adapter(tmp_path)
+
+
 def test_tensors_of_another_name_or_shape_are_refused(tmp_path):
     student = adapted()
     adapters.write_adapter(student.model, student.lora, "base", tmp_path)

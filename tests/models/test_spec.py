@@ -1,5 +1,7 @@
 """Specs: the names of models, their paths, and the line of each refusal."""
 
+from dataclasses import replace
+
 import pytest
 
 from kdtrain.config import LoraConfig
@@ -44,10 +46,10 @@ def test_a_table_of_adapters_has_the_names_of_the_options_without_their_beginnin
     text = "source = 'org/name'\n[lora]\nrank = 8\nalpha = 16\ntargets = ['q_proj', 'v_proj']\nlayers = 2\n"
     lora = read_spec(write(tmp_path, text)).lora
     assert lora == LoraConfig(lora_rank=8, lora_alpha=16, lora_targets="q_proj,v_proj", lora_layers=2)
-    assert LoraConfig(lora_rank=4).over(lora) == LoraConfig(
-        lora_rank=4, lora_alpha=16, lora_targets="q_proj,v_proj", lora_layers=2
-    )
-    assert LoraConfig().over(None) is None and LoraConfig().over(lora) == lora
+    whole = LoraConfig(lora_rank=8, lora_alpha=16, lora_dropout=0.0, lora_targets="q_proj,v_proj", lora_layers=2)
+    assert LoraConfig().over(lora) == whole
+    assert LoraConfig(lora_rank=4, lora_alpha=32).over(lora) == replace(whole, lora_rank=4, lora_alpha=32)
+    assert LoraConfig().over(None) is None
 
 
 @pytest.mark.parametrize(
