@@ -13,6 +13,7 @@ from kdtrain.errors import RunError, UsageError
 from kdtrain.files import read_json, read_toml, typed
 from kdtrain.models.adapters import fill_adapter, is_adapter, load_adapter
 from kdtrain.monitor.progress import log, warn_early
+from kdtrain.parallel.parallelize import part_of, reshard
 from kdtrain.ranks import on_main, raise_on_all_ranks, reported
 from kdtrain.training.schedule import learning_rate, total_steps, warmup_steps
 from kdtrain.training.state import Progress, load_saved
@@ -168,7 +169,9 @@ class Start:
 
     def _load_adapter(self, path: Path) -> Path:
         """Begin with the adapters of a `peft` folder."""
-        fill_adapter(self.trainer.student.model.model, load_adapter(path), path)
+        model = self.trainer.student.model
+        reshard(model)
+        fill_adapter(model.model, load_adapter(path), path, part_of)
         log.info("the adapters are those of %s", path)
         return path
 

@@ -124,8 +124,7 @@ class DistillConfig(Options):
     cache: Path | None = option(None, once=True, reads="cache", brief="A finished cache: what the teacher said.")
     """A finished cache: the teacher's distributions and their tokens."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
-    """An online teacher instead of a cache: one that ships (stdlib-5m), a TOML, a model folder, a hub id, or self, the
-    student without its adapters."""
+    """An online teacher instead: one that ships (stdlib-5m), a TOML, a folder, a hub id, or self (docs/lora.md)."""
     source: str = option("cache", check=SOURCES.check)
     """What reads the sequences of --cache or of the packed --data; listed below."""
     config: Path | None = option(

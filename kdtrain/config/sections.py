@@ -224,8 +224,7 @@ class LoraConfig(Options):
     lora_dropout: float | None = option(None, least=0, most=0.99)
     """Dropout on what goes into an adapter; none if not given."""
     lora_targets: str | None = option(None, check=_check_targets)
-    """Layers with an adapter: all-linear if not given, names joined with commas (q_proj,v_proj), or a regular
-    expression that fits a layer's whole name."""
+    """Layers with an adapter: all-linear if not given, names joined with commas, or a regular expression."""
     lora_layers: int | None = option(None, least=1)
     """Only the last so many transformer layers have adapters; all if not given."""
     lora_rslora: bool = False

@@ -20,7 +20,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +38,7 @@ from kdtrain.files import open_regular, read_json, refuse_leading_out
 from kdtrain.imports import optional
 from kdtrain.models.head import SplitModel, layers_of
 from kdtrain.models.hub import one_line
+from kdtrain.ranks import local
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of a `peft` folder."""
@@ -306,8 +307,18 @@ def load_adapter(folder: Path) -> dict[str, Tensor]:
         return {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
 
 
-def fill_adapter(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Load what `load_adapter` returned into the adapters of a model. UsageError: they do not fit each other."""
+def fill_adapter(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    part: Callable[[Tensor, Tensor], Tensor] = lambda whole, like: whole,
+) -> None:
+    """Load what `load_adapter` returned into the adapters of a model.
+
+    part: a tensor, and the one that it belongs into -> what this rank holds of it.
+
+    UsageError: adapters and tensors do not fit each other.
+    """
     names, state = _names_in_files(model), model.state_dict()
     if other := sorted({*names} ^ {*tensors}):
         raise UsageError(f"{folder} does not fit the adapters of the student: {printable(other[0][:120])}")
@@ -316,7 +327,7 @@ def fill_adapter(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) 
             theirs, ours = list(tensors[name].shape), list(state[own].shape)
             raise UsageError(f"{folder}: {name} has shape {theirs}, the student's {ours}; give the base that it is of")
         with torch.no_grad():
-            state[own].copy_(tensors[name])
+            local(state[own]).copy_(part(tensors[name], state[own]))
 
 
 def _tensor_names(folder: Path) -> list[str]:

@@ -91,6 +91,8 @@ def test_an_adapter_is_a_beginning(base, trained):
     loss = base.run("evaluate", "--student", "lora", "--cache", "cache", "--json").json["loss"]
     assert begun.json["first_validation_loss"] == pytest.approx(loss, rel=1e-5)
     assert begun.json["trained_parameters"] == trained.json["trained_parameters"]
+    in_ranks = base.ok(2, *on, *FAST, "--load", "begin", "--parallel", "fsdp", "--out", "sharded", "--json")
+    assert in_ranks.json["first_validation_loss"] == pytest.approx(loss, rel=1e-5)
     refused = base.run(*RUN, *FAST, "--load", "begin", "--lora-alpha", 4, "--out", "other")
     assert refused.code == 2 and "--load begin is LoRA of rank 4 (alpha 32 / rank)" in refused.refusal()
 
@@ -157,6 +159,16 @@ def test_ranks_train_the_same_adapters_as_one_process(base, what, how):
     for key in one:
         if key.startswith("student."):
             torch.testing.assert_close(two[key], one[key], rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_ranks_that_are_stopped_resume_to_the_same_bits(base, how):
+    argv = (*RUN, *FAST, "--lora-rslora", "--parallel", how)
+    base.ok(2, *argv, "--out", f"whole-{how}")
+    base.launch(2, *argv, "--out", f"stopped-{how}", fault="train.after-step:term:5@1")
+    base.ok(2, *argv, "--out", f"stopped-{how}")
+    one, two = base.tensors(f"whole-{how}"), base.tensors(f"stopped-{how}")
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
 
 def test_the_default_rate_and_a_frozen_head_are_spoken_of(base):
