@@ -177,7 +177,8 @@ def _on_its_base(state: Mapping[str, Any], weights: Mapping[str, Any], base: str
     if "lora" in saved:
         lora = lora_of(saved["lora"], (name.removeprefix("model.") for name in weights), "its adapters")
     size = saved["architecture"].get("vocab_size")
-    model = load_student(spec, vocab_size=typed(size, int | None), seed=typed(seed, int), device="cpu")
+    size = None if size is None else typed(size, int)
+    model = load_student(spec, vocab_size=size, seed=typed(seed, int), device="cpu")
     if state.get("generation") and model.generation_config is not None:
         model.generation_config = generation_from("its student", state["generation"])
     student = split(model)

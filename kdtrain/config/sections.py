@@ -7,7 +7,7 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kdtrain.config.choices import BACKENDS, DIVERGENCES, IGNORES_T, LEARNS, LOGGERS, SCHEDULED, TAILS, TEMPERATURES
 from kdtrain.config.values import Options, flag, option, refuse
@@ -248,7 +248,7 @@ class LoraConfig(Options):
             for name in sorted(given):
                 raise UsageError(f"{flag(name)} has no effect without --lora-rank; add it, or leave {flag(name)} out")
             return None
-        usual = {"lora_alpha": 32.0, "lora_dropout": 0.0, "lora_targets": ALL_LINEAR}
+        usual: dict[str, Any] = {"lora_alpha": 32.0, "lora_dropout": 0.0, "lora_targets": ALL_LINEAR}
         own = {} if spec is None else dataclasses.asdict(spec)
         return LoraConfig(**usual | {name: value for name, value in own.items() if value is not None} | given)
 

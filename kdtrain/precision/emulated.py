@@ -230,7 +230,7 @@ class _QuantizedLinear(torch.autograd.Function):
         w_O: Tensor | None,
         scale_O: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(x_ND, weight_OD, w_O, scale_O)
+        ctx.save_for_backward(x_ND, weight_OD, w_O, scale_O)  # type: ignore[arg-type]
         ctx.recipe, ctx.dtype = recipe, dtype  # type: ignore[attr-defined]
         if high_forward:
             return x_ND.to(dtype) @ weight_OD.to(dtype).T

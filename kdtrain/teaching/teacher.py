@@ -92,7 +92,7 @@ class Teacher:
         if self.gives == "top-k":
             return None
         size = self.vocab_size
-        sizes = {"vocabulary": size, "width": size, "parameters": 0, "layers": 0, "in_layers": 0}
+        sizes: dict[str, Any] = {"vocabulary": size, "width": size, "parameters": 0, "layers": 0, "in_layers": 0}
         return ModelFootprint(name=self.name, tied=False, kept=4.0 * size, **sizes)
 
     def load(self, sharded: bool = False) -> None:
