@@ -172,13 +172,17 @@ def _on_its_base(state: Mapping[str, Any], weights: Mapping[str, Any], base: str
 
     UsageError: the rest is not there, or has changed.
     """
-    saved, seed = state["student"], state["options"]["run"].get("seed", 0)
-    spec, lora = replace(_base_spec(state, base), attention=saved["attention"]), None
+    saved, lora = state["student"], None
     if "lora" in saved:
         lora = lora_of(saved["lora"], (name.removeprefix("model.") for name in weights), "its adapters")
-    size = saved["architecture"].get("vocab_size")
-    size = None if size is None else typed(size, int)
-    model = load_student(spec, vocab_size=size, seed=typed(seed, int), device="cpu")
+    try:
+        spec = replace(_base_spec(state, base), attention=saved["attention"])
+        seed = typed(state["options"]["run"].get("seed", 0), int)
+        size = saved["architecture"].get("vocab_size")
+        size = None if size is None else typed(size, int)
+    except ValueError as error:
+        raise UsageError(f"it is not what a run writes: {printable(str(error))}") from None
+    model = load_student(spec, vocab_size=size, seed=seed, device="cpu")
     if state.get("generation") and model.generation_config is not None:
         model.generation_config = generation_from("its student", state["generation"])
     student = split(model)

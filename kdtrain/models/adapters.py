@@ -165,6 +165,9 @@ def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
         chosen = {name: each for name, each in chosen.items() if each in last}
     if not chosen:
         raise UsageError(f"{who} matches no linear layer; the student has {', '.join(linear)[:200]}")
+    largest = max(max(each.weight.shape) for each in chosen.values())
+    if cast(int, lora.lora_rank) > largest:  # also in a stranger's file, whose rank could take any memory
+        raise UsageError(f"--lora-rank {lora.lora_rank} is more than the {largest} numbers of a row of its layers")
     return list(chosen)
 
 

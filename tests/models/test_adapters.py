@@ -28,7 +28,7 @@ KINDS = {
 def adapted(shape: str = "llama", moved: bool = True, seed: int = 0, **options) -> SplitModel:
     """A student with adapters, by default with ones that do something."""
     student = split(tiny_model(shape, 300, seed=3))
-    adapters.restrict(student, LoraConfig(lora_rank=4, **options), freeze_head=False, seed=seed)
+    adapters.restrict(student, LoraConfig(**{"lora_rank": 4} | options), freeze_head=False, seed=seed)
     generator = torch.Generator().manual_seed(1)
     for parameter in student.parameters():
         if moved and parameter.requires_grad:
@@ -89,6 +89,7 @@ def test_the_options_choose_the_layers_and_never_the_head(options, layers):
         ({"lora_targets": ".*"}, "the output head cannot have an adapter"),
         ({"lora_targets": "(never)"}, "matches no linear layer"),
         ({"lora_layers": 3}, "--lora-layers 3 is more than the 2 layers"),
+        ({"lora_rank": 10**12}, "--lora-rank 1000000000000 is more than the 64 numbers"),
     ],
 )
 def test_layers_that_cannot_have_an_adapter_are_refused(options, message):
@@ -163,6 +164,15 @@ def test_adapters_of_another_kind_are_refused_in_one_line(entries, message, tmp_
     _change(tmp_path, **entries)
     with pytest.raises(UsageError, match=message) as refused:
         adapters.read_adapter(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "table", [{}, {"lora_rank": "x"}, {"lora_rank": None}, {"lora_rank": 4, "lora_alpha": []}, {"lora_rank": -1}]
+)
+def test_a_description_that_is_none_is_refused_in_one_line(table):
+    with pytest.raises(UsageError, match="^state.json: ") as refused:
+        adapters.lora_of(table, ["model.q_proj.lora_A.default.weight"], "state.json")
     assert "\n" not in str(refused.value)
 
 
