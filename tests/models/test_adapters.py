@@ -171,7 +171,7 @@ def test_adapters_of_another_kind_are_refused_in_one_line(entries, message, tmp_
     "table", [{}, {"lora_rank": "x"}, {"lora_rank": None}, {"lora_rank": 4, "lora_alpha": []}, {"lora_rank": -1}]
 )
 def test_a_description_that_is_none_is_refused_in_one_line(table):
-    with pytest.raises(UsageError, match="^state.json: ") as refused:
+    with pytest.raises(UsageError, match=r"^state\.json: ") as refused:
         adapters.lora_of(table, ["model.q_proj.lora_A.default.weight"], "state.json")
     assert "\n" not in str(refused.value)
 
