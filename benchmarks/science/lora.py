@@ -81,6 +81,7 @@ def main(given: LoraStudy) -> None:
     with Kdtrain() as kdtrain:
         study = Study(given.out, kdtrain, caches, common)
         first = ("--data", "stdlib", *length, "--student", STUDENT, "--lr", "2e-3", "--steps", f"{base_steps}")
+        first += ("--num-sequences", "200") if given.quick else ()
         base, _ = study.train("base", *first, cache=None)
 
         def run(name: str, entry: tuple[str, float, int]) -> dict[str, Any]:
