@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.harness import RESULTS, STUDENT, TEACHER, write
+from benchmarks.harness import RESULTS, ROOT, STUDENT, TEACHER, write
 from benchmarks.harness.command import Kdtrain, claim, environment, options
 from benchmarks.harness.study import Study
 from benchmarks.science import docstrings
@@ -54,7 +54,7 @@ class LoraStudy(Options):
     sequences: int = option(3000, least=1)
     """Sequences of the cache."""
     quick: bool = False
-    """Few steps, one rate, one seed, small shapes: to see that it works."""
+    """Little text, few steps, one rate, one seed, small shapes: to see that it works."""
     minutes: float = option(1e9, above=0)
     """After this time no further run begins; the same command goes on."""
 
@@ -74,7 +74,7 @@ def main(given: LoraStudy) -> None:
     base_steps, steps = (40, 12) if given.quick else (given.base_steps, given.steps)
     sequences, seeds = (100, 1) if given.quick else (given.sequences, given.seeds)
     claim(given.out, Settings(base_steps, steps, sequences, seeds))
-    text = docstrings.write(given.out / "docstrings.jsonl")
+    text = ROOT / "docs" if given.quick else docstrings.write(given.out / "docstrings.jsonl")
     length = ("--seq-len", "256", "--validation-sequences", "64")
     caches = {"cache": ("--teacher", TEACHER, "--data", f"{text}", "--num-sequences", f"{sequences}", *length)}
     common = ("--batch-size", "16", "--warmup-steps", "20", "--precision", "fp32", "--no-compile", "--log-to", "none")
