@@ -21,7 +21,7 @@ from kdtrain.config.values import flag
 from kdtrain.data.formats import Columns, row_format
 from kdtrain.errors import UsageError
 from kdtrain.files import open_regular
-from kdtrain.models.spec import is_hub_id, read_spec, shipped
+from kdtrain.models.spec import SELF, is_hub_id, read_spec, shipped
 
 _MOST = 2000
 """Entries of a folder that are compared with a name."""
@@ -137,7 +137,7 @@ def _spec(text: str, texts: Mapping[str, str], kind: Literal["teachers", "studen
 
 
 def _teacher(text: str, texts: Mapping[str, str]) -> str | None:
-    return _spec(text, texts, "teachers")
+    return None if text == SELF else _spec(text, texts, "teachers")
 
 
 def _student(text: str, texts: Mapping[str, str]) -> str | None:

@@ -76,7 +76,7 @@ def _plan(trial: Trial) -> dict[str, Any]:
     total, active = trial.run.parameters, active_parameters(student.model)
     mixture = {} if active == total else {"active for a token": active}
     return {
-        "student": {"name": recipe.student.name, "parameters": total, **mixture},
+        "student": {"name": recipe.student.name, "parameters": total, **trial.run.trained, **mixture},
         "teacher": recipe.teacher_name,
         "device": str(student.device),
         "parallel": {"ranks": world_size(), **recipe.plan.table(), "GB sent a step": sent},
@@ -139,7 +139,7 @@ def gigabytes_sent(student: nn.Module, recipe: Recipe, micro_batches: int) -> fl
     """GB that a rank sends over a ring in a step, by its formula (`parallel.parallelize`)."""
     world, plan = world_size(), recipe.plan
     if plan.student != "fsdp":
-        return parallelize.ddp([each.shape for each in student.parameters()]).sent(1, world) / 1e9
+        return parallelize.ddp([each.shape for each in student.parameters() if each.requires_grad]).sent(1, world) / 1e9
     layers = layers_of(student)
     inside = {id(each) for layer in layers for each in layer.parameters()}
     sharing = plan.shard_size or world
@@ -151,6 +151,7 @@ def gigabytes_sent(student: nn.Module, recipe: Recipe, micro_batches: int) -> fl
         micro_batches=micro_batches,
         gathered=4 if recipe.formats.gathered is None else 2,
         accumulate=plan.accumulate,
+        frozen=[each.shape for each in student.parameters() if not each.requires_grad],
     )
     return traffic.sent(sharing, world // sharing) / 1e9
 

@@ -54,6 +54,8 @@ def run_page(path: Path, facts: Mapping[str, Any], record: RunRecord) -> Iterato
     named = next((options[each] for each in ("cache", "data") if options.get(each)), "")
     source = f" from {' and '.join(map(str, named)) if isinstance(named, list) else named}" if named else ""
     teacher = f" with teacher {options['teacher']}" if options.get("teacher") else ""
+    if isinstance(count := student.get("trained_parameters"), int):
+        parameters += f" ({short(count)} trained: {student.get('trained')})"
     yield f"{path}: {name}{parameters}{source}{teacher}, {environment.get('mode')} on {environment.get('device')}"
     state, ended = _state(path, record)
     yield ended

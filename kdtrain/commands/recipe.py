@@ -20,13 +20,15 @@ from kdtrain.cache.look import look
 from kdtrain.cache.reader import Cache
 from kdtrain.commands.build_cache import build_tokens, holds_tokens
 from kdtrain.commands.run_folder import deciding, restarted, saved_attention
-from kdtrain.config import DistillConfig, ObjectiveConfig
+from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig, OptimizerConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
+from kdtrain.imports import optional
+from kdtrain.models.adapters import is_adapter, read_adapter
 from kdtrain.models.attention import resolve_attention
 from kdtrain.models.loading import load_tokenizer
-from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.objective.divergence import refuse
 from kdtrain.parallel.memory_plan import Job, Plan, fitting_micro_batch, free_everywhere, job_of, plan_run
@@ -57,7 +59,7 @@ class Recipe:
     resumed: bool
     """Whether `config.out` already holds this run."""
     student: ModelSpec
-    """With its attention resolved."""
+    """With its attention and its adapters resolved."""
     teacher: Teacher | None
     """The online teacher, loaded and not yet sharded."""
     sources: dict[str, Source]
@@ -151,7 +153,8 @@ def resolve(
         for name, text in given.monitor.loggers:
             LOGGERS.get(name).ready(text)
         student, formats = read_spec(given.student), formats_of(given.precision, given.quantization, device)
-        taught_by = None if given.teacher is None else read_spec(given.teacher, "teachers")
+        student = replace(student, lora=_lora(given, student))
+        taught_by = None if given.teacher is None else teacher_spec(given.teacher, student)
         teacher = None if taught_by is None else open_teacher(taught_by, device, formats.high)
         sources = {} if given.data.data is not None else _open(given, given.cache)
         facts = sources["train"].facts if sources else None
@@ -247,6 +250,31 @@ def _look(config: DistillConfig) -> None:
             if "cache" not in config.allow_mismatch:
                 raise UsageError(f"{cache.name} does not look right: {finding}; or add --allow-mismatch cache")
             warn_early("mismatch", f"--allow-mismatch cache: {cache.name} does not look right: {finding}")
+
+
+def _lora(config: DistillConfig, student: ModelSpec) -> LoraConfig | None:
+    """The adapters that options, spec and `--load` agree on. Refuses what cannot be, and a missing `peft`."""
+    start = config.checkpoint.load
+    if start is None or not is_adapter(start):
+        lora = config.lora.over(student.lora)
+    else:
+        loaded = read_adapter(start)
+        lora = config.lora.over(loaded if student.lora is None else student.lora.over(loaded))
+        same = {f"lora_{name}": getattr(loaded, f"lora_{name}") for name in ("rank", "alpha", "rslora", "dora")}
+        if lora is not None and replace(lora, **same) != lora:
+            raise UsageError(f"--load {start} is {loaded}, and the options or the spec ask for {lora}; leave them out")
+    if lora is None:
+        return None
+    optional("peft", "lora", "--lora-rank" if student.lora is None else f"[lora] in the spec of {student.name}")
+    if config.freeze_head:
+        raise UsageError("--freeze-head has no effect with adapters, which never train the head; leave it out")
+    if config.optimizer.lr == OptimizerConfig.lr:
+        warn_early(
+            "lora-rate",
+            f"--lr {config.optimizer.lr:g} is the default for training all weights; adapters learn best at about ten "
+            "times the rate of that: try --lr 3e-3, and find the best by a few short runs",
+        )
+    return lora
 
 
 def _micro_batch(config: DistillConfig, job: Job | None, free: float | None) -> int:

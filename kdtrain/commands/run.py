@@ -62,12 +62,25 @@ class Run:
         """The student's parameters over all ranks, each counted once."""
         return sum(each.numel() for each in self.trainer.student.model.parameters())
 
+    @property
+    def trained(self) -> dict[str, Any]:
+        """What is trained and how many parameters that is, where it is a part of the student; else empty."""
+        model = self.trainer.student.model
+        count = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        how = "all but the output head" if model.lora is None else str(model.lora)
+        return {"trained": how, "trained_parameters": count} if model.frozen else {}
+
     def write_metadata(self) -> None:
         """Write config.toml, environment.json and the tokenizer into the run's folder, and open its log."""
         recipe, config, student = self.recipe, self.recipe.config, self.trainer.student
         vocabulary, teacher = student.model.vocab_size, None if recipe.teacher is None else recipe.teacher.spec
         metadata = {
-            "student": {"name": recipe.student.name, "parameters": self.parameters, "vocab_size": vocabulary},
+            "student": {
+                "name": recipe.student.name,
+                "parameters": self.parameters,
+                "vocab_size": vocabulary,
+                **self.trained,
+            },
             "cache": recipe.facts.identity,
             **({"caches": recipe.members} if recipe.members else {}),
             "device": str(student.device),
@@ -103,6 +116,9 @@ class Run:
             f"{self.out}: {kind} of {recipe.student.name} ({self.parameters:,} parameters), {trainer.total} steps of "
             f"{config.batch_size} x {recipe.facts.seq_len} tokens, {self.mode} on {trainer.student.device}"
         ]
+        if trained := self.trained:
+            share = trained["trained_parameters"] / self.parameters
+            lines.append(f"trained: {trained['trained']}, {trained['trained_parameters']:,} parameters ({share:.2%})")
         if recipe.members:
             drawn = (f"{each['share']:.4g} of {each['name']} ({each['sequences']:,})" for each in recipe.members)
             lines.append(f"{len(recipe.members)} caches, of whose sequences a step draws {', '.join(drawn)}")
@@ -209,6 +225,7 @@ class Run:
             "student": None,
             "micro_batch_size": trainer.stepper.micro,
             "peak_memory_mb": round(peak_memory_mb(recipe.device), 1),
+            **self.trained,
         }
         if recipe.members:
             result["caches"] = [{**each, **self._of_member(each)} for each in recipe.members]

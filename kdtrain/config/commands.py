@@ -14,6 +14,7 @@ from kdtrain.config.sections import (
     CodecConfig,
     DataConfig,
     GuardsConfig,
+    LoraConfig,
     MonitorConfig,
     ObjectiveConfig,
     OptimizerConfig,
@@ -152,7 +153,7 @@ class DistillConfig(Options):
     local_limit: float = option(LOCAL_LIMIT, free=True, per_rank=True, above=0)
     """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
-    """An online teacher instead of a cache: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
+    """An online teacher instead: one that ships (stdlib-5m), a TOML, a folder, a hub id, or self (docs/lora.md)."""
     source: str = option("cache", check=SOURCES.check)
     """What reads the sequences of --cache or of the packed --data; listed below."""
     config: Path | None = option(
@@ -171,6 +172,8 @@ class DistillConfig(Options):
     """Sequences in one forward of a rank (memory); times the ranks it must divide --batch-size. auto: by the plan."""
     activation_checkpointing: bool = option(False, free=True)
     """Store only the inputs of the student's layers and recompute the rest: less memory, a third more time."""
+    freeze_head: bool = False
+    """Train all but the student's output head, and the embedding where it is tied to it; adapters never train it."""
     allow_mismatch: tuple[Literal["tokenizer", "cache"], ...] = option((), free=True)
     """Accept a student whose tokenizer is not the cache's, or a cache other than the one the run started with."""
     seed: int = option(0, least=0, most=2**63 - 1)
@@ -186,6 +189,7 @@ class DistillConfig(Options):
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
@@ -360,6 +364,10 @@ class ExportConfig(Options):
     """Keep the weights of linear layers in int8, by torchao, for transformers; the rest as --dtype."""
     shard_size: float = option(5.0, above=0)
     """Largest file of weights, in GB."""
+    adapter: bool = False
+    """Write the adapters alone, as a folder that peft loads; without it they are added to the weights."""
+    base: str | None = option(None, once=True, reads="spec")
+    """The spec of the weights that the run did not train, if it is not where the run found it."""
     license: str | None = None
     """Licence of the student for its card, as the hub names it: apache-2.0, mit, ..."""
     push: str | None = option(None, check=_check_push)

@@ -3,10 +3,11 @@
 import dataclasses
 import importlib.util
 import math
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kdtrain.config.choices import BACKENDS, DIVERGENCES, IGNORES_T, LEARNS, LOGGERS, SCHEDULED, TAILS, TEMPERATURES
 from kdtrain.config.values import Options, flag, option, refuse
@@ -189,8 +190,8 @@ class ObjectiveConfig(Options):
 class OptimizerConfig(Options):
     """AdamW and the learning-rate schedule."""
 
-    lr: float = option(3e-4, above=0, brief="Peak rate; fresh small students want 2e-3.")
-    """Peak learning rate."""
+    lr: float = option(3e-4, above=0, brief="Peak rate; fresh small students want 2e-3, LoRA 3e-3.")
+    """Peak learning rate; LoRA wants about ten times that of training all weights."""
     min_lr: float = option(1e-6, least=0)
     """Learning rate at the end of a decay."""
     lr_schedule: Literal["cosine", "wsd", "constant"] = option("cosine", brief="cosine, wsd or constant.")
@@ -212,6 +213,67 @@ class OptimizerConfig(Options):
         super().__post_init__()
         refuse(not 0 <= self.min_lr <= self.lr, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
         refuse(not all(0 <= beta < 1 for beta in self.betas), f"--betas {self.betas} must lie in [0, 1)")
+
+
+ALL_LINEAR = "all-linear"
+_NAMES = re.compile(r"[\w.,-]+")
+"""What is a list of names; anything else is a regular expression."""
+
+
+def _check_targets(given: str) -> None:
+    try:
+        re.compile(given)
+    except re.error as error:
+        raise UsageError(f"--lora-targets '{given}' is neither names nor a regular expression: {error}") from None
+    refuse(not all(given.split(",")), f"--lora-targets '{given}' has an empty name; join names with single commas")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(Options):
+    """Train low-rank adapters (LoRA, by peft) beside frozen weights; also a table [lora] in the student's spec."""
+
+    lora_rank: int | None = option(None, least=1, brief="Train adapters of this rank, not all weights.")
+    """Rank of the adapters, which alone are trained; by default that of the spec, or all weights are trained."""
+    lora_alpha: float | None = option(None, above=0)
+    """An adapter's product is scaled by alpha / rank; 32 if not given, at which the best rate hardly depends on it."""
+    lora_dropout: float | None = option(None, least=0, most=0.99)
+    """Dropout on what goes into an adapter; none if not given."""
+    lora_targets: str | None = option(None, check=_check_targets)
+    """Layers with an adapter: all-linear if not given, names joined with commas, or a regular expression."""
+    lora_layers: int | None = option(None, least=1)
+    """Only the last so many transformer layers have adapters; all if not given."""
+    lora_rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead (rank-stabilised LoRA, arXiv 2312.03732)."""
+    lora_dora: bool = False
+    """Also learn the length of each row of the adapted weights (DoRA, arXiv 2402.09353); slower."""
+
+    @property
+    def lora_names(self) -> list[str] | None:
+        """The names of `lora_targets`; None for a regular expression, or for all layers."""
+        targets = self.lora_targets or ALL_LINEAR
+        return targets.split(",") if targets != ALL_LINEAR and _NAMES.fullmatch(targets) else None
+
+    def over(self, spec: "LoraConfig | None" = None) -> "LoraConfig | None":
+        """The adapters of a run, with every value: those of `spec` with what is given here; None without any.
+
+        UsageError: an option is given, and no rank.
+        """
+        given = {name: value for name, value in dataclasses.asdict(self).items() if value not in (None, False)}
+        if spec is None and self.lora_rank is None:
+            for name in sorted(given):
+                raise UsageError(f"{flag(name)} has no effect without --lora-rank; add it, or leave {flag(name)} out")
+            return None
+        usual: dict[str, Any] = {"lora_alpha": 32.0, "lora_dropout": 0.0, "lora_targets": ALL_LINEAR}
+        own = {} if spec is None else dataclasses.asdict(spec)
+        return LoraConfig(**usual | {name: value for name, value in own.items() if value is not None} | given)
+
+    def __str__(self) -> str:
+        kind = "DoRA" if self.lora_dora else "LoRA"
+        where = "" if self.lora_layers is None else f" of the last {self.lora_layers} layers"
+        targets = self.lora_targets or ALL_LINEAR
+        targets = targets if len(targets) < 60 else f"{len(targets.split(','))} layers"
+        root = "sqrt(rank)" if self.lora_rslora else "rank"
+        return f"{kind} of rank {self.lora_rank} (alpha {self.lora_alpha or 32:g} / {root}) on {targets}{where}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kdtrain.config import LoraConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.attention import BLOCK, CAUSAL, document_positions, first_seen, fits_causal, seen_windows
 from kdtrain.models.output_head import OutputHead as OutputHead
@@ -41,7 +42,8 @@ class SplitModel(nn.Module):
     """A causal language model as backbone and output head.
 
     `model` is the only submodule, so that the keys of the state dict are `model.` and the names of transformers.
-    `fused`: whether the head is split off; `reason`: why not. `separates_documents`: whether `segments` work.
+    `fused`: whether the head is split off; `reason`: why not. `separates_documents`: whether `segments` work. `frozen`:
+    entries of the state dict that are not trained, where that is a part of it; `lora`: the adapters, if there are any.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -50,6 +52,8 @@ class SplitModel(nn.Module):
         self.fused = False
         self.reason = ""
         self.separates_documents = False
+        self.frozen: frozenset[str] = frozenset()
+        self.lora: LoraConfig | None = None
         self._scale = 1.0
         self._softcap: float | None = None
 
@@ -145,6 +149,12 @@ def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep
         pieces.separates_documents = probe.documents_are_separate()
         _fuse(pieces, tokens_BT)
     return pieces
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The transformer layers: the members of the longest list of modules."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=lambda modules: len(modules), default=[]))
 
 
 def layer_widths(pieces: SplitModel) -> list[int]:

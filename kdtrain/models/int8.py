@@ -5,7 +5,6 @@ their format (transformers leaves them out). Activations are not quantised, so a
 rest. What it gives up: kdtrain itself does not read such a folder, which is for inference elsewhere.
 """
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,18 @@ def refuse_without_torchao() -> None:
     optional("torchao", "fp8", "--quantize int8")
 
 
-def quantize_folder(folder: Path) -> None:
-    """Replace the weights of a model folder by their int8 form. UsageError: torchao is missing or refuses the model."""
+def quantize_folder(whole: Path, out: Path, most: str) -> None:
+    """Write the int8 form of the model in the folder `whole` into `out`, in files of at most `most` ("5GB").
+
+    UsageError: torchao is missing or refuses the model.
+    """
     refuse_without_torchao()
     quantization: Any = optional("torchao.quantization", "fp8", "--quantize int8")
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
-    def replace() -> None:
+    def quantize() -> None:
         config = TorchAoConfig(quantization.Int8WeightOnlyConfig(version=2))
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype="auto")
-        whole = folder / "whole"
-        whole.mkdir()
-        for path in [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]:
-            path.rename(whole / path.name)
-        model.save_pretrained(folder)
-        shutil.rmtree(whole)
+        model: Any = AutoModelForCausalLM.from_pretrained(whole, quantization_config=config, dtype="auto")
+        model.save_pretrained(out, max_shard_size=most)
 
-    ask(str(folder), replace)
+    ask(str(whole), quantize)
