@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from kdtrain.cache.hub import make_repository, upload
 from kdtrain.checkpoint.sealed import checkpoint_at, is_checkpoint, problem, read_checkpoint
 from kdtrain.checkpoint.store import Store
-from kdtrain.commands.model_card import card_files
+from kdtrain.commands.model_card import card_files, public
 from kdtrain.commands.result import read_result
 from kdtrain.commands.run_folder import TOKENIZER, is_run, refuse_no_folder
 from kdtrain.config import ExportConfig
@@ -28,7 +29,6 @@ from kdtrain.models.loading import (
     refuse_foreign,
     tokenizer_files,
 )
-from kdtrain.models.publish import publish
 from kdtrain.models.spec import ModelSpec, read_spec, shipped
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show
@@ -61,11 +61,18 @@ def _export(config: ExportConfig) -> dict[str, Any]:
     with export_lock(config.out):
         result = _write(config)
         if config.push is not None:
-            repository = config.push.removeprefix("hf:")
-            message = f"Step {result['step']:,} of {config.run.name}, by kdtrain"
-            log.info("publishing %s on the hub as %s", result["student"], repository)
-            result["url"] = publish(Path(result["student"]), repository, private=config.private, message=message)
+            log.info("%s is written; publishing it as %s", result["student"], config.push)
+            result |= _publish(config.push, config.private, result)
         return result
+
+
+def _publish(where: str, private: bool, exported: Mapping[str, Any]) -> dict[str, str]:
+    """Upload an export to the hub, and return where it is."""
+    folder, repository = Path(exported["student"]), where.removeprefix("hf:")
+    url = make_repository(where, repository, "model", private)
+    files = {path.name: path for path in sorted(folder.iterdir())}
+    message = f"Step {exported['step']:,} by kdtrain"
+    return {"url": url, "commit": upload(where, repository, "model", files, message)}
 
 
 def _write(config: ExportConfig) -> dict[str, Any]:
@@ -92,12 +99,11 @@ def _write(config: ExportConfig) -> dict[str, Any]:
     result = read_result(run)
     if result is not None and result["error"] is not None:
         log.warning("%s ended with an error (%s): this is its student of step %d", run, result["stop_reason"], step)
-    # of the merged model: without the adapters'
-    written = [each for each in student.parameters() if student.lora is None or each.requires_grad == config.adapter]
-    parameters = sum(each.numel() for each in written)
+    parameters = written_parameters(student, config.adapter)
     weights = config.torch_dtype if config.quantize is None else f"int8, the rest {config.torch_dtype}"
-    card = card_files(out, run, state, parameters=parameters, weights=weights, license=config.license)
-    given: dict[str, Any] = {"dtype": config.torch_dtype, "origin": origin_of(state, step), "beside": card}
+    about = {"parameters": parameters, "weights": weights, "license": config.license, "adapter": config.adapter}
+    card = card_files(out.name, run, state, **about)
+    given: dict[str, Any] = {"dtype": config.torch_dtype, "origin": origin_of(state), "beside": card}
     if config.adapter:
         base = _base_spec(state, config.base)
         aside = export_adapter(student, base.source or base.name, tokenizer, out, **given)
@@ -110,9 +116,15 @@ def _write(config: ExportConfig) -> dict[str, Any]:
     return {"student": str(out), "checkpoint": path.name, "step": step, "parameters": parameters}
 
 
-def origin_of(identity: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Where the student of `step` of a run comes from, for the exported folder: of a mixture each cache."""
-    return {"cache": identity["cache"], "step": step} | {k: identity[k] for k in ("caches",) if k in identity}
+def written_parameters(student: SplitModel, adapter: bool = False) -> int:
+    """The parameters of an export: of adapters alone, or of the model to whose weights they are added."""
+    return sum(each.numel() for each in student.parameters() if student.lora is None or each.requires_grad == adapter)
+
+
+def origin_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the student of a state of a run comes from, for the exported folder: of a mixture each cache."""
+    members = [{key: public(value) for key, value in each.items()} for each in state.get("caches", ())]
+    return {"cache": state["cache"], "step": state["progress"]["step"]} | ({"caches": members} if members else {})
 
 
 def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | str | None]:

@@ -269,7 +269,9 @@ def _objective(record: RunRecord) -> str:
     hidden = float(own) if options.get("hidden_loss") not in (None, "none") and isinstance(own, int | float) else None
     caches = record.environment.get("caches")
     kinds = {_table(each).get("targets") == "none" for each in caches} if isinstance(caches, list) else set()
-    return formula(weight, str(divergence), hidden, bool(weight) and len(kinds) > 1)
+    routed = _table(record.environment.get("student")).get("router_weight")
+    router = routed if isinstance(routed, int | float) else 0.0
+    return formula(weight, str(divergence), hidden, bool(weight) and len(kinds) > 1, router)
 
 
 def _aside(facts: Mapping[str, Any]) -> Iterator[Part]:

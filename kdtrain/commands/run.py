@@ -2,15 +2,16 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kdtrain.commands.export import origin_of, student_at
+from kdtrain.commands.export import origin_of, student_at, written_parameters
+from kdtrain.commands.model_card import card_files
 from kdtrain.commands.recipe import Recipe
 from kdtrain.commands.result import RESULT, below, best_plain_run, count_warnings, read_result
 from kdtrain.commands.run_folder import TOKENIZER, launch, used, write_description, write_tokenizer
@@ -79,6 +80,7 @@ class Run:
                 "name": recipe.student.name,
                 "parameters": self.parameters,
                 "vocab_size": vocabulary,
+                **({"router_weight": student.router_weight} if student.router_weight else {}),
                 **self.trained,
             },
             "cache": recipe.facts.identity,
@@ -162,23 +164,24 @@ class Run:
     def export(self) -> None:
         """Export the best student, or the last one where none is best. Runs on rank 0 only."""
         trainer, state, out = self.trainer, self.trainer.state, self.out / "student"
-        step, has_best = state.progress.step, state.progress.best_step is not None
-        student: torch.nn.Module = trainer.student.model
+        student, has_best = trainer.student.model, state.progress.best_step is not None
+        saved: Mapping[str, Any] = self.identity
         if self.recipe.plan.student == "fsdp":  # no rank holds the whole student
             path = self._best() if has_best else trainer.store.choose("latest")
-            student, step = student_at(path, torch.device("cpu")), load_saved(path).state["progress"]["step"]
+            student, saved = student_at(path, torch.device("cpu")), load_saved(path).state
         elif has_best:
             checkpoint = load_saved(self._best())
             state.load(checkpoint.tensors, checkpoint.state)
-            step = state.progress.step
-        origin = origin_of(self.identity, step)
+        saved = {"progress": asdict(state.progress), **saved}
+        step = saved["progress"]["step"]
+        card = card_files(self.out.name, self.out, saved, parameters=written_parameters(student), weights="float32")
         tokenizer = tokenizer_files(self.out / TOKENIZER)
         with export_lock(out, wait=_OTHER_EXPORT):
             with writing(out):
                 if os.path.lexists(out) and not is_export(out):
                     moved = set_aside(out.parent, out.name, "old")
                     trainer.writers.warning("export", step, f"{out} was not written by kdtrain, and is now {moved}")
-            if aside := export_model(student, tokenizer, out, origin=origin):
+            if aside := export_model(student, tokenizer, out, origin=origin_of(saved), beside=card):
                 trainer.writers.warning("export", step, f"{out} held more than an export, and is now {aside}")
 
     def _best(self) -> Path:

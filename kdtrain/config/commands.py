@@ -379,6 +379,10 @@ class ExportConfig(Options):
     json: bool = False
     """Print one JSON object on stdout."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(self.adapter and self.quantize is not None, "--quantize is for whole models; leave --adapter out")
+
     @property
     def torch_dtype(self) -> str:
         """`dtype` as torch names it."""

@@ -1,12 +1,8 @@
 """What an export hands over: the number format and files asked for, a card, a recipe, and the folder on the hub."""
 
-import base64
-import hashlib
 import json
 import re
-import threading
 import tomllib
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -16,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from kdtrain.config import ExportConfig
 from kdtrain.errors import UsageError
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
+from tests.web import Repository
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 ENDS = {"eos_token_id": [299, 256, 260], "pad_token_id": 261, "do_sample": True, "temperature": 0.7, "top_k": 20}
@@ -159,116 +156,31 @@ def test_the_head_of_a_card_has_the_hubs_base_model_and_data_sets(run, monkeypat
     state = read_saved(next(each for each in path.iterdir() if each.name.startswith("step-")))
     state["options"]["data"]["data"] = data
     state["options"]["run"]["student"] = student
-    files = card_files(run.root / "x", run.root / "gone", state, parameters=1, weights="fp32", license=None)
+    files = card_files("x", run.root / "gone", state, parameters=1, weights="fp32")
     found = yaml.safe_load(files["README.md"].decode().split("---\n")[1])
     assert {key: found[key] for key in found if key.startswith("base_model")} == head
     assert found.get("datasets") == (["Org/Text"] if head else None)
     assert "The licence is not stated" in files["README.md"].decode()
 
 
-class Hub:
-    """What the real client asks of the hub to publish a model; it lets in the token `hf_good`."""
-
-    def __init__(self):
-        self.files, self.private, self.objects, self.created = {}, {}, {}, []
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_):
-                pass
-
-            def answer(self, value, code=200):
-                body = json.dumps(value).encode()
-                self.send_response(code)
-                for name, text in (("Content-Type", "application/json"), ("Content-Length", str(len(body)))):
-                    self.send_header(name, text)
-                self.end_headers()
-                self.wfile.write(body)
-
-            def do_GET(self):
-                name = re.match(r"/api/models/([^/]+/[^/]+)", self.path)
-                if name is None or name[1] not in hub.files:
-                    return self.answer({"error": "not found"}, 404)
-                self.answer({"id": name[1], "sha": "0" * 40, "private": hub.private[name[1]], "siblings": []})
-
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                if self.path == "/api/validate-yaml":
-                    return self.answer({"errors": [], "warnings": []})
-                if self.headers.get("Authorization") != "Bearer hf_good":
-                    return self.answer({"error": "no"}, 401)
-                if self.path == "/api/repos/create":
-                    asked = json.loads(body)
-                    name = f"{asked['organization']}/{asked['name']}"
-                    assert asked.get("type") in (None, "model")
-                    if name in hub.files:
-                        return self.answer({"error": "it exists", "url": f"{hub.url}/{name}"}, 409)
-                    hub.files[name] = {}
-                    hub.private[name] = bool(asked.get("private")) or asked.get("visibility") == "private"
-                    return self.answer({"url": f"{hub.url}/{name}", "name": name})
-                if self.path.endswith("/info/lfs/objects/batch"):
-                    asked = json.loads(body)["objects"]
-                    actions = [{**x, "actions": {"upload": {"href": f"{hub.url}/lfs/{x['oid']}"}}} for x in asked]
-                    return self.answer({"transfer": "basic", "objects": actions})
-                if "/preupload/" in self.path:
-                    names = [each["path"] for each in json.loads(body)["files"]]
-                    mode = {name: "lfs" if name.endswith((".safetensors", ".bin")) else "regular" for name in names}
-                    files = [{"path": x, "uploadMode": mode[x], "shouldIgnore": False, "oid": None} for x in names]
-                    return self.answer({"files": files})
-                assert "/commit/" in self.path
-                name = "/".join(self.path.split("/")[3:5])
-                for each in map(json.loads, body.decode().splitlines()):
-                    value = each["value"]
-                    if each["key"] == "file":
-                        hub.files[name][value["path"]] = base64.b64decode(value["content"])
-                    elif each["key"] == "lfsFile":
-                        hub.files[name][value["path"]] = hub.objects[value["oid"]]
-                oid = "1" * 40
-                self.answer({"success": True, "commitOid": oid, "commitUrl": f"{hub.url}/{name}/commit/{oid}"})
-
-            def do_PUT(self):
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                hub.objects[hashlib.sha256(body).hexdigest()] = body
-                self.answer({})
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    """A stand-in of the hub, to which the real client of this process goes."""
-    from huggingface_hub import constants
-
-    found = Hub()
-    for name, value in (("ENDPOINT", found.url), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True)):
-        monkeypatch.setattr(constants, name, value)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.setenv("HF_ENDPOINT", found.url)
-    monkeypatch.setenv("HF_TOKEN", "hf_good")
-    yield found
-    found.server.shutdown()
-    found.server.server_close()
-
-
 @pytest.mark.parametrize("private", [(), ("--private",)])
 def test_an_export_is_published_whole(run, hub, tmp_path, private):
     out = tmp_path / "out"
     found = run.json("export", "run", "--out", out, "--push", "hf:org/name", *private)
-    assert found["url"] == f"{hub.url}/org/name" and hub.private["org/name"] == bool(private)
+    repository = hub.hub["org/name"]
+    assert found["url"] == f"{hub.url}/org/name" and repository.private == bool(private)
     there = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert {name: hub.files["org/name"].get(name) for name in there} == there
+    commit, tree = repository.commits[-1]
+    assert len(repository.commits) == 2 and found["commit"] == commit  # one commit names all
+    assert {name: tree.get(name) for name in there} == there
     assert {"README.md", "recipe.toml", "model.safetensors", "tokenizer.json", "kdtrain.json"} <= there.keys()
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ("no token", r"hf:org/name: (no token for the hub|the hub refuses it \(401\)).*; |log in with hf auth login"),
-        ("wrong token", r"hf:org/name: the hub refuses it \(401\); check the name, and log in with hf auth login"),
+        ("no token", "hf:org/name: no token for the hub; log in with hf auth login"),
+        ("wrong token", r"hf:org/name: the hub refuses it \(401 .*\); check the name, and log in with hf auth login"),
         ("public", "hf:org/name is public; leave --private out, or make it private on the hub first"),
     ],
 )
@@ -278,17 +190,19 @@ def test_what_the_hub_refuses_is_one_line_and_leaves_the_export(run, hub, tmp_pa
     if change == "wrong token":
         monkeypatch.setenv("HF_TOKEN", "hf_bad")
     if change == "public":
-        hub.files["org/name"], hub.private["org/name"] = {}, False
+        hub.hub["org/name"] = Repository()
     code, _, said = run.call("export", "run", "--out", tmp_path / "out", "--push", "hf:org/name", "--private")
     (line,) = (each for each in said.splitlines() if each.startswith("kdtrain: "))
     assert code == 2 and re.search(message, line)
-    assert (tmp_path / "out" / "model.safetensors").exists() and not hub.files.get("org/name")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert all(len(each.commits) == 1 for each in hub.hub.values())  # nothing was uploaded
 
 
 def test_a_hub_that_does_not_answer_is_a_failed_run_that_leaves_the_export(run, hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     code, _, said = run.call("export", "run", "--out", tmp_path / "out", "--push", "hf:org/name")
-    assert code == 1 and "hf:org/name: the hub does not take it" in said and "is whole, try again" in said
+    assert code == 1 and "hf:org/name: the hub does not answer" in said and f"{tmp_path / 'out'} is written" in said
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_an_address_that_is_none_and_private_without_push_are_refused():
