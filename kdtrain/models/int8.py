@@ -28,7 +28,8 @@ def quantize_folder(whole: Path, out: Path, most: str) -> None:
 
     def quantize() -> None:
         config = TorchAoConfig(quantization.Int8WeightOnlyConfig(version=2))
-        model: Any = AutoModelForCausalLM.from_pretrained(whole, quantization_config=config, dtype="auto")
+        options: Any = {"quantization_config": config, "dtype": "auto"}
+        model: Any = AutoModelForCausalLM.from_pretrained(whole, trust_remote_code=False, **options)
         model.save_pretrained(out, max_shard_size=most)
 
     ask(str(whole), quantize)
