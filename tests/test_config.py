@@ -234,8 +234,8 @@ def test_a_learned_temperature_works_with_every_divergence_that_depends_on_it(mo
 def test_sections_are_plain_values_by_section():
     table = sections(distill(micro_batch_size=4, batch_size=8))
     assert list(table) == [
-        *("run", "data", "objective", "optimizer", "precision", "quantization", "guards", "stopping"),
-        *("checkpoint", "monitor", "parallel"),
+        *("run", "data", "objective", "optimizer", "lora", "precision", "quantization", "guards"),
+        *("stopping", "checkpoint", "monitor", "parallel"),
     ]
     assert table["run"]["out"] == "o"
     assert table["run"]["epochs"] is None

@@ -1,8 +1,8 @@
 """A web server with ranges, ETags, redirects and faults on demand, and a stand-in of the hub, for tests of the network.
 
 Only the standard library: clients are the real ones. `Web.fail(END, FAULT, times)` makes the next requests for paths
-with that end fail; `Web.fired` has the faults that did. The hub keeps repositories as commits, each a whole tree, takes
-uploads through its LFS endpoints, and lets in a token `hf_good`.
+with that end fail; `Web.fired` has the faults that did. The hub keeps repositories, of data sets and of models, as
+commits, each a whole tree, takes uploads through its LFS endpoints, and lets in a token `hf_good`.
 """
 
 import base64
@@ -23,7 +23,7 @@ TOKEN = "hf_good"
 
 
 class Repository:
-    """A data set of the stand-in: commits in order, each a tree of files by path."""
+    """A repository of the stand-in: commits in order, each a tree of files by path."""
 
     def __init__(self, private: bool = False, gated: bool = False) -> None:
         self.private, self.gated = private, gated
@@ -126,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
         web.ranges.append((path, self.headers.get("Range"), self.headers.get("If-Range")))
         if self._failed(fault):
             return
-        if (found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(?:/revision/([^/]+))?", path)) is not None:
+        if (found := re.fullmatch(r"/api/(?:datasets|models)/([^/]+/[^/]+)(?:/revision/([^/]+))?", path)) is not None:
             return self._info(found[1], unquote(found[2] or "main"))
         if (found := re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)) is not None:
             return self._resolve(found[1], unquote(found[2]), unquote(found[3]))
@@ -286,11 +286,12 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked.get('organization') or 'org'}/{asked['name']}"
+            url = f"{web.url}/{'datasets/' if asked.get('type') == 'dataset' else ''}{name}"
             if name in web.hub:
-                return self._json({"error": "it exists", "url": f"{web.url}/datasets/{name}"}, 409)
+                return self._json({"error": "it exists", "url": url}, 409)
             private = asked.get("visibility") == "private" or bool(asked.get("private"))
             web.hub[name] = Repository(private=private)
-            return self._json({"url": f"{web.url}/datasets/{name}", "name": name})
+            return self._json({"url": url, "name": name})
         if path.endswith("/info/lfs/objects/batch"):
             return self._batch(json.loads(body)["objects"])
         name = "/".join(path.split("/")[3:5])
@@ -369,4 +370,4 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _mode(path: str) -> str:
-    return "lfs" if path.endswith((".h5", ".parquet")) else "regular"
+    return "lfs" if path.endswith((".h5", ".parquet", ".safetensors")) else "regular"

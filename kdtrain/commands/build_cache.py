@@ -172,6 +172,7 @@ def _settings(
         "split": data.split,
         "text_column": data.text_column,
         "messages_column": data.messages_column,
+        **({} if data.format == "auto" else {"format": data.format}),
     }
     return CacheSettings(
         codec=codec,
@@ -189,7 +190,10 @@ def _text(
 ) -> dict[str, Iterator[PackedRow]]:
     """The rows of each split: a cache calls the split that was asked for train, and adds validation."""
     sources = {"train": data.split, "validation": "validation" if "train" in limits else data.split}
-    return {name: packed_rows(data, sources[name], tokenizer, limit) for name, limit in limits.items()}
+    return {
+        name: packed_rows(data, sources[name], tokenizer, limit, example=number == 0)
+        for number, (name, limit) in enumerate(limits.items())
+    }
 
 
 def _write(

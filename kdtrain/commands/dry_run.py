@@ -20,6 +20,7 @@ from kdtrain.commands.resume import Start
 from kdtrain.commands.run_folder import is_run
 from kdtrain.commands.trial import Trial, trial_run
 from kdtrain.config import DistillConfig, OptimizerConfig
+from kdtrain.models.loading import active_parameters
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show
 from kdtrain.parallel import parallelize
@@ -72,8 +73,10 @@ def _plan(trial: Trial) -> dict[str, Any]:
     micro_batches = f"{trainer.stepper.micros} micro-batches of {trainer.stepper.micro}"
     sequences, seq_len = len(trainer.stepper.source), recipe.facts.seq_len
     sent = gigabytes_sent(student.model, recipe, trainer.stepper.micros)
+    total, active = trial.run.parameters, active_parameters(student.model)
+    mixture = {} if active == total else {"active for a token": active}
     return {
-        "student": {"name": recipe.student.name, "parameters": trial.run.parameters},
+        "student": {"name": recipe.student.name, "parameters": total, **trial.run.trained, **mixture},
         "teacher": recipe.teacher_name,
         "device": str(student.device),
         "parallel": {"ranks": world_size(), **recipe.plan.table(), "GB sent a step": sent},
@@ -136,7 +139,7 @@ def gigabytes_sent(student: nn.Module, recipe: Recipe, micro_batches: int) -> fl
     """GB that a rank sends over a ring in a step, by its formula (`parallel.parallelize`)."""
     world, plan = world_size(), recipe.plan
     if plan.student != "fsdp":
-        return parallelize.ddp([each.shape for each in student.parameters()]).sent(1, world) / 1e9
+        return parallelize.ddp([each.shape for each in student.parameters() if each.requires_grad]).sent(1, world) / 1e9
     layers = layers_of(student)
     inside = {id(each) for layer in layers for each in layer.parameters()}
     sharing = plan.shard_size or world
@@ -148,6 +151,7 @@ def gigabytes_sent(student: nn.Module, recipe: Recipe, micro_batches: int) -> fl
         micro_batches=micro_batches,
         gathered=4 if recipe.formats.gathered is None else 2,
         accumulate=plan.accumulate,
+        frozen=[each.shape for each in student.parameters() if not each.requires_grad],
     )
     return traffic.sent(sharing, world // sharing) / 1e9
 

@@ -1,28 +1,35 @@
 """`kdtrain export`: writes a trained student as a folder that `transformers.AutoModelForCausalLM` loads."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kdtrain.cache.hub import make_repository, upload
 from kdtrain.checkpoint.sealed import checkpoint_at, is_checkpoint, problem, read_checkpoint
 from kdtrain.checkpoint.store import Store
+from kdtrain.commands.model_card import card_files, public
 from kdtrain.commands.result import read_result
 from kdtrain.commands.run_folder import TOKENIZER, is_run, refuse_no_folder
 from kdtrain.config import ExportConfig
-from kdtrain.errors import RunError, UsageError
-from kdtrain.files import refuse_displacing, refuse_leading_out
+from kdtrain.errors import RunError, UsageError, printable
+from kdtrain.files import refuse_displacing, refuse_leading_out, typed
+from kdtrain.models.adapters import frozen_digest, lora_of, restrict
 from kdtrain.models.head import SplitModel, split
+from kdtrain.models.int8 import refuse_without_torchao
 from kdtrain.models.loading import (
+    export_adapter,
     export_lock,
     export_model,
+    generation_from,
     load_student,
     model_of,
     refuse_foreign,
     tokenizer_files,
 )
-from kdtrain.models.spec import read_spec, shipped
+from kdtrain.models.spec import ModelSpec, read_spec, shipped
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show
 from kdtrain.ranks import is_main, on_main, process_group
@@ -49,8 +56,23 @@ def main(config: ExportConfig) -> int:
 def _export(config: ExportConfig) -> dict[str, Any]:
     """Export under the lock of the folder, and return what is shown."""
     refuse_no_folder(config.out)
+    if config.quantize is not None:
+        refuse_without_torchao()
     with export_lock(config.out):
-        return _write(config)
+        result = _write(config)
+        if config.push is not None:
+            log.info("%s is written; publishing it as %s", result["student"], config.push)
+            result |= _publish(config.push, config.private, result)
+        return result
+
+
+def _publish(where: str, private: bool, exported: Mapping[str, Any]) -> dict[str, str]:
+    """Upload an export to the hub, and return where it is."""
+    folder, repository = Path(exported["student"]), where.removeprefix("hf:")
+    url = make_repository(where, repository, "model", private)
+    files = {path.name: path for path in sorted(folder.iterdir())}
+    message = f"Step {exported['step']:,} by kdtrain"
+    return {"url": url, "commit": upload(where, repository, "model", files, message)}
 
 
 def _write(config: ExportConfig) -> dict[str, Any]:
@@ -61,8 +83,12 @@ def _write(config: ExportConfig) -> dict[str, Any]:
         raise UsageError(f"--out {out} holds an exported model; name another folder, or add --overwrite")
     path, student, state = read_checkpoint(
         lambda: checkpoint_of(config.run, config.checkpoint),
-        lambda path: (path, student_at(path, torch.device("cpu")), read_saved(path)),
+        lambda path: (path, student_at(path, torch.device("cpu"), config.base), read_saved(path)),
     )
+    if config.adapter and student.lora is None:
+        raise UsageError(f"--adapter: the student of {config.run} has no adapter; leave it out")
+    if config.base is not None and not student.frozen:
+        raise UsageError(f"--base has no effect: {config.run} trained all weights; leave it out")
     run = _run_of(path)
     folder = tokenizer_of_run(run)
     if folder is None:
@@ -73,17 +99,32 @@ def _write(config: ExportConfig) -> dict[str, Any]:
     result = read_result(run)
     if result is not None and result["error"] is not None:
         log.warning("%s ended with an error (%s): this is its student of step %d", run, result["stop_reason"], step)
-    aside = export_model(student, tokenizer, out, dtype=config.dtype, origin=origin_of(state, step))
+    parameters = written_parameters(student, config.adapter)
+    weights = config.torch_dtype if config.quantize is None else f"int8, the rest {config.torch_dtype}"
+    about: dict[str, Any] = {"parameters": parameters, "weights": weights, "adapter": config.adapter}
+    card = card_files(out.name, run, state, license=config.license, **about)
+    given: dict[str, Any] = {"dtype": config.torch_dtype, "origin": origin_of(state), "beside": card}
+    if config.adapter:
+        base = _base_spec(state, config.base)
+        aside = export_adapter(student, base.source or base.name, tokenizer, out, **given)
+    else:
+        int8 = config.quantize is not None
+        aside = export_model(student, tokenizer, out, **given, shard_gb=config.shard_size, int8=int8)
     out = out if out.exists() else out.resolve()  # missing/../x
     if aside:
         log.warning("%s held more than an export, and is now %s", out, aside)
-    parameters = sum(each.numel() for each in student.parameters())
     return {"student": str(out), "checkpoint": path.name, "step": step, "parameters": parameters}
 
 
-def origin_of(identity: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Where the student of `step` of a run comes from, for the exported folder: of a mixture each cache."""
-    return {"cache": identity["cache"], "step": step} | {k: identity[k] for k in ("caches",) if k in identity}
+def written_parameters(student: SplitModel, adapter: bool = False) -> int:
+    """The parameters of an export: of adapters alone, or of the model to whose weights they are added."""
+    return sum(each.numel() for each in student.parameters() if student.lora is None or each.requires_grad == adapter)
+
+
+def origin_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the student of a state of a run comes from, for the exported folder: of a mixture each cache."""
+    members = [{key: public(value) for key, value in each.items()} for each in state.get("caches", ())]
+    return {"cache": state["cache"], "step": state["progress"]["step"]} | ({"caches": members} if members else {})
 
 
 def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | str | None]:
@@ -110,21 +151,27 @@ def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | st
     return split(load_student(spec, vocab_size=None, seed=0, device=str(device))), spec.tokenizer or spec.source
 
 
-def student_at(path: Path, device: torch.device) -> SplitModel:
-    """Build the student of a checkpoint folder from the architecture and weights in the checkpoint."""
+def student_at(path: Path, device: torch.device, base: str | None = None) -> SplitModel:
+    """Build the student of a checkpoint folder from the architecture and weights in the checkpoint.
+
+    base: the spec of the weights that the run did not train, if it is another than when the run began.
+    """
     checkpoint = load_saved(path)
     saved = checkpoint.state["student"]
     generation = checkpoint.state.get("generation")
-    try:
-        student = split(model_of("its student", saved["architecture"], saved["attention"], generation))
-    except UsageError as error:
-        raise UsageError(f"checkpoint {path}: {error}") from error
-    own = student.state_dict()
     weights = {
         name.removeprefix("student."): value
         for name, value in checkpoint.tensors.items()
         if name.startswith("student.")
     }
+    try:
+        if "base" in saved:
+            student = _on_its_base(checkpoint.state, weights, base)
+        else:
+            student = split(model_of("its student", saved["architecture"], saved["attention"], generation))
+    except UsageError as error:
+        raise UsageError(f"checkpoint {path}: {error}") from error
+    own = {name: each for name, each in student.state_dict().items() if name not in student.frozen}
     if unknown := [
         entry
         for entry, value in weights.items()
@@ -141,6 +188,44 @@ def student_at(path: Path, device: torch.device) -> SplitModel:
         for entry, value in weights.items():
             own[entry].copy_(value)
     return student.to(device)
+
+
+def _base_spec(state: Mapping[str, Any], base: str | None) -> ModelSpec:
+    """The spec of the weights that a run did not train."""
+    named = state["options"]["run"].get("student") if base is None else base
+    try:
+        return read_spec(typed(named, str))
+    except (UsageError, ValueError) as error:
+        text = "it holds only what was trained, and the rest is not there"
+        raise UsageError(f"{text} ({error}); name its folder or spec with kdtrain export --base") from None
+
+
+def _on_its_base(state: Mapping[str, Any], weights: Mapping[str, Any], base: str | None) -> SplitModel:
+    """A student whose checkpoint holds only what was trained, with the rest as it was when the run began.
+
+    UsageError: the rest is not there, or has changed.
+    """
+    saved, lora = state["student"], None
+    if "lora" in saved:
+        lora = lora_of(saved["lora"], (name.removeprefix("model.") for name in weights), "its adapters")
+    try:
+        spec = replace(_base_spec(state, base), attention=saved["attention"])
+        seed = typed(state["options"]["run"].get("seed", 0), int)
+        size = saved["architecture"].get("vocab_size")
+        size = None if size is None else typed(size, int)
+    except ValueError as error:
+        raise UsageError(f"it is not what a run writes: {printable(str(error))}") from None
+    model = load_student(spec, vocab_size=size, seed=seed, device="cpu")
+    if state.get("generation") and model.generation_config is not None:
+        model.generation_config = generation_from("its student", state["generation"])
+    student = split(model)
+    restrict(student, lora, bool(saved.get("freeze_head")), seed=0)
+    if (digest := frozen_digest(student, student.frozen)) != saved["base"]:
+        raise UsageError(
+            f"it holds only what was trained, and the weights of {spec.name} ({digest[:12]}) are not those that it was "
+            f"trained with ({printable(saved['base'])[:12]}); name these with kdtrain export --base"
+        )
+    return student
 
 
 def tokenizer_of_run(run: Path) -> Path | None:

@@ -20,14 +20,16 @@ from kdtrain.cache.look import look
 from kdtrain.cache.reader import Cache
 from kdtrain.commands.build_cache import build_tokens, holds_tokens
 from kdtrain.commands.run_folder import deciding, restarted, saved_attention, saved_rate
-from kdtrain.config import DistillConfig, ObjectiveConfig
+from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
 from kdtrain.config.rates import WORDS, Kind, Rate, rate_of
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
+from kdtrain.imports import optional
+from kdtrain.models.adapters import is_adapter, read_adapter
 from kdtrain.models.attention import resolve_attention
 from kdtrain.models.loading import load_tokenizer
-from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.monitor.tables import short
 from kdtrain.objective.divergence import refuse
@@ -61,7 +63,7 @@ class Recipe:
     resumed: bool
     """Whether `config.out` already holds this run."""
     student: ModelSpec
-    """With its attention resolved."""
+    """With its attention and its adapters resolved."""
     teacher: Teacher | None
     """The online teacher, loaded and not yet sharded."""
     sources: dict[str, Source]
@@ -157,7 +159,7 @@ def resolve(
         for name, text in given.monitor.loggers:
             LOGGERS.get(name).ready(text)
         student, formats = student_spec(given), formats_of(given.precision, given.quantization, device)
-        taught_by = None if given.teacher is None else read_spec(given.teacher, "teachers")
+        taught_by = None if given.teacher is None else teacher_spec(given.teacher, student)
         teacher = None if taught_by is None else open_teacher(taught_by, device, formats.high)
         sources = {} if given.data.data is not None else open_sources(given, given.cache)
         facts = sources["train"].facts if sources else None
@@ -237,8 +239,9 @@ def run_device(config: DistillConfig) -> Iterator[torch.device]:
 
 
 def student_spec(config: DistillConfig) -> ModelSpec:
-    """The spec of the student, with what the options say of it. UsageError: it cannot be read."""
-    return read_spec(config.student)
+    """The spec of the student, with its adapters. UsageError: it cannot be read, or the options do not fit it."""
+    student = read_spec(config.student)
+    return replace(student, lora=_lora(config, student))
 
 
 def open_sources(config: DistillConfig, folders: Sequence[Path | str]) -> dict[str, Source]:
@@ -281,8 +284,27 @@ def _learning_rate(
 def table_rate(config: DistillConfig, student: ModelSpec, parameters: int | None) -> tuple[Kind, Rate]:
     """What a run of `config` trains, and the row of `config.rates` for it; parameters: of the whole student."""
     begun = student.init != "scratch" or config.checkpoint.load is not None
-    kind: Kind = "lora" if getattr(student, "lora", None) else "pretrained" if begun else "fresh"
+    kind: Kind = "lora" if student.lora is not None else "pretrained" if begun else "fresh"
     return kind, rate_of(kind, parameters)
+
+
+def _lora(config: DistillConfig, student: ModelSpec) -> LoraConfig | None:
+    """The adapters that options, spec and `--load` agree on. Refuses what cannot be, and a missing `peft`."""
+    start = config.checkpoint.load
+    if start is None or not is_adapter(start):
+        lora = config.lora.over(student.lora)
+    else:
+        loaded = read_adapter(start)
+        lora = config.lora.over(loaded if student.lora is None else student.lora.over(loaded))
+        same = {f"lora_{name}": getattr(loaded, f"lora_{name}") for name in ("rank", "alpha", "rslora", "dora")}
+        if lora is not None and replace(lora, **same) != lora:
+            raise UsageError(f"--load {start} is {loaded}, and the options or the spec ask for {lora}; leave them out")
+    if lora is None:
+        return None
+    optional("peft", "lora", "--lora-rank" if student.lora is None else f"[lora] in the spec of {student.name}")
+    if config.freeze_head:
+        raise UsageError("--freeze-head has no effect with adapters, which never train the head; leave it out")
+    return lora
 
 
 def _micro_batch(config: DistillConfig, job: Job | None, free: float | None) -> int:

@@ -8,9 +8,12 @@ from kdtrain.commands.export import checkpoint_of
 from kdtrain.commands.recipe import PARTS
 from kdtrain.commands.run import Run
 from kdtrain.commands.run_folder import changes, is_run, refuse_changes
+from kdtrain.config import LoraConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import read_json, read_toml, typed
+from kdtrain.models.adapters import fill_adapter, is_adapter, load_adapter
 from kdtrain.monitor.progress import log, warn_early
+from kdtrain.parallel.parallelize import part_of, reshard
 from kdtrain.ranks import on_main, raise_on_all_ranks, reported
 from kdtrain.training.schedule import learning_rate, total_steps, warmup_steps
 from kdtrain.training.state import Progress, load_saved
@@ -124,6 +127,8 @@ class Start:
                     f"--load {path}: there is no such run or checkpoint; name a folder like runs/A, or "
                     "runs/A/checkpoints/step-00002000"
                 )
+            if is_adapter(path):
+                return self._load_adapter(path)
             path = checkpoint_of(path, "best") if is_run(path) else trainer.store.choose(str(path.resolve()))
             checkpoint = load_saved(path, trainer.state.like)
             checkpoint.state["student"]["attention"] = self.identity["student"]["attention"]  # the weights serve any
@@ -162,6 +167,14 @@ class Start:
                 raise reported(UsageError(text))
         trainer.student.temperature.set_step(max(trainer.state.progress.step - 1, 0))
         log.info("weights and moments are those of %s; the data starts at sequence %d", path, cursor)
+        return path
+
+    def _load_adapter(self, path: Path) -> Path:
+        """Begin with the adapters of a `peft` folder."""
+        model = self.trainer.student.model
+        reshard(model)
+        fill_adapter(model.model, load_adapter(path), path, part_of)
+        log.info("the adapters are those of %s", path)
         return path
 
     def new_length(self) -> str | None:
@@ -203,6 +216,8 @@ class Start:
         for part in parts:
             with self.recipe.allowing(part):
                 if saved[part] != self.identity[part]:
+                    if part == "student":
+                        _refuse_other_training(saved[part], self.identity[part], path)
                     raise UsageError(f"{path} was trained with another {part}; give that one, or name another --out")
 
     def _load(self, checkpoint: Checkpoint, path: Path, **options: Any) -> None:
@@ -210,3 +225,24 @@ class Start:
             self.trainer.state.load(checkpoint.tensors, checkpoint.state, **options)
         except RunError as error:
             raise RunError(f"{path}: {error}") from error
+
+
+def _refuse_other_training(saved: dict[str, Any], own: dict[str, Any], path: Path) -> None:
+    """Name what differs where a run trains another part of the same student, or beside other weights."""
+    if saved.get("lora") != own.get("lora") or saved.get("freeze_head") != own.get("freeze_head"):
+        before, now = map(_trained, (saved, own))
+        raise UsageError(f"{path} trained {before}, and this run trains {now}; give the same, or name another --out")
+    if saved.get("base") != own.get("base"):
+        raise UsageError(
+            f"{path} holds only what was trained, beside other weights than those of this student (their digests "
+            "differ); give the student that it began with, or name another --out"
+        )
+
+
+def _trained(student: dict[str, Any]) -> str:
+    if "lora" not in student:
+        return "all but the output head" if student.get("freeze_head") else "all weights"
+    try:
+        return str(LoraConfig(**student["lora"]))
+    except (TypeError, UsageError):  # of a later version
+        return "adapters of another kind"

@@ -2,15 +2,16 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kdtrain.commands.export import origin_of, student_at
+from kdtrain.commands.export import origin_of, student_at, written_parameters
+from kdtrain.commands.model_card import card_files
 from kdtrain.commands.recipe import Recipe
 from kdtrain.commands.result import RESULT, below, best_plain_run, count_warnings, read_result
 from kdtrain.commands.run_folder import TOKENIZER, launch, used, write_description, write_tokenizer
@@ -62,12 +63,26 @@ class Run:
         """The student's parameters over all ranks, each counted once."""
         return sum(each.numel() for each in self.trainer.student.model.parameters())
 
+    @property
+    def trained(self) -> dict[str, Any]:
+        """What is trained and how many parameters that is, where it is a part of the student; else empty."""
+        model = self.trainer.student.model
+        count = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        how = "all but the output head" if model.lora is None else str(model.lora)
+        return {"trained": how, "trained_parameters": count} if model.frozen else {}
+
     def write_metadata(self) -> None:
         """Write config.toml, environment.json and the tokenizer into the run's folder, and open its log."""
         recipe, config, student = self.recipe, self.recipe.config, self.trainer.student
         vocabulary, teacher = student.model.vocab_size, None if recipe.teacher is None else recipe.teacher.spec
         metadata = {
-            "student": {"name": recipe.student.name, "parameters": self.parameters, "vocab_size": vocabulary},
+            "student": {
+                "name": recipe.student.name,
+                "parameters": self.parameters,
+                "vocab_size": vocabulary,
+                **({"router_weight": student.router_weight} if student.router_weight else {}),
+                **self.trained,
+            },
             "cache": recipe.facts.identity,
             **({"caches": recipe.members} if recipe.members else {}),
             "device": str(student.device),
@@ -104,13 +119,16 @@ class Run:
             f"{self.out}: {kind} of {recipe.student.name} ({self.parameters:,} parameters), {trainer.total} steps of "
             f"{config.batch_size} x {recipe.facts.seq_len} tokens, {self.mode} on {trainer.student.device}"
         ]
+        if trained := self.trained:
+            share = trained["trained_parameters"] / self.parameters
+            lines.append(f"trained: {trained['trained']}, {trained['trained_parameters']:,} parameters ({share:.2%})")
         if recipe.members:
             drawn = (f"{each['share']:.4g} of {each['name']} ({each['sequences']:,})" for each in recipe.members)
             lines.append(f"{len(recipe.members)} caches, of whose sequences a step draws {', '.join(drawn)}")
         objective = config.objective
         hidden = None if objective.hidden_loss == "none" else objective.hidden_weight
         alpha, replays = objective.alpha if recipe.distils else 0.0, recipe.distils and recipe.facts.replays
-        summed = formula(alpha, objective.divergence, hidden, replays)
+        summed = formula(alpha, objective.divergence, hidden, replays, trainer.student.router_weight)
         scale = "" if summed == "ce" else " (compare val with val alone)"
         lines.append(f"loss = {summed}; val = ce of withheld text{scale}")
         if recipe.lr_from is not None:
@@ -149,23 +167,24 @@ class Run:
     def export(self) -> None:
         """Export the best student, or the last one where none is best. Runs on rank 0 only."""
         trainer, state, out = self.trainer, self.trainer.state, self.out / "student"
-        step, has_best = state.progress.step, state.progress.best_step is not None
-        student: torch.nn.Module = trainer.student.model
+        student, has_best = trainer.student.model, state.progress.best_step is not None
+        saved: Mapping[str, Any] = self.identity
         if self.recipe.plan.student == "fsdp":  # no rank holds the whole student
             path = self._best() if has_best else trainer.store.choose("latest")
-            student, step = student_at(path, torch.device("cpu")), load_saved(path).state["progress"]["step"]
+            student, saved = student_at(path, torch.device("cpu")), load_saved(path).state
         elif has_best:
             checkpoint = load_saved(self._best())
             state.load(checkpoint.tensors, checkpoint.state)
-            step = state.progress.step
-        origin = origin_of(self.identity, step)
+        saved = {"progress": asdict(state.progress), **saved}
+        step = saved["progress"]["step"]
+        card = card_files(self.out.name, self.out, saved, parameters=written_parameters(student), weights="float32")
         tokenizer = tokenizer_files(self.out / TOKENIZER)
         with export_lock(out, wait=_OTHER_EXPORT):
             with writing(out):
                 if os.path.lexists(out) and not is_export(out):
                     moved = set_aside(out.parent, out.name, "old")
                     trainer.writers.warning("export", step, f"{out} was not written by kdtrain, and is now {moved}")
-            if aside := export_model(student, tokenizer, out, origin=origin):
+            if aside := export_model(student, tokenizer, out, origin=origin_of(saved), beside=card):
                 trainer.writers.warning("export", step, f"{out} held more than an export, and is now {aside}")
 
     def _best(self) -> Path:
@@ -212,6 +231,7 @@ class Run:
             "student": None,
             "micro_batch_size": trainer.stepper.micro,
             "peak_memory_mb": round(peak_memory_mb(recipe.device), 1),
+            **self.trained,
         }
         if recipe.members:
             result["caches"] = [{**each, **self._of_member(each)} for each in recipe.members]

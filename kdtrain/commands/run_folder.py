@@ -47,7 +47,7 @@ from kdtrain.files import (
     typed,
 )
 from kdtrain.models.loading import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
-from kdtrain.models.spec import ATTENTIONS, ModelSpec, paths_of
+from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
 from kdtrain.monitor.progress import log
 from kdtrain.ranks import on_main
 from kdtrain.training.state import read_saved
@@ -95,7 +95,7 @@ def _needed(config: DistillConfig) -> dict[str, Path | str | None]:
     """What the run reads, by the option that names it."""
     needed: dict[str, Path | str | None] = {"--load": config.checkpoint.load, "--data": config.data.data}
     needed |= {f"--cache {number}".removesuffix(" 1"): each for number, each in enumerate(config.cache, 1)}
-    if config.teacher is not None:
+    if config.teacher not in (None, SELF):
         needed |= {f"--teacher {word}".strip(): path for word, path in paths_of(config.teacher, "teachers").items()}
     needed |= {f"--student {word}".strip(): path for word, path in paths_of(config.student).items()}
     return needed
@@ -290,7 +290,8 @@ def _is_written(path: Path) -> bool:
     """Whether `write_description` wrote this config.toml: it has every section, and no comments."""
     try:
         tables = typed(read_toml(path), dict[str, dict[str, Any]])
-        return tables.keys() in (_SECTIONS, _SECTIONS - {"data"}) and to_toml(tables) == read_text(path)
+        missing = _SECTIONS - tables.keys()  # earlier versions had no [lora]
+        return missing <= {"data", "lora"} and tables.keys() <= _SECTIONS and to_toml(tables) == read_text(path)
     except (OSError, ValueError, TypeError):  # TypeError: a date, which JSON does not have
         return False
 

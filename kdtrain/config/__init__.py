@@ -31,6 +31,7 @@ from kdtrain.config.sections import CheckpointConfig as CheckpointConfig
 from kdtrain.config.sections import CodecConfig as CodecConfig
 from kdtrain.config.sections import DataConfig as DataConfig
 from kdtrain.config.sections import GuardsConfig as GuardsConfig
+from kdtrain.config.sections import LoraConfig as LoraConfig
 from kdtrain.config.sections import MonitorConfig as MonitorConfig
 from kdtrain.config.sections import ObjectiveConfig as ObjectiveConfig
 from kdtrain.config.sections import OptimizerConfig as OptimizerConfig

@@ -14,6 +14,7 @@ from kdtrain.config.sections import (
     CodecConfig,
     DataConfig,
     GuardsConfig,
+    LoraConfig,
     MonitorConfig,
     ObjectiveConfig,
     OptimizerConfig,
@@ -152,7 +153,7 @@ class DistillConfig(Options):
     local_limit: float = option(LOCAL_LIMIT, free=True, per_rank=True, above=0)
     """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
-    """An online teacher instead of a cache: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
+    """An online teacher instead: one that ships (stdlib-5m), a TOML, a folder, a hub id, or self (docs/lora.md)."""
     source: str = option("cache", check=SOURCES.check)
     """What reads the sequences of --cache or of the packed --data; listed below."""
     config: Path | None = option(
@@ -171,6 +172,8 @@ class DistillConfig(Options):
     """Sequences in one forward of a rank (memory); times the ranks it must divide --batch-size. auto: by the plan."""
     activation_checkpointing: bool = option(False, free=True)
     """Store only the inputs of the student's layers and recompute the rest: less memory, a third more time."""
+    freeze_head: bool = False
+    """Train all but the student's output head, and the embedding where it is tied to it; adapters never train it."""
     allow_mismatch: tuple[Literal["tokenizer", "cache"], ...] = option((), free=True)
     """Accept a student whose tokenizer is not the cache's, or a cache other than the one the run started with."""
     seed: int = option(0, least=0, most=2**63 - 1)
@@ -186,6 +189,7 @@ class DistillConfig(Options):
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
@@ -371,6 +375,11 @@ class VerifyConfig(Options):
         refuse(self.repair and self.teacher is not None, "--repair drops damaged files; leave --teacher out")
 
 
+def _check_push(where: str) -> None:
+    found = re.fullmatch(r"hf:[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", where, re.ASCII)
+    refuse(found is None, f"--push {where} names no repository of the hub; write hf:ORG/NAME")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(Options):
     """Write a trained student as a folder that transformers.AutoModelForCausalLM loads."""
@@ -381,12 +390,35 @@ class ExportConfig(Options):
     """The folder to write."""
     checkpoint: str = option("best", reads="checkpoint")
     """best, latest, or the name of a checkpoint."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["fp32", "bf16", "fp16", "float32", "bfloat16", "float16"] = "fp32"
     """Number format of the written weights."""
+    quantize: Literal["int8"] | None = None
+    """Keep the weights of linear layers in int8, by torchao, for transformers; the rest as --dtype."""
+    shard_size: float = option(5.0, above=0)
+    """Largest file of weights, in GB."""
+    adapter: bool = False
+    """Write the adapters alone, as a folder that peft loads; without it they are added to the weights."""
+    base: str | None = option(None, once=True, reads="spec")
+    """The spec of the weights that the run did not train, if it is not where the run found it."""
+    license: str | None = None
+    """Licence of the student for its card, as the hub names it: apache-2.0, mit, ..."""
+    push: str | None = option(None, check=_check_push)
+    """Also publish the folder on the hub, as hf:ORG/NAME."""
+    private: bool = option(False, needs="push")
+    """The repository on the hub is private."""
     overwrite: bool = False
     """Replace a folder that is already there."""
     json: bool = False
     """Print one JSON object on stdout."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(self.adapter and self.quantize is not None, "--quantize is for whole models; leave --adapter out")
+
+    @property
+    def torch_dtype(self) -> str:
+        """`dtype` as torch names it."""
+        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(self.dtype, self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,18 +12,26 @@ import difflib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from kdtrain.config import LoraConfig
 from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import canonical_json, read_toml
+from kdtrain.registry import nearest
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
 INITS = ("pretrained", "scratch", "teacher-layers")
 LOCAL = "local"
 """The kind of a teacher whose model is loaded here."""
+
+SELF = "self"
+"""The teacher, and its kind, that is the student without its adapters; a folder of that name is `./self`."""
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file by which a folder holds adapters, as `peft` writes them."""
 
 MAX_TEACHERS = 8
 """Longest chain of specs by `teacher`."""
@@ -63,6 +71,8 @@ class ModelSpec:
     """Branch, tag or commit on the hub."""
     trust_remote_code: bool = False
     """Run the Python code that comes with a model; only in a spec of your own."""
+    lora: LoraConfig | None = None
+    """Of a student: the adapters that are trained beside its frozen weights; None: all weights are trained."""
     kind: str = LOCAL
     """The kind of a teacher: local, or one that a package registers; a student is local."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -136,6 +146,11 @@ def read_spec(spec: str, kind: Literal["teachers", "students"] = "students") -> 
     return ModelSpec(name=spec, source=spec)
 
 
+def teacher_spec(name: str, student: ModelSpec) -> ModelSpec:
+    """The spec of the teacher of a student: as `read_spec`, or of the student itself."""
+    return replace(student, name=SELF, kind=SELF, lora=None) if name == SELF else read_spec(name, "teachers")
+
+
 def paths_of(spec: str, kind: Literal["teachers", "students"] = "students") -> dict[str, str]:
     """The files and folders that a spec names, its own unless it ships, by the word for each.
 
@@ -178,6 +193,8 @@ def _from_toml(path: Path) -> ModelSpec:
                 raise UsageError(f"{path}: {key} = '{values[key]}' is a file; name a folder or a hub id")
     if isinstance(values.get("layers"), list):
         values["layers"] = tuple(values["layers"])
+    if "lora" in values:
+        values["lora"] = _lora(path, values["lora"])
     try:
         spec = ModelSpec(**values)
     except ValueError as error:
@@ -188,6 +205,23 @@ def _from_toml(path: Path) -> ModelSpec:
             "which may have been downloaded; copy it elsewhere if you trust that"
         )
     return spec
+
+
+def _lora(path: Path, table: Any) -> LoraConfig:
+    """The adapters of a spec's table [lora], whose keys are the options without `lora_`."""
+    known = [each.name.removeprefix("lora_") for each in dataclasses.fields(LoraConfig)]
+    if not isinstance(table, dict) or "rank" not in table:
+        raise UsageError(f"{path}: lora is a table with a rank; write [lora] and rank = 16 below it")
+    for key in table:
+        if key not in known:
+            raise UsageError(f"{path}: unknown key '{key}' in [lora]; {nearest(key, known)}")
+    values = {f"lora_{key}": value for key, value in table.items()}
+    if isinstance(targets := table.get("targets"), list) and all(isinstance(each, str) for each in targets):
+        values["lora_targets"] = ",".join(targets)
+    try:
+        return LoraConfig(**values)
+    except UsageError as error:
+        raise UsageError(f"{path}: [lora]: {error.args[0].replace('--lora-', '')}") from None
 
 
 def _refuse_endless_teachers(path: Path, spec: ModelSpec) -> None:

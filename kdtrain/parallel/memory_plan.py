@@ -21,6 +21,8 @@ tokens in a micro-batch, w ranks that share one copy (1 unless sharded), c bytes
                           + a chunk of logits, several times (`LOGITS`)
     teacher               its weights, / w with w ranks; its head in fp32; its hidden states, 4 N D
 
+Of weights that are not trained, P counts in neither moments, gradients, snapshots nor the copy for a save: 4 P / w.
+
 The first choice is both whole on each rank, because it exchanges least; then the teacher sharded, then the student,
 then both; then the same with a sharded student whose micro-batches add up sharded gradients. A job that does not fit in
 any way is refused, with what would help. A plan may fill `USABLE` of the free memory.
@@ -47,6 +49,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from kdtrain.config import CacheTeacherConfig, DistillConfig, ParallelConfig
 from kdtrain.errors import UsageError
+from kdtrain.models.adapters import sketch
 from kdtrain.models.attention import CAUSAL, FUSED, fits_causal
 from kdtrain.models.hub import attention_option, never_asking
 from kdtrain.models.loading import checkpoint_activations, load_tokenizer
@@ -83,15 +86,31 @@ class ModelFootprint:
     kept_once: float = 0.0  # bytes that a forward keeps besides, whatever its number of sequences
     kept_once_by_checkpoints: float = 0.0
     weight_bytes: int = 4  # of a stored weight
+    frozen: int = 0  # parameters that are not trained, of a student that trains a part
+    frozen_in_layers: int = 0
+    frozen_head: bool = False
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return self.parameters - self.frozen
 
 
 def model_footprint(
-    spec: ModelSpec, *, vocab_size: int | None, seq_len: int, mode: str, trained: bool, on_gpu: bool = False
+    spec: ModelSpec,
+    *,
+    vocab_size: int | None,
+    seq_len: int,
+    mode: str,
+    trained: bool,
+    on_gpu: bool = False,
+    freeze_head: bool = False,
 ) -> ModelFootprint:
-    """The footprint of a student (`trained`) or a teacher.
+    """The footprint of a student (`trained`), with the adapters of its spec, or a teacher.
 
     vocab_size: of a `[config]` that leaves it out. mode: number format of its forward, fp32, bf16 or fp16. on_gpu:
-    where it will run: a CPU keeps masks for sliding windows, and the scores of a model with a soft cap.
+    where it will run: a CPU keeps masks for sliding windows, and the scores of a model with a soft cap. freeze_head:
+    the student does not train its output head.
 
     Raises:
         UsageError: there is no such model, or transformers does not know its type.
@@ -108,6 +127,10 @@ def model_footprint(
         attention = model.config.get_text_config()
         if attention._attn_implementation == "sdpa" or (on_gpu and fits_causal(attention)):
             model.set_attn_implementation(FUSED if on_gpu else CAUSAL)  # as in training, without masks of numbers
+        if spec.lora is not None and trained:
+            sketch(model, spec.lora)
+        if freeze_head:
+            model.get_output_embeddings().requires_grad_(False)
         width, kept, kept_once = _forward(model, seq_len, mode)
         by_checkpoints = kept, kept_once
         if trained and model.supports_gradient_checkpointing:
@@ -115,11 +138,12 @@ def model_footprint(
             by_checkpoints = _forward(model, seq_len, mode)[1:]
         layers = layers_of(model)
         head = model.get_output_embeddings()
+        inside = [each for layer in layers for each in layer.parameters()]
         return ModelFootprint(
             name=spec.name,
             parameters=sum(each.numel() for each in model.parameters()),
             layers=len(layers),
-            in_layers=sum(each.numel() for layer in layers for each in layer.parameters()),
+            in_layers=sum(each.numel() for each in inside),
             width=width,
             vocabulary=int(head.weight.shape[0]),
             tied=head.weight is model.get_input_embeddings().weight,
@@ -128,6 +152,9 @@ def model_footprint(
             kept_once=kept_once,
             kept_once_by_checkpoints=by_checkpoints[1],
             weight_bytes=4 if trained or mode == "fp32" else getattr(torch, spec.dtype).itemsize,
+            frozen=sum(each.numel() for each in model.parameters() if not each.requires_grad),
+            frozen_in_layers=sum(each.numel() for each in inside if not each.requires_grad),
+            frozen_head=not head.weight.requires_grad,
         )
 
 
@@ -323,8 +350,8 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
     student, teacher, tokens = job.student, job.teacher, job.micro(world) * job.seq_len
     shared = (plan.shard_size or world) if plan.student == "fsdp" else 1
     root, in_layer = student.parameters - student.in_layers, student.in_layers / max(student.layers, 1)
-    whole, masters = 4.0 * student.parameters, 12 * student.parameters / shared
-    state = {"weights and moments": masters, "snapshots": job.snapshots * masters}
+    whole, masters = 4.0 * student.trained, 12 * student.trained / shared
+    state = {"weights and moments": masters + 4 * student.frozen / shared, "snapshots": job.snapshots * masters}
     asked = 0.0
     if teacher is not None:
         sharded = (plan.shard_size or world) if plan.teacher == "fsdp" else 1
@@ -339,21 +366,24 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
     gradients = whole
     if shared > 1:  # the shards, and either all until they are reduced, or those of the root and two layers
         all_of_them = adds_up and plan.accumulate == "whole"
-        gradients = whole / shared + (whole if all_of_them else 4.0 * (root + 2 * in_layer))
+        trained_in_layer = (student.in_layers - student.frozen_in_layers) / max(student.layers, 1)
+        trained_root = root - (student.frozen - student.frozen_in_layers)
+        gradients = whole / shared + (whole if all_of_them else 4.0 * (trained_root + 2 * trained_in_layer))
 
     head_weight = student.vocabulary * student.width
     kind = " ".join(["compiled"] * job.compiled + ["online"] * (teacher is not None)) or "cached"
-    head = 4.0 * head_weight + 2.0 * job.compute_bytes * tokens * student.width
+    head = (0.0 if student.frozen_head else 4.0 * head_weight) + 2.0 * job.compute_bytes * tokens * student.width
     head += 2.0 * head_weight if job.compute_bytes == 2 else 0.0
     head += LOGITS[kind] * 4.0 * min(job.chunk_rows, tokens) * student.vocabulary
-    head += 2.0 * min(job.waiting_rows, max(tokens - job.chunk_rows, 0)) * student.vocabulary
+    waiting = 0 if student.frozen_head else job.waiting_rows
+    head += 2.0 * min(waiting, max(tokens - job.chunk_rows, 0)) * student.vocabulary
     kept, once = student.kept, student.kept_once
     if job.activation_checkpointing:
         kept, once = student.kept_by_checkpoints, student.kept_once_by_checkpoints
     if shared > 1 and job.compute_bytes == 2:  # the layers' weights are gathered so, and freed
         once = max(once - 2.0 * student.in_layers, 0.0)
     at_head = {"gradients": held if adds_up else 0.0, "activations": tokens * kept + once, "output head": head}
-    embedding = 4.0 * head_weight if student.tied else 0.0
+    embedding = 4.0 * head_weight if student.tied and not student.frozen_head else 0.0
     at_end = {"gradients": gradients + embedding, "activations": _of_a_layer(student, tokens)}
     return {
         "teach": gathered | buckets | {"teacher's forward": asked},
@@ -417,7 +447,8 @@ def job_of(
     vocab_size: of the data, for a student whose spec names none; None: that of the student's tokenizer.
     """
     on_gpu = device.type == "cuda"
-    measured = student_footprint(student, vocab_size, seq_len=seq_len, mode=mode, on_gpu=on_gpu)
+    how = {"seq_len": seq_len, "mode": mode, "on_gpu": on_gpu, "freeze_head": config.freeze_head}
+    measured = student_footprint(student, vocab_size, **how)
     if measured is None or (config.teacher is not None and teacher is None):
         return None
     narrow, quantization = head_dtype(mode), config.quantization

@@ -6,7 +6,7 @@ A training step calls `targets`; a cache is built from `logits`, or, of a teache
 The stages of a teacher, so that the memory plan comes before the weights, and an error of one rank before collectives:
 
     open_teacher            reads configurations only; `vocab_size` and `footprint` are known
-    load, check             one rank at a time may fail
+    load, check, meet       one rank at a time may fail
     prepare                 shards and compiles; every rank must call it
     targets, logits, kept   in any number
 
@@ -29,6 +29,7 @@ from kdtrain.cache.shard_writer import ShardRows
 from kdtrain.config.choices import TEACHERS
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError
+from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
@@ -91,11 +92,14 @@ class Teacher:
         if self.gives == "top-k":
             return None
         size = self.vocab_size
-        sizes = {"vocabulary": size, "width": size, "parameters": 0, "layers": 0, "in_layers": 0}
+        sizes: dict[str, Any] = {"vocabulary": size, "width": size, "parameters": 0, "layers": 0, "in_layers": 0}
         return ModelFootprint(name=self.name, tied=False, kept=4.0 * size, **sizes)
 
     def load(self, sharded: bool = False) -> None:
         """Load its weights; `sharded`: `prepare` will shard them. UsageError: they cannot be loaded."""
+
+    def meet(self, student: SplitModel) -> None:
+        """Take from the student what the teacher shares with it; called once, when the student is loaded and whole."""
 
     def check(self, seq_len: int, document_mask: bool) -> None:
         """Refuse (UsageError) sequences that are too long, or a document mask that it cannot apply."""

@@ -1,7 +1,8 @@
 """The complete state of a run, as named tensors and plain numbers.
 
-The student's weights are fp32 masters. The cursor is integers: with the seed it decides which sequences come next. The
-state needs no random generators, because each step seeds them from (seed, step).
+The student's weights are fp32 masters. Weights that are not trained (`SplitModel.frozen`) are not part of the state: a
+digest in the identity of a checkpoint stands for them. The cursor is integers: with the seed it decides which sequences
+come next. The state needs no random generators, because each step seeds them from (seed, step).
 
 A checkpoint also holds the snapshots in memory that adaptive quantisation may restore, under names of their own:
 otherwise a run that resumes between the ends of two windows would restore another state than an uninterrupted run.
@@ -112,6 +113,10 @@ class _Student(TypedDict):
     name: str
     architecture: dict[str, Any]
     attention: str
+    base: NotRequired[str]
+    """Digest of the weights that are not trained, and not in the checkpoint."""
+    lora: NotRequired[dict[str, Any]]
+    freeze_head: NotRequired[bool]
 
 
 class _Numbers(TypedDict):
@@ -317,11 +322,11 @@ def seed_everything(seed: int, step: int) -> None:
 
 
 def _once(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of `module` without the second name of a tied weight."""
+    """The state dict of `module` without the second name of a tied weight, and without what is not trained."""
     seen: set[int] = set()
-    unique = {}
+    unique, frozen = {}, getattr(module, "frozen", ())
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
+        if id(tensor) not in seen and name not in frozen:
             unique[name] = tensor.detach()
         seen.add(id(tensor))
     return unique

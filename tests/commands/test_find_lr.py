@@ -197,6 +197,9 @@ def test_a_run_that_begins_from_weights_takes_the_rate_of_those_or_of_the_schedu
     options = ("distill", *SHORT, *workbench.plain)
     workbench.json(*options, "--student", "teacher", "--out", "pretrained")
     assert rate_of_run(workbench, "pretrained")[0] == rates.rate_of("pretrained", 1e5).lr
+    workbench.json(*options, "--student", "teacher", "--lora-rank", 2, "--out", "adapters")
+    rate, told, _ = rate_of_run(workbench, "adapters")
+    assert rate == rates.rate_of("lora", 1e5).lr and told.startswith("adapters, ")
     workbench.json(*options, "--student", "student.toml", "--lr", 0.002, "--steps", 3, "--out", "first")
     load = ("--student", "student.toml", "--load", "first/checkpoints/step-00000000", "--steps", 4)
     workbench.json(*options, *load, "--out", "continued")
