@@ -34,7 +34,7 @@ class DataConfig(Options):
     validation_sequences: int = option(64, least=1)
     """At most this many sequences in the validation split."""
     format: Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt-completion"] = option(
-        "auto", brief="What a row is: text, messages, sharegpt, alpaca, ..."
+        "auto", brief="What a row is: text, messages, alpaca, ..."
     )
     """What a row is, by its columns if auto; it decides which tokens are learned (docs/data.md)."""
     text_column: str = "text"
