@@ -145,7 +145,7 @@ class DistillConfig(Options):
         several=True,
         shown="PATH",
         reads="cache",
-        brief="A finished cache (folder, hf:, https://), or several.",
+        brief="A cache (folder, hf:, https://), or several.",
     )
     """A finished cache: a folder, hf:datasets/ORG/NAME[@REVISION] or https://...; again: a mixture."""
     cache_weights: tuple[float, ...] = option((), several=",", shown="X,X", above=0, later=True)
