@@ -11,7 +11,15 @@ from kdtrain import __version__
 from kdtrain.cache import format as cache_format
 from kdtrain.cache import hdf5
 from kdtrain.cache.folder import file_digests
-from kdtrain.cache.manifest import CacheSettings, Manifest, Sidecar, SplitRecord, read_manifest, read_sidecar
+from kdtrain.cache.manifest import (
+    CacheSettings,
+    Manifest,
+    Sidecar,
+    SplitRecord,
+    WeightsCost,
+    read_manifest,
+    read_sidecar,
+)
 from kdtrain.cache.shard_writer import ShardPlace, is_of
 from kdtrain.errors import RunError, writing
 from kdtrain.files import file_digest, publish_json, published, set_aside
@@ -52,6 +60,7 @@ def publish_manifest(
     tokens: Mapping[str, str],
     fidelity: dict[str, Any] | None,
     temperature_range: Any,
+    weights_cost: WeightsCost | None = None,
 ) -> Manifest:
     """Write the index, then the manifest; return the manifest as it is read again.
 
@@ -66,6 +75,7 @@ def publish_manifest(
         splits={split: _summary(each, tokens[split]) for split, each in sidecars.items()},
         fidelity=fidelity,
         temperature_range=temperature_range,
+        weights_cost=weights_cost,
         bytes_per_token=_bytes_per_token([record for each in sidecars.values() for record in each], length),
         index_sha256=file_digest(index),
         tokenizer_files=file_digests(folder / cache_format.TOKENIZER),

@@ -129,6 +129,21 @@ class TemperatureRange(TypedDict):
     rule: str
 
 
+class WeightsCost(TypedDict):
+    """What it costs that the teacher's weights were held in fewer bits, on the first rows of the validation split."""
+
+    weights: str
+    """bf16, int8 or nf4."""
+    whole_loss: float
+    """Cross-entropy of the teacher with its whole weights, nats a token."""
+    loss: float
+    """With the packed ones."""
+    cost: float
+    """The difference, nats a token."""
+    sequences: Count
+    tokens: Count
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A finished cache, as its manifest states it."""
@@ -146,6 +161,8 @@ class Manifest:
     """SHA-256 by file name."""
     versions: dict[str, str]
     """kdtrain and the libraries it was built with."""
+    weights_cost: WeightsCost | None = None
+    """None, and not in the record, where the teacher's weights were whole."""
     digest: str = ""
     """Over everything else: the digest of the cache."""
 
@@ -162,6 +179,8 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """The sealed record, as in manifest.json."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
+        if self.weights_cost is None:
+            del own["weights_cost"]
         return sealed({**self.settings.to_json(), **own})
 
     @classmethod

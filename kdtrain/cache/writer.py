@@ -32,7 +32,7 @@ from kdtrain.cache.codec import encode_sequences
 from kdtrain.cache.compression import Arrays
 from kdtrain.cache.finish import publish_manifest, read_sidecars, set_aside_others
 from kdtrain.cache.folder import open_folder
-from kdtrain.cache.manifest import CacheSettings, Manifest
+from kdtrain.cache.manifest import CacheSettings, Manifest, WeightsCost
 from kdtrain.cache.rounds import Progress, Rounds
 from kdtrain.cache.shard import Shard, batch_of, shard_errors
 from kdtrain.cache.shard_writer import (
@@ -96,6 +96,8 @@ class CacheBuilder:
         self._side = SideStream()
         self.sample: tuple[int, int] | None = None
         """Sequences and positions of the held sample, where the teacher answers for no others."""
+        self.weights_cost: WeightsCost | None = None
+        """Of a teacher with packed weights, for the manifest."""
         self._compiled: set[int] = set()
         """Sizes of the batches that teacher and encoder have seen."""
         self.manifest, self._lock = open_folder(self.folder, settings, tokenizer, all_ranks)
@@ -250,7 +252,8 @@ class CacheBuilder:
         self.rounds.stop_if_broken(len(self.rounds.broken), total, total)
         set_aside_others(self.folder, {record["name"] for record in records})
         tokens = {split: sha.hexdigest() for split, sha in self._tokens.items()}
-        self.manifest = publish_manifest(self.folder, self.settings, sidecars, tokens, *self._measure())
+        measured = self._measure()
+        self.manifest = publish_manifest(self.folder, self.settings, sidecars, tokens, *measured, self.weights_cost)
         self.close()
         return self.manifest
 
@@ -278,13 +281,19 @@ class CacheBuilder:
 
 
 def write_cache(
-    folder: Path | str, settings: CacheSettings, splits: Mapping[str, Iterable[PackedRow]], **options: Any
+    folder: Path | str,
+    settings: CacheSettings,
+    splits: Mapping[str, Iterable[PackedRow]],
+    *,
+    weights_cost: WeightsCost | None = None,
+    **options: Any,
 ) -> Manifest | None:
     """Build all `splits` and finish; a finished cache of these settings stays untouched. None on all ranks but 0.
 
     A rank that has built its share returns while rank 0 finishes.
     """
     writer = CacheBuilder(folder, settings, **options)
+    writer.weights_cost = weights_cost
     try:
         if writer.manifest is not None:
             return writer.manifest if writer.rounds.rank == 0 else None

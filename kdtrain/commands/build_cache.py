@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.codec import SAMPLING, CodecSpec
@@ -18,6 +21,7 @@ from kdtrain.errors import UsageError
 from kdtrain.files import read_sealed
 from kdtrain.models.loading import ChatTokenizer, generation_of, tokenizer_digest
 from kdtrain.monitor.progress import bar
+from kdtrain.objective.batch import Batch
 from kdtrain.ranks import is_main
 from kdtrain.teaching.teacher import Teacher
 
@@ -54,8 +58,19 @@ def build_cache(config: CacheTeacherConfig, teacher: Teacher) -> Manifest | None
         answers = {"teacher": None, "kept": lambda rows: teacher.kept(rows, codec, config.seed)}
     else:
         answers = {"teacher": teacher.logits, "sharded": teacher.sharded}
-    saved = ChatTokenizer(teacher.tokenizer, generation_of(teacher.spec))
+    saved, answers["weights_cost"] = ChatTokenizer(teacher.tokenizer, generation_of(teacher.spec)), teacher.cost
     return _write(config.out, settings, rows, tokenizer=saved, batch_size=config.batch_size, all_ranks=True, **answers)
+
+
+def validation_rows(config: CacheTeacherConfig, teacher: Teacher, most: int) -> Iterator[Batch]:
+    """The first rows of the validation split that `build_cache` packs, in batches."""
+    rows = islice(_text(config.data, teacher.tokenizer, config.splits())["validation"], most)
+    while part := list(islice(rows, config.batch_size)):
+        tokens, mask, segments = (
+            torch.from_numpy(np.stack([getattr(row, name) for row in part]).astype(kind))
+            for name, kind in (("tokens", np.int64), ("loss_mask", bool), ("segments", np.int64))
+        )
+        yield Batch(tokens, mask, segments, None)
 
 
 def build_tokens(

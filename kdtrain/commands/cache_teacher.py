@@ -5,21 +5,23 @@ from dataclasses import replace
 
 import torch
 
+from kdtrain.cache.format import MANIFEST
 from kdtrain.cache.manifest import Manifest
 from kdtrain.cache.reader import Cache
+from kdtrain.commands import pages
 from kdtrain.commands.agreement import same_ranks
-from kdtrain.commands.build_cache import build_cache
+from kdtrain.commands.build_cache import build_cache, validation_rows
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.loading import load_tokenizer
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import read_spec, with_weights
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show
 from kdtrain.parallel.memory_plan import free_everywhere, shards_teacher
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, raise_on_all_ranks, reported, world_size
-from kdtrain.teaching.teacher import open_teacher
+from kdtrain.teaching.teacher import MEASURED, open_teacher
 
 
 def main(config: CacheTeacherConfig) -> int:
@@ -67,7 +69,8 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> None:
         spec = read_spec(config.teacher, "teachers")
         if config.from_logprobs is not None:
             load_tokenizer(spec)  # a spec without one is refused by name
-            spec = replace(spec, kind="recorded", options={"logprobs": str(config.from_logprobs)})
+            spec = replace(spec, kind="recorded", weights=None, options={"logprobs": str(config.from_logprobs)})
+        spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
         teacher = open_teacher(spec, device, pick_mode(config.precision, device), online=False)
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
     free = free_everywhere(device, config.parallel.device_memory)
@@ -75,10 +78,15 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> None:
         sharded = shards_teacher(config, teacher.footprint(config.data.seq_len), free)
         teacher.load(sharded)
         teacher.check(config.data.seq_len, config.data.document_mask)
+        measured = spec.weights is not None and is_main() and not (config.out / MANIFEST).exists()
+        rows = validation_rows(config, teacher, MEASURED) if measured else ()
+        teacher.pack(rows, document_mask=config.data.document_mask)
     teacher.prepare(sharded=sharded, compile=config.compile)
     over = "" if config.data.data is None else f" over {config.data.data}"
     many = f" in {world_size()} ranks" if world_size() > 1 else ""
     log.info("caching %s%s into %s%s", teacher, over, config.out, many)
+    if teacher.cost is not None:
+        log.info("%s", pages.weights_line(teacher.cost))
     build_cache(config, teacher)
 
 
@@ -92,6 +100,7 @@ def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, 
         "tokens": {name: count * config.data.seq_len for name, count in sequences.items()},
         "bytes_per_token": manifest.bytes_per_token["total"],
         "temperature_range": manifest.temperature_range,
+        **({} if manifest.weights_cost is None else {"teacher's weights": {**manifest.weights_cost}}),
         "seconds": round(seconds, 1),
         "peak_memory_mb": round(peak_memory_mb(device), 1),
     }

@@ -95,7 +95,7 @@ def distill(config: DistillConfig | None = None, **options: Any) -> dict[str, An
             result = run.result("signal" if trainer.stopped_by else "early-stop" if stopped_early else "done")
             if trainer.stopped_by is None:  # still as a group of ranks, and under the run's lock
                 try:
-                    on_main(run.export)
+                    result |= on_main(run.export)
                 except UsageError as error:  # training is over: it failed while running
                     raise reported(RunError(str(error))) from None
                 result["student"] = str(run.out / "student")

@@ -156,6 +156,7 @@ def _cache_facts(path: Path, manifest: Manifest) -> dict[str, Any]:
         "bytes per token": manifest.bytes_per_token,
         "temperature range": manifest.temperature_range,
         "fidelity": manifest.fidelity,
+        **({} if manifest.weights_cost is None else {"teacher's weights": {**manifest.weights_cost}}),
         "versions": manifest.versions,
         **_aside(path.resolve()),
     }

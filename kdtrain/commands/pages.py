@@ -20,7 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.manifest import Manifest, Sidecar
+from kdtrain.cache.manifest import Manifest, Sidecar, WeightsCost
 from kdtrain.commands.result import RESULT
 from kdtrain.commands.run_folder import is_training
 from kdtrain.files import open_regular, parse_json, read_json, typed
@@ -269,6 +269,8 @@ def cache_page(path: Path, facts: Mapping[str, Any], manifest: Manifest) -> Iter
             if only
             else f"for T from {number(found['min'])} to {number(found['max'])} ({error})"
         )
+    if manifest.weights_cost is not None:
+        yield weights_line(manifest.weights_cost)
     if facts.get("tail rule"):
         yield f"tail rule {facts['tail rule']}"
     if manifest.fidelity:
@@ -279,6 +281,14 @@ def cache_page(path: Path, facts: Mapping[str, Any], manifest: Manifest) -> Iter
     yield f"digest {manifest.digest[:12]}, kdtrain {manifest.versions.get('kdtrain')}"
     if codec.kind != "tokens":
         yield f"Next: kdtrain distill --cache {_word(path)} --student SPEC --out runs/NAME"
+
+
+def weights_line(cost: WeightsCost) -> str:
+    """What packed weights of a teacher cost."""
+    return (
+        f"{cost['weights']} weights cost the teacher {cost['cost']:+.4f} nats a token: validation loss "
+        f"{cost['loss']:.4f}, with whole weights {cost['whole_loss']:.4f} ({cost['sequences']} sequences)"
+    )
 
 
 def _bytes(split: Mapping[str, Any]) -> float:

@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 
-from kdtrain.commands.export import student_at
+from kdtrain.commands import pages
+from kdtrain.commands.export import merged_line, student_at
 from kdtrain.commands.recipe import Recipe
 from kdtrain.commands.result import RESULT, below, best_plain_run, count_warnings, read_result
 from kdtrain.commands.run_folder import TOKENIZER, launch, used, write_description, write_tokenizer
 from kdtrain.errors import RunError, UsageError, advice, reason, writing
 from kdtrain.files import publish_text, set_aside
+from kdtrain.models.frozen import whole_size
+from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import export_lock, export_model, is_export, load_tokenizer, tokenizer_files
 from kdtrain.monitor.progress import end_log, formula, log, setup_logging
 from kdtrain.monitor.tables import finite, show
@@ -23,7 +26,9 @@ from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, rank, wor
 from kdtrain.training.schedule import warmup_steps
 from kdtrain.training.state import load_saved
 from kdtrain.training.step import out_of_memory
+from kdtrain.training.student import Student
 from kdtrain.training.trainer import Trainer
+from kdtrain.training.validate import validate
 
 _OTHER_EXPORT = 600.0
 """Seconds that a run waits at its end for a `kdtrain export` to the same folder."""
@@ -60,7 +65,7 @@ class Run:
     @property
     def parameters(self) -> int:
         """The student's parameters over all ranks, each counted once."""
-        return sum(each.numel() for each in self.trainer.student.model.parameters())
+        return whole_size(self.trainer.student.model)
 
     @property
     def trained(self) -> dict[str, Any]:
@@ -68,7 +73,8 @@ class Run:
         model = self.trainer.student.model
         count = sum(each.numel() for each in model.parameters() if each.requires_grad)
         how = "all but the output head" if model.lora is None else str(model.lora)
-        return {"trained": how, "trained_parameters": count} if model.frozen else {}
+        held = {} if self.recipe.student.weights is None else {"base_weights": self.recipe.student.weights}
+        return {"trained": how, "trained_parameters": count, **held} if model.frozen else {}
 
     def write_metadata(self) -> None:
         """Write config.toml, environment.json and the tokenizer into the run's folder, and open its log."""
@@ -117,7 +123,11 @@ class Run:
         ]
         if trained := self.trained:
             share = trained["trained_parameters"] / self.parameters
-            lines.append(f"trained: {trained['trained']}, {trained['trained_parameters']:,} parameters ({share:.2%})")
+            held = f", beside {trained['base_weights']} weights" if "base_weights" in trained else ""
+            count = f"{trained['trained_parameters']:,} parameters ({share:.2%})"
+            lines.append(f"trained: {trained['trained']}, {count}{held}")
+        if recipe.teacher is not None and recipe.teacher.cost is not None:
+            lines.append(pages.weights_line(recipe.teacher.cost))
         objective = config.objective
         hidden = None if objective.hidden_loss == "none" else objective.hidden_weight
         summed = formula(objective.alpha if recipe.distils else 0.0, objective.divergence, hidden)
@@ -153,12 +163,15 @@ class Run:
             raise
         trainer.saver.close()
 
-    def export(self) -> None:
-        """Export the best student, or the last one where none is best. Runs on rank 0 only."""
+    def export(self) -> dict[str, Any]:
+        """Export the best student, or the last one where none is best. Runs on rank 0 only.
+
+        Return what the result has besides: of a student with packed weights the loss of the exported, merged one.
+        """
         trainer, state, out = self.trainer, self.trainer.state, self.out / "student"
         step, has_best = state.progress.step, state.progress.best_step is not None
-        student: torch.nn.Module = trainer.student.model
-        if self.recipe.plan.student == "fsdp":  # no rank holds the whole student
+        student, packed, found = trainer.student.model, self.recipe.student.weights, dict[str, Any]()
+        if self.recipe.plan.student == "fsdp" or packed is not None:  # no rank holds the whole student
             path = self._best() if has_best else trainer.store.choose("latest")
             student, step = student_at(path, torch.device("cpu")), load_saved(path).state["progress"]["step"]
         elif has_best:
@@ -174,6 +187,33 @@ class Run:
                     trainer.writers.warning("export", step, f"{out} was not written by kdtrain, and is now {moved}")
             if aside := export_model(student, tokenizer, out, origin=origin):
                 trainer.writers.warning("export", step, f"{out} held more than an export, and is now {aside}")
+        if packed is not None:
+            found["merged_validation_loss"] = merged = self._merged_loss(student)
+            log.info("%s", merged_line(packed, state.progress.best_loss, merged, str(out)))
+        return found
+
+    def _merged_loss(self, student: SplitModel) -> float | None:
+        """The validation loss of a student with its whole weights; None if it is not measured here.
+
+        That needs another model on the device, and several ranks would have to share it.
+        """
+        own, trainer = self.trainer.student, self.trainer
+        if world_size() > 1:
+            return None
+        try:
+            whole = Student(
+                student.to(own.device),
+                own.loss,
+                vocab_size=own.vocab_size,
+                mode=own.mode,
+                document_mask=own.document_mask,
+            )
+            metrics = validate(
+                whole.eval(), trainer.validation_source, micro=trainer.stepper.micro, batches=trainer.validation_batches
+            )
+        except torch.OutOfMemoryError:
+            return None
+        return None if metrics is None else metrics.mean("cross_entropy")
 
     def _best(self) -> Path:
         store = self.trainer.store
@@ -221,6 +261,8 @@ class Run:
             "peak_memory_mb": round(peak_memory_mb(recipe.device), 1),
             **self.trained,
         }
+        if recipe.teacher is not None and recipe.teacher.cost is not None:
+            result["teacher_weights"] = recipe.teacher.cost
         if trainer.state.adaptive is not None:
             controller = trainer.state.adaptive.controller
             result |= {"steps_quantized": controller.steps_quantized, "switches": controller.switches}

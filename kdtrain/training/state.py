@@ -112,6 +112,8 @@ class _Student(TypedDict):
     attention: str
     base: NotRequired[str]
     """Digest of the weights that are not trained, and not in the checkpoint."""
+    weights: NotRequired[str]
+    """The format in which these were held."""
     lora: NotRequired[dict[str, Any]]
     freeze_head: NotRequired[bool]
 
