@@ -109,7 +109,7 @@ class Teacher:
         """Take from the student what the teacher shares with it; called once, when the student is loaded and whole."""
 
     def pack(self, rows: Iterable[Batch], *, document_mask: bool = False) -> None:
-        """Hold the weights in the format of the spec's `weights`; the `cost` is measured on `rows`, if there are any."""
+        """Hold the weights in the format of the spec's `weights`; its `cost` is measured on `rows` if there are any."""
 
     def check(self, seq_len: int, document_mask: bool) -> None:
         """Refuse (UsageError) sequences that are too long, or a document mask that it cannot apply."""
