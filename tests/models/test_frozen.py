@@ -1,6 +1,7 @@
 """Frozen weights in fewer bits: what a packed layer computes, what it keeps, and what is refused."""
 
 import copy
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from kdtrain.config import LoraConfig
 from kdtrain.errors import UsageError
 from kdtrain.models import frozen
-from kdtrain.models.adapters import frozen_digest, frozen_names, restrict
+from kdtrain.models.adapters import frozen_digest, frozen_names, merged_state, restrict
 from kdtrain.models.frozen import PackedLinear, frozen_bytes, pack, pack_student, whole_size
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.spec import ModelSpec
@@ -164,10 +165,9 @@ def test_head_and_embedding_are_bf16_tied_as_before_and_the_residual_stream_stay
 
 
 def test_packed_weights_are_never_merged():
+    student = student_of("llama", "bf16")
     with pytest.raises(AssertionError, match="packed weights are not merged"):
-        from kdtrain.models.adapters import merged_state
-
-        merged_state(student_of("llama", "bf16").model)
+        merged_state(student.model)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
@@ -188,10 +188,10 @@ def test_the_plan_counts_the_bytes_that_packed_weights_take(shape, kind):
 def test_formats_that_are_not_to_be_had_are_refused_in_one_line(monkeypatch):
     with pytest.raises(UsageError, match="--base-weights nf4 needs a CUDA device, and this runs on cpu"):
         frozen.refuse_weights("nf4", "--base-weights", CPU)
-    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UsageError, match=r"needs the package bitsandbytes; pip install 'kdtrain\[nf4\]'"):
         frozen.refuse_weights("nf4", "--teacher-weights", torch.device("cuda"))
-    monkeypatch.setitem(__import__("sys").modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(
         UsageError, match=r"--base-weights int8 needs the package torchao; pip install 'kdtrain\[fp8\]'"
     ):
