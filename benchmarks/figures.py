@@ -1,6 +1,6 @@
 """The pictures, drawn from the JSON records alone: `python -m benchmarks.figures NAME [RECORD [FOLDER]]`.
 
-Names: cache, demo, objective, precision, quality, temperature. Without more, the published
+Names: audit, cache, demo, objective, precision, quality, temperature. Without more, the published
 record is drawn into `benchmarks/figures`, by the functions and in the colours of `kdtrain.monitor.figures`.
 """
 
@@ -28,6 +28,7 @@ from kdtrain.monitor.figures import (
     GREEN,
     GREY,
     LOOKS,
+    MORE,
     ORANGE,
     SKY,
     YELLOW,
@@ -397,7 +398,30 @@ def quality_time(record: Record) -> Figure | None:
     return figure
 
 
+# Audit: what a teacher finds in a cache, by rows read.
+
+
+def draw_audit(record: Record, folder: Path) -> list[Path]:
+    """Write `audit.png`: a panel a kind of cache, a line a fault; the share of audits that fail."""
+    powers = record["power"]
+    made, [axes] = figure_of(3.6 * len(powers), 3.9, 1, len(powers), sharey=True)
+    for axis, (name, faults) in zip(axes, powers.items(), strict=True):
+        for (fault, shares), (color, marker, line) in zip(faults.items(), [*LOOKS, *MORE], strict=False):
+            points = [(int(rows), share) for rows, share in shares.items()]
+            axis.plot(*zip(*points, strict=True), color=color, marker=marker, linestyle=line, label=fault, markersize=5)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(FixedLocator([1, 2, 5, 10, 20, 50, 100, 200]))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        finish(axis, name, f"rows read, of {record['settings']['seq_len']} tokens", "")
+        axis.get_legend().remove()
+    axes[0].set_ylabel("share of audits that fail")
+    made.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    return write_all(folder, audit=made)
+
+
 PICTURES: dict[str, Callable[[Any, Path], list[Path]]] = {
+    "audit": draw_audit,
     "cache": draw_cache,
     "demo": draw_demo,
     "objective": draw_objective,

@@ -2,7 +2,7 @@
 
 The library, every name of which is imported when it is first used:
 
-    Cache, collate                a teacher's cached distributions, as data sets of dicts of tensors
+    Cache, collate, Mixture       a teacher's cached distributions, as data sets of dicts of tensors, alone or mixed
     CacheWriter                   writes a cache from the logits of any teacher, one sequence after the other
     DistillationLoss              (1 - alpha) CE + alpha T^2 KD, with its temperature: fixed, scheduled or learned
     Student                       a causal language model and its loss as one module, for any training loop
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
+    from kdtrain.cache.mixture import Mixture
     from kdtrain.cache.reader import Cache, collate
     from kdtrain.cache.sequences import CacheWriter
     from kdtrain.checkpoint.nested import CheckpointStore
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from kdtrain.training.student import Student
 
 _HOME = {
+    "kdtrain.cache.mixture": ("Mixture",),
     "kdtrain.cache.reader": ("Cache", "collate"),
     "kdtrain.cache.sequences": ("CacheWriter",),
     "kdtrain.checkpoint.nested": ("CheckpointStore",),
@@ -101,6 +103,7 @@ __all__ = [
     "Logger",
     "LossOutput",
     "MinimizedTemperature",
+    "Mixture",
     "Policy",
     "PrecisionController",
     "RunError",

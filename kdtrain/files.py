@@ -285,6 +285,16 @@ def remove_link(path: Path) -> None:
         path.unlink()
 
 
+def remove_file(path: Path) -> None:
+    """Remove a file that kdtrain wrote, if it is there; a link itself, never what it points to."""
+    path.unlink(missing_ok=True)
+
+
+def rename_over(source: Path, target: Path) -> None:
+    """Give a file that kdtrain wrote the place of another one of its own."""
+    os.replace(source, target)
+
+
 @contextmanager
 def hidden_folder(path: Path) -> Iterator[Path]:
     """A new folder with a temporary name beside `path`, for the block to fill and `swap_in` to rename.
@@ -483,6 +493,38 @@ def sweep(folder: Path, of: str | None = None) -> None:
 
 
 # Locks --------------------------------------------------------------------------------------------------------------
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a process of this machine holds the `Lock` of `path`; None where the system does not say.
+
+    The lock is not tried: a process that wants it at that moment would be refused.
+    """
+    try:
+        own = path.lstat()
+        held = Path("/proc/locks").read_text()
+    except FileNotFoundError as error:
+        return None if error.filename == "/proc/locks" else False
+    except OSError:
+        return None
+    holders = re.findall(rf"FLOCK .* (-?[0-9]+) ([0-9a-f]+:[0-9a-f]+):{own.st_ino} ", held)
+    if any(device == f"{os.major(own.st_dev):02x}:{os.minor(own.st_dev):02x}" for _, device in holders):
+        return True
+    found = [_has_open(process, own) for process, _ in holders]  # overlays and btrfs have another number there
+    return True if True in found else None if None in found else False
+
+
+def _has_open(process: str, file: os.stat_result) -> bool | None:
+    """Whether a process has a file open; None where it may not be asked."""
+    try:
+        handles = os.listdir(f"/proc/{process}/fd")
+    except OSError:
+        return None
+    for handle in handles:
+        with suppress(OSError):  # closed meanwhile
+            if os.path.samestat(os.stat(f"/proc/{process}/fd/{handle}"), file):
+                return True
+    return False
 
 
 class Lock:

@@ -28,9 +28,13 @@ from torch.distributed.tensor import DTensor
 
 from kdtrain import faults
 from kdtrain.errors import RunError, UsageError, reason
+from kdtrain.process import is_main as is_main
+from kdtrain.process import local_rank as local_rank
+from kdtrain.process import rank as rank
+from kdtrain.process import reported as reported
+from kdtrain.process import world_size as world_size
 
 T = TypeVar("T")
-E = TypeVar("E", bound=Exception)
 
 _BEAT = 10.0
 """Seconds between two heartbeats; at most a quarter of the timeout."""
@@ -42,26 +46,6 @@ _stop: tuple[int, float] | None = None
 """A signal that came before the ranks formed a group, and when."""
 _STOP_WAIT = 10.0
 """Seconds that rank 0 waits for the others after such a signal."""
-
-
-def rank() -> int:
-    """The number of this process, from 0."""
-    return int(os.environ.get("RANK") or 0)
-
-
-def world_size() -> int:
-    """How many processes the run has."""
-    return int(os.environ.get("WORLD_SIZE") or 1)
-
-
-def local_rank() -> int:
-    """The number of this process on its node, from 0."""
-    return int(os.environ.get("LOCAL_RANK") or 0)
-
-
-def is_main() -> bool:
-    """Whether this is rank 0, the only one that prints and writes what all ranks share."""
-    return rank() == 0
 
 
 def pick_device(name: str) -> torch.device:
@@ -327,12 +311,6 @@ def _all_reduce(tensor: torch.Tensor, operation: Any) -> torch.Tensor:
     result = tensor.clone()
     dist.all_reduce(result, operation)
     return result
-
-
-def reported(error: E) -> E:
-    """Mark `error`, which every rank raises, as reported by rank 0, so that only rank 0 prints it."""
-    error.reported = not is_main()  # type: ignore[attr-defined]
-    return error
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

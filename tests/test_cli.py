@@ -195,7 +195,7 @@ def test_a_file_with_thousands_of_unknown_keys_is_refused_at_once(tmp_path):
 def test_no_path_is_not_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = ["--student", STUDENT, "--out", "o", "--data", "stdlib", "--cache"]
-    assert cli.parse("distill", [*argv, "None"], look=True).cache is None
+    assert cli.parse("distill", [*argv, "None"], look=True).cache == ()
     with pytest.raises(UsageError) as caught:
         cli.parse("distill", [*argv, ""], look=True)
     assert "perhaps" not in str(caught.value)
@@ -206,6 +206,13 @@ def test_an_unknown_device_is_refused_by_every_command_with_one():
         command, *argv = line.split()
         with pytest.raises(UsageError, match="--device 'x' is unknown"):
             cli.parse(command, [*argv, "--device", "x"])
+
+
+def test_help_shows_the_default_of_a_section_where_the_command_has_one_of_its_own(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", "--help", "split"])
+    assert "[validation]" in capsys.readouterr().out
+    assert cli.parse("evaluate", ["--student", "s", "--data", "stdlib"]).data.split == "validation"
 
 
 def test_options_of_sections_are_flat_flags():
@@ -254,7 +261,7 @@ def test_the_file_wins_over_the_defaults_and_flags_win_over_the_file(tmp_path):
 def test_required_options_may_be_in_the_file_alone(tmp_path):
     path = tmp_path / "all.toml"
     path.write_text("[run]\nstudent = 's'\nout = 'o'\ncache = 'c'\n")
-    assert cli.parse("distill", [f"--config={path}"]).cache == Path("c")
+    assert cli.parse("distill", [f"--config={path}"]).cache == ("c",)
 
 
 @pytest.mark.parametrize(
@@ -419,6 +426,18 @@ def test_an_error_of_a_command_becomes_one_line_and_its_exit_code(monkeypatch, c
     assert len(stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("command", ["cache-teacher", "demo", "distill", "import", "merge", "push", "subset", "verify"])
+def test_an_interrupted_command_that_resumes_says_so(monkeypatch, capsys, command):
+    monkeypatch.setattr(cli, "parse", lambda *words, **options: None)
+    module = {"import": "import_cache"}.get(command, command.replace("-", "_"))
+    stage = types.SimpleNamespace(main=raising(KeyboardInterrupt()))
+    monkeypatch.setitem(sys.modules, f"kdtrain.commands.{module}", stage)
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command])
+    hint = "" if command == "verify" else "; the same command resumes from what was saved"
+    assert (stop.value.code, capsys.readouterr().err) == (1, f"kdtrain: interrupted{hint}\n")
+
+
 def test_an_error_names_its_rank_is_printed_by_one_rank_only_and_reaches_torchrun(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -521,7 +540,7 @@ def test_help_ends_and_is_whole_at_every_width(monkeypatch, capsys, columns):
 @pytest.mark.parametrize(
     "argv, code, line",
     [
-        (["--help"], 0, "  distill        Train a student from a cache, from an online teacher, or (with neither)"),
+        (["--help"], 0, "  distill        Train a student from a cache, from an online teacher, or (with"),
         (
             ["distill", "--student", STUDENT, "--out", "o", "--data", "stdlib"],
             2,

@@ -277,7 +277,7 @@ def test_options_are_given_by_their_names_whatever_their_section():
     config = configured(
         options.DistillConfig, None, {"cache": "c", "student": "s", "out": "o", "lr": 3e-3, "compile": False}
     )
-    assert (config.optimizer.lr, config.precision.compile, config.cache) == (3e-3, False, Path("c"))
+    assert (config.optimizer.lr, config.precision.compile, config.cache) == (3e-3, False, ("c",))
     changed = configured(options.DistillConfig, config, {"lr": 1e-3})
     assert (changed.optimizer.lr, changed.precision.compile) == (1e-3, False)
 

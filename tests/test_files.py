@@ -332,6 +332,28 @@ def test_a_lock_ends_with_its_process(tmp_path):
         assert other.stdout.readline() == "held\n"
         with pytest.raises(UsageError, match="busy"):
             files.Lock(path, "busy", "another", wait=60)
+        assert files.is_locked(path)
         other.send_signal(signal.SIGKILL)
+        other.wait()
+    assert files.is_locked(path) is False
     files.Lock(path, "busy").release()
     assert not path.exists()
+
+
+def test_a_lock_of_a_file_with_the_same_number_on_another_disk_is_another_lock(tmp_path, monkeypatch):
+    path = tmp_path / "lock"
+    path.touch()
+    table = f"1: FLOCK  ADVISORY  WRITE %s %s:{path.stat().st_ino} 0 EOF\n"
+    read, here, other = Path.read_text, os.getpid(), "fff:fff"
+
+    def holds(process: int, device: str) -> bool | None:
+        text = table % (process, device)
+        monkeypatch.setattr(Path, "read_text", lambda self: text if str(self) == "/proc/locks" else read(self))
+        return files.is_locked(path)
+
+    own = path.stat().st_dev
+    assert holds(here, f"{os.major(own):02x}:{os.minor(own):02x}") is True
+    assert holds(here, other) is False
+    assert holds(2**22, other) is None, "of a process that cannot be asked"
+    with open(path):  # an overlay or btrfs has another number in the table than in stat
+        assert holds(here, other) is True

@@ -25,7 +25,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 600
 
 STAIRCASE = (
-    *("errors", "imports", "faults", "registry", "files", "ranks", "config", "data", "models", "objective"),
+    *("errors", "imports", "faults", "registry", "files", "process", "ranks", "config", "data", "models", "objective"),
     *("precision", "cache", "checkpoint", "monitor", "parallel", "teaching", "training", "commands", "cli"),
     *("testing", "__main__"),
 )
@@ -290,7 +290,7 @@ def test_torchao_is_imported_by_the_fp8_back_end_alone_and_matplotlib_by_what_dr
 
 
 LEFT_OUT = {".git", ".venv", "runs", "build", "dist", "__pycache__"}
-BINARY = {".png", ".safetensors", ".h5", ".pyc", ".gz", ".parquet", ".arrow"}
+BINARY = {".png", ".safetensors", ".h5", ".pyc", ".gz", ".parquet", ".arrow", ".npz"}
 UNFINISHED = re.compile(r"\b(?:TO[D]O|FIX[M]E)\b")
 ABOUT_A_MACHINE = re.compile(r"(?<![\w.~$/}>)*-])/(?:home|root|Users|work|workspace|opt|mnt)/\w")
 

@@ -297,7 +297,7 @@ def test_a_batch_that_is_not_one_is_a_usage_error(changes, message):
         (lambda: kd.Policy(quantized="fp8", rules="loss"), "rules 'loss'"),
         (lambda: kd.Policy(quantized="fp8", window=0), "window 0"),
         (lambda: kd.Keep(rolling=0), "rolling 0"),
-        (lambda: kd.Cache(3), "folder 3 is not a path"),
+        (lambda: kd.Cache(3), "where 3 is not a path"),
         (lambda: kd.CheckpointStore(3), "folder 3 is not a path"),
         (lambda: kd.DistillConfig(student="s", out="o", cache="c", steps="many"), "steps 'many' is not a whole number"),
         (lambda: kd.DistillConfig(student="s", out=3, cache="c"), "out 3 is not a path"),

@@ -378,6 +378,8 @@ def test_a_package_adds_a_command_with_its_own_options(bench):
     done = kdtrain(bench, bench / "packages", "say", "--word", "ho")
     assert (done.returncode, done.stdout) == (0, "ho\n")
     assert "say            from the package more-commands" in kdtrain(bench, bench / "packages", "--help").stdout
+    script = kdtrain(bench, bench / "packages", "completion", "bash").stdout
+    assert 'say) flags="--word --help"' in script, "completion knows the commands of packages"
 
 
 def test_help_lists_what_packages_add_without_importing_them(bench, tmp_path):

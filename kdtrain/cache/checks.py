@@ -41,10 +41,15 @@ def check_flags(loss_mask_nT: np.ndarray, segments_nT: np.ndarray) -> None:
         raise ValueError(f"its segments have the number {segments_nT.max()} in {segments_nT.shape[1]} positions")
 
 
+def check_tokens(tokens_nT1: np.ndarray, spec: CodecSpec) -> None:
+    """ValueError: a token is not an entry of the vocabulary."""
+    if (largest := tokens_nT1.max()) >= spec.vocab_size:
+        raise ValueError(f"the token {largest} is outside of the vocabulary of {spec.vocab_size}")
+
+
 def check_stored(arrays: Arrays, spec: CodecSpec) -> None:
     """ValueError: sequences [n, ...], as they are stored, have impossible numbers."""
-    if (largest := arrays["tokens"].max()) >= spec.vocab_size:
-        raise ValueError(f"the token {largest} is outside of the vocabulary of {spec.vocab_size}")
+    check_tokens(arrays["tokens"], spec)
     if spec.kind == "sparse":
         numbers_nRT, entries = arrays["numbers"], spec.columns
         wide = np.uint32 if entries < 2**16 else np.uint64  # sums do not wrap around

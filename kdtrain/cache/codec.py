@@ -7,15 +7,16 @@ next token; mean and standard deviation of the logits. `dense` keeps all log-pro
 `tokens` keeps none: it serves training without a cached teacher. `compression` packs the numbers of `sparse` into few
 bytes.
 
-Samples are systematic (arXiv cs/0507025): their points in the cumulative distribution lie 1/n apart, and
-only where the first lies is left to chance. An entry of probability p in the tail is then drawn n p times, rounded down
-or up, n p on average: estimates are unbiased as from independent draws, likely entries all but free of noise.
+Samples are systematic (arXiv cs/0507025): their points in the cumulative distribution are a grid, 1/n apart, of which
+only the place is left to chance. An entry of probability p in the tail is then drawn n p times, rounded down
+or up, n p on average: estimates are unbiased as from independent draws, likely entries all but free of noise. The place
+does not depend on n, so the n points halfway between those of a grid make it the grid of 2n: caches of samples add up.
 
 Samples without a top-k serve T = 1 only, where their counts are all that a loss needs (`counts_only`): other
 temperatures need weights p^(beta - 1), under which the samples of T = 1 are mostly noise.
 
 The arithmetic is fp32 on the teacher's device (fp64 for the cumulative sums of sampling), a block of rows at a time,
-so that memory does not grow with N x V. Samples come from uniforms that the CPU makes from (seed, split, sequence):
+so that memory does not grow with N x V. Samples come from numbers that the CPU makes from (seed, split, sequence):
 they do not depend on batch size, ranks or restarts.
 
 On a CPU a block stays in a core's cache, and plain operations give the same bits everywhere. On a GPU each of them
@@ -33,8 +34,9 @@ of W entries.
 """
 
 import hashlib
+import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -44,108 +46,43 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from kdtrain.cache.spec import ABSENT as ABSENT
+from kdtrain.cache.spec import FINE_KNOTS as FINE_KNOTS
+from kdtrain.cache.spec import KNOTS as KNOTS
+from kdtrain.cache.spec import SAMPLING as SAMPLING
+from kdtrain.cache.spec import CodecSpec as CodecSpec
+from kdtrain.cache.spec import grid_name as grid_name
+from kdtrain.cache.spec import grid_offset as grid_offset
 from kdtrain.errors import UsageError
 from kdtrain.objective.matmul import maybe_compiled
 from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets
 
-KNOTS = (1.5, 1.0, 0.7, 0.45, 0.25)
-"""Default knots of beta: T from 2/3 to 4."""
-FINE_KNOTS = (1.5, 1.22, 1.0, 0.84, 0.7, 0.56, 0.45, 0.34, 0.25)
-"""The default below `SMALL_TOP_K` kept entries: likely entries are then in the tail, whose curve bends sharply."""
-MAX_KNOTS = 64
-SAMPLING = "systematic"
-"""How samples are drawn (`draw_points`), as a cache's settings name it."""
-SMALL_TOP_K = 4
-ABSENT = 2**32 - 1
-"""The id of an absent entry in targets, above every vocabulary; in arrays it is the largest id of the dtype."""
+MOST_POINTS = 2**20
+"""Points of the finest grid that holds the points of a cache: more would not be exact in fp64."""
 _CELLS = {"cpu": 2**18, "cuda": 2**27}  # logits in a block: they stay in a core's cache, or fill a GPU
 
 
-@dataclass(frozen=True, kw_only=True)
-class CodecSpec:
-    """What is kept of a distribution. ValueError: impossible numbers; the message names the option."""
-
-    kind: str
-    """`sparse`, `dense` or `tokens`."""
-    vocab_size: int
-    """Rows of the teacher's output head (padding included)."""
-    top_k: int = 0
-    """Most likely entries, kept exactly."""
-    num_samples: int = 0
-    """Samples from the rest of the vocabulary, 0 to 255."""
-    knots: tuple[float, ...] = ()
-    """The values of beta at which the tail is kept, descending, 1.0 among them; empty: the default for `sparse`, which
-    is 1.0 alone without a top-k."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("sparse", "dense", "tokens"):
-            raise ValueError(f"codec '{self.kind}' is unknown; use sparse, dense or tokens")
-        if not 2 <= self.vocab_size < ABSENT:
-            raise ValueError(f"a vocabulary of {self.vocab_size} cannot be cached; it must be 2 to {ABSENT - 1}")
-        if self.kind != "sparse":
-            if self.top_k or self.num_samples or self.knots:
-                raise ValueError(
-                    f"codec '{self.kind}' has no top-k, samples or knots; leave --top-k and --num-samples out"
-                )
-            return
-        knots = self.knots or ((1.0,) if not self.top_k else FINE_KNOTS if self.top_k < SMALL_TOP_K else KNOTS)
-        object.__setattr__(self, "knots", tuple(float(knot) for knot in knots))
-        if not 0 <= self.top_k <= self.vocab_size:
-            raise ValueError(f"--top-k {self.top_k} is outside 0 to {self.vocab_size}, the vocabulary")
-        if not 0 <= self.num_samples <= 255:
-            raise ValueError(f"--num-samples {self.num_samples} is outside 0 to 255")
-        if self.top_k + self.num_samples == 0:
-            raise ValueError("--top-k 0 with --num-samples 0 keeps nothing; set one of them, or use --dense")
-        descending = all(a > b > 0 for a, b in zip(self.knots, self.knots[1:], strict=False))
-        least = 2 if self.top_k else 1
-        if not least <= len(self.knots) <= MAX_KNOTS or not descending or 1.0 not in self.knots:
-            raise ValueError(
-                f"knots {self.knots[:8]} must be {least} to {MAX_KNOTS}, descending, above 0, with 1.0 among them"
-            )
-
-    @property
-    def columns(self) -> int:
-        """K: entries kept a token."""
-        return self.top_k + self.num_samples
-
-    @property
-    def counts_only(self) -> bool:
-        """True where the log-probabilities of entries are not kept, only how often each was drawn."""
-        return len(self.knots) == 1
-
-    @property
-    def entry_rows(self) -> int:
-        """Rows of numbers about the entries: log p of each, and how often the samples were drawn."""
-        return self.num_samples + (0 if self.counts_only else self.columns)
-
-    @property
-    def id_dtype(self) -> np.dtype:
-        """uint16 while its largest value, which marks an absent entry, is not an id; else uint32."""
-        return np.dtype(np.uint16 if self.vocab_size <= 65_535 else np.uint32)
-
-    @property
-    def code_dtype(self) -> np.dtype:
-        """Dtype of the stored ids: places in the dictionary's lists, and every literal id, stay below its largest."""
-        return np.dtype(np.uint16 if 2 * self.vocab_size + 256 < 2**16 else np.uint32)
-
-    @property
-    def absent(self) -> int:
-        """The id of an absent entry outside targets."""
-        return int(np.iinfo(self.id_dtype).max)
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain record of the fields."""
-        return {**asdict(self), "knots": list(self.knots)}
+def uniforms(purpose: str, seed: int, split: str, sequence: int, length: int) -> np.ndarray:
+    """int64 [length] in [0, 2**32): one number a position, of a hash of the arguments."""
+    name = f"kdtrain {purpose} {seed} {split} {sequence}"
+    return np.frombuffer(hashlib.shake_256(name.encode()).digest(4 * length), "<u4").astype(np.int64)
 
 
-def draw_points(seed: int, split: str, sequence: int, length: int, number: int) -> np.ndarray:
+def draw_points(
+    seed: int, split: str, sequence: int, length: int, number: int, offset: Fraction = Fraction(0)
+) -> np.ndarray:
     """fp64 [length, number] in [0, 1): where each position's samples lie in its cumulative distribution.
 
-    (j + U) / number with one uniform U a position, a pure function of the arguments (MT19937, whose stream is frozen).
+    The fractional parts of x + offset + i / number, with one x a position, a pure function of seed, split and sequence.
+    They are exact quotients of whole numbers, correctly rounded: equal points of two grids are equal doubles.
+
+    ValueError: the offset is too fine.
     """
-    digest = hashlib.sha256(f"kdtrain draws {seed} {split} {sequence}".encode()).digest()
-    uniform_T1 = np.random.RandomState(np.frombuffer(digest, dtype="<u4")).random_sample((length, 1))
-    return (np.arange(number) + uniform_T1) / number
+    fine = math.lcm(number, offset.denominator)
+    if fine > MOST_POINTS:
+        raise ValueError(f"samples cannot be drawn {offset} beside a grid of {number}")
+    places_D = (int(offset * fine) + np.arange(number) * (fine // number)) << 32
+    return (fine * uniforms("grid", seed, split, sequence, length)[:, None] + places_D) % (fine << 32) / (fine << 32)
 
 
 def _draw(weights_NV: Tensor, points_ND: Tensor) -> Tensor:
@@ -395,9 +332,18 @@ def encode(
 
 
 def encode_sequences(
-    logits_BTV: Tensor, labels_BT: Tensor, spec: CodecSpec, *, seed: int, split: str, first: int
+    logits_BTV: Tensor,
+    labels_BT: Tensor,
+    spec: CodecSpec,
+    *,
+    seed: int,
+    split: str,
+    first: int,
+    offset: Fraction = Fraction(0),
 ) -> dict[str, np.ndarray]:
     """`encode` for whole sequences of `split`, from number `first` on: arrays [B, T, ...].
+
+    offset: of the grid of samples, see `draw_points`.
 
     `broken` [B] marks sequences with a non-finite logit (NaN, +inf, or a position with only -inf): they are encoded as
     if every token were equally likely, and the caller masks them out.
@@ -405,7 +351,8 @@ def encode_sequences(
     size, length = labels_BT.shape
     chance = None
     if spec.num_samples:
-        chance = np.concatenate([draw_points(seed, split, first + b, length, spec.num_samples) for b in range(size)])
+        rows = range(first, first + size)
+        chance = np.concatenate([draw_points(seed, split, row, length, spec.num_samples, offset) for row in rows])
     broken_B = broken(logits_BTV)
     if broken_B.any():
         logits_BTV = logits_BTV.masked_fill(broken_B[:, None, None], 0.0)

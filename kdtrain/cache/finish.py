@@ -2,6 +2,7 @@
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,18 @@ import h5py
 from kdtrain import __version__
 from kdtrain.cache import format as cache_format
 from kdtrain.cache import hdf5
+from kdtrain.cache.card import write_card
 from kdtrain.cache.folder import file_digests
 from kdtrain.cache.manifest import (
     CacheSettings,
     Manifest,
     Sidecar,
     SplitRecord,
-    WeightsCost,
     read_manifest,
     read_sidecar,
 )
 from kdtrain.cache.shard_writer import ShardPlace, is_of
+from kdtrain.cache.vector import make_vector
 from kdtrain.errors import RunError, writing
 from kdtrain.files import file_digest, publish_json, published, set_aside
 
@@ -60,22 +62,25 @@ def publish_manifest(
     tokens: Mapping[str, str],
     fidelity: dict[str, Any] | None,
     temperature_range: Any,
-    weights_cost: WeightsCost | None = None,
+    stated: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Write the index, then the manifest; return the manifest as it is read again.
+    """Write the index and the card, then the manifest; return the manifest as it is read again.
 
     tokens: SHA-256 of all tokens, by split.
+    stated: more keys of the manifest: `parents`, `origin`, `weights_cost`.
     """
     index, length = folder / cache_format.INDEX, settings.seq_len
+    pieces = settings.format_version == cache_format.PIECES
     with published(index, "cache.index") as temporary:
         parts = {split: [(r["name"], r["sequences"]) for r in each] for split, each in sidecars.items()}
-        hdf5.write_index(temporary, settings.codec, length, parts)
+        hdf5.write_index(temporary, settings.codec, length, parts, pieces=pieces)
+    first = next(iter(sidecars))
+    shard = sidecars[first][0]
     manifest = Manifest(
         settings=settings,
-        splits={split: _summary(each, tokens[split]) for split, each in sidecars.items()},
+        splits={split: _summary(each, tokens[split], pieces) for split, each in sidecars.items()},
         fidelity=fidelity,
         temperature_range=temperature_range,
-        weights_cost=weights_cost,
         bytes_per_token=_bytes_per_token([record for each in sidecars.values() for record in each], length),
         index_sha256=file_digest(index),
         tokenizer_files=file_digests(folder / cache_format.TOKENIZER),
@@ -84,18 +89,23 @@ def publish_manifest(
             **{name: importlib.metadata.version(name) for name in _LIBRARIES},
             "hdf5": h5py.version.hdf5_version,
         },
+        test_vector=make_vector(folder, settings.codec, first, shard["name"], shard["sequences"]),
+        **(stated or {}),
     )
-    publish_json(folder / cache_format.MANIFEST, manifest.to_json(), "cache.manifest")
+    record = manifest.to_json()
+    write_card(folder, replace(manifest, digest=record["digest"]))
+    publish_json(folder / cache_format.MANIFEST, record, "cache.manifest")
     return read_manifest(folder)
 
 
-def _summary(records: list[Sidecar], tokens: str) -> SplitRecord:
+def _summary(records: list[Sidecar], tokens: str, pieces: bool) -> SplitRecord:
+    stated = ("name", "sequences", "sha256", "bytes", *(["first_sequence"] if pieces else []))
     return {
         "sequences": sum(record["sequences"] for record in records),
         "broken": sum(len(record["broken"]) for record in records),
         "tokens_sha256": tokens,
         "shards": [
-            {key: record[key] for key in ("name", "sequences", "sha256", "bytes")}  # type: ignore[literal-required, misc]
+            {key: record[key] for key in stated}  # type: ignore[literal-required, misc]
             for record in records
         ],
     }

@@ -9,13 +9,12 @@ builds may stop with an error.
 """
 
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.manifest import CacheSettings, Manifest, check_sizes, read_manifest
+from kdtrain.cache.manifest import CacheSettings, Manifest, check_sizes, differences, read_manifest
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import (
     LARGE,
@@ -164,21 +163,12 @@ def _stored_settings(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_others(folder: Path, there: dict[str, Any], settings: CacheSettings, what: str) -> None:
-    if changed := list(_differences(there, settings.to_json())):
+    if changed := list(differences(there, settings.to_json())):
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise UsageError(
             f"{folder} {what} with other settings ({'; '.join(changed[:3])}{more}); "
             "choose another --out or remove that folder"
         )
-
-
-def _differences(there: Any, asked: Any, name: str = "") -> Iterator[str]:
-    """One phrase for each leaf that differs between two JSON records."""
-    if isinstance(there, dict) and isinstance(asked, dict):
-        for key in sorted(there.keys() | asked.keys()):
-            yield from _differences(there.get(key), asked.get(key), f"{name}.{key}" if name else key)
-    elif there != asked:
-        yield f"{name}: {there} there, {asked} asked"
 
 
 def _copy_tokenizer(tokenizer: Any, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""The cache format, version 3: which files a cache has, and which data sets a shard holds; `hdf5` reads and writes it.
+"""The cache format, versions 3 and 4: which files a cache has, and which data sets a shard holds; `hdf5` writes it.
 
 A shard is one HDF5 file with n whole sequences. Each data set is [n, ...], chunked one sequence a chunk
 (`dense`: a block of positions; masks: many sequences), shuffled by bytes or bits, compressed with zstd and
@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.compression import WIDTH
+from kdtrain.cache.spec import WIDTH, CodecSpec
 
 FORMAT_VERSION = 3
+"""Of every shard, and of a cache whose shards, all but the last, hold `sequences_per_shard` sequences each."""
+PIECES = 4
+"""The format version of a cache of shards of any sizes, made for other caches: appended by merge, or cut by subset."""
 SPLITS = ("train", "validation", "test")
 MANIFEST = "manifest.json"
 SETTINGS = "settings.json"

@@ -18,6 +18,7 @@ headers and their messages.
 What it gives up: a file in a newer layout of HDF5 is refused, whatever it holds.
 """
 
+import itertools
 import math
 import os
 import struct
@@ -33,7 +34,7 @@ import hdf5plugin
 import numpy as np
 
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.format import DICTIONARY, SHARDS, DatasetLayout, attributes, datasets, dictionary_sets
+from kdtrain.cache.format import DICTIONARY, PIECES, SHARDS, DatasetLayout, attributes, datasets, dictionary_sets
 from kdtrain.files import open_regular
 
 _LEVEL = 9
@@ -144,6 +145,32 @@ def write_dictionary(file: h5py.File, arrays: Mapping[str, np.ndarray]) -> None:
         group.create_dataset(name, data=values, **options)
 
 
+def stored_bytes(file: h5py.File) -> dict[str, int]:
+    """Compressed bytes by data set, all of the dictionary as one."""
+    found = {name: each.id.get_storage_size() for name, each in file.items() if isinstance(each, h5py.Dataset)}
+    if DICTIONARY in file:
+        found[DICTIONARY] = sum(each.id.get_storage_size() for each in file[DICTIONARY].values())
+    return found
+
+
+def copy_rows(source: h5py.File, target: h5py.File, spec: CodecSpec, seq_len: int, rows: np.ndarray) -> None:
+    """Copy sequences of a shard into one that `create_shard` laid out: the stored bytes of their chunks, undecoded.
+
+    Only masks, whose chunks hold many sequences, and the lists are compressed again.
+    """
+    for name, layout in datasets(spec, seq_len).items():
+        if layout.sequences > 1:
+            target[name][...] = source[name][()][rows]
+            continue
+        steps = [range(0, size, step) for size, step in zip(layout.shape, layout.chunk, strict=True)]
+        for place, row in enumerate(rows.tolist()):
+            for inside in itertools.product(*steps):
+                skipped, content = source[name].id.read_direct_chunk((row, *inside))
+                target[name].id.write_direct_chunk((place, *inside), content, skipped)
+    if spec.kind == "sparse":
+        write_dictionary(target, read_dictionary(source))
+
+
 def read_dictionary(file: h5py.File) -> dict[str, np.ndarray]:
     """The inverse of `write_dictionary`. KeyError: there is none."""
     group = file[DICTIONARY]
@@ -151,17 +178,31 @@ def read_dictionary(file: h5py.File) -> dict[str, np.ndarray]:
     return {name: group[name][()] for name in list(group)}
 
 
-def write_index(path: Path, spec: CodecSpec, seq_len: int, shards: Mapping[str, Sequence[tuple[str, int]]]) -> None:
+def write_index(
+    path: Path,
+    spec: CodecSpec,
+    seq_len: int,
+    shards: Mapping[str, Sequence[tuple[str, int]]],
+    *,
+    pieces: bool = False,
+) -> None:
     """Write virtual data sets over the shards (name, number of sequences) of each split into a group of its name,
     and links to the dictionaries of the shards into SPLIT/dictionary.
 
-    Paths of shards are relative to the index, so that the folder can be moved.
+    Paths of shards are relative to the index, so that the folder can be moved. pieces: the shards have any sizes, and
+    the data set SPLIT/first_rows has the number of the first row of each.
     """
     with creating(path) as (file, _):
         for split, parts in shards.items():
             group = file.create_group(split)
-            _describe(group, spec, seq_len, split, sequences_per_shard=parts[0][1])
             total = sum(number for _, number in parts)
+            if pieces:
+                _describe(group, spec, seq_len, split, format_version=PIECES)
+                rows = np.cumsum([0, *(number for _, number in parts[:-1])])
+                dataset = group.create_dataset("first_rows", data=rows, dtype="<i8", track_times=False)
+                dataset.attrs["about"] = "number of the first row of each shard"
+            else:
+                _describe(group, spec, seq_len, split, sequences_per_shard=parts[0][1])
             if spec.kind == "sparse":
                 links = group.create_group(DICTIONARY)
                 for shard, _ in parts:

@@ -9,15 +9,17 @@ that decide on memory or paths against each other.
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 
 from msgspec import Meta
 
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.codec import CodecSpec
-from kdtrain.errors import UsageError
+from kdtrain.cache.spec import CodecSpec
+from kdtrain.errors import UsageError, printable
 from kdtrain.files import (
     MEDIUM,
     canonical_json,
@@ -53,11 +55,16 @@ class CacheSettings:
     seed: int = 0
     """Seed of the samples."""
     sampling: str | None = None
-    """How samples are drawn: systematic; None without samples, and in caches whose samples are independent."""
+    """How samples are drawn: grid, grid+OFFSET, mixture (several draws), systematic (before grids); None without
+    samples, and in caches whose samples are independent."""
     sequences_per_shard: Annotated[int, Meta(ge=1, lt=2**31)] = 512
-    """S: shard s holds the sequences [s*S, (s+1)*S)."""
+    """S: shard s holds the sequences [s*S, (s+1)*S), in a cache of `FORMAT_VERSION`."""
     sequences: dict[str, int | None] = field(default_factory=dict)
     """Limit by split; None or no entry: all of them."""
+    format_version: Annotated[int, Meta(ge=cache_format.FORMAT_VERSION, le=cache_format.PIECES)] = (
+        cache_format.FORMAT_VERSION
+    )
+    """`FORMAT_VERSION`, or `PIECES`."""
 
     @property
     def vocab_size(self) -> int:
@@ -69,8 +76,7 @@ class CacheSettings:
         record = {**asdict(self), "codec": self.codec.to_json(), "vocab_size": self.vocab_size}
         if self.sampling is None:
             del record["sampling"]
-        # With the format version, so that a resume never adds shards of one format to those of another.
-        return json.loads(canonical_json({"format_version": cache_format.FORMAT_VERSION, **record}))
+        return json.loads(canonical_json(record))
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "CacheSettings":
@@ -89,6 +95,8 @@ class ShardRecord(TypedDict):
     sequences: Count
     sha256: Digest
     bytes: Count
+    first_sequence: NotRequired[Count]
+    """What its attributes hold, in a cache of `PIECES`; in others it is the number of its first row."""
 
 
 class SplitRecord(TypedDict):
@@ -100,6 +108,26 @@ class SplitRecord(TypedDict):
     tokens_sha256: Digest
     """Of all tokens, as little-endian uint32."""
     shards: Annotated[list[ShardRecord], Meta(min_length=1)]
+
+
+class Parent(TypedDict):
+    """A cache that this one was merged or cut from."""
+
+    digest: Digest
+    teacher: dict[str, Any] | None
+    num_samples: Count
+    weight: Annotated[float, Meta(gt=0, le=1)]
+    """Its share in the distributions of the rows that it gave."""
+    sequences: dict[str, Count]
+    """How many it has, by split."""
+    rows: NotRequired[str]
+    """Which of them were taken, where not all were: START:STOP, or a fraction by the hash of the tokens."""
+    splits: NotRequired[list[str]]
+    """Of which splits: the others are whole."""
+    origin: NotRequired[dict[str, Any]]
+    """Where it comes from, if it was imported."""
+    parents: NotRequired[list["Parent"]]
+    """What it was made from itself."""
 
 
 class Sidecar(TypedDict):
@@ -144,6 +172,20 @@ class WeightsCost(TypedDict):
     tokens: Count
 
 
+def weights_line(cost: WeightsCost) -> str:
+    """What packed weights of a teacher cost, in words."""
+    return (
+        f"{cost['weights']} weights cost the teacher {cost['cost']:+.4f} nats a token: validation loss "
+        f"{cost['loss']:.4f}, with whole weights {cost['whole_loss']:.4f} ({cost['sequences']:,} sequences)"
+    )
+
+
+_DEEPEST = 8
+"""Most parts of the name of a tokenizer file; those of transformers have two."""
+_LEFT_OUT = frozenset({"origin", "parents", "test_vector", "weights_cost"})
+"""Keys of the manifest that are left out where they say nothing, so that older manifests keep their digest."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A finished cache, as its manifest states it."""
@@ -161,8 +203,14 @@ class Manifest:
     """SHA-256 by file name."""
     versions: dict[str, str]
     """kdtrain and the libraries it was built with."""
+    parents: list[Parent] | None = None
+    """The caches that it was made from, sorted by digest; None: it was captured from a teacher."""
+    test_vector: dict[str, Any] | None = None
+    """See `vector.make_vector`; None in caches without one."""
+    origin: dict[str, Any] | None = None
+    """Where a cache that `kdtrain import` made comes from, and what its source does not say; else left out."""
     weights_cost: WeightsCost | None = None
-    """None, and not in the record, where the teacher's weights were whole."""
+    """None where the teacher's weights were whole."""
     digest: str = ""
     """Over everything else: the digest of the cache."""
 
@@ -179,8 +227,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """The sealed record, as in manifest.json."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
-        if self.weights_cost is None:
-            del own["weights_cost"]
+        own = {name: value for name, value in own.items() if value is not None or name not in _LEFT_OUT}
         return sealed({**self.settings.to_json(), **own})
 
     @classmethod
@@ -188,12 +235,12 @@ class Manifest:
         """The inverse of `to_json`. ValueError: a key that does not fit, or numbers that contradict each other."""
         manifest = typed({**record, "settings": record}, cls)
         for split, stated in manifest.splits.items():
-            _refuse_contradictions(split, stated, manifest.settings.sequences_per_shard)
+            _refuse_contradictions(split, stated, manifest.settings)
         if manifest.settings.tokenizer_size > manifest.vocab_size:
             raise ValueError(f"tokenizer_size: {manifest.settings.tokenizer_size} is more than the vocabulary")
         for name in manifest.tokenizer_files:
-            if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
-                raise ValueError(f"tokenizer_files: '{name}' is not a name inside the folder")
+            if not _is_inside(name):
+                raise ValueError(f"tokenizer_files: '{printable(name)[:80]}' is not a name inside the folder")
         if "total" not in manifest.bytes_per_token:
             raise ValueError("bytes_per_token: total is missing")
         span = manifest.temperature_range
@@ -202,15 +249,39 @@ class Manifest:
         return manifest
 
 
-def _refuse_contradictions(split: str, stated: SplitRecord, per_shard: int) -> None:
-    """A read looks for sequence i in shard i // per_shard, so every shard but the last must be full."""
+def _is_inside(name: str) -> bool:
+    """Whether this can be the path of a file inside a folder: a name of printable characters that a disk can hold."""
+    path = PurePosixPath(name)
+    fits = name.isprintable() and all(len(part.encode()) <= 255 for part in path.parts)
+    return fits and 0 < len(path.parts) <= _DEEPEST and ".." not in path.parts and not path.is_absolute()
+
+
+def _refuse_contradictions(split: str, stated: SplitRecord, settings: CacheSettings) -> None:
+    per_shard, pieces = settings.sequences_per_shard, settings.format_version == cache_format.PIECES
     counts = [shard["sequences"] for shard in stated["shards"]]
     full = all(count == per_shard for count in counts[:-1]) and 1 <= counts[-1] <= per_shard
-    if split not in cache_format.SPLITS or not full or sum(counts) != stated["sequences"]:
+    whole = all(counts) if pieces else full
+    if split not in cache_format.SPLITS or not whole or sum(counts) != stated["sequences"]:
         raise ValueError(f"splits.{split}: its shards do not make up {stated['sequences']} sequences")
     for number, shard in enumerate(stated["shards"]):
         if shard["name"] != cache_format.shard_name(split, number):
             raise ValueError(f"splits.{split}: '{shard['name']}' is not the name of shard {number}")
+        if ("first_sequence" in shard) != pieces:
+            raise ValueError(f"splits.{split}: shard {number} has {'no ' * pieces}first_sequence")
+
+
+def differences(there: Any, asked: Any, name: str = "") -> Iterator[str]:
+    """One phrase for each leaf that differs between two JSON records."""
+    if isinstance(there, dict) and isinstance(asked, dict):
+        for key in sorted(there.keys() | asked.keys()):
+            yield from differences(there.get(key), asked.get(key), f"{name}.{key}" if name else key)
+    elif there != asked:
+        yield f"{name}: {there} there, {asked} asked"
+
+
+def first_rows(stated: SplitRecord) -> list[int]:
+    """The number of the first row of each shard of a split, and in the end that of all rows."""
+    return [0, *accumulate(shard["sequences"] for shard in stated["shards"])]
 
 
 def read_manifest(folder: Path | str) -> Manifest:
@@ -219,7 +290,10 @@ def read_manifest(folder: Path | str) -> Manifest:
     path = folder / cache_format.MANIFEST
     if not path.exists():
         if any((folder / cache_format.SHARDS).glob("*.h5*")):  # a temporary one too
-            raise UsageError(f"the cache {folder} is unfinished; run the same cache-teacher command again to finish it")
+            raise UsageError(
+                f"the cache {folder} is unfinished; run the same cache-teacher command again to finish it, "
+                "or the import, merge or subset that began it"
+            )
         if (folder / cache_format.SETTINGS).exists():
             raise UsageError(
                 f"the cache {folder} holds no shard: the command that began it was refused or stopped before its first "
@@ -229,7 +303,7 @@ def read_manifest(folder: Path | str) -> Manifest:
     try:
         record = read_sealed(path, MEDIUM)
         version = record.get("format_version")
-        if version == cache_format.FORMAT_VERSION:
+        if version in (cache_format.FORMAT_VERSION, cache_format.PIECES):
             return Manifest.from_json(record)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}; make it readable") from error
@@ -237,7 +311,7 @@ def read_manifest(folder: Path | str) -> Manifest:
         raise UsageError(
             f"{path} was altered or damaged ({error}): kdtrain verify {folder} --repair, then cache-teacher"
         ) from error
-    known = cache_format.FORMAT_VERSION
+    known = f"{cache_format.FORMAT_VERSION} and {cache_format.PIECES}"
     raise UsageError(f"{path} has format version {version}; this kdtrain reads {known}: build the cache again")
 
 
@@ -258,6 +332,15 @@ def read_sidecar(folder: Path, name: str) -> Sidecar:
     return record
 
 
+def maker(manifest: Manifest) -> str:
+    """The command that builds what is missing of a cache, in words."""
+    if manifest.origin is not None:
+        return "the same import command"
+    if manifest.parents is not None:
+        return f"the same {'subset' if any('rows' in each for each in manifest.parents) else 'merge'} command"
+    return "the same command" if manifest.codec.kind == "tokens" else "the same cache-teacher command"
+
+
 def check_sizes(folder: Path | str, manifest: Manifest) -> None:
     """UsageError: a shard (named) is missing, or its size differs from the manifest's.
 
@@ -268,8 +351,7 @@ def check_sizes(folder: Path | str, manifest: Manifest) -> None:
     found = [problem for record in records if (problem := shard_problem(folder, record, digest=False))]
     if found:
         more = f" (and {len(found) - 1} more shards)" if len(found) > 1 else ""
-        command = "command" if manifest.codec.kind == "tokens" else "cache-teacher command"
-        raise UsageError(f"{found[0].text}{more}: run kdtrain verify {folder} --repair, then the same {command} again")
+        raise UsageError(f"{found[0].text}{more}: run kdtrain verify {folder} --repair, then {maker(manifest)} again")
 
 
 def shard_problem(folder: Path, record: ShardRecord | Sidecar, *, digest: bool = True) -> Problem | None:

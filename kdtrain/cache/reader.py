@@ -12,11 +12,14 @@ What it gives up: the first read from a shard reads all of it, once a reader; in
 `MAX_OPEN` shards a random read has to open one, which takes as long as twenty sequences (larger shards help).
 """
 
+import math
 import operator
 import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,14 @@ from torch.utils.data import Dataset
 
 from kdtrain import faults
 from kdtrain.cache import format as cache_format
+from kdtrain.cache.address import parse_address
 from kdtrain.cache.hdf5 import check_structure
-from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest
-from kdtrain.cache.shard import Shard, batch_of, shard_errors
+from kdtrain.cache.manifest import Manifest, check_sizes, first_rows, read_manifest
+from kdtrain.cache.remote import AHEAD, Remote, open_remote
+from kdtrain.cache.shard import Shard, Stored, batch_of, shard_errors
 from kdtrain.cache.verify import verify_cache
+from kdtrain.config.values import LOCAL_LIMIT
+from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError, as_path
 from kdtrain.files import file_digest
 from kdtrain.objective.batch import Batch
@@ -38,6 +45,11 @@ from kdtrain.objective.batch import Batch
 MAX_OPEN = 16
 """Shards kept open at once. Each holds 0.6 MiB of HDF5's own, which no setting lowers, and its lists: 0.25 MiB at
 V = 2,048, 2 MiB at V = 151,936."""
+_ROWS_AT_ONCE = 64
+
+
+class AlteredError(OSError):
+    """A file is not the one that the manifest states."""
 
 
 class CacheReader(Dataset[dict[str, Tensor]]):
@@ -47,31 +59,42 @@ class CacheReader(Dataset[dict[str, Tensor]]):
     [2] int64, the rows of the teacher's output head and the entries of its tokenizer, and, where there is a teacher,
     `temperature_range` [2] fp64, the lowest and the highest T at which the cache is right.
 
-    manifest: of this folder, if it is read already.
+    manifest: of this folder, if it is read already. remote: brings the shards into the folder, and the tokenizer.
 
     UsageError: the folder holds no finished cache, the cache has no such split, or a shard of any split is missing or
     has another size than the manifest states.
     """
 
-    def __init__(self, folder: Path | str, split: str, manifest: Manifest | None = None) -> None:
+    def __init__(
+        self, folder: Path | str, split: str, manifest: Manifest | None = None, remote: Remote | None = None
+    ) -> None:
         self.folder = Path(folder)
+        self.name = str(folder if remote is None else remote.address)
+        """What the cache is called in messages: its folder or its address."""
+        self._called = None if remote is None else self.name
         self.manifest = manifest or read_manifest(folder)
-        check_sizes(folder, self.manifest)
+        self.remote = remote
+        if remote is None:
+            check_sizes(folder, self.manifest)
         if split not in self.manifest.splits:
             there = ", ".join(self.manifest.splits)
-            raise UsageError(f"the cache {folder} has no split '{split}'; it has {there}")
+            raise UsageError(f"the cache {self.name} has no split '{split}'; it has {there}")
+        if remote is not None:
+            remote.bring_tokenizer()
         self.split = split
         self._shards = self.manifest.splits[split]["shards"]
+        self._first_rows = np.array(first_rows(self.manifest.splits[split]))
         self._paths = [cache_format.shard_path(self.folder, shard["name"]) for shard in self._shards]
         self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._read_at: dict[int, float] = {}
         self._verified: dict[int, tuple[int, int, int]] = {}
         self._checked: dict[int, np.ndarray] = {}
         self._process = os.getpid()
-        self._locks: dict[int, threading.Lock] = {}
+        self._locks: dict[int, threading.RLock] = {}
 
     def __repr__(self) -> str:
         sizes = f"{len(self)} sequences of {self.manifest.settings.seq_len} tokens"
-        return f"CacheReader('{self.folder}', '{self.split}'): {sizes}"
+        return f"CacheReader('{self.name}', '{self.split}'): {sizes}"
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -93,52 +116,129 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         return [{name: tensor[row] for name, tensor in fields.items()} for row in range(size)]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": OrderedDict(), "_process": None, "_locks": {}}
+        return {**self.__dict__, "_open": OrderedDict(), "_read_at": {}, "_process": None, "_locks": {}}
 
-    def _lock(self) -> threading.Lock:
+    def _lock(self) -> threading.RLock:
         """This process's own: one that another thread held at a fork is never released in the child."""
-        return self._locks.setdefault(os.getpid(), threading.Lock())
+        return self._locks.setdefault(os.getpid(), threading.RLock())
 
     def read(self, indices: Sequence[int]) -> Batch:
         """The sequences `indices` (0 .. len - 1, any order, repeats allowed), in that order.
 
         RunError: a shard is missing or damaged (named). IndexError: a number outside the split.
         """
-        wanted, place = np.unique(np.asarray(indices, dtype=np.int64), return_inverse=True)
-        if not len(wanted) or wanted[0] < 0 or wanted[-1] >= len(self):
-            raise IndexError(f"sequences {indices} are not among the {len(self)} of {self.split}")
-        per_shard = self.manifest.settings.sequences_per_shard
-        shards, first = np.unique(wanted // per_shard, return_index=True)
-        rows = dict(zip(shards.tolist(), np.split(wanted % per_shard, first[1:]), strict=True))
-        parts = []
+        rows, place = self._places(indices)
+        parts: list[Stored] = []
         with self._lock():
+            self._here(rows)
             for shard, part in rows.items():
-                with shard_errors(self._paths[shard]):
-                    faults.point("cache.read")
-                    opened = self._shard(shard)
+                with self._reading(shard) as opened:
                     parts.append(opened.read(part, checked=bool(self._checked[shard][part].all())))
         try:
             batch = batch_of(parts, self.manifest.codec, place)
         except (ValueError, IndexError):  # find the shard that raised it
-            for shard, part in zip(rows, parts, strict=True):
-                with shard_errors(self._paths[shard]):
-                    batch_of([part], self.manifest.codec)
+            for shard, stored in zip(rows, parts, strict=True):
+                with shard_errors(self._paths[shard], self._called):
+                    batch_of([stored], self.manifest.codec)
             raise
-        for shard, part in zip(rows, parts, strict=True):
-            if not part.checked:
+        for shard, stored in zip(rows, parts, strict=True):
+            if not stored.checked:
                 self._checked[shard][rows[shard]] = True
         return batch
+
+    def text(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """tokens [n, T + 1], loss_mask and segments [n, T] of sequences, as they are stored; nothing else is read.
+
+        RunError, IndexError: as `read`.
+        """
+        rows, place = self._places(indices)
+        parts = []
+        with self._lock():
+            self._here(rows)
+            for shard, part in rows.items():
+                with self._reading(shard) as opened:
+                    parts.append(opened.text(part))
+        return {name: np.concatenate([part[name] for part in parts])[place] for name in parts[0]}
+
+    def rows(self) -> Iterator[PackedRow]:
+        """The text of all sequences, in order."""
+        for start in range(0, len(self), _ROWS_AT_ONCE):
+            text = self.text(range(start, min(start + _ROWS_AT_ONCE, len(self))))
+            yield from (PackedRow(*row) for row in zip(*text.values(), strict=True))
+
+    def shard_file(self, number: int) -> Path:
+        """The file of a shard, which has been compared with the manifest and the format. RunError: it is damaged."""
+        with self._lock(), self._reading(number):
+            return self._paths[number]
+
+    def _places(self, indices: Sequence[int] | np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
+        """The wanted rows by shard, ascending, and the place of each index among them. IndexError: there is no such."""
+        wanted, place = np.unique(np.asarray(indices, dtype=np.int64), return_inverse=True)
+        if not len(wanted) or wanted[0] < 0 or wanted[-1] >= len(self):
+            raise IndexError(f"sequences {indices} are not among the {len(self)} of {self.split}")
+        holders = np.searchsorted(self._first_rows, wanted, side="right") - 1
+        shards, first = np.unique(holders, return_index=True)
+        parts = np.split(wanted - self._first_rows[holders], first[1:])
+        return dict(zip(shards.tolist(), parts, strict=True)), place
+
+    @contextmanager
+    def _reading(self, number: int) -> Iterator[Shard]:
+        """A shard, brought here, compared and open. RunError: it is missing or damaged."""
+        if self.remote is not None:
+            self.remote.ensure(self._shards[number], self)
+        with shard_errors(self._paths[number], self._called):
+            faults.point("cache.read")
+            yield self._shard(number)
+
+    def _here(self, shards: Iterable[int]) -> None:
+        """Begin to bring those that are not here, and the next ones."""
+        if self.remote is not None:
+            wanted = dict.fromkeys([*shards, *(shard + more for shard in shards for more in range(1, AHEAD + 1))])
+            shards = [each for each in wanted if each < len(self._paths) and not self._paths[each].exists()]
+            self.remote.ahead(self._shards[each] for each in shards)
+
+    def oldest(self) -> float:
+        """See `remote.Reader`."""
+        return min(list(self._read_at.values()), default=math.inf)
+
+    def give_way(self) -> bool:
+        """See `remote.Reader`. The wait is short: two readers may ask each other."""
+        lock = self._lock()
+        if self._process != os.getpid() or not lock.acquire(timeout=0.05):
+            return False
+        try:
+            if not self._open:
+                return False
+            self._close_oldest()
+            return True
+        finally:
+            lock.release()
+
+    def _close_oldest(self) -> None:
+        number, shard = self._open.popitem(last=False)
+        self._read_at.pop(number, None)
+        shard.close()
+        if self.remote is not None:
+            self.remote.release(self._shards[number]["name"])
 
     def _shard(self, number: int) -> Shard:
         if self._process != os.getpid():
             # A parent's handles share its file offsets and locks: a child may drop them, but not read through them.
-            self._open, self._process = OrderedDict(), os.getpid()
+            self._open, self._read_at, self._process = OrderedDict(), {}, os.getpid()
         if number not in self._open:
-            self._verify(number)
+            try:
+                self._verify(number)
+            except AlteredError:
+                if self.remote is None:
+                    raise
+                self.remote.put_aside(self._shards[number])
+                self.remote.ensure(self._shards[number], self)
+                self._verify(number)
             self._open[number] = Shard(self._paths[number], self.manifest.codec)
             if len(self._open) > MAX_OPEN:
-                self._open.popitem(last=False)[1].close()
+                self._close_oldest()
         self._open.move_to_end(number)
+        self._read_at[number] = time.monotonic()
         return self._open[number]
 
     def _verify(self, number: int) -> None:
@@ -149,11 +249,11 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         if self._verified.get(number) == seen:
             return
         if found.st_size != self._shards[number]["bytes"]:
-            raise OSError("its size differs from the manifest's")
+            raise AlteredError("its size differs from the manifest's")
         if file_digest(path) != self._shards[number]["sha256"]:
-            raise OSError("its content changed: its SHA-256 differs from the manifest's")
+            raise AlteredError("its content changed: its SHA-256 differs from the manifest's")
         settings, sequences = self.manifest.settings, self._shards[number]["sequences"]
-        first = number * settings.sequences_per_shard
+        first = self._shards[number].get("first_sequence", int(self._first_rows[number]))
         check_structure(path, settings.codec, settings.seq_len, self.split, first, sequences)
         self._verified[number], self._checked[number] = seen, np.zeros(sequences, bool)
 
@@ -161,14 +261,20 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         """Close every open shard; a later read opens them again."""
         with self._lock():
             while self._open:
-                self._open.popitem()[1].close()
+                self._close_oldest()
 
 
 class Cache:
     """A finished cache: its splits as PyTorch data sets by name, and its manifest.
 
+    Args:
+        where: its folder, `hf:datasets/ORG/NAME[@REVISION]` or `https://...`. Of one that lies elsewhere a shard is
+            fetched when it is first read, and kept in KDTRAIN_HOME or ~/.cache/kdtrain.
+        local_limit: GB that are kept there at most.
+
     Raises:
-        UsageError: the folder holds no finished cache.
+        UsageError: there is no finished cache, or it is not to be had.
+        RunError: it cannot be reached.
 
     >>> cache = Cache("cache/t")
     >>> list(cache), len(cache["train"]), cache.temperature_range, cache.verify()
@@ -179,15 +285,19 @@ class Cache:
     torch.Size([2, 25])
     """
 
-    def __init__(self, folder: Path | str) -> None:
-        self.folder = as_path(folder, "folder")
+    def __init__(self, where: Path | str, *, local_limit: float = LOCAL_LIMIT) -> None:
+        folder = as_path(where, "where")
+        address = parse_address(where)
+        self.remote = None if address is None else open_remote(address, local_limit)
+        self.folder = folder if self.remote is None else self.remote.folder
+        self.name = str(folder if self.remote is None else self.remote.address)
         self._splits: dict[str, CacheReader] = {}
-        self.manifest: Manifest = read_manifest(self.folder)
+        self.manifest: Manifest = self.remote.manifest if self.remote else read_manifest(self.folder)
 
     def __getitem__(self, split: str) -> "CacheReader":
         """The split `train` or `validation`. UsageError: see `CacheReader`."""
         if split not in self._splits:
-            self._splits[split] = CacheReader(self.folder, split, self.manifest)
+            self._splits[split] = CacheReader(self.folder, split, self.manifest, self.remote)
         return self._splits[split]
 
     def __iter__(self) -> Iterator[str]:
@@ -201,7 +311,7 @@ class Cache:
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}: {split['sequences']}" for name, split in self.manifest.splits.items())
-        return f"Cache('{self.folder}'): {sizes} sequences of {self.manifest.settings.seq_len} tokens"
+        return f"Cache('{self.name}'): {sizes} sequences of {self.manifest.settings.seq_len} tokens"
 
     @property
     def temperature_range(self) -> tuple[float, float]:
@@ -211,9 +321,18 @@ class Cache:
 
     def verify(self) -> list[str]:
         """Read the whole cache and compare every digest; one line for each problem."""
-        return verify_cache(self.folder)
+        return verify_cache(self.folder, self.remote)
 
 
 def collate(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack sequences of a cache into one batch: each tensor gets a first dimension B."""
+    """Stack sequences of a cache into one batch: each tensor gets a first dimension B.
+
+    UsageError: the sequences are of caches with different codecs.
+    """
+    shapes = [{name: tensor.shape for name, tensor in item.items()} for item in items]
+    if any(each != shapes[0] for each in shapes):
+        raise UsageError(
+            "the batch mixes sequences of caches with different codecs or lengths; draw batches of one cache each, as "
+            "DataLoader(mixture, batch_sampler=mixture.batches(8), collate_fn=kd.collate) does"
+        )
     return {name: torch.stack([item[name] for item in items]) for name in items[0]}

@@ -6,7 +6,7 @@ of a damaged shard names it (`shard_errors`).
 
 import errno
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +14,13 @@ import h5py
 import numpy as np
 import torch
 
-from kdtrain.cache.checks import check_flags, check_lists, check_stored, check_values
+from kdtrain.cache.checks import check_flags, check_lists, check_stored, check_tokens, check_values
 from kdtrain.cache.codec import CodecSpec, decode
 from kdtrain.cache.compression import Coding, unpack
 from kdtrain.cache.format import DICTIONARY
 from kdtrain.cache.hdf5 import Rows, read_dictionary
-from kdtrain.errors import RunError, system_error
+from kdtrain.cache.manifest import maker, read_manifest
+from kdtrain.errors import RunError, UsageError, system_error
 from kdtrain.objective.batch import Batch
 
 
@@ -75,6 +76,15 @@ class Shard:
             check_stored(arrays, self._spec)
         return Stored(arrays, self._coding, checked)
 
+    def text(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """tokens, loss_mask and segments of the given sequences, `rows` ascending. OSError: a checksum fails.
+
+        ValueError: a token is outside of the vocabulary.
+        """
+        tokens = self._sets["tokens"].read(rows)
+        check_tokens(tokens, self._spec)
+        return {"tokens": tokens, **{name: runs.read(rows) for name, runs in self._flags.items()}}
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
@@ -126,11 +136,14 @@ def batch_of(parts: Sequence[Stored], spec: CodecSpec, places: np.ndarray | None
 
 
 @contextmanager
-def shard_errors(path: Path) -> Iterator[None]:
-    """Turn any error of the block into a RunError that names the shard at `path` and its cache."""
+def shard_errors(path: Path, source: str | None = None) -> Iterator[None]:
+    """Turn any error of the block into a RunError that names the shard at `path` and its cache.
+
+    source: the address that the shard was fetched from.
+    """
     try:
         yield
-    except MemoryError:
+    except (MemoryError, RunError):
         raise
     except Exception as error:
         cache, system = path.parents[1], system_error(error)
@@ -144,10 +157,16 @@ def shard_errors(path: Path) -> Iterator[None]:
             raise RunError(
                 f"shard {path} cannot be read now ({system.strerror}): make it readable, and run the same command again"
             ) from error
+        if source is not None:
+            raise RunError(
+                f"shard {path.name} of {source} is not what kdtrain writes ({first_line(error)}); ask its author"
+            ) from error
         reason = "it is missing" if isinstance(error, FileNotFoundError) else first_line(error)
+        again = "the command that made it"
+        with suppress(UsageError):  # there is no manifest before it is finished
+            again = maker(read_manifest(cache))
         raise RunError(
-            f"shard {path} cannot be read ({reason}): run kdtrain verify {cache} --repair, "
-            "then the same cache-teacher command again"
+            f"shard {path} cannot be read ({reason}): run kdtrain verify {cache} --repair, then {again} again"
         ) from error
 
 

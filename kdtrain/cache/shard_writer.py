@@ -136,7 +136,7 @@ class ShardWriter:
     def add(self, rows: ShardRows, kept: Arrays) -> None:
         """Take the next sequences of the shard, and what is kept of them."""
         arrays = {name: getattr(rows, name) for name in _ROWS}
-        broken = kept.get("broken", np.zeros(len(rows), bool))
+        broken = kept.get("broken", np.zeros(len(rows), bool)) | (rows.loss_mask == cache_format.BROKEN).all(1)
         self.broken += [f"{rows.split} {rows.first + b}" for b in np.flatnonzero(broken)]
         arrays["loss_mask"] = np.where(broken[:, None], cache_format.BROKEN, arrays["loss_mask"]).astype(np.uint8)
         self._held.append(arrays | {name: values for name, values in kept.items() if name != "broken"})
@@ -150,13 +150,7 @@ class ShardWriter:
         if self._held:
             self._write_held()
         self._file.flush()
-        found = {
-            name: each.id.get_storage_size() for name, each in self._file.items() if isinstance(each, h5py.Dataset)
-        }
-        if self._coding is not None:
-            lists = self._file[cache_format.DICTIONARY].values()
-            found[cache_format.DICTIONARY] = sum(each.id.get_storage_size() for each in lists)
-        return found
+        return hdf5.stored_bytes(self._file)
 
     def _write_held(self) -> None:
         arrays = {name: np.concatenate([each[name] for each in self._held]) for name in self._held[0]}
@@ -208,19 +202,37 @@ def publish_shard(
     folder: Path, settings: CacheSettings, part: ShardRows, fill: Callable[[ShardWriter, ShardRows], None]
 ) -> None:
     """Write a shard and its sidecar; `fill` adds the sequences."""
-    spec, length, path = settings.codec, settings.seq_len, cache_format.shard_path(folder, part.name)
-    with published(path, "cache.shard") as temporary:
-        with hdf5.creating(temporary) as (file, check):
+    spec, length = settings.codec, settings.seq_len
+
+    def write(path: Path) -> tuple[dict[str, int], list[str]]:
+        with hdf5.creating(path) as (file, check):
             hdf5.create_shard(file, spec, length, part.split, part.first, len(part))
             shard = ShardWriter(file, check, spec, length)
             fill(shard, part)
             stored = shard.finish()
             faults.point("cache.shard.before-close")
+        return stored, shard.broken
+
+    publish_file(folder, settings, part, write)
+
+
+def publish_file(
+    folder: Path,
+    settings: CacheSettings,
+    part: ShardRows,
+    write: Callable[[Path], tuple[dict[str, int], list[str]]],
+) -> None:
+    """Publish the shard that `write` makes, then its sidecar.
+
+    write: a path -> compressed bytes by data set, and the sequences with a non-finite logit.
+    """
+    with published(cache_format.shard_path(folder, part.name), "cache.shard") as temporary:
+        stored, broken = write(temporary)
         sha256, size = file_digest(temporary), temporary.stat().st_size
         _make_way(folder, part.name, sha256)
     record = {
         **{"sha256": sha256, "bytes": size, "name": part.name, "split": part.split, "first_sequence": part.first},
-        **{"sequences": len(part), "stored": stored, "broken": shard.broken},
+        **{"sequences": len(part), "stored": stored, "broken": broken},
         **{"rows_sha256": part.digest, "settings_sha256": settings.digest()},
     }
     publish_json(cache_format.sidecar_path(folder, part.name), record, "cache.sidecar")

@@ -6,13 +6,15 @@ What it gives up: a cache that a stranger made and sealed can be sound by every 
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kdtrain.cache import format as cache_format
+from kdtrain.cache.address import parse_address
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.hdf5 import check_structure
 from kdtrain.cache.manifest import (
@@ -22,12 +24,15 @@ from kdtrain.cache.manifest import (
     ShardRecord,
     Sidecar,
     file_problem,
+    first_rows,
     read_manifest,
     read_sidecar,
     shard_problem,
 )
+from kdtrain.cache.remote import AHEAD, Remote, open_remote
 from kdtrain.cache.shard import Shard, batch_of, first_line
-from kdtrain.errors import UsageError, system_error, writing
+from kdtrain.cache.vector import agrees, make_vector
+from kdtrain.errors import RunError, UsageError, system_error, writing
 from kdtrain.files import LARGE, MEDIUM, file_digest, publish_json, read_sealed, refuse_links, set_aside
 
 _ENTRIES_AT_ONCE = 2**20  # entries that `check_content` unpacks at once
@@ -52,6 +57,10 @@ def check_content(path: Path, spec: CodecSpec, seq_len: int, split: str, first: 
         raise system if system and system.errno else ValueError(first_line(error)) from error
 
 
+def _same(sidecar: Sidecar, stated: ShardRecord) -> bool:
+    return all(sidecar[key] == value for key, value in stated.items())  # type: ignore[literal-required]
+
+
 def _sidecar_problems(folder: Path, name: str, stated: ShardRecord | None) -> Iterator[Problem]:
     path = cache_format.sidecar_path(folder, name)
     aside = f"{cache_format.SHARDS}/{path.name}"
@@ -59,7 +68,7 @@ def _sidecar_problems(folder: Path, name: str, stated: ShardRecord | None) -> It
     try:
         sidecar = read_sidecar(folder, name)
         record = stated or sidecar
-        if stated and any(sidecar[key] != value for key, value in stated.items()):  # type: ignore[literal-required]
+        if stated and not _same(sidecar, stated):
             yield Problem(f"{path}: does not describe the shard that the manifest names", aside)
     except (OSError, ValueError) as error:
         yield file_problem(path, error, aside)
@@ -95,7 +104,10 @@ def _settings_problem(folder: Path, digest: str | None) -> Problem | None:
     return Problem(f"{path}: does not state what the manifest states", cache_format.SETTINGS)
 
 
-def _problems(folder: Path) -> Iterator[Problem]:
+def _problems(folder: Path, remote: Remote | None = None) -> Iterator[Problem]:
+    if remote is not None:
+        yield from _remote_problems(remote)
+        return
     try:
         manifest = read_manifest(folder)
     except UsageError as error:
@@ -112,30 +124,79 @@ def _problems(folder: Path) -> Iterator[Problem]:
     if problem := _settings_problem(folder, manifest.settings.digest()):
         yield problem
     yield from _file_problems(folder, manifest)
-    settings = manifest.settings
     for split, summary in manifest.splits.items():
-        for number, stated in enumerate(summary["shards"]):
+        for row, stated in zip(first_rows(summary), summary["shards"], strict=False):
             found = list(_sidecar_problems(folder, stated["name"], stated))
-            yield from found
-            if found:
-                continue
-            path, first = cache_format.shard_path(folder, stated["name"]), number * settings.sequences_per_shard
-            try:  # the digest is right, but a stranger may have made the shard
-                check_content(path, settings.codec, settings.seq_len, split, first, stated["sequences"])
-            except (OSError, ValueError) as error:
-                yield file_problem(path, error, f"{cache_format.SHARDS}/{path.name}")
+            yield from found or _content_problems(folder, manifest, split, row, stated)
 
 
-def verify_cache(folder: Path | str) -> list[str]:
+def _content_problems(folder: Path, manifest: Manifest, split: str, row: int, stated: ShardRecord) -> Iterator[Problem]:
+    """Of a shard from `row` on whose digest is right, which a stranger may have made."""
+    settings = manifest.settings
+    path, first = cache_format.shard_path(folder, stated["name"]), stated.get("first_sequence", row)
+    try:
+        check_content(path, settings.codec, settings.seq_len, split, first, stated["sequences"])
+    except (OSError, ValueError) as error:
+        yield file_problem(path, error, f"{cache_format.SHARDS}/{path.name}")
+        return
+    vector = manifest.test_vector
+    if vector is None or row or split != next(iter(manifest.splits)):
+        return
+    if not agrees(vector, make_vector(folder, settings.codec, split, stated["name"], stated["sequences"])):
+        text = f"{folder / cache_format.MANIFEST}: its test_vector is not what shard {stated['name']} holds"
+        yield Problem(text, cache_format.MANIFEST)
+
+
+def _remote_problems(remote: Remote) -> Iterator[Problem]:
+    """Of a cache elsewhere: each file is fetched as a reader would, a shard at a time."""
+    folder, manifest = remote.folder, remote.manifest
+
+    def brought(action: Callable[..., Any], *asked: Any) -> Iterator[Problem]:
+        try:
+            action(*asked)
+        except (UsageError, RunError) as error:
+            yield Problem(str(error.args[0]))
+
+    def describes(stated: ShardRecord) -> Callable[[Path], bool]:
+        def sound(at: Path) -> bool:
+            try:
+                return _same(read_sidecar(at, stated["name"]), stated)
+            except (OSError, ValueError):
+                return False
+
+        return sound
+
+    digest = manifest.settings.digest()
+    yield from brought(remote.bring_sealed, cache_format.SETTINGS, lambda at: _settings_problem(at, digest) is None)
+    yield from brought(remote.bring, cache_format.INDEX, manifest.index_sha256)
+    yield from brought(remote.bring_tokenizer)
+    for split, summary in manifest.splits.items():
+        rows = first_rows(summary)
+        for number, stated in enumerate(summary["shards"]):
+            sidecar = cache_format.sidecar_path(folder, stated["name"]).relative_to(folder).as_posix()
+            remote.ahead(summary["shards"][number : number + AHEAD])
+            found = list(brought(remote.ensure, stated)) + list(
+                brought(remote.bring_sealed, sidecar, describes(stated))
+            )
+            found = found or list(_sidecar_problems(folder, stated["name"], stated))
+            yield from found or _content_problems(folder, manifest, split, rows[number], stated)
+            remote.release(stated["name"])
+
+
+def verify_cache(where: Path | str, remote: Remote | None = None) -> list[str]:
     """Compare every file of a cache with its digest, and every shard with the format: one line for each problem.
 
-    An unfinished cache is reported as a problem. UsageError: `folder` is not a cache.
+    where: a folder, or an address (`Cache`). remote: of a cache elsewhere, if it is open already.
+
+    An unfinished cache is reported as a problem. UsageError: there is no cache. RunError: it cannot be reached.
     """
-    return [problem.text for problem in _problems(Path(folder))]
+    if remote is None and (address := parse_address(where)) is not None:
+        remote = open_remote(address)
+    return [problem.text for problem in _problems(Path(where), remote)]
 
 
 def repair(folder: Path | str) -> list[str]:
-    """Move aside what `verify_cache` finds damaged, so that the same cache-teacher command builds it again.
+    """Move aside what `verify_cache` finds damaged, so that the command that made the cache builds it again.
 
     Returns the new paths of what it moved. It deletes nothing, and leaves a sound cache and unreadable files as they
     are. UsageError: nothing in the folder proves that kdtrain wrote it, or it contains a link. RunError: the folder

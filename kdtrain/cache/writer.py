@@ -17,6 +17,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
+from fractions import Fraction
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from kdtrain.cache.codec import encode_sequences
 from kdtrain.cache.compression import Arrays
 from kdtrain.cache.finish import publish_manifest, read_sidecars, set_aside_others
 from kdtrain.cache.folder import open_folder
-from kdtrain.cache.manifest import CacheSettings, Manifest, WeightsCost
+from kdtrain.cache.manifest import CacheSettings, Manifest
 from kdtrain.cache.rounds import Progress, Rounds
 from kdtrain.cache.shard import Shard, batch_of, shard_errors
 from kdtrain.cache.shard_writer import (
@@ -48,7 +49,7 @@ from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError, writing
 from kdtrain.files import PUBLISH_POINTS, json_digest
 
-_PUBLISHED = ("cache.settings", "cache.shard", "cache.sidecar", "cache.index", "cache.manifest")
+_PUBLISHED = ("cache.settings", "cache.shard", "cache.sidecar", "cache.index", "cache.card", "cache.manifest")
 FAULT_POINTS = (
     "cache.shard.after-batch",
     "cache.shard.before-close",
@@ -96,8 +97,10 @@ class CacheBuilder:
         self._side = SideStream()
         self.sample: tuple[int, int] | None = None
         """Sequences and positions of the held sample, where the teacher answers for no others."""
-        self.weights_cost: WeightsCost | None = None
-        """Of a teacher with packed weights, for the manifest."""
+        self.measured: tuple[Any, Any] = (None, None if settings.codec.kind == "tokens" else codec.RANGE)
+        """Fidelity and range of T, where there is no teacher to measure them with."""
+        self.stated: dict[str, Any] = {}
+        """More keys of the manifest: `parents`, `origin`, `weights_cost`."""
         self._compiled: set[int] = set()
         """Sizes of the batches that teacher and encoder have seen."""
         self.manifest, self._lock = open_folder(self.folder, settings, tokenizer, all_ranks)
@@ -218,7 +221,10 @@ class CacheBuilder:
             labels_BT = torch.from_numpy(rows.tokens[:, 1:].astype(np.int64))
             spec, seed = self.settings.codec, self.settings.seed
             with self._side.after(ready):
-                answer = encode_sequences(answer, labels_BT, spec, seed=seed, split=rows.split, first=rows.first)
+                offset = codec.grid_offset(self.settings.sampling) or Fraction(0)
+                answer = encode_sequences(
+                    answer, labels_BT, spec, seed=seed, split=rows.split, first=rows.first, offset=offset
+                )
         assert answer or self.settings.codec.kind == "tokens", "no teacher and no targets"
         shard.add(rows, answer)
 
@@ -252,15 +258,15 @@ class CacheBuilder:
         self.rounds.stop_if_broken(len(self.rounds.broken), total, total)
         set_aside_others(self.folder, {record["name"] for record in records})
         tokens = {split: sha.hexdigest() for split, sha in self._tokens.items()}
-        measured = self._measure()
-        self.manifest = publish_manifest(self.folder, self.settings, sidecars, tokens, *measured, self.weights_cost)
+        found = self._measure()
+        self.manifest = publish_manifest(self.folder, self.settings, sidecars, tokens, *found, self.stated)
         self.close()
         return self.manifest
 
     def _measure(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """The fidelity of the cache, and the range of T over which it is right."""
         if self.teacher is None:
-            return None, None if self.settings.codec.kind == "tokens" else codec.RANGE
+            return self.measured
         split = "validation" if "validation" in self._splits else next(iter(self._splits))
         place = self._splits[split][0]
         spec, length = self.settings.codec, self.settings.seq_len
@@ -285,15 +291,15 @@ def write_cache(
     settings: CacheSettings,
     splits: Mapping[str, Iterable[PackedRow]],
     *,
-    weights_cost: WeightsCost | None = None,
+    stated: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Manifest | None:
     """Build all `splits` and finish; a finished cache of these settings stays untouched. None on all ranks but 0.
 
-    A rank that has built its share returns while rank 0 finishes.
+    A rank that has built its share returns while rank 0 finishes. stated: more keys of the manifest.
     """
     writer = CacheBuilder(folder, settings, **options)
-    writer.weights_cost = weights_cost
+    writer.stated |= stated or {}
     try:
         if writer.manifest is not None:
             return writer.manifest if writer.rounds.rank == 0 else None

@@ -23,8 +23,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from kdtrain.checkpoint import tiers
+from kdtrain.checkpoint.sealed import read_state
 from kdtrain.checkpoint.shards import DTYPES
-from kdtrain.checkpoint.store import Store, load, read_state
+from kdtrain.checkpoint.store import Store, load
 from kdtrain.checkpoint.tiers import Keep
 from kdtrain.errors import RunError, UsageError, as_path
 

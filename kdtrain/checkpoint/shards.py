@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from kdtrain import faults
+from kdtrain.checkpoint.tiers import SUFFIX
 from kdtrain.errors import RunError, reason
 from kdtrain.ranks import local, with_local
 
-SUFFIX = ".safetensors"
 MAX_BYTES = 2**30
 """Most bytes of a file; a larger tensor has its own file."""
 

@@ -11,177 +11,55 @@ name for the same state (`epoch-0001` beside `step-00000250`) takes no space, be
 to one damages both. One process writes a folder at a time.
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, TypeVar
-
-import torch
-from msgspec import Meta
+from typing import TYPE_CHECKING, Any
 
 from kdtrain import faults
-from kdtrain.checkpoint import shards, tiers
+from kdtrain.checkpoint import tiers
+from kdtrain.checkpoint.sealed import (
+    MANIFEST,
+    STATE,
+    entry_of,
+    is_checkpoint,
+    problem,
+    read_state,
+    seal,
+    sealed_files,
+    unreadable,
+    vouched_files,
+)
 from kdtrain.errors import RunError, UsageError, reason
 from kdtrain.files import (
-    MEDIUM,
     aside_in,
-    file_digest,
     fsync,
-    parse_json,
     point_link,
-    read_json,
-    read_text,
     remove_folder,
     remove_link,
     set_aside,
     swap_in,
     sweep,
     temporary_name,
-    typed,
 )
-from kdtrain.ranks import is_main, on_main, reported
+from kdtrain.process import is_main, reported
 
-T = TypeVar("T")
+if TYPE_CHECKING:  # to list and check checkpoints takes no torch
+    import torch
+
+    from kdtrain.checkpoint import shards
+
 
 log = logging.getLogger("kdtrain")
-
-MANIFEST, STATE = "manifest.json", "state.json"
-VERSION = 2
-
-_NAME = re.compile(r"state\.json|shard-[0-9]{5}-[0-9]{5}\.safetensors")
-"""The file names that a manifest may hold, since they become paths."""
-
-
-class _Record(TypedDict):
-    version: int
-    step: Annotated[int, Meta(ge=0, le=2**62)]
-    rollbacks: Annotated[int, Meta(ge=0, le=2**62)]
-    files: dict[str, tuple[Annotated[int, Meta(ge=0)], str]]
-    digest: str
-
-
-def seal(step: int, rollbacks: int, files: Mapping[str, tuple[int, str]]) -> str:
-    """The text of a manifest."""
-    content = {"version": VERSION, "step": step, "rollbacks": rollbacks, "files": {k: [*v] for k, v in files.items()}}
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**content, "digest": digest}, indent=1) + "\n"
-
-
-def problem(path: Path, digests: bool = True, loads: bool = False) -> str | None:
-    """What is wrong with the checkpoint folder `path`: a missing, unknown, unreadable or changed file, or a changed
-    manifest; None if it is whole.
-
-    `digests=False` compares only names and sizes, which takes no time. With `loads`, content that `load` would refuse
-    is wrong as well, even if it is as it was sealed.
-    """
-    try:
-        files = _files(path)
-    except OSError as error:
-        return f"{MANIFEST} cannot be read ({error.strerror})"
-    except ValueError as error:
-        return f"{MANIFEST}: {error}"
-    for name in [*sorted(files.keys() - {STATE}), STATE]:
-        if (wrong := _file_problem(path / name, *files[name], digests)) is not None:
-            return f"{name} {wrong}"
-    unknown = sorted(each.name for each in path.glob(f"*{shards.SUFFIX}") if each.name not in files)
-    if unknown:
-        return f"{unknown[0]} does not belong to it"
-    return _unreadable(path) if loads else None
-
-
-def _unreadable(path: Path) -> str | None:
-    """Why `load` would refuse the files of a checkpoint, sealed or not; None: it reads them."""
-    try:
-        read_state(path)
-        shards.tensor_names(path)
-    except OSError as error:
-        return f"{STATE} cannot be read ({error.strerror})"
-    except ValueError as error:
-        return f"{STATE}: {error}"
-    except RunError as error:
-        return str(error)
-    return None
-
-
-def sealed_files(path: Path) -> set[str]:
-    """The manifest of a checkpoint and the files that it names; empty if its seal does not match."""
-    try:
-        return {MANIFEST, *_files(path)}
-    except (OSError, ValueError):
-        return set()
-
-
-def vouched_files(path: Path) -> set[str]:
-    """All files in a checkpoint if each matches the sealed manifest, else none; files may be missing.
-
-    This proves that kdtrain wrote them, which names alone do not.
-    """
-    try:
-        files, there = _files(path), {each.name for each in path.iterdir()}
-    except (OSError, ValueError):
-        return set()
-    others = there - {MANIFEST}
-    proven = all(name in files and _file_problem(path / name, *files[name], digests=True) is None for name in others)
-    return there if proven else set()
-
-
-def _files(path: Path) -> dict[str, tuple[int, str]]:
-    """Size and SHA-256 by name. OSError: the manifest cannot be read. ValueError: it is not one of this version."""
-    text = read_text(path / MANIFEST)
-    record = parse_json(text)
-    if isinstance(record, dict) and record.get("version", VERSION) != VERSION:
-        raise ValueError(f"its format is version {record['version']!r}, and this kdtrain reads version {VERSION}")
-    record = typed(record, _Record)
-    if text != seal(record["step"], record["rollbacks"], record["files"]):
-        raise ValueError("it does not match its own digest")
-    if STATE not in record["files"] or not all(map(_NAME.fullmatch, record["files"])):
-        raise ValueError("it names files that a checkpoint does not have")
-    return record["files"]
-
-
-def entry_of(path: Path, name: str, valid: bool = True) -> tiers.Entry:
-    """The place in the run of the checkpoint `path`: from its manifest, or from its name if that is unreadable."""
-    try:
-        manifest = read_json(path / MANIFEST, _Record)
-        return tiers.Entry(name, manifest["step"], manifest["rollbacks"], valid)
-    except (OSError, ValueError):
-        return tiers.Entry(name, tiers.step_in(name), 0, valid)
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is, or was, a checkpoint: by its name or its files; True if it cannot be listed."""
-    if not path.is_dir():
-        return False
-    try:
-        inside = os.listdir(path)
-    except PermissionError:
-        return True
-    except FileNotFoundError:  # a run that is training has just removed it
-        return False
-    shard = any(name.startswith("shard-") and name.endswith(shards.SUFFIX) for name in inside)
-    return tiers.tier(path.name) != "special" or STATE in inside or shard
-
-
-def _file_problem(path: Path, size: int, digest: str, digests: bool) -> str | None:
-    try:
-        if not path.is_file():
-            return "is missing"
-        if path.stat().st_size != size:
-            return f"has {path.stat().st_size} bytes instead of {size}"
-        if digests and file_digest(path) != digest:
-            return "does not match its SHA-256"
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    return None
-
 
 KEEP_ASIDE = 2
 """How many of the newest set-aside checkpoints are kept."""
@@ -243,12 +121,14 @@ class Store:
                 large or nested too deep. Nothing is published.
             RunError: the disk is full or cannot be written; names the entry. Earlier checkpoints are intact.
         """
+        from kdtrain.checkpoint import shards
+        from kdtrain.ranks import on_main
 
         def finish() -> None:
             files[STATE] = _write(hidden / STATE, _json(name, state))
             faults.point("checkpoint.before-manifest")
             _write(hidden / MANIFEST, seal(step, rollbacks, files))
-            if (wrong := _unreadable(hidden)) is not None:
+            if (wrong := unreadable(hidden)) is not None:
                 raise UsageError(f"checkpoint {name} is not saved, because it could not be loaded again: {wrong}")
             self._publish(hidden, name)
             self._whole[name] = _fingerprint(self.folder / name)
@@ -481,6 +361,8 @@ class Store:
     @contextlib.contextmanager
     def _cleaning(self, name: str) -> Iterator[None]:
         """Remove half-written files if the block fails; an error of the disk becomes a `RunError`."""
+        from kdtrain.checkpoint import shards
+
         try:
             yield
         except (OSError, UsageError, shards.EntryError) as error:
@@ -541,12 +423,9 @@ def load(path: Path, like: shards.Like | None = None) -> Checkpoint:
     Raises:
         RunError: its files are not those of a checkpoint.
     """
+    from kdtrain.checkpoint import shards
+
     return Checkpoint(path.name, shards.read(path, like), read_state(path))
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """The numbers, options and digests of a checkpoint that `problem` has verified, without its tensors."""
-    return read_json(path / STATE, dict[str, Any], MEDIUM)
 
 
 def _json(name: str, state: Mapping[str, Any]) -> str:
@@ -571,25 +450,3 @@ def _fingerprint(path: Path) -> object:
     """A value that changes when a file of the folder is replaced or written to."""
     found = [(each.name, each.stat()) for each in sorted(path.iterdir())]
     return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found]
-
-
-def read_checkpoint(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
-    """What `read` makes of the checkpoint that `find` names; again if a run that is training has removed that one.
-
-    Raises:
-        UsageError, RunError: those of `find`, and of `read` for a checkpoint that is still there.
-    """
-    while True:
-        path = find()
-        try:
-            return read(path)
-        except (RunError, OSError):
-            if path.exists():
-                raise
-
-
-def checkpoint_at(path: Path) -> Path:
-    """The folder of the checkpoint `path`, which may be a link. UsageError: a run that is training has removed it."""
-    if not path.exists():
-        raise UsageError(f"{path} was removed while it was read, by the run that is training; name a newer checkpoint")
-    return path.resolve()

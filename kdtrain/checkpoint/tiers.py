@@ -16,6 +16,9 @@ from typing import Literal
 
 from kdtrain.errors import UsageError
 
+SUFFIX = ".safetensors"
+"""Of the files that hold a checkpoint's tensors."""
+
 Tier = Literal["clock", "epoch", "exploded", "rolling", "special", "window"]
 
 LINKS = ("latest", "best")

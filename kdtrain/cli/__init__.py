@@ -18,35 +18,25 @@ import time
 import typing
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from kdtrain.cli import parsing, paths, words
-from kdtrain.cli.help import help_of
-from kdtrain.cli.options import options_of
+from kdtrain.cli.help import help_of, wrapped
 from kdtrain.config import commands
+from kdtrain.config.options import options_of
+from kdtrain.config.registered import COMMANDS, Command, Main
 from kdtrain.errors import RunError, UsageError, advice, name_flags, panics_refused, printable
-from kdtrain.registry import Registry, first_line
+from kdtrain.registry import first_line
 
-COMMANDS = Registry("kdtrain", "kdtrain.commands", __name__, {})
 _LONGEST = 2000
 """Characters of a message; only a name from a damaged file is longer."""
-_WITHOUT_MODELS = ("compare", "completion", "inspect", "plot", "report", "verify")
+_MODULES = {"import": "import_cache"}  # no module can have the name of a keyword
+_WITHOUT_MODELS = ("compare", "completion", "inspect", "plot", "push", "report", "verify")
 """Commands that load no model, and so run under `python -OO`."""
+_RESUMING = ("cache-teacher", "demo", "distill", "import", "merge", "push", "subset")
+"""Commands that keep what an interrupted one has done."""
 _NARROWEST = 40
 """Columns of the narrowest terminal that tables and help are made for."""
-
-
-Main = Callable[[Any], int | None]
-"""A configuration -> the exit code, None for 0."""
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command: its configuration, whose fields are its options, and what runs it."""
-
-    config: type
-    main: Main
 
 
 def register_command(name: str, config: type, *, help: str = "") -> Callable[[Main], Main]:
@@ -73,7 +63,7 @@ def _register_builtin(name: str, config: type) -> None:
     def main(config: Any) -> int | None:
         if sys.flags.optimize > 1 and name not in _WITHOUT_MODELS:
             raise UsageError("python -OO removes the docstrings that transformers needs to load a model; use -O")
-        command = importlib.import_module(f"kdtrain.commands.{name.replace('-', '_')}")
+        command = importlib.import_module(f"kdtrain.commands.{_MODULES.get(name, name.replace('-', '_'))}")
         code: int | None = command.main(config)
         return code
 
@@ -120,8 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     except MemoryError:
         _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
     except KeyboardInterrupt:
-        resumes = command in ("cache-teacher", "demo", "distill")
-        _fail(1, "interrupted" + ("; the same command resumes from what was saved" if resumes else ""))
+        _fail(1, "interrupted" + ("; the same command resumes from what was saved" if command in _RESUMING else ""))
     except BrokenPipeError:
         # the reader of our output is gone; the flush at exit must not raise the error again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -195,11 +184,10 @@ def _unknown_command(word: str) -> str:
 
 
 def _overview() -> str:
-    lines = "\n".join(f"  {name:<14} {text}" for name, text in COMMANDS.help().items())
-    return (
-        "usage: kdtrain COMMAND [OPTIONS]\n\nKnowledge distillation of language models.\n\n"
-        f"{lines}\n\nkdtrain COMMAND --help shows the options that matter; --help SECTION and --help all, the others."
-    )
+    lines = [line for name, text in COMMANDS.help().items() for line in wrapped(text, f"  {name:<14} ", indent=17)]
+    more = "kdtrain COMMAND --help shows the options that matter; --help SECTION and --help all, the others."
+    about = ["usage: kdtrain COMMAND [OPTIONS]", "", "Knowledge distillation of language models.", ""]
+    return "\n".join([*about, *lines, "", *wrapped(more, "")])
 
 
 def _refuse_impossible_launch() -> None:

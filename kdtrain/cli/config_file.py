@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cli.options import MOST, Given, Option, replaced, short
+from kdtrain.cli.options import MOST, Given, replaced, short
 from kdtrain.cli.paths import near_path
 from kdtrain.cli.words import option_meant, word_meant
 from kdtrain.config.kinds import wanted
+from kdtrain.config.options import Option
 from kdtrain.config.values import flag
 from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import read_toml

@@ -3,19 +3,17 @@
 import shutil
 import textwrap
 from collections.abc import Iterable
-from dataclasses import MISSING
 from itertools import groupby
-from typing import Any
 
-from kdtrain.cli.options import Option, options_of
 from kdtrain.cli.words import option_meant, word_meant
 from kdtrain.config import choices as registries
 from kdtrain.config.kinds import metavar, words_wanted
+from kdtrain.config.options import Option, options_of
 from kdtrain.config.values import flag
 from kdtrain.errors import UsageError
 from kdtrain.registry import Registry, first_line
 
-_FEW = 22
+_FEW = 20
 """A command with at most this many options shows them all."""
 _NARROWEST, _WIDEST = 40, 110
 _COLUMN = 28
@@ -33,9 +31,9 @@ def help_of(command: str, kind: type, topic: str = "") -> str:
     options = options_of(kind)
     sections = {each.section: None for each in options.values()}
     name = topic.strip("-[]").replace("-", "_")
-    head = [usage(command, kind), ""]
+    head = [*wrapped(usage(command, kind), "", indent=7), ""]
     if not topic:
-        head += [*_wrapped(first_line(kind), ""), ""]
+        head += [*wrapped(first_line(kind), ""), ""]
         brief = {each: text for each in options.values() if (text := each.field.metadata.get("brief"))}
         if len(options) <= _FEW or not brief:
             return _lines([*head, *_all(options.values())])
@@ -44,7 +42,7 @@ def help_of(command: str, kind: type, topic: str = "") -> str:
         lines = [line for each, text in shown.items() for line in _row(_short_name(each), f"{text}{defaults[each]}")]
         more = f"{len(options) - len(shown)} more: --help all, or --help SECTION of {', '.join(sections)}"
         example = next(iter(getattr(kind, "EXAMPLES", ())), "")
-        return _lines([*head, *lines, "", *_wrapped(more, ""), "", *_wrapped(example, "  ", indent=6, end=" \\")])
+        return _lines([*head, *lines, "", *wrapped(more, ""), "", *wrapped(example, "  ", indent=6, end=" \\")])
     if name == "all":
         return _lines([*head, *_all(options.values())])
     if name in sections:
@@ -79,8 +77,8 @@ def _name(option: Option) -> str:
     if option.positional:
         return _place(option)
     if option.switch:
-        return option.flag.replace("--", "--[no-]", 1) if option.field.default is not False else option.flag
-    return f"{option.flag} {metavar(option.kind)}"
+        return option.flag.replace("--", "--[no-]", 1) if option.default is not False else option.flag
+    return f"{option.flag} {option.field.metadata.get('shown') or metavar(option.kind)}"
 
 
 def _all(options: Iterable[Option]) -> list[str]:
@@ -88,7 +86,7 @@ def _all(options: Iterable[Option]) -> list[str]:
     for section, group in groupby(sorted(options, key=lambda each: each.section != "run"), lambda each: each.section):
         members = list(group)
         title = section if section == "run" else f"[{section}] {first_line(members[0].owner)}"
-        lines += [] if section == "run" else ["", *_wrapped(title, "")]
+        lines += [] if section == "run" else ["", *wrapped(title, "")]
         lines += [line for each in members for line in _long(each)]
     return lines
 
@@ -97,21 +95,19 @@ def _long(option: Option) -> list[str]:
     """An option with its docstring, its default, and the names that packages can add to."""
     lines = _row(_name(option), f"{option.text}{_default(option)}")
     for each in vars(registries).values():
-        if isinstance(each, Registry) and each.option == flag(option.name):
+        if isinstance(each, Registry) and each.option == flag(option.name) and not option.positional:
             for name, text in each.help().items():
-                lines += _wrapped(text, f"  {name:<18} ", indent=21, before=4)
+                lines += wrapped(text, f"  {name:<18} ", indent=21, before=4)
     return lines
 
 
 def _default(option: Option) -> str:
-    default: Any = option.field.default
-    if option.field.default_factory is not MISSING:
-        default = option.field.default_factory()
+    default = option.default
     if option.required:
         return " (required)"
     if option.switch:
         return " [on]" if default is True else ""
-    if default is None or default is MISSING or default in ("", (), []):
+    if default is None or default in ("", (), []):
         return ""
     if isinstance(default, float):
         return f" [{f'{default:.0e}'.replace('e-0', 'e-') if default < 0.01 else f'{default:g}'}]"
@@ -121,11 +117,11 @@ def _default(option: Option) -> str:
 
 def _row(name: str, text: str) -> list[str]:
     if len(name) > _COLUMN - 3:
-        return [f"  {name}", *_wrapped(text, " " * _COLUMN, indent=_COLUMN)]
-    return _wrapped(text, f"  {name:<{_COLUMN - 2}}", indent=_COLUMN)
+        return [f"  {name}", *wrapped(text, " " * _COLUMN, indent=_COLUMN)]
+    return wrapped(text, f"  {name:<{_COLUMN - 2}}", indent=_COLUMN)
 
 
-def _wrapped(text: str, first: str, indent: int = 0, before: int = 0, end: str = "") -> list[str]:
+def wrapped(text: str, first: str, indent: int = 0, before: int = 0, end: str = "") -> list[str]:
     """`text` in the width of the terminal; each line but the last has `end`."""
     width = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
     width -= len(end) if len(first + text) > width else 0

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from kdtrain.cli.config_file import read_file
-from kdtrain.cli.options import MOST, Given, Option, options_of, replaced, short
+from kdtrain.cli.options import MOST, Given, replaced, short
 from kdtrain.cli.words import option_meant, word_meant
 from kdtrain.config.kinds import alternatives, choices, metavar, read_words, wanted, words_wanted
+from kdtrain.config.options import Option, options_of
 from kdtrain.config.values import flag, refuse_value
 from kdtrain.errors import UsageError, refuse_no_path
 
@@ -45,9 +46,11 @@ def parse(command: str, kind: type, argv: list[str], others: Mapping[str, type],
     sections = {name: line.build(each, values) for name, each in line.sections.items()}
     if look is not None:
         texts = {name: each[-1].words[-1] for name, each in line.given.items() if each[-1].words}
-        for name, text in texts.items():
-            if values.get(name) is not None and (wrong := look(line.options[name], text, texts)):
-                line.mistakes.append(line.given[name][-1].where + wrong)
+        for name in texts:
+            several = line.options[name].field.metadata.get("several")
+            for text in line.given[name][-1].words if several else [texts[name]]:
+                if values.get(name) not in (None, ()) and (wrong := look(line.options[name], text, texts)):
+                    line.mistakes.append(line.given[name][-1].where + wrong)
     line.refuse()
     own = {name: value for name, value in values.items() if line.options[name].section == "run"}
     return kind(**own, **{name: each for name, each in sections.items() if each is not None})
@@ -148,13 +151,14 @@ class _Line:
                 return 1
             self._add(name, "true" if on else "false")
             return 0
-        many = words_wanted(option.kind)
+        several = option.field.metadata.get("several")
+        many = 1 if several else words_wanted(option.kind)
         words = values[:many]
         if not words:
             self.mistakes.append(f"{word}: {wanted(option.kind)}, and none is given")
             self.unknown = True
         else:
-            self._add(name, *words)
+            self._add(name, *words, extend=bool(several))
         return len(words)
 
     def _add(self, name: str, *words: str, extend: bool = False) -> None:
@@ -211,11 +215,15 @@ class _Line:
         values = {}
         for name, each in self.given.items():
             option = self.options[name]
+            several = option.field.metadata.get("several")
             for given in each:
                 try:
-                    value = read_words(list(given.words), option.kind)
-                    if isinstance(value, str | Path) and not option.field.metadata.get("text"):
-                        _refuse_word(given.words[0], flag(name))
+                    joined = several == ","
+                    words = [part for word in given.words for part in word.split(",")] if joined else list(given.words)
+                    value = () if several and words == ["None"] else read_words(words, option.kind)
+                    named = isinstance(value, str | Path) or several is True
+                    for word in given.words if named and not option.field.metadata.get("text") else ():
+                        _refuse_word(word, flag(name))
                     refuse_value(option.field, value)
                     values[name] = value
                 except UsageError as error:

@@ -13,13 +13,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from kdtrain.cli.options import Option
+from kdtrain.cache.address import parse_address
 from kdtrain.cli.words import word_meant
 from kdtrain.config.choices import TEXTS
+from kdtrain.config.options import Option
 from kdtrain.config.values import flag
+from kdtrain.data.formats import Columns, row_format
 from kdtrain.errors import UsageError
 from kdtrain.files import open_regular
-from kdtrain.models.spec import SELF, is_hub_id, read_spec
+from kdtrain.models.spec import SELF, is_hub_id, read_spec, shipped
 
 _MOST = 2000
 """Entries of a folder that are compared with a name."""
@@ -27,6 +29,8 @@ _BEGINNING, _ROWS = 2**20, 100
 """Bytes and rows of a file that are looked at for its columns."""
 _STARTS = ("latest", "best", "auto", "never")
 """What --resume takes besides the name of a checkpoint."""
+_ADDRESS = re.compile(r"hf:|[A-Za-z][\w+.-]+:/")
+"""The beginning of what is meant as an address of a cache."""
 _HOMES = {"cache": ["cache"], "spec": ["students", "teachers"], "saved": ["runs"], "path": ["runs", "cache"]}
 """Folders in which a bare name is looked for, by what an option reads."""
 
@@ -37,15 +41,23 @@ def problem(option: Option, text: str, texts: Mapping[str, str]) -> str | None:
     texts: of every option that is given.
     """
     reads = option.field.metadata.get("reads", "")
+    if option.name == "out" and _ADDRESS.match(text):
+        return f"{option.flag} {_hidden(text)}: it is an address; name a folder or file of this machine"
     look = _LOOKS.get(reads)
     if look is None:
         return None
     wrong = look(text, texts)
     if wrong is None:
         return None
-    near = None if _exists(text) else near_path(text, _HOMES.get(reads.split()[-1], []))
+    near = None if _exists(text) or _ADDRESS.match(text) else near_path(text, _HOMES.get(reads.split()[-1], []))
+    text = _hidden(text)
     name = text if option.positional else f"{flag(option.name)} {text}"
     return f"{name}: {wrong.split('; ')[0]}; perhaps you meant {near}" if near else f"{name}: {wrong}"
+
+
+def _hidden(text: str) -> str:
+    """`text` without the password of an address."""
+    return re.sub(r"//[^/@\s]*@", "//...@", text)
 
 
 def near_path(text: str, homes: Iterable[str] = ()) -> str | None:
@@ -95,12 +107,24 @@ def _exists(text: str | Path) -> bool:
 
 
 def _cache(text: str, texts: Mapping[str, str]) -> str | None:
+    try:
+        if parse_address(text) is not None:
+            return None
+    except UsageError as error:
+        return str(error.args[0]).partition(": ")[2]
     if not _exists(text):
         return "no cache is there; make one with kdtrain cache-teacher"
     if os.path.isfile(text):
         return "it is a file, and a cache is a folder; make one with kdtrain cache-teacher"
-    if any(_exists(Path(text, name)) for name in ("manifest.json", "settings.json", "shards")):
+    if _exists(Path(text, "manifest.json")):
         return None
+    if any(Path(text, "shards").glob("*.h5*")):  # a temporary one too
+        return "the cache is unfinished; run the same cache-teacher command again to finish it"
+    if _exists(Path(text, "settings.json")):
+        return (
+            "the cache holds no shard: the command that began it was refused or stopped before its first one; run "
+            "cache-teacher again"
+        )
     return "it holds no cache (no manifest.json); make one with kdtrain cache-teacher"
 
 
@@ -134,8 +158,10 @@ def _text(text: str, texts: Mapping[str, str]) -> str | None:
 
 def _column(text: str, texts: Mapping[str, str]) -> str | None:
     """What is wrong with the column that is to be read from rows; None where that cannot be seen at their beginning."""
-    option = "messages_column" if "messages_column" in texts else "text_column"
+    messages = texts.get("messages_column")
+    option = "text_column" if messages is None else "messages_column"
     column, keys = texts.get(option, "text"), dict[str, None]()
+    asked = Columns(format=texts.get("format", "auto"), text=texts.get("text_column", "text"), messages=messages)
     try:
         with open_regular(Path(text)) as file:
             rows = [json.loads(line) for line in file.read(_BEGINNING).splitlines()[:_ROWS]]
@@ -143,8 +169,14 @@ def _column(text: str, texts: Mapping[str, str]) -> str | None:
         return None
     for row in rows:
         keys |= dict.fromkeys(row) if isinstance(row, dict) else {}
-    if not keys or column in keys:
+    if not keys:
         return None
+    try:
+        row_format(text, asked, keys)
+        return None
+    except UsageError as error:
+        if asked.format not in ("auto", "text"):
+            return str(error.args[0]).removeprefix(f"{text}: ") if len(rows) < _ROWS else None
     near = word_meant(column, keys)
     hint = f"perhaps you meant {flag(option)} {near}" if near else f"name one of {', '.join(keys)} with {flag(option)}"
     return f"has no column '{column}'; {hint}" if near or len(rows) < _ROWS else None
@@ -162,6 +194,20 @@ def _saved(text: str, texts: Mapping[str, str]) -> str | None:
 
 def _path(text: str, texts: Mapping[str, str]) -> str | None:
     return None if re.match(r"[a-z]+:/", text) or _exists(text) else "it does not exist"
+
+
+def _cache_path(text: str, texts: Mapping[str, str]) -> str | None:
+    if text in {**shipped("students"), **shipped("teachers")}:
+        return None
+    return _cache(text, texts) if _ADDRESS.match(text) else _path(text, texts)
+
+
+def _data_set(text: str, texts: Mapping[str, str]) -> str | None:
+    try:
+        address = parse_address(text)
+    except UsageError as error:
+        return str(error.args[0]).partition(": ")[2]
+    return None if address and address.repository else "it is not a data set on the hub; give hf:ORG/NAME"
 
 
 def _checkpoint(text: str, texts: Mapping[str, str]) -> str | None:
@@ -183,6 +229,8 @@ _LOOKS: dict[str, Callable[[str, Mapping[str, str]], str | None]] = {
     "file": _file,
     "saved": _saved,
     "path": _path,
+    "cache path": _cache_path,
     "checkpoint": _checkpoint,
+    "data set": _data_set,
 }
 """What an option reads -> what is wrong with a text; None: nothing."""

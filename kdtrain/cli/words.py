@@ -34,6 +34,7 @@ _NAMES = {
     "cache": "cache_dir cached logits logits_dir teacher_cache teacher_logits",
     "config": "config_file cfg conf yaml toml c",
     "data": "dataset dataset_name train_data train_file text corpus data_path data_dir train_files",
+    "format": "dataset_format data_format dataset_type formatting chat_format",
     "text_column": "text_field dataset_text_field column text_key",
     "messages_column": "chat_column conversations messages_field",
     "seq_len": "max_length max_seq_length max_seq_len block_size context_length sequence_length seq_length cutoff_len"

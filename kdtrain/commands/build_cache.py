@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain.cache.codec import SAMPLING, CodecSpec
+from kdtrain.cache.codec import SAMPLING, CodecSpec, grid_name, grid_offset
 from kdtrain.cache.folder import holds_nothing
+from kdtrain.cache.format import PIECES
 from kdtrain.cache.manifest import CacheSettings, Manifest
+from kdtrain.cache.reader import Cache
 from kdtrain.cache.writer import write_cache
 from kdtrain.commands.agreement import agree
 from kdtrain.config import CacheTeacherConfig, DataConfig
@@ -26,15 +29,86 @@ from kdtrain.ranks import is_main
 from kdtrain.teaching.teacher import Teacher
 
 
-def build_cache(config: CacheTeacherConfig, teacher: Teacher) -> Manifest | None:
+def build_cache(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | None = None) -> Manifest | None:
     """Build the missing shards of the cache on all ranks; return its manifest on rank 0, None on the others.
 
-    teacher: loaded and prepared.
+    teacher: loaded and prepared. refined: the cache of --refine.
 
     Raises:
-        UsageError: the folder holds another cache, or the data do not fill one sequence.
+        UsageError: the folder holds another cache, or the data do not fill one sequence; `refined` is of another
+            teacher.
         RunError: the disk is full or cannot be written.
     """
+    if refined is None:
+        settings, rows = _asked(config, teacher)
+    else:
+        settings, rows = _refined_settings(refined, teacher), {split: refined[split].rows() for split in refined}
+    codec = settings.codec
+    agree(settings.to_json)
+    answers: dict[str, Any]
+    if teacher.gives == "top-k":
+        answers = {"teacher": None, "kept": lambda rows: teacher.kept(rows, codec, config.seed)}
+    else:
+        answers = {"teacher": teacher.logits, "sharded": teacher.sharded}
+    if teacher.cost is not None:
+        answers["stated"] = {"weights_cost": teacher.cost}
+    saved = ChatTokenizer(teacher.tokenizer, generation_of(teacher.spec))
+    return _write(config.out, settings, rows, tokenizer=saved, batch_size=config.batch_size, all_ranks=True, **answers)
+
+
+def refined_cache(where: str) -> Cache:
+    """The cache of --refine. UsageError: its samples cannot be added to."""
+    cache = Cache(where)
+    settings, codec = cache.manifest.settings, cache.manifest.codec
+    if not codec.counts_only:
+        raise UsageError(f"--refine {where}: only a cache of samples alone can be refined; capture this one anew")
+    if settings.format_version == PIECES:
+        raise UsageError(f"--refine {where}: it was appended or cut; refine the caches it was made of")
+    if grid_offset(settings.sampling) is None:
+        kind = settings.sampling or "independent"
+        raise UsageError(f"--refine {where}: its samples ({kind}) are of no grid to draw between; capture it anew")
+    if 2 * codec.num_samples > 255:
+        raise UsageError(
+            f"--refine {where}: it has {codec.num_samples} samples a token, and twice as many cannot be added up: "
+            "counts are kept in 8 bits"
+        )
+    return cache
+
+
+def refuse_other_vocabulary(refined: Cache, teacher: Teacher) -> None:
+    """UsageError: the cache of --refine is of another teacher, which is seen before any weights are loaded."""
+    settings = refined.manifest.settings
+    for name, theirs, ours in (
+        ("tokenizer", settings.tokenizer_digest, tokenizer_digest(teacher.tokenizer)),
+        ("vocab_size", settings.vocab_size, teacher.vocab_size),
+    ):
+        if None not in (theirs, ours) and theirs != ours:
+            named = f"{(settings.teacher or {}).get('spec')}, asked {teacher.name}"
+            raise UsageError(
+                f"--refine {refined.name} is of another teacher ({named}: {name}: {str(theirs)[:12]} there, "
+                f"{str(ours)[:12]} here)"
+            )
+
+
+def _refined_settings(refined: Cache, teacher: Teacher) -> CacheSettings:
+    """The settings of the refinement of a cache. UsageError: it is of another teacher."""
+    settings = refined.manifest.settings
+    theirs, ours = settings.teacher or {}, dict(teacher.identity)
+    names = [name for name in sorted(theirs.keys() | ours.keys()) if name != "spec"]
+    if changed := [name for name in names if theirs.get(name) != ours.get(name)]:
+        differ = "; ".join(
+            f"{name}: {str(theirs.get(name))[:12]} there, {str(ours.get(name))[:12]} here" for name in changed
+        )
+        raise UsageError(
+            f"--refine {refined.name} is of another teacher ({theirs.get('spec')}, asked {teacher.name}: {differ})"
+        )
+    number = settings.codec.num_samples
+    offset = ((grid_offset(settings.sampling) or Fraction(0)) + Fraction(1, 2 * number)) % Fraction(1, number)
+    return replace(settings, sampling=grid_name(offset))
+
+
+def _asked(config: CacheTeacherConfig, teacher: Teacher) -> tuple[CacheSettings, dict[str, Iterator[PackedRow]]]:
+    """The settings of the cache that the options ask for, and the rows of each split."""
     asked, width, limits = config.codec, teacher.vocab_size, config.splits()
     if not asked.dense and asked.top_k > width:
         raise UsageError(f"--top-k {asked.top_k} is more than the vocabulary of {width}; choose less, or --dense")
@@ -52,20 +126,17 @@ def build_cache(config: CacheTeacherConfig, teacher: Teacher) -> Manifest | None
     else:
         settings = replace(settings, data=dict(teacher.text))
         rows = {split: teacher.rows(split, config.data.seq_len, codec) for split in limits}
-    agree(settings.to_json)
-    answers: dict[str, Any]
-    if teacher.gives == "top-k":
-        answers = {"teacher": None, "kept": lambda rows: teacher.kept(rows, codec, config.seed)}
+    return settings, rows
+
+
+def validation_rows(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | None, most: int) -> Iterator[Batch]:
+    """The first rows of the validation split that `build_cache` keeps, in batches."""
+    if refined is None:
+        rows = _text(config.data, teacher.tokenizer, config.splits())["validation"]
     else:
-        answers = {"teacher": teacher.logits, "sharded": teacher.sharded}
-    saved, answers["weights_cost"] = ChatTokenizer(teacher.tokenizer, generation_of(teacher.spec)), teacher.cost
-    return _write(config.out, settings, rows, tokenizer=saved, batch_size=config.batch_size, all_ranks=True, **answers)
-
-
-def validation_rows(config: CacheTeacherConfig, teacher: Teacher, most: int) -> Iterator[Batch]:
-    """The first rows of the validation split that `build_cache` packs, in batches."""
-    rows = islice(_text(config.data, teacher.tokenizer, config.splits())["validation"], most)
-    while part := list(islice(rows, config.batch_size)):
+        rows = refined["validation"].rows()
+    first = islice(rows, most)
+    while part := list(islice(first, config.batch_size)):
         tokens, mask, segments = (
             torch.from_numpy(np.stack([getattr(row, name) for row in part]).astype(kind))
             for name, kind in (("tokens", np.int64), ("loss_mask", bool), ("segments", np.int64))
@@ -122,6 +193,7 @@ def _settings(
         "split": data.split,
         "text_column": data.text_column,
         "messages_column": data.messages_column,
+        **({} if data.format == "auto" else {"format": data.format}),
     }
     return CacheSettings(
         codec=codec,
@@ -139,7 +211,10 @@ def _text(
 ) -> dict[str, Iterator[PackedRow]]:
     """The rows of each split: a cache calls the split that was asked for train, and adds validation."""
     sources = {"train": data.split, "validation": "validation" if "train" in limits else data.split}
-    return {name: packed_rows(data, sources[name], tokenizer, limit) for name, limit in limits.items()}
+    return {
+        name: packed_rows(data, sources[name], tokenizer, limit, example=number == 0)
+        for number, (name, limit) in enumerate(limits.items())
+    }
 
 
 def _write(

@@ -2,22 +2,23 @@
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from kdtrain.cache.format import MANIFEST
-from kdtrain.cache.manifest import Manifest
+from kdtrain.cache.manifest import Manifest, weights_line
 from kdtrain.cache.reader import Cache
-from kdtrain.commands import pages
 from kdtrain.commands.agreement import same_ranks
-from kdtrain.commands.build_cache import build_cache, validation_rows
+from kdtrain.commands.build_cache import build_cache, refined_cache, refuse_other_vocabulary, validation_rows
+from kdtrain.commands.made_cache import show_cache
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec, with_weights
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.monitor.tables import show
+from kdtrain.monitor.tables import duration, size
 from kdtrain.parallel.memory_plan import free_everywhere, shards_teacher
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, raise_on_all_ranks, reported, world_size
@@ -66,6 +67,10 @@ def _build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> None:
 def _build(config: CacheTeacherConfig, device: torch.device) -> None:
     on_main(lambda: refuse_no_folder(config.out))
     with raise_on_all_ranks():
+        refined = None if config.refine is None else refined_cache(config.refine)
+        seq_len, document_mask = config.data.seq_len, config.data.document_mask
+        if refined is not None:
+            seq_len, document_mask = refined.manifest.settings.seq_len, refined.manifest.settings.document_mask
         spec = read_spec(config.teacher, "teachers")
         if config.from_logprobs is not None:
             load_tokenizer(spec)  # a spec without one is refused by name
@@ -73,35 +78,39 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> None:
         spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
         teacher = open_teacher(spec, device, pick_mode(config.precision, device), online=False)
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
+        if refined is not None:
+            refuse_other_vocabulary(refined, teacher)
     free = free_everywhere(device, config.parallel.device_memory)
     with raise_on_all_ranks():
-        sharded = shards_teacher(config, teacher.footprint(config.data.seq_len), free)
+        sharded = shards_teacher(config, teacher.footprint(seq_len), free, seq_len)
         teacher.load(sharded)
-        teacher.check(config.data.seq_len, config.data.document_mask)
+        teacher.check(seq_len, document_mask)
         measured = spec.weights is not None and is_main() and not (config.out / MANIFEST).exists()
-        rows = validation_rows(config, teacher, MEASURED) if measured else ()
-        teacher.pack(rows, document_mask=config.data.document_mask)
+        rows = validation_rows(config, teacher, refined, MEASURED) if measured else ()
+        teacher.pack(rows, document_mask=document_mask)
     teacher.prepare(sharded=sharded, compile=config.compile)
-    over = "" if config.data.data is None else f" over {config.data.data}"
+    text = config.data.data or config.refine
+    over = "" if text is None else f" over {text}"
     many = f" in {world_size()} ranks" if world_size() > 1 else ""
     log.info("caching %s%s into %s%s", teacher, over, config.out, many)
     if teacher.cost is not None:
-        log.info("%s", pages.weights_line(teacher.cost))
-    build_cache(config, teacher)
+        log.info("%s", weights_line(teacher.cost))
+    build_cache(config, teacher, refined)
 
 
 def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, seconds: float) -> None:
-    sequences = {name: split["sequences"] for name, split in manifest.splits.items()}
-    result = {
-        "cache": str(config.out),
-        "digest": manifest.digest,
-        "ranks": world_size(),
-        "sequences": sequences,
-        "tokens": {name: count * config.data.seq_len for name, count in sequences.items()},
-        "bytes_per_token": manifest.bytes_per_token["total"],
-        "temperature_range": manifest.temperature_range,
-        **({} if manifest.weights_cost is None else {"teacher's weights": {**manifest.weights_cost}}),
-        "seconds": round(seconds, 1),
-        "peak_memory_mb": round(peak_memory_mb(device), 1),
-    }
-    show(f"cache {config.out}", result, config.json)
+    peak, ranks = peak_memory_mb(device), world_size()
+    among = f" in {ranks} ranks" if ranks > 1 else ""
+    said, facts = [], dict[str, Any]()
+    if (cost := manifest.weights_cost) is not None:
+        said, facts = [weights_line(cost)], {"weights_cost": cost}
+    show_cache(
+        config.out,
+        manifest,
+        config.json,
+        [*said, f"took {duration(seconds)}{among}, peak memory {size(peak)}"],
+        ranks=ranks,
+        seconds=round(seconds, 1),
+        peak_memory_mb=round(peak, 1),
+        **facts,
+    )

@@ -161,7 +161,7 @@ def cache_config(out: Path, settings: Settings, text: options.DataConfig) -> opt
 def distill_config(folder: Path, kind: str, seed: int, settings: Settings) -> options.DistillConfig:
     """One student; the two of a seed differ in the objective alone."""
     return options.DistillConfig(
-        cache=folder.parent / "cache",
+        cache=(str(folder.parent / "cache"),),
         student=settings.student,
         out=folder,
         steps=settings.steps,

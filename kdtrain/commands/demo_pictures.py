@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from kdtrain.errors import writing
 from kdtrain.files import published
-from kdtrain.monitor.figures import BLUE, ORANGE, STYLE, curve, figure, finish, save
+from kdtrain.monitor.figures import BLUE, ORANGE, STYLE, curve, figure, finish, pooled, save
 
 Record = dict[str, Any]
 KINDS = {"cross-entropy": ORANGE, "distilled": BLUE}
@@ -52,19 +52,6 @@ def calibration(result: Record) -> Figure:
     finish(diagram, "Calibration on the test split", "the student's confidence", "share that is right")
     finish(share, "How sure it is", "the student's confidence", "% of tokens")
     return made
-
-
-def pooled(diagrams: list[list[dict[str, float]]]) -> list[dict[str, float]]:
-    """One diagram of several: tokens added up, confidence and accuracy weighted by them."""
-    result = []
-    for bins in zip(*diagrams, strict=True):
-        tokens = sum(each["tokens"] for each in bins)
-        means = {
-            name: sum(each["tokens"] * each[name] for each in bins) / max(tokens, 1)
-            for name in ("confidence", "accuracy")
-        }
-        result.append({"tokens": tokens, **means})
-    return result
 
 
 def write_all(folder: Path, dpi: int = 130, formats: tuple[str, ...] = ("png",), **figures: Figure) -> list[Path]:

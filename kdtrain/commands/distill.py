@@ -10,6 +10,7 @@ from transformers.utils import logging as transformers_log
 from kdtrain.commands import dry_run, sanity
 from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build import build
+from kdtrain.commands.pages import closing_page
 from kdtrain.commands.recipe import resolve, run_device
 from kdtrain.commands.resume import Start
 from kdtrain.commands.run_folder import run_lock
@@ -17,7 +18,7 @@ from kdtrain.config import DistillConfig
 from kdtrain.config.values import configured
 from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.monitor.tables import show
+from kdtrain.monitor.tables import show, show_page
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, reported
 from kdtrain.training.signals import interruptible
 
@@ -37,7 +38,10 @@ def main(config: DistillConfig) -> int:
         outside = "stopped while not training; the same command resumes"
         log.info(outside if trial is None else "interrupted; the trial run is removed")
         result = {"run": str(config.out), "stop_reason": "signal", "stopped_by": str(interrupt) or "SIGINT"}
-    show(f"distill {config.out}", result, config.json)
+    if config.json:
+        show("", result, True)
+    else:
+        show_page(closing_page(config.out, result))
     return 0
 
 

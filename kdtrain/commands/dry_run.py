@@ -20,6 +20,7 @@ from kdtrain.commands.resume import Start
 from kdtrain.commands.run_folder import is_run
 from kdtrain.commands.trial import Trial, trial_run
 from kdtrain.config import DistillConfig, OptimizerConfig
+from kdtrain.models.loading import active_parameters
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show
 from kdtrain.parallel import parallelize
@@ -72,8 +73,10 @@ def _plan(trial: Trial) -> dict[str, Any]:
     micro_batches = f"{trainer.stepper.micros} micro-batches of {trainer.stepper.micro}"
     sequences, seq_len = len(trainer.stepper.source), recipe.facts.seq_len
     sent = gigabytes_sent(student.model, recipe, trainer.stepper.micros)
+    total, active = trial.run.parameters, active_parameters(student.model)
+    mixture = {} if active == total else {"active for a token": active}
     return {
-        "student": {"name": recipe.student.name, "parameters": trial.run.parameters, **trial.run.trained},
+        "student": {"name": recipe.student.name, "parameters": total, **trial.run.trained, **mixture},
         "teacher": recipe.teacher_name,
         "device": str(student.device),
         "parallel": {"ranks": world_size(), **recipe.plan.table(), "GB sent a step": sent},
@@ -83,6 +86,7 @@ def _plan(trial: Trial) -> dict[str, Any]:
         "steps": trainer.total,
         "batch": f"{config.batch_size} x {seq_len} tokens, {micro_batches}{each}",
         "sequences": {"train": sequences, "validation": len(trainer.validation_source)},
+        **({"caches": recipe.members} if recipe.members else {}),
         "epochs": round(trainer.total * config.batch_size / sequences, 3),
         "tokens": trainer.total * config.batch_size * seq_len,
         "learning rate": _schedule(trainer.total, config.optimizer),
@@ -166,7 +170,9 @@ def _validation_seconds(trial: Trial) -> float:
     """Seconds of a whole validation, extrapolated from one forward on each rank."""
     trainer = trial.trainer
     student, source, micro = trainer.student.eval(), trainer.validation_source, trainer.stepper.micro
-    forwards = math.ceil(min(math.ceil(len(source) / micro), trainer.validation_batches) / world_size())
+    sizes = (len(source),) if source.facts.mixture is None else source.facts.mixture.sizes
+    batches = (min(math.ceil(size / micro), trainer.validation_batches) for size in sizes)
+    forwards = sum(math.ceil(each / world_size()) for each in batches)
     started = time.perf_counter()
     validate(student, source, micro=micro, batches=1)
     parallelize.reshard(student.model)

@@ -92,7 +92,9 @@ def _source(
 ) -> Iterator[Source]:
     """Yield the data to measure on: a split of a cache, or text packed into a temporary folder."""
     if config.cache is not None:
-        yield build_source(CachedSource(Cache(config.cache)[config.data.split]), device, vocab_size)
+        yield build_source(
+            CachedSource(Cache(config.cache, local_limit=config.local_limit)[config.data.split]), device, vocab_size
+        )
         return
     teacher: Teacher | None = None
     if config.teacher is not None:

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
-from kdtrain.checkpoint.store import Store, checkpoint_at, is_checkpoint, problem, read_checkpoint
+from kdtrain.cache.hub import make_repository, upload
+from kdtrain.checkpoint.sealed import checkpoint_at, is_checkpoint, problem, read_checkpoint
+from kdtrain.checkpoint.store import Store
+from kdtrain.commands.model_card import card_files, public
 from kdtrain.commands.result import read_result
 from kdtrain.commands.run_folder import TOKENIZER, is_run, refuse_no_folder
 from kdtrain.config import ExportConfig
@@ -15,6 +18,7 @@ from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import refuse_displacing, refuse_leading_out, typed
 from kdtrain.models.adapters import lora_of, restrict
 from kdtrain.models.head import SplitModel, split
+from kdtrain.models.int8 import refuse_without_torchao
 from kdtrain.models.loading import (
     export_adapter,
     export_lock,
@@ -25,7 +29,7 @@ from kdtrain.models.loading import (
     refuse_foreign,
     tokenizer_files,
 )
-from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.spec import ModelSpec, read_spec, shipped
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show
 from kdtrain.ranks import is_main, on_main, process_group
@@ -52,8 +56,23 @@ def main(config: ExportConfig) -> int:
 def _export(config: ExportConfig) -> dict[str, Any]:
     """Export under the lock of the folder, and return what is shown."""
     refuse_no_folder(config.out)
+    if config.quantize is not None:
+        refuse_without_torchao()
     with export_lock(config.out):
-        return _write(config)
+        result = _write(config)
+        if config.push is not None:
+            log.info("%s is written; publishing it as %s", result["student"], config.push)
+            result |= _publish(config.push, config.private, result)
+        return result
+
+
+def _publish(where: str, private: bool, exported: Mapping[str, Any]) -> dict[str, str]:
+    """Upload an export to the hub, and return where it is."""
+    folder, repository = Path(exported["student"]), where.removeprefix("hf:")
+    url = make_repository(where, repository, "model", private)
+    files = {path.name: path for path in sorted(folder.iterdir())}
+    message = f"Step {exported['step']:,} by kdtrain"
+    return {"url": url, "commit": upload(where, repository, "model", files, message)}
 
 
 def _write(config: ExportConfig) -> dict[str, Any]:
@@ -80,18 +99,20 @@ def _write(config: ExportConfig) -> dict[str, Any]:
     result = read_result(run)
     if result is not None and result["error"] is not None:
         log.warning("%s ended with an error (%s): this is its student of step %d", run, result["stop_reason"], step)
-    origin = {"cache": state["cache"], "step": step}
+    parameters = written_parameters(student, config.adapter)
+    weights = config.torch_dtype if config.quantize is None else f"int8, the rest {config.torch_dtype}"
+    about = {"parameters": parameters, "weights": weights, "license": config.license, "adapter": config.adapter}
+    card = card_files(out.name, run, state, **about)
+    given: dict[str, Any] = {"dtype": config.torch_dtype, "origin": origin_of(state), "beside": card}
     if config.adapter:
         base = _base_spec(state, config.base)
-        aside = export_adapter(student, base.source or base.name, tokenizer, out, dtype=config.dtype, origin=origin)
+        aside = export_adapter(student, base.source or base.name, tokenizer, out, **given)
     else:
-        aside = export_model(student, tokenizer, out, dtype=config.dtype, origin=origin)
+        int8 = config.quantize is not None
+        aside = export_model(student, tokenizer, out, **given, shard_gb=config.shard_size, int8=int8)
     out = out if out.exists() else out.resolve()  # missing/../x
     if aside:
         log.warning("%s held more than an export, and is now %s", out, aside)
-    # of the merged model: without the adapters'
-    written = [each for each in student.parameters() if student.lora is None or each.requires_grad == config.adapter]
-    parameters = sum(each.numel() for each in written)
     found = {"student": str(out), "checkpoint": path.name, "step": step, "parameters": parameters}
     if (kind := state["student"].get("weights")) is None:
         return found
@@ -109,15 +130,27 @@ def merged_line(kind: str, loss: float | None, merged: float | None, out: str) -
     return f"validation loss beside the {kind} weights {trained}; merged into the whole ones, another model: {other}"
 
 
+def written_parameters(student: SplitModel, adapter: bool = False) -> int:
+    """The parameters of an export: of adapters alone, or of the model to whose weights they are added."""
+    return sum(each.numel() for each in student.parameters() if student.lora is None or each.requires_grad == adapter)
+
+
+def origin_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the student of a state of a run comes from, for the exported folder: of a mixture each cache."""
+    members = [{key: public(value) for key, value in each.items()} for each in state.get("caches", ())]
+    return {"cache": state["cache"], "step": state["progress"]["step"]} | ({"caches": members} if members else {})
+
+
 def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | str | None]:
     """Load a student, and return it with the place of its tokenizer, or None.
 
     Args:
-        name: a run (its best checkpoint, or the newest where none is best), a checkpoint, or a model spec.
+        name: a run (its best checkpoint, or the newest where none is best), a checkpoint, or a model spec. A bare name
+            that ships is the student that ships, as in `read_spec`; `./NAME` is a folder.
         device: the student's device.
     """
-    path = Path(name)
-    if is_checkpoint(path.resolve()):
+    path, ships = Path(name), name in shipped("students")
+    if not ships and is_checkpoint(path.resolve()):
 
         def read(found: Path) -> SplitModel:
             if (damage := problem(found)) is not None:
@@ -125,7 +158,7 @@ def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | st
             return student_at(found, device)
 
         return read_checkpoint(lambda: checkpoint_at(path), read), tokenizer_of_run(_run_of(path.resolve()))
-    if is_run(path):
+    if not ships and is_run(path):
         student = read_checkpoint(lambda: checkpoint_of(path, "best"), lambda found: student_at(found, device))
         return student, tokenizer_of_run(path)
     spec = read_spec(name)

@@ -1,39 +1,54 @@
 """`kdtrain inspect`: shows a run, a cache, or what is in them as a page, or the capabilities of this machine."""
 
 import contextlib
+import math
 import os
 import platform
+import shlex
 import stat
 import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, NotRequired, TypedDict
 
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.address import Address, parse_address
+from kdtrain.cache.local import home, listing
 from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest, read_sidecar
+from kdtrain.cache.remote import open_remote
+from kdtrain.cache.spec import CodecSpec
 from kdtrain.checkpoint import tiers
-from kdtrain.checkpoint.store import Store, checkpoint_at, problem, read_checkpoint
+from kdtrain.checkpoint.sealed import STATE, checkpoint_at, problem, read_checkpoint, read_state
+from kdtrain.checkpoint.store import Store
 from kdtrain.commands import pages
+from kdtrain.commands.kinds import damage_of, kind_of
 from kdtrain.commands.result import read_result
-from kdtrain.commands.verify import damage_of, kind_of
 from kdtrain.config import InspectConfig
+from kdtrain.config.choices import resolve_tail
 from kdtrain.config.values import refuse
 from kdtrain.errors import RunError, UsageError
-from kdtrain.files import aside_in, read_json
+from kdtrain.files import aside_in, read_json, typed
+from kdtrain.models.spec import ADAPTER_CONFIG, ModelSpec, read_spec, shipped
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.tables import show, show_page
-from kdtrain.objective.tails import resolve_tail
-from kdtrain.precision.backends import capabilities
-from kdtrain.precision.modes import has_bf16, why_not_compile
-from kdtrain.training.state import load_saved, read_saved
 
 _INTERVAL = 10.0
 """Seconds between two lines of `--watch`."""
+
+
+class _Progress(TypedDict):
+    """The numbers of a checkpoint that a run's page shows."""
+
+    loss: NotRequired[float | None]
+    last_loss: NotRequired[float | None]
+    best_loss: NotRequired[float | None]
+    validated_step: NotRequired[int | None]
+
+
+class _Saved(TypedDict):
+    progress: _Progress
 
 
 def main(config: InspectConfig) -> int:
@@ -46,13 +61,19 @@ def main(config: InspectConfig) -> int:
     if config.hardware:
         show("hardware", hardware(), config.json)
         return 0
+    if config.local:
+        rows, total = listing()
+        facts = {"folder": str(home()), "bytes": total, "caches": rows}
+        show("", facts, True) if config.json else show_page(pages.local_page(facts))
+        return 0
     assert config.path is not None
-    path, kind = config.path, _kind(config.path)
+    address = parse_address(config.path)
+    path, kind = config.path, "cache" if address else _kind(config.path)
     refuse(config.watch and kind != "run", f"--watch is for runs; {path} is a {kind}")
     if config.watch:
         return _watch(path)
     with _as_written(path):
-        facts, page = _PAGES[kind](path)
+        facts, page = _PAGES[kind](path) if address is None else _remote(address)
         if config.json or page is None:
             show(f"{kind} {path}", facts, config.json)
         else:
@@ -64,6 +85,10 @@ def _kind(path: Path) -> str:
     """What a path is. UsageError: nothing of ours."""
     if path.name.endswith(".h5") and path.is_file() and cache_format.SHARD_NAME.fullmatch(path.stem):
         return "shard"
+    if path.suffix == ".toml" and path.is_file():
+        return "spec"
+    if not path.exists() and str(path) in {**shipped("students"), **shipped("teachers")}:
+        return "spec"
     is_folder = path.is_dir() and not (path / cache_format.MANIFEST).exists() and any(pages.folder_of(path).values())
     try:
         kind = kind_of(path)
@@ -71,7 +96,7 @@ def _kind(path: Path) -> str:
     except UsageError:
         if is_folder:
             return "folder"
-        if (path / "config.json").is_file():
+        if any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
             return "model"
         raise
 
@@ -106,6 +131,11 @@ def _watch(path: Path) -> int:
 
 def hardware() -> dict[str, Any]:
     """Devices, number formats and compilers of this machine, with the reason where something is missing."""
+    import torch
+
+    from kdtrain.precision.backends import capabilities
+    from kdtrain.precision.modes import has_bf16, why_not_compile
+
     cpu = torch.device("cpu")
     compile_reason = why_not_compile(cpu)
     table: dict[str, Any] = {
@@ -137,6 +167,14 @@ def _cache(path: Path) -> _Found:
     return facts, pages.cache_page(path, facts, manifest)
 
 
+def _remote(address: Address) -> _Found:
+    """A cache elsewhere, of which the manifest alone is fetched."""
+    remote = open_remote(address, limit=math.inf)
+    facts = {"from": str(remote.address)} | _cache_facts(remote.folder, remote.manifest)
+    missing = {split: len(remote.missing(split)) for split in remote.manifest.splits}
+    return facts | {"shards not here": missing}, pages.cache_page(str(address), facts, remote.manifest)
+
+
 def _cache_facts(path: Path, manifest: Manifest) -> dict[str, Any]:
     settings = manifest.settings
     codec = {name: value for name, value in settings.codec.to_json().items() if value not in (0, [], ())}
@@ -156,7 +194,9 @@ def _cache_facts(path: Path, manifest: Manifest) -> dict[str, Any]:
         "bytes per token": manifest.bytes_per_token,
         "temperature range": manifest.temperature_range,
         "fidelity": manifest.fidelity,
-        **({} if manifest.weights_cost is None else {"teacher's weights": {**manifest.weights_cost}}),
+        **({"weights_cost": manifest.weights_cost} if manifest.weights_cost else {}),
+        **({"origin": manifest.origin} if manifest.origin else {}),
+        **({"parents": manifest.parents} if manifest.parents else {}),
         "versions": manifest.versions,
         **_aside(path.resolve()),
     }
@@ -210,12 +250,15 @@ def _run_facts(path: Path) -> dict[str, Any]:
     rows = {entry.name: _row(store, entry) for entry in store.entries(apart=True)}
     rows = {name: row for name, row in rows.items() if store.path(name).exists()}  # else pruned meanwhile
     result = read_result(path)
+    caches: dict[str, Any] = {}
     try:
-        student = read_json(environment, dict[str, Any])["student"]
+        described = read_json(environment, dict[str, Any])
+        student, caches = described["student"], {"caches": described["caches"]} if "caches" in described else {}
     except (OSError, ValueError, KeyError):
         student = f"{environment.name} cannot be read"
     return {
         "student": student,
+        **caches,
         "ended": None if result is None else {**result},
         "exported": str(path / "student") if (path / "student").is_dir() else None,
         **{link: target for link in tiers.LINKS if (target := store.linked(link)) is not None},
@@ -256,12 +299,12 @@ def _row(store: Store, entry: tiers.Entry) -> dict[str, Any]:
     `validation_loss` is that of its own step, if it was validated; `written` is in local time.
     """
     path = store.path(entry.name)
-    progress: dict[str, Any] = {}
+    progress = _Progress()
     if (damage := problem(path)) is None:
         try:
-            progress = read_saved(path)["progress"]
-        except (RunError, OSError) as error:
-            damage = str(error)
+            progress = typed(read_state(path), _Saved)["progress"]
+        except (ValueError, OSError) as error:
+            damage = f"{path}/{STATE} is not what a run writes: {error}"
     written = None
     with contextlib.suppress(OSError):
         written = datetime.fromtimestamp((path / cache_format.MANIFEST).stat().st_mtime).isoformat(" ", "seconds")
@@ -282,6 +325,8 @@ def _checkpoint(named: Path) -> _Found:
 
 
 def _loaded(path: Path) -> dict[str, Any]:
+    from kdtrain.training.state import load_saved
+
     if (damage := damage_of(path)) is not None:
         return {"verdict": f"damaged: {damage}"}
     checkpoint = load_saved(path)
@@ -296,4 +341,41 @@ def _loaded(path: Path) -> dict[str, Any]:
     }
 
 
-_PAGES = {"cache": _cache, "run": _run, "checkpoint": _checkpoint, "shard": _shard, "model": _model, "folder": _folder}
+def _spec(path: Path) -> _Found:
+    teaches = str(path) in shipped("teachers") or path.parent.name == "teachers"
+    spec = read_spec(str(path), "teachers" if teaches else "students")
+    facts = {name: value for name, value in vars(spec).items() if value not in (None, (), {}, False)}
+    if spec.lora is not None:
+        facts["lora"] = {name: value for name, value in vars(spec.lora).items() if value not in (None, False)}
+    return facts, _recipe(shlex.quote(str(path)), spec, teaches)
+
+
+def _recipe(word: str, spec: ModelSpec, teaches: bool) -> Iterator[pages.Part]:
+    """What the recipe of a teacher or a student says."""
+    begins = {"scratch": "fresh weights", "teacher-layers": f"layers {list(spec.layers)} of {spec.teacher}"}
+    config = dict(spec.config or {})
+    kind = f"a {config.pop('model_type')}, " if config else ""
+    source = f" of {spec.source}" if spec.source else ""
+    yield f"{word}: {spec.name}, {kind}{begins.get(spec.init, 'the weights')}{source}"
+    if config:
+        yield ", ".join(f"{name} {value}" for name, value in config.items())
+    if spec.lora is not None:
+        yield f"trains {spec.lora}"
+    if spec.tokenizer:
+        yield f"tokenizer {spec.tokenizer}"
+    yield f"{f'{spec.dtype}, ' if teaches else ''}attention {spec.attention}"
+    if teaches:
+        yield f"Next: kdtrain cache-teacher --teacher {word} --data SOURCE --out cache/NAME"
+    else:
+        yield f"Next: kdtrain distill --cache CACHE --student {word} --out runs/NAME"
+
+
+_PAGES = {
+    "spec": _spec,
+    "cache": _cache,
+    "run": _run,
+    "checkpoint": _checkpoint,
+    "shard": _shard,
+    "model": _model,
+    "folder": _folder,
+}

@@ -7,12 +7,11 @@ strangers: `monitor.tables` escapes it, and a number that is none is a `-`.
 import json
 import math
 import shlex
-import statistics
 import struct
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,12 @@ from typing import Any
 from rich.table import Table
 
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.manifest import Manifest, Sidecar, WeightsCost
+from kdtrain.cache.manifest import Manifest, Parent, Sidecar, TemperatureRange, weights_line
+from kdtrain.commands.kinds import is_training
 from kdtrain.commands.result import RESULT
-from kdtrain.commands.run_folder import is_training
 from kdtrain.files import open_regular, parse_json, read_json, typed
-from kdtrain.monitor.health import Signs, findings
+from kdtrain.models.spec import ADAPTER_CONFIG
+from kdtrain.monitor.health import Signs, findings, stalled
 from kdtrain.monitor.progress import formula
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.tables import columns, duration, number, short, size
@@ -32,6 +32,12 @@ from kdtrain.monitor.tables import columns, duration, number, short, size
 Part = str | Table
 TAIL = 2**22
 """Bytes of a log that a page reads, from its end: some ten thousand steps."""
+_MOST_CACHES = 50
+"""Most caches of a mixture that a page lists."""
+_MESSAGE = 1000
+"""Most characters of a warning on a page."""
+_MOST_PARENTS = 50
+"""Most parents of a cache that a page lists."""
 _HEADER = 2**24
 """Most bytes of the header of a safetensors file that are read."""
 
@@ -46,7 +52,8 @@ def run_page(path: Path, facts: Mapping[str, Any], record: RunRecord) -> Iterato
     student = _table(environment.get("student"))
     name = student.get("name") or result.get("student_name") or options.get("student")
     parameters = f", {short(count)} parameters" if isinstance(count := student.get("parameters"), int) else ""
-    source = next((f" from {options[each]}" for each in ("cache", "data") if options.get(each)), "")
+    named = next((options[each] for each in ("cache", "data") if options.get(each)), "")
+    source = f" from {' and '.join(map(str, named)) if isinstance(named, list) else named}" if named else ""
     teacher = f" with teacher {options['teacher']}" if options.get("teacher") else ""
     if isinstance(count := student.get("trained_parameters"), int):
         parameters += f" ({short(count)} trained: {student.get('trained')})"
@@ -55,6 +62,7 @@ def run_page(path: Path, facts: Mapping[str, Any], record: RunRecord) -> Iterato
     yield ended
     yield ""
     yield from _losses(result, record)
+    yield from _members(environment, record)
     checkpoints = _table(facts.get("checkpoints"))
     if checkpoints:
         links = {link: facts.get(link) for link in ("best", "latest")}
@@ -78,7 +86,7 @@ def run_page(path: Path, facts: Mapping[str, Any], record: RunRecord) -> Iterato
         yield columns(
             ("warning", "times", "the last one"),
             [
-                (kind, times, f"@{last[kind].step}: {str(last[kind].details.get('message', ''))[:200]}")
+                (kind, times, f"@{last[kind].step}: {_cut(last[kind].details.get('message', ''))}")
                 for kind, times in warnings.most_common()
             ],
             left=("warning", "the last one"),
@@ -87,6 +95,47 @@ def run_page(path: Path, facts: Mapping[str, Any], record: RunRecord) -> Iterato
         yield from health_lines(path, record)
     yield ""
     yield f"Next: {_next(path, state, facts, result)}"
+
+
+def _cut(text: Any) -> str:
+    """A message of one line, as long as kdtrain's are; a longer one ends between words."""
+    return textwrap.shorten(str(text)[: 2 * _MESSAGE], _MESSAGE, placeholder=" ...")
+
+
+def closing_page(path: Path, result: Mapping[str, Any]) -> Iterator[Part]:
+    """What `distill` says at its end: how the run ended, its losses, where things are, and what to do next.
+
+    result: of result.json, which has the rest; without `step` no step was taken.
+    """
+    state, ended = _ended(result)
+    if result.get("step") is None:
+        yield f"{path}: stopped by {result.get('stopped_by')} while not training"
+    else:
+        record = RunRecord.read(path, TAIL)
+        yield f"{path}: {ended}"
+        yield ""
+        yield from _losses(result, record)
+        if numbers := _last_numbers(result, record):
+            yield numbers
+        if warnings := result.get("warnings"):
+            kinds = ", ".join(f"{times} {kind}" for kind, times in warnings.items())
+            yield f"warnings: {kinds} (kdtrain inspect {_word(path)} shows them)"
+        if result.get("student"):
+            yield f"student in {result['student']}, all numbers in {path / RESULT}"
+    began = (path / "config.toml").exists()
+    yield f"Next: {_next(path, state, {'exported': result.get('student')}, result) if began else 'the same command'}"
+
+
+def _last_numbers(result: Mapping[str, Any], record: RunRecord) -> str:
+    """The other numbers of the last validation, and the peak of memory, in a line; empty without any."""
+    last = record.validations[-1] if record.validations else {}
+    kl, told = last.get("validation/kl", math.nan), result.get("temperature")
+    parts = [f"KL to the teacher {_three(kl)}"] if math.isfinite(kl) else []
+    for name, share in (("next token right", last.get("validation/accuracy")), ("ECE", last.get("validation/ece"))):
+        parts += [f"{name} {100 * share:.1f} %"] if share is not None and math.isfinite(share) else []
+    parts += [f"T {_three(told)}"] if told not in (None, 1.0) else []
+    peak = result.get("peak_memory_mb")
+    return ", ".join([*parts, f"peak memory {size(peak)}"] if peak else parts)
 
 
 def health_lines(path: Path, record: RunRecord) -> Iterator[str]:
@@ -112,13 +161,8 @@ def watch_line(path: Path, record: RunRecord) -> tuple[str, bool]:
 
 def _is_fresh(path: Path, record: RunRecord) -> bool:
     """Whether the run wrote so lately that another machine, or a container beside this one, may be training it."""
-    rates = [
-        line["tokens"] / line["tok/s_last"] for line in record.steps if line.get("tok/s_last") and "tokens" in line
-    ]
-    limit = max(300.0, 20 * statistics.median(rates)) if rates else 300.0
-    with suppress(OSError):
-        return time.time() - (path / "metrics.jsonl").stat().st_mtime < limit
-    return False
+    signs = Signs.of(path, record, time.time())
+    return signs.idle is not None and stalled(signs) is None
 
 
 def _state(path: Path, record: RunRecord) -> tuple[str, str]:
@@ -143,6 +187,11 @@ def _state(path: Path, record: RunRecord) -> tuple[str, str]:
         if _is_fresh(path, record):
             return "silent", line.replace("no process", "unless another machine does: no process here")
         return "killed", line
+    return _ended(result)
+
+
+def _ended(result: Mapping[str, Any]) -> tuple[str, str]:
+    """`_state` of a run that has a result."""
     reason = str(result.get("stop_reason"))
     where = f"at step {number(result.get('step'))} of {number(result.get('steps'))}"
     cost = [f"{duration(seconds)} of training"] if isinstance(seconds := result.get("seconds"), int | float) else []
@@ -162,7 +211,7 @@ def _losses(result: Mapping[str, Any], record: RunRecord) -> Iterator[Part]:
         return
     finite = [(step, loss) for step, loss in found if isinstance(loss, int | float) and math.isfinite(loss)]
     best_step, best = min(finite, key=lambda each: each[1], default=(None, None))
-    row += [number(result.get("first_validation_loss", finite[0][1] if finite else None))]
+    row += [_three(result.get("first_validation_loss", finite[0][1] if finite else None))]
     row += [_at(result.get("best_validation_loss", best), result.get("best_step", best_step))]
     row += [_at(finite[-1][1], finite[-1][0]) if finite else number(result.get("last_validation_loss"))]
     teacher = result.get("teacher_validation_loss")
@@ -195,6 +244,23 @@ def _checkpoint(name: str, row: Mapping[str, Any], links: Mapping[str, Any]) -> 
     return name, *losses, written, size(row.get("MiB")), ", ".join(notes)
 
 
+def _members(environment: Mapping[str, Any], record: RunRecord) -> Iterator[Part]:
+    """The caches that a run mixes: what it draws of each, and the last validation by each."""
+    caches = environment.get("caches")
+    last = record.validations[-1] if record.validations else {}
+    if isinstance(caches, list) and caches:
+        rows = [
+            (
+                *(str(_table(each).get(key) or "-")[:60] for key in ("name", "share", "sequences", "teacher")),
+                *(_three(last.get(f"validation/{_table(each).get('name')}/{key}")) for key in ("loss", "teacher_loss")),
+            )
+            for each in caches[:_MOST_CACHES]
+        ]
+        heads = ("cache", "share of the draws", "sequences", "taught by", "val", "teacher's val")
+        yield columns(heads, rows, left=("cache", "taught by"))
+        yield ""
+
+
 def _objective(record: RunRecord) -> str:
     options = _table(record.options.get("objective"))
     alpha, divergence = options.get("alpha"), options.get("divergence")
@@ -202,7 +268,11 @@ def _objective(record: RunRecord) -> str:
     weight = float(alpha) if distils and isinstance(alpha, int | float) else 0.0
     own = options.get("hidden_weight", 1.0)
     hidden = float(own) if options.get("hidden_loss") not in (None, "none") and isinstance(own, int | float) else None
-    return formula(weight, str(divergence), hidden)
+    caches = record.environment.get("caches")
+    kinds = {_table(each).get("targets") == "none" for each in caches} if isinstance(caches, list) else set()
+    routed = _table(record.environment.get("student")).get("router_weight")
+    router = routed if isinstance(routed, int | float) else 0.0
+    return formula(weight, str(divergence), hidden, bool(weight) and len(kinds) > 1, router)
 
 
 def _aside(facts: Mapping[str, Any]) -> Iterator[Part]:
@@ -227,26 +297,35 @@ def _next(path: Path, state: str, facts: Mapping[str, Any], result: Mapping[str,
     return f"kdtrain export {word} --out {_word(path.with_name(path.name + '-student'))}"
 
 
-def _word(path: Path) -> str:
+def _word(path: Path | str) -> str:
     return shlex.quote(str(path))
 
 
-def cache_page(path: Path, facts: Mapping[str, Any], manifest: Manifest) -> Iterator[Part]:
+def local_page(facts: Mapping[str, Any]) -> Iterator[Part]:
+    """What is kept of caches from elsewhere: `facts` as `--json` prints them."""
+    count = len(facts["caches"])
+    yield f"{facts['folder']}: {size(facts['bytes'] / 2**20)} of {count} cache{'s' * (count != 1)} from elsewhere"
+    for each in facts["caches"]:
+        stamp = each["last read"]
+        read = "no shard read yet" if stamp is None else time.strftime("last read %F %H:%M", time.localtime(stamp))
+        yield ""
+        here = f"{each['shards here']} of {each['shards']} shards, {size(each['bytes'] / 2**20)}"
+        yield f"{each['digest'][:12]}  {here}, {read}"
+        yield from (f"  from {where}" for where in each["from"])
+        yield f"  teacher {each['teacher'] or '-'}"
+        yield f"  in {Path(each['folder']).relative_to(facts['folder'])}"
+    yield ""
+    yield "Above --local-limit the shard that was read longest ago goes first."
+    yield "A folder of a cache may be removed."
+
+
+def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -> Iterator[Part]:
     """A cache: what it is and for which T, what it takes, and how true it is, in words.
 
     facts: as `--json` prints them. KeyError, TypeError, ValueError, AttributeError: the fidelity is not kdtrain's.
     """
     settings, codec = manifest.settings, manifest.settings.codec
-    teacher = str((settings.teacher or {}).get("spec") or "a teacher")
-    kept = {
-        "tokens": "bare tokens, no teacher",
-        "dense": "all log-probabilities (dense)",
-    }.get(codec.kind) or " and ".join(
-        [f"the {codec.top_k:,} most likely entries"] * bool(codec.top_k)
-        + [f"{codec.num_samples:,} samples"] * bool(codec.num_samples)
-    )
-    of = "" if codec.kind == "tokens" else f" of {teacher}"
-    yield f"{path}: {kept}{of} a token, vocabulary {settings.vocab_size:,}, from {settings.data.get('source')}"
+    yield f"{path}: {_what(manifest)}, vocabulary {settings.vocab_size:,}, from {settings.data.get('source')}"
     rows = [
         (split, each["sequences"], each["sequences"] * settings.seq_len, len(each["shards"]), size(_bytes(each)))
         for split, each in manifest.splits.items()
@@ -262,33 +341,93 @@ def cache_page(path: Path, facts: Mapping[str, Any], manifest: Manifest) -> Iter
     mask = ", each document sees itself alone" if settings.document_mask else ""
     yield f"sequences of {settings.seq_len:,} tokens{mask}; tokenizer of {settings.tokenizer_size:,} entries"
     if (found := manifest.temperature_range) is not None:
-        only = found["min"] == found["max"]
         error = f"log Z is right to {number(found['worst_error'])} nats"
-        yield (
-            f"for T = {number(found['min'])} only ({error})"
-            if only
-            else f"for T from {number(found['min'])} to {number(found['max'])} ({error})"
-        )
+        if found["min"] == found["max"] and codec.top_k:  # a top-k from elsewhere
+            error = "what lies outside of the entries is not known"
+        yield f"{_temperatures(found)} ({error})"
     if manifest.weights_cost is not None:
         yield weights_line(manifest.weights_cost)
     if facts.get("tail rule"):
         yield f"tail rule {facts['tail rule']}"
+    if manifest.origin:
+        yield from _origin(manifest.origin)
     if manifest.fidelity:
         yield ""
         yield from _fidelity(manifest.fidelity)
+    if manifest.parents:
+        yield ""
+        yield "made of"
+        yield from (f"  {_parent(parent)}" for parent in manifest.parents[:_MOST_PARENTS])
+        if (more := len(manifest.parents) - _MOST_PARENTS) > 0:
+            yield f"  ... and {more:,} more"
     yield from _aside(facts)
     yield ""
     yield f"digest {manifest.digest[:12]}, kdtrain {manifest.versions.get('kdtrain')}"
     if codec.kind != "tokens":
-        yield f"Next: kdtrain distill --cache {_word(path)} --student SPEC --out runs/NAME"
+        yield _distil(path)
 
 
-def weights_line(cost: WeightsCost) -> str:
-    """What packed weights of a teacher cost."""
-    return (
-        f"{cost['weights']} weights cost the teacher {cost['cost']:+.4f} nats a token: validation loss "
-        f"{cost['loss']:.4f}, with whole weights {cost['whole_loss']:.4f} ({cost['sequences']} sequences)"
-    )
+def made_page(path: Path, manifest: Manifest, said: Sequence[str]) -> Iterator[Part]:
+    """What a command says of the cache that it has made: what it is, where, for which T, and what to do next.
+
+    said: what only this command knows, a line each.
+    """
+    yield f"{path}: {_what(manifest)}"
+    yield ""
+    for split, each in manifest.splits.items():
+        tokens = each["sequences"] * manifest.settings.seq_len
+        yield f"{split}: {each['sequences']:,} sequences, {tokens:,} tokens, {size(_bytes(each))}"
+    total, span = manifest.bytes_per_token["total"], manifest.temperature_range
+    yield f"{number(total)} bytes a token{f'; {_temperatures(span)}' if span else ''}"
+    yield from said
+    yield f"digest {manifest.digest[:12]}; kdtrain inspect {_word(path)} shows how true it is"
+    if manifest.codec.kind != "tokens":
+        yield _distil(path)
+
+
+def _what(manifest: Manifest) -> str:
+    """What a cache keeps, and of whom."""
+    codec = manifest.codec
+    if codec.kind == "tokens":
+        return "bare tokens, no teacher"
+    entries = [f"the {codec.top_k:,} most likely entries"] * bool(codec.top_k)
+    entries += [f"{codec.num_samples:,} samples"] * bool(codec.num_samples)
+    kept = "all log-probabilities (dense)" if codec.kind == "dense" else " and ".join(entries)
+    return f"{kept} of {(manifest.settings.teacher or {}).get('spec') or 'a teacher'} a token"
+
+
+def _temperatures(span: TemperatureRange) -> str:
+    if span["min"] == span["max"]:
+        return f"for T = {number(span['min'])} only"
+    return f"for T from {number(span['min'])} to {number(span['max'])}"
+
+
+def _distil(path: Path | str) -> str:
+    return f"Next: kdtrain distill --cache {_word(path)} --student SPEC --out runs/NAME"
+
+
+def _parent(parent: Parent) -> str:
+    """What a cache took of one that it was merged or cut from."""
+    rows = f", rows {parent['rows']} of {' and '.join(parent.get('splits', []))}" if "rows" in parent else ""
+    share = f", {number(parent['weight'])} of the sum" if parent["weight"] < 1 else ""
+    samples = f", {parent['num_samples']} samples" if parent["num_samples"] else ""
+    source = f", imported from {origin.get('source')}" if (origin := parent.get("origin")) else ""
+    teacher = (parent["teacher"] or {}).get("spec") or "no teacher"
+    return f"{parent['digest'][:12]} of {teacher}{samples}{share}{rows}{source}"
+
+
+def _origin(origin: Mapping[str, Any]) -> Iterator[Part]:
+    """What an imported cache says of its source."""
+    yield ""
+    names = ("shift", "kept_mass", "kl_at_most", "label_loss")  # a stranger's file may lack some
+    shift, mass, most, loss = (number(origin.get(name)) for name in names)
+    yield f"imported from {origin.get('source')} in the layout {origin.get('layout')}, shift {shift}"
+    bound = f"KL to the whole teacher is at most {most} nats"
+    if origin.get("kl_at_most") is None:
+        bound = "the labels show that it is not the teacher's"
+    yield f"kept mass {mass}: {bound}; the label's loss {loss}"
+    if isinstance(unknown := origin.get("unknown"), list) and unknown:
+        yield f"not known of the teacher: {', '.join(map(str, unknown))}"
 
 
 def _bytes(split: Mapping[str, Any]) -> float:
@@ -316,10 +455,11 @@ def _fidelity(fidelity: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def _in_words(angle: float, ratio: float) -> str:
+    """How far the mean gradient is off; docs/fidelity.md says what students of such caches learned."""
     if angle < 3 and abs(ratio - 1) < 0.03:
         return "the same"
     if angle < 10 and abs(ratio - 1) < 0.1:
-        return "near"
+        return "a little off"
     return "another way" if angle >= 10 else "too long" if ratio > 1 else "too short"
 
 
@@ -339,7 +479,8 @@ def shard_facts(path: Path, sidecar: Sidecar) -> dict[str, Any]:
 
 def model_facts(path: Path) -> dict[str, Any]:
     """A model folder, such as an export: its architecture, size and tokenizer. ValueError, OSError: it is none."""
-    config = read_json(path / "config.json", dict[str, Any])
+    adapter = (path / ADAPTER_CONFIG).is_file()
+    config = read_json(path / (ADAPTER_CONFIG if adapter else "config.json"), dict[str, Any])
     shapes: dict[str, list[int]] = {}
     dtypes: Counter[str] = Counter()
     total = 0
@@ -350,13 +491,16 @@ def model_facts(path: Path) -> dict[str, Any]:
                 shape = typed(typed(each, dict[str, Any]).get("shape"), list[int])
                 shapes[name] = shape
                 dtypes[str(each.get("dtype"))] += math.prod(shape)
-    names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
+    names: tuple[str, ...] = ("base_model_name_or_path", "r", "lora_alpha")
+    if not adapter:
+        names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
     facts: dict[str, Any] = {name: config[name] for name in names if isinstance(config.get(name), int | str)}
     facts |= {"parameters": sum(map(math.prod, shapes.values())), "number formats": dict(dtypes)}
     facts |= {"weights": size(total / 2**20), "tokenizer": (path / "tokenizer.json").exists()}
     with suppress(OSError, ValueError):
         origin = read_json(path / "kdtrain.json", dict[str, Any])
-        facts["exported by kdtrain"] = {name: origin.get(name) for name in ("cache", "step")}
+        shown = ["cache", "step"] + (["caches"] if "caches" in origin else [])
+        facts["exported by kdtrain"] = {name: origin.get(name) for name in shown}
     return facts
 
 
@@ -419,7 +563,8 @@ def folder_page(path: Path, facts: Mapping[str, Any]) -> Iterator[Part]:
         for name, row in facts["runs"].items():
             step = f"{number(row.get('step'))}/{number(row.get('steps'))}"
             losses = (_three(row.get(each)) for each in ("best_validation_loss", "teacher_validation_loss"))
-            cache = Path(str(row.get("cache") or "-")).name
+            named = row.get("cache") or "-"
+            cache = " + ".join(Path(str(each)).name for each in (named if isinstance(named, list) else [named]))
             who = str(row.get("student") or "-"), cache, str(row.get("state"))
             rows.append((name, *who, step, *losses, duration(row.get("seconds")), number(row.get("warnings"))))
         yield columns(header, rows, left=("run", "student", "cache", "state"))

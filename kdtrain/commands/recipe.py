@@ -7,7 +7,7 @@ constant memory, and a resumed run does not tokenize again.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from kdtrain.cache.address import parse_address
+from kdtrain.cache.look import look
 from kdtrain.cache.reader import Cache
 from kdtrain.commands.build_cache import build_tokens, holds_tokens
 from kdtrain.commands.run_folder import deciding, restarted, saved_attention
@@ -39,6 +41,7 @@ from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, rep
 from kdtrain.teaching.teacher import MEASURED, Teacher, open_teacher
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.sources.build import open_source
+from kdtrain.training.sources.mixture import mix
 from kdtrain.training.sources.source import Facts, Source, SourceRequest
 
 LEARNED_RANGE = (2 / 3, 4.0)
@@ -90,7 +93,30 @@ class Recipe:
     @property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint belongs to, as far as it is known before the models are loaded."""
-        return {"cache": self.facts.identity, "options": deciding(self.config)}
+        mixture = {"caches": self.members} if self.members else {}
+        return {"cache": self.facts.identity, "options": deciding(self.config), **mixture}
+
+    @property
+    def members(self) -> list[dict[str, Any]]:
+        """What a run that mixes several caches reads: a table for people, empty with one."""
+        facts = self.facts
+        if facts.mixture is None:
+            return []
+        return [
+            {
+                "name": name,
+                "cache": each.name,
+                "digest": each.identity,
+                "teacher": each.teacher.get("spec"),
+                "targets": each.targets,
+                "sequences": size,
+                "share": round(facts.shares[name], 6),
+                "sequences_an_epoch": quota,
+            }
+            for (name, each), size, quota in zip(
+                facts.members.items(), facts.mixture.sizes, facts.mixture.quotas, strict=True
+            )
+        ]
 
     @property
     def teacher_name(self) -> str | None:
@@ -153,6 +179,7 @@ def resolve(
         plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
         objective = _with_bounds(given.objective, facts, teacher is not None)
         config = replace(given, objective=objective, checkpoint=checkpoint)
+    on_main(lambda: _look(given))
     resumed = claim(config)
     if teacher is not None:
         with raise_on_all_ranks():  # before its text is packed, which may take hours
@@ -161,7 +188,7 @@ def resolve(
     if not sources:
         folder = on_main(lambda: str(_tokens(config, student, teacher, resumed)))
         with raise_on_all_ranks():
-            sources = _open(given, Path(folder))
+            sources = _open(given, [folder])
             if given.source != "cache":  # it may have targets of its own
                 objective = _with_bounds(given.objective, sources["train"].facts, teacher is not None)
                 config = replace(config, objective=objective)
@@ -214,10 +241,26 @@ def run_device(config: DistillConfig) -> Iterator[torch.device]:
         yield device
 
 
-def _open(config: DistillConfig, folder: Path | None) -> dict[str, Source]:
-    cache = None if folder is None else Cache(folder)
-    requests = (SourceRequest(split=split, cache=cache, seed=config.seed) for split in ("train", "validation"))
-    return {request.split: open_source(config.source, request) for request in requests}
+def _open(config: DistillConfig, folders: Sequence[Path | str]) -> dict[str, Source]:
+    caches: list[Cache | None] = [Cache(each, local_limit=config.local_limit) for each in folders] or [None]
+    found: dict[str, list[Source]] = {}
+    for split in ("train", "validation"):
+        requests = (SourceRequest(split=split, cache=each, seed=config.seed) for each in caches)
+        found[split] = [open_source(config.source, each) for each in requests]
+    if len(caches) > 1:
+        return mix(found, config.cache_weights or None)
+    return {split: members[0] for split, members in found.items()}
+
+
+def _look(config: DistillConfig) -> None:
+    """Look at the rows of caches from elsewhere. UsageError: one cannot be right."""
+    caches = [Cache(each, local_limit=config.local_limit) for each in config.cache if parse_address(each)]
+    for cache in caches:
+        seen = look(cache)
+        for finding in () if seen is None else seen.findings:
+            if "cache" not in config.allow_mismatch:
+                raise UsageError(f"{cache.name} does not look right: {finding}; or add --allow-mismatch cache")
+            warn_early("mismatch", f"--allow-mismatch cache: {cache.name} does not look right: {finding}")
 
 
 def _lora(config: DistillConfig, student: ModelSpec) -> LoraConfig | None:
@@ -303,7 +346,8 @@ def _with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) 
     used += [objective.temperature_end] if objective.schedules_temperature else []
     learnable = objective.learns_temperature
     used += [low, high] if learnable else []
-    counts_only = facts is not None and facts.targets == "sparse" and not facts.top_k
+    members = [] if facts is None else [each for each in facts.members.values() if each.targets != "none"] or [facts]
+    counts_only = any(each.targets == "sparse" and not each.top_k for each in members)
     more = ", or build a cache with --top-k, which serves others" if counts_only else ""
     if taught and not all(least <= each <= most for each in used):
         raise UsageError(
@@ -323,10 +367,12 @@ def _with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) 
     if learnable and not low < objective.temperature < high:
         raise UsageError(f"--temperature {objective.temperature} must lie between the bounds {low:.3g} and {high:.3g}")
     if objective.distils and (online or taught):
-        dense = facts is None or online or facts.targets == "dense"
-        top_k, samples = (0, 0) if facts is None else (facts.top_k, facts.num_samples)
-        refuse(objective.divergence, objective.tail, top_k=top_k, num_samples=samples, dense=dense)
-        grows = dense and DIVERGENCES.has(objective.divergence.partition(":")[0], GROWS_WITH_T)
+        kinds = [(each.top_k, each.num_samples, each.targets == "dense") for each in members]
+        kinds = [(0, 0, True)] if online or facts is None else kinds
+        for top_k, samples, dense in kinds:
+            refuse(objective.divergence, objective.tail, top_k=top_k, num_samples=samples, dense=dense)
+        grows = DIVERGENCES.has(objective.divergence.partition(":")[0], GROWS_WITH_T)
+        grows = grows and any(dense for *_, dense in kinds)
         if grows and TEMPERATURES.has(objective.temperature_mode, MAXIMIZES):
             raise UsageError(
                 f"--temperature-mode {objective.temperature_mode} cannot be used with --divergence "

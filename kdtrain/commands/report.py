@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kdtrain.cache.local import cache_folder, kept_manifest
+from kdtrain.cache.manifest import read_manifest
 from kdtrain.commands.compare import cell, notes
 from kdtrain.commands.plot import drawing, refuse_existing
 from kdtrain.config import ReportConfig
@@ -35,6 +37,8 @@ CURVES = (
     "lr",
     "tok/s",
 )
+_MOST_CACHES = 50
+"""Most caches of a mixture that a page describes."""
 QUALITY = ("best_validation_loss", "last_validation_loss", "kl", "teacher_validation_loss", "last_training_loss")
 CALIBRATION = ("ece", "accuracy", "temperature")
 COST = ("tokens", "seconds", "tokens_per_second", "peak_memory_mb", "quantized_share", "rollbacks", "skipped_steps")
@@ -115,7 +119,7 @@ def page(groups: Sequence[Group], title: str, figures: Any) -> str:
         "What differs": _differs(groups),
         "Result": _numbers(groups, QUALITY) + _list(notes(list(groups))),
         "Curves": _curves(groups, figures),
-        "Calibration": _numbers(groups, CALIBRATION) + _CALIBRATED,
+        "Calibration": _numbers(groups, CALIBRATION) + _reliability(groups, figures) + _CALIBRATED,
         "Samples side by side": _samples(runs),
         "Cost": _numbers(groups, COST) + _COSTS,
         "Interventions and warnings": _interventions(runs),
@@ -134,7 +138,8 @@ def page(groups: Sequence[Group], title: str, figures: Any) -> str:
 
 _CALIBRATED = (
     '<p class="soft">ECE is the mean distance between confidence and the share that is right, over 15 bins of '
-    "confidence, at the last validation. <code>kdtrain evaluate</code> gives the bins.</p>"
+    "confidence, at the last validation. On the dotted line of the diagram a student is right as often as it is sure; "
+    "below it, it is too sure. Bins with less than a thousandth of the tokens are left out.</p>"
 )
 _COSTS = (
     '<p class="soft">Time is that of optimizer steps: without validation, checkpoints, compiling and pauses, and '
@@ -183,19 +188,26 @@ def _caches(runs: Sequence[Run]) -> dict[str, str]:
     for run in runs:
         if run.cache is not None and run.cache not in found:
             users = ", ".join(each.name for each in runs if each.cache == run.cache)
-            path = run.options.get("cache")
-            head = f"<h3>{_safe(path or 'text packed by the run')}</h3>"
+            path, mixed = run.options.get("cache"), run.record.environment.get("caches")
+            named = " + ".join(map(str, path)) if isinstance(path, list) else path
+            head = f"<h3>{_safe(named or 'text packed by the run')}</h3>"
             head += f"<p>digest {_safe(run.cache[:16])}, read by {_safe(users)}</p>"
-            own = _cache(Path(str(path)) if path else run.folder / "data", run.cache)
+            if isinstance(mixed, list):
+                members = [each for each in mixed[:_MOST_CACHES] if isinstance(each, dict)]
+                own = "".join(
+                    f"<p>{_safe(each.get('name'))}: {_safe(each.get('share'))} of the draws</p>"
+                    f"{_cache(Path(str(each.get('cache'))), str(each.get('digest')))}"
+                    for each in members
+                )
+            else:
+                own = _cache(Path(str(path)) if path else run.folder / "data", run.cache)
             found[run.cache] = f"<div>{head}{own}</div>"
     return found
 
 
 def _cache(folder: Path, digest: str) -> str:
-    from kdtrain.cache.manifest import read_manifest  # imports torch
-
     try:
-        manifest = read_manifest(folder)
+        manifest = kept_manifest(cache_folder(digest)) or read_manifest(folder)
     except (UsageError, RunError, OSError, ValueError) as error:
         reason = printable(str(error))[:200]
         return f'<p class="warn">It is no longer there to be described: {_safe(reason)}</p>'
@@ -290,6 +302,12 @@ def _curves(groups: Sequence[Group], figures: Any) -> str:
     panels = "".join(f"<figure>{svg}</figure>" for svg in own)
     legend = _svg(figures.draw_legend(groups), figures, "legend")
     return f'<figure class="legend">{legend}</figure><div class="curves">{panels}</div>'
+
+
+def _reliability(groups: Sequence[Group], figures: Any) -> str:
+    """The diagram, in the colours of the curves; nothing where no run has logged it."""
+    made = figures.draw_reliability(groups)
+    return "" if made is None else f'<figure class="legend">{_svg(made, figures, "reliability")}</figure>'
 
 
 def _svg(figure: Any, figures: Any, name: str) -> str:

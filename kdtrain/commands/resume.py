@@ -93,6 +93,7 @@ class Start:
             trainer.checkpoints.relink_best()  # a kill may have come between the checkpoint and its link
             return trainer.store.folder / path.name
         progress.best_loss = progress.best_step = progress.first_loss = None  # those of the other run's checkpoints
+        progress.members = {}
         on_main(lambda: trainer.store.remove_link("best"))
         return path
 
@@ -156,6 +157,7 @@ class Start:
         else:
             progress.best_loss = progress.best_step = progress.validated_step = progress.stopped = None
             progress.first_loss = progress.last_loss = None
+            progress.members = {}
             progress.sequences, progress.epoch = cursor, epoch
             if trainer.state.adaptive is not None:
                 trainer.state.adaptive.controller.forget_buffer()
@@ -205,6 +207,7 @@ class Start:
     def _same(self, saved: dict[str, Any]) -> set[str]:
         """Options that need no comparison: another spelling of the same thing, and bounds that another cache sets."""
         same = {part for part in PARTS if saved[part] == self.identity[part]}
+        same |= {"cache_weights"} if "cache" in same else set()
         given = self.recipe.given.objective
         unasked = {name for name in _BOUNDS if getattr(given, name) is None}
         return same | ({"cache"} & {*self.recipe.config.allow_mismatch}) | (set() if "cache" in same else unasked)

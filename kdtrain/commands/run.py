@@ -2,16 +2,17 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kdtrain.commands import pages
-from kdtrain.commands.export import merged_line, student_at
+from kdtrain.cache.manifest import weights_line
+from kdtrain.commands.export import merged_line, origin_of, student_at, written_parameters
+from kdtrain.commands.model_card import card_files
 from kdtrain.commands.recipe import Recipe
 from kdtrain.commands.result import RESULT, below, best_plain_run, count_warnings, read_result
 from kdtrain.commands.run_folder import TOKENIZER, launch, used, write_description, write_tokenizer
@@ -85,9 +86,11 @@ class Run:
                 "name": recipe.student.name,
                 "parameters": self.parameters,
                 "vocab_size": vocabulary,
+                **({"router_weight": student.router_weight} if student.router_weight else {}),
                 **self.trained,
             },
             "cache": recipe.facts.identity,
+            **({"caches": recipe.members} if recipe.members else {}),
             "device": str(student.device),
             "mode": self.mode,
             "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
@@ -127,10 +130,14 @@ class Run:
             count = f"{trained['trained_parameters']:,} parameters ({share:.2%})"
             lines.append(f"trained: {trained['trained']}, {count}{held}")
         if recipe.teacher is not None and recipe.teacher.cost is not None:
-            lines.append(pages.weights_line(recipe.teacher.cost))
+            lines.append(weights_line(recipe.teacher.cost))
+        if recipe.members:
+            drawn = (f"{each['share']:.4g} of {each['name']} ({each['sequences']:,})" for each in recipe.members)
+            lines.append(f"{len(recipe.members)} caches, of whose sequences a step draws {', '.join(drawn)}")
         objective = config.objective
         hidden = None if objective.hidden_loss == "none" else objective.hidden_weight
-        summed = formula(objective.alpha if recipe.distils else 0.0, objective.divergence, hidden)
+        alpha, replays = objective.alpha if recipe.distils else 0.0, recipe.distils and recipe.facts.replays
+        summed = formula(alpha, objective.divergence, hidden, replays, trainer.student.router_weight)
         scale = "" if summed == "ce" else " (compare val with val alone)"
         lines.append(f"loss = {summed}; val = ce of withheld text{scale}")
         if (warmup := warmup_steps(recipe.total, config.optimizer)) < config.optimizer.warmup_steps:
@@ -142,7 +149,8 @@ class Run:
         resumed = "" if loaded is None else f"resuming from {loaded}"
         for line in filter(None, (*lines, *self.quantised, enabled, self.hidden, resumed, length)):
             log.info("%s", line)
-        trainer.writers.event("start" if loaded is None else "resume", trainer.state.progress.step)
+        shares: dict[str, Any] = {"caches": recipe.facts.shares} if recipe.members else {}
+        trainer.writers.event("start" if loaded is None else "resume", trainer.state.progress.step, **shares)
 
     def fit(self) -> None:
         """Run `Trainer.fit`, and finish the last save, however it ends."""
@@ -169,28 +177,31 @@ class Run:
         Return what the result has besides: of a student with packed weights the loss of the exported, merged one.
         """
         trainer, state, out = self.trainer, self.trainer.state, self.out / "student"
-        step, has_best = state.progress.step, state.progress.best_step is not None
-        student, packed, found = trainer.student.model, self.recipe.student.weights, dict[str, Any]()
+        student, has_best = trainer.student.model, state.progress.best_step is not None
+        saved: Mapping[str, Any] = self.identity
+        packed = self.recipe.student.weights
         if self.recipe.plan.student == "fsdp" or packed is not None:  # no rank holds the whole student
             path = self._best() if has_best else trainer.store.choose("latest")
-            student, step = student_at(path, torch.device("cpu")), load_saved(path).state["progress"]["step"]
+            student, saved = student_at(path, torch.device("cpu")), load_saved(path).state
         elif has_best:
             checkpoint = load_saved(self._best())
             state.load(checkpoint.tensors, checkpoint.state)
-            step = state.progress.step
-        origin = {"cache": self.identity["cache"], "step": step}
+        saved = {"progress": asdict(state.progress), **saved}
+        step = saved["progress"]["step"]
+        card = card_files(self.out.name, self.out, saved, parameters=written_parameters(student), weights="float32")
         tokenizer = tokenizer_files(self.out / TOKENIZER)
         with export_lock(out, wait=_OTHER_EXPORT):
             with writing(out):
                 if os.path.lexists(out) and not is_export(out):
                     moved = set_aside(out.parent, out.name, "old")
                     trainer.writers.warning("export", step, f"{out} was not written by kdtrain, and is now {moved}")
-            if aside := export_model(student, tokenizer, out, origin=origin):
+            if aside := export_model(student, tokenizer, out, origin=origin_of(saved), beside=card):
                 trainer.writers.warning("export", step, f"{out} held more than an export, and is now {aside}")
-        if packed is not None:
-            found["merged_validation_loss"] = merged = self._merged_loss(student)
-            log.info("%s", merged_line(packed, state.progress.best_loss, merged, str(out)))
-        return found
+        if packed is None:
+            return {}
+        merged = self._merged_loss(student)
+        log.info("%s", merged_line(packed, state.progress.best_loss, merged, str(out)))
+        return {"merged_validation_loss": merged}
 
     def _merged_loss(self, student: SplitModel) -> float | None:
         """The validation loss of a student with its whole weights; None if it is not measured here.
@@ -201,16 +212,10 @@ class Run:
         if world_size() > 1:
             return None
         try:
-            whole = Student(
-                student.to(own.device),
-                own.loss,
-                vocab_size=own.vocab_size,
-                mode=own.mode,
-                document_mask=own.document_mask,
-            )
-            metrics = validate(
-                whole.eval(), trainer.validation_source, micro=trainer.stepper.micro, batches=trainer.validation_batches
-            )
+            given = {"vocab_size": own.vocab_size, "mode": own.mode, "document_mask": own.document_mask}
+            whole = Student(student.to(own.device), own.loss, **given).eval()
+            size = {"micro": trainer.stepper.micro, "batches": trainer.validation_batches}
+            metrics = validate(whole, trainer.validation_source, **size)
         except torch.OutOfMemoryError:
             return None
         return None if metrics is None else metrics.mean("cross_entropy")
@@ -263,10 +268,24 @@ class Run:
         }
         if recipe.teacher is not None and recipe.teacher.cost is not None:
             result["teacher_weights"] = recipe.teacher.cost
+        if recipe.members:
+            result["caches"] = [{**each, **self._of_member(each)} for each in recipe.members]
         if trainer.state.adaptive is not None:
             controller = trainer.state.adaptive.controller
             result |= {"steps_quantized": controller.steps_quantized, "switches": controller.switches}
         return result
+
+    def _of_member(self, member: dict[str, Any]) -> dict[str, Any]:
+        """What a run has done with a cache of its mixture: passes over it, and validation losses."""
+        progress, epoch = self.trainer.state.progress, len(self.recipe.sources["train"])
+        drawn = member["sequences_an_epoch"] * progress.sequences / epoch
+        losses = progress.members.get(member["name"], {})
+        return {
+            "passes": round(drawn / member["sequences"], 3),
+            "first_validation_loss": losses.get("first_loss"),
+            "last_validation_loss": losses.get("last_loss"),
+            "teacher_validation_loss": losses.get("teacher_loss"),
+        }
 
     def _plain(self) -> tuple[str, float] | None:
         if not self.recipe.distils:
@@ -336,6 +355,11 @@ class Run:
         first, last, best = progress.first_loss, progress.last_loss, progress.best_loss
         if first is None or last is None or best is None:
             return
+        for name, own in progress.members.items():
+            began, ended = own["first_loss"], own["last_loss"]
+            if began is not None and ended is not None and ended > began:
+                text = f"the student ended worse than it began on {name}: validation loss {began:.4f}, now {ended:.4f}"
+                writers.warning("no-gain", progress.step, f"{text}; draw more of it", cache=name)
         if last > first:
             losses = f"validation loss {first:.4f}, at the end {last:.4f}; the export is of step {progress.best_step}"
             text = f"the student ended worse than it began: {losses}, {best:.4f}"

@@ -16,13 +16,15 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import torch
 
-from kdtrain.checkpoint.store import Store
 from kdtrain.commands.build_cache import holds_tokens
-from kdtrain.config import DistillConfig, plain, sections, shareable
+from kdtrain.commands.kinds import LOCK as LOCK
+from kdtrain.commands.kinds import is_environment
+from kdtrain.commands.kinds import is_run as is_run
+from kdtrain.config import DistillConfig, sections, shareable, written
 from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import (
@@ -44,13 +46,15 @@ from kdtrain.files import (
 )
 from kdtrain.models.loading import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
-from kdtrain.monitor.progress import log, warn_early
+from kdtrain.monitor.progress import log
 from kdtrain.ranks import on_main
 from kdtrain.training.state import read_saved
 
 FREE = marked(DistillConfig, "free")
 """Options that may change when a run resumes; all others decide its result."""
 
+_LATER = marked(DistillConfig, "later")
+"""Deciding options that earlier versions did not have; their defaults are left out of checkpoints."""
 _FIXED = {"quantization": {"quant_max_switches": 20}}
 """Deciding options of earlier versions, with the value that they have now."""
 
@@ -59,8 +63,6 @@ TOKENIZER = "tokenizer"
 _SECTIONS = {"run", *(each.name for each in dataclasses.fields(DistillConfig) if dataclasses.is_dataclass(each.type))}
 """The tables of config.toml."""
 
-LOCK = ".training"
-"""The lock file: see `run_lock`."""
 _LEFT = re.compile(rf"{re.escape(LOCK)}|data\.left-[0-9]+")
 """Files, besides tokens and temporary ones, that an attempt leaves when it dies before it becomes a run."""
 _LINKS = ("checkpoints/best", "checkpoints/latest")
@@ -89,8 +91,8 @@ def holds_run(config: DistillConfig) -> bool:
 
 def _needed(config: DistillConfig) -> dict[str, Path | str | None]:
     """What the run reads, by the option that names it."""
-    needed: dict[str, Path | str | None] = {"--cache": config.cache, "--load": config.checkpoint.load}
-    needed["--data"] = config.data.data
+    needed: dict[str, Path | str | None] = {"--load": config.checkpoint.load, "--data": config.data.data}
+    needed |= {f"--cache {number}".removesuffix(" 1"): each for number, each in enumerate(config.cache, 1)}
     if config.teacher not in (None, SELF):
         needed |= {f"--teacher {word}".strip(): path for word, path in paths_of(config.teacher, "teachers").items()}
     needed |= {f"--student {word}".strip(): path for word, path in paths_of(config.student).items()}
@@ -155,68 +157,6 @@ def launch() -> str | None:
     return None if name is None else f"{name} {os.environ.get('MASTER_ADDR')} {os.getppid()}"
 
 
-class _Run(TypedDict):
-    student: str
-    out: str
-    cache: NotRequired[str | None]
-
-
-class _Config(TypedDict):
-    run: _Run
-
-
-class _Libraries(TypedDict):
-    kdtrain: str | None
-
-
-class _Environment(TypedDict):
-    """The entries of environment.json by which kdtrain recognizes its own file."""
-
-    python: str
-    platform: str
-    libraries: _Libraries
-
-
-_recovered: set[Path] = set()
-"""Runs for which this process has logged that config.toml is lost."""
-
-
-def is_run(folder: Path) -> bool:
-    """Whether `folder` was written by `kdtrain distill`.
-
-    It then has a config.toml and an environment.json, or a valid checkpoint where these are lost or unreadable. A
-    config.toml alone does not make a run: it may be the user's own file for `--config`.
-    """
-    lost = None
-    try:
-        typed(read_toml(folder / "config.toml"), _Config)
-    except (OSError, ValueError) as error:
-        lost = "is lost" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-    if lost is None and _is_environment(folder / "environment.json"):
-        return True
-    name = Store(folder / "checkpoints").newest_valid()[0]
-    if name is not None and lost is not None and folder.resolve() not in _recovered:
-        _recovered.add(folder.resolve())
-        text = f"{folder / 'config.toml'} {lost}; the options of the run are those in its checkpoint {name}"
-        warn_early("lost-config", text)
-    return name is not None
-
-
-def is_training(folder: Path) -> bool | None:
-    """Whether a process of this machine trains the run in `folder`; None where the system does not say.
-
-    The lock is not tried: a process that begins to train at that moment would be refused.
-    """
-    try:
-        status = (folder / LOCK).lstat()
-        held = Path("/proc/locks").read_text()
-    except FileNotFoundError as error:
-        return None if error.filename == "/proc/locks" else False
-    except OSError:
-        return None
-    return re.search(rf"FLOCK .*:{status.st_ino} ", held) is not None
-
-
 def check_out(out: Path) -> bool:
     """Whether `out` holds a run; refuses what is neither that nor left by an attempt that did not become a run."""
     if out.exists() and not out.is_dir():
@@ -227,7 +167,7 @@ def check_out(out: Path) -> bool:
     foreign = [name for name in names if not _LEFT.fullmatch(name) and not temporary_of(name)]
     if "data" in foreign and holds_tokens(out / "data"):
         foreign.remove("data")
-    if "environment.json" in foreign and _is_environment(out / "environment.json"):
+    if "environment.json" in foreign and is_environment(out / "environment.json"):
         foreign.remove("environment.json")
     if foreign:
         raise UsageError(f"--out {out} holds something that is not a run ({foreign[0]}); name another folder")
@@ -253,7 +193,7 @@ def refuse_no_folder(out: Path) -> None:
 def deciding(config: DistillConfig) -> dict[str, dict[str, Any]]:
     """Return the options that decide the result of a run, by section."""
     return {
-        section: {name: value for name, value in table.items() if name not in FREE}
+        section: {name: value for name, value in table.items() if name not in FREE and (name not in _LATER or value)}
         for section, table in sections(config).items()
     }
 
@@ -267,7 +207,8 @@ def changes(
     """
     found = []
     for section, table in deciding(config).items():
-        before = {each.name: plain(each.default) for home, each in fields_of(DistillConfig) if home == section}
+        before = {each.name: written(each, each.default) for home, each in fields_of(DistillConfig) if home == section}
+        table = {name: before[name] for name in _LATER & before.keys()} | table
         before |= _FIXED.get(section, {}) | saved.get(section, {})
         if before.get("fp8_recipe") == "current":
             before["fp8_recipe"] = "tensorwise"  # its other name in earlier versions
@@ -293,7 +234,7 @@ def refuse_changes(
 def used(config: DistillConfig) -> dict[str, dict[str, Any]]:
     """Return the options to record, without those of text if the run reads a cache, which has its own."""
     tables = shareable(config)
-    return {section: table for section, table in tables.items() if section != "data" or config.cache is None}
+    return {section: table for section, table in tables.items() if section != "data" or not config.cache}
 
 
 def write_description(config: DistillConfig, metadata: dict[str, Any]) -> None:
@@ -317,21 +258,13 @@ def write_description(config: DistillConfig, metadata: dict[str, Any]) -> None:
     }
     # The environment comes first: it marks the folder as kdtrain's, which a configuration alone does not.
     for name, is_own, text in (
-        ("environment.json", _is_environment, json.dumps(environment, indent=1) + "\n"),
+        ("environment.json", is_environment, json.dumps(environment, indent=1) + "\n"),
         ("config.toml", _is_written, to_toml(used(config))),
     ):
         if (config.out / name).exists() and not is_own(config.out / name):
             aside = set_aside(config.out, name, "old")
             log.info("%s was not written by kdtrain, and was moved to %s", config.out / name, aside)
         publish_text(config.out / name, text, f"run.{name.partition('.')[0]}")
-
-
-def _is_environment(path: Path) -> bool:
-    """Whether `write_description` wrote this environment.json."""
-    try:
-        return bool(read_json(path, _Environment))
-    except (OSError, ValueError):
-        return False
 
 
 def _is_written(path: Path) -> bool:

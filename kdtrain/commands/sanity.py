@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from einops import rearrange
 from rich.console import Console
@@ -58,7 +59,7 @@ def main(config: DistillConfig) -> int:
     UsageError: the run is impossible. RunError: a step fails, as it would in the run.
     """
     setup_logging()
-    if config.cache is None:
+    if not config.cache:
         # these checks need little text, and packing all of it may take long
         most = max(4 * config.batch_size, 4 * SEQUENCES)
         few = min(config.data.num_sequences or most, most)
@@ -120,7 +121,7 @@ class Checks:
 
     def correlation(self) -> Check:
         """The logits of teacher and student on a batch."""
-        name, found = "teacher-student correlation", correlation(self.student, self._batch())
+        name, found = "teacher-student correlation", correlation(self.student, self._batch(taught=True))
         if found is None:
             return Check(name, "-", "there are no targets to compare", "", {})
         values = {"correlation": found, "aligned": found > ALIGNED}
@@ -160,7 +161,7 @@ class Checks:
         own, low, high = objective.temperature, objective.temperature_min, objective.temperature_max
         # a second temperature, a factor of two away, where the cache is valid there
         others = [each for each in (2 * own, own / 2) if (low or math.inf) <= each <= (high or 0.0)]
-        at = [kd_at(self.student, self._batch(most=2), each) for each in (own, *others[:1])]
+        at = [kd_at(self.student, self._batch(most=2, taught=True), each) for each in (own, *others[:1])]
         factors = [each.loss / (each.temperature**2 * each.kd) if each.kd else 1.0 for each in at]
         agree = all(abs(each.slope - 1) < 0.05 for each in at) and all(abs(factor - 1) < 1e-3 for factor in factors)
         terms = [f"{each.kd:.4f} at T = {each.temperature:g}, {each.loss:.4f} in the loss" for each in at]
@@ -243,7 +244,8 @@ class Checks:
         """Sixteen sequences memorized."""
         config, micro, student, source = self.config, self.trainer.stepper.micro, self.student, self.source
         count = min(SEQUENCES, len(source))
-        numbers = order.batch(config.seed, 0, count, len(source))
+        mixture, seed = source.facts.mixture, config.seed
+        numbers = order.batch(seed, 0, count, len(source)) if mixture is None else mixture.batch(seed, 0, count)
         batches = [source.read(numbers[at : at + micro]) for at in range(0, count, micro)]
         floor = entropy_floor(batches, student.document_mask)
         least = 1e-3 if self.recipe.student.init == "scratch" else 0.0
@@ -265,10 +267,17 @@ class Checks:
             {"first": losses[0], "lowest": min(losses), "floor": floor, "steps": len(losses) - 1, "share": share},
         )
 
-    def _batch(self, most: int | None = None) -> Batch:
-        """The first micro-batch of the run, or the first `most` sequences of it."""
-        micro = self.trainer.stepper.micro
-        return self.source.read(self.trainer.stepper.sequences(0)[: min(micro, most or micro)])
+    def _batch(self, most: int | None = None, taught: bool = False) -> Batch:
+        """The first micro-batch of the run, or the first `most` sequences of it.
+
+        taught: of a mixture, sequences of the first member with a teacher that the run draws.
+        """
+        micro, facts, indices = self.trainer.stepper.micro, self.source.facts, self.trainer.stepper.sequences(0)
+        if taught and facts.mixture is not None:
+            kinds = [each.targets for each in facts.members.values()]
+            member = next((number for number, kind in enumerate(kinds) if kind != "none"), 0)
+            indices = facts.mixture.firsts[member] + np.arange(min(micro, facts.mixture.sizes[member]))
+        return self.source.read(indices[: min(micro, most or micro)])
 
 
 CHECKS: tuple[Callable[[Checks], Check], ...] = (

@@ -1,60 +1,91 @@
-"""`kdtrain verify`: checks every digest of a cache, of a run's checkpoints, or of one checkpoint."""
+"""`kdtrain verify`: checks every digest of a cache, of a run's checkpoints, or of one checkpoint.
 
+A cache is looked at, too (`cache.look`), or scored again by its teacher (`commands.audit`).
+"""
+
+import shlex
 from pathlib import Path
+from typing import Any
 
-from kdtrain.cache import format as cache_format
+from kdtrain.cache.address import parse_address
+from kdtrain.cache.look import look
+from kdtrain.cache.reader import Cache
+from kdtrain.cache.remote import open_remote
 from kdtrain.cache.verify import repair, verify_cache
-from kdtrain.checkpoint.store import Store, checkpoint_at, is_checkpoint, problem, read_checkpoint
+from kdtrain.checkpoint.sealed import checkpoint_at, read_checkpoint
+from kdtrain.checkpoint.store import Store
+from kdtrain.commands.audit import audit
 from kdtrain.commands.build_cache import holds_tokens
-from kdtrain.commands.run_folder import is_run
+from kdtrain.commands.kinds import damage_of, kind_of
 from kdtrain.config import VerifyConfig
-from kdtrain.errors import RunError, UsageError
+from kdtrain.config.values import refuse
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.monitor.tables import show
+from kdtrain.monitor.tables import number, show, show_page
 
 
 def main(config: VerifyConfig) -> int:
-    """Print what is damaged; return 0 if nothing is, else 1.
+    """Print what is damaged, or not what the teacher says; return 0 if nothing is, else 1.
 
     Raises:
-        UsageError: the path is neither a cache nor a run nor a checkpoint, or cannot be repaired.
+        UsageError: the path is neither a cache nor a run nor a checkpoint, or cannot be repaired or audited.
     """
     setup_logging()
-    kind = kind_of(config.path)
-    if config.repair and kind != "cache":
-        raise UsageError(f"--repair is for caches; {config.path} is a {kind}")
-    problems = _problems(config.path, kind)
-    result: dict[str, object] = {
-        "path": str(config.path),
+    address = parse_address(config.path)
+    kind, path = ("cache", str(address)) if address else (kind_of(config.path), str(config.path))
+    for name, given in (("--repair", config.repair), ("--teacher", config.teacher is not None)):
+        refuse(given and kind != "cache", f"{name} is for caches; {path} is a {kind}")
+    if address is None:
+        problems = _problems(config.path, kind)
+    else:
+        refuse(config.repair, f"--repair is for caches in folders; ask the author of {address}")
+        problems = verify_cache(config.path, open_remote(address, config.local_limit))
+    result: dict[str, Any] = {
+        "path": path,
         "kind": kind,
         "ok": not problems,
         "problems": problems,
     }
+    page: list[Any] = []
     if config.repair and problems:
         result["dropped"] = repair(config.path)
-        log.info("run the same cache-teacher command again to build what is missing")
-    show(f"verify {config.path}", result, config.json)
-    return 1 if problems else 0
+        log.info("run the command that made it again to build what is missing")
+    elif kind == "cache" and problems and address is None:
+        page = [
+            f"Next: kdtrain verify {shlex.quote(path)} --repair sets what is damaged aside; the command that made the "
+            "cache builds it again"
+        ]
+    elif kind == "cache" and not problems:
+        found, findings, page = _content(config)
+        result |= {**found, "ok": not findings, "findings": findings}
+    if config.json:
+        show("", result, True)
+    else:
+        box = {name: each for name, each in result.items() if name not in ("look", "audit")}
+        if isinstance(wrong := result.get("findings"), list) and wrong:
+            box["findings"] = f"{len(wrong)}, below"
+        show(f"verify {path}", box, False)
+        show_page(page, wrapped=True)
+    return 0 if result["ok"] else 1
 
 
-def kind_of(path: Path) -> str:
-    """Return `cache`, `run` or `checkpoint`."""
-    if not path.exists():
-        raise UsageError(f"{path} does not exist")
-    if is_run(path):
-        return "run"
-    if is_checkpoint(path.resolve()):
-        return "checkpoint"
-    if any((path / name).exists() for name in (cache_format.MANIFEST, cache_format.SETTINGS, cache_format.SHARDS)):
-        return "cache"
-    raise UsageError(f"{path} is neither a cache nor a run nor a checkpoint")
-
-
-def damage_of(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. RunError: it was removed meanwhile."""
-    if (damage := problem(checkpoint)) is not None and not checkpoint.exists():
-        raise RunError(f"checkpoint {checkpoint}: {damage}")
-    return damage
+def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[Any]]:
+    """What a sound cache says, and whether it can be right: a record, what is wrong, and a page."""
+    cache = Cache(config.path, local_limit=config.local_limit)
+    if config.teacher is not None:
+        audited = audit(config, cache)
+        return {"audit": audited.to_json()}, [audited.finding] if audited.finding else [], audited.page()
+    seen = look(cache)
+    if seen is None:
+        return {}, [], ["it holds no targets that could be looked at"]
+    alignment = "" if seen.alignment.shift else f"; {seen.alignment}"
+    page = [
+        f"{seen.rows} rows: the teacher's loss is {number(seen.teacher_loss)}, its entropy {number(seen.entropy)}"
+        f"{alignment}",
+        *(f"finding: {each}" for each in seen.findings),
+        *(f"note: {each}" for each in seen.notes),
+        "with --teacher T some rows are scored again",
+    ]
+    return {"look": seen.to_json()}, list(seen.findings), page
 
 
 def _problems(path: Path, kind: str) -> list[str]:

@@ -6,9 +6,14 @@ that cannot work, by a `UsageError` that names the option; the command that open
 depends on those. Nothing heavy is imported here, so that `--help` is instant.
 """
 
+from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
+from kdtrain.config.cache_commands import ImportConfig as ImportConfig
+from kdtrain.config.cache_commands import MergeConfig as MergeConfig
+from kdtrain.config.cache_commands import PushConfig as PushConfig
+from kdtrain.config.cache_commands import SubsetConfig as SubsetConfig
 from kdtrain.config.commands import CacheTeacherConfig as CacheTeacherConfig
 from kdtrain.config.commands import CompareConfig as CompareConfig
 from kdtrain.config.commands import DemoConfig as DemoConfig
@@ -41,8 +46,15 @@ def sections(config: Any) -> dict[str, dict[str, Any]]:
     result: dict[str, dict[str, Any]] = {"run": {}}
     for section, each in fields_of(type(config)):
         owner = config if section == "run" else getattr(config, section)
-        result.setdefault(section, {})[each.name] = plain(getattr(owner, each.name))
+        result.setdefault(section, {})[each.name] = written(each, getattr(owner, each.name))
     return result
+
+
+def written(option: Field[Any], value: Any) -> Any:
+    """The value of an option as files hold it: of one that takes several, one stands for itself, and None for none."""
+    if option.metadata.get("several") and isinstance(value, tuple) and len(value) < 2:
+        return plain(value[0]) if value else None
+    return plain(value)
 
 
 def shareable(config: Any) -> dict[str, dict[str, Any]]:

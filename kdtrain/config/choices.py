@@ -85,6 +85,18 @@ TEXTS = Registry(
         "hf": "hf:NAME[:SUBSET], a data set of the Hugging Face hub",
     },
 )
+REQUIRES_COMPRESSOR = "compressor"
+"""Of a layout: the coding of its data stands in a file of its own."""
+LAYOUTS = Registry(
+    "--layout",
+    "kdtrain.layouts",
+    "kdtrain.cache.layouts",
+    {
+        "distillkit": "DistillKit's packed parquet; its compressor's YAML is given with --compressor",
+        "topk-parquet": "lists of token ids and log-probabilities, in parquet or jsonl; columns by option",
+    },
+    {"distillkit": {REQUIRES_COMPRESSOR}},
+)
 LOGGERS = Registry(
     "--log-to",
     "kdtrain.loggers",
@@ -94,3 +106,8 @@ LOGGERS = Registry(
         "wandb": "wandb:PROJECT, a run of Weights & Biases; needs the package wandb",
     },
 )
+
+
+def resolve_tail(tail: str, num_samples: int) -> str:
+    """The name of the rule that is used: with samples, the default `ghost` means `sampled`."""
+    return "sampled" if num_samples and tail == "ghost" else tail

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from kdtrain.config.cache_commands import ImportConfig, MergeConfig, PushConfig, SubsetConfig, refuse_own
 from kdtrain.config.choices import SOURCES
 from kdtrain.config.sections import (
     CacheParallelConfig,
@@ -23,14 +24,14 @@ from kdtrain.config.sections import (
     StoppingConfig,
     Weights,
 )
-from kdtrain.config.values import Options, option, refuse
+from kdtrain.config.values import LOCAL_LIMIT, Options, option, refuse
 
 
-def _refuse_wrong_source(cache: Path | None, teacher: str | None, data: DataConfig, to: str) -> None:
-    refuse(cache is not None and teacher is not None, "--cache and --teacher exclude each other; give one")
-    refuse(cache is not None and data.data is not None, "--cache holds its own text; leave --data out")
-    refuse(cache is None and data.data is None, f"nothing to {to} on; give --cache FOLDER or --data SOURCE")
-    if cache is not None:
+def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | None, data: DataConfig, to: str) -> None:
+    refuse(bool(cache) and teacher is not None, "--cache and --teacher exclude each other; give one")
+    refuse(bool(cache) and data.data is not None, "--cache holds its own text; leave --data out")
+    refuse(not cache and data.data is None, f"nothing to {to} on; give --cache FOLDER or --data SOURCE")
+    if cache:
         data.refuse_changes()
 
 
@@ -52,6 +53,8 @@ class CacheTeacherConfig(Options):
     """The folder of the cache."""
     from_logprobs: Path | None = option(None, once=True, reads="file", brief="Instead of --data: what a server said.")
     """Instead of --data: jsonl or parquet with a server's top log-probabilities (docs/data.md); good at T = 1 only."""
+    refine: str | None = option(None, once=True, reads="cache", brief="Instead of --data: a cache to draw between.")
+    """Instead of --data: a cache of this teacher's samples; as many more are drawn, between them, for kdtrain merge."""
     config: Path | None = option(None, per_rank=True, once=True, brief="A TOML file with any options, in sections.")
     """TOML file with the same options, grouped in sections; a flag wins over it."""
     teacher_weights: Weights | None = option(None, brief="Hold it in bf16, int8 or nf4: its cost is measured.")
@@ -81,6 +84,9 @@ class CacheTeacherConfig(Options):
         idle += (("--teacher-weights", self.teacher_weights is not None),)
         for name, given in idle if served else ():
             refuse(given, f"{name} has no effect with --from-logprobs, which runs no teacher; leave it out")
+        if self.refine is not None:
+            self._refuse_idle_refinement()
+            return
         self.data.refuse_training_on_validation()
         refuse(not text and not served, "--data is missing; give stdlib, a file, a folder or hf:NAME")
         refuse(served and text, "--from-logprobs holds its own text; leave --data out")
@@ -90,6 +96,19 @@ class CacheTeacherConfig(Options):
         )
 
     EXAMPLES = ("kdtrain cache-teacher --teacher teachers/stdlib-5m.toml --data stdlib --out cache/t",)
+
+    def _refuse_idle_refinement(self) -> None:
+        """Refuse options of what the refined cache decides: its text, and how it is kept."""
+        refuse(self.from_logprobs is not None, "--refine and --from-logprobs exclude each other; give one")
+        refuse_own(self.out, [str(self.refine)])
+        self.data.refuse_changes("--refine")
+        given = (
+            ("--top-k, --num-samples and --dense", self.codec != CodecConfig()),
+            ("--sequences-per-shard", self.sequences_per_shard != 512),
+            ("--seed", self.seed != 0),
+        )
+        for name, changed in given:
+            refuse(changed, f"{name}: --refine takes it from its cache; leave it out")
 
     def splits(self) -> dict[str, int | None]:
         """How many sequences of each split to cache; None for all."""
@@ -125,8 +144,18 @@ class DistillConfig(Options):
     """A student that ships (stdlib-1m, ...), a TOML, a model folder, or a hub id."""
     out: Path = option(free=True)
     """The folder of the run."""
-    cache: Path | None = option(None, once=True, reads="cache", brief="A finished cache: what the teacher said.")
-    """A finished cache: the teacher's distributions and their tokens."""
+    cache: tuple[str, ...] = option(
+        (),
+        several=True,
+        shown="PATH",
+        reads="cache",
+        brief="A finished cache: a folder, hf: or https://; may be given again.",
+    )
+    """A finished cache: a folder, hf:datasets/ORG/NAME[@REVISION] or https://...; again: a mixture."""
+    cache_weights: tuple[float, ...] = option((), several=",", shown="X,X", above=0, later=True)
+    """What a step draws of each --cache, as 3,1; by default in proportion to their sequences."""
+    local_limit: float = option(LOCAL_LIMIT, free=True, per_rank=True, above=0)
+    """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a folder, a hub id, or self (docs/lora.md)."""
     teacher_weights: Weights | None = option(None, needs="teacher")
@@ -179,8 +208,15 @@ class DistillConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.source == "cache" or self.cache is not None:
+        if self.source == "cache" or self.cache:
             _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
+        many = len(self.cache)
+        given = len(self.cache_weights)
+        refuse(given > 0 and many < 2, "--cache-weights is for several --cache; leave it out, or give another cache")
+        refuse(
+            given not in (0, many),
+            f"--cache-weights has {given} number{'s' * (given > 1)} for {many} caches; give one each",
+        )
         refuse(self.dry_run and self.sanity, "--dry-run and --sanity exclude each other; give one after the other")
         mode = self.quantization.mode(self.precision.precision)
         self.precision.refuse_idle(mode)
@@ -190,14 +226,14 @@ class DistillConfig(Options):
             "--sanity checks the student of the spec; leave --load out",
         )
         self.data.refuse_training_on_validation()
-        taught = self.cache is not None or self.teacher is not None or self.source != "cache"
+        taught = bool(self.cache) or self.teacher is not None or self.source != "cache"
         refuse(
             self.objective.learns_temperature and not taught,
             f"--temperature-mode {self.objective.temperature_mode} needs a teacher to learn T from; "
             "give --cache or --teacher, or use --temperature-mode fixed",
         )
         refuse(
-            self.objective.hidden_loss != "none" and self.cache is None and self.teacher is None,
+            self.objective.hidden_loss != "none" and not self.cache and self.teacher is None,
             f"--hidden-loss {self.objective.hidden_loss} needs an online teacher; give --teacher, or leave it out",
         )
         refuse(self.steps is not None and self.epochs is not None, "--steps and --epochs exclude each other; give one")
@@ -240,7 +276,9 @@ class EvaluateConfig(Options):
     student: str = option(once=True, reads="student spec")
     """A run, a checkpoint, an exported model folder, a TOML or a hub id."""
     cache: Path | None = option(None, once=True, reads="cache")
-    """A finished cache; its validation split is used unless --split is train."""
+    """A finished cache, also hf: or https://; its validation split unless --split is train."""
+    local_limit: float = option(LOCAL_LIMIT, above=0)
+    """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, once=True, reads="teacher spec")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     config: Path | None = option(None, per_rank=True, once=True)
@@ -262,33 +300,60 @@ class EvaluateConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig(Options):
-    """Show a run, a cache, a checkpoint, a shard, a model or a folder of these, or what this machine supports."""
+    """Show a run, a cache, a checkpoint, a shard, a model, its recipe, a folder of these, or this machine."""
 
-    path: Path | None = option(None, positional=True, reads="path")
-    """A run, a cache, a checkpoint, a shard, a model folder, or a folder of runs and caches."""
+    path: Path | None = option(None, positional=True, reads="cache path")
+    """A run, a cache (hf:datasets/... and https://... too), checkpoint, shard, model, recipe, or a folder of these."""
     watch: bool = option(False, needs="path")
     """Show how a run is doing every ten seconds, and what is wrong, until it ends."""
     hardware: bool = False
     """Show devices, number formats and compilers of this machine instead."""
+    local: bool = False
+    """Show what is kept here of caches from elsewhere instead."""
     json: bool = False
     """Print one JSON object on stdout."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(self.path is None and not self.hardware, "nothing to inspect; give a PATH or --hardware")
+        nothing = self.path is None and not self.hardware and not self.local
+        refuse(nothing, "nothing to inspect; give a PATH, --local or --hardware")
         refuse(self.watch and self.json, "--watch prints lines for people; leave --json out")
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig(Options):
-    """Check every digest of a cache, a run or a checkpoint; list what is damaged, with exit code 1."""
+    """Check every digest of a cache, a run or a checkpoint; list what is damaged, with exit code 1.
 
-    path: Path = option(positional=True, reads="path")
-    """A cache, a run or a checkpoint."""
+    With --teacher it scores rows of a cache again, and says whether the teacher said what the cache says.
+    """
+
+    path: Path = option(positional=True, reads="cache path")
+    """A cache (hf:datasets/ORG/NAME and https:// too), a run or a checkpoint."""
     repair: bool = False
     """Drop the damaged shards of a cache, so that cache-teacher builds them again."""
+    local_limit: float = option(LOCAL_LIMIT, above=0)
+    """GB of caches from elsewhere that are kept here."""
+    teacher: str | None = option(None, reads="teacher spec")
+    """The teacher of the cache: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
+    rows: int = option(200, least=2, needs="teacher")
+    """Sequences to score again, drawn at random; with 20 most faults are found."""
+    seed: int = option(0, least=0, most=2**32 - 1, needs="teacher")
+    """Which sequences: another seed takes others."""
+    device: str = option("auto", check=_check_device, needs="teacher")
+    """Where the teacher runs: auto, cpu, cuda or cuda:N."""
     json: bool = False
     """Print one JSON object on stdout."""
+
+    EXAMPLES = ("kdtrain verify cache/t --teacher stdlib-5m",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(self.repair and self.teacher is not None, "--repair drops damaged files; leave --teacher out")
+
+
+def _check_push(where: str) -> None:
+    found = re.fullmatch(r"hf:[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", where, re.ASCII)
+    refuse(found is None, f"--push {where} names no repository of the hub; write hf:ORG/NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,16 +366,35 @@ class ExportConfig(Options):
     """The folder to write."""
     checkpoint: str = option("best", reads="checkpoint")
     """best, latest, or the name of a checkpoint."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["fp32", "bf16", "fp16", "float32", "bfloat16", "float16"] = "fp32"
     """Number format of the written weights."""
+    quantize: Literal["int8"] | None = None
+    """Keep the weights of linear layers in int8, by torchao, for transformers; the rest as --dtype."""
+    shard_size: float = option(5.0, above=0)
+    """Largest file of weights, in GB."""
     adapter: bool = False
     """Write the adapters alone, as a folder that peft loads; without it they are added to the weights."""
     base: str | None = option(None, once=True, reads="spec")
     """The spec of the weights that the run did not train, if it is not where the run found it."""
+    license: str | None = None
+    """Licence of the student for its card, as the hub names it: apache-2.0, mit, ..."""
+    push: str | None = option(None, check=_check_push)
+    """Also publish the folder on the hub, as hf:ORG/NAME."""
+    private: bool = option(False, needs="push")
+    """The repository on the hub is private."""
     overwrite: bool = False
     """Replace a folder that is already there."""
     json: bool = False
     """Print one JSON object on stdout."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(self.adapter and self.quantize is not None, "--quantize is for whole models; leave --adapter out")
+
+    @property
+    def torch_dtype(self) -> str:
+        """`dtype` as torch names it."""
+        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(self.dtype, self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,8 +510,12 @@ COMMANDS = {
     "evaluate": EvaluateConfig,
     "generate": GenerateConfig,
     "inspect": InspectConfig,
+    "import": ImportConfig,
     "verify": VerifyConfig,
+    "merge": MergeConfig,
+    "subset": SubsetConfig,
     "export": ExportConfig,
+    "push": PushConfig,
     "compare": CompareConfig,
     "plot": PlotConfig,
     "report": ReportConfig,

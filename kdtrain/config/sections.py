@@ -27,7 +27,7 @@ class DataConfig(Options):
     """Where text comes from and how it becomes sequences."""
 
     data: str | None = option(None, once=True, reads="text", brief="A file or folder, stdlib, or hf:NAME[:SUBSET].")
-    """A file or folder of text (txt, md, py, ...), jsonl, parquet or arrow, or one of the sources listed below."""
+    """A file or folder of text or rows (txt, md, py, jsonl, csv, parquet, ...), or a source listed below."""
     split: str = option("train", check=_check_split)
     """Which split of the data to read: train, validation or test."""
     seq_len: int = option(512, least=1, brief="Tokens in a sequence.")
@@ -36,10 +36,14 @@ class DataConfig(Options):
     """At most this many sequences; all if not given."""
     validation_sequences: int = option(64, least=1)
     """At most this many sequences in the validation split."""
+    format: Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt-completion"] = option(
+        "auto", brief="What a row is: text, messages, sharegpt, alpaca, ..."
+    )
+    """What a row is, by its columns if auto; it decides which tokens are learned (docs/data.md)."""
     text_column: str = "text"
-    """Column of jsonl, parquet, arrow or hub data that holds the text."""
+    """Column of rows that holds the text."""
     messages_column: str | None = None
-    """Column of chat messages; the student then learns from assistant turns only."""
+    """Column of conversations, lists of messages."""
     document_mask: bool = False
     """Keep documents packed into one sequence from attending to each other."""
     streaming: bool = option(False, free=True)
@@ -47,15 +51,26 @@ class DataConfig(Options):
     num_workers: int = option(2, free=True, per_rank=True, least=0, with_cache=True)
     """Tokenizer threads."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(
+            self.messages_column is not None and self.format not in ("auto", "messages", "sharegpt"),
+            f"--messages-column has no effect with --format {self.format}; leave one of them out",
+        )
+        refuse(
+            self.text_column != "text" and self.format not in ("auto", "text"),
+            f"--text-column has no effect with --format {self.format}; leave one of them out",
+        )
+
     def refuse_training_on_validation(self) -> None:
         """Raise a `UsageError` if the run would train on the validation split."""
         refuse(self.split == "validation", "--split validation would train on the validation data; use train or test")
 
-    def refuse_changes(self) -> None:
-        """Raise a `UsageError` for an option of the text: the cache holds the text."""
+    def refuse_changes(self, cache: str = "--cache") -> None:
+        """Raise a `UsageError` for an option of the text: the cache of the option `cache` holds the text."""
         for each in dataclasses.fields(self):
             changed = getattr(self, each.name) != each.default and not each.metadata.get("with_cache")
-            refuse(changed, f"{flag(each.name)} has no effect with --cache, which holds its text; leave it out")
+            refuse(changed, f"{flag(each.name)} has no effect with {cache}, which holds its text; leave it out")
 
 
 DEFAULT_SAMPLES = 50

@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 MOST = 2**53
 """The largest count: floats are exact up to it, and no run reaches it."""
+LOCAL_LIMIT = 50.0
+"""GB of caches from elsewhere that are kept if nothing else is asked for."""
 
 
 def option(default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
@@ -36,6 +38,10 @@ def option(default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
         reads: what the value names, which is looked at before anything heavy is imported (`kdtrain.cli.paths`).
         brief: its line in the short help, which has no others.
         text: it is a text, which may be longer than a path.
+        shown: what stands for its value in help.
+        several: a tuple for which one value stands too, and None for none; a command line gives each with the flag
+            again, or, where this is a comma, joins them with commas.
+        later: checkpoints were written before it was there, and leave it out where it has its default.
     """
     return dataclasses.field(default=default, metadata=attributes)
 
@@ -102,6 +108,9 @@ class Options:
         fields, wrong = dataclasses.fields(self), list[str]()  # type: ignore[arg-type]
         for each in fields:
             value = getattr(self, each.name)
+            if each.metadata.get("several"):
+                value = _as_tuple(value)
+                object.__setattr__(self, each.name, value)
             kinds = get_args(each.type) if get_origin(each.type) in (Union, UnionType) else (each.type,)
             if isinstance(value, str) and Path in kinds:
                 object.__setattr__(self, each.name, Path(value))
@@ -125,10 +134,16 @@ class Options:
         refuse(bool(wrong), "; ".join(wrong))
 
 
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    items = value if isinstance(value, tuple | list) else () if value is None else (value,)
+    return tuple(os.fspath(each) if isinstance(each, os.PathLike) else each for each in items)
+
+
 def refuse_value(option: dataclasses.Field[Any], value: Any) -> None:
     """Raise a `UsageError` for a value that is outside of an option's bounds, or that its `check` refuses."""
-    if isinstance(value, Real) and not isinstance(value, bool):
-        _refuse_outside(flag(option.name), value, option.metadata)
+    for each in value if option.metadata.get("several") else (value,):
+        if isinstance(each, Real) and not isinstance(each, bool):
+            _refuse_outside(flag(option.name), each, option.metadata)
     if value is not None and (check := option.metadata.get("check")) is not None:
         check(value)
 

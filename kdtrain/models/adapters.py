@@ -38,10 +38,11 @@ from kdtrain.files import open_regular, read_json, refuse_leading_out
 from kdtrain.imports import optional
 from kdtrain.models.head import SplitModel, layers_of
 from kdtrain.models.hub import one_line
+from kdtrain.models.spec import ADAPTER_CONFIG
 from kdtrain.ranks import local
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""The files of a `peft` folder."""
+WEIGHTS = "adapter_model.safetensors"
+"""The tensors in a `peft` folder."""
 _NAME = "default"
 """Of the only adapter of a model; `peft` leaves it out of a file."""
 _IN_FILES = "base_model.model."
@@ -264,22 +265,22 @@ def _names_in_files(model: nn.Module) -> dict[str, str]:
 
 def is_adapter(path: Path) -> bool:
     """Whether a path is a `peft` folder."""
-    return (path / CONFIG).is_file()
+    return (path / ADAPTER_CONFIG).is_file()
 
 
 def read_adapter(folder: Path) -> LoraConfig:
     """The adapters of a `peft` folder, which may come from somebody else. UsageError: not LoRA that `inject` makes."""
     try:
-        table = read_json(folder / CONFIG, dict[str, Any])
+        table = read_json(folder / ADAPTER_CONFIG, dict[str, Any])
     except (OSError, ValueError) as error:
-        raise UsageError(f"{folder / CONFIG} cannot be read: {error}") from None
+        raise UsageError(f"{folder / ADAPTER_CONFIG} cannot be read: {error}") from None
     for key, value in table.items():
         if (key in _ONLY and value not in _ONLY[key]) or (key not in {*_ONLY, *_ANY, *_READ.values()} and value):
             shown = printable(f"{key} = {json.dumps(value)}"[:80])
-            raise UsageError(f"{folder}: {shown} in its {CONFIG}, which kdtrain does not train")
+            raise UsageError(f"{folder}: {shown} in its {ADAPTER_CONFIG}, which kdtrain does not train")
     values = {f"lora_{own}": table[theirs] for own, theirs in _READ.items() if theirs in table}
     names = [name.removeprefix(_IN_FILES) for name in _tensor_names(folder)]
-    return lora_of(values, names, f"{folder / CONFIG}")
+    return lora_of(values, names, f"{folder / ADAPTER_CONFIG}")
 
 
 def lora_of(values: Mapping[str, Any], names: Iterable[str], where: str) -> LoraConfig:

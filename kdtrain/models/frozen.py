@@ -31,6 +31,7 @@ from kdtrain.errors import UsageError
 from kdtrain.imports import optional
 from kdtrain.models.adapters import adapter_parts, frozen_names
 from kdtrain.models.head import SplitModel
+from kdtrain.models.int8 import int8_config
 
 _BLOCK = 64
 """Numbers that share a scale in nf4."""
@@ -44,12 +45,6 @@ class _Format:
     """O, D -> empty tensors like those of `pack`, without any library."""
     unpack: Callable[[Tensor, Tensor | None, torch.Size, torch.dtype], tuple[Tensor, Tensor | None]]
     """What `pack` returned, [O, D] and a dtype -> the matrix in this dtype, and the scales [O] of its rows."""
-
-
-def int8_config() -> Any:
-    """How torchao makes int8 weights: symmetric, a scale for each row; no setting of the compiler changes."""
-    quantization: Any = optional("torchao.quantization", "fp8", "int8")
-    return quantization.Int8WeightOnlyConfig(version=2, set_inductor_config=False)
 
 
 def _pack_int8(weight_OD: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,6 +60,8 @@ from kdtrain.models.hub import (
     revision_of,
     save_tokenizer,
 )
+from kdtrain.models.int8 import quantize_folder
+from kdtrain.models.router import experts_of
 from kdtrain.models.scratch import configuration, model_from_config, model_from_layers, new_model
 from kdtrain.models.spec import LOCAL, ModelSpec, read_spec
 
@@ -288,18 +291,32 @@ def export_model(
     *,
     dtype: str | None = None,
     origin: Mapping[str, Any] | None = None,
+    shard_gb: float = 5.0,
+    int8: bool = False,
+    beside: Mapping[str, bytes] | None = None,
 ) -> Path | None:
     """Write a folder that `transformers.AutoModelForCausalLM` and `AutoTokenizer` load, and publish it whole.
 
     model: a model or a `SplitModel`, whose adapters are added to its weights; special tokens and generation settings
     that it does not have are completed from `tokenizer`, the files that `tokenizer_files` returns. out: inside
     `export_lock`, if another process may export there. dtype: of the written weights; by default the model's own.
-    origin: entries for `kdtrain.json`, which also holds the sealed digests of all files. An earlier export is replaced;
-    if it holds anything that was not exported, it is moved aside, and its new path returned.
+    origin: entries for `kdtrain.json`, which also holds the sealed digests of all files. shard_gb: the largest file of
+    weights. int8: quantise the weights (`kdtrain.models.int8`). beside: more files, by name. An earlier export is
+    replaced; if it holds anything that was not exported, it is moved aside, and its new path returned.
 
     UsageError: `out` holds what kdtrain did not write. RunError: the disk is full or refuses the write.
     """
-    return _publish(out, lambda partial: _write_model(model, tokenizer or {}, partial, dtype), origin)
+
+    def write(partial: Path) -> None:
+        most = f"{max(1, round(shard_gb * 1e6))}KB"
+        if not int8:
+            _write_model(model, partial, dtype, most, partial if tokenizer else None)
+            return
+        with hidden_folder(out) as whole:
+            _write_model(model, whole, dtype, most, partial if tokenizer else None)
+            quantize_folder(whole, partial, most)
+
+    return _publish(out, write, {**(tokenizer or {}), **(beside or {})}, origin)
 
 
 def export_adapter(
@@ -310,23 +327,26 @@ def export_adapter(
     *,
     dtype: str | None = None,
     origin: Mapping[str, Any] | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> Path | None:
     """`export_model` of the adapters alone, as `peft` loads them over the model `base`, a folder or a hub id."""
 
     def write(partial: Path) -> None:
-        for name, content in (tokenizer or {}).items():
-            (partial / name).write_bytes(content)
         assert model.lora is not None
         write_adapter(model.model, model.lora, base, partial, dtype)
 
-    return _publish(out, write, origin)
+    return _publish(out, write, {**(tokenizer or {}), **(beside or {})}, origin)
 
 
-def _publish(out: Path, write: Callable[[Path], None], origin: Mapping[str, Any] | None) -> Path | None:
+def _publish(
+    out: Path, write: Callable[[Path], None], beside: Mapping[str, bytes], origin: Mapping[str, Any] | None
+) -> Path | None:
     refuse_foreign(out)
     out = out.resolve()
     try:
         with making(out), hidden_folder(out) as partial, writing(out):
+            for name, content in beside.items():
+                (partial / name).write_bytes(content)
             write(partial)
             digests = {path.name: file_digest(path) for path in sorted(partial.iterdir())}
             publish_json(partial / ORIGIN, {**(origin or {}), "files": digests}, "export.origin")
@@ -391,22 +411,20 @@ def _exported(folder: Path) -> set[str]:
     return {ORIGIN, *files} if sound else set()
 
 
-def _write_model(model: nn.Module, tokenizer: Mapping[str, bytes], out: Path, dtype: str | None) -> None:
+def _write_model(model: nn.Module, out: Path, dtype: str | None, most: str, tokenizer: Path | None) -> None:
+    """Write configurations and weights, in files of at most `most`; `tokenizer`: the folder with its files."""
     whole: Any = _whole(model)
-    for name, content in tokenizer.items():
-        (out / name).write_bytes(content)
-    if tokenizer and whole.generation_config is not None:
-        _complete_generation(whole, out)
+    if tokenizer is not None and whole.generation_config is not None:
+        _complete_generation(whole, tokenizer)
+    kind, state = None if dtype is None else getattr(torch, dtype), None
     if adapted(whole):
-        state, kind = merged_state(whole), None if dtype is None else getattr(torch, dtype)
+        state = merged_state(whole)
         state = {name: each.to(kind) if each.is_floating_point() else each for name, each in state.items()}
         if kind is not None:
             whole.config.dtype = kind
-        whole.save_pretrained(out, state_dict=state)
-        return
-    if dtype is not None:
-        whole = copy.deepcopy(whole).to(getattr(torch, dtype))
-    whole.save_pretrained(out)
+    elif kind is not None:
+        whole = copy.deepcopy(whole).to(kind)
+    whole.save_pretrained(out, state_dict=state, max_shard_size=most)
 
 
 def _complete_generation(model: Any, folder: Path) -> None:
@@ -452,6 +470,13 @@ def max_positions(model: nn.Module) -> int | None:
     """Return the longest sequence that the model's configuration allows, in tokens; None without a bound."""
     positions = getattr(_whole(model).config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def active_parameters(model: nn.Module) -> int:
+    """The parameters that take part for one token: of the experts of a mixture only those to which it is routed."""
+    experts, chosen = experts_of(_whole(model).config) or (1, 1)
+    share = Fraction(chosen, experts)
+    return int(sum(each.numel() * (share if ".experts." in name else 1) for name, each in model.named_parameters()))
 
 
 def check_fits(model: SplitModel, name: str, seq_len: int, document_mask: bool) -> None:

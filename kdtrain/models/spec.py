@@ -31,6 +31,9 @@ LOCAL = "local"
 SELF = "self"
 """The teacher, and its kind, that is the student without its adapters; a folder of that name is `./self`."""
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file by which a folder holds adapters, as `peft` writes them."""
+
 MAX_TEACHERS = 8
 """Longest chain of specs by `teacher`."""
 

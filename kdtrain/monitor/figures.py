@@ -9,7 +9,7 @@ import itertools
 import math
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib import rc_context
@@ -113,6 +113,19 @@ def bands(quantized: Sequence[float]) -> list[tuple[float, float]]:
     return found
 
 
+def pooled(diagrams: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, float]]:
+    """One diagram of several: tokens added up, confidence and accuracy weighted by them."""
+    result: list[dict[str, float]] = []
+    for bins in zip(*diagrams, strict=True):
+        tokens = sum(each["tokens"] for each in bins)
+        means = {
+            name: sum(each["tokens"] * each[name] for each in bins) / max(tokens, 1)
+            for name in ("confidence", "accuracy")
+        }
+        result.append({"tokens": tokens, **means})
+    return result
+
+
 # Runs ---------------------------------------------------------------------------------------------------------------
 
 
@@ -151,6 +164,36 @@ def draw_legend(groups: Sequence[Group]) -> Figure:
     return made
 
 
+def draw_reliability(groups: Sequence[Group]) -> Figure | None:
+    """Accuracy against confidence at the last validation, the seeds of a group together; None: no run has it.
+
+    Bins with less than a thousandth of the tokens are left out: a few tokens make no share.
+    """
+    made, [[axes]] = figure(COLUMN, 3.2, 1, 1)
+    axes.plot([0, 1], [0, 1], color=GREY, linestyle=":", linewidth=1.2)
+    drawn = False
+    for group, (color, marker, line) in zip(groups, looks(groups), strict=True):
+        diagrams = [run.record.calibration for run in group.runs if run.record.calibration]
+        bins = pooled([each for each in diagrams if len(each) == len(diagrams[0])])
+        least = sum(each["tokens"] for each in bins) / 1000
+        points = [(each["confidence"], each["accuracy"]) for each in bins if each["tokens"] > max(least, 0)]
+        if points:
+            drawn = True
+            look: dict[str, Any] = {"marker": marker, "markersize": 4, "linestyle": line, "linewidth": 1.4}
+            axes.plot(*zip(*points, strict=True), color=color, **look)
+    finish(axes, "Calibration, last validation", "the student's confidence", "share that is right")
+    _small(axes)
+    return made if drawn else None
+
+
+def _small(axes: Axes) -> None:
+    """The letters of a panel that is a column wide."""
+    axes.title.set_fontsize(9)
+    axes.tick_params(labelsize=8)
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set_fontsize(8)
+
+
 def panel(axes: Axes, groups: Sequence[Group], x: str, name: str) -> None:
     """One number of the runs over an axis, with interventions at the top and quantised stretches at the foot."""
     name = NAMES.get(name, name)
@@ -171,10 +214,7 @@ def panel(axes: Axes, groups: Sequence[Group], x: str, name: str) -> None:
         _teacher(axes, [each.mean("teacher_validation_loss") for each in groups])
     title, unit = TITLES.get(name, (literal(name), ""))
     finish(axes, title, AXES[x], unit)
-    axes.title.set_fontsize(9)
-    axes.tick_params(labelsize=8)
-    for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set_fontsize(8)
+    _small(axes)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=x != "minutes"))
     if x != "minutes":
         axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
@@ -257,11 +297,10 @@ def _interventions(axes: Axes, run: Run, places: dict[int, float], color: str, h
 
 def _quantized(axes: Axes, run: Run, places: dict[int, float], color: str, height: float) -> bool:
     """Draw a bar at the foot where a run was quantised; whether it ever was."""
-    steps = run.record.curve("quantized")
-    found = bands([value for _, value in steps])[:MOST_POINTS]
-    for start, end in found:
-        left, right = (places.get(math.floor(side) + steps[0][0] - 1, 0.0) for side in (start, end))
-        axes.plot(
-            [left, right], [height] * 2, color=color, linewidth=3, alpha=0.5, transform=axes.get_xaxis_transform()
-        )
-    return bool(found)
+    steps = [(step, value) for step, value in run.record.curve("quantized") if step in places]
+    parts = [[step for step, _ in part] for kept, part in itertools.groupby(steps, lambda each: each[1] > 0) if kept]
+    for part in parts[:MOST_POINTS]:
+        ends = [places.get(part[0] - 1, places[part[0]]), places[part[-1]]]
+        look: dict[str, Any] = {"linewidth": 3, "alpha": 0.5, "transform": axes.get_xaxis_transform()}
+        axes.plot(ends, [height] * 2, color=color, **look)
+    return bool(parts)

@@ -24,6 +24,10 @@ _PATIENCE = 4
 """Validations without a better one before a run counts as one without progress."""
 _STALLED, _SLOWER = 300.0, 20.0
 """A run stalls when a step takes so many seconds, and so many times the median."""
+_VALIDATES = 1800.0
+"""Seconds that a validation may take while none was timed; later ones may take twice the longest."""
+_MOVED = 0.01
+"""The share of the way from its first loss to the teacher's that a run goes in `_PATIENCE` validations at least."""
 _AT_RISK = 3600.0
 """Seconds of training that a crash may cost before a rule speaks."""
 _DATA_WAIT = 0.1
@@ -40,6 +44,10 @@ class Signs:
     """Seconds since it ended."""
     step_seconds: float | None = None
     """The median of the last steps."""
+    validates: bool = False
+    """Whether a validation is due after the last step, and not logged yet."""
+    validation_seconds: float | None = None
+    """The longest of the validations so far, with the step after it."""
     saved_step: int | None = None
     """The step of the newest checkpoint."""
     free_mib: float | None = None
@@ -60,12 +68,14 @@ class Signs:
         """Those of the run in `folder`; `now` in seconds since 1970."""
         steps, seconds = record.steps[-WINDOW * 4 :], []
         for each in steps[-WINDOW:]:
-            if (rate := _number(each, "tok/s_last")) and (tokens := _number(each, "tokens")):
-                seconds.append((tokens / rate, _number(each, "data_wait_s") or 0.0))
+            if (time := _seconds(each)) is not None:
+                seconds.append((time, _number(each, "data_wait_s") or 0.0))
         last = int(record.metrics[-1]["step"]) if record.metrics else 0
         idle = None
         if record.metrics:
             idle = max(now - (folder / "metrics.jsonl").stat().st_mtime, 0.0)
+        validated = {int(each["step"]) for each in record.validations}
+        paused = [_seconds(each) for each in steps if int(each["step"]) - 1 in validated]
         saved = [each.step for each in record.events if each.event == "checkpoint"]
         teacher = record.options.get("run", {}).get("teacher")
         waited = sum(wait for _, wait in seconds) / total if (total := sum(each for each, _ in seconds)) else None
@@ -73,6 +83,8 @@ class Signs:
             step=last,
             idle=idle,
             step_seconds=statistics.median(each for each, _ in seconds) if seconds else None,
+            validates=last not in validated and _validation_due(last, record),
+            validation_seconds=max((each for each in paused if each is not None), default=None),
             saved_step=saved[-1] if saved else None,
             free_mib=free_mib(folder),
             checkpoint_mib=newest_mib(folder / "checkpoints"),
@@ -91,8 +103,11 @@ class Signs:
 
 
 def stalled(signs: Signs) -> str | None:
-    """No step for much longer than a step takes."""
-    if signs.idle is None or signs.idle < max(_STALLED, _SLOWER * (signs.step_seconds or 0.0)):
+    """No step for much longer than a step, or the validation after it, takes."""
+    limit = max(_STALLED, _SLOWER * (signs.step_seconds or 0.0))
+    if signs.validates:
+        limit = max(limit, _VALIDATES if signs.validation_seconds is None else 2 * signs.validation_seconds)
+    if signs.idle is None or signs.idle < limit:
         return None
     usual = "" if signs.step_seconds is None else f" (a step takes {number(round(signs.step_seconds, 2))} s)"
     return f"no step for {duration(signs.idle)}{usual}"
@@ -121,7 +136,7 @@ def data_wait(signs: Signs) -> str | None:
     return f"training waits for its data in {signs.data_wait:.0%} of the time"
 
 
-def no_progress(signs: Signs) -> str | None:
+def plateau(signs: Signs) -> str | None:
     """A validation loss that no longer falls while it is above the teacher's."""
     finite = [each for each in signs.validations if math.isfinite(each[1])]
     if len(finite) <= _PATIENCE:
@@ -132,6 +147,17 @@ def no_progress(signs: Signs) -> str | None:
         return None
     teacher = "" if signs.teacher_loss is None else f" (teacher {signs.teacher_loss:.3f})"
     return f"the last {behind} validations are not below {best:.3f} of step {step:,}{teacher}"
+
+
+def flat(signs: Signs) -> str | None:
+    """A validation loss that stays where it began, far above the teacher's."""
+    finite = [each for each in signs.validations if math.isfinite(each[1])]
+    if len(finite) <= _PATIENCE or signs.teacher_loss is None:
+        return None
+    first, best, teacher = finite[0][1], min(loss for _, loss in finite), signs.teacher_loss
+    if not 0 < first - best < _MOVED * (first - teacher):  # never below the first: a plateau
+        return None
+    return f"validation began at {first:.3f} and is at {best:.3f} after step {finite[-1][0]:,} (teacher {teacher:.3f})"
 
 
 def diverging(signs: Signs) -> str | None:
@@ -163,7 +189,8 @@ RULES: Mapping[str, Rule] = {
     "no-checkpoint": Rule(no_checkpoint, "lower --checkpoint-minutes or --checkpoint-freq"),
     "disk-low": Rule(disk, "make room, or lower --keep-rolling"),
     "data-wait": Rule(data_wait, "put the cache on a faster disk, or leave the process a core for reading"),
-    "no-progress": Rule(no_progress, "lower --lr, cache more text, or end at a plateau: --early-stopping"),
+    "plateau": Rule(plateau, "lower --lr, cache more text, or end at a plateau: --early-stopping"),
+    "flat": Rule(flat, "raise --lr, or give it fewer --warmup-steps"),
     "diverging": Rule(diverging, "lower --lr, or give it more --warmup-steps"),
 }
 """By the kind of the warning."""
@@ -196,3 +223,17 @@ def _number(line: Line, name: str) -> float | None:
     """A number of a line that may be anything."""
     value: Any = line.get(name)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _seconds(line: Line) -> float | None:
+    """How long a step took, with what ran since the one before; None where it is not known."""
+    rate, tokens = _number(line, "tok/s_last"), _number(line, "tokens")
+    return tokens / rate if rate and tokens else None
+
+
+def _validation_due(step: int, record: RunRecord) -> bool:
+    """Whether a run validates after a step, as `training.schedule.validation_interval` has it."""
+    total, every = record.environment.get("steps"), record.options.get("monitor", {}).get("eval_freq")
+    if type(total) is not int or type(every) is not int or every < 1:
+        return False
+    return step == total or step % (every if total >= every else max(total // 4, 1)) == 0

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -226,9 +226,14 @@ class Rate:
         return {"tok/s": rate, "eta_h": (self.total - step) * seconds / steps / 3600}
 
 
-def formula(alpha: float, divergence: str, hidden: float | None) -> str:
-    """The objective in the words of a step's line: `.9 kl + .1 ce`."""
+def formula(alpha: float, divergence: str, hidden: float | None, replays: bool = False, router: float = 0.0) -> str:
+    """The objective in the words of a step's line: `.9 kl + .1 ce`.
+
+    replays: whether sequences without a teacher are mixed in. Their cross-entropy is part of ce, and has the weight 1.
+    router: weight of the router's loss of a mixture of experts; 0 without one.
+    """
     terms = [(alpha, term_name(divergence)), (1 - alpha, "ce"), (hidden or 0.0, "hidden")]
+    terms += [(alpha, "ce of replay")] * replays + [(router, "router")]
     return " + ".join(f"{weight_text(weight)}{name}" for weight, name in terms if weight) or "ce"
 
 
@@ -257,10 +262,12 @@ class StepText:
         divergence: its name.
         hidden: weight of the hidden-state loss; None without one.
         learned: whether T is learned.
+        router: weight of the router's loss of a mixture of experts; 0 without one.
     """
 
-    def __init__(self, alpha: float, divergence: str, hidden: float | None, learned: bool) -> None:
+    def __init__(self, alpha: float, divergence: str, hidden: float | None, learned: bool, router: float = 0.0) -> None:
         self.alpha, self.name, self.hidden, self.learned = alpha, term_name(divergence), hidden, learned
+        self.router = router
         self.window: deque[tuple[float, ...]] = deque(maxlen=AVERAGED)
 
     def add(self, numbers: Mapping[str, float]) -> dict[str, str]:
@@ -269,14 +276,15 @@ class StepText:
         The terms are those of the sum: the divergence is multiplied by T squared.
         """
         temperature = numbers.get("T", 1.0)
-        kept = (numbers.get("kd", math.nan) * temperature**2, numbers.get("ce", math.nan), numbers.get("hidden", 0.0))
-        self.window.append((numbers.get("loss", math.nan), *kept))
+        kept = (numbers.get("kd", math.nan) * temperature**2, numbers.get("ce", math.nan))
+        others = (numbers.get(name, 0.0) for name in ("hidden", "ce_alone", "router"))
+        self.window.append((numbers.get("loss", math.nan), *kept, *others))
         loss, *terms = (sum(each) / len(self.window) for each in zip(*self.window, strict=True))
         alpha = numbers.get("alpha", self.alpha) if "kd" in numbers else 0.0
-        weights = (alpha, 1 - alpha, self.hidden or 0.0)
-        shown = zip(weights, (self.name, "ce", "hidden"), terms, strict=True)
+        weights = (alpha, 1 - alpha, self.hidden or 0.0, alpha if "ce_alone" in numbers else 0.0, self.router)
+        shown = zip(weights, (self.name, "ce", "hidden", "ce of replay", "router"), terms, strict=True)
         sum_of = " + ".join(f"{weight_text(weight)}{name} {_digits(term)}" for weight, name, term in shown if weight)
-        parts = {"loss": f"loss {_digits(loss)}" + (f" = {sum_of}" if alpha or self.hidden else "")}
+        parts = {"loss": f"loss {_digits(loss)}" + (f" = {sum_of}" if alpha or self.hidden or self.router else "")}
         if self.learned and "T" in numbers:
             parts["T"] = f"T {temperature:.2f}"
         if "lr" in numbers:
@@ -304,6 +312,16 @@ def validation_line(step: int, numbers: Mapping[str, float], before: float | Non
     change = "" if before is None else f" ({loss - before:+.3f})"
     text = f"val @{step} {loss:.3f}{change}" if abs(loss) < 1e6 else f"val @{step} {loss:.4g}"
     return text + ("" if teacher is None else f" teacher {teacher:.3f}") + (" best" if best else "")
+
+
+def members_line(step: int, numbers: Mapping[str, float], members: Iterable[str]) -> str:
+    """The line of a validation's members: the loss of each, and its teacher's."""
+    texts = []
+    for name in members:
+        teacher = numbers.get(f"validation/{name}/teacher_loss")
+        loss = f"{name} {numbers[f'validation/{name}/loss']:.3f}"
+        texts.append(loss if teacher is None else f"{loss} teacher {teacher:.3f}")
+    return f"val @{step} by cache: {', '.join(texts)}"
 
 
 def _digits(loss: float) -> str:

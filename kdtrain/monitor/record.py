@@ -19,6 +19,9 @@ from kdtrain.files import SMALL, open_regular, parse_json, read_json, read_toml,
 
 MOST_BYTES = 2**30
 """Most bytes of a log that is read; a million steps have about 4e8."""
+_FARTHEST = 1e30
+"""No place on an axis is as far; what lies beyond was not written by a run."""
+_MOST_BINS = 100
 _LARGEST = 2**53
 """The largest step; beyond it floats do not count."""
 
@@ -52,6 +55,9 @@ class RunRecord:
     events: list[Event] = field(default_factory=list)
     result: dict[str, Any] | None = None
     """How the run ended; None while it trains, and after a kill."""
+    calibration: list[dict[str, float]] = field(default_factory=list)
+    """The reliability diagram of the last validation: `tokens`, `confidence` and `accuracy` of each bin of confidence,
+    in order; empty where the run did not log it."""
 
     @classmethod
     def read(cls, folder: Path, last: int | None = None) -> "RunRecord":
@@ -61,12 +67,18 @@ class RunRecord:
             OSError: a file cannot be read.
             ValueError: a file is not what a run writes, or is too large; names the file.
         """
+        metrics, diagram = [], list[dict[str, float]]()
+        for _, record in lines(folder / "metrics.jsonl", last):
+            if (line := _numbers(record)) is not None:
+                metrics.append(line)
+                diagram = _bins((record or {}).get("validation/calibration")) or diagram
         return cls(
             _table(folder / "config.toml"),
             _table(folder / "environment.json"),
-            [line for _, record in lines(folder / "metrics.jsonl", last) if (line := _numbers(record)) is not None],
+            metrics,
             list(events(folder, last)),
             _table(folder / "result.json") or None,
+            diagram,
         )
 
     @property
@@ -98,7 +110,8 @@ class RunRecord:
         numbers = [int(line["step"]) for line in steps]
         if axis == "steps":
             return {int(line["step"]): line["step"] for line in self.metrics}
-        tokens = [max(line.get("tokens", 0.0), 0.0) for line in steps]
+        counts = (line.get("tokens", 0.0) for line in steps)
+        tokens = [number if 0 <= number < _FARTHEST else 0.0 for number in counts]
         if axis == "tokens":
             each = tokens
         else:
@@ -106,7 +119,8 @@ class RunRecord:
             times = [count / rate / 60 if rate > 0 else None for count, rate in zip(tokens, rates, strict=True)]
             usual = statistics.median([time for time in times if time is not None] or [0.0])
             each = [usual if time is None else time for time in times]
-        return {0: 0.0, **dict(zip(numbers, itertools.accumulate(each), strict=True))}
+        places = zip(numbers, itertools.accumulate(each), strict=True)
+        return {0: 0.0, **{step: place for step, place in places if place < _FARTHEST}}
 
 
 def events(folder: Path, last: int | None = None) -> Iterator[Event]:
@@ -172,6 +186,19 @@ def _numbers(record: dict[str, Any] | None) -> Line | None:
         return None
     found = {name: math.nan if value is None else value for name, value in record.items()}
     return {name: value for name, value in found.items() if type(value) is float or _is_int(value)}
+
+
+def _bins(value: Any) -> list[dict[str, float]]:
+    """A reliability diagram, logged as lists of three numbers; empty for what is none."""
+    if not isinstance(value, list) or len(value) > _MOST_BINS:
+        return []
+    found = []
+    for each in value:
+        usable = isinstance(each, list) and len(each) == 3 and all(type(x) in (int, float) for x in each)
+        if not usable or not (0 <= each[0] <= _LARGEST and 0 <= each[1] <= 1 and 0 <= each[2] <= 1):
+            return []
+        found.append(dict(zip(("tokens", "confidence", "accuracy"), map(float, each), strict=True)))
+    return found
 
 
 def _is_int(value: Any) -> bool:

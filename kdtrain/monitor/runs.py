@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kdtrain.config import DistillConfig, plain
+from kdtrain.config import DistillConfig, written
 from kdtrain.config.values import fields_of
 from kdtrain.errors import UsageError, printable
 from kdtrain.monitor.record import Event, RunRecord
@@ -144,7 +144,8 @@ class Run:
         """The value of an option as text."""
         value = self.options.get(option)
         if option == "cache" and value is not None and self.cache is not None:
-            return f"{printable(str(value))[-60:]} ({printable(self.cache)[:8]})"
+            named = " + ".join(map(str, value)) if isinstance(value, list) else str(value)
+            return f"{printable(named)[-60:]} ({printable(self.cache)[:8]})"
         if isinstance(value, bool) or value is None:
             return {None: "-", True: "yes", False: "no"}[value]
         if isinstance(value, list):
@@ -265,8 +266,8 @@ def _read(folder: Path) -> RunRecord:
 
 def _options(record: RunRecord) -> dict[str, Any]:
     saved = {name: value for table in record.options.values() for name, value in _table(table).items()}
-    names = [(each.name, each.default) for _, each in fields_of(DistillConfig)]
-    known = {name: plain(default) if isinstance(default, _PLAIN) else None for name, default in names}
+    options = [each for _, each in fields_of(DistillConfig)]
+    known = {each.name: written(each, each.default) if isinstance(each.default, _PLAIN) else None for each in options}
     return {**known, **{name: saved[name] for name in known.keys() & saved.keys()}}
 
 

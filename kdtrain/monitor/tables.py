@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kdtrain.errors import printable
-from kdtrain.ranks import is_main
+from kdtrain.process import is_main
 
 
 def show(title: str, table: Mapping[str, Any], as_json: bool) -> None:
@@ -29,12 +29,16 @@ def show(title: str, table: Mapping[str, Any], as_json: bool) -> None:
     Console(soft_wrap=True).print(shown)
 
 
-def show_page(parts: Iterable[str | Table]) -> None:
-    """Print lines and tables one below the other on stdout, on rank 0."""
+def show_page(parts: Iterable[str | Table], wrapped: bool = False) -> None:
+    """Print lines and tables one below the other on stdout, on rank 0.
+
+    wrapped: break long lines between words where stdout is a terminal; commands to copy must not be broken.
+    """
     if is_main():
         console = Console(soft_wrap=True)
         for part in parts:
-            console.print(literal(part) if isinstance(part, str) else part)
+            whole = not (wrapped and isinstance(part, str) and console.is_terminal)
+            console.print(literal(part) if isinstance(part, str) else part, soft_wrap=whole)
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[Any]], left: Collection[str] = ()) -> Table:

@@ -55,10 +55,15 @@ class Writers:
         for kind, text in early_warnings():
             self.event(kind, resume_step, "warning", message=text)
 
-    def metrics(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write the numbers of `step`; a non-finite number is written as null."""
+    def metrics(
+        self, step: int, numbers: Mapping[str, float], tables: Mapping[str, Sequence[Sequence[float]]] | None = None
+    ) -> None:
+        """Write the numbers of `step`; a non-finite number is written as null.
+
+        tables: lists of finite numbers, for `metrics.jsonl` alone.
+        """
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        self.file.write(json.dumps({"step": step, **finite}) + "\n")
+        self.file.write(json.dumps({"step": step, **finite, **(tables or {})}) + "\n")
         shown = {
             name if name.startswith("validation/") else f"train/{name.replace('/', '_per_')}": value
             for name, value in numbers.items()

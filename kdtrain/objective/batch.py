@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kdtrain.errors import UsageError
+from kdtrain.objective.mixed import MixedTargets
 from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
 
 _TARGETS = ("ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean", "logit_std")
@@ -67,25 +68,30 @@ class Batch:
                 raise UsageError(f"the batch has no tensor '{name}'; make batches by collate, of a cache's sequences")
             absent = flat["ids"].shape[1] - flat["counts"].shape[1]
             flat["counts"] = torch.nn.functional.pad(flat["counts"], (absent, 0))
-            knots, num_samples = codecs.read(fields["knots"], fields["num_samples"], absent)
+            codec = fields["knots"], fields["num_samples"], absent, flat["ids"].shape[1]
+            knots, num_samples = codecs.read(*codec)
             sparse = SparseTargets(**flat, top_k=absent, num_samples=num_samples, knots=knots)
             return replace(batch, targets=sparse)
-        return replace(batch, targets=DenseTargets(**flat)) if "logprobs" in flat else batch
+        if "logprobs" in flat:
+            return replace(batch, targets=DenseTargets(**flat))
+        if "replay" in fields:  # of a mixture, and not of a loop that has lost the targets
+            return replace(batch, targets=MixedTargets(((loss_mask.numel(), None),)))
+        return batch
 
 
 class Codecs:
     """Reads the codec of each batch: knots of beta and number of samples, as Python numbers.
 
-    On a GPU a read waits for all queued work. There only the first batch with as many knots and top-k entries is read;
-    later ones are compared with it on the device, where a difference is an error.
+    On a GPU a read waits for all queued work. There only the first batch with as many knots, entries and top-k entries
+    is read; later ones are compared with it on the device, where a difference is an error.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor, tuple[tuple[float, ...], int]]] = {}
+        self._known: dict[tuple[int, int, int, torch.device], tuple[Tensor, Tensor, tuple[tuple[float, ...], int]]] = {}
 
-    def read(self, knots_BG: Tensor, num_samples_B: Tensor, top_k: int) -> tuple[tuple[float, ...], int]:
+    def read(self, knots_BG: Tensor, num_samples_B: Tensor, top_k: int, columns: int) -> tuple[tuple[float, ...], int]:
         """Knots and number of samples of a batch of sparse targets. UsageError: its sequences differ in them."""
-        shape = knots_BG.shape[1], top_k, knots_BG.device
+        shape = knots_BG.shape[1], top_k, columns, knots_BG.device
         if knots_BG.is_cuda and shape in self._known:
             knots_G, num_samples, codec = self._known[shape]
             same = (knots_BG == knots_G).all() & (num_samples_B == num_samples).all()

@@ -32,10 +32,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, IGNORES_T, TAILS
+from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, IGNORES_T, TAILS, resolve_tail
 from kdtrain.errors import UsageError
 from kdtrain.objective.statistics import Events
-from kdtrain.objective.tails import TailRule, resolve_tail
+from kdtrain.objective.tails import TailRule
 
 _IMPOSSIBLE = -1e3
 """A token with a log-probability below it counts as excluded (-inf padding), and is left out of logit-mse."""

@@ -6,7 +6,9 @@ micro-batches and ranks. That number comes from the caller, so that the gradient
 how its sequences are divided. T^2 keeps the size of KD's gradient as T grows (Hinton et al. 2015, arXiv
 1503.02531, section 2); the gradient in T is that of the whole term, T^2 included.
 
-Without targets or with alpha 0 this is plain cross-entropy, and no divergence is computed or reported.
+Without targets or with alpha 0 this is plain cross-entropy, and no divergence is computed or reported. Where a batch
+mixes rows with a teacher and rows without (`objective.mixed`), the latter count by CE with the weight 1, over the same
+number of tokens.
 `DistillationLoss` is the loss with its temperature; it calls `distillation_loss`, a function of tensors.
 
 Shape suffixes: N tokens (B*T flattened, row-major), R rows of a chunk, D model width, V vocabulary.
@@ -16,19 +18,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kdtrain.config.choices import DIVERGENCES, TAILS
+from kdtrain.config.choices import DIVERGENCES, TAILS, resolve_tail
 from kdtrain.errors import UsageError, as_number
 from kdtrain.models.output_head import OutputHead
 from kdtrain.objective.dense import DenseStatistics
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.objective.engine import Request, fused_loss
+from kdtrain.objective.logits import whole_head
 from kdtrain.objective.statistics import Statistics
-from kdtrain.objective.tails import resolve_tail
 from kdtrain.objective.targets import Supervision, Targets, per_token, scalar
 from kdtrain.objective.temperature import Temperature
 
@@ -46,8 +48,12 @@ class LossOutput(NamedTuple):
     """Sum of the divergence at T = 1, nats; 0 without targets, at alpha 0, or without `at_one`."""
     hidden: Tensor
     """Sum of the hidden-state loss (`objective.hidden`), which the student adds; 0 here."""
+    router: Tensor
+    """The router's loss of a mixture of experts times the tokens, which the student adds; 0 here."""
     tokens: Tensor
     """Number of unmasked tokens."""
+    ce_alone: Tensor
+    """The part of `ce` over rows without a teacher in a mixture, whose weight is 1 and not 1 - alpha; else 0."""
 
 
 def joined(ce: Tensor, kd: Tensor, alpha: Tensor | float, kd_weight: Tensor | float) -> Tensor:
@@ -110,6 +116,27 @@ class DistillationLoss(nn.Module):
                 f"the batch has no targets of a teacher, and --alpha is {self.alpha:g}: give batches of a teacher's "
                 "cache (a collator may have dropped their tensors), or --alpha 0, which is plain cross-entropy"
             )
+        options = {"vocab_size": vocab_size, "normalizer": normalizer, "compile": compile}
+        if targets is None or not targets.parts:
+            return self._of_one_kind(hidden_ND, head, labels_N, mask_N, targets, **options)
+        # once: ranks whose micro-batches have other numbers of parts gather a sharded head together
+        head, sizes = whole_head(head), [rows for rows, _ in targets.parts]
+        split = zip(hidden_ND.split(sizes), labels_N.split(sizes), mask_N.split(sizes), targets.parts, strict=True)
+        outputs = []
+        for hidden_RD, labels_R, mask_R, (_, part) in split:
+            output = self._of_one_kind(hidden_RD, head, labels_R, mask_R, part, **options)
+            outputs.append(output if part is not None else output._replace(ce_alone=output.ce))
+        return LossOutput(*(torch.stack(each).sum(0) for each in zip(*outputs, strict=True)))
+
+    def _of_one_kind(
+        self,
+        hidden_ND: Tensor,
+        head: OutputHead,
+        labels_N: Tensor,
+        mask_N: Tensor,
+        targets: Targets | None,
+        **options: Any,
+    ) -> LossOutput:
         if targets is not None and targets.only_at_one and not self.temperature.stays_one:
             raise UsageError(
                 "samples without a top-k are right at T = 1 only; use a --temperature of 1, or a cache with a --top-k"
@@ -124,10 +151,9 @@ class DistillationLoss(nn.Module):
             alpha=self.alpha,
             divergence=self.divergence,
             tail=self.tail,
-            vocab_size=vocab_size,
-            normalizer=normalizer,
-            compile=compile,
+            **options,
         )
+        normalizer = options["normalizer"]
         extra = None if targets is None else self.temperature.auxiliary_loss(targets, mask_N, normalizer)
         # Its gradient only: the value stays that of the distillation loss.
         return output if extra is None else output._replace(loss=output.loss + (extra - extra.detach()))
@@ -196,7 +222,8 @@ def distillation_loss(
         chunk=chunk,
     )
     loss, sums = fused_loss(hidden_ND, head, 1.0 / temperature, request)
-    return LossOutput(loss, sums[0], sums[1], sums[2], torch.zeros_like(sums[0]), mask_N.sum())
+    none = torch.zeros_like(sums[0])
+    return LossOutput(loss, sums[0], sums[1], sums[2], none, none, mask_N.sum(), none)
 
 
 @dataclass(frozen=True, kw_only=True)

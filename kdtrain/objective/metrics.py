@@ -48,6 +48,10 @@ class Metrics:
     def __add__(self, other: Metrics) -> Metrics:
         return Metrics.from_vector([a + b for a, b in zip(self.vector(), other.vector(), strict=True)])
 
+    def times(self, factor: float) -> Metrics:
+        """All sums times `factor`: the same means, with another weight in a sum."""
+        return Metrics.from_vector([factor * each for each in self.vector()])
+
     def vector(self) -> list[float]:
         """All sums in one list of fixed length, None as NaN, for a reduction over ranks in fp64."""
         values = [getattr(self, f.name) for f in fields(self)]
@@ -98,6 +102,11 @@ def measure(
 
     Sums that the targets do not contain are None. It waits for the device once.
     """
+    if targets is not None and targets.parts:
+        head, sizes = whole_head(head), [rows for rows, _ in targets.parts]
+        split = zip(hidden_ND.split(sizes), labels_N.split(sizes), mask_N.split(sizes), targets.parts, strict=True)
+        each = (measure(h, head, n, m, part, vocab_size=vocab_size, chunk=chunk) for h, n, m, (_, part) in split)
+        return sum(each, Metrics())
     chunk = chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
     rows, head = Supervision(labels_N, mask_N, targets), whole_head(head)
     if hidden_ND.is_cuda and head.weight is not None:

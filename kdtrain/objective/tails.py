@@ -118,11 +118,6 @@ def register_tail(
     return register
 
 
-def resolve_tail(tail: str, num_samples: int) -> str:
-    """The name of the rule that is used: with samples, the default `ghost` means `sampled`."""
-    return "sampled" if num_samples and tail == "ghost" else tail
-
-
 @register_tail("drop")
 def _drop_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
     student_RH = beta * statistics.kept[:, : targets.top_k] - statistics.lse_beta(beta)[:, None]

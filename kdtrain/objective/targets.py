@@ -73,6 +73,8 @@ class Targets(ABC):
     """True where every beta that is asked for is 1 (`at_one`)."""
     has_top = True
     """True for targets that know the teacher's most likely token."""
+    parts: tuple[tuple[int, Targets | None], ...] = ()
+    """Of several kinds of targets, each by itself (`objective.mixed`): a number of rows and their targets."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -128,6 +130,13 @@ class Targets(ABC):
     def resolved(self) -> Targets:
         """The same with nothing left to compute; for a few rows."""
         return self
+
+    def listed(self) -> tuple[Tensor, Tensor]:
+        """Ids [N,K] of the entries that are kept, and the probability of each at T = 1; 0 where it is absent.
+
+        Only `resolved` targets have it.
+        """
+        raise NotImplementedError
 
     def at(self, beta: Tensor) -> Self:
         """The same with what depends on `beta` (a scalar in fp64) alone computed once, for it and for 1."""
@@ -257,6 +266,11 @@ class SparseTargets(Targets):
         knots = torch.tensor(self.knots, dtype=torch.float64).expand(shape[0], -1)
         drawn = {"counts": counts, "knots": knots, "num_samples": torch.tensor(self.num_samples).expand(shape[0])}
         return super().fields(shape) | drawn
+
+    def listed(self) -> tuple[Tensor, Tensor]:
+        if self.only_at_one:
+            return self.ids, self.counts / self.num_samples
+        return self.ids, self.logprobs.exp()  # an absent entry has the log p FLOOR
 
     def at(self, beta: Tensor) -> SparseTargets:
         """The same with L and log Z at `beta` and at 1; `log_tail` and `log_partition` then take no other tensor."""
@@ -454,6 +468,10 @@ class DenseTargets(Targets):
 
     def shown(self) -> dict[str, Tensor]:
         return {name: each.clamp_min(FLOOR) for name, each in self._tensors().items()}
+
+    def listed(self) -> tuple[Tensor, Tensor]:
+        mass_NV = self.logprobs.float().exp()
+        return torch.arange(self.width, device=mass_NV.device).expand(mass_NV.shape), mass_NV
 
     def row_logprobs(self, reader: ChunkLogits | None) -> Tensor:
         return self.logprobs

@@ -497,7 +497,9 @@ def job_of(
     )
 
 
-def shards_teacher(config: CacheTeacherConfig, teacher: ModelFootprint | None, free: float | None) -> bool:
+def shards_teacher(
+    config: CacheTeacherConfig, teacher: ModelFootprint | None, free: float | None, seq_len: int
+) -> bool:
     """True if cache-teacher shards its teacher over the ranks.
 
     teacher: None if it cannot be estimated. free: see `free_everywhere`.
@@ -510,7 +512,7 @@ def shards_teacher(config: CacheTeacherConfig, teacher: ModelFootprint | None, f
         raise UsageError("--teacher-parallel fsdp needs several processes; start the command with torchrun")
     if teacher is None or free is None:
         return wanted == "fsdp"
-    tokens = config.batch_size * config.data.seq_len
+    tokens = config.batch_size * seq_len
     working = CACHE_LOGITS * 4.0 * tokens * teacher.vocabulary + _of_a_layer(teacher, tokens)
     ways = [1] * (wanted != "fsdp") + [world] * (wanted != "replicate" and world > 1 and not teacher.packed)
     needs = {shared: working + _teacher_held(teacher, shared) for shared in ways}

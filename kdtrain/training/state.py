@@ -23,7 +23,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from kdtrain.checkpoint import shards
-from kdtrain.checkpoint.store import Checkpoint, load, read_state
+from kdtrain.checkpoint.sealed import read_state
+from kdtrain.checkpoint.store import Checkpoint, load
 from kdtrain.config import GuardsConfig, OptimizerConfig, StoppingConfig
 from kdtrain.errors import RunError
 from kdtrain.files import typed
@@ -104,6 +105,8 @@ class Progress:
     """Why the run was stopped early, or None."""
     decay_from: Count | None = None
     """The step at which a plateau began the decay of `wsd` early."""
+    members: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    """Of a mixture: the first, the last and the teacher's validation cross-entropy of each member, nats."""
 
 
 class _Student(TypedDict):
@@ -133,6 +136,7 @@ class _Saved(_Numbers):
     student: _Student
     teacher: str | None
     generation: NotRequired[dict[str, Any]]
+    caches: NotRequired[list[dict[str, Any]]]
     snapshots: NotRequired[list[_Numbers]]
 
 
@@ -208,8 +212,11 @@ class TrainState:
 
     def own_numbers(self) -> dict[str, Any]:
         """`numbers` without the snapshots."""
+        progress = asdict(self.progress)
+        if not self.progress.members:  # a run of one cache has none, as before there were mixtures
+            del progress["members"]
         return {
-            "progress": asdict(self.progress),
+            "progress": progress,
             "watchers": {name: watcher.state_dict() for name, watcher in self.watchers.items()},
         }
 

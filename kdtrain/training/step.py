@@ -147,11 +147,19 @@ class Stepper:
 
     def sequences(self, cursor: int) -> np.ndarray:
         """The indices of the sequences of the step at `cursor`, for all ranks."""
-        return order.batch(self.config.seed, cursor, self.config.batch_size, len(self.source))
+        seed, size, mixture = self.config.seed, self.config.batch_size, self.source.facts.mixture
+        if mixture is None:
+            return order.batch(seed, cursor, size, len(self.source))
+        return mixture.batch(seed, cursor, size)
 
     def share(self, cursor: int) -> np.ndarray:
-        """The indices for this rank: an even part in order, so that a step is the same for any number of ranks."""
-        return np.array_split(self.sequences(cursor), world_size())[rank()]
+        """The indices for this rank: an even part in order, so that a step is the same for any number of ranks.
+
+        Those of a mixture are sorted by member, so that most micro-batches hold one member.
+        """
+        part = np.array_split(self.sequences(cursor), world_size())[rank()]
+        mixture = self.source.facts.mixture
+        return part if mixture is None else mixture.grouped(part)
 
     def feed(self) -> Feed:
         """The micro-batches from the cursor on."""
@@ -396,10 +404,14 @@ class Stepper:
         if student.loss.alpha:
             means = {"ce": read["ce"] / count, "kd": read["kd"] / count, "kd_T1": read["kd_at_one"] / count}
             metrics |= {**means, "T": read["T"]}
+            if self.source.facts.replays:
+                metrics["ce_alone"] = read["ce_alone"] / count
             if self.config.objective.alpha_schedule != "constant":
                 metrics["alpha"] = student.loss.alpha
         if student.hidden_loss is not None:
             metrics |= {"ce": read["ce"] / count, "hidden": read["hidden"] / count}
+        if student.router_weight:
+            metrics |= {"ce": read["ce"] / count, "router": read["router"] / count}
         metrics |= {"lr": rate, "grad_norm": read["grad_norm"], "tokens": read["tokens"]}
         if student.quantized is not None:
             metrics["quantized"] = float(student.present_mode == student.quantized)

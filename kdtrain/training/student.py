@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from kdtrain.cache.manifest import refuse_vocabulary
 from kdtrain.errors import UsageError
 from kdtrain.models.head import SplitModel, split
+from kdtrain.models.router import router_weight
 from kdtrain.objective.batch import Batch, Codecs
 from kdtrain.objective.hidden import HiddenLoss
 from kdtrain.objective.loss import DistillationLoss, LossOutput, joined
@@ -103,6 +104,7 @@ class Student(PreTrainedModel):
         self.hidden_loss = hidden_loss
         self.hidden_weight = hidden_weight
         self.layers = layers
+        self.router_weight = router_weight(model.model)
         self.switch = switch or Switch()
         self.quantized = quantized
         self._codecs = Codecs()
@@ -184,6 +186,7 @@ class Student(PreTrainedModel):
         num_samples: Tensor | None = None,
         vocabulary: Tensor | None = None,
         temperature_range: Tensor | None = None,
+        replay: Tensor | None = None,
     ) -> LossOutput:
         """Return the loss to differentiate and the sums to report, for a batch or for its named tensors.
 
@@ -193,6 +196,7 @@ class Student(PreTrainedModel):
                 micro-batches and ranks. None: the unmasked tokens of this batch. The value of a tensor is not checked.
             tokens, loss_mask, ...: the tensors of `Batch.fields`, with or without targets, and the two that
                 `CacheReader` adds. `vocabulary` and `temperature_range` are read from the first batch only.
+            replay: marks the batches of a `Mixture` that no teacher saw: their loss is cross-entropy alone.
 
         Raises:
             UsageError: there are no targets, and alpha is not 0; a tensor has another shape or dtype, or `labels` are
@@ -213,12 +217,13 @@ class Student(PreTrainedModel):
             named = {"tokens": tokens, "loss_mask": loss_mask, "segments": segments, "ids": ids, "logprobs": logprobs}
             named |= {"counts": counts, "tail": tail, "label_logprob": label_logprob}
             named |= {"logit_mean": logit_mean, "logit_std": logit_std}
-            named |= {"knots": knots, "num_samples": num_samples}
+            named |= {"knots": knots, "num_samples": num_samples, "replay": replay}
             batch = Batch.of({name: tensor for name, tensor in named.items() if tensor is not None}, self._codecs)
         labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
         mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
         normalizer = mask_N.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         hidden_ND, states = self._hidden(self.backbone, batch)
+        states, balance = states[: len(self.layers)], states[len(self.layers) :]
         output: LossOutput = self.loss(
             hidden_ND,
             self.model.head,
@@ -233,6 +238,11 @@ class Student(PreTrainedModel):
             distance = self.hidden_loss(states, batch.states, mask_N)
             loss = output.loss + per_token(self.hidden_weight * distance, normalizer)
             output = output._replace(loss=loss, hidden=distance.detach().to(output.hidden.dtype))
+        if balance:
+            # a mean over the micro-batch: weighted by its tokens, the step's is the same mean however it is divided
+            routing = balance[0].float() * mask_N.sum()
+            loss = output.loss + per_token(self.router_weight * routing, normalizer)
+            output = output._replace(loss=loss, router=routing.detach().to(output.router.dtype))
         return output
 
     def _check_first(self, tokens: Tensor, vocabulary: Tensor | None, temperature_range: Tensor | None) -> None:
@@ -258,7 +268,10 @@ class Student(PreTrainedModel):
     def total(self, sums: LossOutput, temperature: Tensor) -> Tensor:
         """The total loss in fp64 of the tokens in `sums`, at this temperature."""
         loss = joined(sums.ce.double(), sums.kd.double(), self.loss.alpha, self.loss.alpha * temperature.double() ** 2)
-        return loss if self.hidden_loss is None else loss + self.hidden_weight * sums.hidden.double()
+        loss = loss + self.loss.alpha * sums.ce_alone.double()
+        if self.hidden_loss is not None:
+            loss = loss + self.hidden_weight * sums.hidden.double()
+        return loss + self.router_weight * sums.router.double() if self.router_weight else loss
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:
@@ -280,9 +293,10 @@ class Student(PreTrainedModel):
             return self._hidden(lambda *inputs: (self.model(*inputs), []), batch)[0]
 
     def _backbone(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """The model's hidden states, and those of the layers of the hidden-state loss."""
-        if self.layers:
-            return self.model.with_layers(tokens_BT, segments_BT, self.layers)
+        """The model's hidden states, and those of the layers of the hidden-state loss; in training the router's."""
+        balance = self.training and self.router_weight > 0
+        if self.layers or balance:
+            return self.model.with_layers(tokens_BT, segments_BT, self.layers, balance)
         return self.model(tokens_BT, segments_BT), []
 
     def _hidden(
@@ -293,7 +307,9 @@ class Student(PreTrainedModel):
         if self.model.fused:
             # Many models end in a norm that returns fp32 under autocast; the head still computes in the mode's dtype.
             hidden_BTD = hidden_BTD.to(head_dtype(self.mode) or hidden_BTD.dtype)
-        return rearrange(hidden_BTD, "B T D -> (B T) D"), [rearrange(each, "B T D -> (B T) D") for each in states]
+        return rearrange(hidden_BTD, "B T D -> (B T) D"), [
+            rearrange(each, "B T D -> (B T) D") if each.ndim else each for each in states
+        ]
 
 
 _OF_THE_MODEL = "model.model."

@@ -22,7 +22,7 @@ from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError
-from kdtrain.monitor.progress import log, log_step, one_line, validation_line
+from kdtrain.monitor.progress import log, log_step, members_line, one_line, validation_line
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.batch import Batch
 from kdtrain.parallel.parallelize import SingleProcess
@@ -39,7 +39,7 @@ from kdtrain.training.sources.source import Source
 from kdtrain.training.state import TrainState, make_optimizer
 from kdtrain.training.step import Status, Stepper, StepResult
 from kdtrain.training.student import Student
-from kdtrain.training.validate import summary, validate
+from kdtrain.training.validate import calibration, summary, validate_members
 
 
 class Outcome(Enum):
@@ -207,18 +207,26 @@ class Trainer:
             RunError: the loss is non-finite before the first step.
         """
         progress, guards, source = self.state.progress, self.state.guards, self.validation_source
-        metrics = validate(
+        found = validate_members(
             self.student.eval(), source, micro=self.stepper.micro, batches=self.validation_batches, read=stop.read
         )
         self.stepper.wrapper.reshard()
-        if metrics is None:
+        if found is None:
             return Outcome.INTERRUPTED, math.nan
+        metrics, members = found
         numbers = {f"validation/{name}": value for name, value in summary(metrics).items() if value is not None}
-        self.writers.metrics(progress.step, numbers)
+        for member, own in members.items():
+            known = summary(own).items()
+            numbers |= {f"validation/{member}/{name}": value for name, value in known if value is not None}
+        bins = [[round(number, 6) for number in each.values()] for each in calibration(metrics)]
+        finite = all(math.isfinite(value) for each in bins for value in each)
+        self.writers.metrics(progress.step, numbers, {"validation/calibration": bins} if finite else None)
         loss, before = numbers["validation/loss"], progress.last_loss
         is_best = before is not None and progress.best_loss is not None and loss < progress.best_loss
         log.info("%s", validation_line(progress.step, numbers, before, is_best))
         progress.validated_step = progress.step
+        if members:
+            log.info("%s", members_line(progress.step, numbers, members))
         if progress.step == 0:
             self.reporter.initial(loss)
         if not metrics.tokens:
@@ -232,6 +240,10 @@ class Trainer:
         guards.stopping.validated(loss)
         progress.first_loss = loss if progress.first_loss is None else progress.first_loss
         progress.last_loss, progress.teacher_loss = loss, numbers.get("validation/teacher_loss")
+        for member in (name for name, own in members.items() if own.tokens):
+            own_loss, teacher = (numbers.get(f"validation/{member}/{name}") for name in ("loss", "teacher_loss"))
+            first = progress.members.get(member, {}).get("first_loss", own_loss)
+            progress.members[member] = {"first_loss": first, "last_loss": own_loss, "teacher_loss": teacher}
         self.reporter.validated(progress.step, loss, progress.teacher_loss)
         if guards.divergence.validated(loss):
             return Outcome.DIVERGED, loss

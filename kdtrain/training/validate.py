@@ -1,7 +1,9 @@
 """Validation: measures the student against text and teacher over a split in order, each rank on a part of it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ def validate(
     micro: int,
     batches: int | None,
     read: Callable[[Callable[[], Batch]], Batch | None] = lambda action: action(),
+    part: range | None = None,
 ) -> Metrics | None:
     """Return sums over the first sequences of `source`, over all ranks; None when `read` returns None.
 
@@ -34,14 +37,15 @@ def validate(
         micro: sequences in a forward; masked copies fill up the last one, so that all have the same shape.
         batches: the largest number of forwards over all ranks; None: the whole split.
         read: reads each batch, on every rank; see `StopRequest.read`.
+        part: the sequences of a member of a mixture instead of the whole split.
     """
-    total = Metrics()
-    count = len(source) if batches is None else min(len(source), batches * micro)
+    total, part = Metrics(), part or range(len(source))
+    count = len(part) if batches is None else min(len(part), batches * micro)
     with torch.no_grad():
         for start in range(rank() * micro, count + rank() * micro, world_size() * micro):
             faults.point("validate.batch")
             indices = np.arange(start, start + micro)
-            batch = read(partial(source.read, np.minimum(indices, count - 1)))
+            batch = read(partial(source.read, part.start + np.minimum(indices, count - 1)))
             if batch is None:
                 return None
             mask_BT = batch.loss_mask & torch.as_tensor(indices < count, device=batch.loss_mask.device)[:, None]
@@ -56,6 +60,27 @@ def validate(
     if world_size() == 1:
         return total
     return Metrics.from_vector(all_reduce_sum(torch.tensor(total.vector(), dtype=torch.float64)).tolist())
+
+
+def validate_members(student: Student, source: Source, **options: Any) -> tuple[Metrics, dict[str, Metrics]] | None:
+    """`validate`, and the same of each member of a mixture, by its name: each on what it is validated on when alone.
+
+    The whole is then what a validation split would give that holds the members in the proportion in which training
+    draws them; what one member does not know is unknown of it.
+    """
+    facts, found = source.facts, dict[str, Metrics]()
+    if facts.mixture is None:
+        metrics = validate(student, source, **options)
+        return None if metrics is None else (metrics, {})
+    whole, micro, batches = Metrics(), options["micro"], options["batches"]
+    for name, first, size in zip(facts.members, facts.mixture.firsts, facts.mixture.sizes, strict=True):
+        metrics = validate(student, source, **options, part=range(first, first + size))
+        if metrics is None:
+            return None
+        found[name] = metrics
+        whole += metrics.times(facts.shares[name] / (size if batches is None else min(size, batches * micro)))
+    tokens = sum(each.tokens for each in found.values())
+    return replace(whole.times(tokens / whole.tokens if tokens else 1.0), tokens=tokens), found
 
 
 def summary(metrics: Metrics) -> dict[str, float | None]:

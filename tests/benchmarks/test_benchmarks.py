@@ -246,7 +246,7 @@ SMALL = """
 import runpy, sys
 from kdtrain.commands import demo
 demo.QUICK = demo.Settings(
-    teacher="stdlib-5m", sequences=48, validation_sequences=8, test_sequences=8, seq_len=64, steps=40, eval_freq=20,
+    teacher="stdlib-5m", sequences=48, validation_sequences=8, test_sequences=8, seq_len=64, steps=20, eval_freq=10,
     compile=False,
 )
 runpy.run_module("kdtrain", run_name="__main__", alter_sys=True)
@@ -257,20 +257,20 @@ def test_a_demo_that_is_interrupted_goes_on_and_shows_its_table_and_pictures(ser
     words, said = ["demo", "--quick", "--out", "demo"], tmp_path / "said"
     (first,) = server.begin(Path("-c"), [SMALL, *words], tmp_path, said)
     begun = time.monotonic()
-    while not (said := tmp_path / "said.0.err").exists() or "step 1/40" not in said.read_text():
+    while not (said := tmp_path / "said.0.err").exists() or "step 1/20" not in said.read_text():
         assert time.monotonic() - begun < 500
         time.sleep(0.02)
     os.kill(first, signal.SIGINT)
     codes, _ = server.end()
-    after = (tmp_path / "said.0.err").read_text().partition("step 1/40")[2]
+    after = (tmp_path / "said.0.err").read_text().partition("step 1/20")[2]
     assert codes == [1] and "stopped by SIGINT" in after and "the same command resumes" in after, after
 
     (done,) = server.run("-c", SMALL, *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "resuming from" in done.stderr and "test KL to the teacher" in done.stdout
     result = json.loads((tmp_path / "demo" / "demo.json").read_text())
-    assert [(run["student"], run["step"]) for run in result["runs"]] == [("cross-entropy", 40), ("distilled", 40)]
-    assert all(run["validation"]["step"] == [0, 20, 40] for run in result["runs"])
+    assert [(run["student"], run["step"]) for run in result["runs"]] == [("cross-entropy", 20), ("distilled", 20)]
+    assert all(run["validation"]["step"] == [0, 10, 20] for run in result["runs"])
     assert all(sum(bin["tokens"] for bin in run["calibration"]) == run["test"]["tokens"] for run in result["runs"])
     pictures = {path.name for path in (tmp_path / "demo").glob("*.png")}
     assert pictures == {"demo-learning-curves.png", "demo-calibration.png"}

@@ -33,7 +33,7 @@ def test_a_build_is_not_continued_with_other_samples(tmp_path: Path, workshop, c
     folder = workshop.build(tmp_path / "c", codecs["both"])
     (folder / cache_format.MANIFEST).unlink()
     changed = dataclasses.replace(workshop.settings(codecs["both"]), sampling=SAMPLING)
-    with pytest.raises(UsageError, match="sampling: None there, systematic asked"):
+    with pytest.raises(UsageError, match="sampling: None there, grid asked"):
         CacheBuilder(folder, changed, teacher=workshop.teacher())
 
 

@@ -24,7 +24,8 @@ def test_a_cache_is_laid_out_as_documented(whole: Path) -> None:
     names = {path.relative_to(whole).as_posix() for path in whole.rglob("*") if path.is_file()}
     shards = ["train-00000", "train-00001", "train-00002", "validation-00000"]
     expected = {f"shards/{name}.{suffix}" for name in shards for suffix in ("h5", "json")}
-    assert names == expected | {"manifest.json", "settings.json", "index.h5", "tokenizer/tokenizer.json"}
+    plain = ("manifest.json", "settings.json", "index.h5", "README.md")
+    assert names == expected | {*plain, "tokenizer/tokenizer.json"}
     assert verify_cache(whole) == []
     splits = read_manifest(whole).splits
     assert [shard["sequences"] for shard in splits["train"]["shards"]] == [4, 4, 2]

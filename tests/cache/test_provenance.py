@@ -169,11 +169,11 @@ def test_an_unfinished_or_missing_cache_is_refused(cache: Path, tmp_path: Path) 
         verify_cache(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("version", [1, 2, 4, None, "two"])
+@pytest.mark.parametrize("version", [1, 2, 5, None, "two"])
 def test_another_format_version_is_refused_by_number_in_one_line(cache: Path, version: object) -> None:
     path = cache / cache_format.MANIFEST
     publish_json(path, {**read_sealed(path), "format_version": version}, "cache.manifest")
-    with pytest.raises(UsageError, match=rf"^[^\n]*format version {version}; this kdtrain reads 3[^\n]*$"):
+    with pytest.raises(UsageError, match=rf"^[^\n]*format version {version}; this kdtrain reads 3 and 4[^\n]*$"):
         read_manifest(cache)
 
 
@@ -191,6 +191,17 @@ def test_a_manifest_without_the_bytes_of_a_token_is_refused_with_the_key(sound: 
     record = read_sealed(sound / cache_format.MANIFEST) | {"bytes_per_token": {}}
     with pytest.raises(ValueError, match=r"bytes_per_token: total is missing"):
         Manifest.from_json(record)
+
+
+@pytest.mark.parametrize(
+    "name", ["a\0b", "a\ud800b", "x" * 256, "ä" * 128, "a/" * 3000 + "b", "", ".", "a/../../b", "/etc/a", "a\nb"]
+)
+def test_a_tokenizer_file_whose_name_no_folder_can_hold_is_refused(sound: Path, name: str) -> None:
+    record = read_sealed(sound / cache_format.MANIFEST)
+    with pytest.raises(ValueError, match=r"^tokenizer_files: '.{0,80}' is not a name inside the folder$"):
+        Manifest.from_json({**record, "tokenizer_files": {name: "0" * 64}})
+    for fine in ("x" * 255, "additional_chat_templates/ä b.jinja"):
+        Manifest.from_json({**record, "tokenizer_files": {fine: "0" * 64}})
 
 
 def _manifest(sound: Path, cached: int, used: int):

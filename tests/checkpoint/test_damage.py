@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from kdtrain.checkpoint import shards
 from kdtrain.checkpoint.saver import Saver
-from kdtrain.checkpoint.store import MANIFEST, STATE, Store, load, problem, seal
+from kdtrain.checkpoint.sealed import MANIFEST, STATE, problem, seal
+from kdtrain.checkpoint.store import Store, load
 from kdtrain.errors import RunError
 
 SECOND = SHARD.replace("00001.s", "00002.s")

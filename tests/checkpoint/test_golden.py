@@ -1,6 +1,6 @@
 """A committed checkpoint is read as it was written; `python tests/checkpoint/test_golden.py` writes it anew.
 
-If this test fails, the format has changed: raise `store.VERSION` and keep reading this one, or undo the change.
+If this test fails, the format has changed: raise `sealed.VERSION` and keep reading this one, or undo the change.
 """
 
 import json
@@ -12,7 +12,8 @@ from unittest import mock
 import torch
 
 from kdtrain.checkpoint import shards
-from kdtrain.checkpoint.store import Store, entry_of, load, problem
+from kdtrain.checkpoint.sealed import entry_of, problem
+from kdtrain.checkpoint.store import Store, load
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint"
 STATE = {

@@ -76,7 +76,7 @@ def test_a_checkpoint_that_cannot_be_read_back_is_passed_over_as_a_damaged_one_i
     checkpoints = CheckpointStore(tmp_path, keep=Keep(rolling=1))
     checkpoints.save(1, {"good": 1})
     with monkeypatch.context() as earlier:  # a version that did not read back what it saved
-        earlier.setattr(store, "_unreadable", lambda path: None)
+        earlier.setattr(store, "unreadable", lambda path: None)
         earlier.setattr(Store, "prune", lambda *_: None)
         checkpoints.save(2, deep(21))
         checkpoints.save(3, {"a": 1})

@@ -13,7 +13,8 @@ from checkpoint_kit import STATES, assert_equal, in_child, tensors
 
 from kdtrain import faults
 from kdtrain.checkpoint.saver import Saver
-from kdtrain.checkpoint.store import Store, load, problem
+from kdtrain.checkpoint.sealed import problem
+from kdtrain.checkpoint.store import Store, load
 from kdtrain.errors import RunError
 
 

@@ -12,9 +12,6 @@ import pytest
 import torch
 from checkpoint_kit import SHARD, assert_equal, tensors
 from safetensors.torch import load_file, save_file
-from torch import distributed, multiprocessing
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from kdtrain.checkpoint import shards
 from kdtrain.errors import RunError
@@ -115,26 +112,35 @@ def test_other_threads_run_while_tensors_are_written(tmp_path):
     assert len(gaps) > 5 and max(gaps) < 0.5 * (last - started)
 
 
-def _two_ranks(rank: int, folder: Path) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    whole = torch.arange(15.0).reshape(5, 3)
-    parts = {
-        "rows": distribute_tensor(whole, mesh, [Shard(0)]),
-        "columns": distribute_tensor(whole.bfloat16(), mesh, [Shard(1)]),
-        "one": distribute_tensor(whole[:1].contiguous(), mesh, [Shard(0)]),
-        "same": distribute_tensor(whole * 2, mesh, [Replicate()]),
-        "plain": torch.tensor(3),
-    }
-    files = shards.write(folder / "c", parts)
-    if rank == 0:
-        (folder / "files.json").write_text(json.dumps(files))
-    distributed.destroy_process_group()
+TWO_RANKS = """
+import json, sys
+from pathlib import Path
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from kdtrain.checkpoint import shards
+
+distributed.init_process_group("gloo")
+mesh, folder, whole = init_device_mesh("cpu", (2,)), Path(sys.argv[1]), torch.arange(15.0).reshape(5, 3)
+parts = {
+    "rows": distribute_tensor(whole, mesh, [Shard(0)]),
+    "columns": distribute_tensor(whole.bfloat16(), mesh, [Shard(1)]),
+    "one": distribute_tensor(whole[:1].contiguous(), mesh, [Shard(0)]),
+    "same": distribute_tensor(whole * 2, mesh, [Replicate()]),
+    "plain": torch.tensor(3),
+}
+files = shards.write(folder / "c", parts)
+if distributed.get_rank() == 0:
+    (folder / "files.json").write_text(json.dumps(files))
+distributed.destroy_process_group()
+"""
 
 
-def test_the_shards_of_two_processes_are_read_whole_by_one(tmp_path):
+def test_the_shards_of_two_processes_are_read_whole_by_one(run_ranks, tmp_path):
     (tmp_path / "c").mkdir()
-    multiprocessing.spawn(_two_ranks, (tmp_path,), nprocs=2)
+    (tmp_path / "script.py").write_text(TWO_RANKS)
+    run_ranks(tmp_path / "script.py", 2, tmp_path)
     files = json.loads((tmp_path / "files.json").read_text())
     assert sorted(files) == sorted(os.listdir(tmp_path / "c")) == [SHARD, SHARD.replace("-00001-", "-00002-", 1)]
     whole = torch.arange(15.0).reshape(5, 3)

@@ -12,7 +12,8 @@ import torch
 from checkpoint_kit import SHARD, STATES, assert_equal, flip, tensors
 
 from kdtrain import faults
-from kdtrain.checkpoint.store import MANIFEST, STATE, Store, load
+from kdtrain.checkpoint.sealed import MANIFEST, STATE
+from kdtrain.checkpoint.store import Store, load
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import temporary_name
 

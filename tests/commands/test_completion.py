@@ -41,7 +41,7 @@ def test_the_other_shells_have_every_command_and_option(shell):
     script = completion.SCRIPTS[shell]()
     for command in COMMANDS:
         assert command in script
-        assert all(name.removeprefix("--") in script for name, _ in completion.options_of(command))
+        assert all(name.removeprefix("--") in script for name, _ in completion.flags(COMMANDS[command]))
     if found := shutil.which(shell):
         assert subprocess.run([found, "-n"], input=script, text=True, timeout=20).returncode == 0
 
@@ -54,7 +54,7 @@ def test_the_script_is_made_without_a_heavy_import():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     # made in a process of its own: other tests of this one register names
-    program = "from kdtrain.commands import completion; print(completion.bash(), end='')"
+    program = "from kdtrain import cli; from kdtrain.commands import completion; print(completion.bash(), end='')"
     script = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stdout
     assert (done.returncode, done.stdout, done.stderr.strip()) == (0, script, "") and "--student" in script
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from kdtrain.commands import export
 from kdtrain.models.generate import continue_text
+from kdtrain.testing import tiny_model
 
 
 @pytest.fixture
@@ -24,6 +26,18 @@ def test_a_text_is_continued_and_the_same_seed_continues_it_alike(run, student):
     assert code == 0 and out.startswith("7 squared is") and "\x00" not in out, err
     other = [run.json(*argv, "--seed", seed)["text"] for seed in (4, 5)]
     assert other != [first["text"]] * 2
+
+
+def test_a_shipped_name_is_the_shipped_student_and_its_path_the_folder_of_a_run(run, monkeypatch):
+    (run.root / "stdlib-1m").symlink_to("spoken")
+    try:
+        asked = []
+        monkeypatch.setattr(export, "load_student", lambda spec, **_: asked.append(spec) or tiny_model("llama", 300))
+        assert export.open_student("stdlib-1m", torch.device("cpu"))[1] == asked[0].tokenizer
+        assert asked[0].config and export.open_student("./stdlib-1m", torch.device("cpu"))[1] != asked[0].tokenizer
+        assert len(asked) == 1
+    finally:
+        (run.root / "stdlib-1m").unlink()
 
 
 def test_a_temperature_of_0_takes_the_most_likely_token(run):

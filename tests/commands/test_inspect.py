@@ -1,16 +1,20 @@
 """The output of `kdtrain inspect` for a cache."""
 
+import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import read_manifest
+from kdtrain.commands import pages
 from kdtrain.commands.inspect import _tail_rule, main
 from kdtrain.config import InspectConfig
 from kdtrain.errors import UsageError
-from kdtrain.monitor.tables import duration, number, short, show, size
+from kdtrain.monitor.tables import duration, number, short, show, show_page, size
 from tests.logged_runs import write_run
 
 CACHE = Path(__file__).parents[1] / "golden" / "cache" / "sparse"
@@ -43,6 +47,13 @@ def test_a_cache_is_shown_with_a_row_of_fidelity_for_each_temperature_and_tail_r
     assert "649 bytes a token" in printed and ["validation", "2", "48", "1"] in [row[:4] for row in rows]
 
 
+def test_a_warning_is_shown_whole_and_a_very_long_one_ends_between_words() -> None:
+    message = "shard train-00000 is not what the manifest states, and was not kept: name a revision, or ask its author"
+    assert pages._cut(2 * f"{message} ") == f"{message} {message}"
+    cut = pages._cut("word " * 500)
+    assert len(cut) <= 1000 and set(cut.split()) == {"word", "..."}
+
+
 def test_a_shard_is_shown_by_the_record_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(InspectConfig(path=CACHE / "shards" / "train-00001.h5", json=True)) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -64,6 +75,93 @@ def test_json_of_a_run_needs_none_of_its_logs(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["student"]["name"] == "s"
     with pytest.raises(UsageError, match="see whether --json shows it"):
         main(InspectConfig(path=run))
+
+
+def closing(run: Path, result: dict, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    show_page(pages.closing_page(run, result))
+    return capsys.readouterr().out.splitlines()
+
+
+def test_distill_ends_with_a_short_page_that_fits_into_80_columns(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    run = write_run(Path("runs/a"), final=2.5)
+    result = {
+        **json.loads((run / "result.json").read_text()),
+        "first_validation_loss": 3.5,
+        "best_step": 40,
+        "cross_entropy_validation_loss": 2.7,
+        "cross_entropy_run": "runs/plain",
+        "seconds": 130.0,
+        "tokens": 1_966_080,
+        "warnings": {"no-gain": 1, "slow": 2},
+        "student": "runs/a/student",
+    }
+    lines = closing(run, result, capsys)
+    assert max(map(len, lines)) <= 80 and len(lines) <= 11, lines
+    assert lines[0].startswith("runs/a: done at step 40 of 40, 2:10 of training, 1.97 M tokens")
+    row = ["nats", "a", "token", "3.500", "2.500", "@40", "2.500", "@40", "1.500", "2.700"]
+    assert row in [line.split() for line in lines]
+    assert lines[-1] == 'Next: kdtrain generate runs/a "def main("'
+    text = "\n".join(lines)
+    for part in ("1 no-gain, 2 slow", "KL to the teacher 1.000", "ECE 5.0 %", "runs/a/student", "runs/a/result.json"):
+        assert part in text
+
+
+def test_a_stopped_run_ends_with_the_command_that_resumes_it(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    run = write_run(Path("runs/a"))
+    stopped = {"run": "runs/a", "stop_reason": "signal", "stopped_by": "SIGINT"}
+    resumes = "Next: kdtrain distill --config runs/a/config.toml resumes it"
+    assert closing(run, stopped, capsys) == ["runs/a: stopped by SIGINT while not training", resumes]
+    lines = closing(run, {**stopped, "step": 20, "steps": 40}, capsys)
+    assert lines[0] == "runs/a: stopped by SIGINT at step 20 of 40" and lines[-1] == resumes
+
+
+@pytest.mark.parametrize(
+    "spec, says, follows",
+    [
+        ("stdlib-5m", "stdlib-5m: stdlib-5m, the weights of ", "cache-teacher --teacher stdlib-5m"),
+        ("stdlib-1m", "stdlib-1m: stdlib-1m, a llama, fresh weights", "distill --cache CACHE --student stdlib-1m"),
+        ("mine.toml", "mine.toml: mine, a gpt2, fresh weights", "distill --cache CACHE --student mine.toml"),
+        ("lora.toml", "lora.toml: lora, the weights of Org/Base\ntrains LoRA of rank 8 (alpha 32 / rank)", "lora.toml"),
+    ],
+)
+def test_a_recipe_is_shown_with_the_command_that_takes_it(monkeypatch, capsys, tmp_path, spec, says, follows):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text("name = 'mine'\ninit = 'scratch'\n[config]\nmodel_type = 'gpt2'\nn_layer = 2\n")
+    Path("lora.toml").write_text("name = 'lora'\nsource = 'Org/Base'\n[lora]\nrank = 8\n")
+    assert main(InspectConfig(path=Path(spec))) == 0
+    shown = capsys.readouterr().out
+    assert main(InspectConfig(path=Path(spec), json=True)) == 0
+    assert json.loads(capsys.readouterr().out).get("lora") == ({"lora_rank": 8} if spec == "lora.toml" else None)
+    assert shown.startswith(says) and follows in shown
+    assert ("n_layer 2" in shown) == (spec == "mine.toml")
+
+
+def test_pages_and_specs_are_read_without_torch(tmp_path):
+    write_run(tmp_path / "run")
+    asked = ["stdlib-1m", str(CACHE), str(tmp_path / "run"), str(tmp_path), str(CACHE / "shards" / "train-00001.h5")]
+    program = (
+        "import sys; from kdtrain.cli import main\n"
+        "try: main(['inspect', sys.argv[1]])\n"
+        "finally: print(*{'torch', 'transformers', 'h5py'} & sys.modules.keys(), file=sys.stderr)"
+    )
+    for path in asked:
+        done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr.strip()) == (0, "") and done.stdout, path
+
+
+def test_the_page_of_a_run_says_what_is_trained_and_the_routers_part_of_the_loss(capsys, tmp_path):
+    path = write_run(tmp_path / "run", divergence="forward-kl", alpha=0.9) / "environment.json"
+    environment = json.loads(path.read_text())
+    trained = {"trained": "LoRA of rank 4 (alpha 32 / rank) on all-linear", "trained_parameters": 12_345}
+    environment["student"] |= trained | {"router_weight": 0.5}
+    path.write_text(json.dumps(environment))
+    assert main(InspectConfig(path=path.parent)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(12.3k trained: LoRA of rank 4 (alpha 32 / rank) on all-linear)" in shown
+    assert ".9 kl + .1 ce + .5 router" in shown
 
 
 def test_a_folder_lists_its_runs_and_caches(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,6 +198,23 @@ def test_the_control_variate_is_offered_where_there_is_a_top_k():
 def test_json_has_the_fidelity_as_the_manifest_has_it(capsys: pytest.CaptureFixture[str], fidelity: dict) -> None:
     assert main(InspectConfig(path=CACHE, json=True)) == 0
     assert json.loads(capsys.readouterr().out)["fidelity"] == fidelity
+
+
+def test_the_page_of_a_cache_of_very_many_parents_lists_some_and_counts_the_others() -> None:
+    parent = {"digest": "0" * 64, "teacher": None, "num_samples": 0, "weight": 1.0, "sequences": {"train": 1}}
+    manifest = dataclasses.replace(read_manifest(CACHE), parents=[parent] * 20_000)  # type: ignore[list-item]
+    page = [str(part) for part in pages.cache_page(CACHE, {}, manifest)]
+    assert page.count("  000000000000 of no teacher") == 50 and "  ... and 19,950 more" in page
+    few = dataclasses.replace(manifest, parents=[parent] * 50)  # type: ignore[list-item]
+    assert not any("more" in str(part) for part in pages.cache_page(CACHE, {}, few) if "..." in str(part))
+
+
+@pytest.mark.parametrize(
+    "origin", [{"x": 1}, {"source": [1], "layout": {}, "shift": "a", "kept_mass": [], "unknown": 5}, {"unknown": [{}]}]
+)
+def test_the_page_of_a_cache_with_an_odd_origin_is_shown(origin: dict) -> None:
+    manifest = dataclasses.replace(read_manifest(CACHE), origin=origin)
+    assert any(str(part).startswith("imported from") for part in pages.cache_page(CACHE, {}, manifest))
 
 
 def test_untrusted_names_are_shown_without_control_characters_or_markup(capsys):

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from kdtrain.checkpoint import store as stores
+from kdtrain.checkpoint import sealed, shards
 from kdtrain.checkpoint.store import Store
 
 FIRST, LAST = "step-00000002", "step-00000004"
@@ -42,11 +42,11 @@ def pruned(request, live, monkeypatch):
         return read
 
     if request.param == "loaded":
-        read = stores.shards.read
-        monkeypatch.setattr(stores.shards, "read", lambda path, *more: (prune(path / "x"), read(path, *more))[1])
+        read = shards.read
+        monkeypatch.setattr(shards, "read", lambda path, *more: (prune(path / "x"), read(path, *more))[1])
     else:
         for reader in ("read_text", "file_digest"):
-            monkeypatch.setattr(stores, reader, before(request.param, getattr(stores, reader)))
+            monkeypatch.setattr(sealed, reader, before(request.param, getattr(sealed, reader)))
     return request.param
 
 

@@ -15,7 +15,7 @@ STUDENT = ("--student", "student.toml")
 
 def job(config):
     """The sizes of the run of a cache in fp32."""
-    cached = read_manifest(config.cache).settings
+    cached = read_manifest(*config.cache).settings
     return memory_plan.job_of(
         config, "fp32", torch.device("cpu"), read_spec(config.student), cached.seq_len, cached.vocab_size
     )

@@ -9,6 +9,7 @@ import pytest
 
 from kdtrain.commands import report
 from kdtrain.monitor import figures
+from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.runs import grouped, read_runs
 from tests.logged_runs import write_lines, write_run
 
@@ -57,6 +58,12 @@ def test_a_real_run_is_compared_plotted_and_reported(workbench, tmp_path):
     assert "kept of a distribution</th><td>12 most likely entries" in page and "fidelity at T=1" in page
     assert "def " not in page or "<pre>" in page
     assert "greedy" in page and "done 4/4" in page
+    record = RunRecord.read(tmp_path / "run")
+    bins, last = record.calibration, record.validations[-1]
+    assert len(bins) == 15 and sum(each["tokens"] for each in bins) == last["validation/tokens"] > 0
+    gaps = sum(each["tokens"] * abs(each["accuracy"] - each["confidence"]) for each in bins)
+    assert gaps / last["validation/tokens"] == pytest.approx(last["validation/ece"], abs=1e-5)
+    assert 'aria-label="reliability"' in page
 
 
 @pytest.mark.parametrize("ending, begins", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
@@ -144,6 +151,44 @@ def test_a_report_has_every_section_and_loads_nothing(workbench, folders, tmp_pa
     assert "rolled back to step-00000020" in page and "mode bf16" in page
     assert "no longer there" in page  # the cache that the runs name
     assert not re.search(r"#[0-9a-f]{6}[;\"]", page.partition("</style></head>")[2])  # colours follow the scheme
+
+
+def test_numbers_that_no_run_writes_leave_the_curves_of_the_others(workbench, tmp_path, folders):
+    odd = write_run(tmp_path / "odd", seed=9)
+    write_lines(odd / "metrics.jsonl", [{"step": 41, "loss": 1e308, "tokens": 1e308, "tok/s_last": 1e-300}])
+    write_lines(odd / "metrics.jsonl", [{"step": step, "loss": 2.0, "tokens": None} for step in (42, 43)])
+    code, _, err = workbench.call("report", odd, *folders, "--out", tmp_path / "r.html")
+    assert code == 0, err
+    places = read_runs([odd])[0].record.places("tokens")
+    assert places[40] == 4000 and max(places.values()) == 4000 and 43 in places
+    for axis in ("steps", "tokens", "minutes"):
+        workbench.json("plot", odd, "--out", tmp_path / f"{axis}.png", "--y", "loss,quantized", "--x", axis)
+
+
+def test_a_quantised_stretch_is_drawn_at_its_own_steps_where_others_are_missing(tmp_path):
+    run = write_run(tmp_path / "run")  # quantised up to step 10
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [each for each in logged if not 3 <= each["step"] <= 6]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in kept))
+    write_lines(run / "metrics.jsonl", [{"step": step, "loss": 2.0, "quantized": 1.0} for step in (60, 61)])
+    (group,) = grouped(read_runs([run]))
+    axes = figures.draw_panel([group], "steps", "loss").axes[0]
+    bars = [[float(x) for x in line.get_xdata()] for line in axes.get_lines() if line.get_linewidth() == 3]
+    assert bars == [[0, 10], [60, 61]]
+
+
+def test_a_reliability_diagram_is_the_last_valid_one_and_pools_seeds(workbench, tmp_path, folders):
+    first, second = folders[:2]
+    for folder, bins in ((first, [[10, 0.2, 0.3], [0, 0, 0]]), (second, [[30, 0.4, 0.7], [0, 0, 0]])):
+        write_lines(folder / "metrics.jsonl", [{"step": 40, "validation/loss": 2.0, "validation/calibration": bins}])
+    for odd in ([[1e400, 0.5, 0.5]], [[1, 0.5]], [[1, 2.0, 0.5]], [["x", 0, 0]], [[1, 0, 0]] * 1000, {"a": 1}, "x"):
+        write_lines(first / "metrics.jsonl", [{"step": 40, "validation/calibration": odd}])
+    (group, _) = grouped(read_runs(folders))
+    (line,) = [each for each in figures.draw_reliability([group]).axes[0].get_lines() if each.get_marker() == "o"]
+    assert list(line.get_xdata()) == [pytest.approx(0.35)] and list(line.get_ydata()) == [pytest.approx(0.6)]
+    assert figures.draw_reliability(grouped(read_runs(folders[2:]))) is None
+    workbench.json("report", *folders[2:], "--out", tmp_path / "r.html")
+    assert "reliability" not in (tmp_path / "r.html").read_text(), "no run has it"
 
 
 def test_a_hostile_run_reaches_the_page_escaped_and_cut(workbench, tmp_path):

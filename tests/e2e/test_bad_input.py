@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from kdtrain.checkpoint.store import seal
+from kdtrain.checkpoint.sealed import seal
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 # short and not compiled, for the day on which one of them is not refused

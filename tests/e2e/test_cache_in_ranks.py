@@ -93,6 +93,17 @@ def test_a_sharded_teacher_builds_the_cache_of_a_whole_one(ranks, of_one, world)
     _same(ranks.ok(world, out, "--teacher-parallel", "fsdp"), of_one)
 
 
+def test_a_refinement_is_the_same_in_several_ranks_also_after_one_was_killed(ranks) -> None:
+    samples = ("--teacher", "teacher", "--sequences-per-shard", 3, "--num-samples", 5, *ranks.bench.small)
+    ranks.bench.ok(1, "cache-teacher", *samples, "--out", "samples")
+    refine = ("cache-teacher", "--teacher", "teacher", "--refine", "samples", "--precision", "fp32", "--out")
+    ranks.bench.ok(1, *refine, "more-of-1")
+    ended = ranks.bench.launch(2, *refine, "more-of-2", fault="cache.sidecar.before-rename:kill:2@1")
+    assert [each.code for each in ended] == [1, -signal.SIGKILL]
+    ranks.bench.ok(2, *refine, "more-of-2")
+    _same(ranks.root / "more-of-2", ranks.root / "more-of-1")
+
+
 def test_an_error_of_one_rank_is_reported_by_it_and_ends_the_others(ranks, of_one) -> None:
     first, second = ranks.run(2, "no-space", fault="cache.shard.after-batch:enospc:2@1")
     assert (first.code, second.code) == (1, 1)

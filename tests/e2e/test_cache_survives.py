@@ -62,7 +62,7 @@ def assert_same(folder: Path, expected: Path) -> None:
 def _chain(after_publish: bool) -> list[str]:
     """The points of one chain: of the files published once, those before the rename and one after it."""
     last = "after-publish" if after_publish else "before-folder-fsync"
-    order = ["settings", "tokenizer", "shard", "sidecar", "before-finish", "index", "manifest"]
+    order = ["settings", "tokenizer", "shard", "sidecar", "before-finish", "index", "card", "manifest"]
     points = [name for part in order for name in FAULT_POINTS if name.startswith(f"cache.{part}")]
     assert sorted(points) == sorted(FAULT_POINTS)
     once = [name for name in points if name.startswith(ONCE)]

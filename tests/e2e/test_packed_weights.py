@@ -111,7 +111,7 @@ def test_what_packed_weights_cost_a_teacher_is_measured_and_stands_in_its_cache(
     found = base.run(*TEACHER, "--out", "narrow", "--teacher-weights", "int8", *base.small, "--json").ok()
     manifest = read_manifest(base.root / "narrow")
     cost = manifest.weights_cost
-    assert cost == found.json["teacher's weights"]
+    assert cost == found.json["weights_cost"] == base.run("inspect", "narrow", "--json").json["weights_cost"]
     assert cost["cost"] == cost["loss"] - cost["whole_loss"] and 0 < abs(cost["cost"]) < 0.1
     assert (cost["sequences"], cost["tokens"]) == (8, 8 * 32)
     assert manifest.settings.teacher["weights"] == "int8"
@@ -122,6 +122,7 @@ def test_what_packed_weights_cost_a_teacher_is_measured_and_stands_in_its_cache(
     assert base.run(*argv).json["loss"] == pytest.approx(cost["whole_loss"], rel=1e-4)
     line = f"int8 weights cost the teacher {cost['cost']:+.4f} nats a token"
     assert line in found.stderr and line in base.run("inspect", "narrow").stdout.replace("\n", " ")
+    assert line in (base.root / "narrow" / "README.md").read_text()
     base.ok(2, *TEACHER, "--out", "ranks-narrow", "--teacher-weights", "int8", *base.small)
     assert read_manifest(base.root / "ranks-narrow").digest == manifest.digest
 

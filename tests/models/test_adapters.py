@@ -143,7 +143,7 @@ def test_an_adapter_that_peft_wrote_is_read(tmp_path):
 
 
 def _change(folder: Path, **entries) -> None:
-    path = folder / adapters.CONFIG
+    path = folder / adapters.ADAPTER_CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 

@@ -56,8 +56,8 @@ def test_the_line_of_a_step_is_the_loss_with_its_parts_the_rate_and_the_time_lef
 
 def test_a_learned_temperature_and_what_is_wrong_push_out_what_is_least_missed():
     parts = StepText(0.9, "reverse-kl", None, learned=True).add(STEP | {"T": 2.0, "kd": 3.19 / 4})
-    line = one_line(HEAD, {**parts, "health": "! no-progress"})
-    assert line == "step 1500/2000  loss 3.58 = .9 reverse-kl 3.19 + .1 ce 7.02  T 2.00  ! no-progress"
+    line = one_line(HEAD, {**parts, "health": "! plateau"})
+    assert line == "step 1500/2000  loss 3.58 = .9 reverse-kl 3.19 + .1 ce 7.02  T 2.00  ! plateau"
 
 
 def test_the_parts_of_a_loss_are_means_of_the_last_steps_and_add_up():
@@ -76,6 +76,7 @@ def test_the_line_of_cross_entropy_alone_has_no_sum():
 def test_a_formula_has_the_terms_of_the_line():
     assert formula(0.9, "forward-kl", None) == ".9 kl + .1 ce" and formula(0.0, "jsd:0.5", None) == "ce"
     assert formula(1.0, "jsd:0.5", 2.0) == "jsd + 2 hidden"
+    assert formula(0.9, "forward-kl", None, True, 0.5) == ".9 kl + .1 ce + .9 ce of replay + .5 router"
 
 
 def test_the_line_of_a_validation_has_the_change_the_teacher_and_whether_it_is_best():

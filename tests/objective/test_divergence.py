@@ -2,7 +2,7 @@ import pytest
 import torch
 from objective_reference import problem, reference_kd, sparse
 
-from kdtrain.config.choices import DIVERGENCES
+from kdtrain.config.choices import DIVERGENCES, resolve_tail
 from kdtrain.errors import UsageError
 from kdtrain.objective.divergence import (
     Divergence,
@@ -15,7 +15,6 @@ from kdtrain.objective.divergence import (
 )
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.statistics import Events
-from kdtrain.objective.tails import resolve_tail
 
 
 def dense_events(z, energies, beta):

@@ -114,7 +114,9 @@ def _equal(one: Batch, other: Batch) -> bool:
 def _flip(choose: random.Random, wanted: int) -> dict[str, Any]:
     folder = Path("sound")
     sound = _read_all(folder)
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(
+        path for path in folder.rglob("*") if path.is_file() and path.name != "README.md"
+    )  # no digest covers the card
     sizes = [path.stat().st_size for path in files]
     missed, passed, where = 0, 0, dict.fromkeys(("shard", "sidecar", "tokenizer", "other"), 0)
     for _ in range(wanted):

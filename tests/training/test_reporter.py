@@ -49,7 +49,7 @@ def test_what_is_wrong_is_warned_of_once_and_stays_in_the_line_until_it_is_over(
         lines = [reporter.finished(step, numbers, checkpoint=0, epochs=0.7) for step in (10, 20)]
         reporter.validated(50, 4.9, 4.0)
         after = reporter.finished(30, numbers, checkpoint=0, epochs=0.7)
-    assert [parts["health"] for parts in lines] == ["! no-progress"] * 2 and "health" not in after
+    assert [parts["health"] for parts in lines] == ["! plateau"] * 2 and "health" not in after
     assert len(said) == 1 and "the last 4 validations are not below 5.000 of step 0 (teacher 4.000)" in said[0]
 
 

@@ -19,7 +19,7 @@ class CachedSource:
         span = manifest.temperature_range
         self.reader = reader
         self.facts = Facts(
-            name=str(reader.folder),
+            name=reader.name,
             identity=manifest.digest,
             seq_len=settings.seq_len,
             vocab_size=manifest.vocab_size,
@@ -30,7 +30,7 @@ class CachedSource:
             targets="none" if codec.kind == "tokens" else codec.kind,
             top_k=codec.top_k,
             num_samples=codec.num_samples,
-            **({} if span is None else {"temperature_range": (span["min"], span["max"])}),
+            temperature_range=(0.25, 20.0) if span is None else (span["min"], span["max"]),
             teacher=settings.teacher or {},
         )
 

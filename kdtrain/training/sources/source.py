@@ -14,6 +14,7 @@ import numpy as np
 
 from kdtrain.cache.reader import Cache
 from kdtrain.config.choices import SOURCES
+from kdtrain.data.order import Mixture
 from kdtrain.objective.batch import Batch
 
 
@@ -38,7 +39,7 @@ class Facts:
     document_mask: bool = False
     """Packed documents must not see each other."""
     targets: str = "none"
-    """What each batch brings of a teacher: none, sparse or dense."""
+    """What each batch brings of a teacher: none, sparse or dense; mixed where members differ."""
     top_k: int = 0
     """Entries of sparse targets that are kept exactly."""
     num_samples: int = 0
@@ -47,6 +48,24 @@ class Facts:
     """The lowest and the highest T at which the targets are right."""
     teacher: Mapping[str, Any] = field(default_factory=dict)
     """Of the teacher that made the targets: `spec`, its name, and where they are known `weights_digest` and `dtype`."""
+    members: Mapping[str, "Facts"] = field(default_factory=dict)
+    """Of a mixture, its members by short names, in order."""
+    mixture: Mixture | None = None
+    """The order in which a mixture's members take turns; its sizes are those of the split."""
+
+    @property
+    def replays(self) -> bool:
+        """Whether a mixture has members without a teacher beside others with one."""
+        kinds = {each.targets == "none" for each in self.members.values()}
+        return len(kinds) > 1
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of the draws that each member of a mixture gives."""
+        if self.mixture is None:
+            return {}
+        whole = sum(self.mixture.quotas)
+        return {name: quota / whole for name, quota in zip(self.members, self.mixture.quotas, strict=True)}
 
 
 class Source(Protocol):

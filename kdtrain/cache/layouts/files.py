@@ -1,0 +1,302 @@
+"""Reading the files of a source: parquet or jsonl, one record after the other, in a memory that does not grow.
+
+A parquet file is read a few rows at a time, whatever the size of its row groups, and only the columns that are needed.
+Types are checked before anything is read, sizes before a row is taken apart: the files may be anyone's.
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kdtrain.cache.layouts.layout import Columns, Lists, Record
+from kdtrain.errors import RunError, UsageError
+from kdtrain.files import LARGE, open_regular, parse_json
+from kdtrain.imports import optional
+
+_ROWS = 8
+"""Most rows that are read at once."""
+_AT_ONCE = 2**24
+"""Numbers that are read at once, unless a single row has more; pyarrow takes some 20 bytes for each."""
+_SMALL = 2**20
+"""Numbers of a column in a row group that may take any number of bytes."""
+_DENSE = 16
+"""Most numbers of a column for each byte of a row group: real entries take a byte each, and run lengths of one value
+repeated without end nearly none."""
+_TOKENS = 2**22
+"""Most tokens of one record."""
+_NUMBERS = 2**28
+"""Most numbers in one column of a record: 2,000 a token in a row of 131,072."""
+_BYTES = 2**30
+"""Most bytes of a row, in the mean over a row group."""
+_SUFFIXES = (".parquet", ".jsonl")
+
+
+class SourceFile(ABC):
+    """One file, and the columns of it that are read. UsageError: it cannot be read, or lacks one."""
+
+    name: str
+    """Relative to the source."""
+
+    def __init__(self, path: Path, columns: Columns) -> None:
+        self.path, self.columns, self.name = path, columns, path.name
+
+    def near(self, number: int) -> int:
+        """A record at or before `number` from which reading costs nothing for those before it."""
+        return number
+
+    @abstractmethod
+    def records(self, names: Sequence[str] | None = None, first: int = 0) -> Iterator[tuple[str, Record]]:
+        """The records from number `first` on, each with where it is, for messages; `names`: only these columns."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of records."""
+
+    def _take(self, found: Mapping[str, Any], where: str) -> Record:
+        """`found` where it is complete, and each column has the length of the tokens if it has one number a token."""
+        tokens = found[self.columns.tokens]
+        if len(tokens) > _TOKENS:
+            raise UsageError(f"{where}: has {len(tokens):,} tokens; at most {_TOKENS:,} are read")
+        for name, values in found.items():
+            if not isinstance(values, Lists) and len(values) != len(tokens):
+                # The last token of a row may have no entries, and its document then no number.
+                raise UsageError(f"{where}: has {len(tokens)} tokens and {len(values)} numbers in {name}")
+        return found
+
+
+class _Parquet(SourceFile):
+    def __init__(self, path: Path, columns: Columns) -> None:
+        super().__init__(path, columns)
+        self._arrow: Any = optional("pyarrow", "data", str(path))
+        self._parquet: Any = optional("pyarrow.parquet", "data", str(path))
+        with _readable(path), self._open() as file:
+            self.rows, schema = file.metadata.num_rows, file.schema_arrow
+            groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+            self._starts = [0, *accumulate(group.num_rows for group in groups)]
+            largest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
+            if largest > _BYTES:
+                raise UsageError(f"{path}: its rows have {largest:,} bytes in the mean; at most {_BYTES:,} are read")
+            self._at_once = self._rows_at_once(file.schema, groups)
+        self.depths: dict[str, int] = {}
+        for name, depth in columns.depths().items():
+            if name in schema.names:
+                self._check(name, schema.field(name).type, depth)
+                self.depths[name] = depth
+            elif name not in columns.optional:
+                raise UsageError(f"{path}: has no column '{name}'; it has {', '.join(schema.names[:20])}")
+
+    def __len__(self) -> int:
+        return int(self.rows)
+
+    def near(self, number: int) -> int:
+        return max(start for start in self._starts if start <= number)
+
+    def _open(self) -> Any:
+        # A file is read through a small buffer, not a column of a row group at once.
+        return self._parquet.ParquetFile(self.path, buffer_size=2**20, pre_buffer=False)
+
+    def _rows_at_once(self, schema: Any, groups: Sequence[Any]) -> int:
+        """How many rows fit into the memory. UsageError: a row group has more numbers than its bytes can stand for.
+
+        The metadata has how many numbers a column of a row group has, not of a row: encoded bytes say little of it.
+        """
+        paths = [(number, schema.column(number).path) for number in range(len(schema.names))]
+        depths, most = self.columns.depths(), 1
+        leaves = [
+            (number, name, depth)
+            for name, depth in depths.items()
+            for number, leaf in paths
+            if leaf == name or leaf.startswith(f"{name}.")
+        ]
+        for which, group in enumerate(groups):
+            chunks = [(name, depth, group.column(number)) for number, name, depth in leaves]
+            taken, rows = sum(chunk.total_compressed_size for _, _, chunk in chunks), max(1, group.num_rows)
+            for name, depth, chunk in chunks:
+                mean, limit = chunk.num_values // rows, _NUMBERS if depth == 2 else _TOKENS
+                if mean > limit or chunk.num_values > max(_SMALL, _DENSE * taken):
+                    raise UsageError(
+                        f"{self.path}: {name} has {chunk.num_values:,} numbers in {rows:,} rows and {taken:,} bytes "
+                        f"(row group {which}); at most {limit:,} a row and {_DENSE} a byte are read"
+                    )
+                most = max(most, mean)
+        return max(1, min(_ROWS, _AT_ONCE // most))
+
+    def _check(self, name: str, kind: Any, depth: int) -> None:
+        types = self._arrow.types
+        for _ in range(depth):
+            if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
+                kind = None
+                break
+            kind = kind.value_type
+        if kind is None or not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+            wanted = "a list of numbers a token" if depth == 2 else "a number a token"
+            raise UsageError(f"{self.path}: column '{name}' does not hold {wanted}; name another column")
+
+    def records(self, names: Sequence[str] | None = None, first: int = 0) -> Iterator[tuple[str, Record]]:
+        wanted = [name for name in self.depths if names is None or name in names]
+        with _readable(self.path), self._open() as file:
+            groups, start = list[int](), 0
+            for number in range(file.metadata.num_row_groups):
+                size = file.metadata.row_group(number).num_rows
+                if start + size > first or groups:
+                    groups.append(number)
+                else:
+                    start += size
+            number = start
+            for batch in file.iter_batches(self._at_once, row_groups=groups, columns=wanted) if groups else ():
+                for row in range(batch.num_rows):
+                    if number >= first:
+                        where = f"{self.path}, row {number + 1}"
+                        found = {name: self._row(batch.column(name)[row], where, name) for name in wanted}
+                        yield where, self._take(found, where)
+                    number += 1
+
+    def _row(self, scalar: Any, where: str, name: str) -> np.ndarray | Lists:
+        inner = scalar.values
+        if inner is None:
+            raise UsageError(f"{where}: {name} is null")
+        if self.depths[name] == 1:
+            return self._numbers(inner, where, name)
+        lengths = self._arrow.compute.fill_null(self._arrow.compute.list_value_length(inner), 0)
+        starts = np.concatenate([[0], np.cumsum(lengths.to_numpy(zero_copy_only=False).astype(np.int64))])
+        if starts[-1] > _NUMBERS:
+            raise UsageError(f"{where}: {name} has {starts[-1]:,} numbers; at most {_NUMBERS:,} are read")
+        return Lists(self._numbers(inner.flatten(), where, name), starts)
+
+    def _numbers(self, array: Any, where: str, name: str) -> np.ndarray:
+        if array.null_count:
+            raise UsageError(f"{where}: {name} has a null among its numbers")
+        found: np.ndarray = array.to_numpy(zero_copy_only=False)
+        return _signed(found, where, name)
+
+
+class _Jsonl(SourceFile):
+    @cached_property
+    def rows(self) -> int:
+        with _readable(self.path):
+            return sum(1 for _ in self._lines())
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        with open_regular(self.path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(LARGE + 1), b""), 1):
+                if len(line) > LARGE:
+                    raise UsageError(
+                        f"{self.path}, line {number}: has more than {LARGE:,} bytes; write one record a line"
+                    )
+                if line.strip():
+                    yield number, line
+
+    def records(self, names: Sequence[str] | None = None, first: int = 0) -> Iterator[tuple[str, Record]]:
+        with _readable(self.path):
+            for count, (number, line) in enumerate(self._lines()):
+                if count < first:
+                    continue
+                where = f"{self.path}, line {number}"
+                try:
+                    record = parse_json(line.decode("utf-8"), 2**24)
+                except ValueError as error:
+                    raise UsageError(f"{where}: not JSON: {error}") from None
+                yield where, self._take(self._parsed(record, where, names), where)
+
+    def _parsed(self, record: Any, where: str, names: Sequence[str] | None) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, depth in self.columns.depths().items():
+            if names is not None and name not in names:
+                continue
+            values = record.get(name) if isinstance(record, dict) else None
+            if values is None and name in self.columns.optional:
+                continue
+            if not isinstance(values, list):
+                raise UsageError(f"{where}: needs a list in '{name}'")
+            if depth == 2:
+                inner = [[] if each is None else each for each in values]
+                if not all(isinstance(each, list) for each in inner):
+                    raise UsageError(f"{where}: {name} has a position that is not a list")
+                starts = np.concatenate([[0], np.cumsum([len(each) for each in inner], dtype=np.int64)]).astype(
+                    np.int64
+                )
+                found[name] = Lists(_plain([each for part in inner for each in part], where, name), starts)
+            else:
+                found[name] = _plain(values, where, name)
+        return found
+
+
+def _plain(values: list[Any], where: str, name: str) -> np.ndarray:
+    if not all(type(each) in (int, float, bool) for each in values):
+        raise UsageError(f"{where}: {name} holds something that is not a number")
+    return _signed(np.asarray(values), where, name) if values else np.zeros(0)
+
+
+def _signed(values: np.ndarray, where: str, name: str) -> np.ndarray:
+    """As int64 or float64. UsageError: a number beyond int64, unless it is a packed word."""
+    if values.dtype.kind == "f":
+        return values.astype(np.float64, copy=False)
+    if values.dtype.kind == "u" and values.dtype.itemsize == 8:
+        return values.view(np.int64)  # a packed word keeps its bits; an id this large is below 0 and refused
+    if values.dtype.kind not in "biu":
+        raise UsageError(f"{where}: {name} holds a number of more than 64 bits")
+    return values.astype(np.int64, copy=False)
+
+
+_KINDS: dict[str, type[SourceFile]] = {".parquet": _Parquet, ".jsonl": _Jsonl}
+
+
+def open_source(source: str, columns: Columns) -> list[SourceFile]:
+    """The files of a source, sorted by name: itself, or the parquet or jsonl files below a folder.
+
+    UsageError: there are none, of both kinds, or a link among them; one lacks a column.
+    """
+    root = Path(source)
+    if root.is_file():
+        paths = [root]
+    elif root.is_dir():
+        paths = sorted(path for path in root.rglob("*") if path.suffix in _SUFFIXES and not path.name.startswith("."))
+        paths = [path for path in paths if path.is_file()]
+    else:
+        raise UsageError(f"{source}: there is no such file or folder; give parquet or jsonl")
+    kinds = {path.suffix for path in paths}
+    if not paths or not kinds <= set(_SUFFIXES):
+        raise UsageError(f"{source}: give a .parquet or .jsonl file, or a folder of them")
+    if len(kinds) > 1:
+        raise UsageError(f"{source}: holds parquet and jsonl; name one of the files, or give a folder for each")
+    files = [_KINDS[path.suffix](path, columns) for path in paths]
+    for file in files if root.is_dir() else ():
+        file.name = file.path.relative_to(root).as_posix()
+    return files
+
+
+def digests(files: Sequence[SourceFile], progress: Callable[[int], None]) -> list[dict[str, Any]]:
+    """The name, bytes and SHA-256 of each file. `progress`: bytes read so far, of all files. UsageError: unreadable."""
+    found, done = list[dict[str, Any]](), 0
+    for each in files:
+        sha, size = hashlib.sha256(), 0
+        with _readable(each.path), open_regular(each.path) as file:
+            while block := file.read(2**24):
+                sha.update(block)
+                size += len(block)
+                progress(done + size)
+        done += size
+        found.append({"name": each.name, "bytes": size, "sha256": sha.hexdigest()})
+    return found
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """One line for a library's error about a file."""
+    try:
+        yield
+    except (UsageError, RunError, GeneratorExit, MemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UsageError(f"{path}: cannot be read: {reason}") from None

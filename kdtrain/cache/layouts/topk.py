@@ -1,0 +1,42 @@
+"""Lists of ids with log-probabilities, one pair a position, as trainers keep them beside a text."""
+
+import numpy as np
+
+from kdtrain.cache.layouts.layout import MOST_ENTRIES, Columns, Entries, Layout, LayoutOptions, Record, register_layout
+from kdtrain.errors import UsageError
+
+
+@register_layout("topk-parquet")
+class TopK(Layout):
+    """lists of token ids and natural log-probabilities, in parquet or jsonl; columns by option"""
+
+    def __init__(self, options: LayoutOptions) -> None:
+        super().__init__(options)
+        if options.compressor is not None:
+            raise UsageError("--compressor has no effect with --layout topk-parquet; leave it out")
+        self.columns = Columns(
+            tokens=options.tokens_column,
+            entries={options.ids_column: 2, options.logprobs_column: 2},
+            mask=options.mask_column,
+            segments=options.segments_column,
+        )
+
+    def decode(self, record: Record, where: str) -> Entries:
+        """As `Layout.decode`; lists of several lengths end in entries of probability 0."""
+        ids, logprobs = record[self.options.ids_column], record[self.options.logprobs_column]
+        lengths_m = ids.lengths
+        if len(ids.values) and ids.values.dtype.kind != "i":
+            raise UsageError(f"{where}: {self.options.ids_column} does not hold whole numbers")
+        if not np.array_equal(lengths_m, logprobs.lengths):
+            raise UsageError(
+                f"{where}: {self.options.ids_column} and {self.options.logprobs_column} differ in the number of entries"
+            )
+        width = int(lengths_m.max(initial=0))
+        if width * len(lengths_m) > MOST_ENTRIES:
+            raise UsageError(f"{where}: a position has {width:,} entries, too many for a row of {len(lengths_m):,}")
+        present_mK = np.arange(width) < lengths_m[:, None]
+        ids_mK = np.full(present_mK.shape, -1, np.int64)
+        logprobs_mK = np.full(present_mK.shape, -np.inf)
+        ids_mK[present_mK], logprobs_mK[present_mK] = ids.values, logprobs.values
+        logprobs_mK[lengths_m == 0] = np.nan
+        return Entries(ids_mK, logprobs_mK)

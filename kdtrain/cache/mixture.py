@@ -1,0 +1,168 @@
+"""Several data sets as one, drawn in proportion to weights: `Mixture`, for any training loop of PyTorch's.
+
+The order is that of a run of `kdtrain distill` over the same caches with the same seed (`data.order.Mixture`).
+"""
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from kdtrain.data import order
+from kdtrain.errors import UsageError
+
+_SAME = {
+    "seq_len": "sequences of {} tokens",
+    "tokenizer_size": "a tokenizer of {} entries",
+    "tokenizer_digest": "the tokenizer {:.12}",
+    "document_mask": "a document mask: {}",
+}
+"""What members must have in common, and how a message says it."""
+_TAUGHT = {"vocab_size": "a teacher with {} logits"}
+
+
+class _Members(Protocol):
+    """A map-style data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]: ...
+
+
+class Mixture(Dataset[dict[str, Tensor]]):
+    """Several splits of caches as one map-style data set, whose length is an epoch.
+
+    An epoch has as many sequences as all members hold, and each member gives its share of them, to within one sequence.
+    Item i is the i-th sequence of the epoch, so that a loader draws in the right proportion whether it shuffles or not.
+    Call `set_epoch` before each further epoch (`transformers.Trainer` and `accelerate` do): nothing of a member is
+    repeated before all of it was read.
+
+    Members may be caches of bare tokens. Their items have the tensor `replay`, by which a `Student` trains on them by
+    cross-entropy alone. Members with different codecs, whose items differ, need batches of one member each: `batches`.
+
+    Args:
+        members: such as `cache["train"]` of several caches.
+        weights: above 0; by default in proportion to the sizes of the members.
+        seed: of the order.
+
+    UsageError: the members do not fit together, or a weight gives one no sequence an epoch.
+    """
+
+    def __init__(self, members: Sequence[_Members], weights: Sequence[float] | None = None, *, seed: int = 0) -> None:
+        try:
+            self.order = order.Mixture.weighted([len(each) for each in members], weights)
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"a mixture needs data sets with a length, and weights above 0: {error}") from None
+        self.members, self.seed, self.epoch = list(members), seed, 0
+        described: list[Any] = [each for each in members if hasattr(each, "manifest")]
+        settings = [each.manifest.settings for each in described]
+        names = [str(each.folder) for each in described]
+        refuse_unlike(names, settings, [each.codec.kind != "tokens" for each in settings])
+        known = [each.manifest.temperature_range for each in described]
+        spans = [None if each is None else (each["min"], each["max"]) for each in known]
+        self.temperature_range = common_range(names, spans)
+        """The lowest and the highest T at which all members are right; None where no member states one."""
+
+    def __len__(self) -> int:
+        """Sequences of an epoch."""
+        return len(self.order)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch, counted from 0. Workers of a loader see it when they start."""
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """The sequence at a place of the epoch, as its member gives it."""
+        index = operator.index(index)
+        return self.__getitems__([index + len(self) if index < 0 else index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Several sequences, in one read of each member; PyTorch's loaders call this."""
+        if wrong := [each for each in indices if not 0 <= each < len(self)]:
+            raise IndexError(f"{wrong[0]} is not a place among the {len(self)} of an epoch")
+        start = self.epoch * len(self)
+        drawn = np.array([self.order.batch(self.seed, start + int(each), 1)[0] for each in indices])
+        members, found = self.order.members(drawn), dict[int, dict[str, Tensor]]()
+        for member in np.unique(members).tolist():
+            places = np.flatnonzero(members == member)
+            numbers, source = (drawn[places] - self.order.firsts[member]).tolist(), self.members[member]
+            several = getattr(source, "__getitems__", None)
+            items = several(numbers) if several is not None else [source[each] for each in numbers]
+            found |= zip(places.tolist(), map(self._completed, items), strict=True)
+        return [found[place] for place in range(len(drawn))]
+
+    def _completed(self, item: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if "ids" not in item and "logprobs" not in item:
+            return {**item, "replay": torch.tensor(True)}
+        if "temperature_range" in item and self.temperature_range is not None:
+            return {**item, "temperature_range": torch.tensor(self.temperature_range, dtype=torch.float64)}
+        return dict(item)
+
+    def batches(self, batch_size: int, *, drop_last: bool = False) -> "Batches":
+        """For `DataLoader(batch_sampler=...)`: batches of one member each, in the proportion of the mixture."""
+        if batch_size < 1:
+            raise UsageError(f"batch_size {batch_size} is not at least 1")
+        return Batches(self, batch_size, drop_last)
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{quota} of {each!r}" for quota, each in zip(self.order.quotas, self.members, strict=True))
+        return f"Mixture: {len(self)} sequences an epoch, {given}"
+
+
+class Batches(Sampler[list[int]]):
+    """Places of an epoch of a mixture, gathered into batches of one member each; a batch comes when it is full."""
+
+    def __init__(self, mixture: Mixture, batch_size: int, drop_last: bool) -> None:
+        self.mixture, self.batch_size, self.drop_last = mixture, batch_size, drop_last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        waiting: dict[int, list[int]] = {}
+        for place, member in enumerate(self.mixture.order.turns().tolist()):
+            own = waiting.setdefault(member, [])
+            own.append(place)
+            if len(own) == self.batch_size:
+                yield waiting.pop(member)
+        if not self.drop_last:
+            yield from waiting.values()
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        spare = 0 if self.drop_last else self.batch_size - 1
+        return sum((quota + spare) // self.batch_size for quota in self.mixture.order.quotas)
+
+
+def refuse_unlike(names: Sequence[str], members: Sequence[Any], taught: Sequence[bool]) -> None:
+    """Refuse to mix data sets of different shapes or tokenizers, and those with a teacher if its vocabulary differs.
+
+    members: with the attributes seq_len, tokenizer_size, tokenizer_digest (None: unknown), document_mask, vocab_size.
+
+    UsageError: names two of them, and what each has.
+    """
+    numbers = range(len(members))
+    with_teacher = [number for number in numbers if taught[number]]
+    for properties, own in ((_SAME, numbers), (_TAUGHT, with_teacher)):
+        for number in own[1:]:
+            for name, text in properties.items():
+                values = getattr(members[own[0]], name), getattr(members[number], name)
+                if values[0] != values[1] and None not in values:
+                    one, other = (text.format({True: "yes", False: "no"}.get(each, each)) for each in values)
+                    raise UsageError(
+                        f"{names[own[0]]} and {names[number]} cannot be mixed: one has {one}, the other {other}; leave "
+                        "one out, or build it again like the other"
+                    )
+
+
+def common_range(names: Sequence[str], spans: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
+    """The temperatures at which all members are right; None where no span is known. UsageError: there are none."""
+    known = {name: span for name, span in zip(names, spans, strict=True) if span is not None}
+    if not known:
+        return None
+    low, high = max(span[0] for span in known.values()), min(span[1] for span in known.values())
+    if low > high:
+        each = ", ".join(f"{name} is for {span[0]:.3g} to {span[1]:.3g}" for name, span in known.items())
+        raise UsageError(f"no temperature is right for all members: {each}; leave one out")
+    return low, high

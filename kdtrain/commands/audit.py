@@ -1,0 +1,327 @@
+"""The audit of `kdtrain verify CACHE --teacher T`: the teacher scores rows of a cache again, in two number formats."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kdtrain.cache.audit import NOISE, NOISE_UNKNOWN, Evidence, Test, Verdict, judge, score, worst_first
+from kdtrain.cache.codec import draw_points, grid_offset
+from kdtrain.cache.diagnose import (
+    ADDED,
+    INT8,
+    LOST,
+    MASK,
+    MOST,
+    OTHER_WEIGHTS,
+    Diagnosis,
+    Gains,
+    diagnose,
+    gains,
+    other_row,
+)
+from kdtrain.cache.manifest import CacheSettings
+from kdtrain.cache.merge import MIXTURE
+from kdtrain.cache.reader import Cache
+from kdtrain.config import VerifyConfig
+from kdtrain.config.sections import Weights
+from kdtrain.errors import UsageError
+from kdtrain.models.loading import tokenizer_digest
+from kdtrain.models.spec import ATTENTIONS, DTYPES, read_spec
+from kdtrain.monitor.progress import bar, log
+from kdtrain.monitor.tables import columns, number, short
+from kdtrain.objective.batch import Batch
+from kdtrain.precision.modes import MODES
+from kdtrain.ranks import pick_device
+from kdtrain.teaching.teacher import Teacher, open_teacher
+
+DIAGNOSED = 16
+"""Rows in which the fault is looked for: those that are furthest off."""
+NEIGHBOURS = 256
+"""Rows whose labels are compared with the targets of one among them."""
+_LOGITS = 2**27  # of one forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """What the teacher says about some rows of a cache."""
+
+    teacher: str
+    same_weights: bool | None
+    """Whether the digest of its weights is the manifest's; None if that has none."""
+    verdict: Verdict
+    diagnosis: Diagnosis | None
+    """Where a test fails: what explains it."""
+
+    @property
+    def finding(self) -> str | None:
+        """One line that says what is wrong; None if nothing is."""
+        if (found := self.diagnosis) is None:
+            return None
+        fit = f"best fit: {found.fault}"
+        if found.share >= MOST:
+            fit += f" explains {found.share:.0%} of the difference"
+        elif found.share:
+            fit = f"best fit: partly {found.fault} ({found.share:.0%} of the difference), or {OTHER_WEIGHTS}"
+        return (
+            f"{', '.join(test.name for test in self.verdict.failed)}: not what {self.teacher} says; {fit} "
+            f"({number(max(found.divergence, 0.0))} nats a token from the teacher)"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain record."""
+        return {
+            "teacher": self.teacher,
+            "same_weights": self.same_weights,
+            "rows": self.verdict.rows,
+            "positions": self.verdict.positions,
+            "level": self.verdict.level,
+            "tests": [asdict(test) for test in self.verdict.tests],
+            "failed": [test.name for test in self.verdict.failed],
+            "diagnosis": None if self.diagnosis is None else asdict(self.diagnosis),
+        }
+
+    def page(self) -> list[Any]:
+        """Lines and a table for people."""
+        failed = {test.name for test in self.verdict.failed}
+        rows = [
+            (
+                test.name,
+                _read(test),
+                _few(test.statistic),
+                test.kind,
+                f"{test.p:.2g}",
+                "fails" * (test.name in failed),
+            )
+            for test in self.verdict.tests
+        ]
+        said = f"finding: {self.finding}" if self.finding else "the cache says what the teacher says"
+        weights = {True: "the same weights", False: "OTHER weights by their digest", None: "digest unknown"}
+        return [
+            f"{self.verdict.rows} rows, {self.verdict.positions:,} positions, against {self.teacher} "
+            f"({weights[self.same_weights]})",
+            columns(("test", "found", "statistic", "kind", "p", ""), rows, left=("test", "found", "kind")),
+            f"a test fails below p = {self.verdict.level / max(1, len(self.verdict.tests)):.2g}, "
+            f"{self.verdict.level:.0%} for all of them",
+            said,
+        ]
+
+
+def _read(test: Test) -> str:
+    """The figure of a test in words."""
+    of = {"z": f"log p {test.figure:+.4f} nats off", "c": f"{_few(test.figure)} a degree of freedom"}
+    return of.get(test.kind[0], f"{_few(test.figure)} of what is allowed")
+
+
+def _few(value: float) -> str:
+    """A figure in a few characters, so that the table fits a narrow terminal: 26.9, 1,414, 331 M, 2.1e+15."""
+    return number(value) if not 1e4 <= abs(value) < math.inf else short(value) if abs(value) < 1e12 else f"{value:.2g}"
+
+
+def audit(config: VerifyConfig, cache: Cache) -> Audit:
+    """Score rows of the cache again.
+
+    UsageError: the teacher cannot be asked about this cache. RunError: a shard cannot be read.
+    """
+    assert config.teacher is not None
+    settings = cache.manifest.settings
+    _refuse(cache, settings)
+    teacher, reference = _teachers(config, settings)
+    rows = _drawn_rows(cache, config.rows, config.seed)
+    compare = _Comparison(cache, teacher, reference)
+    scored: list[tuple[tuple[str, int], Evidence]] = []
+    with bar("audit", len(rows)) as shown:
+        for split, indices in _batches(rows, max(1, min(8, _LOGITS // (settings.seq_len * settings.vocab_size)))):
+            scored += compare.rows(split, indices)
+            shown.update(shown.done + len(indices))
+    if len(scored) < 2:
+        raise UsageError(f"{len(scored)} of the rows of {cache.folder} count in a loss; an audit needs two")
+    found = [evidence for _, evidence in scored]
+    _, stated = _format(settings)
+    verdict = judge(found, noise=NOISE if stated else NOISE_UNKNOWN)
+    worst = [scored[place][0] for place in worst_first(found)[:DIAGNOSED]]
+    known = (settings.teacher or {}).get("weights_digest") if stated else None
+    return Audit(
+        teacher=str(teacher),
+        same_weights=None if known is None else teacher.digest == known,
+        verdict=verdict,
+        diagnosis=compare.diagnosis(worst) if verdict.failed else None,
+    )
+
+
+def _refuse(cache: Cache, settings: CacheSettings) -> None:
+    if settings.codec.kind == "tokens":
+        raise UsageError(f"{cache.folder} holds tokens without targets; leave --teacher out")
+    if settings.sampling == MIXTURE:
+        raise UsageError(f"{cache.folder} mixes several teachers; audit the caches that it was merged from")
+
+
+def _format(settings: CacheSettings) -> tuple[str, bool]:
+    """The number format of the capture, and whether the manifest states it."""
+    stated = (settings.teacher or {}).get("precision")
+    return (stated, True) if stated in MODES else ("bf16", False)
+
+
+def _teachers(config: VerifyConfig, settings: CacheSettings) -> tuple[Teacher, Teacher]:
+    """The teacher in the number format of the cache, and in fp32."""
+    assert config.teacher is not None
+    device, said = pick_device(config.device), settings.teacher or {}
+    spec = read_spec(config.teacher, "teachers")
+    stated = {"dtype": DTYPES, "attention": ATTENTIONS, "weights": get_args(Weights)}
+    spec = replace(spec, **{key: said[key] for key, allowed in stated.items() if said.get(key) in allowed})
+    mode = _format(settings)[0]
+    teacher, wrong = open_teacher(spec, device, mode), "give the teacher of the cache"
+    if teacher.vocab_size != settings.vocab_size:
+        sizes = f"{teacher.vocab_size:,} logits and the cache {settings.vocab_size:,}"
+        raise UsageError(f"--teacher {config.teacher} has {sizes}; {wrong}")
+    if settings.tokenizer_digest not in (None, tokenizer_digest(teacher.tokenizer)):
+        raise UsageError(f"--teacher {config.teacher} has another tokenizer than the cache; {wrong}")
+
+    def loaded(teacher: Teacher) -> Teacher:
+        teacher.load()
+        teacher.check(settings.seq_len, settings.document_mask)
+        teacher.pack(())
+        return teacher
+
+    loaded(teacher)
+    _ = teacher.digest  # before anything is compiled
+    teacher.prepare(compile=said.get("compiled") is True)
+    log.info("auditing with %s, and with fp32 as the reference", teacher)
+    return teacher, teacher if mode == "fp32" else loaded(open_teacher(spec, device, "fp32"))
+
+
+def _drawn_rows(cache: Cache, number: int, seed: int) -> list[tuple[str, int]]:
+    every = [(split, row) for split in cache for row in range(cache.manifest.splits[split]["sequences"])]
+    order = np.random.RandomState(seed).permutation(len(every))
+    return [every[place] for place in order[:number]]
+
+
+def _batches(rows: list[tuple[str, int]], size: int) -> Iterator[tuple[str, list[int]]]:
+    """In the order of the file, so that each shard is opened once."""
+    for split in sorted({split for split, _ in rows}):
+        indices = sorted(row for own, row in rows if own == split)
+        yield from ((split, indices[start : start + size]) for start in range(0, len(indices), size))
+
+
+class _Comparison:
+    """Rows of a cache against fresh forwards."""
+
+    def __init__(self, cache: Cache, teacher: Teacher, reference: Teacher) -> None:
+        self.cache, self.teacher, self.reference = cache, teacher, reference
+        self.settings, span = cache.manifest.settings, cache.manifest.temperature_range
+        captured = getattr(cache.manifest, "origin", None) is None
+        self.whole = captured and cache.manifest.parents is None
+        """Whether its rows are numbered as they were when they were captured."""
+        # a top-k from elsewhere has a tail of one bucket, and says so by its range
+        at_one = span is not None and span["min"] == span["max"]
+        self.whole_tail = captured if self.settings.codec.counts_only else not at_one
+
+    def rows(self, split: str, indices: list[int]) -> list[tuple[tuple[str, int], Evidence]]:
+        """What each of these rows says; rows that do not count in a loss are left out."""
+        batch = self.cache[split].read(indices)
+        own, right = (logprobs(each, batch, self.settings.document_mask) for each in (self.teacher, self.reference))
+        found = []
+        for b, row in enumerate(indices):
+            mask_T = batch.loss_mask[b]
+            if not mask_T.any():
+                continue
+            points = self._points(split, row)
+            evidence = score(
+                _targets(batch, b).map(lambda _, each, kept=mask_T: each[kept]).to(own.device),
+                batch.tokens[b, 1:][mask_T].to(own.device),
+                own[b][mask_T.to(own.device)],
+                right[b][mask_T.to(own.device)],
+                whole_tail=self.whole_tail,
+                independent=self.settings.sampling is None,
+                points_TD=None if points is None else points[mask_T.numpy()],
+            )
+            found.append(((split, row), evidence))
+        return found
+
+    def _points(self, split: str, row: int) -> np.ndarray | None:
+        number, offset = self.settings.codec.num_samples, grid_offset(self.settings.sampling)
+        if not number or offset is None or not self.whole:
+            return None
+        return draw_points(self.settings.seed, split, row, self.settings.seq_len, number, offset)
+
+    def diagnosis(self, rows: list[tuple[str, int]]) -> Diagnosis:
+        """The fault that explains some rows best."""
+        found: list[Gains] = []
+        matched = []
+        forwards = other_forwards(self.teacher, self.settings.seq_len, self.settings.document_mask)
+        for split, (row,) in _batches(rows, 1):
+            batch = self.cache[split].read([row])
+            if not batch.loss_mask.any():
+                continue
+            others = {name: forward(batch)[0] for name, forward in forwards.items()}
+            own = logprobs(self.teacher, batch, self.settings.document_mask)[0]
+            targets = _targets(batch, 0)
+            found.append(gains(targets.to(own.device), batch.tokens[0, 1:].to(own.device), own, others))
+            matched.append(self._other_row(split, row, targets))
+        return diagnose(found, matched)
+
+    def _other_row(self, split: str, row: int, targets: Any) -> int | None:
+        reader = self.cache[split]
+        start = max(0, min(row - NEIGHBOURS // 2, len(reader) - NEIGHBOURS))
+        tokens = reader.text(range(start, min(start + NEIGHBOURS, len(reader))))["tokens"]
+        return other_row(targets, row - start, torch.from_numpy(tokens[:, 1:].astype(np.int64)))
+
+
+def logprobs(teacher: Teacher, batch: Batch, document_mask: bool) -> Tensor:
+    """log p [B, T, V] of fresh forwards, in fp32 on the teacher's device."""
+    with torch.no_grad():
+        logits_BTV = teacher.logits(batch.tokens[:, :-1], batch.segments if document_mask else None)
+    return logits_BTV.float().log_softmax(-1)
+
+
+def other_forwards(teacher: Teacher, seq_len: int, document_mask: bool) -> dict[str, Callable[[Batch], Tensor]]:
+    """Forwards that a faulty capture may have made, by the fault's name."""
+    ids = (teacher.tokenizer.bos_token_id, teacher.tokenizer.eos_token_id)
+    first = next((each for each in ids if each is not None), 0)
+
+    def without_first(batch: Batch) -> Tensor:
+        shorter = replace(batch, tokens=batch.tokens[:, 1:], segments=batch.segments[:, 1:])
+        return nn.functional.pad(logprobs(teacher, shorter, document_mask), (0, 0, 1, 0))
+
+    def with_one(batch: Batch) -> Tensor:
+        tokens = nn.functional.pad(batch.tokens, (1, 0), value=first)
+        longer = replace(batch, tokens=tokens, segments=nn.functional.pad(batch.segments, (1, 0)))
+        return logprobs(teacher, longer, document_mask)[:, 1:]
+
+    found: dict[str, Callable[[Batch], Tensor]] = {LOST: without_first, ADDED: with_one}
+    try:
+        teacher.check(seq_len, True)
+        found[MASK] = partial(logprobs, teacher, document_mask=not document_mask)
+    except UsageError:
+        log.info("%s cannot apply a document mask: that fault is not looked for", teacher)
+    if (rounded := rounded_to_int8(teacher)) is not None:
+        found[INT8] = partial(logprobs, rounded, document_mask=document_mask)
+    return found
+
+
+def _targets(batch: Batch, row: int) -> Any:
+    assert batch.targets is not None
+    length = batch.loss_mask.shape[1]
+    return batch.targets[row * length : (row + 1) * length]
+
+
+def rounded_to_int8(teacher: Teacher) -> Teacher | None:
+    """A copy of a loaded teacher whose linear layers are rounded to 255 levels a row; None if it holds no layers."""
+    model = getattr(teacher, "model", None)
+    if not isinstance(model, nn.Module):
+        return None
+    rounded = copy.copy(teacher)
+    rounded.model = copy.deepcopy(model)  # type: ignore[attr-defined]
+    rounded._compiled = None  # type: ignore[attr-defined]
+    for name, layer in rounded.model.named_modules():  # type: ignore[attr-defined]
+        if isinstance(layer, nn.Linear) and "lm_head" not in name:
+            with torch.no_grad():
+                step = layer.weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+                layer.weight.copy_((layer.weight.float() / step).round() * step)
+    return rounded

@@ -1,0 +1,30 @@
+"""`kdtrain merge`: adds up caches of samples of the same rows, or appends caches of other rows."""
+
+from kdtrain.cache.fitting import plan, stated
+from kdtrain.commands.made_cache import made_of, show_cache
+from kdtrain.config import MergeConfig
+from kdtrain.monitor.progress import bar, log, setup_logging
+
+
+def main(config: MergeConfig) -> int:
+    """Merge caches, or what an interrupted command left to merge, and print what the result is.
+
+    Raises:
+        UsageError: the caches do not fit together, or the folder holds something else.
+        RunError: a shard is damaged, the disk is full or cannot be written.
+    """
+    setup_logging()
+    plan(
+        [stated(each, config.local_limit) for each in config.caches], config.shares
+    )  # refuses before torch is imported
+    from kdtrain.cache.merge import merge
+    from kdtrain.cache.reader import Cache
+    from kdtrain.commands.run_folder import refuse_no_folder
+
+    refuse_no_folder(config.out)
+    caches = [Cache(each, local_limit=config.local_limit) for each in config.caches]
+    log.info("merging %s into %s", " and ".join(config.caches), config.out)
+    with bar("merge", None) as shown:
+        manifest = merge(caches, config.out, config.shares, lambda done, total: shown.update(done, total=total))
+    show_cache(config.out, manifest, config.json, parents=made_of(manifest))
+    return 0

@@ -1,0 +1,36 @@
+"""`kdtrain subset`: cuts a cache to some of its rows."""
+
+from kdtrain.cache.fitting import refuse_rows, stated
+from kdtrain.commands.made_cache import made_of, show_cache
+from kdtrain.config import SubsetConfig
+from kdtrain.monitor.progress import bar, log, setup_logging
+
+
+def main(config: SubsetConfig) -> int:
+    """Cut a cache, or what an interrupted command left to cut, and print what the result is.
+
+    Raises:
+        UsageError: the cache has no such rows, or the folder holds something else.
+        RunError: a shard is damaged, the disk is full or cannot be written.
+    """
+    setup_logging()
+    known = stated(config.cache, config.local_limit)
+    splits = tuple(known.manifest.splits) if config.split == "all" else (config.split,)
+    refuse_rows(known, splits, config.range)  # before torch is imported
+    from kdtrain.cache.reader import Cache
+    from kdtrain.cache.subset import subset
+    from kdtrain.commands.run_folder import refuse_no_folder
+
+    refuse_no_folder(config.out)
+    log.info("cutting %s into %s", config.cache, config.out)
+    with bar("subset", None) as shown:
+        manifest = subset(
+            Cache(config.cache, local_limit=config.local_limit),
+            config.out,
+            rows=config.range,
+            fraction=config.share,
+            splits=splits,
+            progress=lambda done, total: shown.update(done, total=total),
+        )
+    show_cache(config.out, manifest, config.json, parents=made_of(manifest))
+    return 0

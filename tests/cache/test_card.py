@@ -1,0 +1,139 @@
+"""The card in every finished cache, and the test vector by which a reader proves itself."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from kdtrain.cache import card
+from kdtrain.cache.manifest import read_manifest
+from kdtrain.cache.reader import Cache
+from kdtrain.cache.verify import verify_cache
+from kdtrain.files import publish_json, read_sealed
+
+ROOT = Path(__file__).parents[2]
+
+
+def metadata(text: str) -> dict:
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+@pytest.mark.parametrize("codec", ["top_k", "num_samples", "weighted", "both", "whole", "dense", "tokens"])
+def test_the_test_vector_is_what_the_reader_decodes_and_verify_compares_it(
+    tmp_path: Path, workshop, codecs, codec: str
+) -> None:
+    folder, spec = workshop.build(tmp_path / "c", codecs[codec]), codecs[codec]
+    vector = read_manifest(folder).test_vector
+    assert vector is not None and vector["positions"] == [0, 1, 8, 15] and verify_cache(folder) == []
+    row = Cache(folder)[vector["split"]][vector["sequence"]]
+    for place, at in enumerate(vector["positions"]):
+        assert vector["tokens"][place] == row["tokens"][at : at + 2].tolist()
+        if codec == "tokens":
+            assert vector.keys() == {"split", "sequence", "positions", "tokens"}
+            continue
+        assert vector["label_logprob"][place] == pytest.approx(row["label_logprob"][at].item(), abs=1e-5)
+        if codec == "dense":
+            assert vector["ids"][place][0] == row["logprobs"][at].argmax().item()
+            assert np.exp(vector["logprobs"][place]).sum() == pytest.approx(1, abs=1e-2)
+            continue
+        assert vector["ids"][place] == [each for each in row["ids"][at].tolist() if each < spec.vocab_size]
+        assert vector["tail"][place] == pytest.approx(row["tail"][at].tolist(), rel=1e-5, abs=1e-5)
+        if spec.num_samples:
+            assert sum(vector["counts"][place]) == spec.num_samples
+        assert ("logprobs" in vector) is not spec.counts_only
+    record = read_sealed(folder / "manifest.json")
+    record["test_vector"]["tokens"][0][0] += 1
+    publish_json(folder / "manifest.json", record, "test")
+    assert [line for line in verify_cache(folder) if "its test_vector is not what shard train-00000 holds" in line]
+
+
+def test_a_manifest_without_a_test_vector_keeps_its_digest(tmp_path: Path, workshop, codecs) -> None:
+    folder = workshop.build(tmp_path / "c", codecs["top_k"])
+    record = read_sealed(folder / "manifest.json")
+    del record["test_vector"]
+    publish_json(folder / "manifest.json", record, "test")
+    manifest = read_manifest(folder)
+    assert manifest.to_json() == read_sealed(folder / "manifest.json") and manifest.test_vector is None
+    assert verify_cache(folder) == []
+
+
+@pytest.mark.parametrize("codec", ["both", "num_samples"])
+def test_the_reader_of_the_specification_gets_the_test_vector(tmp_path: Path, workshop, codecs, codec: str) -> None:
+    folder, spec = workshop.build(tmp_path / "c", codecs[codec]), codecs[codec]
+    vector = read_manifest(folder).test_vector
+    text = (ROOT / "cache" / "README.md").read_text()
+    code = next(each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "index.h5" in each)
+    values = "counts" if spec.counts_only else "logprobs"
+    code = code.replace("cache/NAME/index.h5", str(folder / "index.h5"))
+    code += (
+        f"\nimport json\nprint('FOUND', json.dumps([ids.tolist(), {values}.tolist(), absent.tolist(), label.tolist()]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    ids, numbers, absent, label = (
+        np.array(each) for each in eval(done.stdout.rsplit("FOUND ", 1)[1], {"true": True, "false": False})
+    )
+    assert vector is not None and vector["sequence"] == 0
+    for place, at in enumerate(vector["positions"]):
+        there = ~absent[:, at]
+        assert ids[there, at].tolist() == vector["ids"][place]
+        assert numbers[: len(ids)][there, at].tolist() == pytest.approx(vector[values][place], abs=1e-4)
+        assert label[at] == vector["tokens"][place][1]
+
+
+def test_a_finished_cache_has_a_card_with_what_the_hub_reads(whole: Path) -> None:
+    text = (whole / card.CARD).read_text()
+    assert card.is_own(whole / card.CARD) and read_manifest(whole).digest in text
+    found = metadata(text)
+    assert {"teacher-logits", "knowledge-distillation"} <= set(found["tags"])
+    assert found["size_categories"] == ["n<1K"] and "configs" not in found
+
+
+def test_a_card_that_somebody_changed_or_wrote_stays(tmp_path: Path, workshop, codecs) -> None:
+    own = tmp_path / "c" / card.CARD
+    workshop.build(tmp_path / "c", codecs["top_k"])
+    own.write_text(own.read_text().replace("kdtrain made it", "I made it"))
+    changed = own.read_text()
+    (tmp_path / "c" / "manifest.json").unlink()
+    workshop.build(tmp_path / "c", codecs["top_k"])
+    assert own.read_text() == changed and not card.is_own(own)
+
+
+def test_the_card_of_an_import_and_of_a_merge_says_where_they_are_from_in_words(whole: Path) -> None:
+    manifest = read_manifest(whole)
+    data = {"source": "a", "messages_column": None, "members": [{"source": "b"}], "appended": ["4ee8"]}
+    teacher = {"spec": "T", "weights_digest": None, "dtype": "unknown"}
+    origin = {"source": "s.parquet", "layout": "topk", "shift": -1, "kept_mass": 0.84, "kl_at_most": 1.2}
+    parents: list = [
+        {
+            "digest": letter * 64,
+            "teacher": {"spec": letter},
+            "num_samples": 50,
+            "weight": 0.5,
+            "sequences": {"train": 1},
+        }
+        for letter in "ab"
+    ]
+    settings = dataclasses.replace(manifest.settings, data=data, teacher=teacher)
+    text = card.make_card(
+        dataclasses.replace(manifest, settings=settings, origin={**origin, "unknown": ["dtype"]}, parents=parents)
+    )
+    assert (
+        "| teacher | T |\n| text | source a |\n" in text and "None" not in text and "{" not in text.split("## Use")[0]
+    )
+    assert "| imported from | s.parquet, layout topk, shift -1 |" in text
+    assert "| kept mass | 0.84: KL to the whole teacher is at most 1.2 nats |" in text
+    assert "| not known of the teacher | dtype |" in text
+    assert "- aaaaaaaaaaaa: a, 50 samples, 0.5 of the sum, 1 sequence of train\n" in text
+
+
+def test_names_of_strangers_do_not_leave_their_line_of_a_card(tmp_path: Path, workshop, codecs) -> None:
+    teacher = {"spec": "evil\n---\n<script>|x|", "weights_digest": "0", "dtype": "bf16"}
+    folder = workshop.build(tmp_path / "c", codecs["top_k"], teacher=teacher, data={"source": "a`b\n# c"})
+    text = (folder / card.CARD).read_text()
+    assert "<script>" not in text.replace(r"\<script\>", "") and "\n# c" not in text
+    assert metadata(text)["tags"]

@@ -1,0 +1,438 @@
+"""Caches of the same rows add up, others are appended, and each is cut, bit by bit and whatever happens in between."""
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kdtrain import faults
+from kdtrain.cache import format as cache_format
+from kdtrain.cache.card import CARD
+from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest
+from kdtrain.cache.merge import merge
+from kdtrain.cache.reader import Cache
+from kdtrain.cache.subset import subset
+from kdtrain.cache.verify import repair, verify_cache
+from kdtrain.cache.writer import write_cache
+from kdtrain.errors import RunError, UsageError
+from kdtrain.files import publish_json, read_sealed
+from kdtrain.objective.targets import SparseTargets
+
+NUMBER = 12
+TEACHERS = {"one": 1, "two": 2}
+
+
+def teacher(seed: int) -> Callable[..., torch.Tensor]:
+    table = 2 * torch.randn(64, 64, generator=torch.Generator().manual_seed(seed))
+    return lambda tokens_BT, segments_BT: table[tokens_BT]
+
+
+class Shelf:
+    """Caches of samples, each made once."""
+
+    def __init__(self, folder: Path, workshop) -> None:
+        self.folder, self.workshop = folder, workshop
+
+    def __call__(
+        self, number: int = NUMBER, sampling: str = "grid", who: str = "one", *, rows: int = 0, codec: str = "", **more
+    ) -> Cache:
+        name = f"{number}-{sampling.replace('/', '_')}-{who}-{rows}-{codec}-{'-'.join(map(str, more.values()))}"
+        if not (self.folder / name).exists():
+            spec = CodecSpec(kind="sparse", vocab_size=64, num_samples=number)
+            if codec:
+                spec = (
+                    CodecSpec(kind=codec, vocab_size=64)
+                    if codec != "top_k"
+                    else dataclasses.replace(spec, top_k=4, knots=())
+                )
+            named = {"spec": who, "weights_digest": f"{TEACHERS[who]:064d}", "dtype": "float32"}
+            settings = self.workshop.settings(spec, sampling=sampling, teacher=named, **more)
+            splits = {"train": self.workshop.rows(10, seed=rows), "validation": self.workshop.rows(3, seed=1)}
+            asked = None if codec == "tokens" else teacher(TEACHERS[who])
+            write_cache(self.folder / name, settings, splits, teacher=asked, batch_size=3)
+        return Cache(self.folder / name)
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory, workshop) -> Shelf:
+    return Shelf(tmp_path_factory.mktemp("shelf"), workshop)
+
+
+def files(cache: Path) -> dict[str, bytes]:
+    """What two captures of the same have in common: all files but manifest and card."""
+    named = (cache_format.MANIFEST, CARD)
+    paths = [path for path in cache.rglob("*") if path.is_file() and path.name not in named]
+    return {str(path.relative_to(cache)): path.read_bytes() for path in paths if not path.name.startswith(".")}
+
+
+def content(where: Path | Cache, split: str = "train") -> list[dict[str, torch.Tensor]]:
+    reader = (where if isinstance(where, Cache) else Cache(where))[split]
+    return [reader[row] for row in range(len(reader))]
+
+
+def assert_rows(ours: list, theirs: list) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_cache_and_its_refinement_make_the_capture_of_the_sum_bit_by_bit_in_either_order(shelf, tmp_path) -> None:
+    parts = [shelf(), shelf(sampling="grid+1/24")]
+    whole = shelf(2 * NUMBER)
+    digests = set()
+    for name, order in (("ab", parts), ("ba", parts[::-1])):
+        manifest = merge(order, tmp_path / name)
+        assert files(tmp_path / name) == files(whole.folder)
+        assert manifest.splits == whole.manifest.splits and manifest.settings == whole.manifest.settings
+        assert verify_cache(tmp_path / name) == []
+        digests.add(manifest.digest)
+    assert len(digests) == 1
+    assert manifest.parents is not None
+    assert [parent["digest"] for parent in manifest.parents] == sorted(part.manifest.digest for part in parts)
+    assert [parent["weight"] for parent in manifest.parents] == [0.5, 0.5]
+
+
+def test_sums_of_sums_and_many_parts_at_once_are_the_capture_of_all(shelf, tmp_path) -> None:
+    whole, quarter = shelf(48), shelf(2 * NUMBER, "grid+1/48")
+    merge([shelf(), shelf(sampling="grid+1/24")], tmp_path / "half")
+    sums = merge([Cache(tmp_path / "half"), quarter], tmp_path / "twice")
+    merge([quarter, shelf(sampling="grid+1/24"), shelf()], tmp_path / "once")
+    assert files(tmp_path / "twice") == files(tmp_path / "once") == files(whole.folder)
+    nested = [parent for parent in sums.parents or [] if "parents" in parent]
+    assert len(nested) == 1 and len(nested[0]["parents"]) == 2
+
+
+KILLS = [
+    "cache.settings.before-rename",
+    "cache.shard.before-rename",
+    "cache.shard.after-publish",
+    "cache.before-finish",
+]
+KILLS += ["cache.sidecar.before-rename", "cache.index.after-publish", "cache.manifest.before-rename"]
+KILLED = [("sum", point) for point in KILLS] + [(name, point) for name in ("append", "cut") for point in KILLS[1:3]]
+
+
+def fork(work: Callable[[], object], fault: str = "", log: Path | None = None, after: float = 0.0) -> int:
+    """Run `work` in a fork, with a fault, or killed after some seconds; the exit code."""
+    pid = os.fork()
+    if pid == 0:
+        status = 70
+        try:
+            os.environ["KDTRAIN_FAULT"], os.environ["KDTRAIN_FAULT_LOG"] = fault, str(log or os.devnull)
+            faults.read()
+            work()
+            status = 0
+        except (RunError, UsageError):
+            status = 1
+        finally:
+            os._exit(status)
+    if after:
+        time.sleep(after)
+        os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def works(shelf: Shelf) -> dict[str, Callable[[Path], Manifest]]:
+    parts = [shelf(), shelf(sampling="grid+1/24")]
+    return {
+        "sum": lambda out: merge(parts, out),
+        "append": lambda out: merge([shelf(rows=5), shelf()], out),
+        "cut": lambda out: subset(shelf(), out, rows=(2, 9)),
+    }
+
+
+@pytest.mark.parametrize("name, point", KILLED)
+def test_a_killed_merge_or_cut_resumes_to_what_an_uninterrupted_one_makes(
+    shelf, tmp_path, name: str, point: str
+) -> None:
+    work = works(shelf)[name]
+    expected = work(tmp_path / "expected").digest
+    out, log = tmp_path / "out", tmp_path / "log"
+    assert fork(lambda: work(out), f"{point}:kill", log) == -9
+    assert log.read_text().strip() == point
+    if (out / "shards").is_dir() and any((out / "shards").glob("*.json")):
+        with pytest.raises(UsageError, match="unfinished"):
+            read_manifest(out)
+    assert work(out).digest == expected
+    assert files(out) == files(tmp_path / "expected") and verify_cache(out) == []
+    assert not list(out.rglob("*.tmp")) and not list(out.rglob(".building-*"))
+
+
+def test_merges_killed_at_any_moment_resume_to_the_same(shelf, tmp_path) -> None:
+    for name, work in works(shelf).items():
+        expected, out = work(tmp_path / f"expected-{name}").digest, tmp_path / name
+        for after in (0.02, 0.05):
+            assert fork(lambda: work(out), after=after) in (0, -9)  # noqa: B023
+        assert work(out).digest == expected
+
+
+@pytest.mark.parametrize("name", ["sum", "append", "cut"])
+def test_a_full_disk_is_one_error_and_keeps_what_is_published(shelf, tmp_path, name: str) -> None:
+    work, out = works(shelf)[name], tmp_path / "out"
+    assert fork(lambda: work(out), "cache.shard.before-fsync:enospc:2") == 1
+    assert len(list((out / "shards").glob("*.h5"))) == 1 and not list(out.rglob("*.tmp"))
+    assert work(out).digest == work(tmp_path / "expected").digest
+
+
+def test_a_damaged_merge_is_repaired_by_the_same_merge(shelf, tmp_path) -> None:
+    for name, work in works(shelf).items():
+        out = tmp_path / name
+        digest = work(out).digest
+        shard = out / "shards" / "train-00001.h5"
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.unlink()  # it may be a link to the parent's file
+        shard.write_bytes(content)
+        assert len(verify_cache(out)) == 1 and repair(out)
+        assert work(out).digest == digest and verify_cache(out) == []
+
+
+@pytest.mark.parametrize("name, command", [("sum", "merge"), ("append", "merge"), ("cut", "subset")])
+def test_a_damaged_merge_or_cut_names_the_command_that_builds_it_again(
+    shelf, tmp_path, name: str, command: str
+) -> None:
+    works(shelf)[name](tmp_path / "out")
+    cache, shard = Cache(tmp_path / "out"), tmp_path / "out" / "shards" / "train-00000.h5"
+    size = shard.stat().st_size
+    shard.unlink()  # it may be a link to the parent's file
+    shard.write_bytes(bytes(size))
+    hint = f"--repair, then the same {command} command again$"
+    with pytest.raises(RunError, match=hint):
+        cache["train"].read([0])
+    shard.write_bytes(b"x")
+    with pytest.raises(UsageError, match=hint):
+        check_sizes(tmp_path / "out", cache.manifest)
+    imported = dataclasses.replace(cache.manifest, parents=None, origin={})
+    with pytest.raises(UsageError, match=r"then the same import command again$"):
+        check_sizes(tmp_path / "out", imported)
+
+
+def test_a_mixture_counts_the_samples_of_all_and_averages_the_rest(shelf, tmp_path) -> None:
+    one, two = shelf(), shelf(2 * NUMBER, who="two")
+    manifest = merge([two, one], tmp_path / "mixture")
+    assert manifest == merge([one, two], tmp_path / "again")
+    assert manifest.codec.num_samples == 3 * NUMBER and manifest.settings.sampling == "mixture"
+    assert {parent["weight"] for parent in manifest.parents or []} == {1 / 3, 2 / 3}
+    assert "0.333 one" in str(manifest.settings.teacher) and verify_cache(tmp_path / "mixture") == []
+    ours = Cache(tmp_path / "mixture")["train"].read(range(10)).targets
+    first, second = (cache["train"].read(range(10)).targets for cache in (one, two))
+    assert all(isinstance(each, SparseTargets) for each in (ours, first, second))
+    assert torch.equal(dense(ours), dense(first) + dense(second))
+    label = (first.label_logprob.exp() / 3 + 2 * second.label_logprob.exp() / 3).log()
+    assert ((ours.label_logprob - label).abs() <= (1 - label) / 383).all()
+    slope = first.tail[:, 1] / 3 + 2 * second.tail[:, 1] / 3
+    assert (ours.tail[:, 1] - slope).abs().max() < 0.0201
+
+
+def dense(targets: SparseTargets) -> torch.Tensor:
+    """[N, V] how often each entry was drawn."""
+    counts = torch.zeros(len(targets.ids), 65)
+    return counts.scatter_add_(1, targets.ids.clamp(max=64), targets.counts)[:, :64]
+
+
+def test_counts_under_other_weights_are_rounded_shares_without_bias(shelf, tmp_path) -> None:
+    one, two = shelf(), shelf(who="two")
+    weights = [Fraction(7, 10), Fraction(3, 10)]
+    manifest = merge([one, two], tmp_path / "w", weights)
+    assert manifest.digest == merge([two, one], tmp_path / "again", weights[::-1]).digest
+    assert manifest.digest != merge([two, one], tmp_path / "other", weights).digest
+    drawn = dense(Cache(tmp_path / "w")["train"].read(range(10)).targets)
+    first, second = (dense(cache["train"].read(range(10)).targets) for cache in (one, two))
+    exact = 2 * (0.7 * first + 0.3 * second)
+    assert (drawn.sum(1) == 2 * NUMBER).all()
+    assert ((drawn - exact).abs() < 1 - 1e-4).all()
+    fraction = exact - (exact + 1e-4).floor().clamp(min=0)
+    error = (drawn - exact).sum(0)
+    sigma = (fraction * (1 - fraction)).clamp(min=0).sum(0).sqrt() + 1e-3
+    assert (error.abs() <= 4.5 * sigma).all() and error.abs().max() > 0.1
+
+
+def test_other_rows_are_appended_as_they_are_and_a_common_validation_split_is_kept_once(shelf, tmp_path) -> None:
+    one, two = shelf(), shelf(rows=5)
+    manifest = merge([one, two], tmp_path / "both")
+    assert manifest.digest == merge([two, one], tmp_path / "again").digest and verify_cache(tmp_path / "both") == []
+    assert manifest.settings.format_version == 4
+    first, second = sorted((one, two), key=lambda cache: cache.manifest.digest)
+    assert_rows(content(tmp_path / "both"), content(first) + content(second))
+    assert manifest.splits["validation"]["sequences"] == 3
+    assert manifest.splits["train"]["sequences"] == 20
+    theirs = [shard["sha256"] for cache in (first, second) for shard in cache.manifest.splits["train"]["shards"]]
+    assert [shard["sha256"] for shard in manifest.splits["train"]["shards"]] == theirs
+    third = merge([Cache(tmp_path / "both"), shelf(rows=6, who="two")], tmp_path / "three")
+    assert third.splits["train"]["sequences"] == 30 and third.splits["validation"]["sequences"] == 6
+    assert verify_cache(tmp_path / "three") == []
+    reader = Cache(tmp_path / "three")["train"]
+    rows = np.random.RandomState(0).permutation(30)
+    assert torch.equal(
+        reader.read(rows.tolist()).tokens, torch.stack([row["tokens"] for row in content(tmp_path / "three")])[rows]
+    )
+
+
+@pytest.mark.parametrize("codec", ["", "dense", "tokens", "top_k"])
+def test_a_cut_cache_holds_the_same_numbers_and_can_be_put_together_again(shelf, tmp_path, codec: str) -> None:
+    cache = shelf(codec=codec)
+    for name, rows in (("a", (0, 3)), ("b", (3, None))):
+        manifest = subset(cache, tmp_path / name, rows=rows)
+        assert verify_cache(tmp_path / name) == []
+        assert_rows(content(tmp_path / name), content(cache)[slice(*rows)])
+        assert_rows(content(tmp_path / name, "validation"), content(cache, "validation"))
+        assert (manifest.parents or [])[0]["rows"] == f"{rows[0]}:{rows[1] or ''}"
+    merged = merge([Cache(tmp_path / "a"), Cache(tmp_path / "b")], tmp_path / "ab")
+    found = {row["tokens"].numpy().tobytes(): row for row in content(tmp_path / "ab")}
+    assert_rows([found[row["tokens"].numpy().tobytes()] for row in content(cache)], content(cache))
+    assert merged.splits["validation"] == manifest.splits["validation"]
+
+
+def test_fractions_are_nested_and_depend_on_no_order(shelf, tmp_path) -> None:
+    def tokens(where: Path) -> set[bytes]:
+        return {row["tokens"].numpy().tobytes() for row in content(where)}
+
+    merge([shelf(), shelf(rows=5)], tmp_path / "both")
+    both = Cache(tmp_path / "both")
+    for share in (2, 5, 10):
+        subset(both, tmp_path / f"f{share}", fraction=Fraction(1, share))
+    sizes = [len(tokens(tmp_path / f"f{share}")) for share in (2, 5, 10)]
+    assert sizes == [10, 4, 2]
+    assert tokens(tmp_path / "f10") < tokens(tmp_path / "f5") < tokens(tmp_path / "f2")
+    subset(Cache(tmp_path / "f2"), tmp_path / "f2-5", fraction=Fraction(1, 5))
+    assert tokens(tmp_path / "f2-5") == tokens(tmp_path / "f10")
+    subset(both, tmp_path / "all", fraction=Fraction(1, 3), splits=("train", "validation"))
+    assert len(Cache(tmp_path / "all")["validation"]) == 1 and Cache(tmp_path / "all").manifest.fidelity is None
+    assert Cache(tmp_path / "f2").manifest.fidelity == both.manifest.fidelity
+
+
+def test_a_merge_warns_of_rows_that_two_of_its_caches_took_from_one(shelf, tmp_path, caplog) -> None:
+    caplog.set_level("WARNING", logger="kdtrain")
+    merged = merge([shelf(), shelf(rows=5)], tmp_path / "both")  # rows 0:10 of the one, 10:20 of the other
+    both, second = Cache(tmp_path / "both"), sorted((shelf(), shelf(rows=5)), key=lambda each: each.manifest.digest)[1]
+    cuts = {
+        "head": (both, {"rows": (0, 10)}), "middle": (both, {"rows": (5, 15)}), "tail": (both, {"rows": (10, None)}),
+        "some": (both, {"fraction": Fraction(1, 5)}), "few": (both, {"fraction": Fraction(1, 10)}),
+        "end of second": (second, {"rows": (5, 10)}), "begin of second": (second, {"rows": (0, 4)}),
+    }  # fmt: skip
+    made = {name: (subset(cache, tmp_path / name, **rows), Cache(tmp_path / name))[1]
+            for name, (cache, rows) in cuts.items()}  # fmt: skip
+    subset(made["middle"], tmp_path / "inner", rows=(5, 10))  # 10:15 of both, 0:5 of the second
+    made |= {"both": both, "inner": Cache(tmp_path / "inner")}
+    assert merged.parents and not caplog.records
+    pairs = [
+        ("head", "middle", True), ("head", "tail", False), ("middle", "tail", True), ("both", "head", True),
+        ("some", "few", True), ("both", "few", True), ("head", "inner", False), ("tail", "inner", True),
+        ("inner", "begin of second", True), ("inner", "end of second", False), ("head", "begin of second", False),
+        ("both", "end of second", True),
+    ]  # fmt: skip
+    for one, other, common in pairs:
+        caplog.clear()
+        merge([made[one], made[other]], tmp_path / f"{one} and {other}")
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == common, (one, other, said)
+        if common:
+            assert said[0].endswith("have rows of train in common, which will be there twice")
+            assert all(str(made[each].folder) in said[0] for each in (one, other))
+
+
+def refusals(shelf: Shelf) -> dict[str, tuple[list[Cache], dict, str]]:
+    return {
+        "the same": ([shelf(), shelf()], {}, "named twice, which adds nothing.*--refine"),
+        "coinciding": ([shelf(), shelf(2 * NUMBER)], {}, "their grids coincide.*--refine"),
+        "uneven": ([shelf(), shelf(2 * NUMBER, "grid+1/48")], {}, "not one even grid.*--refine"),
+        "another seed": ([shelf(), shelf(seed=9)], {}, "seed: .* in the one.*--refine"),
+        "an old kind": ([shelf(), shelf(sampling="systematic")], {}, "systematic samples, which do not interleave"),
+        "top-k": ([shelf(codec="top_k"), shelf(codec="top_k", who="two")], {}, "top-k of a sum is not in two top-ks"),
+        "dense": ([shelf(codec="dense"), shelf(codec="dense", who="two")], {}, "only caches of samples alone"),
+        "tokens": ([shelf(codec="tokens"), shelf(codec="tokens", seed=8)], {}, "nothing to add"),
+        "one": ([shelf()], {}, "nothing to merge it with"),
+        "weights of one teacher": (
+            [shelf(), shelf(sampling="grid+1/24")],
+            {"weights": [1, 2]},
+            "--weights is for several",
+        ),
+        "weights of other rows": ([shelf(), shelf(rows=5)], {"weights": [1, 2]}, "different rows"),
+        "too many": ([shelf(200), shelf(200, who="two")], {}, "255 are the most"),
+        "some the same": (
+            [shelf(), shelf(sampling="grid+1/24"), shelf(rows=5)],
+            {},
+            "merge those of the same rows first",
+        ),
+        "another codec": (
+            [shelf(), shelf(20, rows=5)],
+            {},
+            "keep different things .*num_samples: 12 in the one|20 in the one",
+        ),
+        "another mask": ([shelf(), shelf(rows=5, document_mask=True)], {}, "document_mask"),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["the same", "coinciding", "uneven", "another seed", "an old kind", "top-k", "dense", "tokens"]
+)
+def test_what_cannot_be_added_is_refused_with_the_reason(shelf, tmp_path, name: str) -> None:
+    caches, options, words = refusals(shelf)[name]
+    with pytest.raises(UsageError, match=rf"^[^\n]*(?:{words})[^\n]*$"):
+        merge(caches, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one",
+        "weights of one teacher",
+        "weights of other rows",
+        "too many",
+        "some the same",
+        "another codec",
+        "another mask",
+    ],
+)
+def test_what_does_not_fit_together_is_refused_with_the_reason(shelf, tmp_path, name: str) -> None:
+    caches, options, words = refusals(shelf)[name]
+    with pytest.raises(UsageError, match=rf"^[^\n]*(?:{words})[^\n]*$"):
+        merge(caches, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_merge_or_cut_does_not_go_into_a_folder_that_holds_one(shelf, tmp_path) -> None:
+    subset(shelf(), tmp_path / "out", rows=(0, 3))
+    for work in (
+        lambda: subset(shelf(), tmp_path / "out", rows=(0, 4)),
+        lambda: merge([shelf(), shelf(rows=5)], tmp_path / "out"),
+        lambda: merge([shelf(), shelf(sampling="grid+1/24")], tmp_path / "out"),
+    ):
+        with pytest.raises(UsageError, match="holds a finished cache with other settings"):
+            work()
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("first_sequence", None),
+        ("first_sequence", -1),
+        ("first_sequence", 7),
+        ("sequences", 0),
+        ("sequences", 5),
+        ("format_version", 3),
+        ("parents", [{"digest": "x"}]),
+        ("parents", "all"),
+    ],
+)
+def test_a_cut_cache_whose_manifest_contradicts_its_shards_is_refused(shelf, tmp_path, key: str, value: object) -> None:
+    """Sealed by a stranger: the numbers that decide which shard holds a row are checked against each other."""
+    subset(shelf(), tmp_path / "cut", rows=(2, 9))
+    path = tmp_path / "cut" / cache_format.MANIFEST
+    record = read_sealed(path)
+    place = record if key in ("format_version", "parents") else record["splits"]["train"]["shards"][0]
+    place[key] = value
+    if value is None:
+        del place[key]
+    publish_json(path, record, "cache.manifest")
+    with pytest.raises((UsageError, RunError), match=r"altered or damaged|first_sequence is|cannot be read"):
+        Cache(tmp_path / "cut")["train"].read([0])

@@ -1,0 +1,373 @@
+"""A web server with ranges, ETags, redirects and faults on demand, and a stand-in of the hub, for tests of the network.
+
+Only the standard library: clients are the real ones. `Web.fail(END, FAULT, times)` makes the next requests for paths
+with that end fail; `Web.fired` has the faults that did. The hub keeps repositories, of data sets and of models, as
+commits, each a whole tree, takes uploads through its LFS endpoints, and lets in a token `hf_good`.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+TOKEN = "hf_good"
+
+
+class Repository:
+    """A repository of the stand-in: commits in order, each a tree of files by path."""
+
+    def __init__(self, private: bool = False, gated: bool = False) -> None:
+        self.private, self.gated = private, gated
+        self.commits: list[tuple[str, dict[str, bytes]]] = []
+        self.commit({".gitattributes": b""})
+
+    def commit(self, files: dict[str, bytes]) -> str:
+        """Add files in a commit, and return its name."""
+        tree = {**self.commits[-1][1], **files} if self.commits else files
+        name = hashlib.sha1(repr((len(self.commits), sorted(tree))).encode()).hexdigest()
+        self.commits.append((name, tree))
+        return name
+
+    def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
+        """The commit of a revision."""
+        if revision == "main":
+            return self.commits[-1]
+        return next((each for each in self.commits if each[0] == revision), None)
+
+
+class Web:
+    """A server on this machine. `root`: the folder that it shows; `hub`: repositories by ORG/NAME."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root, self.hub, self.objects = root, dict[str, Repository](), dict[str, bytes]()
+        self.replaced: dict[str, bytes] = {}
+        self.requests: list[str] = []
+        self.ranges: list[tuple[str, str | None, str | None]] = []
+        self.uploads: list[str] = []
+        self.authorized: list[str] = []
+        self.fired: list[str] = []
+        self._faults: list[list[Any]] = []
+        self._lock = threading.Lock()
+        web = self
+
+        class Handler(_Handler):
+            server_web = web
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def fail(self, end: str, fault: str, times: int = 1, after: int = 0) -> None:
+        """Let `times` requests for paths that end in `end` fail by `fault`, `after` so many."""
+        self._faults.append([end, fault, times, after])
+
+    def heal(self) -> None:
+        """No faults."""
+        self._faults.clear()
+
+    def fault(self, path: str) -> str:
+        """The fault of this request, or nothing."""
+        with self._lock:
+            self.requests.append(path)
+            for each in self._faults:
+                if path.endswith(each[0]) and each[2] > 0:
+                    if each[3] > 0:
+                        each[3] -= 1
+                        continue
+                    each[2] -= 1
+                    self.fired.append(each[1])
+                    return each[1]
+        return ""
+
+    def content(self, path: str) -> bytes | None:
+        """The bytes of a path of the folder."""
+        name = unquote(path).lstrip("/")
+        if name in self.replaced:
+            return self.replaced[name]
+        found = None if self.root is None else self.root / name
+        return found.read_bytes() if found is not None and found.is_file() else None
+
+    def close(self) -> None:
+        """Stop."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@contextmanager
+def serving(root: Path | None = None) -> Iterator[Web]:
+    """A server for the block."""
+    web = Web(root)
+    try:
+        yield web
+    finally:
+        web.close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_web: Web
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        web, path = self.server_web, urlsplit(self.path).path
+        fault = web.fault(path)
+        web.ranges.append((path, self.headers.get("Range"), self.headers.get("If-Range")))
+        if self._failed(fault):
+            return
+        if (found := re.fullmatch(r"/api/(?:datasets|models)/([^/]+/[^/]+)(?:/revision/([^/]+))?", path)) is not None:
+            return self._info(found[1], unquote(found[2] or "main"))
+        if (found := re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)) is not None:
+            return self._resolve(found[1], unquote(found[2]), unquote(found[3]))
+        if path.startswith("/cdn/"):
+            web.authorized += ["cdn"] * ("Authorization" in self.headers)
+            return self._file(web.objects.get(path.removeprefix("/cdn/")), fault)
+        if path == "/api/whoami-v2":
+            return self._json({"name": "org", "type": "user", "orgs": []}) if self._known() else self._refuse(401)
+        self._file(web.content(path), fault)
+
+    do_HEAD = do_GET
+
+    def _failed(self, fault: str) -> bool:
+        """Answer by a fault that needs no file."""
+        if fault == "close":
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+        elif fault == "garbage":
+            self.wfile.write(b"\x00\xff nonsense\r\n\r\n")
+            self.close_connection = True
+        elif fault.isdecimal():
+            self._empty(int(fault))
+        elif fault.startswith("later:"):
+            code, after = fault.removeprefix("later:").split("=")
+            self._empty(int(code), {"Retry-After": after})
+        elif fault.startswith("range:"):
+            self._empty(206, {"Content-Range": fault.removeprefix("range:")})
+        elif fault.startswith("redirect:"):
+            self._empty(302, {"Location": fault.removeprefix("redirect:")})
+        elif fault == "loop":
+            self._empty(302, {"Location": self.path})
+        else:
+            return False
+        return True
+
+    def _file(self, content: bytes | None, fault: str) -> None:
+        if content is None:
+            return self._empty(404)
+        tag = f'"{hashlib.md5(content).hexdigest()}"'
+        if fault == "flip":
+            content = (
+                content[: len(content) // 2]
+                + bytes([content[len(content) // 2] ^ 1])
+                + content[len(content) // 2 + 1 :]
+            )
+        if fault == "html":
+            content = b"<html>please log in</html>"
+        if fault == "cut":
+            content = content[: len(content) // 2]
+        if fault == "empty":
+            content = b""
+        if fault == "more":
+            content = content + b"x" * 1000
+        if fault == "tag":
+            tag = '"another"'
+        if fault == "weak":
+            tag = f"W/{tag}"
+        start, code, headers = 0, 200, {"ETag": tag, "Accept-Ranges": "bytes"}
+        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        if asked is not None and fault != "whole" and self.headers.get("If-Range", tag) == tag:
+            start, code = int(asked[1]), 206
+            if start >= len(content):
+                return self._empty(416, {"Content-Range": f"bytes */{len(content)}"})
+            shown = 0 if fault == "begin" else start
+            headers["Content-Range"] = f"bytes {shown}-{len(content) - 1}/{len(content)}"
+        body = content[start:]
+        self.send_response(code)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if fault == "gzip":
+            self.send_header("Content-Encoding", "gzip")
+        if fault in ("endless", "unsized"):
+            self.send_header("Connection", "close")
+            self.close_connection = True
+        else:
+            self.send_header("Content-Length", "9" * 5000 if fault == "digits" else str(len(body)))
+        if fault == "digits":
+            self.send_header("Connection", "close")
+            self.close_connection = True
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if fault == "drop":
+            self.wfile.write(body[: max(1, len(body) // 2)])
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+            return
+        if fault == "stall":
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            time.sleep(3)
+            self.close_connection = True
+            return
+        if fault == "slow":
+            for begin in range(0, len(body), 4096):
+                self.wfile.write(body[begin : begin + 4096])
+                self.wfile.flush()
+                time.sleep(0.02)
+            return
+        if fault == "endless":
+            for _ in range(1000):
+                body += bytes(2**16)
+                if len(body) > 2**20:
+                    break
+        self.wfile.write(body)
+
+    # The hub --------------------------------------------------------------------------------------------------------
+
+    def _known(self) -> bool:
+        return self.headers.get("Authorization") == f"Bearer {TOKEN}"
+
+    def _seen(self, name: str, code: str = "RepoNotFound") -> Repository | None:
+        """A repository that this client may see; None after an answer."""
+        repository = self.server_web.hub.get(name)
+        if repository is None or (repository.private and not self._known()):
+            self._refuse(404 if self._known() else 401, code)
+        elif repository.gated and not self._known():
+            self._refuse(403, "GatedRepo")
+        else:
+            return repository
+        return None
+
+    def _info(self, name: str, revision: str) -> None:
+        if (repository := self._seen(name)) is None:
+            return None
+        if (found := repository.at(revision)) is None:
+            return self._refuse(404, "RevisionNotFound")
+        siblings = [{"rfilename": path} for path in found[1]]
+        return self._json({"id": name, "sha": found[0], "private": repository.private, "siblings": siblings})
+
+    def _resolve(self, name: str, revision: str, path: str) -> None:
+        self.server_web.authorized += ["hub"] * self._known()
+        if (repository := self._seen(name)) is None:
+            return None
+        found = repository.at(revision)
+        content = None if found is None else found[1].get(path)
+        if content is None:
+            return self._refuse(404, "EntryNotFound")
+        if not path.endswith(".h5"):
+            return self._file(content, "")
+        oid = hashlib.sha256(content).hexdigest()
+        self.server_web.objects[oid] = content
+        return self._empty(302, {"Location": f"{self.server_web.url.replace('127.0.0.1', 'localhost')}/cdn/{oid}"})
+
+    def do_POST(self) -> None:
+        web, path = self.server_web, urlsplit(self.path).path
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self._failed(web.fault(path)):
+            return None
+        if path == "/api/validate-yaml":
+            return self._json({"errors": [], "warnings": []})
+        if path.endswith("/paths-info/main"):
+            return self._paths(path.removeprefix("/api/datasets/").removesuffix("/paths-info/main"), body)
+        if not self._known():
+            return self._refuse(401)
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked.get('organization') or 'org'}/{asked['name']}"
+            url = f"{web.url}/{'datasets/' if asked.get('type') == 'dataset' else ''}{name}"
+            if name in web.hub:
+                return self._json({"error": "it exists", "url": url}, 409)
+            private = asked.get("visibility") == "private" or bool(asked.get("private"))
+            web.hub[name] = Repository(private=private)
+            return self._json({"url": url, "name": name})
+        if path.endswith("/info/lfs/objects/batch"):
+            return self._batch(json.loads(body)["objects"])
+        name = "/".join(path.split("/")[3:5])
+        if (repository := self._seen(name)) is None:
+            return None
+        if "/preupload/" in path:
+            files = [
+                {"path": each["path"], "uploadMode": _mode(each["path"]), "shouldIgnore": False, "oid": None}
+                for each in json.loads(body)["files"]
+            ]
+            return self._json({"files": files})
+        if "/commit/" in path:
+            return self._commit(repository, name, body)
+        return self._empty(404)
+
+    def _batch(self, objects: list[dict[str, Any]]) -> None:
+        web, answers = self.server_web, []
+        for each in objects:
+            there = each["oid"] in web.objects
+            action = {"actions": {"upload": {"href": f"{web.url}/lfs/{each['oid']}"}}}
+            answers.append({**each, **({} if there else action)})
+        return self._json({"transfer": "basic", "objects": answers})
+
+    def do_PUT(self) -> None:
+        web, path = self.server_web, urlsplit(self.path).path
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self._failed(web.fault(path)):
+            return None
+        oid = path.removeprefix("/lfs/")
+        assert hashlib.sha256(body).hexdigest() == oid
+        web.objects[oid] = body
+        web.uploads.append(oid)
+        return self._empty(200)
+
+    def _commit(self, repository: Repository, name: str, body: bytes) -> None:
+        files = {}
+        for line in body.decode().splitlines():
+            each = json.loads(line)
+            if each["key"] == "file":
+                files[each["value"]["path"]] = base64.b64decode(each["value"]["content"])
+            elif each["key"] == "lfsFile":
+                files[each["value"]["path"]] = self.server_web.objects[each["value"]["oid"]]
+        commit = repository.commit(files)
+        url = f"{self.server_web.url}/datasets/{name}/commit/{commit}"
+        return self._json({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
+
+    def _paths(self, name: str, body: bytes) -> None:
+        if (repository := self._seen(name)) is None:
+            return None
+        found = []
+        for path in parse_qs(body.decode()).get("paths", []):
+            if (content := repository.commits[-1][1].get(path)) is None:
+                continue
+            entry: dict[str, Any] = {"type": "file", "path": path, "size": len(content)}
+            entry["oid"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+            if _mode(path) == "lfs":
+                oid = hashlib.sha256(content).hexdigest()
+                entry["lfs"] = {"oid": oid, "size": len(content), "pointerSize": 130}
+            found.append(entry)
+        return self._json(found)
+
+    def _refuse(self, code: int, name: str | None = None) -> None:
+        self._empty(code, {"X-Error-Code": name} if name else {})
+
+    def _json(self, value: Any, code: int = 200) -> None:
+        body = json.dumps(value).encode()
+        self._empty(code, {"Content-Type": "application/json"}, body)
+
+    def _empty(self, code: int, headers: dict[str, str] | None = None, body: bytes = b"") -> None:
+        self.send_response(code)
+        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def _mode(path: str) -> str:
+    return "lfs" if path.endswith((".h5", ".parquet", ".safetensors")) else "regular"
