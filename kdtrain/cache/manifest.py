@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.spec import CodecSpec
+from kdtrain.config.sections import Weights
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import (
     MEDIUM,
@@ -160,8 +161,7 @@ class TemperatureRange(TypedDict):
 class WeightsCost(TypedDict):
     """What it costs that the teacher's weights were held in fewer bits, on the first rows of the validation split."""
 
-    weights: str
-    """bf16, int8 or nf4."""
+    weights: Weights
     whole_loss: float
     """Cross-entropy of the teacher with its whole weights, nats a token."""
     loss: float

@@ -182,6 +182,8 @@ def pack(
         device: where the whole model is afterwards; by default where it is.
         outline: for a plan of memory; the numbers are lost.
     """
+    if kind == "nf4":
+        optional("bitsandbytes", "nf4", "nf4")  # registers the operator of `_unpack_nf4`
     head, parts, device = model.get_output_embeddings(), adapter_parts(model), device or model.device
     narrow: dict[int, nn.Parameter] = {}  # tied weights stay so
     for name, layer in [*model.named_modules()]:

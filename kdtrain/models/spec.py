@@ -74,7 +74,7 @@ class ModelSpec:
     """Run the Python code that comes with a model; only in a spec of your own."""
     lora: LoraConfig | None = None
     """Of a student: the adapters that are trained beside its frozen weights; None: all weights are trained."""
-    weights: str | None = None
+    weights: Weights | None = None
     """Format in which a teacher's weights, or the frozen ones of a student with adapters, are held: bf16, int8 or nf4;
     None: a teacher's in its dtype, a student's in float32."""
     kind: str = LOCAL
@@ -161,7 +161,7 @@ def teacher_spec(name: str, student: ModelSpec) -> ModelSpec:
     return read_spec(name, "teachers")
 
 
-def with_weights(spec: ModelSpec, weights: str | None, option: str, parallel: str) -> ModelSpec:
+def with_weights(spec: ModelSpec, weights: Weights | None, option: str, parallel: str) -> ModelSpec:
     """A spec whose weights are held in another format; None: as the spec says.
 
     parallel: how the ranks hold the model. UsageError: there are no such weights here, or they would be sharded.

@@ -79,17 +79,21 @@ class LocalTeacher(Teacher):
 
     def footprint(self, seq_len: int) -> ModelFootprint | None:
         """The model's, from its configuration alone."""
+        self._refuse_weights()
         how = {"seq_len": seq_len, "mode": self.mode, "on_gpu": self.device.type == "cuda"}
         return footprint_of(self.spec, vocab_size=None, trained=False, **how)
 
     def load(self, sharded: bool = False) -> None:
         """Load the model; on the CPU if it is sharded or packed later: it may be too large for one device."""
-        if self.spec.weights is not None:
-            refuse_weights(self.spec.weights, "--teacher-weights", self.device)
+        self._refuse_weights()
         model = load_teacher(self.spec, "cpu" if sharded or self.spec.weights else str(self.device))
         self._use(split(model.float() if self.mode == "fp32" else model))
         if not self.model.fused:
             log.info("teacher %s: output head not split off: %s", self.name, self.model.reason)
+
+    def _refuse_weights(self) -> None:
+        if self.spec.weights is not None:
+            refuse_weights(self.spec.weights, "--teacher-weights", self.device)
 
     def _use(self, model: SplitModel) -> None:
         self.model, head = model, model.head
