@@ -63,7 +63,7 @@ def loss_and_gradients(student: SplitModel) -> tuple[torch.Tensor, dict[str, tor
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", ["llama", "gpt2", "phi", "gemma2"])
+@pytest.mark.parametrize("shape", ["llama", "gpt2", "phi", "qwen3"])
 def test_a_packed_student_computes_what_its_unpacked_weights_do_and_so_do_its_gradients(shape, kind):
     ready(kind)
     packed = student_of(shape, kind)
