@@ -45,6 +45,8 @@ def test_adapters_beside_int8_weights_are_saved_alone_and_both_losses_are_shown(
     assert found["merged_validation_loss"] == pytest.approx(merged, rel=1e-5)
     assert 0 < abs(found["merged_validation_loss"] - found["best_validation_loss"]) < 0.05
     assert base.run("evaluate", "--student", "int8", "--cache", "cache", "--json").json["loss"] == pytest.approx(merged)
+    page = " ".join(base.run("inspect", "int8").stdout.split())
+    assert "beside int8 weights" in page and " merged " in page
     exported = base.run("export", "int8", "--out", "out", "--json")
     assert exported.json["validation_loss"] == found["best_validation_loss"]
     assert exported.json["merged_validation_loss"] == found["merged_validation_loss"]
