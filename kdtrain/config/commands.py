@@ -80,9 +80,12 @@ class CacheTeacherConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         served, text = self.from_logprobs is not None, self.data.data is not None
-        idle = (("--teacher-parallel", self.parallel.teacher_parallel != "auto"), ("--no-compile", not self.compile))
-        idle += (("--teacher-weights", self.teacher_weights is not None),)
-        for name, given in idle if served else ():
+        idle = {
+            "--teacher-parallel": self.parallel.teacher_parallel != "auto",
+            "--teacher-weights": self.teacher_weights is not None,
+            "--no-compile": not self.compile,
+        }
+        for name, given in idle.items() if served else ():
             refuse(given, f"{name} has no effect with --from-logprobs, which runs no teacher; leave it out")
         if self.refine is not None:
             self._refuse_idle_refinement()
