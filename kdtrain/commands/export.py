@@ -101,8 +101,8 @@ def _write(config: ExportConfig) -> dict[str, Any]:
         log.warning("%s ended with an error (%s): this is its student of step %d", run, result["stop_reason"], step)
     parameters = written_parameters(student, config.adapter)
     weights = config.torch_dtype if config.quantize is None else f"int8, the rest {config.torch_dtype}"
-    about = {"parameters": parameters, "weights": weights, "license": config.license, "adapter": config.adapter}
-    card = card_files(out.name, run, state, **about)
+    about: dict[str, Any] = {"parameters": parameters, "weights": weights, "adapter": config.adapter}
+    card = card_files(out.name, run, state, license=config.license, **about)
     given: dict[str, Any] = {"dtype": config.torch_dtype, "origin": origin_of(state), "beside": card}
     if config.adapter:
         base = _base_spec(state, config.base)

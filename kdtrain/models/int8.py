@@ -32,8 +32,8 @@ def quantize_folder(whole: Path, out: Path, most: str) -> None:
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
     def quantize() -> None:
-        config = TorchAoConfig(int8_config())
-        model: Any = AutoModelForCausalLM.from_pretrained(whole, quantization_config=config, dtype="auto")
+        options: Any = {"quantization_config": TorchAoConfig(int8_config()), "dtype": "auto"}
+        model: Any = AutoModelForCausalLM.from_pretrained(whole, trust_remote_code=False, **options)
         model.save_pretrained(out, max_shard_size=most)
 
     ask(str(whole), quantize)

@@ -14,6 +14,7 @@ from kdtrain.commands import pages
 from kdtrain.commands.inspect import _tail_rule, main
 from kdtrain.config import InspectConfig
 from kdtrain.errors import UsageError
+from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.tables import duration, number, short, show, show_page, size
 from tests.logged_runs import write_run
 
@@ -158,7 +159,8 @@ def test_the_page_of_a_run_says_what_is_trained_and_the_routers_part_of_the_loss
     trained = {"trained": "LoRA of rank 4 (alpha 32 / rank) on all-linear", "trained_parameters": 12_345}
     environment["student"] |= trained | {"router_weight": 0.5}
     path.write_text(json.dumps(environment))
-    assert main(InspectConfig(path=path.parent)) == 0
+    facts = {"checkpoints": {"step-00000040": {"step": 40, "verdict": "ok", "MiB": 1.0}}}
+    show_page(list(pages.run_page(path.parent, facts, RunRecord.read(path.parent))))
     shown = " ".join(capsys.readouterr().out.split())
     assert "(12.3k trained: LoRA of rank 4 (alpha 32 / rank) on all-linear)" in shown
     assert ".9 kl + .1 ce + .5 router" in shown
