@@ -116,9 +116,10 @@ def _write(config: ExportConfig) -> dict[str, Any]:
     found = {"student": str(out), "checkpoint": path.name, "step": step, "parameters": parameters}
     if (kind := state["student"].get("weights")) is None:
         return found
-    progress, best = state["progress"], result or {}
+    progress, merged = state["progress"], None
     loss = progress["last_loss"] if progress["validated_step"] == step else None
-    merged = best.get("merged_validation_loss") if best.get("best_step") == step else None
+    if result is not None and result.get("best_step") == step:
+        merged = result.get("merged_validation_loss")
     log.info("%s", merged_line(kind, loss, merged, str(out)))
     return found | {"base_weights": kind, "validation_loss": loss, "merged_validation_loss": merged}
 

@@ -29,7 +29,7 @@ from kdtrain.training.state import load_saved
 from kdtrain.training.step import out_of_memory
 from kdtrain.training.student import Student
 from kdtrain.training.trainer import Trainer
-from kdtrain.training.validate import validate
+from kdtrain.training.validate import validate_members
 
 _OTHER_EXPORT = 600.0
 """Seconds that a run waits at its end for a `kdtrain export` to the same folder."""
@@ -212,13 +212,13 @@ class Run:
         if world_size() > 1:
             return None
         try:
-            given = {"vocab_size": own.vocab_size, "mode": own.mode, "document_mask": own.document_mask}
-            whole = Student(student.to(own.device), own.loss, **given).eval()
             size = {"micro": trainer.stepper.micro, "batches": trainer.validation_batches}
-            metrics = validate(whole, trainer.validation_source, **size)
+            model = student.to(own.device)
+            whole = Student(model, own.loss, vocab_size=own.vocab_size, mode=own.mode, document_mask=own.document_mask)
+            found = validate_members(whole.eval(), trainer.validation_source, **size)
         except torch.OutOfMemoryError:
             return None
-        return None if metrics is None else metrics.mean("cross_entropy")
+        return None if found is None else found[0].mean("cross_entropy")
 
     def _best(self) -> Path:
         store = self.trainer.store

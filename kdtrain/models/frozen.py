@@ -155,7 +155,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        matrix_OD, scale_O = _FORMATS[ctx.kind].unpack(*ctx.saved_tensors, ctx.shape, dy.dtype)
+        packed, scale = ctx.saved_tensors
+        matrix_OD, scale_O = _FORMATS[ctx.kind].unpack(packed, scale, ctx.shape, dy.dtype)
         dy = dy if scale_O is None else (dy * scale_O).to(dy.dtype)
         return (dy @ matrix_OD).to(ctx.dtype), *(None,) * 5
 
