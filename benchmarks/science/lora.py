@@ -8,6 +8,7 @@ distils the teacher from a cache of another text (the docstrings of installed li
 same base, in as many steps and over the same batches. Each kind has rates of its own: all are tried with the first
 seed, and the best, by validation loss, with the other seeds. Validation loss, trained parameters, bytes of a
 checkpoint, peak memory and tokens a second are those of the runs; times and memory mean something on a quiet machine.
+"int8 base" is rank 16 beside frozen weights in int8; its loss merged into the whole ones is another number.
 
 `head` is the objective alone, with a trained and with a frozen head, each in a process of its own.
 
@@ -32,6 +33,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "all weights": (),
     "frozen head": ("--freeze-head",),
     **{f"rank {rank}": ("--lora-rank", f"{rank}") for rank in (4, 16, 64)},
+    "int8 base": ("--lora-rank", "16", "--base-weights", "int8"),
 }
 RATES = {"all weights": (2.5e-4, 5e-4, 1e-3, 2e-3), "frozen head": (2.5e-4, 5e-4, 1e-3, 2e-3)}
 OF_ADAPTERS = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -124,6 +126,7 @@ def _measured(folder: Path, answer: dict[str, Any]) -> dict[str, Any]:
     return {
         "begins_at": answer.get("first_validation_loss"),
         "validation_loss": answer.get("best_validation_loss"),
+        "merged_validation_loss": answer.get("merged_validation_loss"),
         "teacher": answer.get("teacher_validation_loss"),
         "trained_parameters": student.get("trained_parameters", student["parameters"]),
         "checkpoint_bytes": sum(file.stat().st_size for file in newest.iterdir()),
@@ -144,6 +147,8 @@ def _row(kind: str, rate: float, records: list[dict[str, Any]]) -> dict[str, Any
     losses = [each["validation_loss"] for each in own]
     names = ("trained_parameters", "checkpoint_bytes", "peak_memory_mb", "tokens_per_second")
     numbers = {name: mean(each[name] for each in own) if own and own[0][name] else None for name in names}
+    merged = [each["merged_validation_loss"] for each in own if each.get("merged_validation_loss")]
+    numbers |= {"merged_validation_loss": mean(merged)} if merged else {}
     return {"lr": rate, "validation_loss": mean(losses) if losses else None, "losses": losses, **numbers}
 
 

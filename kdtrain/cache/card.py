@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.manifest import Manifest, Parent
+from kdtrain.cache.manifest import Manifest, Parent, weights_line
 from kdtrain.errors import printable
 from kdtrain.files import LARGE, publish_text, read_text
 
@@ -107,6 +107,7 @@ def _body(manifest: Manifest, licenses: Mapping[str, str] | None, where: str | N
     yield "|---|---|"
     rows: dict[str, Any] = {
         "teacher": _teacher(record),
+        **({} if manifest.weights_cost is None else {"its weights": weights_line(manifest.weights_cost)}),
         "text": ", ".join(f"{key} {value}" for key, value in settings.data.items() if isinstance(value, str | int)),
         **dict(_origin(manifest.origin or {})),
         "kept": kept,

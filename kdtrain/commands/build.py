@@ -9,8 +9,9 @@ from kdtrain.cache.manifest import refuse_tokenizer, refuse_vocabulary
 from kdtrain.commands.agreement import agree, code, weights_digest
 from kdtrain.commands.recipe import PARTS, Recipe
 from kdtrain.commands.run import Run
-from kdtrain.models.adapters import frozen_digest, restrict
+from kdtrain.models.adapters import restrict
 from kdtrain.models.attention import choose_kernel
+from kdtrain.models.frozen import pack_student
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import (
     architecture,
@@ -81,12 +82,14 @@ def _load_student(recipe: Recipe) -> SplitModel:
     """Load the student with fp32 weights, split it into backbone and head, and check it against the data."""
     config, spec, facts = recipe.config, recipe.student, recipe.facts
     size = None if spec.config is None or "vocab_size" in spec.config else facts.vocab_size
-    device = "cpu" if recipe.plan.student == "fsdp" else str(recipe.device)  # it may be too large for one device
-    model = load_student(spec, vocab_size=size, seed=config.seed, device=device)
+    whole = recipe.plan.student != "fsdp" and spec.weights is None  # else it may be too large for one device
+    model = load_student(spec, vocab_size=size, seed=config.seed, device=str(recipe.device) if whole else "cpu")
     if config.activation_checkpointing:
         checkpoint_activations(model)
     student = split(model)
     restrict(student, spec.lora, config.freeze_head, config.seed)
+    if spec.weights is not None:
+        pack_student(student, spec.weights, recipe.device)
     refuse_vocabulary(student.vocab_size, facts.vocab_size, facts.tokenizer_size)
     check_fits(student, spec.name, facts.seq_len, facts.document_mask)
     with recipe.allowing("tokenizer"):
@@ -102,7 +105,8 @@ def _identity(recipe: Recipe, model: SplitModel, teacher: Teacher | None) -> dic
     attention = recipe.student.attention
     student: dict[str, Any] = {"name": recipe.student.name, "architecture": architecture(model), "attention": attention}
     if model.frozen:
-        student["base"] = frozen_digest(model, model.frozen)
+        student["base"] = model.base
+        student |= {} if recipe.student.weights is None else {"weights": recipe.student.weights}
         student |= {"freeze_head": True} if recipe.config.freeze_head else {}
         student |= {} if model.lora is None else {"lora": dataclasses.asdict(model.lora)}
     digest = None if teacher is None else teacher.digest

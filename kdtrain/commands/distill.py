@@ -116,7 +116,7 @@ def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) 
 
 def _export(run: Run, result: dict[str, Any]) -> None:
     try:
-        on_main(run.export)
+        result |= on_main(run.export)
     except UsageError as error:  # training is over: it failed while running
         raise reported(RunError(str(error))) from None
     result["student"] = str(run.out / "student")

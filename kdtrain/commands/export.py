@@ -16,7 +16,7 @@ from kdtrain.commands.run_folder import TOKENIZER, is_run, refuse_no_folder
 from kdtrain.config import ExportConfig
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import refuse_displacing, refuse_leading_out, typed
-from kdtrain.models.adapters import frozen_digest, lora_of, restrict
+from kdtrain.models.adapters import lora_of, restrict
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.int8 import refuse_without_torchao
 from kdtrain.models.loading import (
@@ -113,7 +113,22 @@ def _write(config: ExportConfig) -> dict[str, Any]:
     out = out if out.exists() else out.resolve()  # missing/../x
     if aside:
         log.warning("%s held more than an export, and is now %s", out, aside)
-    return {"student": str(out), "checkpoint": path.name, "step": step, "parameters": parameters}
+    found = {"student": str(out), "checkpoint": path.name, "step": step, "parameters": parameters}
+    if (kind := state["student"].get("weights")) is None:
+        return found
+    progress, merged = state["progress"], None
+    loss = progress["last_loss"] if progress["validated_step"] == step else None
+    if result is not None and result.get("best_step") == step:
+        merged = result.get("merged_validation_loss")
+    log.info("%s", merged_line(kind, loss, merged, str(out)))
+    return found | {"base_weights": kind, "validation_loss": loss, "merged_validation_loss": merged}
+
+
+def merged_line(kind: str, loss: float | None, merged: float | None, out: str) -> str:
+    """Both validation losses of adapters that were trained beside packed weights; None: not measured."""
+    trained = "not measured at this step" if loss is None else f"{loss:.4f}"
+    other = f"measure that with kdtrain evaluate --student {out} --cache ..." if merged is None else f"{merged:.4f}"
+    return f"validation loss beside the {kind} weights {trained}; merged into the whole ones, another model: {other}"
 
 
 def written_parameters(student: SplitModel, adapter: bool = False) -> int:
@@ -220,10 +235,10 @@ def _on_its_base(state: Mapping[str, Any], weights: Mapping[str, Any], base: str
         model.generation_config = generation_from("its student", state["generation"])
     student = split(model)
     restrict(student, lora, bool(saved.get("freeze_head")), seed=0)
-    if (digest := frozen_digest(student, student.frozen)) != saved["base"]:
+    if student.base != saved["base"]:
         raise UsageError(
-            f"it holds only what was trained, and the weights of {spec.name} ({digest[:12]}) are not those that it was "
-            f"trained with ({printable(saved['base'])[:12]}); name these with kdtrain export --base"
+            f"it holds only what was trained, and the weights of {spec.name} ({student.base[:12]}) are not those that "
+            f"it was trained with ({printable(saved['base'])[:12]}); name these with kdtrain export --base"
         )
     return student
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import kdtrain
 from kdtrain.cache.card import CARD, license_lines, word
-from kdtrain.cache.manifest import Manifest, read_manifest
+from kdtrain.cache.manifest import Manifest, read_manifest, weights_line
 from kdtrain.commands.run_folder import to_toml
 from kdtrain.config import DistillConfig
 from kdtrain.config.values import fields_of, marked
@@ -163,12 +163,18 @@ def _body(
             teachers[word(public(teacher))] = None
         if record.get("weights_digest"):
             rows[f"teacher's weights{of}"] = f"{record['weights_digest']} in {record.get('dtype')}"
+        if manifest is not None and manifest.weights_cost is not None:
+            rows[f"their cost{of}"] = weights_line(manifest.weights_cost)
         rows[f"cache{of}"] = each.get("digest")
         if manifest is not None:
             data = manifest.settings.data.items()
             rows[f"text{of}"] = ", ".join(f"{key} {public(value)}" for key, value in data if value is not None)
     if "caches" in state:
         rows["their mixture"] = state["cache"]
+    if (kind := state["student"].get("weights")) is not None:
+        rows["trained"] = (
+            f"adapters beside {kind} weights, of which the losses below are; merged they are another model"
+        )
     rows |= {"step": f"{progress['step']:,}", "tokens": f"{progress['tokens']:,}"}
     for key, words in _LOSSES.items():
         if isinstance(progress.get(key), float):

@@ -19,7 +19,7 @@ from typing import Any
 from rich.table import Table
 
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.manifest import Manifest, Parent, Sidecar, TemperatureRange
+from kdtrain.cache.manifest import Manifest, Parent, Sidecar, TemperatureRange, weights_line
 from kdtrain.commands.kinds import is_training
 from kdtrain.commands.result import RESULT
 from kdtrain.files import open_regular, parse_json, read_json, typed
@@ -56,7 +56,8 @@ def run_page(path: Path, facts: Mapping[str, Any], record: RunRecord) -> Iterato
     source = f" from {' and '.join(map(str, named)) if isinstance(named, list) else named}" if named else ""
     teacher = f" with teacher {options['teacher']}" if options.get("teacher") else ""
     if isinstance(count := student.get("trained_parameters"), int):
-        parameters += f" ({short(count)} trained: {student.get('trained')})"
+        held = f", beside {kind} weights" if (kind := student.get("base_weights")) else ""
+        parameters += f" ({short(count)} trained: {student.get('trained')}{held})"
     yield f"{path}: {name}{parameters}{source}{teacher}, {environment.get('mode')} on {environment.get('device')}"
     state, ended = _state(path, record)
     yield ended
@@ -217,7 +218,8 @@ def _losses(result: Mapping[str, Any], record: RunRecord) -> Iterator[Part]:
     teacher = result.get("teacher_validation_loss")
     if teacher is None and record.validations:
         teacher = record.validations[-1].get("validation/teacher_loss")
-    for name, value in (("teacher", teacher), ("cross-entropy", result.get("cross_entropy_validation_loss"))):
+    others = {"merged": "merged_validation_loss", "cross-entropy": "cross_entropy_validation_loss"}
+    for name, value in (("teacher", teacher), *((name, result.get(key)) for name, key in others.items())):
         if isinstance(value, int | float) and math.isfinite(value):
             header.append(name)
             row.append(_three(value))
@@ -345,6 +347,8 @@ def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -
         if found["min"] == found["max"] and codec.top_k:  # a top-k from elsewhere
             error = "what lies outside of the entries is not known"
         yield f"{_temperatures(found)} ({error})"
+    if manifest.weights_cost is not None:
+        yield weights_line(manifest.weights_cost)
     if facts.get("tail rule"):
         yield f"tail rule {facts['tail rule']}"
     if manifest.origin:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from kdtrain.cache.address import parse_address
@@ -28,16 +29,18 @@ from kdtrain.files import set_aside
 from kdtrain.imports import optional
 from kdtrain.models.adapters import is_adapter, read_adapter
 from kdtrain.models.attention import resolve_attention
+from kdtrain.models.frozen import refuse_weights
 from kdtrain.models.loading import load_tokenizer
-from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec
+from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.monitor.tables import short
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.divergence import refuse
 from kdtrain.parallel.memory_plan import Job, Plan, fitting_micro_batch, free_everywhere, job_of, plan_run
 from kdtrain.precision.backends import Formats, formats_of
 from kdtrain.precision.modes import why_not_compile, why_not_tf32
-from kdtrain.ranks import on_main, pick_device, raise_on_all_ranks, reported, world_size
-from kdtrain.teaching.teacher import Teacher, open_teacher
+from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, reported, world_size
+from kdtrain.teaching.teacher import MEASURED, Teacher, open_teacher
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.sources.build import open_source
 from kdtrain.training.sources.mixture import mix
@@ -159,7 +162,11 @@ def resolve(
         for name, text in given.monitor.loggers:
             LOGGERS.get(name).ready(text)
         student, formats = student_spec(given), formats_of(given.precision, given.quantization, device)
+        student = _with_base_weights(given, student, formats, device)
         taught_by = None if given.teacher is None else teacher_spec(given.teacher, student)
+        if taught_by is not None:
+            held = given.teacher_weights, "--teacher-weights", given.parallel.teacher_parallel
+            taught_by = with_weights(taught_by, *held)
         teacher = None if taught_by is None else open_teacher(taught_by, device, formats.high)
         sources = {} if given.data.data is not None else open_sources(given, given.cache)
         facts = sources["train"].facts if sources else None
@@ -192,6 +199,10 @@ def resolve(
             if given.source != "cache":  # it may have targets of its own
                 objective = _with_bounds(given.objective, sources["train"].facts, teacher is not None)
                 config = replace(config, objective=objective)
+    if teacher is not None:
+        with raise_on_all_ranks():
+            rows = sources["validation"]
+            teacher.pack(_first_rows(rows, micro) if is_main() else (), document_mask=rows.facts.document_mask)
     return Recipe(
         given=given,
         config=config,
@@ -305,6 +316,31 @@ def _lora(config: DistillConfig, student: ModelSpec) -> LoraConfig | None:
     if config.freeze_head:
         raise UsageError("--freeze-head has no effect with adapters, which never train the head; leave it out")
     return lora
+
+
+def _with_base_weights(config: DistillConfig, spec: ModelSpec, formats: Formats, device: torch.device) -> ModelSpec:
+    """The student's spec with the format of its frozen weights. Refuses what that cannot be combined with."""
+    spec = with_weights(spec, config.base_weights, "--base-weights", config.parallel.parallel)
+    if (kind := spec.weights) is None:
+        return spec
+    what = f"--base-weights {kind}"
+    if spec.lora is None:
+        raise UsageError(f"{what} is for weights that are not trained, and all are; add --lora-rank, or leave it out")
+    if spec.lora.lora_dora:
+        raise UsageError(f"{what} cannot be used with --lora-dora, which needs whole weights; leave one of them out")
+    if formats.choice is not None:
+        raise UsageError(
+            f"{what} cannot be used with --precision {formats.choice.mode}, which would quantise the frozen weights "
+            "again; use --precision bf16, or leave it out"
+        )
+    refuse_weights(kind, "--base-weights", device)
+    return spec
+
+
+def _first_rows(source: Source, size: int) -> Iterator[Batch]:
+    """The first sequences of a split, on which the cost of a teacher's packed weights is measured."""
+    count = min(len(source), MEASURED)
+    return (source.read(np.arange(start, min(start + size, count))) for start in range(0, count, size))
 
 
 def _micro_batch(config: DistillConfig, job: Job | None, free: float | None) -> int:

@@ -232,6 +232,12 @@ def _refuse_other_training(saved: dict[str, Any], own: dict[str, Any], path: Pat
     if saved.get("lora") != own.get("lora") or saved.get("freeze_head") != own.get("freeze_head"):
         before, now = map(_trained, (saved, own))
         raise UsageError(f"{path} trained {before}, and this run trains {now}; give the same, or name another --out")
+    if saved.get("weights") != own.get("weights"):
+        before, now = (each.get("weights") or "full" for each in (saved, own))
+        raise UsageError(
+            f"{path} was trained beside {before} frozen weights, and this run has {now} ones; give the same "
+            "--base-weights, or name another --out"
+        )
     if saved.get("base") != own.get("base"):
         raise UsageError(
             f"{path} holds only what was trained, beside other weights than those of this student (their digests "

@@ -22,6 +22,7 @@ from kdtrain.config.sections import (
     PrecisionConfig,
     QuantizationConfig,
     StoppingConfig,
+    Weights,
 )
 from kdtrain.config.values import LOCAL_LIMIT, Options, option, refuse
 
@@ -56,6 +57,8 @@ class CacheTeacherConfig(Options):
     """Instead of --data: a cache of this teacher's samples; as many more are drawn, between them, for kdtrain merge."""
     config: Path | None = option(None, per_rank=True, once=True, brief="A TOML file with any options, in sections.")
     """TOML file with the same options, grouped in sections; a flag wins over it."""
+    teacher_weights: Weights | None = option(None, brief="Hold it in bf16, int8 or nf4: its cost is measured.")
+    """Hold the teacher's weights in bf16, int8 or nf4 (a GPU); what that costs is measured and kept (docs/lora.md)."""
     batch_size: int = option(16, least=1, brief="Sequences in one forward of the teacher.")
     """Sequences in one forward of the teacher."""
     sequences_per_shard: int = option(512, least=1)
@@ -77,8 +80,12 @@ class CacheTeacherConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         served, text = self.from_logprobs is not None, self.data.data is not None
-        idle = (("--teacher-parallel", self.parallel.teacher_parallel != "auto"), ("--no-compile", not self.compile))
-        for name, given in idle if served else ():
+        idle = {
+            "--teacher-parallel": self.parallel.teacher_parallel != "auto",
+            "--teacher-weights": self.teacher_weights is not None,
+            "--no-compile": not self.compile,
+        }
+        for name, given in idle.items() if served else ():
             refuse(given, f"{name} has no effect with --from-logprobs, which runs no teacher; leave it out")
         if self.refine is not None:
             self._refuse_idle_refinement()
@@ -154,6 +161,8 @@ class DistillConfig(Options):
     """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a folder, a hub id, or self (docs/lora.md)."""
+    teacher_weights: Weights | None = option(None, needs="teacher")
+    """Hold the online teacher's weights in bf16, int8 or nf4 (a GPU); what that costs is measured (docs/lora.md)."""
     source: str = option("cache", check=SOURCES.check)
     """What reads the sequences of --cache or of the packed --data; listed below."""
     config: Path | None = option(
@@ -174,6 +183,8 @@ class DistillConfig(Options):
     """Store only the inputs of the student's layers and recompute the rest: less memory, a third more time."""
     freeze_head: bool = False
     """Train all but the student's output head, and the embedding where it is tied to it; adapters never train it."""
+    base_weights: Weights | None = None
+    """Hold the frozen weights beside adapters in bf16, int8 or nf4 (a GPU) instead of fp32 (docs/lora.md)."""
     allow_mismatch: tuple[Literal["tokenizer", "cache"], ...] = option((), free=True)
     """Accept a student whose tokenizer is not the cache's, or a cache other than the one the run started with."""
     seed: int = option(0, least=0, most=2**63 - 1)

@@ -13,6 +13,9 @@ from kdtrain.config.choices import BACKENDS, DIVERGENCES, IGNORES_T, LEARNS, LOG
 from kdtrain.config.values import Options, flag, option, refuse
 from kdtrain.errors import UsageError
 
+Weights = Literal["bf16", "int8", "nf4"]
+"""Formats of frozen weights that take fewer bits (`kdtrain.models.frozen`)."""
+
 
 def _check_split(split: str) -> None:
     known = split in ("train", "validation", "test")

@@ -75,6 +75,7 @@ def restrict(student: SplitModel, lora: LoraConfig | None, freeze_head: bool, se
         student.model.get_output_embeddings().requires_grad_(False)
     if lora is not None or freeze_head:
         student.frozen = frozen_names(student)
+        student.base = frozen_digest(student, student.frozen)
 
 
 def inject(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
@@ -225,6 +226,7 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
         if not any(name.startswith(f"{layer}.") for layer in layers):
             state[name] = tensor
     for name, layer in layers.items():
+        assert isinstance(layer.get_base_layer(), nn.Linear | Conv1D), "packed weights are not merged"
         alone = copy.deepcopy(layer)  # one at a time: a copy of the whole model may not fit
         alone.merge()
         state |= {f"{name}.{key}": each.cpu() for key, each in alone.get_base_layer().state_dict().items()}

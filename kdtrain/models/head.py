@@ -43,7 +43,8 @@ class SplitModel(nn.Module):
 
     `model` is the only submodule, so that the keys of the state dict are `model.` and the names of transformers.
     `fused`: whether the head is split off; `reason`: why not. `separates_documents`: whether `segments` work. `frozen`:
-    entries of the state dict that are not trained, where that is a part of it; `lora`: the adapters, if there are any.
+    entries of the state dict that are not trained, where that is a part of it; `base`: the digest of these as they were
+    loaded; `lora`: the adapters, if there are any.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -53,6 +54,7 @@ class SplitModel(nn.Module):
         self.reason = ""
         self.separates_documents = False
         self.frozen: frozenset[str] = frozenset()
+        self.base = ""
         self.lora: LoraConfig | None = None
         self._scale = 1.0
         self._softcap: float | None = None

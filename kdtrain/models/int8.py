@@ -12,6 +12,12 @@ from kdtrain.imports import optional
 from kdtrain.models.hub import ask
 
 
+def int8_config() -> Any:
+    """How torchao makes int8 weights: symmetric, a scale for each row; no setting of the compiler changes."""
+    quantization: Any = optional("torchao.quantization", "fp8", "int8")
+    return quantization.Int8WeightOnlyConfig(version=2, set_inductor_config=False)
+
+
 def refuse_without_torchao() -> None:
     """Raise a UsageError if torchao is not installed."""
     optional("torchao", "fp8", "--quantize int8")
@@ -23,12 +29,10 @@ def quantize_folder(whole: Path, out: Path, most: str) -> None:
     UsageError: torchao is missing or refuses the model.
     """
     refuse_without_torchao()
-    quantization: Any = optional("torchao.quantization", "fp8", "--quantize int8")
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
     def quantize() -> None:
-        config = TorchAoConfig(quantization.Int8WeightOnlyConfig(version=2))
-        options: Any = {"quantization_config": config, "dtype": "auto"}
+        options: Any = {"quantization_config": TorchAoConfig(int8_config()), "dtype": "auto"}
         model: Any = AutoModelForCausalLM.from_pretrained(whole, trust_remote_code=False, **options)
         model.save_pretrained(out, max_shard_size=most)
 

@@ -14,9 +14,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kdtrain.config import LoraConfig
+from kdtrain.config.sections import Weights
 from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import canonical_json, read_toml
 from kdtrain.registry import nearest
@@ -73,6 +74,9 @@ class ModelSpec:
     """Run the Python code that comes with a model; only in a spec of your own."""
     lora: LoraConfig | None = None
     """Of a student: the adapters that are trained beside its frozen weights; None: all weights are trained."""
+    weights: Weights | None = None
+    """Format in which a teacher's weights, or the frozen ones of a student with adapters, are held: bf16, int8 or nf4;
+    None: a teacher's in its dtype, a student's in float32."""
     kind: str = LOCAL
     """The kind of a teacher: local, or one that a package registers; a student is local."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -84,6 +88,10 @@ class ModelSpec:
         for key, allowed in (("dtype", DTYPES), ("attention", ATTENTIONS), ("init", INITS)):
             if (value := getattr(self, key)) not in allowed:
                 raise ValueError(f"{key} = '{value}' is unknown; use {', '.join(allowed)}")
+        if self.weights not in (None, *get_args(Weights)):
+            raise ValueError(f"weights = '{self.weights}' is unknown; use {', '.join(get_args(Weights))}")
+        if self.weights is not None and self.kind != LOCAL:
+            raise ValueError(f"weights are those of a model that is loaded here; take it out of a kind = '{self.kind}'")
         if self.init == "teacher-layers":
             if self.teacher is None or not self.layers:
                 raise ValueError("init = 'teacher-layers' needs teacher (a spec) and layers (a list of numbers)")
@@ -148,7 +156,23 @@ def read_spec(spec: str, kind: Literal["teachers", "students"] = "students") -> 
 
 def teacher_spec(name: str, student: ModelSpec) -> ModelSpec:
     """The spec of the teacher of a student: as `read_spec`, or of the student itself."""
-    return replace(student, name=SELF, kind=SELF, lora=None) if name == SELF else read_spec(name, "teachers")
+    if name == SELF:
+        return replace(student, name=SELF, kind=SELF, lora=None, weights=None)
+    return read_spec(name, "teachers")
+
+
+def with_weights(spec: ModelSpec, weights: Weights | None, option: str, parallel: str) -> ModelSpec:
+    """A spec whose weights are held in another format; None: as the spec says.
+
+    parallel: how the ranks hold the model. UsageError: there are no such weights here, or they would be sharded.
+    """
+    try:
+        spec = spec if weights is None else replace(spec, weights=weights)
+    except ValueError as error:
+        raise UsageError(f"{option} {weights}: {error}") from None
+    if spec.weights is not None and parallel == "fsdp":
+        raise UsageError(f"{option} {spec.weights} cannot be sharded over ranks; leave it or fsdp out")
+    return spec
 
 
 def paths_of(spec: str, kind: Literal["teachers", "students"] = "students") -> dict[str, str]:
@@ -268,9 +292,9 @@ def _relative_to(folder: Path, source: str, where: str) -> str:
 
 
 def _refuse_wrong_types(spec: ModelSpec) -> None:
-    for key in ("name", "kind", "source", "tokenizer", "dtype", "attention", "init", "teacher", "revision"):
+    for key in ("name", "kind", "source", "tokenizer", "dtype", "attention", "init", "teacher", "revision", "weights"):
         value = getattr(spec, key)
-        optional = key in ("source", "tokenizer", "teacher", "revision")
+        optional = key in ("source", "tokenizer", "teacher", "revision", "weights")
         if not (isinstance(value, str) and value) and not (optional and value is None):
             raise ValueError(f"{key} = {value!r}: write a string that is not empty")
     for key in ("config", "options"):

@@ -21,7 +21,8 @@ tokens in a micro-batch, w ranks that share one copy (1 unless sharded), c bytes
                           + a chunk of logits, several times (`LOGITS`)
     teacher               its weights, / w with w ranks; its head in fp32; its hidden states, 4 N D
 
-Of weights that are not trained, P counts in neither moments, gradients, snapshots nor the copy for a save: 4 P / w.
+Of weights that are not trained, P counts in neither moments, gradients, snapshots nor the copy for a save: 4 P / w, or
+the bytes of the fewer bits in which they are held.
 
 The first choice is both whole on each rank, because it exchanges least; then the teacher sharded, then the student,
 then both; then the same with a sharded student whose micro-batches add up sharded gradients. A job that does not fit in
@@ -33,7 +34,8 @@ and only its configuration is read from the hub. A model whose code needs number
 is logged.
 
 Given up: buffers of the communication library, the allocator's waste and the copies that emulated formats keep are not
-counted; a compiled graph keeps about two thirds of the activations counted here.
+counted, nor a packed weight while it is unpacked; a compiled graph keeps about two thirds of the activations counted
+here.
 """
 
 import copy
@@ -51,6 +53,7 @@ from kdtrain.config import CacheTeacherConfig, DistillConfig, ParallelConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.adapters import sketch
 from kdtrain.models.attention import CAUSAL, FUSED, fits_causal
+from kdtrain.models.frozen import frozen_bytes, pack
 from kdtrain.models.hub import attention_option, never_asking
 from kdtrain.models.loading import checkpoint_activations, load_tokenizer
 from kdtrain.models.scratch import configuration, layers_config
@@ -85,10 +88,12 @@ class ModelFootprint:
     kept_by_checkpoints: float = 0.0  # the same with activation checkpointing; equal if the model does not support it
     kept_once: float = 0.0  # bytes that a forward keeps besides, whatever its number of sequences
     kept_once_by_checkpoints: float = 0.0
-    weight_bytes: int = 4  # of a stored weight
+    weight_bytes: float = 4  # of a stored weight
     frozen: int = 0  # parameters that are not trained, of a student that trains a part
+    frozen_bytes: float = 4  # of one of these
     frozen_in_layers: int = 0
     frozen_head: bool = False
+    packed: bool = False  # weights in fewer bits, which are not sharded
 
     @property
     def trained(self) -> int:
@@ -131,19 +136,23 @@ def model_footprint(
             sketch(model, spec.lora)
         if freeze_head:
             model.get_output_embeddings().requires_grad_(False)
+        layers, head = layers_of(model), model.get_output_embeddings()
+        sizes = _sizes(model, layers)
+        if spec.weights is not None and trained:
+            pack(model, spec.weights, fused=True, outline=True)
         width, kept, kept_once = _forward(model, seq_len, mode)
         by_checkpoints = kept, kept_once
         if trained and model.supports_gradient_checkpointing:
             checkpoint_activations(model)
             by_checkpoints = _forward(model, seq_len, mode)[1:]
-        layers = layers_of(model)
-        head = model.get_output_embeddings()
-        inside = [each for layer in layers for each in layer.parameters()]
+        weight_bytes = 4.0 if trained or mode == "fp32" else getattr(torch, spec.dtype).itemsize
+        if spec.weights is not None and not trained:
+            pack(model.requires_grad_(False), spec.weights, fused=True, outline=True)
+            weight_bytes = frozen_bytes(model) / sizes["parameters"]
         return ModelFootprint(
             name=spec.name,
-            parameters=sum(each.numel() for each in model.parameters()),
             layers=len(layers),
-            in_layers=sum(each.numel() for each in inside),
+            **sizes,
             width=width,
             vocabulary=int(head.weight.shape[0]),
             tied=head.weight is model.get_input_embeddings().weight,
@@ -151,11 +160,22 @@ def model_footprint(
             kept_by_checkpoints=by_checkpoints[0],
             kept_once=kept_once,
             kept_once_by_checkpoints=by_checkpoints[1],
-            weight_bytes=4 if trained or mode == "fp32" else getattr(torch, spec.dtype).itemsize,
-            frozen=sum(each.numel() for each in model.parameters() if not each.requires_grad),
-            frozen_in_layers=sum(each.numel() for each in inside if not each.requires_grad),
+            weight_bytes=weight_bytes,
+            frozen_bytes=frozen_bytes(model) / sizes["frozen"] if sizes["frozen"] else 4.0,
             frozen_head=not head.weight.requires_grad,
+            packed=spec.weights is not None,
         )
+
+
+def _sizes(model: Any, layers: list[torch.nn.Module]) -> dict[str, int]:
+    """Numbers of a model's parameters, and of those in its layers and not trained."""
+    inside = [each for layer in layers for each in layer.parameters()]
+    return {
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "in_layers": sum(each.numel() for each in inside),
+        "frozen": sum(each.numel() for each in model.parameters() if not each.requires_grad),
+        "frozen_in_layers": sum(each.numel() for each in inside if not each.requires_grad),
+    }
 
 
 def _configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
@@ -274,7 +294,7 @@ def choose(
     """
     if world > 1 and options.shard_size is not None and world % options.shard_size:
         raise UsageError(f"--shard-size {options.shard_size} does not divide {world} ranks; choose one that does")
-    plans = [estimated(plan, job, world) if job else plan for plan in _candidates(options, world, online)]
+    plans = [estimated(plan, job, world) if job else plan for plan in _candidates(options, world, online, job)]
     if job is None or free is None:
         return plans[0]
     for plan in plans:
@@ -291,12 +311,16 @@ def choose(
     )
 
 
-def _candidates(options: ParallelConfig, world: int, online: bool) -> list[Plan]:
+def _candidates(options: ParallelConfig, world: int, online: bool, job: Job | None) -> list[Plan]:
     """The plans that the options allow, by preference."""
     if world == 1:
         return [Plan("single", "replicate" if online else "none")]
     students: list[Literal["ddp", "fsdp"]] = ["ddp", "fsdp"]
     teachers: list[Literal["none", "replicate", "fsdp"]] = ["replicate", "fsdp"] if online else ["none"]
+    if job is not None and job.student.packed:
+        students.remove("fsdp")
+    if job is not None and job.teacher is not None and job.teacher.packed:
+        teachers.remove("fsdp")
     ways: list[Literal["whole", "sharded"]] = ["whole", "sharded"]
     return [
         Plan(student, teacher, options.shard_size, way)
@@ -310,7 +334,7 @@ def _candidates(options: ParallelConfig, world: int, online: bool) -> list[Plan]
 
 
 def _fits(options: ParallelConfig, world: int, job: Job, free: float) -> bool:
-    plans = (estimated(plan, job, world) for plan in _candidates(options, world, job.teacher is not None))
+    plans = (estimated(plan, job, world) for plan in _candidates(options, world, job.teacher is not None, job))
     return any(plan.total <= USABLE * free for plan in plans)
 
 
@@ -351,7 +375,8 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
     shared = (plan.shard_size or world) if plan.student == "fsdp" else 1
     root, in_layer = student.parameters - student.in_layers, student.in_layers / max(student.layers, 1)
     whole, masters = 4.0 * student.trained, 12 * student.trained / shared
-    state = {"weights and moments": masters + 4 * student.frozen / shared, "snapshots": job.snapshots * masters}
+    weights = masters + student.frozen_bytes * student.frozen / shared
+    state = {"weights and moments": weights, "snapshots": job.snapshots * masters}
     asked = 0.0
     if teacher is not None:
         sharded = (plan.shard_size or world) if plan.teacher == "fsdp" else 1
@@ -494,7 +519,7 @@ def shards_teacher(
         return wanted == "fsdp"
     tokens = config.batch_size * seq_len
     working = CACHE_LOGITS * 4.0 * tokens * teacher.vocabulary + _of_a_layer(teacher, tokens)
-    ways = [1] * (wanted != "fsdp") + [world] * (wanted != "replicate" and world > 1)
+    ways = [1] * (wanted != "fsdp") + [world] * (wanted != "replicate" and world > 1 and not teacher.packed)
     needs = {shared: working + _teacher_held(teacher, shared) for shared in ways}
     for shared, need in needs.items():
         if need <= USABLE * free:

@@ -11,7 +11,7 @@ import dataclasses
 from torch import Tensor
 
 from kdtrain.errors import UsageError
-from kdtrain.models.adapters import adapted, adapters_off, frozen_digest
+from kdtrain.models.adapters import adapted, adapters_off
 from kdtrain.models.head import SplitModel
 from kdtrain.parallel.memory_plan import ModelFootprint
 from kdtrain.teaching.local import LocalTeacher
@@ -42,7 +42,7 @@ class SelfTeacher(LocalTeacher):
         """Use the student's backbone and, before it is sharded, its output head."""
         if not adapted(student):
             raise UsageError("--teacher self is the student without its adapters, and it has none; add --lora-rank")
-        self._digest = frozen_digest(student, student.frozen)
+        self._digest = student.base
         self._use(student)
 
     def prepare(self, *, sharded: bool = False, shard_size: int | None = None, compile: bool = False) -> None:

@@ -26,6 +26,7 @@ from kdtrain.checkpoint import shards
 from kdtrain.checkpoint.sealed import read_state
 from kdtrain.checkpoint.store import Checkpoint, load
 from kdtrain.config import GuardsConfig, OptimizerConfig, StoppingConfig
+from kdtrain.config.sections import Weights
 from kdtrain.errors import RunError
 from kdtrain.files import typed
 from kdtrain.parallel.parallelize import cut_like, part_of, reshard
@@ -115,6 +116,8 @@ class _Student(TypedDict):
     attention: str
     base: NotRequired[str]
     """Digest of the weights that are not trained, and not in the checkpoint."""
+    weights: NotRequired[Weights]
+    """The format in which these were held."""
     lora: NotRequired[dict[str, Any]]
     freeze_head: NotRequired[bool]
 
