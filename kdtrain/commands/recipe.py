@@ -25,7 +25,7 @@ from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
 from kdtrain.models.attention import resolve_attention
-from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.loading import is_model_folder, load_tokenizer, with_weights_of
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.objective.divergence import refuse
@@ -118,6 +118,12 @@ class Recipe:
         """The spec of the teacher, online or of the cache; None without one."""
         return self.config.teacher or self.facts.teacher.get("spec")
 
+    @property
+    def loads(self) -> Path | None:
+        """The run or checkpoint of `--load`; None for a model folder, whose weights `student` names."""
+        path = self.config.checkpoint.load
+        return None if path is None or is_model_folder(path) else path
+
     @contextmanager
     def allowing(self, name: str) -> Iterator[None]:
         """Turn a refusal inside into a warning with `--allow-mismatch NAME`, and mention that option without it."""
@@ -150,7 +156,7 @@ def resolve(
     with raise_on_all_ranks():
         for name, text in given.monitor.loggers:
             LOGGERS.get(name).ready(text)
-        student, formats = read_spec(given.student), formats_of(given.precision, given.quantization, device)
+        student, formats = _student(given), formats_of(given.precision, given.quantization, device)
         taught_by = None if given.teacher is None else read_spec(given.teacher, "teachers")
         teacher = None if taught_by is None else open_teacher(taught_by, device, formats.high)
         sources = {} if given.data.data is not None else _open(given, given.cache)
@@ -196,6 +202,19 @@ def resolve(
         total=total_steps(config, len(sources["train"])),
         compiles=compiles,
     )
+
+
+def _student(config: DistillConfig) -> ModelSpec:
+    """The student's spec, with the weights of a model folder where `--load` names one."""
+    spec, folder = read_spec(config.student), config.checkpoint.load
+    if folder is None or not is_model_folder(folder):
+        return spec
+    if config.checkpoint.override_opt_param_scheduler:
+        raise UsageError(
+            f"--override-opt-param-scheduler has no effect with the model folder {folder}, which has no schedule; "
+            "leave it out"
+        )
+    return with_weights_of(folder, spec)
 
 
 @contextmanager
