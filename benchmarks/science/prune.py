@@ -7,7 +7,7 @@ The shipped teacher of 5 M parameters becomes students of about 3 M and of about
 its own text, by the real command, in as many steps over the same batches. Each beginning has rates of its own: all are
 tried with the first seed, and the best, by validation loss, with the other seeds. The seed decides fresh weights and
 the order of the data; what is copied or pruned is the same for all. Copied layers have the teacher's width, so that
-their sizes are those that two and three layers give.
+their sizes are those that two and three layers give; where the scores choose the same layers, there is one row.
 
 What it gives up: one teacher of one size, a short distillation, and rates a factor of two apart.
 """
@@ -53,10 +53,10 @@ class PruneStudy(Options):
     seeds: int = option(3, least=1)
     """Runs of each beginning at its best rate."""
     steps: int = option(150, least=1)
-    """Steps of each run, of 4,096 tokens."""
-    sequences: int = option(2400, least=1)
+    """Steps of each run, of 2,048 tokens."""
+    sequences: int = option(1200, least=1)
     """Sequences of the cache."""
-    scored: int = option(512, least=1)
+    scored: int = option(128, least=1)
     """Sequences on which importance is scored."""
     quick: bool = False
     """Little text, few steps, one rate, one seed: to see that it works."""
@@ -82,11 +82,12 @@ def main(given: PruneStudy) -> None:
     claim(given.out, settings)
     length = ("--seq-len", "256", "--validation-sequences", "64", "--num-sequences", f"{settings.sequences}")
     caches = {"cache": ("--teacher", TEACHER, "--data", "stdlib", "--precision", "fp32", *length)}
-    common = ("--batch-size", "16", "--warmup-steps", "20", "--precision", "fp32", "--no-compile", "--log-to", "none")
+    common = ("--batch-size", "8", "--warmup-steps", "20", "--precision", "fp32", "--no-compile", "--log-to", "none")
     common += ("--steps", f"{settings.steps}", "--eval-freq", f"{settings.steps}", "--checkpoint-freq", "100000")
     with Kdtrain() as kdtrain:
         study = Study(given.out, kdtrain, caches, common)
-        students = _students(study, settings)
+        students, layers = _students(study, settings)
+        kinds = {kind: rates for kind, rates in KINDS.items() if kind in students}
 
         def run(name: str, entry: tuple[str, float, int]) -> dict[str, Any]:
             kind, rate, seed = entry
@@ -99,10 +100,11 @@ def main(given: PruneStudy) -> None:
                 **{"teacher": answer.get("teacher_validation_loss"), "seconds": answer.get("seconds")},
             }
 
-        tried = {kind: rates[: 1 if given.quick else None] for kind, rates in KINDS.items()}
-        grid = {_name(kind, rate, 0): (kind, rate, 0) for kind, rates in tried.items() for rate in rates}
+        order = (0,) if given.quick else (1, 0, 2)  # an interrupted study has a rate of each
+        tried = [(kind, rates[place]) for place in order for kind, rates in kinds.items()]
+        grid = {_name(kind, rate, 0): (kind, rate, 0) for kind, rate in tried}
         records = study.records(grid, run, minutes=given.minutes)
-        best = {kind: _best([each for each in records if each["kind"] == kind]) for kind in KINDS}
+        best = {kind: _best([each for each in records if each["kind"] == kind]) for kind in kinds}
         again = {
             _name(kind, rate, seed): (kind, rate, seed)
             for seed in range(1, settings.seeds)
@@ -114,10 +116,11 @@ def main(given: PruneStudy) -> None:
         return
     record = {
         "environment": environment(given.out / _name(*(records[0][name] for name in ("kind", "lr", "seed")))),
-        "settings": {**vars(settings), "tokens_a_step": 4096, "quick": given.quick},
-        "left": len(grid) + len(KINDS) * (settings.seeds - 1) - len(records),
+        "settings": {**vars(settings), "tokens_a_step": 2048, "quick": given.quick},
+        "left": len(grid) + len(kinds) * (settings.seeds - 1) - len(records),
         "teacher": {"validation_loss": records[0]["teacher"]},
-        "kinds": {kind: _row(kind, best[kind], records) for kind in KINDS},
+        "layers_by_scores": layers,
+        "kinds": {kind: _row(kind, best[kind], records) for kind in kinds},
         "runs": records,
     }
     write(given.result, record)
@@ -125,24 +128,26 @@ def main(given: PruneStudy) -> None:
         print(kind, row)
 
 
-def _students(study: Study, settings: Settings) -> dict[str, str]:
-    """The spec or folder of each beginning; what is missing is written, and pruned."""
-    out, found = study.out, {}
+def _students(study: Study, settings: Settings) -> tuple[dict[str, str], dict[str, list[int]]]:
+    """The spec or folder of each beginning, made where it is missing, and the layers that the scores choose."""
+    out, found, chosen = study.out, {}, {}
     for shape, config in SHAPES.items():
-        like = out / f"{shape}.toml"
+        like, pruned = out / f"{shape}.toml", out / f"pruned-{shape}"
         table = {"model_type": "llama", **config, "head_dim": 64, "max_position_embeddings": 1024}
         write_spec(like, ROOT / "teachers" / "stdlib-5m", {**table, "tie_word_embeddings": True})
-        found[f"fresh {shape}"], pruned = f"{like}", out / f"pruned-{shape}"
         if not pruned.exists():
             words = ("--like", f"{like}", "--cache", f"{study.cache()}", "--precision", "fp32")
             words += ("--num-sequences", f"{settings.scored}", "--allow-high-pruning-ratio")
             study.kdtrain("prune", TEACHER, *words, "--out", f"{pruned}")
-        found[f"pruned {shape}"] = f"{pruned}"
+        chosen[shape] = json.loads((pruned / "kdtrain.json").read_text())["pruned"]["layers"]
+        found[f"fresh {shape}"] = f"{like}"
+        if chosen[shape] != COPIED.get(shape):
+            found[f"pruned {shape}"] = f"{pruned}"
     for shape, layers in COPIED.items():
         copied = out / f"copied-{shape}.toml"
         copied.write_text(f"init = 'teacher-layers'\nteacher = '{(ROOT / TEACHER).resolve()}'\nlayers = {layers}\n")
         found[f"copied {shape}"] = f"{copied}"
-    return found
+    return found, {shape: chosen[shape] for shape in COPIED}
 
 
 def _name(kind: str, rate: float, seed: int) -> str:

@@ -132,7 +132,8 @@ def _complete(scores: Scores, teacher: LocalTeacher, reader: CacheReader, batch:
     if done == total:
         log.info("%s has the scores", scores.path)
         return
-    log.info("scoring %s on %d sequences of %s, into %s", teacher, scores.subject.sequences, reader.name, scores.path)
+    how = f"{scores.subject.precision} on {teacher.device}"
+    log.info("scoring (%s) %d sequences of %s into %s", how, scores.subject.sequences, reader.name, scores.path)
     with bar("score", total, done, "forwards") as shown:
         scores.complete(teacher, reader, batch, depth, shown)
 

@@ -179,9 +179,8 @@ def wanted_shape(like: ModelSpec, teacher: PreTrainedConfig, name: str) -> Shape
         raise UsageError(f"--like {like.name} copies layers; give a spec with a [config], or a model folder")
     config = configuration(like, teacher.vocab_size)
     if config.model_type != teacher.model_type:
-        raise UsageError(
-            f"--like {like.name} is a {config.model_type} and {name} a {teacher.model_type}; give one kind"
-        )
+        ours, theirs = config.model_type, teacher.model_type
+        raise UsageError(f"--like {like.name} is a {ours} and {name} a {theirs}; give a shape of the teacher's type")
     before, after = Shape.of(teacher, roles), Shape.of(config, roles)
     wrong = [
         f"{key} = {getattr(after, each)} is more than {getattr(before, each)}"
