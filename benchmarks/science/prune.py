@@ -82,7 +82,17 @@ def main(given: PruneStudy) -> None:
     claim(given.out, settings)
     length = ("--seq-len", "256", "--validation-sequences", "64", "--num-sequences", f"{settings.sequences}")
     caches = {"cache": ("--teacher", TEACHER, "--data", "stdlib", "--precision", "fp32", *length)}
-    common = ("--batch-size", "8", "--warmup-steps", "20", "--precision", "fp32", "--no-compile", "--log-to", "none")
+    common: tuple[str, ...] = (
+        "--batch-size",
+        "8",
+        "--warmup-steps",
+        "20",
+        "--precision",
+        "fp32",
+        "--no-compile",
+        "--log-to",
+        "none",
+    )
     common += ("--steps", f"{settings.steps}", "--eval-freq", f"{settings.steps}", "--checkpoint-freq", "100000")
     with Kdtrain() as kdtrain:
         study = Study(given.out, kdtrain, caches, common)
@@ -114,7 +124,7 @@ def main(given: PruneStudy) -> None:
         records += study.records(again, run, minutes=given.minutes)
     if not records:
         return
-    record = {
+    record: dict[str, Any] = {
         "environment": environment(given.out / _name(*(records[0][name] for name in ("kind", "lr", "seed")))),
         "settings": {**vars(settings), "tokens_a_step": 2048, "quick": given.quick},
         "left": len(grid) + len(kinds) * (settings.seeds - 1) - len(records),
@@ -136,7 +146,7 @@ def _students(study: Study, settings: Settings) -> tuple[dict[str, str], dict[st
         table = {"model_type": "llama", **config, "head_dim": 64, "max_position_embeddings": 1024}
         write_spec(like, ROOT / "teachers" / "stdlib-5m", {**table, "tie_word_embeddings": True})
         if not pruned.exists():
-            words = ("--like", f"{like}", "--cache", f"{study.cache()}", "--precision", "fp32")
+            words: tuple[str, ...] = ("--like", f"{like}", "--cache", f"{study.cache()}", "--precision", "fp32")
             words += ("--num-sequences", f"{settings.scored}", "--allow-high-pruning-ratio")
             study.kdtrain("prune", TEACHER, *words, "--out", f"{pruned}")
         chosen[shape] = json.loads((pruned / "kdtrain.json").read_text())["pruned"]["layers"]

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.manifest import refuse_tokenizer, refuse_vocabulary
 from kdtrain.cache.reader import Cache, CacheReader
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import PruneConfig
@@ -74,8 +73,9 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
 
     cache = Cache(config.cache, local_limit=config.local_limit)
     settings, reader = cache.manifest.settings, cache["train"]
-    refuse_vocabulary(known.vocab_size, settings.vocab_size, settings.tokenizer_size)
-    refuse_tokenizer(digest_of(spec), settings.tokenizer_digest)
+    digests = {digest_of(spec), settings.tokenizer_digest} - {None}
+    if len(digests) > 1 or known.vocab_size < settings.tokenizer_size:
+        raise UsageError(f"--cache {cache.name} is of another tokenizer than {spec.name}; give a cache of the same")
     model = load_teacher(spec, str(device))
     weights = model_digest(model, torch.float32)
     identity = json_digest({"weights": weights, "architecture": architecture(model)})
@@ -97,19 +97,15 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
     cut = choose(importance, roles, before, after)
     student = prune(model, like, after, cut, importance.shares)
 
-    tokenizer = cache.folder / "tokenizer"
-    losses = {}
+    held_out, losses = cache["validation" if "validation" in cache else "train"], {}
     for name, each in (("teacher", teacher), ("pruned", _running(student.to(device), mode))):
-        losses[name] = mean_loss(
-            each, cache["validation"], min(_VALIDATED, len(cache["validation"])), config.batch_size
-        )
-    layers = (
-        {"layers": cut.layers}
-        if importance.losses is None
-        else {"layers": cut.layers, "loss_without_layer": importance.losses.tolist()}
-    )
+        losses[name] = mean_loss(each, held_out, min(_VALIDATED, len(held_out)), config.batch_size)
+    layers: dict[str, Any] = {"layers": cut.layers}
+    if importance.losses is not None:
+        layers["loss_without_layer"] = importance.losses.tolist()
     made = {"of": spec.name, "parameters": small, "teacher_parameters": large, "removed": 1 - small / large, **layers}
     origin = {**made, "weights_digest": weights, "scores": file_digest(path), "sequences": sequences}
+    tokenizer = cache.folder / "tokenizer"
     aside = export_model(
         student.cpu(),
         tokenizer_files(tokenizer) if tokenizer.is_dir() else None,

@@ -128,7 +128,7 @@ class Shape:
     @classmethod
     def of(cls, config: PreTrainedConfig, roles: Roles) -> "Shape":
         """The sizes in a configuration."""
-        found = {name: getattr(config, key, None) for name, key in roles.sizes.items()}
+        found: dict[str, Any] = {name: getattr(config, key, None) for name, key in roles.sizes.items()}
         width, heads = found["width"], found["heads"]
         usual = {"neurons": 4 * width, "groups": heads, "head_dim": width // heads}
         return cls(**usual | {name: size for name, size in found.items() if size is not None})
