@@ -62,8 +62,9 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
     mode = pick_mode(config.precision, device)
     _refuse_out(config)
     spec, like = read_spec(config.teacher, "teachers"), read_spec(config.like)
-    if spec.kind != LOCAL:
-        raise UsageError(f"{spec.name} is a teacher of kind {spec.kind}; only a model that is loaded here is pruned")
+    if spec.kind != LOCAL or spec.init == "teacher-layers":
+        kind = f"a teacher of kind {spec.kind}" if spec.kind != LOCAL else "made of layers of another model"
+        raise UsageError(f"{spec.name} is {kind}; only a model with weights of its own is pruned")
     known = configuration(spec, None)
     roles, after = roles_of(known, spec.name), wanted_shape(like, known, spec.name)
     before = Shape.of(known, roles)

@@ -204,7 +204,7 @@ def wanted_shape(like: ModelSpec, teacher: PreTrainedConfig, name: str) -> Shape
 def _others(like: ModelSpec, config: PreTrainedConfig, teacher: PreTrainedConfig) -> Iterator[tuple[str, Any, Any]]:
     """Differences that pruning cannot make: of a [config] in all that it states, of a folder in what decides shapes."""
     sizes = {*ROLES[teacher.model_type].sizes.values(), "model_type"}
-    for key in {"vocab_size", "tie_word_embeddings", *(like.config or {})}:
+    for key in dict.fromkeys(("vocab_size", "tie_word_embeddings", *(like.config or {}))):
         name = type(teacher).attribute_map.get(key, key)
         ours, theirs = getattr(config, name, None), getattr(teacher, name, None)
         if name not in sizes and not _FREE.search(name) and ours != theirs:
@@ -268,13 +268,13 @@ def prune(teacher: PreTrainedModel, like: ModelSpec, after: Shape, cut: Cut, sha
     tied = bool(config.tie_word_embeddings)
     for name in student.state_dict():
         module, _, leaf = name.rpartition(".")
-        number = re.match(rf"{re.escape(roles.layers)}\.(\d+)\.", name)
-        own = int(number[1]) if number else 0
-        source = f"{roles.layers}.{cut.layers[own]}.{module[number.end() :]}" if number else module
+        inside = re.fullmatch(rf"{re.escape(roles.layers)}\.(\d+)\.(.+)", module)
+        layer, inner = (int(inside[1]), inside[2]) if inside else (0, module)
+        source = f"{roles.layers}.{cut.layers[layer]}.{inner}" if inside else module
         weight = given[f"{source}.{leaf}"].detach().cpu().float()
-        for axis, kind in enumerate(_axes(roles, module[number.end() :] if number else module, leaf)):
+        for axis, kind in enumerate(_axes(roles, inner, leaf)):
             if kind is not None:
-                weight = weight.index_select(axis, _places(kind, cut, own, before))
+                weight = weight.index_select(axis, _places(kind, cut, layer, before))
         if narrower and source in shares and leaf == "weight":
             factor = math.sqrt(float(shares[source][cut.width].sum()) * before.width / after.width)
             factor /= stretch if tied and source == roles.last_norm else 1.0
