@@ -89,7 +89,7 @@ def current(name: str) -> dict[str, str]:
     if name == "gpu":
         return {"gpu-table": gpu(gpu_records())}
     if name == "prune":
-        return {"prune-table": prune(_record("prune"))}
+        return {"prune-table": prune(_record("prune"))} if (RESULTS / "prune.json").exists() else {}
     if name == "demo":
         return {"demo-table": demo(_record("demo"))}
     return {"objective-table": objective(_record("objective"), _record("step"))}
