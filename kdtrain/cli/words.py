@@ -13,6 +13,7 @@ COMMANDS = {
     **dict.fromkeys(("show", "info", "ls", "list", "view", "status", "describe"), "inspect"),
     **dict.fromkeys(("check", "fsck", "validate-cache"), "verify"),
     **dict.fromkeys(("save", "convert", "merge"), "export"),
+    **dict.fromkeys(("minitron", "shrink", "compress", "sparsify"), "prune"),
 }
 """A word for a command -> the command."""
 

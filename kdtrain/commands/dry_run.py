@@ -39,8 +39,8 @@ def main(config: DistillConfig) -> int:
     setup_logging(quiet=not is_main())
     with trial_run(config) as trial:
         start = Start(trial.run)
-        if config.checkpoint.load is not None:
-            start.load(config.checkpoint.load)
+        if (path := start.recipe.loads) is not None:
+            start.load(path)
         with raise_on_all_ranks():
             begins = _begins(config, start)
         log.info("built the run; two steps, a validation forward and a save follow")

@@ -501,8 +501,8 @@ def model_facts(path: Path) -> dict[str, Any]:
     facts |= {"weights": size(total / 2**20), "tokenizer": (path / "tokenizer.json").exists()}
     with suppress(OSError, ValueError):
         origin = read_json(path / "kdtrain.json", dict[str, Any])
-        shown = ["cache", "step"] + (["caches"] if "caches" in origin else [])
-        facts["exported by kdtrain"] = {name: origin.get(name) for name in shown}
+        shown = ("cache", "step", "caches", "pruned")
+        facts["exported by kdtrain"] = {name: origin[name] for name in shown if name in origin}
     return facts
 
 

@@ -30,7 +30,7 @@ from kdtrain.imports import optional
 from kdtrain.models.adapters import is_adapter, read_adapter
 from kdtrain.models.attention import resolve_attention
 from kdtrain.models.frozen import refuse_weights
-from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.loading import is_model_folder, load_tokenizer, with_weights_of
 from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.monitor.tables import short
@@ -126,6 +126,12 @@ class Recipe:
     def teacher_name(self) -> str | None:
         """The spec of the teacher, online or of the cache; None without one."""
         return self.config.teacher or self.facts.teacher.get("spec")
+
+    @property
+    def loads(self) -> Path | None:
+        """The run or checkpoint of `--load`; None for a model folder, whose weights `student` names."""
+        path = self.config.checkpoint.load
+        return None if path is None or is_model_folder(path) else path
 
     @contextmanager
     def allowing(self, name: str) -> Iterator[None]:
@@ -250,8 +256,15 @@ def run_device(config: DistillConfig) -> Iterator[torch.device]:
 
 
 def student_spec(config: DistillConfig) -> ModelSpec:
-    """The spec of the student, with its adapters. UsageError: it cannot be read, or the options do not fit it."""
-    student = read_spec(config.student)
+    """The spec of the student, with its adapters and the weights of a model folder of `--load`. UsageError: it cannot be read, or the options do not fit it."""
+    student, folder = read_spec(config.student), config.checkpoint.load
+    if folder is not None and is_model_folder(folder):
+        if config.checkpoint.override_opt_param_scheduler:
+            raise UsageError(
+                f"--override-opt-param-scheduler has no effect with the model folder {folder}, which has no schedule; "
+                "leave it out"
+            )
+        student = with_weights_of(folder, student)
     return replace(student, lora=_lora(config, student))
 
 

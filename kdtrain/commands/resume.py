@@ -55,7 +55,7 @@ class Start:
             path = self._resume(options.resume)
             if path is not None:
                 return path
-        return None if options.load is None else self.load(options.load)
+        return None if self.recipe.loads is None else self.load(self.recipe.loads)
 
     def _resume(self, name: str) -> Path | None:
         """Load the checkpoint that `--resume` names; None where `auto` finds none."""

@@ -310,8 +310,10 @@ class CheckpointConfig(Options):
     """Resume an earlier run without asking on a terminal."""
     overwrite: bool = option(False, free=True)
     """With --resume never: move an earlier run in --out aside and start a new one."""
-    load: Path | None = option(None, once=True, reads="saved", brief="Start from another run, or a checkpoint.")
-    """Start from another run (its best checkpoint) or a checkpoint: weights, moments, T and position in the data."""
+    load: Path | None = option(
+        None, once=True, reads="saved", brief="Start from another run, a checkpoint, or a model."
+    )
+    """A run (its best checkpoint) or checkpoint: weights, moments, T, position in the data; a model folder: weights."""
     override_opt_param_scheduler: bool = option(False, needs="load")
     """With --load: start the learning-rate schedule at step 0 instead of continuing the loaded one."""
 

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +20,13 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from kdtrain.errors import RunError, UsageError, making, writing
@@ -137,6 +144,31 @@ def vocabulary(spec: ModelSpec) -> int:
     return int(configuration(spec, None).get_text_config().vocab_size)
 
 
+def is_model_folder(path: Path) -> bool:
+    """Whether a folder holds a model as transformers saves it, and is no run."""
+    return (path / "config.json").is_file() and not (path / "config.toml").exists()
+
+
+def with_weights_of(folder: Path, spec: ModelSpec) -> ModelSpec:
+    """`spec`, but with the model in `folder`, which agrees with all that the configuration of `spec` states.
+
+    Raises `UsageError` where it does not.
+    """
+    if spec.init == "teacher-layers":
+        raise UsageError(f"--load {folder} has all weights, and {spec.name} copies layers; give --student {folder}")
+    found = replace(
+        spec, source=os.path.normpath(folder), config=None, init="pretrained", revision=None, trust_remote_code=False
+    )
+    theirs = ask_config(found)
+    own = configuration(spec, theirs.vocab_size)
+    stated = plain_config(own) if spec.config is None else spec.config
+    for key in stated:
+        ours, loaded = getattr(own, key, None), getattr(theirs, key, None)
+        if ours != loaded and not key.endswith(("_token_id", "architectures")):
+            raise UsageError(f"--load {folder} has {key} = {loaded}, and {spec.name} {ours}; give --student {folder}")
+    return found
+
+
 def load_student(spec: ModelSpec, *, vocab_size: int | None, seed: int, device: str) -> PreTrainedModel:
     """Load or make a student, in float32 and in training mode.
 
@@ -151,13 +183,13 @@ def load_student(spec: ModelSpec, *, vocab_size: int | None, seed: int, device: 
             f"student {spec.name} has {held:,} tokens and needs {vocab_size:,}; take one of that vocabulary"
         )
     if model.generation_config is not None:
-        model.generation_config = _savable(model.generation_config)
+        model.generation_config = savable_generation(model.generation_config)
     # An embedding's padding row gets no gradient. Packed rows are not padded, and many models pad with eos.
     model.get_input_embeddings().padding_idx = None
     return model.to(device).train()
 
 
-def _savable(given: GenerationConfig) -> GenerationConfig:
+def savable_generation(given: GenerationConfig) -> GenerationConfig:
     """`given`, or its special tokens alone if transformers loads it but refuses to write it."""
     try:
         given.validate(strict=True)
@@ -172,12 +204,17 @@ def generation_from(name: str, table: Mapping[str, Any]) -> GenerationConfig:
     known = GenerationConfig().to_dict().keys()
     kept = {key: value for key, value in table.items() if key in known}
     refuse_impossible(name, kept)
-    return _savable(ask(name, lambda: GenerationConfig(**kept)))
+    return savable_generation(ask(name, lambda: GenerationConfig(**kept)))
 
 
 def architecture(model: nn.Module) -> dict[str, Any]:
     """The configuration of a model, which decides its shape and its forward, as plain JSON values."""
-    kept = json.loads(_whole(model).config.to_json_string())
+    return plain_config(_whole(model).config)
+
+
+def plain_config(config: PreTrainedConfig) -> dict[str, Any]:
+    """A configuration as plain JSON values, without what does not decide the forward: see `architecture`."""
+    kept = json.loads(config.to_json_string())
     return {key: value for key, value in kept.items() if key not in ("transformers_version", "dtype", "_name_or_path")}
 
 
