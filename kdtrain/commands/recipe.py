@@ -256,7 +256,10 @@ def run_device(config: DistillConfig) -> Iterator[torch.device]:
 
 
 def student_spec(config: DistillConfig) -> ModelSpec:
-    """The spec of the student, with its adapters and the weights of a model folder of `--load`. UsageError: it cannot be read, or the options do not fit it."""
+    """The spec of the student, with its adapters, and the weights of a model folder where `--load` names one.
+
+    UsageError: it cannot be read, or the options do not fit it.
+    """
     student, folder = read_spec(config.student), config.checkpoint.load
     if folder is not None and is_model_folder(folder):
         if config.checkpoint.override_opt_param_scheduler:
