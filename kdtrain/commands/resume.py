@@ -11,7 +11,7 @@ from kdtrain.commands.run_folder import changes, is_run, refuse_changes
 from kdtrain.config import LoraConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import read_json, read_toml, typed
-from kdtrain.models.adapters import fill_adapter, is_adapter, load_adapter
+from kdtrain.models.adapters import fill_adapter, is_adapter
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.parallel.parallelize import part_of, reshard
 from kdtrain.ranks import on_main, raise_on_all_ranks, reported
@@ -173,7 +173,7 @@ class Start:
         """Begin with the adapters of a `peft` folder."""
         model = self.trainer.student.model
         reshard(model)
-        fill_adapter(model.model, load_adapter(path), path, part_of)
+        fill_adapter(model.model, path, part_of)
         log.info("the adapters are those of %s", path)
         return path
 
