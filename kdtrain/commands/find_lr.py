@@ -28,7 +28,17 @@ from kdtrain.config import DistillConfig, FindLrConfig
 from kdtrain.config.rates import WORDS
 from kdtrain.config.values import configured, flag
 from kdtrain.errors import RunError, UsageError, making, refuse_no_path, writing
-from kdtrain.files import Lock, hidden_folder, publish_text, published, read_json, remove_empty, swap_in, temporary_of
+from kdtrain.files import (
+    Lock,
+    hidden_folder,
+    publish_text,
+    published,
+    read_json,
+    remove_empty,
+    remove_file,
+    swap_in,
+    temporary_of,
+)
 from kdtrain.monitor.progress import hushed, log, setup_logging
 from kdtrain.monitor.tables import columns, duration, finite, short, show, show_page
 from kdtrain.parallel.memory_plan import student_footprint
@@ -122,6 +132,9 @@ def find_lr(config: FindLrConfig) -> dict[str, Any]:
     with ExitStack() as stack:
         _claim(config, stack)
         record = _begin(config)
+        if not (out / RECORD).exists():  # before a short run, whose folder without a record would be foreign
+            stack.callback(_leave_nothing, out)
+            _publish(out, asdict(record))
         log.info("short runs around %.2g (%s), first of %d steps", record.guess, record.guess_from, record.steps)
         while (found := next_run(record.losses)) is not None:
             exponent, rung = found
@@ -183,6 +196,12 @@ def _begin(config: FindLrConfig) -> _Record:
     known_length = bool(sources) or config.epochs is None
     planned = total_steps(config, len(sources["train"]) if sources else 0) if known_length else None
     return _Record(finite(options), guess, told, config.first_steps, planned, None, {})
+
+
+def _leave_nothing(out: Path) -> None:
+    """Remove the record of a search that did not begin, such as one of refused options."""
+    if not any(out.glob("lr-*")):
+        remove_file(out / RECORD)
 
 
 def _changed(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> Iterator[str]:

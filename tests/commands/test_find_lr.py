@@ -111,6 +111,21 @@ def test_a_search_that_is_stopped_goes_on_where_it_was_and_trains_nothing_again(
     assert all(result_of(workbench, name).stat().st_mtime_ns == cut["written"][name] for name in left)
 
 
+def test_a_search_that_is_stopped_in_its_first_run_goes_on_and_one_that_is_refused_leaves_nothing(
+    workbench, monkeypatch
+):
+    monkeypatch.setattr(faults, "_faults", {"train.after-step": ("term", "2-2")})
+    for calls in (1, 2):
+        monkeypatch.setattr(faults, "_calls", Counter())
+        code, _, err = searched(workbench, "early", *AROUND)
+        assert code == 1 and "the same command resumes" in err.splitlines()[-1], (calls, err)
+    assert of_run(workbench, "early", "find-lr.json")["runs"] == {}
+    code, _, err = searched(workbench, "early", *AROUND, "--seed", 3)
+    assert code == 2 and "holds another search (--seed was 0)" in err
+    code, _, err = searched(workbench, "refused", *AROUND, "--batch-size", 5, "--micro-batch-size", 2)
+    assert code == 2 and "is not a multiple" in err and not (workbench.root / "refused").exists()
+
+
 def test_a_rate_that_diverges_is_infinite_and_moves_the_search_to_lower_ones(workbench):
     code, _, err = searched(workbench, "high", "--lr", 4.0)
     assert code == 0, err
