@@ -109,7 +109,9 @@ def _identity(recipe: Recipe, model: SplitModel, teacher: Teacher | None) -> dic
         student |= {} if recipe.student.weights is None else {"weights": recipe.student.weights}
         student |= {"freeze_head": True} if recipe.config.freeze_head else {}
         student |= {} if model.lora is None else {"lora": dataclasses.asdict(model.lora)}
-    digest = None if teacher is None else teacher.digest
+    digest = None if teacher is None else teacher.digest  # of the whole weights
+    if teacher is not None and teacher.spec.weights is not None:
+        digest = f"{digest} in {teacher.spec.weights}"
     return {"student": student, "generation": generation_settings(model), "teacher": digest}
 
 
