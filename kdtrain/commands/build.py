@@ -21,6 +21,7 @@ from kdtrain.models.loading import (
     generation_settings,
     load_student,
 )
+from kdtrain.models.router import router_weight
 from kdtrain.monitor.progress import log
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.temperature import build_temperature
@@ -104,6 +105,7 @@ def _identity(recipe: Recipe, model: SplitModel, teacher: Teacher | None) -> dic
     """What checkpoints belong to, as far as the models say it."""
     attention = recipe.student.attention
     student: dict[str, Any] = {"name": recipe.student.name, "architecture": architecture(model), "attention": attention}
+    student |= {"router_weight": weight} if (weight := router_weight(model.model)) else {}
     if model.frozen:
         student["base"] = model.base
         student |= {} if recipe.student.weights is None else {"weights": recipe.student.weights}
