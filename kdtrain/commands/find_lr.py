@@ -39,6 +39,8 @@ from kdtrain.files import (
     swap_in,
     temporary_of,
 )
+from kdtrain.models.adapters import is_adapter
+from kdtrain.models.loading import is_model_folder
 from kdtrain.monitor.progress import hushed, log, setup_logging
 from kdtrain.monitor.tables import columns, duration, finite, short, show, show_page
 from kdtrain.parallel.memory_plan import student_footprint
@@ -169,6 +171,12 @@ def _claim(config: FindLrConfig, stack: ExitStack) -> None:
 def _begin(config: FindLrConfig) -> _Record:
     """The search in the folder, or a new one. UsageError: it has other options, or cannot be read."""
     options, path, own = deciding(config), config.out / RECORD, config.optimizer.lr
+    start = config.checkpoint
+    begun = start.load is not None and not (is_model_folder(start.load) or is_adapter(start.load))
+    if begun and not start.override_opt_param_scheduler:
+        raise UsageError(
+            "--load goes on with the rate of the loaded run; add --override-opt-param-scheduler to look for another"
+        )
     if path.exists():
         try:
             found = read_json(path, _Record)

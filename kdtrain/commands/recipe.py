@@ -261,12 +261,13 @@ def student_spec(config: DistillConfig) -> ModelSpec:
     UsageError: it cannot be read, or the options do not fit it.
     """
     student, folder = read_spec(config.student), config.checkpoint.load
-    if folder is not None and is_model_folder(folder):
-        if config.checkpoint.override_opt_param_scheduler:
-            raise UsageError(
-                f"--override-opt-param-scheduler has no effect with the model folder {folder}, which has no schedule; "
-                "leave it out"
-            )
+    model = folder is not None and is_model_folder(folder)
+    if folder is not None and (model or is_adapter(folder)) and config.checkpoint.override_opt_param_scheduler:
+        raise UsageError(
+            f"--override-opt-param-scheduler has no effect with the {'model' if model else 'adapter'} folder {folder}, "
+            "which has no schedule; leave it out"
+        )
+    if folder is not None and model:
         student = with_weights_of(folder, student)
     return replace(student, lora=_lora(config, student))
 

@@ -126,6 +126,20 @@ def test_a_search_that_is_stopped_in_its_first_run_goes_on_and_one_that_is_refus
     assert code == 2 and "is not a multiple" in err and not (workbench.root / "refused").exists()
 
 
+def test_it_begins_from_a_model_folder_which_has_no_schedule_to_override(workbench, monkeypatch):
+    monkeypatch.setattr(faults, "_faults", {"train.after-step": ("term", "2")})
+    monkeypatch.setattr(faults, "_calls", Counter())
+    options = ("find-lr", *OPTIONS[:2], "--student", "teacher", *OPTIONS[4:], *workbench.plain)
+    code, _, err = workbench.call(*options, "--load", "teacher", "--out", "from")
+    assert code == 1 and "the same command resumes" in err.splitlines()[-1], err
+    assert of_run(workbench, "from", "find-lr.json")["guess_from"].startswith("pretrained weights, ")
+    (workbench.root / "adapters-of").mkdir()
+    (workbench.root / "adapters-of/adapter_config.json").write_text("{}")
+    for folder in ("teacher", "adapters-of"):
+        code, _, err = workbench.call(*options, "--load", folder, "--out", "no", "--override-opt-param-scheduler")
+        assert code == 2 and "--override-opt-param-scheduler has no effect with the" in err.splitlines()[-1], err
+
+
 def test_a_rate_that_diverges_is_infinite_and_moves_the_search_to_lower_ones(workbench):
     code, _, err = searched(workbench, "high", "--lr", 4.0)
     assert code == 0, err
