@@ -36,7 +36,15 @@ from kdtrain.monitor.progress import log, warn_early
 from kdtrain.monitor.tables import short
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.divergence import refuse
-from kdtrain.parallel.memory_plan import Job, Plan, fitting_micro_batch, free_everywhere, job_of, plan_run
+from kdtrain.parallel.memory_plan import (
+    Job,
+    Plan,
+    fitting_micro_batch,
+    free_everywhere,
+    job_of,
+    plan_run,
+    student_footprint,
+)
 from kdtrain.precision.backends import Formats, formats_of
 from kdtrain.precision.modes import why_not_compile, why_not_tf32
 from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, reported, world_size
@@ -189,7 +197,12 @@ def resolve(
         micro = _micro_batch(given, job, free)
         plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
         objective = _with_bounds(given.objective, facts, teacher is not None)
-        lr, lr_from = _learning_rate(given, student, None if job is None else job.student.parameters, rate)
+        measured = None if job is None else job.student
+        if job is None and teacher is not None and given.optimizer.lr == "auto" and rate is None:
+            measured = student_footprint(
+                student, size, seq_len=min(seq_len, 64), mode="fp32"
+            )  # it may be the teacher's
+        lr, lr_from = _learning_rate(given, student, None if measured is None else measured.parameters, rate)
         optimizer = replace(given.optimizer, lr=lr)
         config = replace(given, objective=objective, optimizer=optimizer, checkpoint=checkpoint)
     on_main(lambda: _look(given))

@@ -13,6 +13,7 @@ from kdtrain.commands import find_lr
 from kdtrain.config import rates
 from kdtrain.errors import RunError
 from kdtrain.parallel import memory_plan
+from kdtrain.teaching.local import LocalTeacher
 from kdtrain.training.rate_search import Trained, next_run
 
 OPTIONS = ("--cache", "cache", "--student", "student.toml", "--steps", 80, "--rung-steps", 4, "--eval-batches", 1)
@@ -244,6 +245,14 @@ def test_a_run_that_begins_from_weights_takes_the_rate_of_those_or_of_the_schedu
     assert rate_of_run(workbench, "continued")[:2] == (0.002, "that of its checkpoints")
     workbench.json(*options, *load, "--override-opt-param-scheduler", "--out", "anew")
     assert rate_of_run(workbench, "anew")[0] == rates.rate_of("pretrained", 1e5).lr
+
+
+def test_the_rate_of_the_table_does_not_depend_on_what_is_known_of_the_teachers_memory(workbench, monkeypatch):
+    options = ("distill", *workbench.text, "--student", "teacher", "--teacher", "teacher", *workbench.plain)
+    options += ("--steps", 2, "--out", "planned", "--dry-run")
+    known = workbench.json(*options)["learning rate"]
+    monkeypatch.setattr(LocalTeacher, "footprint", lambda teacher, seq_len: None)
+    assert workbench.json(*options)["learning rate"] == known and "unknown" not in known
 
 
 def test_the_table_has_a_rate_for_every_size_which_falls_with_it_and_adapters_take_ten_times_as_much():
