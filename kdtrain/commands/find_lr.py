@@ -268,7 +268,8 @@ def _by_part(run: Run) -> list[float]:
 
 
 def short_run(config: FindLrConfig, out: Path, lr: float, steps: int) -> DistillConfig:
-    """A short run: the rate stays after a warm-up of at most half of the first rung, and so do T and alpha.
+    """A short run: the rate stays after a warm-up of at most half of the first rung, and so do T and alpha,
+    which is the larger one of a schedule.
 
     A run of more steps goes on with one of fewer. A spike ends it, where a rollback would lower its rate.
     """
@@ -283,6 +284,10 @@ def short_run(config: FindLrConfig, out: Path, lr: float, steps: int) -> Distill
     }
     if config.objective.schedules_temperature:
         options["temperature_mode"] = "fixed"
+    if config.objective.alpha_schedule != "constant":
+        options["alpha"] = max(config.objective.alpha, config.objective.alpha_end)
+    if (rule := config.quantization.quant_rule) is not None:  # a rate that stays has no decay, which a rule waits for
+        options["quant_rule"] = "+".join(each for each in rule.split("+") if each != "schedule") or None
     return configured(DistillConfig, DistillConfig(**own), options)
 
 

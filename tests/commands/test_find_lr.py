@@ -10,7 +10,8 @@ import pytest
 
 from kdtrain import faults
 from kdtrain.commands import find_lr
-from kdtrain.config import rates
+from kdtrain.config import FindLrConfig, ObjectiveConfig, OptimizerConfig, rates
+from kdtrain.config.sections import QuantizationConfig
 from kdtrain.errors import RunError
 from kdtrain.parallel import memory_plan
 from kdtrain.teaching.local import LocalTeacher
@@ -139,6 +140,22 @@ def test_it_begins_from_a_model_folder_which_has_no_schedule_to_override(workben
     for folder in ("teacher", "adapters-of"):
         code, _, err = workbench.call(*options, "--load", folder, "--out", "no", "--override-opt-param-scheduler")
         assert code == 2 and "--override-opt-param-scheduler has no effect with the" in err.splitlines()[-1], err
+
+
+@pytest.mark.parametrize("rule, kept", [("schedule", None), ("schedule+spike", "spike"), ("gap", "gap"), (None, None)])
+def test_a_short_run_keeps_what_a_rate_that_stays_can_have(tmp_path, rule, kept):
+    config = FindLrConfig(
+        student="student.toml",
+        cache=("cache",),
+        out=tmp_path / "lr",
+        steps=40,
+        objective=ObjectiveConfig(alpha=0.0, alpha_schedule="linear", alpha_end=0.5),
+        optimizer=OptimizerConfig(lr=0.1, lr_schedule="wsd"),
+        quantization=QuantizationConfig(time_resume=True, quant_rule=rule),
+    )
+    short = find_lr.short_run(config, tmp_path / "lr/lr-0.1", 0.1, 4)
+    assert (short.objective.alpha, short.objective.alpha_schedule) == (0.5, "constant")
+    assert short.quantization.quant_rule == kept and short.quantization.time_resume
 
 
 def test_a_rate_that_diverges_is_infinite_and_moves_the_search_to_lower_ones(workbench):
