@@ -206,10 +206,17 @@ def student_at(path: Path, device: torch.device, base: str | None = None) -> Spl
 
 
 def _base_spec(state: Mapping[str, Any], base: str | None) -> ModelSpec:
-    """The spec of the weights that a run did not train."""
-    named = state["options"]["run"].get("student") if base is None else base
+    """The spec of the weights that a run did not train: `base`, or the one that the run names, of which no code runs.
+
+    A run may have been downloaded, and a spec with it.
+    """
     try:
-        return read_spec(typed(named, str))
+        if base is not None:
+            return read_spec(base)
+        found = read_spec(typed(state["options"].get("run", {}).get("student"), str))
+        if found.trust_remote_code:
+            raise UsageError(f"{found.name} has trust_remote_code = true, which a run is not asked for")
+        return found
     except (UsageError, ValueError) as error:
         text = "it holds only what was trained, and the rest is not there"
         raise UsageError(f"{text} ({error}); name its folder or spec with kdtrain export --base") from None
@@ -225,7 +232,9 @@ def _on_its_base(state: Mapping[str, Any], weights: Mapping[str, Any], base: str
         lora = lora_of(saved["lora"], (name.removeprefix("model.") for name in weights), "its adapters")
     try:
         spec = replace(_base_spec(state, base), attention=saved["attention"])
-        seed = typed(state["options"]["run"].get("seed", 0), int)
+        seed = typed(state["options"].get("run", {}).get("seed", 0), int)
+        if not 0 <= seed < 2**63:
+            raise ValueError(f"seed = {seed}")
         size = saved["architecture"].get("vocab_size")
         size = None if size is None else typed(size, int)
     except ValueError as error:

@@ -9,6 +9,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from kdtrain import faults, files
+from kdtrain.commands import export
+from kdtrain.errors import UsageError
 from kdtrain.models.loading import export_lock
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
@@ -235,3 +237,33 @@ def test_of_several_processes_one_exports_and_all_end_the_same(chat_run, tmp_pat
     said = run_ranks(script, 2, code, "export", chat_run.root / "chat-run", "--out", out, "--json", *overwrite)
     assert [bool(each) for each in said] == [code == 0, False]
     assert list(out.parent.iterdir()) == [out]
+
+
+@pytest.fixture
+def frozen(workbench):
+    """`held`: a run of which only a part is in its checkpoints, beside the weights of `own.toml`."""
+    if not (workbench.root / "held").exists():
+        (workbench.root / "own.toml").write_text((workbench.root / "student.toml").read_text())
+        argv = ("distill", "--cache", "cache", "--student", "own.toml", "--freeze-head", "--steps", 1)
+        workbench.json(*argv, "--out", "held", *workbench.plain)
+    return workbench
+
+
+def test_a_run_whose_student_would_run_code_is_read_only_by_a_spec_that_the_user_names(frozen, tmp_path):
+    own = frozen.root / "own.toml"
+    text = own.read_text()
+    try:
+        own.write_text(f"trust_remote_code = true\n{text}")
+        for argv in (("export", "held", "--out", tmp_path / "out"), ("generate", "held", "x")):
+            code, _, said = frozen.call(*argv)
+            assert code == 2 and "own has trust_remote_code = true" in said and "kdtrain export --base" in said
+        assert frozen.call("export", "held", "--base", "own.toml", "--out", tmp_path / "out")[0] == 0
+    finally:
+        own.write_text(text)
+
+
+@pytest.mark.parametrize("options", [{}, {"run": {}}, {"run": {"student": "own.toml", "seed": 2**80}}])
+def test_options_that_no_run_writes_are_refused_in_one_line(frozen, options):
+    state = {"options": options, "student": {"architecture": {}, "attention": "sdpa", "base": ""}}
+    with pytest.raises(UsageError):
+        export._on_its_base(state, {}, None)
