@@ -122,6 +122,8 @@ def find_lr(config: FindLrConfig) -> dict[str, Any]:
     with ExitStack() as stack:
         _claim(config, stack)
         record = _begin(config)
+        if not record.runs:
+            _publish(out, asdict(record))  # before its first short run: the folder is known as this search's
         log.info("short runs around %.2g (%s), first of %d steps", record.guess, record.guess_from, record.steps)
         while (found := next_run(record.losses)) is not None:
             exponent, rung = found
@@ -166,9 +168,10 @@ def _begin(config: FindLrConfig) -> _Record:
             raise UsageError(f"{path}: {error}; name another --out") from None
         changed = [*_changed(found.options, options)]
         changed += [f"--rung-steps was {found.steps}"] if found.steps != config.first_steps else []
-        if changed:
+        if not changed:
+            return found
+        if found.runs or any(config.out.glob("lr-*")):  # else its first short run was refused
             raise UsageError(f"--out {config.out} holds another search ({', '.join(changed)}); name another --out")
-        return found
     student = student_spec(config)
     sources = {} if config.data.data is not None else open_sources(config, config.cache)
     facts = sources["train"].facts if sources else None

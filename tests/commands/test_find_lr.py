@@ -69,6 +69,11 @@ def plain(workbench, rate, steps):
     return answer["last_validation_loss"]
 
 
+def full(config, finish):
+    """A short run on a full disk."""
+    raise RunError("no space", reason="disk")
+
+
 def of_run(workbench, out, name):
     return json.loads((workbench.root / out / name).read_text())
 
@@ -111,6 +116,26 @@ def test_a_search_that_is_stopped_goes_on_where_it_was_and_trains_nothing_again(
     assert all(result_of(workbench, name).stat().st_mtime_ns == cut["written"][name] for name in left)
 
 
+def test_a_search_that_is_stopped_in_its_first_run_resumes_it(workbench, monkeypatch):
+    monkeypatch.setattr(faults, "_faults", {"train.after-step": ("term", "2")})
+    monkeypatch.setattr(faults, "_calls", Counter())
+    assert searched(workbench, "early", *AROUND)[0] == 1
+    monkeypatch.setattr(faults, "_faults", {})
+    assert of_run(workbench, "early", "find-lr.json")["runs"] == {}
+    code, _, err = searched(workbench, "early", *AROUND, "--seed", 3)
+    assert code == 2 and "holds another search (--seed was 0)" in err
+
+    monkeypatch.setattr(find_lr, "train", full)
+    assert searched(workbench, "early", *AROUND)[2].splitlines()[-1] == "kdtrain: no space"
+
+
+def test_options_that_the_first_run_refuses_can_be_mended_in_the_same_folder(workbench, monkeypatch):
+    assert searched(workbench, "mend", *AROUND, "--seed", 3, "--device", "cuda:99")[0] == 2
+    assert of_run(workbench, "mend", "find-lr.json")["runs"] == {}
+    monkeypatch.setattr(find_lr, "train", full)
+    assert searched(workbench, "mend", *AROUND)[2].splitlines()[-1] == "kdtrain: no space"
+
+
 def test_a_rate_that_diverges_is_infinite_and_moves_the_search_to_lower_ones(workbench):
     code, _, err = searched(workbench, "high", "--lr", 4.0)
     assert code == 0, err
@@ -121,10 +146,7 @@ def test_a_rate_that_diverges_is_infinite_and_moves_the_search_to_lower_ones(wor
 
 
 def test_a_failure_that_the_rate_does_not_explain_is_one(workbench, monkeypatch):
-    def train(config, finish):
-        raise RunError("no space", reason="disk")
-
-    monkeypatch.setattr(find_lr, "train", train)
+    monkeypatch.setattr(find_lr, "train", full)
     code, _, err = searched(workbench, "full", *AROUND)
     assert code == 1 and err.splitlines()[-1] == "kdtrain: no space"
 
