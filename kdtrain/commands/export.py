@@ -1,13 +1,17 @@
 """`kdtrain export`: writes a trained student as a folder that `transformers.AutoModelForCausalLM` loads."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
-from kdtrain.cache.hub import make_repository, upload
+from kdtrain.cache.address import Address
+from kdtrain.cache.card import CARD
+from kdtrain.cache.hub import make_repository, names_in, upload
+from kdtrain.cache.remote import read_small
 from kdtrain.checkpoint.sealed import checkpoint_at, is_checkpoint, problem, read_checkpoint
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands.model_card import card_files, public
@@ -15,11 +19,12 @@ from kdtrain.commands.result import read_result
 from kdtrain.commands.run_folder import TOKENIZER, is_run, refuse_no_folder
 from kdtrain.config import ExportConfig
 from kdtrain.errors import RunError, UsageError, printable
-from kdtrain.files import refuse_displacing, refuse_leading_out, typed
+from kdtrain.files import MEDIUM, parse_json, refuse_displacing, refuse_leading_out, typed
 from kdtrain.models.adapters import lora_of, restrict
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.int8 import refuse_without_torchao
 from kdtrain.models.loading import (
+    ORIGIN,
     export_adapter,
     export_lock,
     export_model,
@@ -34,6 +39,14 @@ from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show
 from kdtrain.ranks import is_main, on_main, process_group
 from kdtrain.training.state import load_saved, read_saved
+
+
+class _Origin(TypedDict):
+    """What `kdtrain.json` of an export is read for."""
+
+    files: dict[str, str]
+    """Their SHA-256."""
+
 
 _PATIENCE = 600.0
 """Seconds that the other processes wait for a sign of rank 0."""
@@ -70,9 +83,32 @@ def _publish(where: str, private: bool, exported: Mapping[str, Any]) -> dict[str
     """Upload an export to the hub, and return where it is."""
     folder, repository = Path(exported["student"]), where.removeprefix("hf:")
     url = make_repository(where, repository, "model", private)
-    files = {path.name: path for path in sorted(folder.iterdir())}
-    message = f"Step {exported['step']:,} by kdtrain"
-    return {"url": url, "commit": upload(where, repository, "model", files, message)}
+    earlier, card_stays = _there(where, repository)
+    files = {path.name: path for path in sorted(folder.iterdir()) if path.name != CARD or not card_stays}
+    message, gone = f"Step {exported['step']:,} by kdtrain", earlier - files.keys()
+    return {"url": url, "commit": upload(where, repository, "model", files, message, gone)}
+
+
+def _there(where: str, repository: str) -> tuple[set[str], bool]:
+    """Files of an earlier export in a repository, and whether its card stays, since it is not the one of that export.
+
+    UsageError: it holds something else.
+    """
+    names, address, ours = names_in(where, repository, "model"), Address(where, repository, kind="model"), {}
+    if ORIGIN in names:
+        try:
+            ours = typed(parse_json(read_small(address, ORIGIN, MEDIUM).decode()), _Origin)["files"]
+        except ValueError as error:
+            raise UsageError(f"{where}: {ORIGIN} there is not what kdtrain writes ({error})") from None
+    elif other := sorted(names - {".gitattributes", CARD}):
+        raise UsageError(
+            f"{where} holds {printable(other[0])}, which kdtrain did not publish; name another repository, "
+            "which --push makes if it is missing"
+        )
+    stays = CARD in names and hashlib.sha256(read_small(address, CARD, MEDIUM)).hexdigest() != ours.get(CARD)
+    if stays:
+        log.warning("%s has a %s that kdtrain did not write; it stays as it is", where, CARD)
+    return (ours.keys() & names) - {CARD}, stays
 
 
 def _write(config: ExportConfig) -> dict[str, Any]:

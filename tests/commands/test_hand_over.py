@@ -176,6 +176,35 @@ def test_an_export_is_published_whole(run, hub, tmp_path, private):
     assert {"README.md", "recipe.toml", "model.safetensors", "tokenizer.json", "kdtrain.json"} <= there.keys()
 
 
+def test_a_later_export_replaces_the_files_of_the_earlier_one_and_leaves_those_of_others(run, hub, tmp_path):
+    push = ("--overwrite", "--push", "hf:org/name")
+    run.json("export", "run", "--out", tmp_path / "out", "--shard-size", 2e-5, *push)
+    repository = hub.hub["org/name"]
+    assert "model.safetensors.index.json" in repository.commits[-1][1]
+    repository.commit({"mine.gguf": b"x"})
+    run.json("export", "run", "--out", tmp_path / "out", "--dtype", "bf16", *push)
+    tree = repository.commits[-1][1]
+    assert {*tree} == {path.name for path in (tmp_path / "out").iterdir()} | {".gitattributes", "mine.gguf"}
+    assert "bfloat16" in tree["README.md"].decode() and len(repository.commits) == 4
+    repository.commit({"README.md": b"# My own words"})
+    for _ in range(2):
+        _, _, said = run.call("export", "run", "--out", tmp_path / "out", *push)
+        assert "has a README.md that kdtrain did not write; it stays as it is" in said
+        assert repository.commits[-1][1]["README.md"] == b"# My own words"
+    assert len(repository.commits) == 7
+
+
+def test_a_repository_of_another_model_is_refused_and_one_with_a_card_alone_keeps_it(run, hub, tmp_path):
+    hub.hub["org/name"], hub.hub["org/new"] = Repository(), Repository()
+    hub.hub["org/name"].commit({"model.safetensors": b"mine", "README.md": b"# Mine"})
+    hub.hub["org/new"].commit({"README.md": b"# A plan"})
+    code, _, said = run.call("export", "run", "--out", tmp_path / "out", "--push", "hf:org/name")
+    assert code == 2 and "hf:org/name holds model.safetensors, which kdtrain did not publish" in said
+    assert len(hub.hub["org/name"].commits) == 2
+    run.json("export", "run", "--out", tmp_path / "new", "--push", "hf:org/new")
+    assert hub.hub["org/new"].commits[-1][1]["README.md"] == b"# A plan"
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
