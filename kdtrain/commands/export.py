@@ -29,10 +29,12 @@ from kdtrain.models.loading import (
     export_lock,
     export_model,
     generation_from,
+    is_model_folder,
     load_student,
     model_of,
     refuse_foreign,
     tokenizer_files,
+    with_weights_of,
 )
 from kdtrain.models.spec import ModelSpec, read_spec, shipped
 from kdtrain.monitor.progress import log, setup_logging
@@ -117,9 +119,10 @@ def _write(config: ExportConfig) -> dict[str, Any]:
     refuse_displacing(out, {"the run": config.run})
     if out.exists() and any(out.iterdir()) and not config.overwrite:
         raise UsageError(f"--out {out} holds an exported model; name another folder, or add --overwrite")
+    named = None if config.base is None else read_spec(config.base)
     path, student, state = read_checkpoint(
         lambda: checkpoint_of(config.run, config.checkpoint),
-        lambda path: (path, student_at(path, torch.device("cpu"), config.base), read_saved(path)),
+        lambda path: (path, student_at(path, torch.device("cpu"), named), read_saved(path)),
     )
     if config.adapter and student.lora is None:
         raise UsageError(f"--adapter: the student of {config.run} has no adapter; leave it out")
@@ -141,7 +144,7 @@ def _write(config: ExportConfig) -> dict[str, Any]:
     card = card_files(out.name, run, state, license=config.license, **about)
     given: dict[str, Any] = {"dtype": config.torch_dtype, "origin": origin_of(state), "beside": card}
     if config.adapter:
-        base = _base_spec(state, config.base)
+        base = _base_spec(state, named)
         aside = export_adapter(student, base.source or base.name, tokenizer, out, **given)
     else:
         int8 = config.quantize is not None
@@ -202,10 +205,10 @@ def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | st
     return split(load_student(spec, vocab_size=None, seed=0, device=str(device))), spec.tokenizer or spec.source
 
 
-def student_at(path: Path, device: torch.device, base: str | None = None) -> SplitModel:
+def student_at(path: Path, device: torch.device, base: ModelSpec | None = None) -> SplitModel:
     """Build the student of a checkpoint folder from the architecture and weights in the checkpoint.
 
-    base: the spec of the weights that the run did not train, if it is another than when the run began.
+    base: the spec of the weights that the run did not train; by default the one that the run names.
     """
     checkpoint = load_saved(path)
     saved = checkpoint.state["student"]
@@ -241,24 +244,28 @@ def student_at(path: Path, device: torch.device, base: str | None = None) -> Spl
     return student.to(device)
 
 
-def _base_spec(state: Mapping[str, Any], base: str | None) -> ModelSpec:
+def _base_spec(state: Mapping[str, Any], base: ModelSpec | None) -> ModelSpec:
     """The spec of the weights that a run did not train: `base`, or the one that the run names, of which no code runs.
 
     A run may have been downloaded, and a spec with it.
     """
+    if base is not None:
+        return base
+    options = state["options"]
     try:
-        if base is not None:
-            return read_spec(base)
-        found = read_spec(typed(state["options"].get("run", {}).get("student"), str))
+        found = read_spec(typed(options.get("run", {}).get("student"), str))
         if found.trust_remote_code:
             raise UsageError(f"{found.name} has trust_remote_code = true, which a run is not asked for")
+        folder = options.get("checkpoint", {}).get("load")
+        if isinstance(folder, str) and is_model_folder(Path(folder)):
+            found = with_weights_of(Path(folder), found)
         return found
     except (UsageError, ValueError) as error:
         text = "it holds only what was trained, and the rest is not there"
         raise UsageError(f"{text} ({error}); name its folder or spec with kdtrain export --base") from None
 
 
-def _on_its_base(state: Mapping[str, Any], weights: Mapping[str, Any], base: str | None) -> SplitModel:
+def _on_its_base(state: Mapping[str, Any], weights: Mapping[str, Any], base: ModelSpec | None) -> SplitModel:
     """A student whose checkpoint holds only what was trained, with the rest as it was when the run began.
 
     UsageError: the rest is not there, or has changed.

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -260,6 +261,18 @@ def test_a_run_whose_student_would_run_code_is_read_only_by_a_spec_that_the_user
         assert frozen.call("export", "held", "--base", "own.toml", "--out", tmp_path / "out")[0] == 0
     finally:
         own.write_text(text)
+
+
+@pytest.mark.parametrize("packed", [(), ("--lora-rank", 2, "--base-weights", "bf16")], ids=["frozen head", "packed"])
+def test_a_run_that_holds_a_part_of_a_loaded_model_is_exported_and_read_again(workbench, tmp_path, packed):
+    if packed:
+        pytest.importorskip("peft")
+    write_model_folder(tmp_path / "start", tiny_model("llama", 300, seed=9), tiny_tokenizer(300))
+    argv = ("distill", "--cache", "cache", "--student", "student.toml", "--load", tmp_path / "start", "--steps", 1)
+    workbench.json(*argv, *(packed or ["--freeze-head"]), "--out", tmp_path / "run", *workbench.plain)
+    exported = workbench.json("export", tmp_path / "run", "--out", tmp_path / "out")["student"]
+    assert (tmp_path / "run/student/model.safetensors").read_bytes() == Path(exported, "model.safetensors").read_bytes()
+    assert workbench.call("generate", tmp_path / "run", "x", "--max-tokens", 2)[0] == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"run": {}}, {"run": {"student": "own.toml", "seed": 2**80}}])
