@@ -36,7 +36,7 @@ from kdtrain.models.loading import (
     tokenizer_files,
     with_weights_of,
 )
-from kdtrain.models.spec import ModelSpec, read_spec, shipped
+from kdtrain.models.spec import ModelSpec, paths_of, read_spec, shipped
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show
 from kdtrain.ranks import is_main, on_main, process_group
@@ -128,6 +128,11 @@ def _write(config: ExportConfig) -> dict[str, Any]:
         raise UsageError(f"--adapter: the student of {config.run} has no adapter; leave it out")
     if config.base is not None and not student.frozen:
         raise UsageError(f"--base has no effect: {config.run} trained all weights; leave it out")
+    if student.frozen:
+        base = _base_spec(state, named)
+        read = paths_of(config.base or state["options"]["run"]["student"])
+        refuse_displacing(out, {f"its base {word}".strip(): path for word, path in read.items()})
+        refuse_displacing(out, {"its base": base.source})  # also the folder of its --load
     run = _run_of(path)
     folder = tokenizer_of_run(run)
     if folder is None:
@@ -144,7 +149,6 @@ def _write(config: ExportConfig) -> dict[str, Any]:
     card = card_files(out.name, run, state, license=config.license, **about)
     given: dict[str, Any] = {"dtype": config.torch_dtype, "origin": origin_of(state), "beside": card}
     if config.adapter:
-        base = _base_spec(state, named)
         aside = export_adapter(student, base.source or base.name, tokenizer, out, **given)
     else:
         int8 = config.quantize is not None

@@ -263,6 +263,19 @@ def test_a_run_whose_student_would_run_code_is_read_only_by_a_spec_that_the_user
         own.write_text(text)
 
 
+@pytest.mark.parametrize("more", [(), ("--base", "begin.toml")])
+def test_an_export_does_not_replace_the_base_that_it_reads(workbench, tmp_path, monkeypatch, more):
+    folder = write_model_folder(tmp_path / "base", tiny_model("llama", 300, seed=9), tiny_tokenizer(300))
+    (tmp_path / "begin.toml").write_text("source = 'base'\n")
+    argv = ("distill", "--cache", "cache", "--student", folder, "--freeze-head", "--steps", 1)
+    workbench.json(*argv, "--out", tmp_path / "run", *workbench.plain)
+    monkeypatch.chdir(tmp_path)
+    before = (folder / "model.safetensors").read_bytes()
+    code, _, said = workbench.call("export", "run", "--out", "base", "--overwrite", *more)
+    assert code == 2 and "base would be moved away or replaced, and its base " in said
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
 @pytest.mark.parametrize("packed", [(), ("--lora-rank", 2, "--base-weights", "bf16")], ids=["frozen head", "packed"])
 def test_a_run_that_holds_a_part_of_a_loaded_model_is_exported_and_read_again(workbench, tmp_path, packed):
     if packed:
