@@ -36,7 +36,7 @@ from kdtrain.models.loading import (
     tokenizer_files,
     with_weights_of,
 )
-from kdtrain.models.spec import ModelSpec, paths_of, read_spec, shipped
+from kdtrain.models.spec import ModelSpec, is_hub_id, paths_of, read_spec, shipped
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show
 from kdtrain.ranks import is_main, on_main, process_group
@@ -133,6 +133,8 @@ def _write(config: ExportConfig) -> dict[str, Any]:
         read = paths_of(config.base or state["options"]["run"]["student"])
         refuse_displacing(out, {f"its base {word}".strip(): path for word, path in read.items()})
         refuse_displacing(out, {"its base": base.source})  # also the folder of its --load
+        if config.adapter:
+            _refuse_nameless(base, config.push is not None)
     run = _run_of(path)
     folder = tokenizer_of_run(run)
     if folder is None:
@@ -149,7 +151,7 @@ def _write(config: ExportConfig) -> dict[str, Any]:
     card = card_files(out.name, run, state, license=config.license, **about)
     given: dict[str, Any] = {"dtype": config.torch_dtype, "origin": origin_of(state), "beside": card}
     if config.adapter:
-        aside = export_adapter(student, base.source or base.name, tokenizer, out, **given)
+        aside = export_adapter(student, str(base.source), tokenizer, out, **given)
     else:
         int8 = config.quantize is not None
         aside = export_model(student, tokenizer, out, **given, shard_gb=config.shard_size, int8=int8)
@@ -165,6 +167,20 @@ def _write(config: ExportConfig) -> dict[str, Any]:
         merged = result.get("merged_validation_loss")
     log.info("%s", merged_line(kind, loss, merged, str(out)))
     return found | {"base_weights": kind, "validation_loss": loss, "merged_validation_loss": merged}
+
+
+def _refuse_nameless(base: ModelSpec, published: bool) -> None:
+    """Refuse adapters of a base that whoever loads them with `peft` cannot find."""
+    if base.source is None or base.init != "pretrained":
+        raise UsageError(
+            f"--adapter: peft finds a base by its folder or hub id, and {base.name} is made by its spec; leave "
+            "--adapter out for the merged model"
+        )
+    if published and (not is_hub_id(base.source) or Path(base.source).exists()):
+        raise UsageError(
+            f"--push: nobody else has {base.source}, the base of these adapters; publish that, and name it with "
+            "--base ORG/NAME"
+        )
 
 
 def merged_line(kind: str, loss: float | None, merged: float | None, out: str) -> str:
