@@ -74,21 +74,22 @@ def _export(config: ExportConfig) -> dict[str, Any]:
     if config.quantize is not None:
         refuse_without_torchao()
     with export_lock(config.out):
-        result = _write(config)
-        if config.push is not None:
-            log.info("%s is written; publishing it as %s", result["student"], config.push)
-            result |= _publish(config.push, config.private, result)
-        return result
+        found = _read(config)
+        if (where := config.push) is None:
+            return _write(config, *found)
+        url = make_repository(where, where.removeprefix("hf:"), "model", config.private)
+        there = _there(where, where.removeprefix("hf:"))  # before minutes go into the folder
+        result = _write(config, *found)
+        log.info("%s is written; publishing it as %s", result["student"], where)
+        return result | {"url": url, "commit": _publish(where, result, *there)}
 
 
-def _publish(where: str, private: bool, exported: Mapping[str, Any]) -> dict[str, str]:
-    """Upload an export to the hub, and return where it is."""
+def _publish(where: str, exported: Mapping[str, Any], earlier: set[str], card_stays: bool) -> str:
+    """Upload an export to the hub, and return the commit. `earlier` and `card_stays` are of `_there`."""
     folder, repository = Path(exported["student"]), where.removeprefix("hf:")
-    url = make_repository(where, repository, "model", private)
-    earlier, card_stays = _there(where, repository)
     files = {path.name: path for path in sorted(folder.iterdir()) if path.name != CARD or not card_stays}
     message, gone = f"Step {exported['step']:,} by kdtrain", earlier - files.keys()
-    return {"url": url, "commit": upload(where, repository, "model", files, message, gone)}
+    return upload(where, repository, "model", files, message, gone)
 
 
 def _there(where: str, repository: str) -> tuple[set[str], bool]:
@@ -113,8 +114,9 @@ def _there(where: str, repository: str) -> tuple[set[str], bool]:
     return (ours.keys() & names) - {CARD}, stays
 
 
-def _write(config: ExportConfig) -> dict[str, Any]:
-    out = config.out
+def _read(config: ExportConfig) -> tuple[Path, SplitModel, dict[str, Any], str]:
+    """The checkpoint to export, its student and state, and the base of its adapters; refuses before any writing."""
+    out, found = config.out, ""
     refuse_foreign(out)
     refuse_displacing(out, {"the run": config.run})
     if out.exists() and any(out.iterdir()) and not config.overwrite:
@@ -134,7 +136,13 @@ def _write(config: ExportConfig) -> dict[str, Any]:
         refuse_displacing(out, {f"its base {word}".strip(): path for word, path in read.items()})
         refuse_displacing(out, {"its base": base.source})  # also the folder of its --load
         if config.adapter:
-            _refuse_nameless(base, config.push is not None)
+            found = _findable(base, config.push is not None)
+    return path, student, state, found
+
+
+def _write(config: ExportConfig, path: Path, student: SplitModel, state: dict[str, Any], base: str) -> dict[str, Any]:
+    """Write the folder, and return what is shown. What comes after `config` is of `_read`."""
+    out = config.out
     run = _run_of(path)
     folder = tokenizer_of_run(run)
     if folder is None:
@@ -151,7 +159,7 @@ def _write(config: ExportConfig) -> dict[str, Any]:
     card = card_files(out.name, run, state, license=config.license, **about)
     given: dict[str, Any] = {"dtype": config.torch_dtype, "origin": origin_of(state), "beside": card}
     if config.adapter:
-        aside = export_adapter(student, str(base.source), tokenizer, out, **given)
+        aside = export_adapter(student, base, tokenizer, out, **given)
     else:
         int8 = config.quantize is not None
         aside = export_model(student, tokenizer, out, **given, shard_gb=config.shard_size, int8=int8)
@@ -169,8 +177,8 @@ def _write(config: ExportConfig) -> dict[str, Any]:
     return found | {"base_weights": kind, "validation_loss": loss, "merged_validation_loss": merged}
 
 
-def _refuse_nameless(base: ModelSpec, published: bool) -> None:
-    """Refuse adapters of a base that whoever loads them with `peft` cannot find."""
+def _findable(base: ModelSpec, published: bool) -> str:
+    """The folder or hub id of the base of adapters. UsageError: whoever loads them with `peft` cannot find it."""
     if base.source is None or base.init != "pretrained":
         raise UsageError(
             f"--adapter: peft finds a base by its folder or hub id, and {base.name} is made by its spec; leave "
@@ -181,6 +189,7 @@ def _refuse_nameless(base: ModelSpec, published: bool) -> None:
             f"--push: nobody else has {base.source}, the base of these adapters; publish that, and name it with "
             "--base ORG/NAME"
         )
+    return base.source
 
 
 def merged_line(kind: str, loss: float | None, merged: float | None, out: str) -> str:
