@@ -21,7 +21,7 @@ import torch
 
 from kdtrain.commands.distill import train
 from kdtrain.commands.kinds import is_run
-from kdtrain.commands.recipe import open_sources, student_spec, table_rate
+from kdtrain.commands.recipe import is_bare, open_sources, student_spec, table_rate
 from kdtrain.commands.run import Run
 from kdtrain.commands.run_folder import deciding, make
 from kdtrain.config import DistillConfig, FindLrConfig
@@ -158,6 +158,11 @@ def _claim(config: FindLrConfig, stack: ExitStack) -> None:
 def _begin(config: FindLrConfig) -> _Record:
     """The search in the folder, or a new one. UsageError: it has other options, or cannot be read."""
     options, path, own = deciding(config), config.out / RECORD, config.optimizer.lr
+    start = config.checkpoint
+    if start.load is not None and not start.override_opt_param_scheduler and not is_bare(start.load):
+        raise UsageError(
+            "--load goes on with the rate of the loaded run; add --override-opt-param-scheduler to look for another"
+        )
     if path.exists():
         try:
             found = read_json(path, _Record)

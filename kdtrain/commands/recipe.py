@@ -255,18 +255,23 @@ def run_device(config: DistillConfig) -> Iterator[torch.device]:
         yield device
 
 
+def is_bare(path: Path) -> bool:
+    """Whether what `--load` names is weights without a schedule: a model folder or adapters, no run."""
+    return is_model_folder(path) or is_adapter(path)
+
+
 def student_spec(config: DistillConfig) -> ModelSpec:
     """The spec of the student, with its adapters, and the weights of a model folder where `--load` names one.
 
     UsageError: it cannot be read, or the options do not fit it.
     """
     student, folder = read_spec(config.student), config.checkpoint.load
+    if folder is not None and is_bare(folder) and config.checkpoint.override_opt_param_scheduler:
+        raise UsageError(
+            f"--override-opt-param-scheduler has no effect with the model folder {folder}, which has no schedule; "
+            "leave it out"
+        )
     if folder is not None and is_model_folder(folder):
-        if config.checkpoint.override_opt_param_scheduler:
-            raise UsageError(
-                f"--override-opt-param-scheduler has no effect with the model folder {folder}, which has no schedule; "
-                "leave it out"
-            )
         student = with_weights_of(folder, student)
     return replace(student, lora=_lora(config, student))
 

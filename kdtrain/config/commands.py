@@ -293,10 +293,6 @@ class FindLrConfig(DistillConfig):
             start.resume != "auto" or start.overwrite,
             "find-lr resumes its own short runs; leave --resume and --overwrite out, or name another --out",
         )
-        refuse(
-            start.load is not None and not start.override_opt_param_scheduler,
-            "--load goes on with the rate of the loaded run; add --override-opt-param-scheduler to look for another",
-        )
 
     @property
     def first_steps(self) -> int:

@@ -16,6 +16,7 @@ from kdtrain.parallel import memory_plan
 from kdtrain.training.rate_search import Trained, next_run
 
 OPTIONS = ("--cache", "cache", "--student", "student.toml", "--steps", 80, "--rung-steps", 4, "--eval-batches", 1)
+BARE = (*OPTIONS[:3], "teacher", *OPTIONS[4:])
 AROUND = ("--lr", 3e-2)
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -134,6 +135,21 @@ def test_options_that_the_first_run_refuses_can_be_mended_in_the_same_folder(wor
     assert of_run(workbench, "mend", "find-lr.json")["runs"] == {}
     monkeypatch.setattr(find_lr, "train", full)
     assert searched(workbench, "mend", *AROUND)[2].splitlines()[-1] == "kdtrain: no space"
+
+
+def test_a_search_begins_from_a_model_folder_or_adapters_which_have_no_schedule(workbench, monkeypatch):
+    pytest.importorskip("peft")
+    data = ("--cache", "cache", "--student", "teacher", "--lora-rank", 2, "--steps", 1)
+    workbench.json("distill", *data, *workbench.plain, "--out", "lora")
+    workbench.json("export", "lora", "--adapter", "--out", "adapter")
+    monkeypatch.setattr(find_lr, "train", full)
+    for load in ("teacher", "adapter"):
+        from_it = ("--load", load, *AROUND)
+        code, _, err = workbench.call("find-lr", *BARE, *workbench.plain, "--out", f"from-{load}", *from_it)
+        assert (code, err.splitlines()[-1]) == (1, "kdtrain: no space")
+        again = ("--override-opt-param-scheduler", "--out", f"again-{load}")
+        code, _, err = workbench.call("find-lr", *BARE, *workbench.plain, *again, *from_it)
+        assert code == 2 and f"has no effect with the model folder {load}, which has no schedule" in err
 
 
 def test_a_rate_that_diverges_is_infinite_and_moves_the_search_to_lower_ones(workbench):
