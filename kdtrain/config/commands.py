@@ -457,7 +457,8 @@ class ExportConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(self.adapter and self.quantize is not None, "--quantize is for whole models; leave --adapter out")
+        for name, given in (("--quantize", self.quantize is not None), ("--shard-size", self.shard_size != 5.0)):
+            refuse(self.adapter and given, f"{name} is for whole models; leave it or --adapter out")
 
     @property
     def torch_dtype(self) -> str:

@@ -239,9 +239,12 @@ def test_a_hub_that_does_not_answer_is_a_failed_run_that_leaves_what_is_written(
     assert (tmp_path / "out" / "model.safetensors").exists() == (when == "at the upload")
 
 
-def test_an_address_that_is_none_and_private_without_push_are_refused():
+def test_an_address_that_is_none_and_options_without_effect_are_refused():
     for where in ("org/name", "hf:name", "hf:org/name/more", "hf:../x", "hf:org/na me"):
         with pytest.raises(UsageError, match="names no repository of the hub; write hf:ORG/NAME"):
             ExportConfig(run="run", out="out", push=where)
+    for whole in ({"quantize": "int8"}, {"shard_size": 1.0}):
+        with pytest.raises(UsageError, match="is for whole models; leave it or --adapter out"):
+            ExportConfig(run="run", out="out", adapter=True, **whole)
     with pytest.raises(UsageError, match="--private has no effect without --push"):
         ExportConfig(run="run", out="out", private=True)
