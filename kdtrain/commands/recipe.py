@@ -199,9 +199,8 @@ def resolve(
         objective = _with_bounds(given.objective, facts, teacher is not None)
         measured = None if job is None else job.student
         if job is None and teacher is not None and given.optimizer.lr == "auto" and rate is None:
-            measured = student_footprint(
-                student, size, seq_len=min(seq_len, 64), mode="fp32"
-            )  # it may be the teacher's
+            # it may be the teacher alone that cannot be measured
+            measured = student_footprint(student, size, seq_len=min(seq_len, 64), mode="fp32")
         lr, lr_from = _learning_rate(given, student, None if measured is None else measured.parameters, rate)
         optimizer = replace(given.optimizer, lr=lr)
         config = replace(given, objective=objective, optimizer=optimizer, checkpoint=checkpoint)
