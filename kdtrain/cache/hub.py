@@ -64,7 +64,7 @@ def make_repository(where: object, repository: str, kind: str, private: bool) ->
 def names_in(where: object, repository: str, kind: str) -> set[str]:
     """The paths of the files in a repository. UsageError, Unreachable: as `ask`."""
     info = ask(where, lambda: api().repo_info(repository, repo_type=kind))
-    return {each.rfilename for each in info.siblings or ()}
+    return {each.rfilename for each in getattr(info, "siblings", None) or ()}
 
 
 def upload(
@@ -84,8 +84,10 @@ def upload(
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     added = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
-    operations = [*added, *(CommitOperationDelete(name) for name in sorted(remove))]
-    commit = ask(where, lambda: api().create_commit(repository, operations, repo_type=kind, commit_message=message))
+    removed = [CommitOperationDelete(name) for name in sorted(remove)]
+    commit = ask(
+        where, lambda: api().create_commit(repository, [*added, *removed], repo_type=kind, commit_message=message)
+    )
     return str(commit.oid)
 
 
