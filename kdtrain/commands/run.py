@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from kdtrain.files import publish_text, set_aside
 from kdtrain.models.frozen import whole_size
 from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import export_lock, export_model, is_export, load_tokenizer, tokenizer_files
-from kdtrain.models.spec import ModelSpec
+from kdtrain.models.spec import ModelSpec, at_commit
 from kdtrain.monitor.progress import end_log, formula, log, setup_logging
 from kdtrain.monitor.tables import finite, show
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, rank, world_size
@@ -212,7 +212,7 @@ class Run:
     def _base(self) -> ModelSpec:
         """Where the student's weights came from: of a model on the hub, the commit that was loaded."""
         spec, config = self.recipe.student, self.trainer.student.model.model.config
-        return replace(spec, revision=getattr(config, "_commit_hash", None) or spec.revision)
+        return at_commit(spec, getattr(config, "_commit_hash", None))
 
     def _merged_loss(self, student: SplitModel) -> float | None:
         """The validation loss of a student with its whole weights; None if it is not measured here.
