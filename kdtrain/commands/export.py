@@ -178,7 +178,7 @@ def _write(config: ExportConfig, path: Path, student: SplitModel, state: dict[st
 
 
 def _findable(base: ModelSpec, published: bool) -> str:
-    """The folder or hub id of the base of adapters. UsageError: whoever loads them with `peft` cannot find it."""
+    """The folder or hub id of the base of adapters. UsageError: `peft` could not find it."""
     if base.source is None or base.init != "pretrained":
         raise UsageError(
             f"--adapter: peft finds a base by its folder or hub id, and {base.name} is made by its spec; leave "

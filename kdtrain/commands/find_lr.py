@@ -175,7 +175,7 @@ def _begin(config: FindLrConfig) -> _Record:
     begun = start.load is not None and not (is_model_folder(start.load) or is_adapter(start.load))
     if begun and not start.override_opt_param_scheduler:
         raise UsageError(
-            "--load goes on with the rate of the loaded run; add --override-opt-param-scheduler to look for another"
+            "--load keeps the rate of the loaded run; add --override-opt-param-scheduler to look for another"
         )
     if path.exists():
         try:
@@ -271,7 +271,7 @@ def short_run(config: FindLrConfig, out: Path, lr: float, steps: int) -> Distill
     """A short run: the rate stays after a warm-up of at most half of the first rung, and so do T and alpha,
     which is the larger one of a schedule.
 
-    A run of more steps goes on with one of fewer. A spike ends it, where a rollback would lower its rate.
+    A run of more steps resumes one of fewer. A spike ends it, where a rollback would lower its rate.
     """
     own = {each.name: getattr(config, each.name) for each in fields(DistillConfig)}
     options: dict[str, Any] = {
