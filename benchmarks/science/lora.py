@@ -10,6 +10,9 @@ seed, and the best, by validation loss, with the other seeds. Validation loss, t
 checkpoint, peak memory and tokens a second are those of the runs; times and memory mean something on a quiet machine.
 "int8 base" is rank 16 beside frozen weights in int8; its loss merged into the whole ones is another number.
 
+For all weights and for rank 16, at their rates, each seed runs again with other warm-ups and other alphas, and the
+adapters once more for as many steps as fit into the time of all weights, by the rates of the runs before.
+
 `head` is the objective alone, with a trained and with a frozen head, each in a process of its own.
 
 What it gives up: one base of one size; the rates are a factor of two apart, and those of other seeds are not searched.
@@ -20,8 +23,8 @@ import multiprocessing
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
-from typing import Any
+from statistics import mean, median
+from typing import Any, NamedTuple
 
 from benchmarks.harness import RESULTS, ROOT, STUDENT, TEACHER, write
 from benchmarks.harness.command import Kdtrain, claim, environment, options
@@ -37,6 +40,14 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 RATES = {"all weights": (2.5e-4, 5e-4, 1e-3, 2e-3), "frozen head": (2.5e-4, 5e-4, 1e-3, 2e-3)}
 OF_ADAPTERS = (1e-3, 2e-3, 4e-3, 8e-3)
+VARIED, EQUAL = ("all weights", "rank 16"), ("rank 4", "rank 16", "rank 64")
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "no warm-up": ("--warmup-steps", "0"),
+    "warm-up of half the run": ("--warmup-steps", "HALF"),
+    "alpha 0.5": ("--alpha", "0.5"),
+    "alpha 1": ("--alpha", "1"),
+}
+"""Against the usual: a warm-up of 20 steps, alpha 0.9. HALF stands for half of the steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,26 +97,46 @@ def main(given: LoraStudy) -> None:
         first += ("--num-sequences", "200") if given.quick else ()
         base, _ = study.train("base", *first, cache=None)
 
-        def run(name: str, entry: tuple[str, float, int]) -> dict[str, Any]:
-            kind, rate, seed = entry
-            words = ("--student", f"{given.out / 'base'}", "--lr", f"{rate}", "--seed", f"{seed}", *KINDS[kind])
-            answer, _ = study.train(name, *words, "--steps", f"{steps}", may_fail=True)
-            return {"kind": kind, "lr": rate, "seed": seed, **_measured(given.out / name, answer)}
+        def run(name: str, entry: Entry) -> dict[str, Any]:
+            words = ("--student", f"{given.out / 'base'}", "--lr", f"{entry.rate}", "--seed", f"{entry.seed}")
+            more = (word.replace("HALF", f"{steps // 2}") for word in VARIANTS.get(entry.variant, ()))
+            last = ("--steps", f"{entry.steps}", *more)
+            answer, _ = study.train(name, *words, *KINDS[entry.kind], *last, may_fail=True)
+            of = {"kind": entry.kind, "lr": entry.rate, "seed": entry.seed, "variant": entry.variant}
+            return {**of, "steps": entry.steps, **_measured(given.out / name, answer)}
 
         tried = {kind: RATES.get(kind, OF_ADAPTERS)[: 1 if given.quick else None] for kind in KINDS}
-        grid = {_name(kind, rate, 0): (kind, rate, 0) for kind, rates in tried.items() for rate in rates}
-        records = study.records(grid, run, minutes=given.minutes)
+        grid = [Entry(kind, rate, 0, steps) for kind, rates in tried.items() for rate in rates]
+
+        def made(entries: list[Entry]) -> list[dict[str, Any]]:
+            return study.records({each.name: each for each in entries}, run, minutes=given.minutes)
+
+        records = made(grid)
         best = {kind: _best([each for each in records if each["kind"] == kind]) for kind in KINDS}
-        again = {_name(kind, rate, seed): (kind, rate, seed) for kind, rate in best.items() for seed in range(1, seeds)}
-        records += study.records(again, run, minutes=given.minutes)
+        again = [Entry(kind, rate, seed, steps) for kind, rate in best.items() for seed in range(1, seeds)]
+        records += made(again)
+        speed = {kind: _speed([each for each in records if each["kind"] == kind]) for kind in KINDS}
+        others = [
+            Entry(kind, best[kind], seed, round(steps * speed[kind] / speed["all weights"]), "equal time")
+            for kind in EQUAL
+            for seed in range(seeds)
+        ]
+        others += [
+            Entry(kind, best[kind], seed, steps, variant)
+            for kind in VARIED
+            for variant in VARIANTS
+            for seed in range(seeds)
+        ]
+        varied = made(others)
     head = [_head(rows, 64 if given.quick else 896, 64 if given.quick else 1024) for rows in (2048, 151_936)]
     record = {
         "environment": environment(given.out / "base"),
         "settings": {"base_steps": base_steps, "steps": steps, "sequences": sequences, "quick": given.quick},
         "base": {"validation_loss_on_its_text": base["best_validation_loss"]},
-        "left": len(grid) + len(again) - len(records),
+        "left": len(grid) + len(again) + len(others) - len(records) - len(varied),
         "kinds": {kind: _row(kind, best[kind], records) for kind in KINDS},
-        "runs": records,
+        "variants": _variants(varied),
+        "runs": records + varied,
         "head": head,
     }
     write(given.result, record)
@@ -115,8 +146,21 @@ def main(given: LoraStudy) -> None:
         print(each)
 
 
-def _name(kind: str, rate: float, seed: int) -> str:
-    return f"{kind.replace(' ', '-')}-lr{rate:g}-{seed}"
+class Entry(NamedTuple):
+    """A run of the grid."""
+
+    kind: str
+    rate: float
+    seed: int
+    steps: int
+    variant: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its folder."""
+        return "-".join(
+            [self.kind, f"lr{self.rate:g}", *([self.variant] if self.variant else []), f"{self.seed}"]
+        ).replace(" ", "-")
 
 
 def _measured(folder: Path, answer: dict[str, Any]) -> dict[str, Any]:
@@ -135,10 +179,24 @@ def _measured(folder: Path, answer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _speed(records: list[dict[str, Any]]) -> float:
+    """Tokens a second, the median over runs; 1 where none ended."""
+    return median([each["tokens_per_second"] for each in records if each["tokens_per_second"]] or [1.0])
+
+
 def _best(records: list[dict[str, Any]]) -> float:
     """The rate with the lowest validation loss."""
     found = min(records, key=lambda each: (each["validation_loss"] is None, each["validation_loss"] or 0.0))
     return float(found["lr"])
+
+
+def _variants(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The losses of a kind's variant over the seeds."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for each in records:
+        of = {"kind": each["kind"], "variant": each["variant"], "lr": each["lr"], "steps": each["steps"], "losses": []}
+        rows.setdefault((each["kind"], each["variant"]), of)["losses"].append(each["validation_loss"])
+    return list(rows.values())
 
 
 def _row(kind: str, rate: float, records: list[dict[str, Any]]) -> dict[str, Any]:
