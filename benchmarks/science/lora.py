@@ -6,12 +6,13 @@
 The base is a student of the shipped teacher's family, trained by cross-entropy on the teacher's text. Each kind then
 distils the teacher from a cache of another text (the docstrings of installed libraries), by the real command, from the
 same base, in as many steps and over the same batches. Each kind has rates of its own: all are tried with the first
-seed, and the best, by validation loss, with the other seeds. Validation loss, trained parameters, bytes of a
-checkpoint, peak memory and tokens a second are those of the runs; times and memory mean something on a quiet machine.
-"int8 base" is rank 16 beside frozen weights in int8; its loss merged into the whole ones is another number.
+seed, more where the best is at the edge, and the best, by validation loss, with the other seeds. Validation loss,
+trained parameters, bytes of a checkpoint and peak memory are those of the runs; tokens a second are the median of five
+short runs, the kinds in turn, and mean something on a quiet machine. "int8 base" is rank 16 beside frozen weights in
+int8; its loss merged into the whole ones is another number.
 
-For all weights and for rank 16, at their rates, each seed runs again with other warm-ups and other alphas, and the
-adapters once more for as many steps as fit into the time of all weights, by the rates of the runs before.
+The adapters run once more for as many steps as fit into the time of all weights, by those tokens a second, and all
+weights and rank 16 with other warm-ups and other alphas.
 
 `head` is the objective alone, with a trained and with a frozen head, each in a process of its own.
 
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.harness import RESULTS, ROOT, STUDENT, TEACHER, write
 from benchmarks.harness.command import Kdtrain, claim, environment, options
-from benchmarks.harness.study import Study
+from benchmarks.harness.study import Study, beyond
 from benchmarks.science import docstrings
 from kdtrain.config.values import Options, option
 
@@ -40,6 +41,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 RATES = {"all weights": (2.5e-4, 5e-4, 1e-3, 2e-3), "frozen head": (2.5e-4, 5e-4, 1e-3, 2e-3)}
 OF_ADAPTERS = (1e-3, 2e-3, 4e-3, 8e-3)
+ROUNDS, TURN = 5, 15
+"""Runs of each kind for its speed, and their steps."""
 VARIED, EQUAL = ("all weights", "rank 16"), ("rank 4", "rank 16", "rank 64")
 VARIANTS: dict[str, tuple[str, ...]] = {
     "no warm-up": ("--warmup-steps", "0"),
@@ -105,17 +108,29 @@ def main(given: LoraStudy) -> None:
             of = {"kind": entry.kind, "lr": entry.rate, "seed": entry.seed, "variant": entry.variant}
             return {**of, "steps": entry.steps, **_measured(given.out / name, answer)}
 
-        tried = {kind: RATES.get(kind, OF_ADAPTERS)[: 1 if given.quick else None] for kind in KINDS}
-        grid = [Entry(kind, rate, 0, steps) for kind, rates in tried.items() for rate in rates]
+        tried = {kind: [*RATES.get(kind, OF_ADAPTERS)][: 1 if given.quick else None] for kind in KINDS}
 
         def made(entries: list[Entry]) -> list[dict[str, Any]]:
             return study.records({each.name: each for each in entries}, run, minutes=given.minutes)
 
-        records = made(grid)
-        best = {kind: _best([each for each in records if each["kind"] == kind]) for kind in KINDS}
+        while True:
+            grid = [Entry(kind, rate, 0, steps) for kind, rates in tried.items() for rate in rates]
+            records = made(grid)
+            best = {kind: _best([each for each in records if each["kind"] == kind]) for kind in KINDS}
+            more = {} if given.quick else {kind: beyond(tried[kind], best[kind]) for kind in KINDS}
+            for kind, rate in more.items():
+                tried[kind] += [] if rate is None else [rate]
+            if not any(more.values()):
+                break
         again = [Entry(kind, rate, seed, steps) for kind, rate in best.items() for seed in range(1, seeds)]
         records += made(again)
-        speed = {kind: _speed([each for each in records if each["kind"] == kind]) for kind in KINDS}
+        turns = [
+            Entry(kind, best[kind], number, min(steps, TURN), "speed")
+            for number in range(1 if given.quick else ROUNDS)
+            for kind in ([*KINDS][::-1] if number % 2 else KINDS)
+        ]
+        timed = made(turns)
+        speed = {kind: _speed([each for each in timed if each["kind"] == kind]) for kind in KINDS}
         others = [
             Entry(kind, best[kind], seed, round(steps * speed[kind] / speed["all weights"]), "equal time")
             for kind in EQUAL
@@ -133,10 +148,10 @@ def main(given: LoraStudy) -> None:
         "environment": environment(given.out / "base"),
         "settings": {"base_steps": base_steps, "steps": steps, "sequences": sequences, "quick": given.quick},
         "base": {"validation_loss_on_its_text": base["best_validation_loss"]},
-        "left": len(grid) + len(again) + len(others) - len(records) - len(varied),
-        "kinds": {kind: _row(kind, best[kind], records) for kind in KINDS},
+        "left": len(grid) + len(again) + len(turns) + len(others) - len(records) - len(timed) - len(varied),
+        "kinds": {kind: _row(kind, best[kind], records) | {"tokens_per_second": speed[kind]} for kind in KINDS},
         "variants": _variants(varied),
-        "runs": records + varied,
+        "runs": records + timed + varied,
         "head": head,
     }
     write(given.result, record)
@@ -203,7 +218,7 @@ def _row(kind: str, rate: float, records: list[dict[str, Any]]) -> dict[str, Any
     """The table's row of a kind: means over the seeds at its best rate, and the losses themselves."""
     own = [each for each in records if (each["kind"], each["lr"]) == (kind, rate) and each["validation_loss"]]
     losses = [each["validation_loss"] for each in own]
-    names = ("trained_parameters", "checkpoint_bytes", "peak_memory_mb", "tokens_per_second")
+    names = ("trained_parameters", "checkpoint_bytes", "peak_memory_mb")
     numbers = {name: mean(each[name] for each in own) if own and own[0][name] else None for name in names}
     merged = [each["merged_validation_loss"] for each in own if each.get("merged_validation_loss")]
     numbers |= {"merged_validation_loss": mean(merged)} if merged else {}
