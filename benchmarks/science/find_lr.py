@@ -1,6 +1,6 @@
 """Does `kdtrain find-lr` find the rate? Its suggestion beside the best of seven rates, and beside a range test.
 
-    python -m benchmarks.science.find_lr              the study: hours on two cores; the same command resumes it
+    python -m benchmarks.science.find_lr              an hour and a half on one core; the same command resumes it
     python -m benchmarks.science.find_lr --quick --out runs/find-lr-quick       a few minutes, to see that it works
 
 For each kind (cross-entropy and distillation of a fresh student, adapters beside a trained base) and seed the search
@@ -49,15 +49,15 @@ class FindLrStudy(Options):
     """The record to write."""
     kinds: tuple[str, ...] = option(tuple(KINDS), several=",")
     """Which kinds, joined with commas."""
-    seeds: int = option(3, least=1)
+    seeds: int = option(1, least=1)
     """Searches and runs of each rate."""
-    steps: int = option(600, least=1)
+    steps: int = option(300, least=1)
     """Steps of a whole run."""
     rung_steps: int | None = option(None, least=2)
     """Steps of the first rung of a search; by default those of the command."""
-    base_steps: int = option(2500, least=1)
+    base_steps: int = option(800, least=1)
     """Steps of the base of adapters, by cross-entropy."""
-    sequences: int = option(3000, least=1)
+    sequences: int = option(1200, least=1)
     """Sequences of the cache."""
     range_steps: int = option(200, least=10)
     """Steps of a range test."""
