@@ -1,8 +1,9 @@
 """`kdtrain find-lr`: short real runs at several rates, the best of them longer, and the rate that they suggest.
 
-A short run is one of `distill` in a folder of its own, `OUT/lr-0.0003`, and trained by the same code: weights, data,
-order and seed are those of the run to come. `training.rate_search` says which is next. `OUT/find-lr.json` has every
-loss; what is in it is not trained again, and a run that was cut short resumes.
+A short run is one of `distill` in a folder of its own, `OUT/lr-0.0003-60`, and trained by the same code: weights, data,
+order and seed are those of the run to come, and so are the shapes of its schedules, of which warm-up and decay take the
+same shares. `training.rate_search` says which is next. `OUT/find-lr.json` has every loss; what is in it is not trained
+again, and a run that was cut short resumes.
 """
 
 import gc
@@ -26,7 +27,7 @@ from kdtrain.commands.run import Run
 from kdtrain.commands.run_folder import deciding, make
 from kdtrain.config import DistillConfig, FindLrConfig
 from kdtrain.config.rates import WORDS
-from kdtrain.config.values import configured, flag
+from kdtrain.config.values import USUAL_STEPS, configured, flag
 from kdtrain.errors import RunError, UsageError, making, refuse_no_path, writing
 from kdtrain.files import (
     Lock,
@@ -45,7 +46,7 @@ from kdtrain.monitor.progress import hushed, log, setup_logging
 from kdtrain.monitor.tables import columns, duration, finite, short, show, show_page
 from kdtrain.parallel.memory_plan import student_footprint
 from kdtrain.ranks import refuse_many_processes
-from kdtrain.training.rate_search import REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
+from kdtrain.training.rate_search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import interruptible
 from kdtrain.training.validate import validate
@@ -81,8 +82,10 @@ class _Record:
     """Those that decide the results of the runs."""
     guess: float
     guess_from: str
-    steps: int
-    """Of the first rung."""
+    rungs: list[int]
+    """Steps of the runs of each rung."""
+    whole: int
+    """Of how many steps warm-up and decay are taken: those of the run to come, or a guess until the text is packed."""
     planned: int | None
     """Steps of the run to come; None until the text is packed."""
     cache: str | None
@@ -105,7 +108,7 @@ class _Record:
     @property
     def trained(self) -> int:
         """Steps of all short runs."""
-        return sum(self.steps << (len(rungs) - 1) for rungs in self.runs.values() if rungs)
+        return sum(sum(self.rungs[: len(done)]) for done in self.runs.values())
 
 
 def main(config: FindLrConfig) -> int:
@@ -137,7 +140,7 @@ def find_lr(config: FindLrConfig) -> dict[str, Any]:
         if not (out / RECORD).exists():  # before a short run, whose folder without a record would be foreign
             stack.callback(_leave_nothing, out)
             _publish(out, asdict(record))
-        log.info("short runs around %.2g (%s), first of %d steps", record.guess, record.guess_from, record.steps)
+        log.info("short runs around %.2g (%s), first of %d steps", record.guess, record.guess_from, record.rungs[0])
         while (found := next_run(record.losses)) is not None:
             exponent, rung = found
             _train(config, record, exponent, rung)
@@ -181,12 +184,17 @@ def _begin(config: FindLrConfig) -> _Record:
         try:
             found = read_json(path, _Record)
             known = {each for each in found.losses if abs(each) <= REACH}
-            if not 0 < found.guess < math.inf or known != {*map(int, found.runs)}:
+            fits = (
+                len(found.rungs) == RUNGS
+                and found.whole > 0
+                and all(len(done) <= RUNGS for done in found.runs.values())
+            )
+            if not (fits and 0 < found.guess < math.inf and known == {*map(int, found.runs)}):
                 raise ValueError("it is not what find-lr writes")
         except (OSError, ValueError) as error:
             raise UsageError(f"{path}: {error}; name another --out") from None
         changed = [*_changed(found.options, options)]
-        changed += [f"--rung-steps was {found.steps}"] if found.steps != config.first_steps else []
+        changed += [f"--rung-steps was {found.rungs[0]}"] if found.rungs != _rungs(config) else []
         if changed:
             raise UsageError(f"--out {config.out} holds another search ({', '.join(changed)}); name another --out")
         return found
@@ -203,7 +211,12 @@ def _begin(config: FindLrConfig) -> _Record:
         told = f"{WORDS[kind]}, {'of unknown size' if parameters is None else f'{short(parameters)} parameters'}"
     known_length = bool(sources) or config.epochs is None
     planned = total_steps(config, len(sources["train"]) if sources else 0) if known_length else None
-    return _Record(finite(options), guess, told, config.first_steps, planned, None, {})
+    whole = planned or USUAL_STEPS
+    return _Record(finite(options), guess, told, _rungs(config), whole, planned, None, {})
+
+
+def _rungs(config: FindLrConfig) -> list[int]:
+    return [config.first_steps * LONGER**rung for rung in range(RUNGS)]
 
 
 def _leave_nothing(out: Path) -> None:
@@ -220,9 +233,9 @@ def _changed(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) 
 
 
 def _train(config: FindLrConfig, record: _Record, exponent: int, rung: int) -> None:
-    """Take a short run to the end of a rung, and record its loss."""
-    rate, steps = record.rate(exponent), record.steps << rung
-    out, parts = config.out / f"lr-{rate:.4g}", list[float]()
+    """Train a rate for as many steps as a rung has, and record its loss."""
+    rate, steps = record.rate(exponent), record.rungs[rung]
+    out, parts = config.out / f"lr-{rate:.4g}-{steps}", list[float]()
     _share_tokens(config.out, out)
 
     def measure(run: Run, result: dict[str, Any]) -> None:
@@ -231,7 +244,7 @@ def _train(config: FindLrConfig, record: _Record, exponent: int, rung: int) -> N
 
     try:
         with hushed():
-            result = train(short_run(config, out, rate, steps), finish=measure)
+            result = train(short_run(config, out, rate, steps, record.whole), finish=measure)
     except RunError as error:
         if error.reason not in (*_DIVERGED, "no-progress"):
             raise
@@ -267,27 +280,22 @@ def _by_part(run: Run) -> list[float]:
     return found
 
 
-def short_run(config: FindLrConfig, out: Path, lr: float, steps: int) -> DistillConfig:
-    """A short run: the rate stays after a warm-up of at most half of the first rung, and so do T and alpha,
-    which is the larger one of a schedule.
+def short_run(config: FindLrConfig, out: Path, lr: float, steps: int, whole: int) -> DistillConfig:
+    """The run of `whole` steps in `steps`: what is counted in steps of its schedule takes the same share.
 
-    A run of more steps resumes one of fewer. A spike ends it, where a rollback would lower its rate.
+    A spike ends it, where a rollback would lower its rate.
     """
     own = {each.name: getattr(config, each.name) for each in fields(DistillConfig)}
+    given = config.optimizer
+    warmup, decay = min(given.warmup_steps, whole // 2), given.decay_steps
     options: dict[str, Any] = {
         **{"out": out, "steps": steps, "epochs": None, "json": False, "config": None},
-        **{"lr": lr, "min_lr": 0.0, "lr_schedule": "constant", "alpha_schedule": "constant"},
-        "warmup_steps": min(config.optimizer.warmup_steps, max(config.first_steps // 2, 1)),
+        **{"lr": lr, "min_lr": min(given.min_lr, lr), "warmup_steps": math.ceil(warmup * steps / whole)},
+        "decay_steps": None if decay is None else math.ceil(decay * steps / whole),
         **{"max_rollbacks": 0, "early_stopping": False, "eval_freq": steps, "checkpoint_freq": steps},
         **{"checkpoint_minutes": 0.0, "keep_rolling": 1, "keep_epochs": 1, "keep_special": 1, "yes": True},
         **{"log_to": "none", "histogram_freq": 0, "sample_freq": 0, "on_event": None},
     }
-    if config.objective.schedules_temperature:
-        options["temperature_mode"] = "fixed"
-    if config.objective.alpha_schedule != "constant":
-        options["alpha"] = max(config.objective.alpha, config.objective.alpha_end)
-    if (rule := config.quantization.quant_rule) is not None:  # a rate that stays has no decay, which a rule waits for
-        options["quant_rule"] = "+".join(each for each in rule.split("+") if each != "schedule") or None
     return configured(DistillConfig, DistillConfig(**own), options)
 
 
@@ -315,7 +323,6 @@ def _result(config: FindLrConfig, record: _Record, found: Suggestion) -> dict[st
     return {
         **asdict(record),
         "rates": {name: record.rate(int(name)) for name in record.runs},
-        "rungs": [record.steps << rung for rung in range(RUNGS)],
         "suggestion": {
             "lr": float(f"{record.rate(found.at):.2g}"),
             "best": record.rate(found.best),

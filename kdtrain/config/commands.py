@@ -24,7 +24,7 @@ from kdtrain.config.sections import (
     StoppingConfig,
     Weights,
 )
-from kdtrain.config.values import LOCAL_LIMIT, Options, option, refuse
+from kdtrain.config.values import LOCAL_LIMIT, USUAL_STEPS, Options, option, refuse
 
 
 def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | None, data: DataConfig, to: str) -> None:
@@ -281,7 +281,7 @@ class FindLrConfig(DistillConfig):
     """
 
     rung_steps: int | None = option(None, least=2, brief="Steps of the first short runs [a twentieth].")
-    """Steps of the first rung; by default a twentieth of the run, 20 to 200. The best go on to two and four times."""
+    """Steps of the first rung; by default a twentieth of the run, 20 to 200. The best go on to three times."""
 
     EXAMPLES = ("kdtrain find-lr --cache cache/t --student students/stdlib-1m.toml --out runs/lr --steps 2500",)
 
@@ -297,7 +297,7 @@ class FindLrConfig(DistillConfig):
     @property
     def first_steps(self) -> int:
         """Steps of the first rung."""
-        return self.rung_steps or min(max((self.steps or 2000) // 20, 20), 200)
+        return self.rung_steps or min(max((self.steps or USUAL_STEPS) // 20, 20), 200)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,16 @@
 """The search of `find-lr`: successive halving over rates a factor of two apart, a pure function of the losses so far.
 
-Rate k is 2^k times the first guess. Five rates are trained for N steps, the best three go on to 2 N, and the best two
-to 4 N (successive halving, Jamieson and Talwalkar, arXiv 1502.07943). At each rung both neighbours of the best rate are
-trained as long: one that was left behind catches up, because lower rates win as runs grow longer, and beyond the lowest
-or the highest rate the next one joins, up to `REACH` from the guess. A run that diverges has an infinite loss.
+Rate k is 2^k times the first guess. Five rates are trained for N steps, and the best three for 3 N (successive halving,
+Jamieson and Talwalkar, arXiv 1502.07943). At each rung both neighbours of the best rate are trained as long: one that
+was left behind catches up, because lower rates win as runs grow longer, and beyond the lowest or the highest rate the
+next one joins, up to `REACH` from the guess. A run that diverges has an infinite loss.
 
 The best rate is that with the lowest loss at the last rung. A parabola through it and its neighbours in log2(rate)
 places the minimum between them, at most half a step from the best. How sure that is depends on the losses over parts of
 the validation text: the runs have weights, data and order in common, so differences are compared part by part.
 
-What it gives up: one seed; and short runs without a decay may favour other rates than long ones with it, which
-`benchmarks.science.find_lr` measures.
+What it gives up: one seed; and short runs favour higher rates than long ones, which `benchmarks.science.find_lr`
+measures.
 """
 
 import math
@@ -21,9 +21,10 @@ from typing import Literal
 
 FIRST = (-2, -1, 0, 1, 2)
 """The rates of the first rung."""
-KEPT = (3, 2)
+KEPT = (3,)
 """How many rates go on after each rung but the last."""
-RUNGS = len(KEPT) + 1
+RUNGS, LONGER = len(KEPT) + 1, 3
+"""The rungs, and how many times as long each is as the one before."""
 REACH = 6
 """The farthest rate that may join."""
 SURE = 2.0

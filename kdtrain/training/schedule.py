@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kdtrain.config import DistillConfig, ObjectiveConfig, OptimizerConfig
+from kdtrain.config.values import USUAL_STEPS
 from kdtrain.objective.temperature import scheduled
 
 
@@ -23,7 +24,7 @@ def total_steps(config: DistillConfig, sequences: int, length: Mapping[str, Any]
     if steps is None and config.checkpoint.override_opt_param_scheduler and config.optimizer.decay_steps:
         decay = config.optimizer.decay_steps  # only a decay, from another run's weights
         return min(config.optimizer.warmup_steps, decay) + decay
-    return steps or 2000
+    return steps or USUAL_STEPS
 
 
 def run_length(planned: int, config: OptimizerConfig, decay_from: int | None) -> int:

@@ -46,7 +46,7 @@ def whole(workbench, monkeypatch):
     """The record of a search in `lr` that was stopped in its seventh run, and resumed; `cut.json`: when it stopped."""
     path = workbench.root / "lr/find-lr.json"
     if not path.exists():
-        monkeypatch.setattr(faults, "_faults", {"train.after-step": ("term", "27")})
+        monkeypatch.setattr(faults, "_faults", {"train.after-step": ("term", "35")})
         monkeypatch.setattr(faults, "_calls", Counter())
         code, _, err = searched(workbench, "lr", *AROUND)
         assert code == 1 and "the same command resumes" in err.splitlines()[-1]
@@ -59,13 +59,13 @@ def whole(workbench, monkeypatch):
     return json.loads(path.read_text())
 
 
-def result_of(workbench, exponent):
-    return workbench.root / f"lr/lr-{3e-2 * 2.0 ** int(exponent):.4g}/result.json"
+def result_of(workbench, exponent, steps=4):
+    return workbench.root / f"lr/lr-{3e-2 * 2.0 ** int(exponent):.4g}-{steps}/result.json"
 
 
 def plain(workbench, rate, steps):
-    """The last validation loss of `distill` at a rate that stays."""
-    options = ("--lr", rate, "--min-lr", 0.0, "--lr-schedule", "constant", "--warmup-steps", 2, "--steps", steps)
+    """The last validation loss of `distill` in fewer steps than 80, half of which are its warm-up."""
+    options = ("--lr", rate, "--warmup-steps", steps // 2, "--steps", steps)
     data = ("--cache", "cache", "--student", "student.toml", "--eval-batches", 1)
     answer = workbench.json("distill", *data, *options, *workbench.plain, "--out", f"plain-{rate:g}-{steps}")
     return answer["last_validation_loss"]
@@ -85,7 +85,7 @@ def test_it_ends_with_a_table_a_figure_a_record_and_the_flag_in_eleven_lines(wor
     low, high = suggested["between"]
     assert low <= suggested["lr"] * 1.05 and suggested["lr"] <= high * 1.05
     losses = {rate: whole["runs"][name][-1]["loss"] for name, rate in whole["rates"].items()}
-    longest = {rate for name, rate in whole["rates"].items() if len(whole["runs"][name]) == 3}
+    longest = {rate for name, rate in whole["rates"].items() if len(whole["runs"][name]) == 2}
     assert suggested["best"] == min(longest, key=losses.get) and len(longest) >= 3
     assert (workbench.root / "lr/find-lr.png").stat().st_size > 5000
     assert whole["cost"]["steps"] == whole["cost"]["share_of_the_run"] * 80
@@ -93,11 +93,11 @@ def test_it_ends_with_a_table_a_figure_a_record_and_the_flag_in_eleven_lines(wor
     assert workbench.json("find-lr", *OPTIONS, *workbench.plain, "--out", "lr", *AROUND)["suggestion"] == suggested
 
 
-def test_a_short_run_is_one_of_distill_and_a_longer_rung_goes_on_with_it(workbench, whole):
+def test_a_short_run_is_one_of_distill_with_the_shape_of_the_whole_one(workbench, whole):
     best = whole["suggestion"]["best"]
     name = next(name for name, rate in whole["rates"].items() if rate == best)
-    assert whole["runs"][name][2]["loss"] == plain(workbench, best, 16)
-    folder = workbench.root / f"lr/lr-{best:.4g}"
+    assert whole["rungs"] == [4, 12] and whole["runs"][name][1]["loss"] == plain(workbench, best, 12)
+    folder = workbench.root / f"lr/lr-{best:.4g}-12"
     assert (folder / "config.toml").is_file() and not (folder / "student").exists()
     assert len(list((folder / "checkpoints").glob("step-*"))) <= 3
 
@@ -107,7 +107,7 @@ def test_a_search_that_is_stopped_goes_on_where_it_was_and_trains_nothing_again(
     losses = {int(name): [Trained(each["loss"]) for each in rungs] for name, rungs in cut["runs"].items()}
     rate, rung = next_run(losses)  # which was stopped at its third step
     assert len(losses) >= 5 and "suggestion" not in cut
-    assert whole["runs"][str(rate)][rung]["loss"] == plain(workbench, whole["rates"][str(rate)], 4 << rung)
+    assert whole["runs"][str(rate)][rung]["loss"] == plain(workbench, whole["rates"][str(rate)], whole["rungs"][rung])
     left = {name for name, rungs in cut["runs"].items() if len(rungs) == len(whole["runs"][name])}
     assert left and all(whole["runs"][name] == cut["runs"][name] for name in left)
     assert all(result_of(workbench, name).stat().st_mtime_ns == cut["written"][name] for name in left)
@@ -142,20 +142,20 @@ def test_it_begins_from_a_model_folder_which_has_no_schedule_to_override(workben
         assert code == 2 and "--override-opt-param-scheduler has no effect with the" in err.splitlines()[-1], err
 
 
-@pytest.mark.parametrize("rule, kept", [("schedule", None), ("schedule+spike", "spike"), ("gap", "gap"), (None, None)])
-def test_a_short_run_keeps_what_a_rate_that_stays_can_have(tmp_path, rule, kept):
+def test_a_short_run_has_the_schedules_of_the_whole_one_in_fewer_steps(tmp_path):
     config = FindLrConfig(
         student="student.toml",
         cache=("cache",),
         out=tmp_path / "lr",
         steps=40,
         objective=ObjectiveConfig(alpha=0.0, alpha_schedule="linear", alpha_end=0.5),
-        optimizer=OptimizerConfig(lr=0.1, lr_schedule="wsd"),
-        quantization=QuantizationConfig(time_resume=True, quant_rule=rule),
+        optimizer=OptimizerConfig(lr=0.1, lr_schedule="wsd", warmup_steps=4, decay_steps=20),
+        quantization=QuantizationConfig(time_resume=True, quant_rule="schedule"),
     )
-    short = find_lr.short_run(config, tmp_path / "lr/lr-0.1", 0.1, 4)
-    assert (short.objective.alpha, short.objective.alpha_schedule) == (0.5, "constant")
-    assert short.quantization.quant_rule == kept and short.quantization.time_resume
+    short = find_lr.short_run(config, tmp_path / "lr/lr-1e-07-10", 1e-7, 10, 40)
+    assert (short.objective, short.quantization) == (config.objective, config.quantization)
+    given = (short.steps, short.optimizer.warmup_steps, short.optimizer.decay_steps, short.optimizer.min_lr)
+    assert given == (10, 1, 5, 1e-7) and short.optimizer.lr_schedule == "wsd"
 
 
 def test_a_rate_that_diverges_is_infinite_and_moves_the_search_to_lower_ones(workbench):
