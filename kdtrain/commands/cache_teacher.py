@@ -10,6 +10,7 @@ from kdtrain.cache.reader import Cache
 from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build_cache import build_cache, refined_cache, refuse_other_vocabulary
 from kdtrain.commands.made_cache import show_cache
+from kdtrain.commands.pages import capture_lines
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.errors import UsageError
@@ -20,6 +21,7 @@ from kdtrain.monitor.tables import duration, size
 from kdtrain.parallel.memory_plan import free_everywhere, shards_teacher
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, raise_on_all_ranks, reported, world_size
+from kdtrain.teaching.served.teacher import served_spec
 from kdtrain.teaching.teacher import open_teacher
 
 
@@ -73,6 +75,8 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> None:
         if config.from_logprobs is not None:
             load_tokenizer(spec)  # a spec without one is refused by name
             spec = replace(spec, kind="recorded", options={"logprobs": str(config.from_logprobs)})
+        if config.server.teacher_server:
+            spec = served_spec(spec, config.server, config.codec.top_k)
         teacher = open_teacher(spec, device, pick_mode(config.precision, device), online=False)
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
         if refined is not None:
@@ -97,7 +101,8 @@ def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, 
         config.out,
         manifest,
         config.json,
-        [f"took {duration(seconds)}{among}, peak memory {size(peak)}"],
+        [*capture_lines(manifest), f"took {duration(seconds)}{among}, peak memory {size(peak)}"],
+        **({} if manifest.capture is None else {"capture": manifest.capture}),
         ranks=ranks,
         seconds=round(seconds, 1),
         peak_memory_mb=round(peak, 1),

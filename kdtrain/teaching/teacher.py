@@ -15,6 +15,7 @@ Shape suffixes: B sequences, T positions, N tokens (B*T), V vocabulary, D width.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -129,6 +130,18 @@ class Teacher:
     def layer_widths(self) -> list[int]:
         """D of the embedding and of each layer, for the hidden-state loss. UsageError: it gives no hidden states."""
         raise UsageError(f"a teacher of kind {self.spec.kind} gives no hidden states; leave --hidden-loss out")
+
+    def recognise(self, earlier: Mapping[str, Any]) -> None:
+        """Told the `identity` with which a cache was begun, before it is resumed; `identity` may then be that.
+
+        UsageError: it is another teacher's.
+        """
+
+    def capturing(
+        self, part: ShardRows, codec: CodecSpec, seed: int, sampling: str | None
+    ) -> AbstractContextManager[None]:
+        """Entered around `kept` of all rows of a shard, in order; after an error at its end the shard is not kept."""
+        return nullcontext()
 
     def kept(self, rows: ShardRows, codec: CodecSpec, seed: int) -> Arrays:
         """What a cache keeps of these rows, as `cache.codec.keep` makes it, of a teacher that gives a top-k."""
