@@ -43,7 +43,7 @@ settings.load_profile("kdtrain")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked `gpu` without a CUDA device, and `vllm` without KDTRAIN_VLLM, and put the longest files first.
+    """Leave out tests that need a CUDA device or a vLLM where there is none, and put the longest files first.
 
     Files are given to workers in this order, so that none begins a long one when the others have nothing left.
     """

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.codec import SAMPLING, CodecSpec, grid_name, grid_offset
 from kdtrain.cache.folder import holds_nothing
-from kdtrain.cache.format import PIECES
+from kdtrain.cache.format import MANIFEST, PIECES
 from kdtrain.cache.manifest import CacheSettings, Manifest
 from kdtrain.cache.mass import kept_mass
 from kdtrain.cache.reader import Cache
@@ -22,7 +22,7 @@ from kdtrain.errors import UsageError
 from kdtrain.files import read_sealed
 from kdtrain.models.loading import ChatTokenizer, generation_of, tokenizer_digest
 from kdtrain.monitor.progress import bar
-from kdtrain.ranks import is_main, on_main, raise_on_all_ranks
+from kdtrain.ranks import is_main, raise_on_all_ranks
 from kdtrain.teaching.teacher import Teacher
 
 
@@ -36,9 +36,9 @@ def build_cache(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | N
             teacher.
         RunError: the disk is full or cannot be written.
     """
-    if (earlier := on_main(lambda: begun_with(config.out))) is not None:
-        with raise_on_all_ranks():
-            teacher.recognise(earlier)
+    with raise_on_all_ranks():
+        earlier = begun_with(config.out)
+    teacher.begin(earlier, (config.out / MANIFEST).is_file())
     if refined is None:
         settings, rows = _asked(config, teacher)
     else:
@@ -65,7 +65,7 @@ def begun_with(folder: Path) -> dict[str, Any] | None:
     try:
         if not any((folder / "shards").glob("*.h5")):
             return None
-        return CacheSettings.from_json(read_sealed(folder / "settings.json")).teacher
+        return _stored(folder).teacher
     except (OSError, ValueError):  # the builder refuses it, with what is wrong
         return None
 
@@ -174,9 +174,19 @@ def holds_tokens(folder: Path) -> bool:
     if holds_nothing(folder):
         return True
     try:
-        return CacheSettings.from_json(read_sealed(folder / "settings.json")).codec.kind == "tokens"
+        return _stored(folder).codec.kind == "tokens"
     except (OSError, ValueError):
         return False
+
+
+def holds_own(folder: Path) -> bool:
+    """Whether `folder` is a cache that a run made for itself: bare tokens, or what a server said."""
+    return holds_tokens(folder) or "fingerprint" in (begun_with(folder) or {})
+
+
+def _stored(folder: Path) -> CacheSettings:
+    """The settings with which a cache was begun. OSError, ValueError: there are none."""
+    return CacheSettings.from_json(read_sealed(folder / "settings.json"))
 
 
 def _settings(

@@ -57,14 +57,15 @@ def _build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> None:
     device = pick_device(config.device)
     with same_ranks(config, device):
         try:
-            _build(config, device)
+            build(config, device)
         except UsageError as error:
             raise reported(error) from None  # options, text and folder are the same on every rank
         if wait:
             on_main(lambda: None)
 
 
-def _build(config: CacheTeacherConfig, device: torch.device) -> None:
+def build(config: CacheTeacherConfig, device: torch.device) -> None:
+    """Build the cache, inside `same_ranks`; rank 0 returns last. UsageError, RunError: as `cache_teacher`."""
     on_main(lambda: refuse_no_folder(config.out))
     with raise_on_all_ranks():
         refined = None if config.refine is None else refined_cache(config.refine)

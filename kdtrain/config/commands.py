@@ -20,6 +20,7 @@ from kdtrain.config.sections import (
     ParallelConfig,
     PrecisionConfig,
     QuantizationConfig,
+    RunServerConfig,
     ServerConfig,
     StoppingConfig,
 )
@@ -198,9 +199,12 @@ class DistillConfig(Options):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    server: RunServerConfig = field(default_factory=RunServerConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.server.teacher_server:
+            self._refuse_beyond_a_server()
         if self.source == "cache" or self.cache:
             _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
         many = len(self.cache)
@@ -237,6 +241,21 @@ class DistillConfig(Options):
         )
 
     EXAMPLES = ("kdtrain distill --cache cache/t --student students/stdlib-1m.toml --out runs/t",)
+
+    def _refuse_beyond_a_server(self) -> None:
+        """Refuse what a server's top-k cannot do, before it is asked for hours."""
+        refuse(
+            self.teacher is None, "--teacher-server needs --teacher, for the tokenizer and the name of what it serves"
+        )
+        refuse(self.source != "cache", "--teacher-server reads --data itself; leave --source out")
+        objective = self.objective
+        other = objective.temperature != 1 or objective.learns_temperature or objective.schedules_temperature
+        refuse(
+            other, "--teacher-server gives a top-k, which is right at T = 1 only; leave the temperature's options out"
+        )
+        refuse(objective.hidden_loss != "none", "--hidden-loss needs a teacher that runs here; leave it out")
+        trial = "--dry-run" if self.dry_run else "--sanity" if self.sanity else None
+        refuse(trial is not None, f"{trial} does not ask a server; make a cache with cache-teacher, and give --cache")
 
     OLD: ClassVar[dict[str, tuple[str, _Renewal | None]]] = {
         "auto_resume": ("is now --yes", _renamed("yes")),

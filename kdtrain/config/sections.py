@@ -376,7 +376,7 @@ class ServerConfig(Options):
         brief="Where --teacher is served: http://HOST:8000/v1.",
     )
     """Address of a vLLM server of the teacher, http://HOST:8000/v1; again: more servers of it (docs/teachers.md)."""
-    server_model: str | None = option(None, once=True, text=True, needs="teacher_server")
+    server_model: str | None = option(None, free=True, once=True, text=True, needs="teacher_server")
     """The name of the teacher there; by default the only one that is served, or that of --teacher."""
     server_concurrency: int = option(16, free=True, least=1, most=1024, needs="teacher_server")
     """Requests at once, over all servers."""
@@ -386,6 +386,14 @@ class ServerConfig(Options):
     """Seconds for which a sequence is asked for again, where servers are away or busy, before the command ends."""
     server_tolerance: float | None = option(None, free=True, above=0, most=10, needs="teacher_server")
     """Nats by which a server's answers to the probes may change; by default from what they change by themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunServerConfig(ServerConfig):
+    """A teacher that an inference server runs, for a run: what it says is cached in the run's folder first."""
+
+    server_top_k: int = option(64, free=True, least=1, needs="teacher_server")
+    """The most likely entries that are asked for at each position, and cached."""
 
 
 QUANTIZED = ("fp8", "mxfp8", "mxfp4")

@@ -131,8 +131,10 @@ class Teacher:
         """D of the embedding and of each layer, for the hidden-state loss. UsageError: it gives no hidden states."""
         raise UsageError(f"a teacher of kind {self.spec.kind} gives no hidden states; leave --hidden-loss out")
 
-    def recognise(self, earlier: Mapping[str, Any]) -> None:
-        """Told the `identity` with which a cache was begun, before it is resumed; `identity` may then be that.
+    def begin(self, earlier: Mapping[str, Any] | None, finished: bool) -> None:
+        """Called before a cache is made, on every rank; `identity` is asked for after it, and may be the earlier one.
+
+        earlier: the `identity` with which the cache was begun; None: it is a new one. finished: it is whole.
 
         UsageError: it is another teacher's.
         """

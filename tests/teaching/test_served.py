@@ -223,7 +223,7 @@ def test_a_fault_that_stays_ends_the_capture_in_one_line_and_nothing_of_it_is_ke
     with pytest.raises(kd.RunError, match=words) as caught:
         capture(server, server_patience=0.5, num_sequences=40)
     assert "\n" not in str(caught.value) and server.fired
-    kept = [path for path in Path("cache/shards").glob("*.h5")]
+    kept = list(Path("cache/shards").glob("*.h5"))
     server.always = ""
     before = {path: path.read_bytes() for path in kept}
     whole = capture(server, num_sequences=40)
@@ -275,9 +275,7 @@ def test_a_resume_is_of_the_same_teacher_and_equal_to_an_undisturbed_capture(ser
         path.unlink()
     good = server.model
     server.model = another
-    with pytest.raises(
-        kd.UsageError, match="is another teacher .* its fingerprint is [0-9a-f]{8} .* of the cache [0-9a-f]"
-    ):
+    with pytest.raises(kd.UsageError, match=r"another teacher .* fingerprint is [0-9a-f]{8} .* of the cache [0-9a-f]"):
         capture(server)
     assert not Path("cache/shards/train-00001.h5").exists()
     server.model = good
@@ -295,7 +293,7 @@ def test_a_server_that_comes_back_as_another_is_refused_and_nothing_of_it_is_kep
     server.faults = {asked + PREFLIGHT + 6: "close"}
     server.swap = (asked + PREFLIGHT + 7, another)
     good = server.model
-    with pytest.raises(kd.RunError, match="is another teacher than the one .* nothing of this shard is kept"):
+    with pytest.raises(kd.RunError, match=r"is another teacher than the one .* nothing of this shard is kept"):
         capture(server, server_concurrency=1)
     assert server.fired == ["close"] and server.swap is None
     done = {path.name for path in Path("cache/shards").glob("*.h5")}
@@ -339,7 +337,7 @@ def test_the_key_comes_from_the_environment_and_is_written_nowhere(server, monke
         capture("http://llm.example.com/v1")
     with standing_in(server.model, server.tokenizer) as second:
         server.always = f"redirect:{second.url}/completions"
-        with pytest.raises(kd.UsageError, match="it redirects to .* which is not followed"):
+        with pytest.raises(kd.UsageError, match=r"it redirects to .* which is not followed"):
             capture(server, "redirected")
         assert second.authorized == [] == second.bodies
 

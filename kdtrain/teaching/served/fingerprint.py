@@ -10,7 +10,7 @@ What it gives up: a change that moves the probes by less than the noise is not s
 Shapes: n tokens of a probe but the first, K = `TOP` entries.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -101,9 +101,3 @@ def probe_tokens(tokenize: Callable[[str], list[int]], longest: int | None) -> l
     """The ids of the probes. longest: ids that the server takes, if it is known."""
     length = min(LENGTH, longest or LENGTH)
     return [tokenize(text)[:length] for text in TEXTS]
-
-
-def same_probes(earlier: Mapping[str, Any], tokens: Sequence[list[int]]) -> "Fingerprint | None":
-    """The fingerprint of an earlier record of a teacher; None: there is none of these probes."""
-    found = Fingerprint.from_json(earlier.get("fingerprint"))
-    return found if found is not None and found.tokens == list(tokens) else None

@@ -34,7 +34,7 @@ from kdtrain.objective.batch import Batch
 from kdtrain.ranks import on_main
 from kdtrain.teaching.served.answers import Answers, Span, answers_of, placed, spans_of
 from kdtrain.teaching.served.client import Client, Completion, Host, Refused
-from kdtrain.teaching.served.fingerprint import Fingerprint, same_probes
+from kdtrain.teaching.served.fingerprint import Fingerprint
 from kdtrain.teaching.served.preflight import Preflight
 from kdtrain.teaching.teacher import Teacher, register_teacher
 
@@ -102,19 +102,40 @@ class ServedTeacher(Teacher):
     @property
     def identity(self) -> Mapping[str, Any]:
         """The spec, the model, what the server tells of itself, and the fingerprint of its answers."""
-        assert self._fingerprint is not None, "prepare looks at the server"
+        assert self._fingerprint is not None, "begin looks at the server"
         return {"spec": self.name, **self._facts, "fingerprint": self._fingerprint.to_json()}
 
     def load(self, sharded: bool = False) -> None:
         """Nothing is loaded here."""
 
     def check(self, seq_len: int, document_mask: bool) -> None:
-        """Keep what decides the prompts; the server's own length is looked at by `prepare`."""
+        """Keep what decides the prompts; the server's own length is looked at by `begin`."""
         self._document_mask, self._row_length = document_mask, seq_len + 1
 
-    def prepare(self, *, sharded: bool = False, shard_size: int | None = None, compile: bool = False) -> None:
-        """Look at the servers, on rank 0 for all. UsageError: they do not serve this teacher as it must be."""
-        super().prepare(sharded=sharded, shard_size=shard_size, compile=compile)
+    def begin(self, earlier: Mapping[str, Any] | None, finished: bool) -> None:
+        """Look at the servers, on rank 0 for all, and compare them with those of an earlier attempt.
+
+        A finished cache asks nothing of them.
+
+        UsageError: they do not serve this teacher as it must be, or are another one.
+        """
+        known = None if earlier is None else Fingerprint.from_json(earlier.get("fingerprint"))
+        if earlier is not None and (known is None or earlier.get("spec") != self.name):
+            raise UsageError(
+                f"the cache there was begun with another teacher ({earlier.get('spec')}); choose another --out"
+            )
+        if not (finished and earlier and known):
+            self._look()
+            if earlier is None or known is None:
+                return
+            self._compare(known)
+            log.info("server: the same teacher as when the cache was begun, by its fingerprint")
+        facts = {name: value for name, value in earlier.items() if name not in ("spec", "fingerprint")}
+        if not finished and facts != self._facts:
+            log.warning("server: it tells %s, and told %s before; its answers are the same", self._facts, facts)
+        self._facts, self._fingerprint = facts, known
+
+    def _look(self) -> None:
         asked = self.spec.options.get("server_model")
         names = [asked] if asked else [self.name, *filter(None, [self.spec.source])]
         self._flight = Preflight(
@@ -130,25 +151,15 @@ class ServedTeacher(Teacher):
         self._flight.model = self._facts["model"]
         self._client.patience = self._patience
 
-    def recognise(self, earlier: Mapping[str, Any]) -> None:
-        """Take the record of an earlier attempt, if the server's answers are still those.
-
-        UsageError: they are another teacher's.
-        """
-        assert self._fingerprint is not None
-        known = same_probes(earlier, self._fingerprint.tokens)
-        if known is None or earlier.get("spec") != self.name:
-            raise UsageError(
-                f"the cache there was begun with another teacher ({earlier.get('spec')}); choose another --out"
-            )
-        allowed = max(known.allowed(self._tolerance), self._fingerprint.allowed(self._tolerance))
-        if (distance := known.distance(self._fingerprint.probes)) > allowed:
-            raise UsageError(self._another(self._client.hosts[0], known, self._fingerprint, distance, allowed))
-        facts = {name: value for name, value in earlier.items() if name not in ("spec", "fingerprint")}
-        if facts != self._facts:
-            log.warning("server: it tells %s, and told %s before; its answers are the same", self._facts, facts)
-        log.info("server: the same teacher as before, by its fingerprint: %.2g nats apart", distance)
-        self._facts, self._fingerprint = facts, known
+    def _compare(self, known: Fingerprint) -> None:
+        """UsageError: the servers' answers are not those of an earlier fingerprint."""
+        now = self._fingerprint
+        assert now is not None
+        if known.tokens != now.tokens:
+            raise UsageError("the cache there was begun with another tokenizer; choose another --out")
+        allowed = max(known.allowed(self._tolerance), now.allowed(self._tolerance))
+        if (distance := known.distance(now.probes)) > allowed:
+            raise UsageError(self._another(self._client.hosts[0], known, now, distance, allowed))
 
     @contextmanager
     def capturing(self, part: ShardRows, codec: CodecSpec, seed: int, sampling: str | None) -> Iterator[None]:
