@@ -82,7 +82,8 @@ def _captured(config: DistillConfig, device: torch.device) -> DistillConfig:
     )
     build_cache(capture, device)
     on_main(lambda: None)  # rank 0 writes the manifest after the others have finished
-    return replace(config, cache=(str(folder),), teacher=None, data=DataConfig(), server=RunServerConfig())
+    data = DataConfig(num_workers=config.data.num_workers)
+    return replace(config, cache=(str(folder),), teacher=None, data=data, server=RunServerConfig())
 
 
 def distill(config: DistillConfig | None = None, **options: Any) -> dict[str, Any]:

@@ -359,7 +359,7 @@ def test_an_address_that_nothing_listens_at_is_refused_soon(server):
     ],
 )
 def test_an_address_that_is_none_is_refused(options, words):
-    with pytest.raises(kd.UsageError, match=words.replace("--", "").replace("-", "[-_]")) as caught:
+    with pytest.raises(kd.UsageError, match=words) as caught:
         ServerConfig(**options)
     assert "word" not in str(caught.value).replace("password", "")
 
