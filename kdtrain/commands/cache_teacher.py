@@ -21,7 +21,6 @@ from kdtrain.monitor.tables import duration, size
 from kdtrain.parallel.memory_plan import free_everywhere, shards_teacher
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, raise_on_all_ranks, reported, world_size
-from kdtrain.teaching.served.teacher import served_spec
 from kdtrain.teaching.teacher import open_teacher
 
 
@@ -77,8 +76,10 @@ def build(config: CacheTeacherConfig, device: torch.device) -> None:
             load_tokenizer(spec)  # a spec without one is refused by name
             spec = replace(spec, kind="recorded", options={"logprobs": str(config.from_logprobs)})
         if config.server.teacher_server:
-            spec = served_spec(spec, config.server, config.codec.top_k)
+            spec = replace(spec, kind="served")
         teacher = open_teacher(spec, device, pick_mode(config.precision, device), online=False)
+        if config.server.teacher_server:
+            teacher.connect(config.server, config.codec)
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
         if refined is not None:
             refuse_other_vocabulary(refined, teacher)

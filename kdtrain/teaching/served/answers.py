@@ -16,7 +16,7 @@ Shapes: n positions of a prompt of n + 1 tokens, T positions of a row, K entries
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -86,29 +86,8 @@ class Answers:
 
         lists: as many as tokens, the first one None. Wrong: they cannot be what the teacher says.
         """
-        entries, size = self.codec.top_k, self.codec.vocab_size
-        tables = [_table(span, i, table) for i, table in enumerate(lists[1:])]
-        ids_nK, logprobs_nK = np.empty((len(span), entries), np.int64), np.empty((len(span), entries))
-        label_n = np.empty(len(span))
-        for i, table in enumerate(tables):
-            label = span.tokens[i + 1]
-            if min(table) < 0 or max(table) >= size:  # before numpy, which takes no larger ones
-                raise Wrong(
-                    f"the id {max(table)}, beyond the teacher's vocabulary of {size}: another model, or another "
-                    "vocab_size than that of its spec"
-                )
-            if len(table) == entries + 1:
-                label_n[i] = table.pop(label).logprob
-            elif len(table) == entries:
-                label_n[i] = table[label].logprob
-            else:
-                raise Wrong(f"{len(table)} entries for token {i + 1} instead of {entries}")
-            order = sorted(table, key=lambda each: (-table[each].logprob, table[each].rank or 0, each))
-            ids_nK[i], logprobs_nK[i] = order, [table[each].logprob for each in order]
-            if label not in table and label_n[i] > logprobs_nK[i, -1] + ABOVE_ZERO:
-                raise Wrong(f"token {i + 1} is more likely than entry {entries}, and is not among them")
-        _check(logprobs_nK, label_n)
-        return keep(ids_nK, logprobs_nK.clip(max=0), label_n.clip(max=0), self.codec)
+        top = read_top(span.tokens, lists, self.codec.top_k, self.codec.vocab_size)
+        return keep(top.ids_nK, top.logprobs_nK, top.label_n, self.codec)
 
     def blank(self, number: int) -> Arrays:
         """The arrays [n, ...] of positions that no label of the loss has, and that were not asked: even ones."""
@@ -121,7 +100,36 @@ class Answers:
         return apart(*((each["ids"], each["logprobs"]) for each in (one, other)))
 
 
-def _check(logprobs_nK: np.ndarray, label_n: np.ndarray) -> None:
+class Top(NamedTuple):
+    """The most likely entries of n positions, most likely first, and log p of the label of each."""
+
+    ids_nK: np.ndarray
+    logprobs_nK: np.ndarray
+    label_n: np.ndarray
+
+
+def read_top(tokens: Sequence[int], lists: Lists, entries: int, vocab_size: int) -> Top:
+    """Read and check the tables of a prompt. Wrong: they cannot be what a teacher says of it."""
+    number = len(tokens) - 1
+    ids_nK, logprobs_nK = np.empty((number, entries), np.int64), np.empty((number, entries))
+    label_n = np.empty(number)
+    for i, (label, found) in enumerate(zip(tokens[1:], lists[1:], strict=True)):
+        if found is None:
+            raise Wrong(f"nothing for token {i + 1}")
+        if label not in found:
+            raise Wrong(f"the table of token {i + 1} is about another one: the answer is shifted, or of another prompt")
+        if min(found) < 0 or max(found) >= vocab_size:  # before numpy, which takes no larger ones
+            raise Wrong(
+                f"the id {max(found)}, beyond the teacher's vocabulary of {vocab_size}: another model, or another "
+                "vocab_size than that of its spec"
+            )
+        table = {each: entry for each, entry in found.items() if len(found) != entries + 1 or each != label}
+        if len(table) != entries:
+            raise Wrong(f"{len(found)} entries for token {i + 1} instead of {entries}")
+        order = sorted(table, key=lambda each: (-table[each].logprob, table[each].rank or 0, each))
+        ids_nK[i], logprobs_nK[i], label_n[i] = order, [table[each].logprob for each in order], found[label].logprob
+        if label not in table and label_n[i] > logprobs_nK[i, -1] + ABOVE_ZERO:
+            raise Wrong(f"token {i + 1} is more likely than entry {entries}, and is not among them")
     every = np.concatenate([logprobs_nK, label_n[:, None]], 1)
     if not np.isfinite(every).all():
         raise Wrong("a log-probability that is not finite")
@@ -135,14 +143,7 @@ def _check(logprobs_nK: np.ndarray, label_n: np.ndarray) -> None:
             f"processed log-probabilities: an entry of log p {logprobs_nK.min():g} among the most likely ones was "
             "masked out; start the server with --logprobs-mode raw_logprobs"
         )
-
-
-def _table(span: Span, i: int, table: dict[int, Entry] | None) -> dict[int, Entry]:
-    if table is None:
-        raise Wrong(f"nothing for token {i + 1}")
-    if span.tokens[i + 1] not in table:
-        raise Wrong(f"the table of token {i + 1} is about another one: the answer is shifted, or of another prompt")
-    return table
+    return Top(ids_nK, logprobs_nK.clip(max=0), label_n.clip(max=0))
 
 
 def apart(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> float:
@@ -161,20 +162,6 @@ def apart(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarra
             difference = value - known[each] if each in known else max(0.0, value - least)
             total, number = total + difference**2, number + 1
     return math.sqrt(total / max(1, number))
-
-
-def plain_lists(tokens: Sequence[int], lists: Lists, entries: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and log p [n, entries] of the first `entries` of each table, most likely first. Wrong: as `Answers.read`."""
-    span = Span("probe", 0, 0, list(tokens))
-    tables = [_table(span, i, table) for i, table in enumerate(lists[1:])]
-    best = [sorted(table.items(), key=lambda each: (-each[1].logprob, each[0]))[:entries] for table in tables]
-    if any(len(each) < entries for each in best):
-        raise Wrong(f"fewer than {entries} entries")
-    ids_nK = np.array([[token for token, _ in each] for each in best])
-    logprobs_nK = np.array([[entry.logprob for _, entry in each] for each in best])
-    if not np.isfinite(logprobs_nK).all():
-        raise Wrong("a log-probability that is not finite")
-    return ids_nK, logprobs_nK
 
 
 def spans_of(split: str, row: int, tokens: np.ndarray, counted: np.ndarray, segments: np.ndarray | None) -> list[Span]:

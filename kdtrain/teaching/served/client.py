@@ -45,7 +45,7 @@ WRONG = 3
 """Answers to one request that cannot be right, after which it is given up."""
 CONNECT = 10.0
 """Seconds for a connection."""
-FIRST_WAIT, LONGEST = 0.5, 60.0
+FIRST_WAIT, LONGEST = 0.2, 60.0
 """Seconds that a server rests after its first failure, and the most after many."""
 SMALL = 2**20
 """Bytes of an answer without distributions."""
@@ -114,6 +114,8 @@ class Host:
     rests_until: float = 0.0
     doubted: bool = False
     """It was away, and may be another one now."""
+    answered: bool = False
+    """It has answered since it was last looked at."""
     checking: threading.Lock = field(default_factory=threading.Lock)
 
     def __str__(self) -> str:
@@ -190,6 +192,7 @@ class Client:
                 if at.doubted and host is None:
                     self._recognise(at)
                 at.failures = 0
+                at.answered = at.answered or host is None
                 return found
             except Wrong as problem:
                 wrong += 1
@@ -259,7 +262,7 @@ class Client:
                 host.failures += 1
                 longest = min(LONGEST, max(FIRST_WAIT, self.patience / 4))
                 wait = min(longest, FIRST_WAIT * 2 ** min(host.failures - 1, 20)) * random.uniform(0.5, 1)
-                host.rests_until = now + (wait if problem.wait is None else min(problem.wait, self.patience))
+                host.rests_until = now + max(wait, min(problem.wait or 0.0, self.patience))
                 log.info("%s: %s; asking again in %.1f s", host, problem, host.rests_until - now)
             host.doubted = host.doubted or problem.away
             return max(0.0, host.rests_until - now)

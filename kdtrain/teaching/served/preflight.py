@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from kdtrain.config.sections import KEY
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.monitor.progress import log
-from kdtrain.teaching.served.answers import plain_lists
+from kdtrain.teaching.served.answers import Top, read_top
 from kdtrain.teaching.served.client import Client, Completion, Host, Refused
 from kdtrain.teaching.served.fingerprint import LOUD, TEXTS, TOP, Fingerprint, Probe, farthest, probe_tokens
 
@@ -108,11 +108,12 @@ class Preflight:
 
     def probe(self, host: Host, tokens: list[list[int]], **parameters: Any) -> list[Probe]:
         """A server's answers to probes, asked one after the other."""
-        body = {"prompt_logprobs": TOP, **parameters}
-        return [
-            self.client.complete(self.request(each, **body), lambda found, each=each: _read(each, found), host)
-            for each in tokens
-        ]
+
+        def ask(each: list[int]) -> Probe:
+            body = self.request(each, prompt_logprobs=TOP, **parameters)
+            return self.client.complete(body, lambda found: _top(each, found, TOP)[:2], host)
+
+        return [ask(each) for each in tokens]
 
     def refusal(self, host: Host | str, refused: Refused) -> str:
         """A server's refusal in words, with the remedy."""
@@ -148,7 +149,7 @@ class Preflight:
         if self.model not in ("", model):
             raise UsageError(f"{host} serves {shown}, not {self.model} as the first server; give --server-model NAME")
         self.model = model
-        (longest,) = {each.max_model_len for each in listed if each.id == model}
+        longest = next(each.max_model_len for each in listed if each.id == model)
         log.info("server: %s serves %s, up to %s tokens", host, printable(model)[:100], longest or "unknown many")
         if longest is not None and longest < self.length + 1:
             raise UsageError(
@@ -166,6 +167,7 @@ class Preflight:
 
     def _check_entries(self, host: Host, tokens: list[int], facts: dict[str, Any]) -> None:
         def read(found: Completion) -> None:
+            _top(tokens, found, self.entries)
             if found.system_fingerprint:
                 facts["system_fingerprint"] = printable(found.system_fingerprint)[:100]
 
@@ -258,5 +260,6 @@ def _texts(tokenizer: PreTrainedTokenizerFast, token: int) -> tuple[str, ...]:
     return (tokenizer.decode([token]).strip(), str(tokenizer.convert_ids_to_tokens(token)).strip("\u2581\u0120 "))
 
 
-def _read(tokens: list[int], found: Completion) -> Probe:
-    return plain_lists(tokens, found.choices[0].prompt_logprobs or (), TOP)
+def _top(tokens: list[int], found: Completion, entries: int) -> Top:
+    """The most likely entries in an answer, whatever the vocabulary."""
+    return read_top(tokens, found.choices[0].prompt_logprobs or (), entries, 2**31)

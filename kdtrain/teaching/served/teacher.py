@@ -24,7 +24,7 @@ from kdtrain.cache.codec import CodecSpec, decode
 from kdtrain.cache.compression import Arrays
 from kdtrain.cache.look import examine
 from kdtrain.cache.shard_writer import ShardRows
-from kdtrain.config.sections import ServerConfig
+from kdtrain.config.sections import CodecConfig, ServerConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import json_digest
 from kdtrain.models.loading import vocabulary
@@ -46,12 +46,6 @@ _FIRST_PATIENCE = 5.0
 """Seconds for which a server that has never answered is asked."""
 
 
-def served_spec(spec: ModelSpec, server: ServerConfig, entries: int) -> ModelSpec:
-    """The spec of a teacher that `--teacher-server` names. entries: of a top-k."""
-    options = {**spec.options, **vars(server), "teacher_server": list(server.teacher_server), "top_k": entries}
-    return replace(spec, kind="served", options=options)
-
-
 @register_teacher("served")
 class ServedTeacher(Teacher):
     """An inference server, which is asked for the most likely entries (--teacher-server)."""
@@ -60,26 +54,33 @@ class ServedTeacher(Teacher):
 
     def __init__(self, spec: ModelSpec, device: torch.device, mode: str) -> None:
         super().__init__(spec, device, mode)
-        known = spec.options
-        if not known.get("teacher_server"):
-            raise UsageError(f"{spec.name}: give --teacher-server URL, the address of the server that runs it")
-        self.entries, self._patience = int(known["top_k"]), float(known["server_patience"])
-        self._client = Client(
-            known["teacher_server"],
-            concurrency=known["server_concurrency"],
-            timeout=known["server_timeout"],
-            patience=min(self._patience, _FIRST_PATIENCE),
-        )
-        self._client.verify = self._verify
+        if unknown := sorted(spec.options.keys() - {"vocab_size"}):
+            raise UsageError(f"{spec.name}: unknown option '{unknown[0]}'; a served teacher has vocab_size only")
         self._document_mask = False
         self._row_length = 0
         self._facts: dict[str, Any] = {}
         self._fingerprint: Fingerprint | None = None
         self._jobs: dict[Any, Any] = {}
         self._span_lists: dict[int, list[Span]] = {}
+        self._server: ServerConfig | None = None
+
+    def connect(self, server: ServerConfig, codec: CodecConfig) -> None:
+        """Take the servers' addresses. UsageError: the API key would be sent unencrypted."""
+        self._server, self.entries = server, codec.top_k
+        self._client = Client(
+            server.teacher_server,
+            concurrency=server.server_concurrency,
+            timeout=server.server_timeout,
+            patience=min(server.server_patience, _FIRST_PATIENCE),
+        )
+        self._client.verify = self._verify
 
     def __str__(self) -> str:
-        return f"{self.name}, served at {' and '.join(map(str, self._client.hosts))}"
+        return self.name if self._server is None else f"{self.name}, served at {' and '.join(map(str, self._hosts))}"
+
+    @property
+    def _hosts(self) -> list[Host]:
+        return self._client.hosts
 
     @property
     def vocab_size(self) -> int:
@@ -106,7 +107,9 @@ class ServedTeacher(Teacher):
         return {"spec": self.name, **self._facts, "fingerprint": self._fingerprint.to_json()}
 
     def load(self, sharded: bool = False) -> None:
-        """Nothing is loaded here."""
+        """Nothing is loaded here. UsageError: no server was named."""
+        if self._server is None:
+            raise UsageError(f"{self.name}: give --teacher-server URL, the address of the server that runs it")
 
     def check(self, seq_len: int, document_mask: bool) -> None:
         """Keep what decides the prompts; the server's own length is looked at by `begin`."""
@@ -136,7 +139,8 @@ class ServedTeacher(Teacher):
         self._facts, self._fingerprint = facts, known
 
     def _look(self) -> None:
-        asked = self.spec.options.get("server_model")
+        assert self._server is not None
+        asked = self._server.server_model
         names = [asked] if asked else [self.name, *filter(None, [self.spec.source])]
         self._flight = Preflight(
             client=self._client,
@@ -149,7 +153,7 @@ class ServedTeacher(Teacher):
         found = on_main(lambda: (*self._flight.look(), self._flight.salted))
         self._facts, self._fingerprint, self._flight.salted = found
         self._flight.model = self._facts["model"]
-        self._client.patience = self._patience
+        self._client.patience = self._server.server_patience
 
     def _compare(self, known: Fingerprint) -> None:
         """UsageError: the servers' answers are not those of an earlier fingerprint."""
@@ -159,7 +163,7 @@ class ServedTeacher(Teacher):
             raise UsageError("the cache there was begun with another tokenizer; choose another --out")
         allowed = max(known.allowed(self._tolerance), now.allowed(self._tolerance))
         if (distance := known.distance(now.probes)) > allowed:
-            raise UsageError(self._another(self._client.hosts[0], known, now, distance, allowed))
+            raise UsageError(self._another(self._hosts[0], known, now, distance, allowed))
 
     @contextmanager
     def capturing(self, part: ShardRows, codec: CodecSpec, seed: int, sampling: str | None) -> Iterator[None]:
@@ -174,8 +178,10 @@ class ServedTeacher(Teacher):
             self._answers, self._span_lists = answers, spans
             yield
             self._ask_again(answers, [span for each in spans.values() for span in each])
-        for host in self._client.hosts:
-            self._verify(host)
+        for host in self._hosts:
+            if host.answered:
+                self._verify(host)
+                host.answered = False
 
     def kept(self, rows: ShardRows, codec: CodecSpec, seed: int) -> Arrays:
         """What a cache keeps of these rows, once the servers have answered.
@@ -193,7 +199,7 @@ class ServedTeacher(Teacher):
 
     @property
     def _tolerance(self) -> float | None:
-        return self.spec.options.get("server_tolerance")
+        return None if self._server is None else self._server.server_tolerance
 
     def _spans(self, part: ShardRows, i: int) -> list[Span]:
         segments = part.segments[i] if self._document_mask else None
