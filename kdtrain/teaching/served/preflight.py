@@ -13,6 +13,7 @@ BOS             the server adds no token: it answers about as many as were sent
 import itertools
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -193,19 +194,20 @@ class Preflight:
         self.probe(host, beginnings)
         again = farthest(first, self.probe(host, tokens))
         busy = [*beginnings, *tokens] * 2
-        with self.client.working(
-            (number, lambda each=each: self.probe(host, [each])[0]) for number, each in enumerate(busy)
-        ) as jobs:
-            answers = [jobs[number].result() for number in range(len(busy))]
-        places = [number for number, each in enumerate(busy) if each in tokens]
-        among = max(farthest([first[tokens.index(busy[number])]], [answers[number]]) for number in places)
+        with self.client.working((i, partial(self.probe, host, [each])) for i, each in enumerate(busy)) as jobs:
+            answers = [jobs[i].result() for i in range(len(busy))]
+        among = max(
+            farthest([first[tokens.index(each)]], answer)
+            for each, answer in zip(busy, answers, strict=True)
+            if each in tokens
+        )
         found = Fingerprint.take(tokens, first, max(again, among))
-        log.info("server: %s gives the same again: %.2g nats apart alone, %.2g among others", host, again, among)
         if found.noise > LOUD:
             raise UsageError(
                 f"{host} answers one prompt with numbers that are {found.noise:.2f} nats apart: cached prompts give "
                 "stale ones; start the server with --no-enable-prefix-caching"
             )
+        log.info("server: %s gives the same again: %.2g nats apart alone, %.2g among others", host, again, among)
         return found
 
     def _check_raw(self, host: Host, found: Fingerprint) -> None:
@@ -250,14 +252,14 @@ class Preflight:
         if len(wrong) > _UNREADABLE * len(read):
             raise UsageError(
                 f"{host} reads id {wrong[0]} as '{printable(read[wrong[0]])[:40]}', the local tokenizer as "
-                f"'{printable(self.tokenizer.decode([wrong[0]]))[:40]}'; {other}"
+                f"'{printable(_texts(self.tokenizer, wrong[0])[0])[:40]}'; {other}"
             )
         log.info("server: %s: %s; %d of %d ids read as here", host, how, len(read) - len(wrong), len(read))
 
 
 def _texts(tokenizer: PreTrainedTokenizerFast, token: int) -> tuple[str, ...]:
     """How a token may be written, without space around it."""
-    return (tokenizer.decode([token]).strip(), str(tokenizer.convert_ids_to_tokens(token)).strip("\u2581\u0120 "))
+    return (str(tokenizer.decode([token])).strip(), str(tokenizer.convert_ids_to_tokens(token)).strip("\u2581\u0120 "))
 
 
 def _top(tokens: list[int], found: Completion, entries: int) -> Top:
