@@ -26,6 +26,7 @@ from kdtrain.teaching.served.answers import Top, read_top
 from kdtrain.teaching.served.client import Client, Completion, Host, Refused
 from kdtrain.teaching.served.fingerprint import LOUD, TEXTS, TOP, Fingerprint, Probe, farthest, probe_tokens
 
+_LONGEST_NAME = 200
 _UNREADABLE = 0.1
 """The share of ids that may read as another text: some are part of a character."""
 _REMEDIES = (
@@ -141,8 +142,9 @@ class Preflight:
 
     def _find_model(self, host: Host) -> int | None:
         """Choose the model; the tokens that it takes, if the server tells."""
-        listed = self.client.get(host, f"{host.url}/models", _Models).data
-        served, shown = [each.id for each in listed], printable(", ".join(each.id for each in listed))[:300]
+        found = self.client.get(host, f"{host.url}/models", _Models).data
+        listed = [each for each in found if each.id.isprintable() and len(each.id) <= _LONGEST_NAME]
+        served, shown = [each.id for each in listed], ", ".join(each.id for each in listed)[:300]
         known = [each for each in self.names if each in served]
         if not known and (self.asked or len(served) != 1):
             raise UsageError(f"{host} serves {shown or 'nothing'}, not {self.names[0]}; give --server-model NAME")
@@ -151,7 +153,7 @@ class Preflight:
             raise UsageError(f"{host} serves {shown}, not {self.model} as the first server; give --server-model NAME")
         self.model = model
         longest = next(each.max_model_len for each in listed if each.id == model)
-        log.info("server: %s serves %s, up to %s tokens", host, printable(model)[:100], longest or "unknown many")
+        log.info("server: %s serves %s, up to %s tokens", host, model, longest or "unknown many")
         if longest is not None and longest < self.length + 1:
             raise UsageError(
                 f"{host} takes {longest} tokens, and a row needs {self.length} and one more; start the server with "
