@@ -182,7 +182,7 @@ def weights_line(cost: WeightsCost) -> str:
 
 _DEEPEST = 8
 """Most parts of the name of a tokenizer file; those of transformers have two."""
-_LEFT_OUT = frozenset({"origin", "parents", "test_vector", "weights_cost"})
+_LEFT_OUT = frozenset({"capture", "origin", "parents", "test_vector", "weights_cost"})
 """Keys of the manifest that are left out where they say nothing, so that older manifests keep their digest."""
 
 
@@ -211,6 +211,8 @@ class Manifest:
     """Where a cache that `kdtrain import` made comes from, and what its source does not say; else left out."""
     weights_cost: WeightsCost | None = None
     """None where the teacher's weights were whole."""
+    capture: dict[str, Any] | None = None
+    """Of a teacher that an inference server ran, `mass.kept_mass` of a sample; else left out."""
     digest: str = ""
     """Over everything else: the digest of the cache."""
 
