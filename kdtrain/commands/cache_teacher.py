@@ -11,8 +11,8 @@ from kdtrain.cache.manifest import Manifest, weights_line
 from kdtrain.cache.reader import Cache
 from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build_cache import build_cache, refined_cache, refuse_other_vocabulary, validation_rows
+from kdtrain.commands.cache_pages import capture_lines
 from kdtrain.commands.made_cache import show_cache
-from kdtrain.commands.pages import capture_lines
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.errors import UsageError
