@@ -43,17 +43,19 @@ settings.load_profile("kdtrain")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked `gpu` where there is no CUDA device, and put the longest files first.
+    """Leave out the tests marked `gpu` where there is no CUDA device, those marked `vllm` where `KDTRAIN_VLLM` names no
+    server, and put the longest files first.
 
     Files are given to workers in this order, so that none begins a long one when the others have nothing left.
     """
     folder = Path(__file__).parent
     order = {folder / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
-    wanting = [item for item in items if item.get_closest_marker("gpu")]
-    if wanting and not _has_cuda():
-        config.hook.pytest_deselected(items=wanting)
-        items[:] = [item for item in items if item not in wanting]
+    for mark, there in (("gpu", _has_cuda), ("vllm", lambda: "KDTRAIN_VLLM" in os.environ)):
+        wanting = [item for item in items if item.get_closest_marker(mark)]
+        if wanting and not there():
+            config.hook.pytest_deselected(items=wanting)
+            items[:] = [item for item in items if item not in wanting]
 
 
 class Server:
