@@ -43,19 +43,20 @@ settings.load_profile("kdtrain")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked `gpu` where there is no CUDA device, those marked `vllm` where `KDTRAIN_VLLM` names no
-    server, and put the longest files first.
+    """Leave out tests that need a CUDA device or a vLLM where there is none, and put the longest files first.
 
     Files are given to workers in this order, so that none begins a long one when the others have nothing left.
     """
     folder = Path(__file__).parent
     order = {folder / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
-    for mark, there in (("gpu", _has_cuda), ("vllm", lambda: "KDTRAIN_VLLM" in os.environ)):
-        wanting = [item for item in items if item.get_closest_marker(mark)]
-        if wanting and not there():
-            config.hook.pytest_deselected(items=wanting)
-            items[:] = [item for item in items if item not in wanting]
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    wanting = [] if wanting and _has_cuda() else wanting
+    if not os.environ.get("KDTRAIN_VLLM"):
+        wanting += [item for item in items if item.get_closest_marker("vllm")]
+    if wanting:
+        config.hook.pytest_deselected(items=wanting)
+        items[:] = [item for item in items if item not in wanting]
 
 
 class Server:

@@ -43,7 +43,8 @@ SLOWEST = 2**16 / 60
 """Bytes a second, over a minute, below which a server counts as silent."""
 _PIECE = 2**18
 _REDIRECTS = 5
-_LATER = (408, 425, 429, 500, 502, 503, 504)
+LATER = (408, 425, 429, 500, 502, 503, 504)
+"""Codes of answers that may be another one later."""
 _LENGTH = r"[0-9]{1,18}"
 _CONTENT_RANGE = re.compile(rf"bytes ({_LENGTH})-{_LENGTH}/({_LENGTH}|\*)")
 
@@ -180,8 +181,8 @@ def _refuse(answer: "requests.Response", what: str) -> "requests.Response":
     if code in (200, 206, 416):
         return answer
     answer.close()
-    if code in _LATER:
-        raise _Passing(f"the server answers {code}", _retry_after(answer.headers.get("Retry-After")))
+    if code in LATER:
+        raise _Passing(f"the server answers {code}", retry_after(answer.headers.get("Retry-After")))
     if code in (401, 403):
         raise UsageError(
             f"{what}: the server refuses it ({code}): ask for access, and log in (on the hub: hf auth login)"
@@ -191,7 +192,8 @@ def _refuse(answer: "requests.Response", what: str) -> "requests.Response":
     raise UsageError(f"{what}: the server answers {code}; check the address")
 
 
-def _retry_after(text: str | None) -> float | None:
+def retry_after(text: str | None) -> float | None:
+    """Seconds that a server asks to wait, by its header Retry-After, at most `LONGEST_WAIT`; None: it does not say."""
     if text is None:
         return None
     if re.fullmatch(r"\d{1,9}", text):

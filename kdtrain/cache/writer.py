@@ -16,7 +16,7 @@ batches live at once; every rank reads all of the data.
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from fractions import Fraction
 from itertools import chain, islice
 from pathlib import Path
@@ -48,6 +48,7 @@ from kdtrain.cache.shard_writer import (
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError, writing
 from kdtrain.files import PUBLISH_POINTS, json_digest
+from kdtrain.objective.batch import Batch
 
 _PUBLISHED = ("cache.settings", "cache.shard", "cache.sidecar", "cache.index", "cache.card", "cache.manifest")
 FAULT_POINTS = (
@@ -69,6 +70,8 @@ class CacheBuilder:
         teacher: gives the logits of at most `batch_size` sequences, under no_grad; None for the codec `tokens`, and
             where no more than a top-k is known.
         kept: gives instead what is kept of as many rows; by default what they bring (`PackedRow.kept`).
+        capturing: entered around `kept` of all rows of a shard, which an error of it keeps from being published.
+        examine: makes the manifest's `capture` of the held sample.
         sharded: True when a forward of the teacher needs all ranks.
         tokenizer: a folder, or anything with `save_pretrained(folder)`; its files are copied into the cache.
         all_ranks: True when all ranks build, calling the same methods in the same order; False for this process alone.
@@ -81,6 +84,8 @@ class CacheBuilder:
         *,
         teacher: fidelity.Teacher | None,
         kept: Callable[[ShardRows], Arrays] | None = None,
+        capturing: Callable[[ShardRows], AbstractContextManager[None]] | None = None,
+        examine: Callable[[Batch], dict[str, Any]] | None = None,
         sharded: bool = False,
         tokenizer: Any = None,
         batch_size: int = 16,
@@ -89,7 +94,8 @@ class CacheBuilder:
     ) -> None:
         assert teacher is None or settings.codec.kind != "tokens", "the codec 'tokens' has no teacher"
         self.folder, self.settings, self.teacher = Path(folder), settings, teacher
-        self.kept = kept or (lambda rows: rows.kept)
+        self.kept, self.capturing = kept or (lambda rows: rows.kept), capturing or (lambda _: nullcontext())
+        self.examine = examine
         self.batch_size, self.sharded = batch_size, sharded and teacher is not None
         self.rounds = Rounds(all_ranks, progress)
         self._splits: dict[str, list[ShardPlace]] = {}
@@ -100,7 +106,7 @@ class CacheBuilder:
         self.measured: tuple[Any, Any] = (None, None if settings.codec.kind == "tokens" else codec.RANGE)
         """Fidelity and range of T, where there is no teacher to measure them with."""
         self.stated: dict[str, Any] = {}
-        """More keys of the manifest: `parents`, `origin`."""
+        """More keys of the manifest: `parents`, `origin`, `capture`."""
         self._compiled: set[int] = set()
         """Sizes of the batches that teacher and encoder have seen."""
         self.manifest, self._lock = open_folder(self.folder, settings, tokenizer, all_ranks)
@@ -134,7 +140,7 @@ class CacheBuilder:
         """Build a shard that is missing."""
         record = finished_record(self.folder, self.settings, part)
         if record is None:
-            publish_shard(self.folder, self.settings, part, self._fill)
+            publish_shard(self.folder, self.settings, part, self._capture)
             return
         self.rounds.broken += record["broken"]
         self.rounds.done += len(part)
@@ -168,6 +174,10 @@ class CacheBuilder:
                 f"the {split} data differ between the ranks from sequence {first} on: rank {others[0]} has others than "
                 "rank 0; give all ranks the same --data"
             )
+
+    def _capture(self, shard: ShardWriter, part: ShardRows) -> None:
+        with self.capturing(part):
+            self._fill(shard, part)
 
     def _fill(self, shard: ShardWriter, part: ShardRows) -> None:
         """Have all sequences of a shard encoded and written, one batch in the thread while the teacher has the next."""
@@ -265,7 +275,7 @@ class CacheBuilder:
 
     def _measure(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """The fidelity of the cache, and the range of T over which it is right."""
-        if self.teacher is None:
+        if self.teacher is None and self.examine is None:
             return self.measured
         split = "validation" if "validation" in self._splits else next(iter(self._splits))
         place = self._splits[split][0]
@@ -274,6 +284,10 @@ class CacheBuilder:
         path = cache_format.shard_path(self.folder, place.name)
         with shard_errors(path), closing(Shard(path, spec)) as shard:
             batch = batch_of([shard.read(np.arange(number), checked=False)], spec)
+        if self.examine is not None:
+            self.stated["capture"] = {"split": split, **self.examine(batch)}
+        if self.teacher is None:
+            return self.measured
 
         def asked(tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
             if self.sharded:

@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.codec import SAMPLING, CodecSpec, grid_name, grid_offset
 from kdtrain.cache.folder import holds_nothing
-from kdtrain.cache.format import PIECES
+from kdtrain.cache.format import MANIFEST, PIECES
 from kdtrain.cache.manifest import CacheSettings, Manifest
+from kdtrain.cache.mass import kept_mass
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.writer import write_cache
 from kdtrain.commands.agreement import agree
@@ -21,7 +22,7 @@ from kdtrain.errors import UsageError
 from kdtrain.files import read_sealed
 from kdtrain.models.loading import ChatTokenizer, generation_of, tokenizer_digest
 from kdtrain.monitor.progress import bar
-from kdtrain.ranks import is_main
+from kdtrain.ranks import is_main, raise_on_all_ranks
 from kdtrain.teaching.teacher import Teacher
 
 
@@ -35,6 +36,9 @@ def build_cache(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | N
             teacher.
         RunError: the disk is full or cannot be written.
     """
+    with raise_on_all_ranks():
+        earlier = begun_with(config.out)
+    teacher.begin(earlier, (config.out / MANIFEST).is_file())
     if refined is None:
         settings, rows = _asked(config, teacher)
     else:
@@ -43,11 +47,27 @@ def build_cache(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | N
     agree(settings.to_json)
     answers: dict[str, Any]
     if teacher.gives == "top-k":
-        answers = {"teacher": None, "kept": lambda rows: teacher.kept(rows, codec, config.seed)}
+        sampling = settings.sampling
+        answers = {
+            "teacher": None,
+            "kept": lambda rows: teacher.kept(rows, codec, config.seed),
+            "capturing": lambda part: teacher.capturing(part, codec, config.seed, sampling),
+            "examine": kept_mass if teacher.text is None and codec.top_k else None,
+        }
     else:
         answers = {"teacher": teacher.logits, "sharded": teacher.sharded}
     saved = ChatTokenizer(teacher.tokenizer, generation_of(teacher.spec))
     return _write(config.out, settings, rows, tokenizer=saved, batch_size=config.batch_size, all_ranks=True, **answers)
+
+
+def begun_with(folder: Path) -> dict[str, Any] | None:
+    """The `identity` of the teacher of which `folder` holds shards; None where there are none."""
+    try:
+        if not any((folder / "shards").glob("*.h5")):
+            return None
+        return _stored(folder).teacher
+    except (OSError, ValueError):  # the builder refuses it, with what is wrong
+        return None
 
 
 def refined_cache(where: str) -> Cache:
@@ -154,9 +174,19 @@ def holds_tokens(folder: Path) -> bool:
     if holds_nothing(folder):
         return True
     try:
-        return CacheSettings.from_json(read_sealed(folder / "settings.json")).codec.kind == "tokens"
+        return _stored(folder).codec.kind == "tokens"
     except (OSError, ValueError):
         return False
+
+
+def holds_own(folder: Path) -> bool:
+    """Whether `folder` is a cache that a run made for itself: bare tokens, or what a server said."""
+    return holds_tokens(folder) or "fingerprint" in (begun_with(folder) or {})
+
+
+def _stored(folder: Path) -> CacheSettings:
+    """The settings with which a cache was begun. OSError, ValueError: there are none."""
+    return CacheSettings.from_json(read_sealed(folder / "settings.json"))
 
 
 def _settings(

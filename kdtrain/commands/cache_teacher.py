@@ -10,6 +10,7 @@ from kdtrain.cache.reader import Cache
 from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build_cache import build_cache, refined_cache, refuse_other_vocabulary
 from kdtrain.commands.made_cache import show_cache
+from kdtrain.commands.pages import capture_lines
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.errors import UsageError
@@ -55,14 +56,15 @@ def _build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> None:
     device = pick_device(config.device)
     with same_ranks(config, device):
         try:
-            _build(config, device)
+            build(config, device)
         except UsageError as error:
             raise reported(error) from None  # options, text and folder are the same on every rank
         if wait:
             on_main(lambda: None)
 
 
-def _build(config: CacheTeacherConfig, device: torch.device) -> None:
+def build(config: CacheTeacherConfig, device: torch.device) -> None:
+    """Build the cache, inside `same_ranks`; rank 0 returns last. UsageError, RunError: as `cache_teacher`."""
     on_main(lambda: refuse_no_folder(config.out))
     with raise_on_all_ranks():
         refined = None if config.refine is None else refined_cache(config.refine)
@@ -73,7 +75,11 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> None:
         if config.from_logprobs is not None:
             load_tokenizer(spec)  # a spec without one is refused by name
             spec = replace(spec, kind="recorded", options={"logprobs": str(config.from_logprobs)})
+        if config.server.teacher_server:
+            spec = replace(spec, kind="served")
         teacher = open_teacher(spec, device, pick_mode(config.precision, device), online=False)
+        if config.server.teacher_server:
+            teacher.connect(config.server, config.codec)
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
         if refined is not None:
             refuse_other_vocabulary(refined, teacher)
@@ -97,7 +103,8 @@ def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, 
         config.out,
         manifest,
         config.json,
-        [f"took {duration(seconds)}{among}, peak memory {size(peak)}"],
+        [*capture_lines(manifest), f"took {duration(seconds)}{among}, peak memory {size(peak)}"],
+        **({} if manifest.capture is None else {"capture": manifest.capture}),
         ranks=ranks,
         seconds=round(seconds, 1),
         peak_memory_mb=round(peak, 1),

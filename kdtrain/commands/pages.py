@@ -344,6 +344,7 @@ def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -
         yield f"tail rule {facts['tail rule']}"
     if manifest.origin:
         yield from _origin(manifest.origin)
+    yield from capture_lines(manifest)
     if manifest.fidelity:
         yield ""
         yield from _fidelity(manifest.fidelity)
@@ -421,6 +422,14 @@ def _origin(origin: Mapping[str, Any]) -> Iterator[Part]:
     yield f"kept mass {mass}: {bound}; the label's loss {loss}"
     if isinstance(unknown := origin.get("unknown"), list) and unknown:
         yield f"not known of the teacher: {', '.join(map(str, unknown))}"
+
+
+def capture_lines(manifest: Manifest) -> list[str]:
+    """What the top-k of a served teacher leaves out; empty for other caches."""
+    if not (found := manifest.capture):
+        return []
+    mass, loss, positions = (found.get(name) for name in ("kept_mass", "mass_loss", "positions"))
+    return [f"kept mass {number(mass)}, and -log of it {number(loss)} nats, in {number(positions)} positions"]
 
 
 def _bytes(split: Mapping[str, Any]) -> float:

@@ -36,6 +36,8 @@ from kdtrain.config.sections import OptimizerConfig as OptimizerConfig
 from kdtrain.config.sections import ParallelConfig as ParallelConfig
 from kdtrain.config.sections import PrecisionConfig as PrecisionConfig
 from kdtrain.config.sections import QuantizationConfig as QuantizationConfig
+from kdtrain.config.sections import RunServerConfig as RunServerConfig
+from kdtrain.config.sections import ServerConfig as ServerConfig
 from kdtrain.config.sections import StoppingConfig as StoppingConfig
 from kdtrain.config.values import fields_of, marked
 

@@ -67,6 +67,7 @@ TEACHERS = Registry(
     {
         "local": "a model of transformers, loaded here",
         "recorded": "a file of an inference server's top log-probabilities (--from-logprobs)",
+        "served": "an inference server, which is asked for them (--teacher-server)",
     },
 )
 SOURCES = Registry(

@@ -20,6 +20,8 @@ from kdtrain.config.sections import (
     ParallelConfig,
     PrecisionConfig,
     QuantizationConfig,
+    RunServerConfig,
+    ServerConfig,
     StoppingConfig,
 )
 from kdtrain.config.values import LOCAL_LIMIT, Options, option, refuse
@@ -71,23 +73,26 @@ class CacheTeacherConfig(Options):
     """Print one JSON object on stdout, logs on stderr."""
     data: DataConfig = field(default_factory=DataConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
     parallel: CacheParallelConfig = field(default_factory=CacheParallelConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        served, text = self.from_logprobs is not None, self.data.data is not None
+        recorded, text = self.from_logprobs is not None, self.data.data is not None
+        elsewhere = "--from-logprobs" if recorded else "--teacher-server" if self.server.teacher_server else None
         idle = (("--teacher-parallel", self.parallel.teacher_parallel != "auto"), ("--no-compile", not self.compile))
-        for name, given in idle if served else ():
-            refuse(given, f"{name} has no effect with --from-logprobs, which runs no teacher; leave it out")
+        for name, given in idle if elsewhere else ():
+            refuse(given, f"{name} has no effect with {elsewhere}: no teacher runs here; leave it out")
         if self.refine is not None:
             self._refuse_idle_refinement()
             return
         self.data.refuse_training_on_validation()
-        refuse(not text and not served, "--data is missing; give stdlib, a file, a folder or hf:NAME")
-        refuse(served and text, "--from-logprobs holds its own text; leave --data out")
+        refuse(not text and not recorded, "--data is missing; give stdlib, a file, a folder or hf:NAME")
+        refuse(recorded and text, "--from-logprobs holds its own text; leave --data out")
+        refuse(recorded and bool(self.server.teacher_server), "--from-logprobs and --teacher-server exclude each other")
         refuse(
-            served and (self.codec.dense or self.codec.samples > 0 or self.codec.top_k < 1),
-            "--from-logprobs has the most likely entries only; use --top-k, without --num-samples and --dense",
+            elsewhere is not None and (self.codec.dense or self.codec.samples > 0 or self.codec.top_k < 1),
+            f"{elsewhere} has the most likely entries only; use --top-k, without --num-samples and --dense",
         )
 
     EXAMPLES = ("kdtrain cache-teacher --teacher teachers/stdlib-5m.toml --data stdlib --out cache/t",)
@@ -95,6 +100,7 @@ class CacheTeacherConfig(Options):
     def _refuse_idle_refinement(self) -> None:
         """Refuse options of what the refined cache decides: its text, and how it is kept."""
         refuse(self.from_logprobs is not None, "--refine and --from-logprobs exclude each other; give one")
+        refuse(bool(self.server.teacher_server), "--refine adds samples, which --teacher-server has not; leave it out")
         refuse_own(self.out, [str(self.refine)])
         self.data.refuse_changes("--refine")
         given = (
@@ -193,9 +199,12 @@ class DistillConfig(Options):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    server: RunServerConfig = field(default_factory=RunServerConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.server.teacher_server:
+            self._refuse_beyond_a_server()
         if self.source == "cache" or self.cache:
             _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
         many = len(self.cache)
@@ -232,6 +241,21 @@ class DistillConfig(Options):
         )
 
     EXAMPLES = ("kdtrain distill --cache cache/t --student students/stdlib-1m.toml --out runs/t",)
+
+    def _refuse_beyond_a_server(self) -> None:
+        """Refuse what a server's top-k cannot do, before it is asked for hours."""
+        refuse(
+            self.teacher is None, "--teacher-server needs --teacher, for the tokenizer and the name of what it serves"
+        )
+        refuse(self.source != "cache", "--teacher-server reads --data itself; leave --source out")
+        objective = self.objective
+        other = objective.temperature != 1 or objective.learns_temperature or objective.schedules_temperature
+        refuse(
+            other, "--teacher-server gives a top-k, which is right at T = 1 only; leave the temperature's options out"
+        )
+        refuse(objective.hidden_loss != "none", "--hidden-loss needs a teacher that runs here; leave it out")
+        trial = "--dry-run" if self.dry_run else "--sanity" if self.sanity else None
+        refuse(trial is not None, f"{trial} does not ask a server; make a cache with cache-teacher, and give --cache")
 
     OLD: ClassVar[dict[str, tuple[str, _Renewal | None]]] = {
         "auto_resume": ("is now --yes", _renamed("yes")),

@@ -7,10 +7,11 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from kdtrain.config.choices import BACKENDS, DIVERGENCES, IGNORES_T, LEARNS, LOGGERS, SCHEDULED, TAILS, TEMPERATURES
 from kdtrain.config.values import Options, flag, option, refuse
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, printable
 
 
 def _check_split(split: str) -> None:
@@ -245,7 +246,7 @@ class MonitorConfig(Options):
     """Steps between histograms of parameters and gradients in the loggers; 0 for none."""
     sample_freq: int = option(1000, free=True, least=0)
     """Steps between sample texts of the student; 0 for none."""
-    on_event: str | None = option(None, free=True, per_rank=True, once=True, private=True)
+    on_event: str | None = option(None, free=True, per_rank=True, once=True, private="runs a command")
     """Command that gets each switch, rollback, skip, divergence, stop, full disk and error as JSON on its stdin."""
 
     def __post_init__(self) -> None:
@@ -345,6 +346,54 @@ class ParallelConfig(CacheParallelConfig):
             f"--accumulate {self.accumulate} has no effect with --parallel ddp, where each rank holds whole gradients; "
             "leave it out, or use --parallel fsdp",
         )
+
+
+def _check_servers(urls: tuple[str, ...]) -> None:
+    for url in urls:
+        parts, shown = urlsplit(url), printable(url)[:120]
+        refuse("@" in parts.netloc, f"--teacher-server {parts.scheme}://...: a password would end in logs; use {KEY}")
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and url.isprintable() and " " not in url
+        refuse(not usable, f"--teacher-server {shown} is not an address; give one such as http://HOST:8000/v1")
+        refuse(bool(parts.query or parts.fragment), f"--teacher-server {shown}: leave out what follows ? or #")
+    refuse(len({*urls}) < len(urls), "--teacher-server: one address is given twice; name each once")
+
+
+KEY = "KDTRAIN_SERVER_KEY"
+"""The environment variable of a server's API key. Not OPENAI_API_KEY: that of another service would go to any host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(Options):
+    """A teacher that an inference server runs; its API key stands in KDTRAIN_SERVER_KEY."""
+
+    teacher_server: tuple[str, ...] = option(
+        (),
+        several=True,
+        shown="URL",
+        free=True,
+        private="sends the text to a server",
+        check=_check_servers,
+        brief="Where --teacher is served: http://HOST:8000/v1.",
+    )
+    """Address of a vLLM server of the teacher, http://HOST:8000/v1; again: more servers of it (docs/teachers.md)."""
+    server_model: str | None = option(None, free=True, once=True, text=True, needs="teacher_server")
+    """The name of the teacher there; by default the only one that is served, or that of --teacher."""
+    server_concurrency: int = option(16, free=True, least=1, most=1024, needs="teacher_server")
+    """Requests at once, over all servers."""
+    server_timeout: float = option(600.0, free=True, above=0, most=86_400, needs="teacher_server")
+    """Seconds that an answer may take."""
+    server_patience: float = option(600.0, free=True, least=0, most=604_800, needs="teacher_server")
+    """Seconds for which a sequence is asked for again, where servers are away or busy, before the command ends."""
+    server_tolerance: float | None = option(None, free=True, above=0, most=10, needs="teacher_server")
+    """Nats by which a server's answers to the probes may change; by default from what they change by themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunServerConfig(ServerConfig):
+    """A teacher that an inference server runs, for a run: what it says is cached in the run's folder first."""
+
+    server_top_k: int = option(64, free=True, least=1, needs="teacher_server")
+    """The most likely entries that are asked for at each position, and cached."""
 
 
 QUANTIZED = ("fp8", "mxfp8", "mxfp4")

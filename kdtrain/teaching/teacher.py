@@ -15,6 +15,7 @@ Shape suffixes: B sequences, T positions, N tokens (B*T), V vocabulary, D width.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -27,6 +28,7 @@ from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.compression import Arrays
 from kdtrain.cache.shard_writer import ShardRows
 from kdtrain.config.choices import TEACHERS
+from kdtrain.config.sections import CodecConfig, ServerConfig
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.models.loading import load_tokenizer
@@ -129,6 +131,24 @@ class Teacher:
     def layer_widths(self) -> list[int]:
         """D of the embedding and of each layer, for the hidden-state loss. UsageError: it gives no hidden states."""
         raise UsageError(f"a teacher of kind {self.spec.kind} gives no hidden states; leave --hidden-loss out")
+
+    def connect(self, server: ServerConfig, codec: CodecConfig) -> None:
+        """Take the addresses of the servers that run it, before `load`. UsageError: it is no such teacher."""
+        raise UsageError(f"a teacher of kind {self.spec.kind} is not asked at a server; leave --teacher-server out")
+
+    def begin(self, earlier: Mapping[str, Any] | None, finished: bool) -> None:
+        """Called before a cache is made, on every rank; `identity` is asked for after it, and may be the earlier one.
+
+        earlier: the `identity` with which the cache was begun; None: it is a new one. finished: it is whole.
+
+        UsageError: it is another teacher's.
+        """
+
+    def capturing(
+        self, part: ShardRows, codec: CodecSpec, seed: int, sampling: str | None
+    ) -> AbstractContextManager[None]:
+        """Entered around `kept` of all rows of a shard, in order; after an error at its end the shard is not kept."""
+        return nullcontext()
 
     def kept(self, rows: ShardRows, codec: CodecSpec, seed: int) -> Arrays:
         """What a cache keeps of these rows, as `cache.codec.keep` makes it, of a teacher that gives a top-k."""

@@ -1,6 +1,6 @@
 """A real vLLM server with the plugin: its samples, its answers to others, its refusals. Started by `KDTRAIN_VLLM`.
 
-`KDTRAIN_VLLM=.../bin/vllm python -m pytest -m vllm tests/e2e/test_vllm.py`; a server takes a minute to start.
+`KDTRAIN_VLLM=.../bin/vllm python -m pytest -m vllm tests/teaching/test_vllm_samples.py`; a server takes a minute to start.
 """
 
 import json

@@ -1,0 +1,265 @@
+"""What is looked at before a server is asked for the first sequence, a line each, with its words and the remedy.
+
+the model       it is served here, by this name
+its length      it takes a row and one token more
+the entries     it gives as many as are asked for (--max-logprobs of vLLM)
+log p           they are the model's own: they do not change with a temperature and top-p, and sum to at most 1
+the same again  a prompt that was asked before, and one with its beginning, gives the same numbers: cached prompts have
+                given stale ones (vLLM #42019, #42245). Each request has a `cache_salt` of its own as well
+the tokenizer   text becomes the same ids there, and the ids that it returns read as the same text here
+BOS             the server adds no token: it answers about as many as were sent
+"""
+
+import itertools
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from transformers import PreTrainedTokenizerFast
+
+from kdtrain.config.sections import KEY
+from kdtrain.errors import RunError, UsageError, printable
+from kdtrain.monitor.progress import log
+from kdtrain.teaching.served.answers import Top, read_top
+from kdtrain.teaching.served.client import Client, Completion, Host, Refused
+from kdtrain.teaching.served.fingerprint import LOUD, TEXTS, TOP, Fingerprint, Probe, farthest, probe_tokens
+
+_UNREADABLE = 0.1
+"""The share of ids that may read as another text: some are part of a character."""
+_REMEDIES = (
+    ("max allowed", "start the server with --max-logprobs {entries}, or use a smaller --top-k"),
+    ("context length", "start the server with --max-model-len {length}, or use a smaller --seq-len"),
+    ("max_model_len", "start the server with --max-model-len {length}, or use a smaller --seq-len"),
+    ("does not exist", "name the model that it serves with --server-model"),
+    ("out of vocabulary", "it serves another model than --teacher names"),
+    ("redirects", "give that address, if it is the server's"),
+    ("certificate", "check the address"),
+)
+"""What a server's words contain -> what to do."""
+_CODES = {401: f"set {KEY}", 403: f"set {KEY}", 404: "check the address, which ends in /v1"}
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+    root: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+@dataclass
+class Preflight:
+    """Looks at servers of one teacher.
+
+    Args:
+        names: what the model may be called there, the first one that is served counts. asked: by the user.
+        entries: asked for at each position. length: tokens of a row, T + 1.
+        tokenizer: the local one.
+    """
+
+    client: Client
+    names: list[str]
+    asked: bool
+    entries: int
+    length: int
+    tokenizer: PreTrainedTokenizerFast
+    model: str = ""
+    salted: bool = True
+    _salts: "itertools.count[int]" = field(default_factory=itertools.count)
+    _session: str = field(default_factory=lambda: os.urandom(8).hex())
+
+    def look(self) -> tuple[dict[str, Any], Fingerprint]:
+        """What the servers tell of themselves, and the fingerprint of the first; all others have the same.
+
+        UsageError: a line of the list above does not hold. RunError: a server does not answer.
+        """
+        first, *others = self.client.hosts
+        facts, found = self._look_at(first)
+        for host in others:
+            told, other = self._look_at(host)
+            noise = max(found.noise, other.noise)
+            found = Fingerprint(found.tokens, found.ids, found.logprobs, noise)
+            if (distance := found.distance(other.probes)) > found.allowed(None):
+                raise UsageError(
+                    f"{host} serves another teacher than {first}: {other} there, {found} here, {distance:.3f} nats "
+                    "apart; name servers of one model and one number format"
+                )
+            if told != facts:
+                log.warning("server: %s tells %s, %s tells %s; their answers are the same", host, told, first, facts)
+        return facts, found
+
+    def request(self, tokens: list[int], **parameters: Any) -> dict[str, Any]:
+        """The body of a request about some tokens."""
+        body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, **parameters}
+        if self.salted:
+            body["cache_salt"] = f"{self._session}-{next(self._salts)}"
+        return body
+
+    def probe(self, host: Host, tokens: list[list[int]], **parameters: Any) -> list[Probe]:
+        """A server's answers to probes, asked one after the other."""
+
+        def ask(each: list[int]) -> Probe:
+            body = self.request(each, prompt_logprobs=TOP, **parameters)
+            return self.client.complete(body, lambda found: _top(each, found, TOP)[:2], host)
+
+        return [ask(each) for each in tokens]
+
+    def refusal(self, host: Host | str, refused: Refused) -> str:
+        """A server's refusal in words, with the remedy."""
+        known = (remedy for words, remedy in _REMEDIES if words in refused.words)
+        remedy = next(known, _CODES.get(refused.code, "see the server's log"))
+        filled = remedy.format(entries=self.entries, length=self.length + 1)
+        code = f" ({refused.code})" if refused.code else ""
+        return f"{host} says: {refused.words}{code}; {filled}"
+
+    def _look_at(self, host: Host) -> tuple[dict[str, Any], Fingerprint]:
+        try:
+            longest = self._find_model(host)
+            facts = {"model": self.model, **self._version(host)}
+            tokens = probe_tokens(self._tokenize, longest)
+            self._check_entries(host, tokens[0], facts)
+            found = self._fingerprint(host, tokens)
+            self._check_raw(host, found)
+            self._check_tokenizer(host, tokens)
+        except Refused as refused:
+            raise UsageError(self.refusal(host, refused)) from None
+        except RunError as error:
+            raise UsageError(f"{error.args[0]}") from None
+        return facts, found
+
+    def _find_model(self, host: Host) -> int | None:
+        """Choose the model; the tokens that it takes, if the server tells."""
+        listed = self.client.get(host, f"{host.url}/models", _Models).data
+        served, shown = [each.id for each in listed], printable(", ".join(each.id for each in listed))[:300]
+        known = [each for each in self.names if each in served]
+        if not known and (self.asked or len(served) != 1):
+            raise UsageError(f"{host} serves {shown or 'nothing'}, not {self.names[0]}; give --server-model NAME")
+        model = known[0] if known else served[0]
+        if self.model not in ("", model):
+            raise UsageError(f"{host} serves {shown}, not {self.model} as the first server; give --server-model NAME")
+        self.model = model
+        longest = next(each.max_model_len for each in listed if each.id == model)
+        log.info("server: %s serves %s, up to %s tokens", host, printable(model)[:100], longest or "unknown many")
+        if longest is not None and longest < self.length + 1:
+            raise UsageError(
+                f"{host} takes {longest} tokens, and a row needs {self.length} and one more; start the server with "
+                f"--max-model-len {self.length + 1}, or use --seq-len {longest - 2} or less"
+            )
+        return longest
+
+    def _version(self, host: Host) -> dict[str, Any]:
+        try:
+            version = self.client.get(host, f"{host.root}/version", _Version).version
+        except (Refused, RunError):
+            return {}
+        return {"version": printable(version)[:100]}
+
+    def _check_entries(self, host: Host, tokens: list[int], facts: dict[str, Any]) -> None:
+        def read(found: Completion) -> None:
+            _top(tokens, found, self.entries)
+            if found.system_fingerprint:
+                facts["system_fingerprint"] = printable(found.system_fingerprint)[:100]
+
+        try:
+            self.client.complete(self.request(tokens, prompt_logprobs=self.entries), read, host)
+        except Refused as refused:
+            if not self.salted or "cache_salt" not in refused.words:
+                raise
+            log.info("server: %s takes no cache_salt; its cache of prompts must be off", host)
+            self.salted = False
+            self.client.complete(self.request(tokens, prompt_logprobs=self.entries), read, host)
+        log.info(
+            "server: %s gives %d entries a token, and adds no token to a prompt (%s)",
+            host,
+            self.entries,
+            facts.get("system_fingerprint") or facts.get("version") or "of an unknown version",
+        )
+
+    def _fingerprint(self, host: Host, tokens: list[list[int]]) -> Fingerprint:
+        """Ask the probes alone, after a prompt with their beginning, and among others."""
+        first = self.probe(host, tokens)
+        beginnings = [each[: len(each) // 2 + 1] + each[:3] for each in tokens]
+        self.probe(host, beginnings)
+        again = farthest(first, self.probe(host, tokens))
+        busy = [*beginnings, *tokens] * 2
+        with self.client.working(
+            (number, lambda each=each: self.probe(host, [each])[0]) for number, each in enumerate(busy)
+        ) as jobs:
+            answers = [jobs[number].result() for number in range(len(busy))]
+        places = [number for number, each in enumerate(busy) if each in tokens]
+        among = max(farthest([first[tokens.index(busy[number])]], [answers[number]]) for number in places)
+        found = Fingerprint.take(tokens, first, max(again, among))
+        log.info("server: %s gives the same again: %.2g nats apart alone, %.2g among others", host, again, among)
+        if found.noise > LOUD:
+            raise UsageError(
+                f"{host} answers one prompt with numbers that are {found.noise:.2f} nats apart: cached prompts give "
+                "stale ones; start the server with --no-enable-prefix-caching"
+            )
+        return found
+
+    def _check_raw(self, host: Host, found: Fingerprint) -> None:
+        sampled = self.probe(host, found.tokens, temperature=0.5, top_p=0.5)
+        if (moved := found.distance(sampled)) > max(0.02, found.allowed(None)):
+            raise UsageError(
+                f"{host} returns processed log-probabilities: temperature and top-p move them by {moved:.2f} nats; "
+                "start the server with --logprobs-mode raw_logprobs"
+            )
+        log.info("server: %s returns raw log-probabilities: temperature and top-p do not move them", host)
+
+    def _tokenize(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _check_tokenizer(self, host: Host, tokens: list[list[int]]) -> None:
+        other = "it serves another model than --teacher names, or with another tokenizer"
+        try:
+            for text in TEXTS:
+                body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+                theirs = self.client.post(host, f"{host.root}/tokenize", body, _Tokens).tokens
+                if theirs != (ours := self._tokenize(text)):
+                    at = next((i for i, pair in enumerate(zip(theirs, ours, strict=False)) if len({*pair}) > 1), 0)
+                    raise UsageError(
+                        f"{host} has another tokenizer: {len(theirs)} ids for a text that has {len(ours)} here, the "
+                        f"first other one is number {at + 1}; {other}"
+                    )
+            how = "/tokenize gives the ids of the local tokenizer"
+        except Refused as refused:
+            how = f"/tokenize is not there ({refused.code})"
+        texts: dict[int, str] = {}
+
+        def collect(found: Completion) -> None:
+            for table in found.choices[0].prompt_logprobs or ():
+                entries = (table or {}).items()
+                texts.update({each: entry.decoded_token for each, entry in entries if entry.decoded_token is not None})
+
+        for each in tokens:
+            self.client.complete(self.request(each, prompt_logprobs=TOP), collect, host)
+        read = {each: text.strip() for each, text in texts.items() if 0 <= each < len(self.tokenizer)}
+        whole = {each: text for each, text in read.items() if "\ufffd" not in text}
+        wrong = [each for each, text in whole.items() if text not in _texts(self.tokenizer, each)]
+        if len(wrong) > _UNREADABLE * len(read):
+            raise UsageError(
+                f"{host} reads id {wrong[0]} as '{printable(read[wrong[0]])[:40]}', the local tokenizer as "
+                f"'{printable(self.tokenizer.decode([wrong[0]]))[:40]}'; {other}"
+            )
+        log.info("server: %s: %s; %d of %d ids read as here", host, how, len(read) - len(wrong), len(read))
+
+
+def _texts(tokenizer: PreTrainedTokenizerFast, token: int) -> tuple[str, ...]:
+    """How a token may be written, without space around it."""
+    return (tokenizer.decode([token]).strip(), str(tokenizer.convert_ids_to_tokens(token)).strip("\u2581\u0120 "))
+
+
+def _top(tokens: list[int], found: Completion, entries: int) -> Top:
+    """The most likely entries in an answer, whatever the vocabulary."""
+    return read_top(tokens, found.choices[0].prompt_logprobs or (), entries, 2**31)

@@ -1,0 +1,262 @@
+"""A teacher that an inference server runs: the kind of `--teacher-server`.
+
+It is asked for the top-k of each position, a shard ahead of what is encoded, and makes caches only: of the rest of the
+vocabulary nothing is known, so that they are right at T = 1.
+
+Who it is stands in the cache's settings, so that every shard is bound to it: the model, what the server tells, and the
+fingerprint of its answers (`fingerprint`). A resume takes the earlier record if the answers are still the same, and is
+refused otherwise. Before a shard is published the probes are asked again, and with them some sequences of it, so that
+nothing is kept of a server that was replaced, or that gave stale numbers, in the meantime.
+
+What it gives up: the shard in work is asked for again after such a refusal; at its end the servers wait for the check.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+
+from kdtrain.cache.codec import CodecSpec, decode
+from kdtrain.cache.compression import Arrays
+from kdtrain.cache.look import examine
+from kdtrain.cache.shard_writer import ShardRows
+from kdtrain.config.sections import CodecConfig, ServerConfig
+from kdtrain.errors import RunError, UsageError
+from kdtrain.files import json_digest
+from kdtrain.models.loading import vocabulary
+from kdtrain.models.spec import ModelSpec
+from kdtrain.monitor.progress import log
+from kdtrain.objective.batch import Batch
+from kdtrain.ranks import on_main
+from kdtrain.teaching.served.answers import Answers, Span, answers_of, placed, spans_of
+from kdtrain.teaching.served.client import Client, Completion, Host, Refused
+from kdtrain.teaching.served.fingerprint import Fingerprint
+from kdtrain.teaching.served.preflight import Preflight
+from kdtrain.teaching.teacher import Teacher, register_teacher
+
+AGAIN = 2
+"""Sequences of each shard that are asked for twice."""
+AGAIN_APART = 0.1
+"""Nats by which the two answers may differ at least: one comes among others, the other alone."""
+_FIRST_PATIENCE = 5.0
+"""Seconds for which a server that has never answered is asked."""
+
+
+@register_teacher("served")
+class ServedTeacher(Teacher):
+    """An inference server, which is asked for the most likely entries (--teacher-server)."""
+
+    gives: ClassVar[Literal["hidden", "logits", "top-k"]] = "top-k"
+
+    def __init__(self, spec: ModelSpec, device: torch.device, mode: str) -> None:
+        super().__init__(spec, device, mode)
+        if unknown := sorted(spec.options.keys() - {"vocab_size"}):
+            raise UsageError(f"{spec.name}: unknown option '{unknown[0]}'; a served teacher has vocab_size only")
+        self._document_mask = False
+        self._row_length = 0
+        self._facts: dict[str, Any] = {}
+        self._fingerprint: Fingerprint | None = None
+        self._jobs: dict[Any, Any] = {}
+        self._span_lists: dict[int, list[Span]] = {}
+        self._server: ServerConfig | None = None
+
+    def connect(self, server: ServerConfig, codec: CodecConfig) -> None:
+        """Take the servers' addresses. UsageError: the API key would be sent unencrypted."""
+        self._server, self.entries = server, codec.top_k
+        self._client = Client(
+            server.teacher_server,
+            concurrency=server.server_concurrency,
+            timeout=server.server_timeout,
+            patience=min(server.server_patience, _FIRST_PATIENCE),
+        )
+        self._client.verify = self._verify
+
+    def __str__(self) -> str:
+        return self.name if self._server is None else f"{self.name}, served at {' and '.join(map(str, self._hosts))}"
+
+    @property
+    def _hosts(self) -> list[Host]:
+        return self._client.hosts
+
+    @property
+    def vocab_size(self) -> int:
+        """By `vocab_size` of the spec's options, the model's configuration, or that beside its tokenizer."""
+        stated = self.spec.options.get("vocab_size")
+        if isinstance(stated, int) and not isinstance(stated, bool):
+            return stated
+        try:
+            return vocabulary(replace(self.spec, source=self.spec.source or self.spec.tokenizer))
+        except UsageError as error:
+            raise UsageError(
+                f"{self.name}: the size of its vocabulary is not known ({error}); add vocab_size = N under [options]"
+            ) from None
+
+    @property
+    def digest(self) -> str:
+        """Of the record of who it is."""
+        return json_digest(dict(self.identity))
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """The spec, the model, what the server tells of itself, and the fingerprint of its answers."""
+        assert self._fingerprint is not None, "begin looks at the server"
+        return {"spec": self.name, **self._facts, "fingerprint": self._fingerprint.to_json()}
+
+    def load(self, sharded: bool = False) -> None:
+        """Nothing is loaded here. UsageError: no server was named."""
+        if self._server is None:
+            raise UsageError(f"{self.name}: give --teacher-server URL, the address of the server that runs it")
+
+    def check(self, seq_len: int, document_mask: bool) -> None:
+        """Keep what decides the prompts; the server's own length is looked at by `begin`."""
+        self._document_mask, self._row_length = document_mask, seq_len + 1
+
+    def begin(self, earlier: Mapping[str, Any] | None, finished: bool) -> None:
+        """Look at the servers, on rank 0 for all, and compare them with those of an earlier attempt.
+
+        A finished cache asks nothing of them.
+
+        UsageError: they do not serve this teacher as it must be, or are another one.
+        """
+        known = None if earlier is None else Fingerprint.from_json(earlier.get("fingerprint"))
+        if earlier is not None and (known is None or earlier.get("spec") != self.name):
+            raise UsageError(
+                f"the cache there was begun with another teacher ({earlier.get('spec')}); choose another --out"
+            )
+        if not (finished and earlier and known):
+            self._look()
+            if earlier is None or known is None:
+                return
+            self._compare(known)
+            log.info("server: the same teacher as when the cache was begun, by its fingerprint")
+        facts = {name: value for name, value in earlier.items() if name not in ("spec", "fingerprint")}
+        if not finished and facts != self._facts:
+            log.warning("server: it tells %s, and told %s before; its answers are the same", self._facts, facts)
+        self._facts, self._fingerprint = facts, known
+
+    def _look(self) -> None:
+        assert self._server is not None
+        asked = self._server.server_model
+        names = [asked] if asked else [self.name, *filter(None, [self.spec.source])]
+        self._flight = Preflight(
+            client=self._client,
+            names=[*names, *(os.path.basename(each) for each in names if not asked)],
+            asked=bool(asked),
+            entries=self.entries,
+            length=self._row_length,
+            tokenizer=self.tokenizer,
+        )
+        found = on_main(lambda: (*self._flight.look(), self._flight.salted))
+        self._facts, self._fingerprint, self._flight.salted = found
+        self._flight.model = self._facts["model"]
+        self._client.patience = self._server.server_patience
+
+    def _compare(self, known: Fingerprint) -> None:
+        """UsageError: the servers' answers are not those of an earlier fingerprint."""
+        now = self._fingerprint
+        assert now is not None
+        if known.tokens != now.tokens:
+            raise UsageError("the cache there was begun with another tokenizer; choose another --out")
+        allowed = max(known.allowed(self._tolerance), now.allowed(self._tolerance))
+        if (distance := known.distance(now.probes)) > allowed:
+            raise UsageError(self._another(self._hosts[0], known, now, distance, allowed))
+
+    @contextmanager
+    def capturing(self, part: ShardRows, codec: CodecSpec, seed: int, sampling: str | None) -> Iterator[None]:
+        """Ask for all sequences of a shard in the block; then ask for some again, and the probes.
+
+        RunError: the servers' answers are not those of this teacher.
+        """
+        answers = answers_of(codec, seed, sampling)
+        spans = {part.first + i: self._spans(part, i) for i in range(len(part))}
+        jobs = [((row, span.start), self._asking(answers, span)) for row, each in spans.items() for span in each]
+        with self._client.working(jobs) as self._jobs:
+            self._answers, self._span_lists = answers, spans
+            yield
+            self._ask_again(answers, [span for each in spans.values() for span in each])
+        for host in self._hosts:
+            if host.answered:
+                self._verify(host)
+                host.answered = False
+
+    def kept(self, rows: ShardRows, codec: CodecSpec, seed: int) -> Arrays:
+        """What a cache keeps of these rows, once the servers have answered.
+
+        RunError: no server answers, or not with what can be right.
+        """
+        length, found = rows.tokens.shape[1] - 1, list[Arrays]()
+        for row in range(rows.first, rows.first + len(rows)):
+            parts = {span.start: self._jobs[row, span.start].result() for span in self._span_lists[row]}
+            found.append(placed(self._answers.blank(length), parts))
+        arrays = {name: np.stack([each[name] for each in found]) for name in found[0]}
+        if rows.first == next(iter(self._span_lists)):  # the first of a shard
+            _refuse_wrong_rows(rows, arrays, codec)
+        return arrays
+
+    @property
+    def _tolerance(self) -> float | None:
+        return None if self._server is None else self._server.server_tolerance
+
+    def _spans(self, part: ShardRows, i: int) -> list[Span]:
+        segments = part.segments[i] if self._document_mask else None
+        return spans_of(part.split, part.first + i, part.tokens[i], part.loss_mask[i].astype(bool), segments)
+
+    def _asking(self, answers: Answers, span: Span) -> Callable[[], Arrays]:
+        def read(found: Completion) -> Arrays:
+            return answers.read(span, found.choices[0].prompt_logprobs or ())
+
+        def ask() -> Arrays:
+            try:
+                return self._client.complete(self._flight.request(span.tokens, **answers.parameters(span)), read)
+            except Refused as refused:
+                raise RunError(f"{span}: {self._flight.refusal('the server', refused)}") from None
+
+        return ask
+
+    def _ask_again(self, answers: Answers, spans: list[Span]) -> None:
+        """Compare some answers with those to the same requests now."""
+        assert self._fingerprint is not None
+        allowed = self._tolerance or max(AGAIN_APART, self._fingerprint.allowed(None))
+        step = max(1, len(spans) // AGAIN)
+        for span in spans[::step][:AGAIN]:
+            before, now = self._jobs[span.row, span.start].result(), self._asking(answers, span)()
+            if (distance := answers.distance(before, now)) > allowed:
+                raise RunError(
+                    f"{span}: the server gives other numbers than before, {distance:.3f} nats apart where "
+                    f"{allowed:.3f} are allowed: it was replaced, or cached prompts give stale ones (start it with "
+                    "--no-enable-prefix-caching); nothing of this shard is kept"
+                )
+
+    def _verify(self, host: Host) -> None:
+        """RunError: a server is not this teacher any more."""
+        if (known := self._fingerprint) is None:
+            return
+        try:
+            probes = self._flight.probe(host, known.tokens)
+        except Refused as refused:
+            raise RunError(f"{self._flight.refusal(host, refused)}; nothing of this shard is kept") from None
+        allowed = known.allowed(self._tolerance)
+        if (distance := known.distance(probes)) > allowed:
+            now = Fingerprint.take(known.tokens, probes, known.noise)
+            raise RunError(f"{self._another(host, known, now, distance, allowed)}; nothing of this shard is kept")
+
+    def _another(self, host: Host, known: Fingerprint, now: Fingerprint, distance: float, allowed: float) -> str:
+        return (
+            f"{host} is another teacher than the one that this cache was begun with: its fingerprint is {now}, that "
+            f"of the cache {known}, {distance:.3f} nats apart where {allowed:.3f} are allowed; serve the same model in "
+            "the same number format, or choose another --out"
+        )
+
+
+def _refuse_wrong_rows(rows: ShardRows, arrays: Arrays, codec: CodecSpec) -> None:
+    """RunError: the entries are not about the next token, fit other rows, or are not a teacher's own."""
+    tokens_BT, segments_BT = (torch.from_numpy(each.astype(np.int64)) for each in (rows.tokens, rows.segments))
+    mask_BT = torch.from_numpy(rows.loss_mask.astype(bool))
+    batch = Batch(tokens_BT, mask_BT, segments_BT, decode(arrays, codec))
+    seen = examine([batch], systematic=codec.num_samples > 0, samples=False, vocab_size=codec.vocab_size)
+    if seen is not None and seen.findings:
+        raise RunError(f"{rows.split} from sequence {rows.first} on, as the server answers: {seen.findings[0]}")
