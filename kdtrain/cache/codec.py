@@ -429,6 +429,7 @@ RANGE: dict[str, Any] = {
     "rule": "log-probabilities from elsewhere: the tail is one bucket, right at T = 1 only",
 }
 """The temperature range of a cache that was built from log-probabilities (`keep`)."""
+SAMPLED_RANGE = RANGE | {"rule": "samples alone: right at T = 1 only"}
 _LEAST_MASS = 1e-6
 
 

@@ -175,7 +175,9 @@ class Position(Protocol):
 def read_samples(
     answer: Sequence[Mapping[int, Position] | None], tokens: Sequence[int], request: SampleRequest, spec: CodecSpec
 ) -> dict[str, np.ndarray]:
-    """What a cache keeps (`codec.encode`, without log p of the entries) of an answer's `prompt_logprobs`: [T, ...].
+    """What a cache keeps (`codec.encode`) of an answer's `prompt_logprobs`: arrays [T, ...].
+
+    Log p of the entries, which a cache does not keep either, is log (count / D), moved as its reader moves it.
 
     Args:
         answer: one position for each token; the first is None.
@@ -209,7 +211,11 @@ def read_samples(
             raise ValueError(f"the samples of position {t} cannot be read: {found.decoded_token!r:.80}") from None
         numbers_T[t, 0] = max(found.logprob, -1e30)
         ids_TD[t, : len(ids)], counts_TD[t, : len(ids)] = ids, counts
+    drawn_TD = counts_TD > 0
+    shares_TD = np.log(counts_TD / number, where=drawn_TD, out=np.zeros((length, number)))
+    moved_T = numbers_T[:, 1] - (counts_TD * shares_TD).sum(-1) / number
     kept = {
+        "logprobs": np.where(drawn_TD, shares_TD + moved_T[:, None], np.nan),
         "label_logprob": numbers_T[:, 0],
         "tail": np.stack([np.zeros(length), numbers_T[:, 1]], -1),  # log of all mass, and E[log p]
         "logit_mean": numbers_T[:, 2],
