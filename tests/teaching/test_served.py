@@ -412,7 +412,7 @@ def test_a_cache_of_served_samples_is_that_of_the_local_teacher(plugin, document
 
 
 def test_a_server_without_the_plugin_is_refused_before_anything_is_captured(server):
-    with pytest.raises(kd.UsageError, match="is kdtrain installed where the server runs.* or give --top-k 64"):
+    with pytest.raises(kd.UsageError, match=r"is kdtrain installed where the server runs.* or give --top-k 64"):
         samples_of(server)
     assert not list(Path("cache").glob("shards/*"))
 

@@ -1,6 +1,6 @@
-"""A real vLLM server with the plugin: its samples, its answers to others, its refusals. Started by `KDTRAIN_VLLM`.
+"""A real vLLM server with the plugin: its samples, its answers to others, its refusals. By hand.
 
-`KDTRAIN_VLLM=.../bin/vllm python -m pytest -m vllm tests/teaching/test_vllm_samples.py`; a server takes a minute to start.
+`KDTRAIN_VLLM=/path/to/vllm pytest -m vllm tests/teaching/test_vllm_samples.py`; a server takes a minute to start.
 """
 
 import json
@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kdtrain.cache.codec import CodecSpec, encode_sequences
 from kdtrain.cache.engine_samples import NoReceipt, SampleRequest, read_samples
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
 ROOT = Path(__file__).resolve().parents[2]
 TEACHER = ROOT / "teachers/stdlib-5m"
