@@ -69,12 +69,17 @@ def _extend(owner: type, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, method)
 
 
-def _check_request(original: Callable[..., None], self: Any, params: Any, *args: Any, **options: Any) -> None:
-    original(params, *args, **options)
-    # vLLM answers a ValueError with status 400 and its words.
-    wanted = SampleRequest.from_args(getattr(params, "extra_args", None))
-    if wanted is not None and params.prompt_logprobs is None:
-        raise ValueError("kdtrain's samples come in the place of prompt_logprobs: ask for 0 of them")
+def _check_request(original: Callable[..., Any], self: Any, params: Any, *args: Any, **options: Any) -> Any:
+    found = original(params, *args, **options)
+    try:
+        wanted = SampleRequest.from_args(getattr(params, "extra_args", None))
+        if wanted is not None and params.prompt_logprobs is None:
+            raise ValueError("kdtrain's samples come in the place of prompt_logprobs: ask for 0 of them")
+    except ValueError as error:
+        from vllm.exceptions import VLLMValidationError
+
+        raise VLLMValidationError(str(error)) from None
+    return found
 
 
 def _wanted(params: Any) -> SampleRequest | None:

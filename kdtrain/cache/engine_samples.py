@@ -7,9 +7,9 @@ samples with what a cache of samples alone keeps, in place of the most likely en
                "kdtrain_seed": 0, "kdtrain_split": "train", "kdtrain_row": 17, "kdtrain_first": 0}
     answer     "prompt_logprobs": [null, {"LABEL": {"logprob": log p, "rank": RECEIPT, "decoded_token": TEXT}}, ...]
 
-TEXT is three numbers and the entries, `SLOPE MEAN DEVIATION ID:COUNT ID:COUNT ...`: E[log p], mean and standard
-deviation of log p over the vocabulary, and how often each entry was drawn; `broken` where the logits have no
-distribution. 50 samples take 200 bytes a position, a fifth of what 16 entries take as JSON objects.
+TEXT is three numbers and the entries, `SLOPE MEAN DEVIATION ID:COUNT ID:COUNT ID ...`: E[log p], mean and standard
+deviation of log p over the vocabulary, and how often each entry was drawn, where not once; `broken` where the logits
+have no distribution. That is a third of the bytes that 16 entries take as JSON objects.
 
 The receipt is a negative number, which no rank is, made of the grid and the position: an answer that has the right
 ones was sampled by this code, at these points, for these positions. So is one of a server that lost the plugin, of a
@@ -160,7 +160,7 @@ def entries(ids_NC: Tensor, numbers_NC: Tensor, receipts_N: Tensor) -> Iterator[
             continue
         words = [f"{value:.7g}" for value in numbers[1 : 1 + _NUMBERS]]
         drawn = zip(ids[1 + _NUMBERS :], numbers[1 + _NUMBERS :], strict=True)
-        words += [f"{each}:{int(count)}" for each, count in drawn if count]
+        words += [f"{each}:{int(count)}" if count > 1 else f"{each}" for each, count in drawn if count]
         yield ids[0], float(f"{numbers[0]:.7g}"), receipt, " ".join(words)
 
 
@@ -229,8 +229,8 @@ def _parsed(text: str, spec: CodecSpec) -> tuple[list[float], list[int], list[in
     """Slope, mean and deviation, ids and counts of a text. ValueError: they cannot be."""
     words = text.split(" ", _NUMBERS + spec.num_samples)
     numbers = [float(word) for word in words[:_NUMBERS]]
-    pairs = [word.split(":") for word in words[_NUMBERS:]]
-    ids, counts = [int(each) for each, _ in pairs], [int(count) for _, count in pairs]
+    pairs = [word.partition(":") for word in words[_NUMBERS:]]
+    ids, counts = [int(each) for each, _, _ in pairs], [int(count or 1) for _, _, count in pairs]
     if len(numbers) < _NUMBERS or not all(map(math.isfinite, numbers)):
         raise ValueError
     if len(set(ids)) < len(ids) or not all(0 <= each < spec.vocab_size for each in ids):

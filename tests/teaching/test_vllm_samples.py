@@ -219,6 +219,50 @@ def test_a_wrong_request_is_refused_and_the_server_goes_on(server, rows, args, w
     assert server.samples(rows[0], 0)["counts"].sum() == SAMPLES * LENGTH
 
 
+RUNNER_2 = """
+import sys
+from types import SimpleNamespace
+import numpy as np, torch
+from kdtrain import vllm_plugin
+from kdtrain.cache.engine_samples import SampleRequest, entries, sample
+import vllm.v1.worker.gpu.sample.prompt_logprob as version_2
+from vllm.sampling_params import SamplingParams
+
+vllm_plugin.register()
+vllm_plugin._extend_runner(lambda: None, SimpleNamespace(worker=SimpleNamespace(model_runner=object())))
+worker = version_2.PromptLogprobsWorker(4, torch.device("cpu"))
+asked = SampleRequest(number=50, seed=0, split="train", row=1)
+logits, tokens = torch.randn(9, 300), torch.randint(300, (4, 20))
+worker.add_request("a", 2, SamplingParams(prompt_logprobs=0, extra_args=asked.to_args()))
+found = {}
+for start, stop in ((0, 4), (4, 9)):
+    batch = SimpleNamespace(
+        req_ids=["a"], idx_mapping_np=np.array([2]), num_computed_prefill_tokens_np=np.array([start]),
+        num_scheduled_tokens=np.array([stop - start]), prefill_len_np=np.array([9]), num_tokens=stop - start,
+        query_start_loc_np=np.array([0, stop - start]),
+    )
+    lengths = np.array([0, 0, 9, 0])
+    found |= worker.compute_prompt_logprobs(lambda each: each, logits[start:stop], batch, tokens, None, lengths)
+assert list(entries(*found["a"][:3])) == list(entries(*sample(logits[:8], tokens[2, 1:9], asked, 0)))
+worker.remove_request("a")
+assert not worker.kdtrain
+print("sampled", type(found["a"]).__name__)
+"""
+
+
+def test_the_second_runner_samples_too(tmp_path):
+    """Its own class, in chunks; on a CPU without Triton vLLM does not serve with it."""
+    python = Path(os.environ["KDTRAIN_VLLM"]).with_name("python")
+    done = subprocess.run(
+        [python, "-c", RUNNER_2],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines()[-1:] == ["sampled LogprobsTensors"], done.stderr[-3000:]
+
+
 def test_the_servers_log_says_that_it_answers_requests_for_samples(server):
     assert server.log.read_text().count("kdtrain answers requests for samples") == 1
 
