@@ -149,8 +149,9 @@ def test_the_samples_of_a_served_teacher_are_those_of_a_local_one(server, rows, 
         same += int((kept["ids"] == expected["ids"][row]).all(-1).sum())  # in one order, by log p: so are the counts
         for name in ("label_logprob", "logit_mean", "logit_std", "tail"):
             np.testing.assert_allclose(kept[name], expected[name][row], rtol=1e-4, atol=1e-3)
-    assert same >= 0.99 * ROWS * LENGTH
-    assert abs(chi_square(found, logits)) < 4
+    away = chi_square(found, logits)
+    print(f"{same} of {ROWS * LENGTH} positions have the same samples; chi-square {away:.2f} standard deviations away")
+    assert same >= 0.99 * ROWS * LENGTH and abs(away) < 4
 
 
 def chi_square(found: list[dict[str, np.ndarray]], logits: torch.Tensor) -> float:
@@ -193,7 +194,8 @@ def check_top_k(lists: list[dict[int, Entry] | None], tokens: list[int]) -> None
 
 def test_requests_of_others_get_what_a_server_without_the_plugin_gives(server, rows, tmp_path):
     with serving(tmp_path, TEACHER, plugin=False) as plain:
-        for more in ({"prompt_logprobs": 5}, {"max_tokens": 12, "temperature": 0.0, "logprobs": 3}):
+        for more in ({"prompt_logprobs": 5}, {"max_tokens": 12, "logprobs": 3}):
+            more |= {"temperature": 0.0}
             theirs, ours = plain.post(rows[2], **more).json(), server.post(rows[2], **more).json()
             assert ours["choices"][0]["text"] == theirs["choices"][0]["text"]
             lists = [answer["choices"][0]["prompt_logprobs"] or [] for answer in (ours, theirs)]
