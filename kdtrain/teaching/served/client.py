@@ -141,7 +141,7 @@ class Client:
         self.verify: Callable[[Host], None] = lambda _: None
         """Raises an error if a server that was away is not what it was."""
         self._key = os.environ.get(KEY) or None
-        self._lock = threading.Lock()
+        self._lock, self._thread = threading.Lock(), threading.local()
         self._sessions: queue.SimpleQueue[requests.Session] = queue.SimpleQueue()
         for host in self.hosts if self._key else ():
             _refuse_open(host.url)
@@ -221,8 +221,10 @@ class Client:
             futures[key] = Future()
             waiting.append((futures[key], job))
         broken: list[BaseException] = []
+        stop = threading.Event()
 
         def work() -> None:
+            self._thread.stop = stop
             with suppress(IndexError):
                 while True:
                     future, job = waiting.popleft()
@@ -241,6 +243,7 @@ class Client:
             yield futures
         finally:
             waiting.clear()
+            stop.set()
 
     def _take(self, wanted: Host | None) -> Host:
         """The server that is asked next, when its rest is over."""
@@ -253,7 +256,15 @@ class Client:
                     best.busy += 1
                     return best
                 until = min(each.rests_until for each in ([wanted] if wanted else self.hosts))
-            time.sleep(max(0.0, until - now))
+            self._sleep(max(0.0, until - now))
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait, unless nobody wants the answer any more."""
+        stop: threading.Event | None = getattr(self._thread, "stop", None)
+        if stop is None:
+            time.sleep(seconds)
+        elif stop.wait(seconds):
+            raise RunError("the answer is not wanted any more")
 
     def _rest(self, host: Host, problem: _Passing) -> float:
         """Let a server rest after a failure; the seconds of it."""
