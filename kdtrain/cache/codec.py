@@ -335,14 +335,14 @@ def encode_on_device(
     """
     rows = max(1, (cells or _CELLS.get(logits_NV.device.type, 2**20)) // spec.vocab_size)
     in_passes = logits_NV.is_cuda and spec.kind == "sparse" and spec.top_k < spec.vocab_size
-    encode_block = (lambda *given: _sparse_in_passes(*given, compile)) if in_passes else _encode_block
     if in_passes:
         rows = max(8, rows - rows % 8)  # compiled code copies inputs that do not begin at a multiple of 16 bytes
     blocks: dict[str, list[Tensor]] = {}
     for start in range(0, len(logits_NV), rows):
         part = slice(start, start + rows)
         chance = None if points_ND is None else torch.from_numpy(points_ND[part]).to(logits_NV.device)
-        block = encode_block(logits_NV[part], labels_N[part].to(logits_NV.device), spec, chance)
+        given = logits_NV[part], labels_N[part].to(logits_NV.device), spec, chance
+        block = _sparse_in_passes(*given, compile) if in_passes else _encode_block(*given)
         for name, values in block.items():
             blocks.setdefault(name, []).append(_narrow(name, values, spec))
     return {name: torch.cat(parts) for name, parts in blocks.items()}

@@ -84,8 +84,14 @@ class SampleRequest:
 
     def to_args(self) -> dict[str, str | int]:
         """The request's `vllm_xargs`."""
-        values = (self.number, grid_name(self.offset), self.seed, self.split, self.row, self.first)
-        return {_PREFIX + key: value for key, value in zip(_KEYS, values, strict=True)}
+        return {
+            "kdtrain_samples": self.number,
+            "kdtrain_sampling": grid_name(self.offset),
+            "kdtrain_seed": self.seed,
+            "kdtrain_split": self.split,
+            "kdtrain_row": self.row,
+            "kdtrain_first": self.first,
+        }
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any] | None) -> Self | None:
