@@ -9,7 +9,7 @@ samples with what a cache of samples alone keeps, in place of the most likely en
 
 TEXT is three numbers and the entries, `SLOPE MEAN DEVIATION ID:COUNT ID:COUNT ID ...`: E[log p], mean and standard
 deviation of log p over the vocabulary, and how often each entry was drawn, where not once; `broken` where the logits
-have no distribution. That is a third of the bytes that 16 entries take as JSON objects.
+have no distribution. That is a sixth of the bytes that 16 entries take as JSON objects.
 
 The receipt is a negative number, which no rank is, made of the grid and the position: an answer that has the right
 ones was sampled by this code, at these points, for these positions. So is one of a server that lost the plugin, of a
