@@ -1,15 +1,14 @@
-"""What kdtrain's samples cost a vLLM server: `python -m benchmarks.performance.engine_samples --url URL`.
+"""What kdtrain's samples cost a vLLM server: `python -m benchmarks.performance.engine_samples`, on a quiet machine.
 
-A running server that serves the shipped teacher, `vllm serve teachers/stdlib-5m --served-model-name stdlib-5m
---max-logprobs 64`, answers the same rows in turn with nothing but a token (`none`), with the most likely 16 and 64
-entries, and, if it has kdtrain's plugin, with 50 samples. Each side answers all rows once a round; a figure is the
-median over the rounds. Bytes are those of the body of the answer.
-
-What the plugin costs other requests shows in `none` and `top-k` of a server with it and of one without: `--label` names
-the server in the record, which holds both. The prompts of a round are salted, so that none is in a prefix cache.
+Servers of the shipped teacher run already, `vllm serve teachers/stdlib-5m --served-model-name stdlib-5m --max-logprobs
+64`: one with kdtrain's plugin (`--url`) and, to see what the plugin costs other requests, one without (`--plain`). They
+answer the same rows in turn with nothing but a token (`none`), with the most likely 16 and 64 entries, and with 50
+samples. Each side answers all rows once a round; a figure is the median over the rounds. Bytes are those of the body of
+an answer. Prompts are salted, so that none comes from a prefix cache.
 """
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -38,9 +37,9 @@ class Settings(Options):
     """Measure positions a second and bytes a position of a served teacher."""
 
     url: str = "http://127.0.0.1:8765"
-    """The server."""
-    label: str = "with plugin"
-    """Its name in the record."""
+    """The server with the plugin."""
+    plain: str | None = None
+    """One without it."""
     model: str = "stdlib-5m"
     """The model's name there."""
     rounds: int = option(5, least=1)
@@ -52,24 +51,27 @@ class Settings(Options):
     at_once: int = option(4, least=1)
     """Requests under way."""
     save: bool = True
-    """Add the figures to benchmarks/results/engine_samples.json."""
+    """Write the figures to benchmarks/results/engine_samples.json."""
 
 
 def main(settings: Settings) -> None:
     """Ask in turn, and write the figures."""
-    rows, sides = _rows(settings), _sides(settings)
+    rows, positions = _rows(settings), settings.rows * settings.seq_len
+    sides, salt = _sides(settings), os.urandom(8).hex()
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     size: dict[str, float] = {}
     for number in range(-1, settings.rounds):  # the first warms up
-        for name, parameters in sides.items():
+        for name, (url, parameters) in sides.items():
             started = time.monotonic()
             with ThreadPoolExecutor(settings.at_once) as threads:
-                asked = [(settings, rows[row], parameters(row), f"{number}-{name}-{row}") for row in range(len(rows))]
-                lengths = list(threads.map(lambda each: _ask(*each), asked))
+                bodies = [
+                    {"model": settings.model, "prompt": each, "cache_salt": f"{salt}{number}{name}", **parameters(row)}
+                    for row, each in enumerate(rows)
+                ]
+                lengths = list(threads.map(lambda body, url=url: len(_post(url, body).content), bodies))
             if number >= 0:
                 seconds[name].append(time.monotonic() - started)
-            size[name] = sum(lengths) / (settings.rows * settings.seq_len)
-    positions = settings.rows * settings.seq_len
+            size[name] = sum(lengths) / positions
     figures = {
         name: {
             "positions_per_second": [round(positions / each, 1) for each in found],
@@ -78,12 +80,11 @@ def main(settings: Settings) -> None:
         }
         for name, found in seconds.items()
     }
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    kept = {k: v for k, v in vars(settings).items() if k not in ("url", "label", "save")}
-    found = known | {settings.label: {"settings": kept, "cpu": cpu_model(), "figures": figures}}
-    print(json.dumps(found[settings.label], indent=1))
+    kept = {name: value for name, value in vars(settings).items() if name not in ("url", "plain", "save")}
+    record = {"settings": kept, "cpu": cpu_model(), "figures": figures}
+    print(json.dumps(record, indent=1))
     if settings.save:
-        write(RESULTS, found)
+        write(RESULTS, record)
 
 
 def _rows(settings: Settings) -> list[list[int]]:
@@ -93,32 +94,31 @@ def _rows(settings: Settings) -> list[list[int]]:
     return [tokens[row * length : (row + 1) * length + 1] for row in range(settings.rows)]
 
 
-def _sides(settings: Settings) -> dict[str, Callable[[int], dict[str, Any]]]:
-    """What each side adds to a request for a row."""
+def _sides(settings: Settings) -> dict[str, tuple[str, Callable[[int], dict[str, Any]]]]:
+    """Where each side is asked, and what it adds to a request for a row."""
 
     def samples(row: int) -> dict[str, Any]:
         asked = SampleRequest(number=SAMPLES, seed=0, split="train", row=row)
         return {"prompt_logprobs": 0, "vllm_xargs": asked.to_args()}
 
-    sides: dict[str, Callable[[int], dict[str, Any]]] = {"none": lambda row: {}}
-    for number in TOP:
-        sides[f"top-{number}"] = lambda row, number=number: {"prompt_logprobs": number}  # type: ignore[misc]
-    probe = _post(settings, [1, 2, 3], samples(0), "probe").json()["choices"][0]["prompt_logprobs"]
-    if next(iter(probe[1].values()))["rank"] < 0:  # a receipt
-        sides[f"samples-{SAMPLES}"] = samples
+    def top(number: int) -> Callable[[int], dict[str, Any]]:
+        return lambda row: {"prompt_logprobs": number}
+
+    plain: dict[str, Callable[[int], dict[str, Any]]] = {"none": lambda row: {}}
+    plain |= {f"top-{number}": top(number) for number in TOP}
+    sides = {f"samples-{SAMPLES}": (settings.url, samples)}
+    for name, parameters in plain.items():
+        sides[name] = settings.url, parameters
+        if settings.plain:
+            sides[f"{name}, without the plugin"] = settings.plain, parameters
     return sides
 
 
-def _post(settings: Settings, tokens: list[int], parameters: dict[str, Any], salt: str) -> requests.Response:
-    body = {"model": settings.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "cache_salt": salt}
-    answer = requests.post(f"{settings.url}/v1/completions", json=body | parameters, timeout=600)
+def _post(url: str, body: dict[str, Any]) -> requests.Response:
+    answer = requests.post(f"{url}/v1/completions", json={"max_tokens": 1, "temperature": 1.0} | body, timeout=600)
     if answer.status_code != 200:
-        raise SystemExit(f"{settings.url}: {answer.status_code} {answer.text[:500]}")
+        raise SystemExit(f"{url}: {answer.status_code} {answer.text[:500]}")
     return answer
-
-
-def _ask(settings: Settings, tokens: list[int], parameters: dict[str, Any], salt: str) -> int:
-    return len(_post(settings, tokens, parameters, salt).content)
 
 
 if __name__ == "__main__":
