@@ -11,10 +11,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
+
+from kdtrain.cache.engine_samples import SampleRequest, entries, sample
 
 VERSION = "0.32.0"
 
@@ -51,6 +54,8 @@ class StandIn:
         self.delay = 0.0
         self.swap: tuple[int, Any] | None = None
         """From this request on, another model."""
+        self.plugin = False
+        """It has kdtrain's plugin."""
         self._lock, self._forward = threading.Lock(), threading.Lock()
         self._cached: dict[tuple[int, ...], list[Any]] = {}
         self._logits: dict[tuple[int, ...], torch.Tensor] = {}
@@ -93,6 +98,9 @@ class StandIn:
 
     def tables(self, tokens: list[int], entries: int, fault: str, salt: str | None, body: dict[str, Any]) -> list[Any]:
         """`prompt_logprobs` of a prompt."""
+        asked = SampleRequest.from_args(body.get("vllm_xargs")) if self.plugin else None
+        if asked is not None:
+            return self._samples(tokens, asked, fault)
         temperature = body.get("temperature", 1.0) if fault == "processed-mode" else 1.0
         if fault == "warm":
             temperature = 1.3
@@ -121,6 +129,21 @@ class StandIn:
                 for entry in table.values():
                     entry["logprob"] -= 0.7
         return found
+
+    def _samples(self, tokens: list[int], asked: SampleRequest, fault: str) -> list[Any]:
+        """What the plugin makes of the logits."""
+        if fault == "row":
+            asked = replace(asked, row=asked.row + 1)
+        with self._forward, torch.no_grad():
+            logits = self.model(torch.tensor([tokens])).logits[0, :-1].float()
+        if fault == "broken":
+            logits[3] = torch.nan
+        positions = entries(*sample(logits, torch.tensor(tokens[1:]), asked, 0))
+        words = [
+            {str(label): {"logprob": logprob, "rank": receipt, "decoded_token": text}}
+            for label, logprob, receipt, text in positions
+        ]
+        return [None, *words]
 
     def _entry(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": logprob, "rank": rank, "decoded_token": self._text(token)}

@@ -103,7 +103,8 @@ class CacheBuilder:
         self._side = SideStream()
         self.sample: tuple[int, int] | None = None
         """Sequences and positions of the held sample, where the teacher answers for no others."""
-        self.measured: tuple[Any, Any] = (None, None if settings.codec.kind == "tokens" else codec.RANGE)
+        span = codec.SAMPLED_RANGE if settings.codec.num_samples else codec.RANGE
+        self.measured: tuple[Any, Any] = (None, None if settings.codec.kind == "tokens" else span)
         """Fidelity and range of T, where there is no teacher to measure them with."""
         self.stated: dict[str, Any] = {}
         """More keys of the manifest: `parents`, `origin`, `weights_cost`, `capture`."""

@@ -74,13 +74,13 @@ def _captured(config: DistillConfig, device: torch.device) -> DistillConfig:
     if config.teacher == SELF:
         raise UsageError(f"--teacher {SELF} is the student, which no server runs; leave --teacher-server out")
     on_main(lambda: check_out(config.out))
-    folder, server = config.out / "data", config.server
+    folder, server, samples = config.out / "data", config.server, config.server.server_num_samples
     asked = {each.name: getattr(server, each.name) for each in fields(ServerConfig)}
     capture = CacheTeacherConfig(
         teacher=config.teacher,
         out=folder,
         data=config.data,
-        codec=CodecConfig(top_k=server.server_top_k),
+        codec=CodecConfig(num_samples=samples) if samples else CodecConfig(top_k=server.server_top_k),
         server=ServerConfig(**asked),
         device=config.device,
     )

@@ -98,9 +98,14 @@ class CacheTeacherConfig(Options):
         refuse(not text and not recorded, "--data is missing; give stdlib, a file, a folder or hf:NAME")
         refuse(recorded and text, "--from-logprobs holds its own text; leave --data out")
         refuse(recorded and bool(self.server.teacher_server), "--from-logprobs and --teacher-server exclude each other")
+        codec = self.codec
         refuse(
-            elsewhere is not None and (self.codec.dense or self.codec.samples > 0 or self.codec.top_k < 1),
-            f"{elsewhere} has the most likely entries only; use --top-k, without --num-samples and --dense",
+            recorded and (codec.dense or codec.samples > 0 or codec.top_k < 1),
+            "--from-logprobs has the most likely entries only; use --top-k, without --num-samples and --dense",
+        )
+        refuse(
+            bool(self.server.teacher_server) and (codec.dense or bool(codec.samples and codec.top_k)),
+            "--teacher-server gives --top-k, or --num-samples alone where the server has kdtrain's plugin",
         )
 
     EXAMPLES = ("kdtrain cache-teacher --teacher teachers/stdlib-5m.toml --data stdlib --out cache/t",)

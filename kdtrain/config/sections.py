@@ -483,6 +483,8 @@ class RunServerConfig(ServerConfig):
 
     server_top_k: int = option(64, free=True, least=1, needs="teacher_server")
     """The most likely entries that are asked for at each position, and cached."""
+    server_num_samples: int = option(0, free=True, least=0, most=255, needs="teacher_server")
+    """Samples of each position instead of --server-top-k, where the server has kdtrain's plugin."""
 
 
 QUANTIZED = ("fp8", "mxfp8", "mxfp4")

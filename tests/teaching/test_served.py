@@ -80,7 +80,7 @@ def capture(server: StandIn | str | list[str], out: str = "cache", top_k: int = 
         teacher=options.pop("teacher", "stdlib-5m"),
         out=out,
         data=DataConfig(**data),
-        codec=CodecConfig(top_k=top_k),
+        codec=CodecConfig(top_k=top_k, num_samples=options.pop("num_samples", None)),
         server=ServerConfig(teacher_server=urls, **given),
         sequences_per_shard=4,
         batch_size=4,
@@ -372,10 +372,87 @@ def test_an_address_that_is_none_is_refused(options, words):
 
 def test_options_that_a_server_cannot_serve_are_refused():
     server = ServerConfig(teacher_server="http://host/v1")
-    with pytest.raises(kd.UsageError, match="has the most likely entries only; use"):
-        kd.CacheTeacherConfig(teacher="t", out="c", data=DataConfig(data="text.txt"), server=server)
+    for codec in (CodecConfig(dense=True), CodecConfig(top_k=8, num_samples=24)):
+        with pytest.raises(kd.UsageError, match="gives --top-k, or --num-samples alone where the server has"):
+            kd.CacheTeacherConfig(teacher="t", out="c", data=DataConfig(data="text.txt"), codec=codec, server=server)
     with pytest.raises(kd.UsageError, match="exclude each other"):
         kd.CacheTeacherConfig(teacher="t", out="c", from_logprobs="f", codec=CodecConfig(top_k=4), server=server)
+
+
+# Samples from inside the engine ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plugin(server):
+    server.plugin = True
+    return server
+
+
+def samples_of(server, out="cache", number=50, **options) -> kd.Cache:
+    return capture(server, out, top_k=0, num_samples=number, **options)
+
+
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_a_cache_of_served_samples_is_that_of_the_local_teacher(plugin, document_mask):
+    there = samples_of(plugin, document_mask=document_mask, seed=4)
+    data = DataConfig(
+        data="text.txt",
+        seq_len=24,
+        num_sequences=10,
+        validation_sequences=3,
+        num_workers=0,
+        document_mask=document_mask,
+    )
+    here = kd.cache_teacher(
+        kd.CacheTeacherConfig(teacher="stdlib-5m", out="local", data=data, precision="fp32", seed=4)
+    )
+    same = total = 0
+    for split in ("train", "validation"):
+        for one, other in zip(here[split], there[split], strict=True):
+            drawn = [(256 * each["ids"] + each["counts"].long()).sort(-1).values for each in (one, other)]
+            same, total = same + int((drawn[0] == drawn[1]).all(-1).sum()), total + len(drawn[0])
+            assert torch.equal(one["tokens"], other["tokens"])
+            for name in ("label_logprob", "tail"):
+                assert torch.allclose(one[name].float(), other[name].float(), atol=0.05), name
+    assert same >= 0.98 * total, "a point that lies on the border of two entries may fall to either"
+    assert there.manifest.settings.sampling == here.manifest.settings.sampling == "grid"
+    assert there.temperature_range == (1.0, 1.0) and there.manifest.capture is None
+    assert there.verify() == []
+
+
+def test_a_server_without_the_plugin_is_refused_before_anything_is_captured(server):
+    with pytest.raises(kd.UsageError, match=r"is kdtrain installed where the server runs.* or give --top-k 64"):
+        samples_of(server)
+    assert not list(Path("cache").glob("shards/*"))
+
+
+def test_a_server_that_comes_back_without_the_plugin_is_refused(plugin, monkeypatch):
+    whole = samples_of(plugin, "whole")
+    calls = iter(range(10**6))
+    tables = plugin.tables
+
+    def forgetting(*given):
+        plugin.plugin = next(calls) < PREFLIGHT + 14
+        return tables(*given)
+
+    monkeypatch.setattr(plugin, "tables", forgetting)
+    with pytest.raises(kd.RunError, match="was not sampled by kdtrain as asked"):
+        samples_of(plugin)
+    monkeypatch.setattr(plugin, "tables", tables)
+    plugin.plugin = True
+    assert samples_of(plugin).manifest.splits == whole.manifest.splits
+
+
+@pytest.mark.parametrize(
+    "fault, words", [("row", "was not sampled by kdtrain as asked"), ("broken", "no distribution at position 3")]
+)
+def test_samples_that_are_wrong_once_are_asked_for_again_and_always_end_the_capture(plugin, fault, words):
+    plugin.faults = {PREFLIGHT + 5: fault, PREFLIGHT + 11: fault}
+    assert len(samples_of(plugin)["train"]) == 10
+    assert plugin.fired == [fault, fault]
+    plugin.always, plugin.after = fault, len(plugin.bodies) + PREFLIGHT + 5
+    with pytest.raises(kd.RunError, match=words):
+        samples_of(plugin, "other")
 
 
 # The codec of an answer ---------------------------------------------------------------------------------------------

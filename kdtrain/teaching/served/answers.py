@@ -1,4 +1,4 @@
-"""What a request asks of each position, and how the answer becomes what a cache keeps.
+"""What a request asks of each position, and how the answer becomes what a cache keeps: a top-k, or samples.
 
 A request is a prompt of token ids, some tokens of a row. vLLM answers with `prompt_logprobs`: nothing for the first
 token, and for each other one a table of the K most likely entries, to which the token itself is added where it is not
@@ -8,6 +8,8 @@ Servers are not trusted. Each number is checked: as many positions as tokens, K 
 every id inside the vocabulary, every number finite and at most 0, the sum of the probabilities at most 1. That the
 token itself is in its table shows that the answer is about this prompt, at this place.
 
+A server with kdtrain's plugin gives samples instead (`Sampled`), and a receipt at each position.
+
 What it gives up: entries with equal log p have no order of their own; the server's rank decides, then the id.
 
 Shapes: n positions of a prompt of n + 1 tokens, T positions of a row, K entries.
@@ -16,6 +18,7 @@ Shapes: n positions of a prompt of n + 1 tokens, T positions of a row, K entries
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +26,8 @@ import numpy as np
 
 from kdtrain.cache.codec import CodecSpec, keep
 from kdtrain.cache.compression import Arrays
+from kdtrain.cache.engine_samples import SampleRequest, read_samples
+from kdtrain.cache.spec import grid_offset
 
 ABOVE_ZERO = 1e-3
 """Nats by which rounding may lift a log-probability above 0."""
@@ -98,6 +103,47 @@ class Answers:
     def distance(self, one: Arrays, other: Arrays) -> float:
         """How far two answers about the same positions are apart, in nats; see `apart`."""
         return apart(*((each["ids"], each["logprobs"]) for each in (one, other)))
+
+
+class Sampled(Answers):
+    """Samples that the engine took of its own logits, with `kdtrain.vllm_plugin`."""
+
+    def parameters(self, span: Span) -> dict[str, Any]:
+        """The grid of the samples."""
+        return {"prompt_logprobs": 0, "vllm_xargs": self._request(span).to_args()}
+
+    def read(self, span: Span, lists: Lists) -> Arrays:
+        """What a cache keeps. Wrong: a receipt is missing, or the samples cannot be."""
+        try:
+            return read_samples(lists, span.tokens, self._request(span), self.codec)
+        except ValueError as problem:
+            raise Wrong(str(problem)) from None
+
+    def blank(self, number: int) -> Arrays:
+        """Positions that were not asked: entry 0 alone."""
+        ids_nD = np.full((number, self.codec.num_samples), self.codec.absent, self.codec.id_dtype)
+        counts_nD = np.zeros(ids_nD.shape, np.uint8)
+        ids_nD[:, 0], counts_nD[:, 0] = 0, self.codec.num_samples
+        zeros = dict.fromkeys(("label_logprob", "logit_mean", "logit_std"), np.zeros(number, np.float32))
+        numbers = {name: values.copy() for name, values in zeros.items()}
+        logprobs_nD = np.where(counts_nD > 0, 0.0, np.nan).astype(np.float32)
+        numbers |= {"tail": np.zeros((number, 2), np.float32), "logprobs": logprobs_nD}
+        return {**numbers, "ids": ids_nD, "counts": counts_nD}
+
+    def distance(self, one: Arrays, other: Arrays) -> float:
+        """The root of the mean square of the differences of log p of the labels, and of E[log p], in nats."""
+        pairs = ((each["label_logprob"], each["tail"][:, 1]) for each in (one, other))
+        return float(np.sqrt(np.square(np.subtract(*map(np.stack, pairs))).mean()))
+
+    def _request(self, span: Span) -> SampleRequest:
+        return SampleRequest(
+            number=self.codec.num_samples,
+            seed=self.seed,
+            split=span.split,
+            row=span.row,
+            first=span.start,
+            offset=grid_offset(self.sampling) or Fraction(0),
+        )
 
 
 class Top(NamedTuple):
@@ -189,4 +235,4 @@ def placed(blank: Arrays, parts: Mapping[int, Arrays]) -> Arrays:
 
 def answers_of(codec: CodecSpec, seed: int, sampling: str | None) -> Answers:
     """How the distributions of a cache are asked for."""
-    return Answers(codec, seed, sampling)
+    return (Sampled if codec.num_samples else Answers)(codec, seed, sampling)

@@ -161,7 +161,8 @@ class Client:
 
         Refused: the server does not take the request. RunError: no answer.
         """
-        prompt, entries = body["prompt"], int(body.get("prompt_logprobs") or 0)
+        prompt, samples = body["prompt"], body.get("vllm_xargs", {}).get("kdtrain_samples", 0)
+        entries = max(int(body.get("prompt_logprobs") or 0), samples)
         most = SMALL + len(prompt) * (entries + 2) * 500
 
         def once(at: Host) -> T:

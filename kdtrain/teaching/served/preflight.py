@@ -3,6 +3,7 @@
 the model       it is served here, by this name
 its length      it takes a row and one token more
 the entries     it gives as many as are asked for (--max-logprobs of vLLM)
+the samples     where a cache keeps samples: kdtrain's plugin draws them, and leaves its receipt
 log p           they are the model's own: they do not change with a temperature and top-p, and sum to at most 1
 the same again  a prompt that was asked before, and one with its beginning, gives the same numbers: cached prompts have
                 given stale ones (vLLM #42019, #42245). Each request has a `cache_salt` of its own as well
@@ -22,8 +23,8 @@ from transformers import PreTrainedTokenizerFast
 from kdtrain.config.sections import KEY
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.monitor.progress import log
-from kdtrain.teaching.served.answers import Top, read_top
-from kdtrain.teaching.served.client import Client, Completion, Host, Refused
+from kdtrain.teaching.served.answers import Answers, Span, Top, read_top
+from kdtrain.teaching.served.client import Client, Completion, Host, Refused, Unanswered
 from kdtrain.teaching.served.fingerprint import LOUD, TEXTS, TOP, Fingerprint, Probe, farthest, probe_tokens
 
 _LONGEST_NAME = 200
@@ -67,7 +68,7 @@ class Preflight:
     Args:
         names: what the model may be called there, the first one that is served counts. asked: by the user.
         entries: asked for at each position. length: tokens of a row, T + 1.
-        tokenizer: the local one.
+        tokenizer: the local one. samples: how they are asked for, instead of entries.
     """
 
     client: Client
@@ -76,6 +77,7 @@ class Preflight:
     entries: int
     length: int
     tokenizer: PreTrainedTokenizerFast
+    samples: Answers | None = None
     model: str = ""
     salted: bool = True
     _salts: "itertools.count[int]" = field(default_factory=itertools.count)
@@ -131,6 +133,8 @@ class Preflight:
             facts = {"model": self.model, **self._version(host)}
             tokens = probe_tokens(self._tokenize, longest)
             self._check_entries(host, tokens[0], facts)
+            if self.samples is not None:
+                self._check_samples(host, tokens[0], self.samples)
             found = self._fingerprint(host, tokens)
             self._check_raw(host, found)
             self._check_tokenizer(host, tokens)
@@ -188,6 +192,21 @@ class Preflight:
             self.entries,
             facts.get("system_fingerprint") or facts.get("version") or "of an unknown version",
         )
+
+    def _check_samples(self, host: Host, tokens: list[int], samples: Answers) -> None:
+        span = Span("preflight", 0, 0, tokens)
+
+        def read(found: Completion) -> None:
+            samples.read(span, found.choices[0].prompt_logprobs or ())
+
+        try:
+            self.client.complete(self.request(tokens, **samples.parameters(span)), read, host)
+        except Unanswered:
+            raise
+        except RunError as error:
+            raise UsageError(f"{error}; or give --top-k 64, which every vLLM has") from None
+        number = samples.codec.num_samples
+        log.info("server: %s gives %d samples a token, with the receipt of kdtrain's plugin", host, number)
 
     def _fingerprint(self, host: Host, tokens: list[list[int]]) -> Fingerprint:
         """Ask the probes alone, after a prompt with their beginning, and among others."""

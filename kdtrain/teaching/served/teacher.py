@@ -1,7 +1,7 @@
 """A teacher that an inference server runs: the kind of `--teacher-server`.
 
-It is asked for the top-k of each position, a shard ahead of what is encoded, and makes caches only: of the rest of the
-vocabulary nothing is known, so that they are right at T = 1.
+It is asked for the top-k of each position, or for samples where it has kdtrain's plugin, a shard ahead of what is
+encoded, and makes caches only, which are right at T = 1: no more is known of the distributions.
 
 Who it is stands in the cache's settings, so that every shard is bound to it: the model, what the server tells, and the
 fingerprint of its answers (`fingerprint`). A resume takes the earlier record if the answers are still the same, and is
@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from kdtrain.cache.codec import CodecSpec, decode
+from kdtrain.cache.codec import SAMPLING, CodecSpec, decode
 from kdtrain.cache.compression import Arrays
 from kdtrain.cache.look import examine
 from kdtrain.cache.shard_writer import ShardRows
@@ -34,7 +34,7 @@ from kdtrain.objective.batch import Batch
 from kdtrain.ranks import on_main
 from kdtrain.teaching.served.answers import Answers, Span, answers_of, placed, spans_of
 from kdtrain.teaching.served.client import Client, Completion, Host, Refused
-from kdtrain.teaching.served.fingerprint import Fingerprint
+from kdtrain.teaching.served.fingerprint import TOP, Fingerprint
 from kdtrain.teaching.served.preflight import Preflight
 from kdtrain.teaching.teacher import Teacher, register_teacher
 
@@ -66,7 +66,7 @@ class ServedTeacher(Teacher):
 
     def connect(self, server: ServerConfig, codec: CodecConfig) -> None:
         """Take the servers' addresses. UsageError: the API key would be sent unencrypted."""
-        self._server, self.entries = server, codec.top_k
+        self._server, self._codec = server, codec
         self._client = Client(
             server.teacher_server,
             concurrency=server.server_concurrency,
@@ -146,14 +146,20 @@ class ServedTeacher(Teacher):
             client=self._client,
             names=[*names, *(os.path.basename(each) for each in names if not asked)],
             asked=bool(asked),
-            entries=self.entries,
+            entries=self._codec.top_k or TOP,
             length=self._row_length,
             tokenizer=self.tokenizer,
+            samples=self._samples(),
         )
         found = on_main(lambda: (*self._flight.look(), self._flight.salted))
         self._facts, self._fingerprint, self._flight.salted = found
         self._flight.model = self._facts["model"]
         self._client.patience = self._server.server_patience
+
+    def _samples(self) -> Answers | None:
+        if not (number := self._codec.samples):
+            return None
+        return answers_of(CodecSpec(kind="sparse", vocab_size=self.vocab_size, num_samples=number), 0, SAMPLING)
 
     def _compare(self, known: Fingerprint) -> None:
         """UsageError: the servers' answers are not those of an earlier fingerprint."""
