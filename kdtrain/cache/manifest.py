@@ -159,7 +159,7 @@ class TemperatureRange(TypedDict):
 
 _DEEPEST = 8
 """Most parts of the name of a tokenizer file; those of transformers have two."""
-_LEFT_OUT = frozenset({"capture", "origin", "parents", "test_vector"})
+_LEFT_OUT = frozenset({"capture", "generated", "origin", "parents", "test_vector"})
 """Keys of the manifest that are left out where they say nothing, so that older manifests keep their digest."""
 
 
@@ -188,6 +188,9 @@ class Manifest:
     """Where a cache that `kdtrain import` made comes from, and what its source does not say; else left out."""
     capture: dict[str, Any] | None = None
     """Of a teacher that an inference server ran, `mass.kept_mass` of a sample; else left out."""
+    generated: dict[str, dict[str, Count]] | None = None
+    """Of a text that the teacher wrote (`generated` of the data), by split: labels that it wrote (`tokens`), and how
+    many sequences ended why (`stop`, `length`); else left out."""
     digest: str = ""
     """Over everything else: the digest of the cache."""
 

@@ -17,13 +17,16 @@ from kdtrain.cache.reader import Cache
 from kdtrain.cache.writer import write_cache
 from kdtrain.commands.agreement import agree
 from kdtrain.config import CacheTeacherConfig, DataConfig
-from kdtrain.data.packing import PackedRow, packed_rows
+from kdtrain.config.sections import DEFAULT_PROMPT
+from kdtrain.data.packing import PackedRow, packed_rows, prompt_rows
 from kdtrain.errors import UsageError
 from kdtrain.files import read_sealed
+from kdtrain.models.ends import end_tokens, filler_token
 from kdtrain.models.loading import ChatTokenizer, generation_of, tokenizer_digest
 from kdtrain.monitor.progress import bar
 from kdtrain.ranks import is_main, raise_on_all_ranks
 from kdtrain.teaching.teacher import Teacher
+from kdtrain.teaching.writing import Writing
 
 
 def build_cache(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | None = None) -> Manifest | None:
@@ -39,6 +42,11 @@ def build_cache(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | N
     with raise_on_all_ranks():
         earlier = begun_with(config.out)
     teacher.begin(earlier, (config.out / MANIFEST).is_file())
+    if config.text.generate:
+        with raise_on_all_ranks():
+            ends = end_tokens(generation_of(teacher.spec), teacher.tokenizer)
+            how = {"temperature": config.text.gen_temperature, "top_p": config.text.gen_top_p, "end_tokens": ends}
+            teacher.write(Writing(**how, seed=config.seed, batch_size=config.batch_size))
     if refined is None:
         settings, rows = _asked(config, teacher)
     else:
@@ -56,6 +64,8 @@ def build_cache(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | N
         }
     else:
         answers = {"teacher": teacher.logits, "sharded": teacher.sharded}
+    if teacher.writing is not None:
+        answers["written"] = lambda rows: teacher.written(rows, codec)
     saved = ChatTokenizer(teacher.tokenizer, generation_of(teacher.spec))
     return _write(config.out, settings, rows, tokenizer=saved, batch_size=config.batch_size, all_ranks=True, **answers)
 
@@ -137,6 +147,16 @@ def _asked(config: CacheTeacherConfig, teacher: Teacher) -> tuple[CacheSettings,
     if teacher.text is None:
         settings = replace(settings, seed=config.seed, sampling=SAMPLING if codec.num_samples else None)
         rows = _text(config.data, teacher.tokenizer, limits)
+        if (how := teacher.writing) is not None:
+            prompts = {"prompt_tokens": config.text.prompt_tokens, "max_new_tokens": config.text.max_new_tokens}
+            if config.data.messages_column is None:
+                prompts["prompt_tokens"] = prompts["prompt_tokens"] or DEFAULT_PROMPT
+            settings = replace(settings, data={**settings.data, "generated": {**prompts, **how.to_json()}})
+            filler = filler_token(teacher.tokenizer, how.end_tokens)
+            rows = {
+                name: prompt_rows(config.data, source, teacher.tokenizer, limits[name], config.text, filler)
+                for name, source in _sources(config.data, limits).items()
+            }
     else:
         settings = replace(settings, data=dict(teacher.text))
         rows = {split: teacher.rows(split, config.data.seq_len, codec) for split in limits}
@@ -217,9 +237,15 @@ def _settings(
 def _text(
     data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None]
 ) -> dict[str, Iterator[PackedRow]]:
-    """The rows of each split: a cache calls the split that was asked for train, and adds validation."""
-    sources = {"train": data.split, "validation": "validation" if "train" in limits else data.split}
+    """The rows of each split."""
+    sources = _sources(data, limits)
     return {name: packed_rows(data, sources[name], tokenizer, limit) for name, limit in limits.items()}
+
+
+def _sources(data: DataConfig, limits: dict[str, int | None]) -> dict[str, str]:
+    """The splits of the data: a cache calls the one that was asked for train, and adds validation."""
+    sources = {"train": data.split, "validation": "validation" if "train" in limits else data.split}
+    return {name: sources[name] for name in limits}
 
 
 def _write(

@@ -88,7 +88,8 @@ def build(config: CacheTeacherConfig, device: torch.device) -> None:
         sharded = shards_teacher(config, teacher.footprint(seq_len), free, seq_len)
         teacher.load(sharded)
         teacher.check(seq_len, document_mask)
-    teacher.prepare(sharded=sharded, compile=config.compile)
+    # the shapes of decoding change with every step, and a compiled layer with each of them
+    teacher.prepare(sharded=sharded, compile=config.compile and not config.text.generate)
     text = config.data.data or config.refine
     over = "" if text is None else f" over {text}"
     many = f" in {world_size()} ranks" if world_size() > 1 else ""

@@ -25,6 +25,7 @@ import copy
 import functools
 import itertools
 import json
+import logging
 import multiprocessing
 import re
 import resource
@@ -40,7 +41,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kdtrain.config import DataConfig
+from kdtrain.config import DataConfig, TextConfig
+from kdtrain.config.sections import DEFAULT_PROMPT
 from kdtrain.data import corpus
 from kdtrain.data.corpus import Document
 from kdtrain.errors import UsageError, panics_refused
@@ -48,6 +50,8 @@ from kdtrain.errors import UsageError, panics_refused
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+
+log = logging.getLogger("kdtrain")
 
 SECONDS = 5.0
 """Processor time for one conversation; most take a few milliseconds."""
@@ -208,6 +212,53 @@ def packed_rows(
     return itertools.islice(packed, limit)
 
 
+def prompt_rows(
+    data: DataConfig,
+    split_name: str,
+    tokenizer: "PreTrainedTokenizerFast",
+    limit: int | None,
+    text: TextConfig,
+    filler: int,
+) -> Iterator[PackedRow]:
+    """Yield the first `limit` prompts of a split, a row each, for the teacher to continue.
+
+    Of text they are the beginnings of its packed rows, of conversations what stands before the assistant's last turn;
+    a conversation whose prompt fills a row is left out, with a warning. `loss_mask` is true for the labels that the
+    teacher may write, and their tokens, like all behind them, are `filler`.
+    """
+    assert data.data is not None
+    length = data.seq_len
+
+    def row(prompt: list[int]) -> PackedRow:
+        tokens, mask = np.full(length + 1, filler, dtype=np.int32), np.zeros(length, dtype=np.bool_)
+        tokens[: len(prompt)] = prompt
+        mask[len(prompt) - 1 :][: text.max_new_tokens] = True
+        return PackedRow(tokens, mask, np.zeros(length, dtype=np.int32))
+
+    def prompts() -> Iterator[list[int]]:
+        if data.messages_column is None:
+            for packed in packed_rows(data, split_name, tokenizer, None):
+                yield packed.tokens[: text.prompt_tokens or DEFAULT_PROMPT].tolist()
+            return
+        texts = corpus.documents(data.data, split_name, messages_column=data.messages_column, streaming=data.streaming)
+        encoder, wide = _Encoder(tokenizer), 0
+        try:
+            for each in texts:
+                assert each.messages is not None
+                prompt = encoder.prompt(each.key, each.messages)
+                wide += len(prompt) > length
+                if 0 < len(prompt) <= length:
+                    yield prompt
+        finally:
+            encoder.close()
+            if wide:
+                log.warning(
+                    "%s: left out %s conversations whose prompt fills --seq-len %s", split_name, f"{wide:,}", length
+                )
+
+    return itertools.islice(map(row, prompts()), limit)
+
+
 def _packed(
     encoder: "_Encoder", batches: Iterator[list["_Piece"]], num_workers: int, seq_len: int, document_mask: bool
 ) -> Iterator[PackedRow]:
@@ -351,6 +402,14 @@ class _Encoder:
             stream = np.concatenate([stream, _stream(self._eos, label=messages[-1]["role"] == "assistant")])
         stream["start"][0] = True
         return stream
+
+    def prompt(self, key: str, messages: Messages) -> list[int]:
+        """The tokens of a conversation before the assistant's last turn, as a server renders them for an answer."""
+        messages, quoted = self._without_special(messages)
+        with self._render_lock:
+            text, spans = self._render(key, messages)
+        with panics_refused(f"{self._name} cannot take this text"):
+            return self._encode(text[: spans[-1][0]], quoted)[0]
 
     def _without_special(self, messages: Messages) -> tuple[Messages, dict[str, str]]:
         """The messages with an unused character in place of each special token, and the token of each character."""
