@@ -4,6 +4,7 @@ Only the standard library: clients are the real ones. It answers as vLLM 0.32 do
 `faults` names the fault of a request by its number, from 0, of those for completions; `fired` has those that happened.
 """
 
+import functools
 import json
 import socket
 import threading
@@ -52,6 +53,8 @@ class StandIn:
         """From this request on, another model."""
         self._lock, self._forward = threading.Lock(), threading.Lock()
         self._cached: dict[tuple[int, ...], list[Any]] = {}
+        self._logits: dict[tuple[int, ...], torch.Tensor] = {}
+        self._text = functools.cache(lambda token: tokenizer.decode([token]))
         stand_in = self
 
         class Handler(_Handler):
@@ -83,7 +86,10 @@ class StandIn:
     def logprobs(self, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
         """log p [n, V] in fp32 of the next token of each."""
         with self._forward, torch.no_grad():
-            return (self.model(torch.tensor([tokens])).logits[0].float() / temperature).log_softmax(-1)
+            key = (id(self.model), *tokens)
+            if key not in self._logits:
+                self._logits[key] = self.model(torch.tensor([tokens])).logits[0].float()
+            return (self._logits[key] / temperature).log_softmax(-1)
 
     def tables(self, tokens: list[int], entries: int, fault: str, salt: str | None, body: dict[str, Any]) -> list[Any]:
         """`prompt_logprobs` of a prompt."""
@@ -113,11 +119,11 @@ class StandIn:
             again.append(0)
             for table in found[1:] if len(again) > 1 else ():
                 for entry in table.values():
-                    entry["logprob"] = min(0.0, entry["logprob"] - 0.7 * (entry["rank"] % 2))
+                    entry["logprob"] -= 0.7
         return found
 
     def _entry(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
-        return {"logprob": logprob, "rank": rank, "decoded_token": self.tokenizer.decode([token])}
+        return {"logprob": logprob, "rank": rank, "decoded_token": self._text(token)}
 
 
 @contextmanager
@@ -133,6 +139,7 @@ def standing_in(*args: Any, **options: Any) -> Iterator[StandIn]:
 class _Handler(BaseHTTPRequestHandler):
     server_of: StandIn
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def log_message(self, *_: Any) -> None:
         pass

@@ -7,7 +7,6 @@ recorded from vLLM.
 import json
 import random
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +46,17 @@ def another(shipped):
     return model
 
 
+@pytest.fixture(scope="module")
+def whole(shipped, tmp_path_factory):
+    """The files of the undisturbed capture, by name."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as monkeypatch, standing_in(*shipped) as server:
+        monkeypatch.chdir(folder)
+        write_text(folder / "text.txt")
+        capture(server, "whole")
+    return content(str(folder / "whole"))
+
+
 @pytest.fixture
 def server(shipped, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -77,6 +87,11 @@ def capture(server: StandIn | str | list[str], out: str = "cache", top_k: int = 
         **options,
     )
     return kd.cache_teacher(config)
+
+
+def rows(server: StandIn) -> list[dict]:
+    """The requests that were about rows of text."""
+    return [body for body in server.bodies if body["prompt_logprobs"] == 16 and len(body["prompt"]) <= 25]
 
 
 def content(folder: str) -> dict[str, bytes]:
@@ -122,8 +137,8 @@ def test_the_stand_in_answers_as_vllm_does(server):
 
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_a_cache_of_a_server_is_that_of_the_local_teacher(server, document_mask):
-    for number in range(6):
-        Path(f"docs-{number}.txt").write_text(Path("text.txt").read_text()[number * 400 : number * 400 + 390])
+    for number in range(20):
+        Path(f"docs-{number}.txt").write_text(Path("text.txt").read_text()[number * 150 : number * 150 + 140])
     Path("docs").mkdir()
     for path in Path().glob("docs-*.txt"):
         path.rename(f"docs/{path.name}")
@@ -153,7 +168,7 @@ def test_a_cache_of_a_server_is_that_of_the_local_teacher(server, document_mask)
     assert 0.5 < manifest.capture["kept_mass"] < 1 and manifest.capture["mass_loss"] > 0
     assert manifest.settings.teacher["model"] == "stdlib-5m" and manifest.settings.teacher["version"] == "0.32.0"
     assert Fingerprint.from_json(manifest.settings.teacher["fingerprint"]) is not None
-    lengths = {len(body["prompt"]) for body in server.bodies if body["prompt_logprobs"] == 16}
+    lengths = {len(body["prompt"]) for body in rows(server)}
     assert (max(lengths) == 25) and (len(lengths) > 3) is document_mask
     salts = [body["cache_salt"] for body in server.bodies]
     assert len({*salts}) == len(salts)
@@ -178,19 +193,18 @@ FAULTS = (
 FAULTS += ("shifted", "processed", "id", "far-id", "positive", "none", "bos", "huge", "logits")
 
 
-def test_the_cache_is_the_undisturbed_one_whatever_happens_to_thirty_answers(server):
-    whole = capture(server, "whole")
+def test_the_cache_is_the_undisturbed_one_whatever_happens_to_thirty_answers(server, whole):
+    capture(server, "other")
     asked, chance = len(server.bodies), random.Random(0)
-    first = next(i for i, body in enumerate(server.bodies) if i > 5 and body["prompt_logprobs"] == 16)
+    first = next(i for i, body in enumerate(server.bodies) if body in rows(server))
     assert first < PREFLIGHT
-    places = chance.sample(range(first, first + 60, 2), 30)  # of a request at most two in a row
-    faults = [*FAULTS, *chance.choices(FAULTS, k=30 - len(FAULTS))]
+    places = range(first, first + 60, 2)  # never two of one request
+    faults = chance.sample([*FAULTS, *chance.choices(FAULTS, k=30 - len(FAULTS))], 30)
     server.faults = {asked + place: fault for place, fault in zip(places, faults, strict=True)}
     server.fired.clear()
-    disturbed = capture(server, "disturbed", server_concurrency=3, server_patience=60.0)
-    assert len(server.fired) >= 28 and {*server.fired} >= {*FAULTS} - {"x"}
-    assert disturbed.manifest.digest == whole.manifest.digest
-    assert content("disturbed") == content("whole")
+    capture(server, "disturbed", server_concurrency=1, server_patience=60.0)
+    assert sorted(server.fired) == sorted(faults)
+    assert content("disturbed") == whole
 
 
 def test_a_server_that_hangs_is_asked_again(server):
@@ -215,21 +229,20 @@ def test_a_server_that_hangs_is_asked_again(server):
         ("huge", "more than [0-9,]+ bytes"),
         ("far-id", "beyond the teacher's vocabulary of 2048"),
         ("drift", "other numbers than before, .* nats apart .* nothing of this shard is kept"),
-        ("warm", "is another teacher than the one that this cache was begun with"),
+        ("warm", "is another teacher than the one|gives other numbers than before"),
     ],
 )
-def test_a_fault_that_stays_ends_the_capture_in_one_line_and_nothing_of_it_is_kept(server, fault, words):
+def test_a_fault_that_stays_ends_the_capture_in_one_line_and_nothing_of_it_is_kept(server, whole, fault, words):
     server.always, server.after = fault, PREFLIGHT + 4
     with pytest.raises(kd.RunError, match=words) as caught:
-        capture(server, server_patience=0.5, num_sequences=40)
+        capture(server, server_patience=0.3)
     assert "\n" not in str(caught.value) and server.fired
     kept = list(Path("cache/shards").glob("*.h5"))
     server.always = ""
     before = {path: path.read_bytes() for path in kept}
-    whole = capture(server, num_sequences=40)
+    capture(server)
     assert {path: path.read_bytes() for path in kept} == before
-    assert content("cache") == content(str(capture(server, "whole", num_sequences=40).folder))
-    assert len(whole["train"]) == 40
+    assert content("cache") == whole
 
 
 @pytest.mark.parametrize(
@@ -257,20 +270,18 @@ def test_a_server_that_cannot_serve_the_teacher_is_refused_before_the_first_sequ
     assert "\n" not in str(caught.value) and not Path("cache").exists()
 
 
-def test_a_server_without_salts_and_tokenize_is_taken_and_its_only_model_whatever_its_name(server, caplog):
+def test_a_server_without_salts_and_tokenize_is_taken_and_its_only_model_whatever_its_name(server, capsys):
     server.name, server.always = "somebody/else", "no-salt"
     cache = capture(server)
     assert cache.manifest.settings.teacher["model"] == "somebody/else"
     assert "cache_salt" not in server.bodies[-1]
     server.always = "no-tokenize"
-    with caplog.at_level("INFO", logger="kdtrain"):
-        capture(server, "other")
-    assert "/tokenize is not there (404); " in caplog.text
+    capture(server, "other")
+    assert "/tokenize is not there (404); " in capsys.readouterr().err
 
 
-def test_a_resume_is_of_the_same_teacher_and_equal_to_an_undisturbed_capture(server, another, caplog):
-    capture(server, "whole")
-    shutil.copytree("whole", "cache")
+def test_a_resume_is_of_the_same_teacher_and_equal_to_an_undisturbed_capture(server, another, capsys, whole):
+    capture(server)
     for path in [Path("cache/manifest.json"), *Path("cache/shards").glob("train-0000[12].*")]:
         path.unlink()
     good = server.model
@@ -279,38 +290,34 @@ def test_a_resume_is_of_the_same_teacher_and_equal_to_an_undisturbed_capture(ser
         capture(server)
     assert not Path("cache/shards/train-00001.h5").exists()
     server.model = good
-    with caplog.at_level("INFO", logger="kdtrain"):
-        capture(server)
-    assert "the same teacher as before, by its fingerprint: 0 nats apart" in caplog.text
-    assert content("cache") == content("whole")
+    capture(server)
+    assert "the same teacher as when the cache was begun, by its fingerprint" in capsys.readouterr().err
+    assert content("cache") == whole
     with pytest.raises(kd.UsageError, match=r"holds a finished cache with other settings \(codec.top_k: 16 there, 8"):
         capture(server, top_k=8)
 
 
-def test_a_server_that_comes_back_as_another_is_refused_and_nothing_of_it_is_kept(server, another):
-    whole = capture(server, "whole")
-    asked = len(server.bodies)
-    server.faults = {asked + PREFLIGHT + 6: "close"}
-    server.swap = (asked + PREFLIGHT + 7, another)
+def test_a_server_that_comes_back_as_another_is_refused_and_nothing_of_it_is_kept(server, another, whole):
+    server.faults = {PREFLIGHT + 6: "close"}
+    server.swap = (PREFLIGHT + 7, another)
     good = server.model
     with pytest.raises(kd.RunError, match=r"is another teacher than the one .* nothing of this shard is kept"):
         capture(server, server_concurrency=1)
     assert server.fired == ["close"] and server.swap is None
     done = {path.name for path in Path("cache/shards").glob("*.h5")}
     server.model = good
-    assert capture(server).manifest.digest == whole.manifest.digest
+    capture(server)
+    assert content("cache") == whole
     assert done < {path.name for path in Path("cache/shards").glob("*.h5")}
 
 
-def test_several_servers_of_one_teacher_share_the_work_and_another_model_is_refused(server, shipped, another):
-    whole = capture(server, "whole")
+def test_several_servers_of_one_teacher_share_the_work_and_another_model_is_refused(server, shipped, another, whole):
     with standing_in(*shipped) as second:
         server.delay = second.delay = 0.02
         server.most_at_once = 0
-        both = capture([server.url, second.url], "both", server_concurrency=8)
-        assert both.manifest.digest == whole.manifest.digest
-        rows = [body for body in second.bodies if body["prompt_logprobs"] == 16]
-        assert len(rows) > 4 and 1 < server.most_at_once <= 8
+        capture([server.url, second.url], "both", server_concurrency=8)
+        assert content("both") == whole
+        assert len(rows(second)) > 4 and 1 < server.most_at_once <= 8
         second.always = "503"
         second.after = len(second.bodies) + PREFLIGHT
         with pytest.raises(kd.RunError, match="answers 503"):
@@ -320,7 +327,7 @@ def test_several_servers_of_one_teacher_share_the_work_and_another_model_is_refu
             capture([server.url, second.url], "mixed")
 
 
-def test_the_key_comes_from_the_environment_and_is_written_nowhere(server, monkeypatch, caplog, tmp_path):
+def test_the_key_comes_from_the_environment_and_is_written_nowhere(server, monkeypatch, capsys, tmp_path):
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password of-netrc\n")
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
     monkeypatch.setenv("OPENAI_API_KEY", "of-openai")
@@ -329,10 +336,9 @@ def test_the_key_comes_from_the_environment_and_is_written_nowhere(server, monke
     monkeypatch.setenv("KDTRAIN_SERVER_KEY", "the-secret")
     server.key = "the-secret"
     server.authorized.clear()
-    with caplog.at_level("DEBUG"):
-        capture(server)
+    capture(server)
     assert {*server.authorized} == {"Bearer the-secret"}
-    assert b"the-secret" not in b"".join(content("cache").values()) and "the-secret" not in caplog.text
+    assert b"the-secret" not in b"".join(content("cache").values()) and "the-secret" not in capsys.readouterr().err
     with pytest.raises(kd.UsageError, match="KDTRAIN_SERVER_KEY would be sent unencrypted; give https://"):
         capture("http://llm.example.com/v1")
     with standing_in(server.model, server.tokenizer) as second:

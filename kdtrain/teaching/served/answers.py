@@ -128,8 +128,6 @@ def read_top(tokens: Sequence[int], lists: Lists, entries: int, vocab_size: int)
             raise Wrong(f"{len(found)} entries for token {i + 1} instead of {entries}")
         order = sorted(table, key=lambda each: (-table[each].logprob, table[each].rank or 0, each))
         ids_nK[i], logprobs_nK[i], label_n[i] = order, [table[each].logprob for each in order], found[label].logprob
-        if label not in table and label_n[i] > logprobs_nK[i, -1] + ABOVE_ZERO:
-            raise Wrong(f"token {i + 1} is more likely than entry {entries}, and is not among them")
     every = np.concatenate([logprobs_nK, label_n[:, None]], 1)
     if not np.isfinite(every).all():
         raise Wrong("a log-probability that is not finite")
@@ -143,6 +141,9 @@ def read_top(tokens: Sequence[int], lists: Lists, entries: int, vocab_size: int)
             f"processed log-probabilities: an entry of log p {logprobs_nK.min():g} among the most likely ones was "
             "masked out; start the server with --logprobs-mode raw_logprobs"
         )
+    listed_n = (ids_nK == np.array(tokens[1:])[:, None]).any(1)
+    if len(over := np.flatnonzero(~listed_n & (label_n > logprobs_nK[:, -1] + ABOVE_ZERO))):
+        raise Wrong(f"token {over[0] + 1} is more likely than entry {entries}, and is not among them")
     return Top(ids_nK, logprobs_nK.clip(max=0), label_n.clip(max=0))
 
 

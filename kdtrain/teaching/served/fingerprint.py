@@ -43,7 +43,7 @@ class Fingerprint:
     """Answers to the probes."""
 
     tokens: list[Annotated[list[int], Meta(min_length=2, max_length=LENGTH)]]
-    ids: list[list[list[int]]]
+    ids: list[list[list[Annotated[int, Meta(ge=0, lt=2**31)]]]]
     logprobs: list[list[list[float]]]
     noise: float
     """Nats."""
