@@ -157,6 +157,12 @@ class TemperatureRange(TypedDict):
     rule: str
 
 
+class _Generated(TypedDict):
+    """What the settings say of a text that the teacher wrote."""
+
+    end_tokens: Annotated[list[Count], Meta(max_length=1000)]
+
+
 _DEEPEST = 8
 """Most parts of the name of a tokenizer file; those of transformers have two."""
 _LEFT_OUT = frozenset({"capture", "generated", "origin", "parents", "test_vector"})
@@ -204,6 +210,11 @@ class Manifest:
         """Rows of the teacher's output head."""
         return self.settings.vocab_size
 
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The ids that end the texts that the teacher wrote; none in a cache of other text."""
+        return end_tokens(self.settings)
+
     def to_json(self) -> dict[str, Any]:
         """The sealed record, as in manifest.json."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
@@ -216,6 +227,7 @@ class Manifest:
         manifest = typed({**record, "settings": record}, cls)
         for split, stated in manifest.splits.items():
             _refuse_contradictions(split, stated, manifest.settings)
+        _ = manifest.end_tokens
         if manifest.settings.tokenizer_size > manifest.vocab_size:
             raise ValueError(f"tokenizer_size: {manifest.settings.tokenizer_size} is more than the vocabulary")
         for name in manifest.tokenizer_files:
@@ -227,6 +239,17 @@ class Manifest:
         if span is not None and not (math.isfinite(span["max"]) and span["min"] <= 1 <= span["max"]):
             raise ValueError(f"temperature_range: {span['min']} to {span['max']} is not a range around 1")
         return manifest
+
+
+def end_tokens(settings: CacheSettings) -> tuple[int, ...]:
+    """See `Manifest.end_tokens`. ValueError: they are no ids."""
+    generated = settings.data.get("generated")
+    if generated is None:
+        return ()
+    found = typed(generated, _Generated)["end_tokens"]
+    if any(each >= settings.vocab_size for each in found):
+        raise ValueError(f"data.generated.end_tokens: beyond the vocabulary of {settings.vocab_size}")
+    return tuple(found)
 
 
 def _is_inside(name: str) -> bool:

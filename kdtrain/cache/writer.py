@@ -273,8 +273,7 @@ class CacheBuilder:
         set_aside_others(self.folder, {record["name"] for record in records})
         tokens = {split: sha.hexdigest() for split, sha in self._tokens.items()}
         if self.written is not None:  # what was counted are the prompts
-            ends = self.settings.data["generated"]["end_tokens"]
-            tokens, self.stated["generated"] = read_written(self.folder, self.settings.codec, sidecars, ends)
+            tokens, self.stated["generated"] = read_written(self.folder, self.settings, sidecars)
         found = self._measure()
         self.manifest = publish_manifest(self.folder, self.settings, sidecars, tokens, *found, self.stated)
         self.close()

@@ -16,20 +16,20 @@ import numpy as np
 
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.manifest import Sidecar
+from kdtrain.cache.manifest import CacheSettings, Sidecar, end_tokens
 from kdtrain.cache.shard import Shard, shard_errors
 
 _ROWS = 64  # read at once
 
 
-def finish_reasons(tokens_nT1: np.ndarray, loss_mask_nT: np.ndarray, end_tokens: Sequence[int]) -> list[str | None]:
+def finish_reasons(tokens_nT1: np.ndarray, loss_mask_nT: np.ndarray, ends: Sequence[int]) -> list[str | None]:
     """`stop` or `length` for each row; None where nothing counts, as in a row with a non-finite logit.
 
-    tokens_nT1: [n, T + 1]. loss_mask_nT: bool [n, T]. end_tokens: of `generated` in the manifest's data.
+    tokens_nT1: [n, T + 1]. loss_mask_nT: bool [n, T]. ends: the manifest's `end_tokens`.
     """
     length = loss_mask_nT.shape[1]
     last_n = length - loss_mask_nT[:, ::-1].argmax(1)
-    ended_n = np.isin(tokens_nT1[np.arange(len(tokens_nT1)), last_n], list(end_tokens))
+    ended_n = np.isin(tokens_nT1[np.arange(len(tokens_nT1)), last_n], list(ends))
     return [
         None if not any_label else "stop" if ended else "length"
         for any_label, ended in zip(loss_mask_nT.any(1), ended_n, strict=True)
@@ -37,18 +37,18 @@ def finish_reasons(tokens_nT1: np.ndarray, loss_mask_nT: np.ndarray, end_tokens:
 
 
 def read_written(
-    folder: Path, spec: CodecSpec, sidecars: Mapping[str, Sequence[Sidecar]], end_tokens: Sequence[int]
+    folder: Path, settings: CacheSettings, sidecars: Mapping[str, Sequence[Sidecar]]
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """SHA-256 of all tokens by split, and the manifest's `generated`: by split how many rows ended why, and labels."""
-    digests, found = {}, {}
+    digests, found, ends = {}, {}, end_tokens(settings)
     for split, records in sidecars.items():
         sha, counts = hashlib.sha256(), {"stop": 0, "length": 0, "tokens": 0}
         for record in records:
-            for text in _text(cache_format.shard_path(folder, record["name"]), spec, record["sequences"]):
+            for text in _text(cache_format.shard_path(folder, record["name"]), settings.codec, record["sequences"]):
                 sha.update(np.ascontiguousarray(text["tokens"], dtype="<u4").tobytes())
                 mask_nT = text["loss_mask"] == 1
                 counts["tokens"] += int(mask_nT.sum())
-                for reason in finish_reasons(text["tokens"], mask_nT, end_tokens):
+                for reason in finish_reasons(text["tokens"], mask_nT, ends):
                     if reason is not None:
                         counts[reason] += 1
         digests[split], found[split] = sha.hexdigest(), counts

@@ -9,6 +9,7 @@ from kdtrain.commands.agreement import agree, code, weights_digest
 from kdtrain.commands.recipe import PARTS, Recipe
 from kdtrain.commands.run import Run
 from kdtrain.models.attention import choose_kernel
+from kdtrain.models.ends import learn_ends
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import (
     architecture,
@@ -17,6 +18,7 @@ from kdtrain.models.loading import (
     digest_of,
     generation_settings,
     load_student,
+    load_tokenizer,
 )
 from kdtrain.monitor.progress import log
 from kdtrain.objective.loss import DistillationLoss
@@ -79,6 +81,10 @@ def _load_student(recipe: Recipe) -> SplitModel:
     size = None if spec.config is None or "vocab_size" in spec.config else facts.vocab_size
     device = "cpu" if recipe.plan.student == "fsdp" else str(recipe.device)  # it may be too large for one device
     model = load_student(spec, vocab_size=size, seed=config.seed, device=device)
+    if facts.end_tokens and facts.tokenizer is not None:
+        line = learn_ends(model, facts.end_tokens, load_tokenizer(facts.tokenizer))
+        if line is not None:
+            log.info("%s", line)
     if config.activation_checkpointing:
         checkpoint_activations(model)
     student = split(model)

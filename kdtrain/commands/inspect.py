@@ -194,6 +194,7 @@ def _cache_facts(path: Path, manifest: Manifest) -> dict[str, Any]:
         "bytes per token": manifest.bytes_per_token,
         "temperature range": manifest.temperature_range,
         "fidelity": manifest.fidelity,
+        **({"generated": manifest.generated} if manifest.generated else {}),
         **({"origin": manifest.origin} if manifest.origin else {}),
         **({"parents": manifest.parents} if manifest.parents else {}),
         "versions": manifest.versions,

@@ -19,6 +19,7 @@ from typing import Any
 from rich.table import Table
 
 from kdtrain.cache import format as cache_format
+from kdtrain.cache.card import written_lines
 from kdtrain.cache.manifest import Manifest, Parent, Sidecar, TemperatureRange
 from kdtrain.commands.kinds import is_training
 from kdtrain.commands.result import RESULT
@@ -320,7 +321,7 @@ def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -
     facts: as `--json` prints them. KeyError, TypeError, ValueError, AttributeError: the fidelity is not kdtrain's.
     """
     settings, codec = manifest.settings, manifest.settings.codec
-    yield f"{path}: {_what(manifest)}, vocabulary {settings.vocab_size:,}, from {settings.data.get('source')}"
+    yield f"{path}: {_what(manifest)}, vocabulary {settings.vocab_size:,}, from {_text(manifest)}"
     rows = [
         (split, each["sequences"], each["sequences"] * settings.seq_len, len(each["shards"]), size(_bytes(each)))
         for split, each in manifest.splits.items()
@@ -424,8 +425,19 @@ def _origin(origin: Mapping[str, Any]) -> Iterator[Part]:
         yield f"not known of the teacher: {', '.join(map(str, unknown))}"
 
 
+def _text(manifest: Manifest) -> str:
+    """Whose text a cache has."""
+    data = manifest.settings.data
+    by_teacher = ", continued by the teacher" if data.get("generated") else ""
+    return f"{data.get('source')}{by_teacher}"
+
+
 def capture_lines(manifest: Manifest) -> list[str]:
-    """What the top-k of a served teacher leaves out; empty for other caches."""
+    """Why the texts of the teacher ended, and what the top-k of a served one leaves out; empty for other caches."""
+    return [*written_lines(manifest), *_left_out(manifest)]
+
+
+def _left_out(manifest: Manifest) -> list[str]:
     if not (found := manifest.capture):
         return []
     mass, loss, positions = (found.get(name) for name in ("kept_mass", "mass_loss", "positions"))

@@ -43,8 +43,8 @@ class Writing:
     end_tokens: tuple[int, ...]
     """Each ends a row."""
     seed: int
-    batch_size: int
-    """Rows that are continued together."""
+    batch_size: int | None
+    """Rows that are continued together; None: that does not decide the bits."""
 
     def to_json(self) -> Mapping[str, Any]:
         """A plain record, for a cache's settings."""
