@@ -34,7 +34,7 @@ from kdtrain.parallel.parallelize import reshard, shard
 from kdtrain.precision.compiled import CompiledLayers
 from kdtrain.precision.modes import autocast, compiles_teacher
 from kdtrain.teaching.teacher import Teacher, register_teacher
-from kdtrain.teaching.writing import Writing, continued
+from kdtrain.teaching.writing import Writing, continued, refuse_other_logits
 
 
 @register_teacher("local")
@@ -141,7 +141,7 @@ class LocalTeacher(Teacher):
             return rearrange(head.shape(product_NV), "(B T) V -> B T V", T=hidden_BTD.shape[1])
 
     def write(self, how: Writing) -> None:
-        """Continue prompts from here on; UsageError: it is sharded."""
+        """Continue prompts from here on; UsageError: it is sharded, or its model cannot."""
         if self.sharded:
             raise UsageError(
                 f"{self.name} is sharded over the ranks, and --generate needs it whole on each; serve it, and give "
@@ -149,20 +149,21 @@ class LocalTeacher(Teacher):
             )
         self.writing = how
         use_cached_attention(self.model.model)
+        refuse_other_logits(self._step, lambda tokens_BT: self.logits(tokens_BT, None), self.name, self.vocab_size)
 
     def written(self, rows: ShardRows, codec: CodecSpec) -> tuple[ShardRows, Tensor]:
         """Rows with what it wrote, and the logits of the steps that wrote it, [B, T, V] in fp32."""
         assert self.writing is not None
+        return continued(self._step, rows, self.writing, self.vocab_size)
 
-        def step(tokens_BT: Tensor, past: Any, **seen: Tensor) -> tuple[Tensor, Any]:
-            placed = {name: each.to(self.device) for name, each in seen.items()}
-            with torch.no_grad(), autocast(self.mode, self.device):
-                hidden_BD, past = self.model.step(tokens_BT.to(self.device), past, **placed)
-            dtype = torch.float32 if self.head.weight is None else self.head.weight.dtype
-            hidden_BD = hidden_BD if hidden_BD.dtype == dtype else hidden_BD.float()
-            return self._logits_of(hidden_BD[:, None])[:, 0], past
-
-        return continued(step, rows, self.writing, self.vocab_size)
+    def _step(self, tokens_BT: Tensor, past: Any, **seen: Tensor) -> tuple[Tensor, Any]:
+        """Logits [B, V] in fp32 of the next token, and what `SplitModel.step` keeps."""
+        placed = {name: each.to(self.device) for name, each in seen.items()}
+        with torch.no_grad(), autocast(self.mode, self.device):
+            hidden_BD, past = self.model.step(tokens_BT.to(self.device), past, **placed)
+        dtype = torch.float32 if self.head.weight is None else self.head.weight.dtype
+        hidden_BD = hidden_BD if hidden_BD.dtype == dtype else hidden_BD.float()
+        return self._logits_of(hidden_BD[:, None])[:, 0], past
 
     def targets(
         self, batch: Batch, vocab_size: int, *, document_mask: bool = False, layers: tuple[int, ...] = ()

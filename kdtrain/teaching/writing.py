@@ -26,11 +26,14 @@ from torch import Tensor
 
 from kdtrain.cache.codec import uniforms
 from kdtrain.cache.shard_writer import ShardRows
+from kdtrain.errors import UsageError
 
 Step = Callable[..., tuple[Tensor, Any]]
 """tokens_BT, past, attention_mask and position_ids -> logits [B, V] of the next token in fp32, and the new past."""
 NOTHING = -1e5
 """The logit of all entries but one, where there is no distribution: a codec takes them as impossible."""
+
+_APART = 0.1  # of the spread of the logits: bf16 rounds by a fiftieth of it, and a wrong position changes all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +91,29 @@ def continued(step: Step, rows: ShardRows, how: Writing, vocab_size: int) -> tup
     return replace(rows, tokens=tokens_BT1.numpy().astype(rows.tokens.dtype), loss_mask=mask_BT), logits_BTV
 
 
+def refuse_other_logits(step: Step, score: Callable[[Tensor], Tensor], name: str, vocab_size: int) -> None:
+    """UsageError: the steps of a model, with a padded prompt, give other logits than a forward over the same tokens.
+
+    score: tokens_BT -> logits [B, T, V].
+    """
+    lengths = (5, 9)
+    tokens = np.random.default_rng(0).integers(vocab_size, size=(len(lengths), max(lengths) + 5)).astype(np.int32)
+    mask = np.zeros((len(lengths), tokens.shape[1] - 1), bool)
+    for row, length in enumerate(lengths):
+        mask[row, length - 1 : length + 3] = True
+    probe = ShardRows("", "train", 0, tokens, mask, np.zeros_like(tokens[:, 1:]), {})
+    greedy = Writing(temperature=0.0, top_p=1.0, end_tokens=(), seed=0, batch_size=None)
+    found, logits_BTV = continued(step, probe, greedy, vocab_size)
+    with torch.no_grad():
+        scored_BTV = score(torch.from_numpy(found.tokens[:, :-1].astype(np.int64)))
+    stepped_NV, scored_NV = (each[torch.from_numpy(mask).to(each.device)] for each in (logits_BTV, scored_BTV))
+    if not float((stepped_NV - scored_NV).abs().mean()) <= _APART * float(scored_NV.std(-1).mean()):
+        raise UsageError(
+            f"{name} gives other logits one token at a time than in one forward; serve it, and give --teacher-server, "
+            "or leave --generate out"
+        )
+
+
 def draw(logits_BV: Tensor, chance_B: Tensor, temperature: float, top_p: float) -> Tensor:
     """Inverse-CDF samples [B] at chances in [0, 1), of the most likely entries that have `top_p` together.
 
@@ -99,7 +125,7 @@ def draw(logits_BV: Tensor, chance_B: Tensor, temperature: float, top_p: float) 
     scaled_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)).double() / max(temperature, 1e-100)
     weights_BV, ids_BV = scaled_BV.exp().nan_to_num(), None
     if top_p < 1:
-        weights_BV, ids_BV = weights_BV.sort(-1, descending=True, stable=True)
+        weights_BV, ids_BV = torch.sort(weights_BV, dim=-1, descending=True, stable=True)
         before_BV = weights_BV.cumsum(-1) - weights_BV
         weights_BV = weights_BV.where(before_BV < top_p * weights_BV.sum(-1, keepdim=True), 0.0)
     cdf_BV = weights_BV.cumsum(-1)
