@@ -1,6 +1,6 @@
 """Builds caches: of a teacher, and the caches of bare tokens that runs and evaluations need."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -189,19 +189,23 @@ def build_tokens(
 
 def holds_tokens(folder: Path) -> bool:
     """Whether `folder` is a cache of bare tokens, finished or not: kdtrain can rebuild it."""
+    return _holds(folder, lambda settings: settings.codec.kind == "tokens")
+
+
+def holds_own(folder: Path) -> bool:
+    """Whether `folder` is a cache that a run made for itself: bare tokens, or what a server said."""
+    return holds_tokens(folder) or _holds(folder, lambda settings: "fingerprint" in (settings.teacher or {}))
+
+
+def _holds(folder: Path, such: Callable[[CacheSettings], bool]) -> bool:
     if not folder.is_dir():
         return False
     if holds_nothing(folder):
         return True
     try:
-        return _stored(folder).codec.kind == "tokens"
+        return such(_stored(folder))
     except (OSError, ValueError):
         return False
-
-
-def holds_own(folder: Path) -> bool:
-    """Whether `folder` is a cache that a run made for itself: bare tokens, or what a server said."""
-    return holds_tokens(folder) or "fingerprint" in (begun_with(folder) or {})
 
 
 def _stored(folder: Path) -> CacheSettings:

@@ -209,7 +209,7 @@ def test_the_cache_is_the_undisturbed_one_whatever_happens_to_thirty_answers(ser
 
 def test_a_server_that_hangs_is_asked_again(server):
     server.faults = {PREFLIGHT + 4: "hang"}
-    assert len(capture(server, server_timeout=1.0)["train"]) == 10
+    assert len(capture(server, server_timeout=0.7)["train"]) == 10
     assert server.fired == ["hang"]
 
 
@@ -351,7 +351,7 @@ def test_the_key_comes_from_the_environment_and_is_written_nowhere(server, monke
 def test_an_address_that_nothing_listens_at_is_refused_soon(server):
     server.close()
     with pytest.raises(kd.UsageError, match=r"http://127.0.0.1:\d+/v1: the connection was refused"):
-        capture(server)
+        capture(server, server_patience=0.3)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ BOS             the server adds no token: it answers about as many as were sent
 import itertools
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from kdtrain.teaching.served.answers import Top, read_top
 from kdtrain.teaching.served.client import Client, Completion, Host, Refused
 from kdtrain.teaching.served.fingerprint import LOUD, TEXTS, TOP, Fingerprint, Probe, farthest, probe_tokens
 
+_LONGEST_NAME = 200
 _UNREADABLE = 0.1
 """The share of ids that may read as another text: some are part of a character."""
 _REMEDIES = (
@@ -140,8 +142,9 @@ class Preflight:
 
     def _find_model(self, host: Host) -> int | None:
         """Choose the model; the tokens that it takes, if the server tells."""
-        listed = self.client.get(host, f"{host.url}/models", _Models).data
-        served, shown = [each.id for each in listed], printable(", ".join(each.id for each in listed))[:300]
+        found = self.client.get(host, f"{host.url}/models", _Models).data
+        listed = [each for each in found if each.id.isprintable() and len(each.id) <= _LONGEST_NAME]
+        served, shown = [each.id for each in listed], ", ".join(each.id for each in listed)[:300]
         known = [each for each in self.names if each in served]
         if not known and (self.asked or len(served) != 1):
             raise UsageError(f"{host} serves {shown or 'nothing'}, not {self.names[0]}; give --server-model NAME")
@@ -150,7 +153,7 @@ class Preflight:
             raise UsageError(f"{host} serves {shown}, not {self.model} as the first server; give --server-model NAME")
         self.model = model
         longest = next(each.max_model_len for each in listed if each.id == model)
-        log.info("server: %s serves %s, up to %s tokens", host, printable(model)[:100], longest or "unknown many")
+        log.info("server: %s serves %s, up to %s tokens", host, model, longest or "unknown many")
         if longest is not None and longest < self.length + 1:
             raise UsageError(
                 f"{host} takes {longest} tokens, and a row needs {self.length} and one more; start the server with "
@@ -193,19 +196,20 @@ class Preflight:
         self.probe(host, beginnings)
         again = farthest(first, self.probe(host, tokens))
         busy = [*beginnings, *tokens] * 2
-        with self.client.working(
-            (number, lambda each=each: self.probe(host, [each])[0]) for number, each in enumerate(busy)
-        ) as jobs:
-            answers = [jobs[number].result() for number in range(len(busy))]
-        places = [number for number, each in enumerate(busy) if each in tokens]
-        among = max(farthest([first[tokens.index(busy[number])]], [answers[number]]) for number in places)
+        with self.client.working((i, partial(self.probe, host, [each])) for i, each in enumerate(busy)) as jobs:
+            answers = [jobs[i].result() for i in range(len(busy))]
+        among = max(
+            farthest([first[tokens.index(each)]], answer)
+            for each, answer in zip(busy, answers, strict=True)
+            if each in tokens
+        )
         found = Fingerprint.take(tokens, first, max(again, among))
-        log.info("server: %s gives the same again: %.2g nats apart alone, %.2g among others", host, again, among)
         if found.noise > LOUD:
             raise UsageError(
                 f"{host} answers one prompt with numbers that are {found.noise:.2f} nats apart: cached prompts give "
                 "stale ones; start the server with --no-enable-prefix-caching"
             )
+        log.info("server: %s gives the same again: %.2g nats apart alone, %.2g among others", host, again, among)
         return found
 
     def _check_raw(self, host: Host, found: Fingerprint) -> None:
@@ -250,14 +254,14 @@ class Preflight:
         if len(wrong) > _UNREADABLE * len(read):
             raise UsageError(
                 f"{host} reads id {wrong[0]} as '{printable(read[wrong[0]])[:40]}', the local tokenizer as "
-                f"'{printable(self.tokenizer.decode([wrong[0]]))[:40]}'; {other}"
+                f"'{printable(_texts(self.tokenizer, wrong[0])[0])[:40]}'; {other}"
             )
         log.info("server: %s: %s; %d of %d ids read as here", host, how, len(read) - len(wrong), len(read))
 
 
 def _texts(tokenizer: PreTrainedTokenizerFast, token: int) -> tuple[str, ...]:
     """How a token may be written, without space around it."""
-    return (tokenizer.decode([token]).strip(), str(tokenizer.convert_ids_to_tokens(token)).strip("\u2581\u0120 "))
+    return (str(tokenizer.decode([token])).strip(), str(tokenizer.convert_ids_to_tokens(token)).strip("\u2581\u0120 "))
 
 
 def _top(tokens: list[int], found: Completion, entries: int) -> Top:
