@@ -21,7 +21,7 @@ from kdtrain.testing import tiny_model, tiny_tokenizer
 from tests.e2e.conftest import opinionated
 
 CODEC = CodecSpec(kind="dense", vocab_size=300)
-ENDS = tuple(range(0, 300, 12))
+ENDS = tuple(range(0, 300, 6))
 FILLER = 1
 
 
