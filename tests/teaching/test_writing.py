@@ -2,12 +2,15 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.manifest import CacheSettings
+from kdtrain.cache.manifest import end_tokens as settings_end_tokens
 from kdtrain.cache.shard_writer import ShardRows
 from kdtrain.cache.written import finish_reasons
 from kdtrain.config import DataConfig, TextConfig
@@ -186,3 +189,11 @@ def test_options_that_do_not_go_with_text_by_the_teacher_are_refused_by_name():
     }.items():
         with pytest.raises(UsageError, match=refused):
             make()
+
+
+@pytest.mark.parametrize("found", ["all", {}, {"end_tokens": ["0"]}, {"end_tokens": [300]}, {"end_tokens": [-1]}])
+def test_end_tokens_of_a_strangers_cache_are_ids_of_its_vocabulary(found):
+    settings = CacheSettings(codec=CODEC, seq_len=4, tokenizer_size=300, data={"generated": found})
+    with pytest.raises(ValueError):
+        settings_end_tokens(settings)
+    assert settings_end_tokens(replace(settings, data={})) == ()
