@@ -29,10 +29,11 @@ def finish_reasons(tokens_nT1: np.ndarray, loss_mask_nT: np.ndarray, ends: Seque
     """
     length = loss_mask_nT.shape[1]
     last_n = length - loss_mask_nT[:, ::-1].argmax(1)
-    ended_n = np.isin(tokens_nT1[np.arange(len(tokens_nT1)), last_n], list(ends))
+    last_tokens = tokens_nT1[np.arange(len(tokens_nT1)), last_n].tolist()
+    labels = loss_mask_nT.sum(1).tolist()
     return [
-        None if not any_label else "stop" if ended else "length"
-        for any_label, ended in zip(loss_mask_nT.any(1), ended_n, strict=True)
+        None if not number else "stop" if token in ends else "length"
+        for number, token in zip(labels, last_tokens, strict=True)
     ]
 
 

@@ -44,9 +44,14 @@ def build_cache(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | N
     teacher.begin(earlier, (config.out / MANIFEST).is_file())
     if config.text.generate:
         with raise_on_all_ranks():
-            ends = end_tokens(generation_of(teacher.spec), teacher.tokenizer)
-            how = {"temperature": config.text.gen_temperature, "top_p": config.text.gen_top_p, "end_tokens": ends}
-            teacher.write(Writing(**how, seed=config.seed, batch_size=config.batch_size))
+            how = Writing(
+                temperature=config.text.gen_temperature,
+                top_p=config.text.gen_top_p,
+                end_tokens=end_tokens(generation_of(teacher.spec), teacher.tokenizer),
+                seed=config.seed,
+                batch_size=config.batch_size,
+            )
+            teacher.write(how)
     if refined is None:
         settings, rows = _asked(config, teacher)
     else:

@@ -321,7 +321,7 @@ def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -
     facts: as `--json` prints them. KeyError, TypeError, ValueError, AttributeError: the fidelity is not kdtrain's.
     """
     settings, codec = manifest.settings, manifest.settings.codec
-    yield f"{path}: {_what(manifest)}, vocabulary {settings.vocab_size:,}, from {_text(manifest)}"
+    yield f"{path}: {_what(manifest)}, vocabulary {settings.vocab_size:,}, from {settings.data.get('source')}"
     rows = [
         (split, each["sequences"], each["sequences"] * settings.seq_len, len(each["shards"]), size(_bytes(each)))
         for split, each in manifest.splits.items()
@@ -425,23 +425,13 @@ def _origin(origin: Mapping[str, Any]) -> Iterator[Part]:
         yield f"not known of the teacher: {', '.join(map(str, unknown))}"
 
 
-def _text(manifest: Manifest) -> str:
-    """Whose text a cache has."""
-    data = manifest.settings.data
-    by_teacher = ", continued by the teacher" if data.get("generated") else ""
-    return f"{data.get('source')}{by_teacher}"
-
-
 def capture_lines(manifest: Manifest) -> list[str]:
-    """Why the texts of the teacher ended, and what the top-k of a served one leaves out; empty for other caches."""
-    return [*written_lines(manifest), *_left_out(manifest)]
-
-
-def _left_out(manifest: Manifest) -> list[str]:
-    if not (found := manifest.capture):
-        return []
-    mass, loss, positions = (found.get(name) for name in ("kept_mass", "mass_loss", "positions"))
-    return [f"kept mass {number(mass)}, and -log of it {number(loss)} nats, in {number(positions)} positions"]
+    """What the teacher wrote, and what the top-k of a served one leaves out; empty for other caches."""
+    lines = [*written_lines(manifest)]
+    if found := manifest.capture:
+        mass, loss, positions = (found.get(name) for name in ("kept_mass", "mass_loss", "positions"))
+        lines.append(f"kept mass {number(mass)}, and -log of it {number(loss)} nats, in {number(positions)} positions")
+    return lines
 
 
 def _bytes(split: Mapping[str, Any]) -> float:

@@ -226,8 +226,8 @@ def prompt_rows(
     a conversation whose prompt fills a row is left out, with a warning. `loss_mask` is true for the labels that the
     teacher may write, and their tokens, like all behind them, are `filler`.
     """
-    assert data.data is not None
-    length = data.seq_len
+    source, length = data.data, data.seq_len
+    assert source is not None
 
     def row(prompt: list[int]) -> PackedRow:
         tokens, mask = np.full(length + 1, filler, dtype=np.int32), np.zeros(length, dtype=np.bool_)

@@ -85,17 +85,17 @@ def test_a_student_with_another_end_learns_the_teachers_and_its_export_stops_at_
 
 
 @pytest.fixture
-def server(bench, writes):
+def stand_in(bench, writes):
     model = AutoModelForCausalLM.from_pretrained(bench.root / "writer").eval()
     with standing_in(model, AutoTokenizer.from_pretrained(bench.root / "writer"), name="writer") as server:
         server.ends = ENDS
         yield server
 
 
-def test_a_server_writes_the_text_and_what_it_says_of_it_is_that_of_the_local_teacher(bench, writes, server):
-    asks = (*writes, "--top-k", 8, "--teacher-server", server.url)
+def test_a_server_writes_the_text_and_what_it_says_of_it_is_that_of_the_local_teacher(bench, writes, stand_in):
+    asks = (*writes, "--top-k", 8, "--teacher-server", stand_in.url)
     made = bench.run(*asks, "--out", "served", "--json").json
-    sent = [body for body in server.bodies if "return_token_ids" in body]
+    sent = [body for body in stand_in.bodies if "return_token_ids" in body]
     assert {(body["temperature"], body["top_p"], body["top_k"], body["repetition_penalty"]) for body in sent} == {
         (0.9, 0.95, 0, 1.0)
     }
@@ -110,7 +110,7 @@ def test_a_server_writes_the_text_and_what_it_says_of_it_is_that_of_the_local_te
     assert sum(each["stop"] + each["length"] for each in made["generated"].values()) == 16
     for row in cache["train"]:
         here = row["loss_mask"].bool()
-        scored_TV = server.logprobs(row["tokens"][:-1].tolist())[here]
+        scored_TV = stand_in.logprobs(row["tokens"][:-1].tolist())[here]
         torch.testing.assert_close(row["logprobs"][here].float(), scored_TV.topk(8).values, rtol=0, atol=2e-2)
     for fault, words in {
         "finish": "finish_reason",
@@ -118,6 +118,6 @@ def test_a_server_writes_the_text_and_what_it_says_of_it_is_that_of_the_local_te
         "short": "where 20 or an end token",
         "strings": "not named by their ids",
     }.items():
-        server.always, server.after = fault, len(server.bodies)
+        stand_in.always, stand_in.after = fault, len(stand_in.bodies)
         wrong = bench.run(*asks, "--out", f"wrong-{fault}")
         assert wrong.code == 1 and words in wrong.refusal(), wrong.stderr

@@ -70,7 +70,7 @@ def test_greedy_text_is_that_of_transformers_and_its_logits_are_those_of_scoring
         assert reasons[row] == ("stop" if theirs[-1] in ENDS else "length")
         assert reasons[row] == "stop" or len(labels) == 14
         torch.testing.assert_close(logits_BTV[row][labels], scored_BTV[row][labels], rtol=1e-4, atol=1e-4)
-    assert {"stop", "length"} >= set(reasons) and "stop" in reasons
+    assert shape != "llama" or "stop" in reasons
 
 
 def test_what_is_drawn_depends_on_seed_split_row_and_position_alone():
@@ -97,7 +97,7 @@ def test_draws_have_the_probabilities_of_the_temperature_and_never_leave_the_top
         drawn_N = draw(logits_V.expand(20_000, 5), chances, temperature, top_p)
         shares_V = torch.bincount(drawn_N, minlength=5) / 20_000
         torch.testing.assert_close(shares_V, wanted_V / wanted_V.sum(), rtol=0, atol=1e-3)
-    assert set(draw(logits_V.expand(9, 5), chances[::2500][:9], 1e-200, 1.0).tolist()) == {4}
+    assert set(draw(logits_V.expand(8, 5), chances[::2500], 1e-200, 1.0).tolist()) == {4}
     impossible = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
     assert [int(draw(impossible, torch.tensor([u]), 1.0, 1.0)) for u in (0.0, 0.5, 1 - 2**-32)] == [1, 1, 1]
 
