@@ -18,7 +18,7 @@ from kdtrain.cache.writer import write_cache
 from kdtrain.commands.agreement import agree
 from kdtrain.config import CacheTeacherConfig, DataConfig
 from kdtrain.config.sections import DEFAULT_PROMPT
-from kdtrain.data.packing import PackedRow, packed_rows, prompt_rows
+from kdtrain.data.packing import PackedRow, holds_conversations, packed_rows, prompt_rows
 from kdtrain.errors import UsageError
 from kdtrain.files import read_sealed
 from kdtrain.models.ends import end_tokens, filler_token
@@ -153,13 +153,12 @@ def _asked(config: CacheTeacherConfig, teacher: Teacher) -> tuple[CacheSettings,
         settings = replace(settings, seed=config.seed, sampling=SAMPLING if codec.num_samples else None)
         rows = _text(config.data, teacher.tokenizer, limits)
         if (how := teacher.writing) is not None:
-            prompts = {"prompt_tokens": config.text.prompt_tokens, "max_new_tokens": config.text.max_new_tokens}
-            if config.data.messages_column is None:
-                prompts["prompt_tokens"] = prompts["prompt_tokens"] or DEFAULT_PROMPT
+            width = None if holds_conversations(config.data) else config.text.prompt_tokens or DEFAULT_PROMPT
+            prompts = {"prompt_tokens": width, "max_new_tokens": config.text.max_new_tokens}
             settings = replace(settings, data={**settings.data, "generated": {**prompts, **how.to_json()}})
             filler = filler_token(teacher.tokenizer, how.end_tokens)
             rows = {
-                name: prompt_rows(config.data, source, teacher.tokenizer, limits[name], config.text, filler)
+                name: prompt_rows(config.data, source, teacher.tokenizer, limits[name], filler=filler, **prompts)
                 for name, source in _sources(config.data, limits).items()
             }
     else:

@@ -41,8 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kdtrain.config import DataConfig, TextConfig
-from kdtrain.config.sections import DEFAULT_PROMPT
+from kdtrain.config import DataConfig
 from kdtrain.data import corpus
 from kdtrain.data.corpus import Document
 from kdtrain.errors import UsageError, panics_refused
@@ -200,16 +199,25 @@ def packed_rows(
     data: DataConfig, split_name: str, tokenizer: "PreTrainedTokenizerFast", limit: int | None
 ) -> Iterator[PackedRow]:
     """Yield the first `limit` packed rows of a split."""
+    texts = _documents(data, split_name)
+    packed = pack(texts, tokenizer, data.seq_len, num_workers=data.num_workers, document_mask=data.document_mask)
+    return itertools.islice(packed, limit)
+
+
+def _documents(data: DataConfig, split_name: str) -> Iterator[Document]:
     assert data.data is not None
-    texts = corpus.documents(
+    return corpus.documents(
         data.data,
         split_name,
         text_column=data.text_column,
         messages_column=data.messages_column,
         streaming=data.streaming,
     )
-    packed = pack(texts, tokenizer, data.seq_len, num_workers=data.num_workers, document_mask=data.document_mask)
-    return itertools.islice(packed, limit)
+
+
+def holds_conversations(data: DataConfig) -> bool:
+    """Whether the data are conversations."""
+    return data.messages_column is not None
 
 
 def prompt_rows(
@@ -217,33 +225,29 @@ def prompt_rows(
     split_name: str,
     tokenizer: "PreTrainedTokenizerFast",
     limit: int | None,
-    text: TextConfig,
+    *,
+    prompt_tokens: int | None,
+    max_new_tokens: int | None,
     filler: int,
 ) -> Iterator[PackedRow]:
     """Yield the first `limit` prompts of a split, a row each, for the teacher to continue.
 
-    Of text they are the beginnings of its packed rows, of conversations what stands before the assistant's last turn;
-    a conversation whose prompt fills a row is left out, with a warning. `loss_mask` is true for the labels that the
-    teacher may write, and their tokens, like all behind them, are `filler`.
+    prompt_tokens: of text, the prompts are the beginnings of its packed rows; None: of conversations, they are what
+    stands before the assistant's last turn, and one that fills a row is left out, with a warning. `loss_mask` is true
+    for the labels that the teacher may write, and their tokens, like all behind them, are `filler`.
     """
-    source, length = data.data, data.seq_len
-    assert source is not None
+    length = data.seq_len
 
     def row(prompt: list[int]) -> PackedRow:
         tokens, mask = np.full(length + 1, filler, dtype=np.int32), np.zeros(length, dtype=np.bool_)
         tokens[: len(prompt)] = prompt
-        mask[len(prompt) - 1 :][: text.max_new_tokens] = True
+        mask[len(prompt) - 1 :][:max_new_tokens] = True
         return PackedRow(tokens, mask, np.zeros(length, dtype=np.int32))
 
-    def prompts() -> Iterator[list[int]]:
-        if data.messages_column is None:
-            for packed in packed_rows(data, split_name, tokenizer, None):
-                yield packed.tokens[: text.prompt_tokens or DEFAULT_PROMPT].tolist()
-            return
-        texts = corpus.documents(data.data, split_name, messages_column=data.messages_column, streaming=data.streaming)
+    def answered() -> Iterator[list[int]]:
         encoder, wide = _Encoder(tokenizer), 0
         try:
-            for each in texts:
+            for each in _documents(data, split_name):
                 assert each.messages is not None
                 prompt = encoder.prompt(each.key, each.messages)
                 wide += len(prompt) > length
@@ -252,11 +256,12 @@ def prompt_rows(
         finally:
             encoder.close()
             if wide:
-                log.warning(
-                    "%s: left out %s conversations whose prompt fills --seq-len %s", split_name, f"{wide:,}", length
-                )
+                log.warning("%s: left out %s conversations whose prompt fills --seq-len %s", split_name, wide, length)
 
-    return itertools.islice(map(row, prompts()), limit)
+    if prompt_tokens is None:
+        return itertools.islice(map(row, answered()), limit)
+    packed = packed_rows(data, split_name, tokenizer, limit)
+    return (row(each.tokens[:prompt_tokens].tolist()) for each in packed)
 
 
 def _packed(

@@ -122,9 +122,8 @@ def test_where_nothing_was_written_the_label_is_certain():
 def test_prompts_of_text_are_the_beginnings_of_its_sequences(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"line {n}\n" for n in range(200)))
     data = DataConfig(data=str(tmp_path / "text.txt"), seq_len=30, num_workers=0)
-    text = TextConfig(generate=True, prompt_tokens=8, max_new_tokens=10)
-    tokenizer = tiny_tokenizer()
-    rows = list(prompt_rows(data, "train", tokenizer, 3, text, FILLER))
+    tokenizer, how_long = tiny_tokenizer(), {"prompt_tokens": 8, "max_new_tokens": 10}
+    rows = list(prompt_rows(data, "train", tokenizer, 3, filler=FILLER, **how_long))
     assert [tokenizer.decode(row.tokens[:8]) for row in rows] == ["line 0\nl", "ne 4\nlin", " 8\nline "]
     for row in rows:
         assert set(row.tokens[8:].tolist()) == {FILLER}
@@ -146,7 +145,8 @@ def test_prompts_of_conversations_end_where_the_last_answer_begins(tmp_path, cap
     data = DataConfig(
         data=str(tmp_path / "chat.jsonl"), messages_column="messages", seq_len=50, num_workers=0, split="train"
     )
-    rows = list(prompt_rows(data, "train", tokenizer, None, TextConfig(generate=True), FILLER))
+    whole = {"prompt_tokens": None, "max_new_tokens": None}
+    rows = list(prompt_rows(data, "train", tokenizer, None, filler=FILLER, **whole))
     prompts = {tokenizer.decode(row.tokens[: int(row.loss_mask.argmax()) + 1]) for row in rows}
     assert prompts == {"[u]hi\n[a]yes\n[u]why <|endoftext|>?\n[a]", "[u]hi\n[a]"}
     assert all(row.loss_mask[row.loss_mask.argmax() :].all() for row in rows)
