@@ -5,12 +5,13 @@ model after instruction tuning with `<|im_end|>`, some with either. A student of
 tokens, also that for the end; so it must stop at those, whatever its own settings say.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 from transformers import GenerationConfig
 
 from kdtrain.errors import printable
+
+_SHOWN = 4
 
 
 def end_tokens(generation: GenerationConfig | None, tokenizer: Any = None) -> tuple[int, ...]:
@@ -27,13 +28,15 @@ def filler_token(tokenizer: Any, ends: tuple[int, ...]) -> int:
     return next(each for each in choices if each is not None and each not in ends)
 
 
-def named(tokens: Iterable[int], tokenizer: Any) -> str:
+def named(tokens: tuple[int, ...], tokenizer: Any) -> str:
     """Ids with their texts, for a message."""
-    size = len(tokenizer)
-    return ", ".join(
-        f"{each} ({printable(str(tokenizer.convert_ids_to_tokens(each)))[:40]})" if each < size else f"{each}"
-        for each in tokens
-    )
+    shown = [f"{each} ({_text(each, tokenizer)})" for each in tokens[:_SHOWN]]
+    more = f" and {len(tokens) - _SHOWN} more" if len(tokens) > _SHOWN else ""
+    return f"{', '.join(shown)}{more}"
+
+
+def _text(token: int, tokenizer: Any) -> str:
+    return printable(str(tokenizer.convert_ids_to_tokens(token)))[:40] if token < len(tokenizer) else "no token"
 
 
 def learn_ends(model: Any, taught: tuple[int, ...], tokenizer: Any) -> str | None:
