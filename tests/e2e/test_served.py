@@ -68,4 +68,17 @@ def test_a_run_captures_what_a_server_says_once_and_reads_its_cache(bench, stand
     assert stand_in.url not in (bench.root / "taught" / "config.toml").read_text()
     assert bench.run("verify", "taught").code == 0
     refused = bench.run(*run[:-1], "hot", "--temperature", 2)
-    assert refused.code == 2 and "gives a top-k, right at T = 1 only" in refused.refusal()
+    assert refused.code == 2 and "gives a top-k, which is right at T = 1 only" in refused.refusal()
+
+
+def test_a_file_that_may_have_been_downloaded_cannot_name_a_server(bench):
+    folder = bench.root / "downloaded"
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    (folder / "mine.toml").write_text('[server]\nteacher_server = "http://127.0.0.1:9/v1"\n')
+    config = ("cache-teacher", "--config", "downloaded/mine.toml", "--teacher", "teacher", *bench.data, "--out", "no")
+    done = bench.run(*config, "--top-k", 8)
+    assert done.code == 2 and "teacher_server sends the text to a server, and this file lies with" in done.refusal()
+    (bench.root / "served.toml").write_text("kind = 'served'\ntokenizer = 'teacher'\n")
+    alone = bench.run("cache-teacher", "--teacher", "served.toml", *bench.data, "--top-k", 8, "--out", "no")
+    assert alone.code == 2 and "give --teacher-server URL, the address of the server that runs it" in alone.refusal()
