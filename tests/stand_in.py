@@ -41,6 +41,8 @@ class StandIn:
     ) -> None:
         self.model, self.tokenizer, self.name, self.key = model, tokenizer, name, key
         self.max_logprobs, self.max_model_len = max_logprobs, max_model_len
+        self.ends: list[int] = []
+        """Tokens at which it stops, asked or not."""
         self.faults: dict[int, str] = {}
         self.always = ""
         """A fault of every request."""
@@ -65,7 +67,7 @@ class StandIn:
         class Handler(_Handler):
             server_of = stand_in
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._server = _Quiet(("127.0.0.1", port), Handler)
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}/v1"
@@ -145,6 +147,29 @@ class StandIn:
         ]
         return [None, *words]
 
+    def write(self, body: dict[str, Any], fault: str) -> dict[str, Any]:
+        """A choice with a text that is drawn as asked, and what the model says of each of its tokens."""
+        generator, tokens, ids, tables = torch.Generator().manual_seed(body["seed"]), [*body["prompt"]], [], []
+        ends = {*body["stop_token_ids"], *self.ends}
+        while len(ids) < body["max_tokens"] and not ends & {*ids}:
+            logprobs = self.logprobs(tokens)[-1]
+            scaled = (logprobs / max(body["temperature"], 1e-6)).softmax(-1)
+            order = scaled.argsort(descending=True)
+            scaled[order[scaled[order].cumsum(-1) - scaled[order] >= body["top_p"]]] = 0
+            token = int(torch.multinomial(scaled, 1, generator=generator))
+            best = logprobs.topk(body.get("logprobs", 0)).indices.tolist()
+            name = "{}" if fault == "strings" else "token_id:{}"
+            listed = [token, *(each for each in best if each != token)]
+            tables.append({name.format(each if name != "{}" else f" {each}"): float(logprobs[each]) for each in listed})
+            tokens, ids = [*tokens, token], [*ids, token]
+        reason = "stop" if ends & {*ids} else "length"
+        if fault == "short":
+            ids, tables, reason = [each for each in ids if each not in ends][:2], tables[:2], "length"
+        if fault == "finish":
+            reason = "abort"
+        written = {"text": self.tokenizer.decode(ids), "token_ids": None if fault == "untold" else ids}
+        return {**_CHOICE, **written, "finish_reason": reason, "logprobs": {"top_logprobs": tables}}
+
     def _entry(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": logprob, "rank": rank, "decoded_token": self._text(token)}
 
@@ -157,6 +182,11 @@ def standing_in(*args: Any, **options: Any) -> Iterator[StandIn]:
         yield server
     finally:
         server.close()
+
+
+class _Quiet(ThreadingHTTPServer):
+    def handle_error(self, *_: Any) -> None:
+        """Say nothing: clients go away, and faults break connections."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -230,6 +260,9 @@ class _Handler(BaseHTTPRequestHandler):
         choices = []
         for index, tokens in enumerate(prompts):
             tokens = [0, *tokens] if fault == "bos" else tokens
+            if body.get("return_token_ids"):
+                choices.append(served.write(body, fault))
+                continue
             tables = None if entries is None else served.tables(tokens, entries, fault, salt, body)
             choices.append({**_CHOICE, "index": index, "prompt_logprobs": tables})
         tables = choices[0]["prompt_logprobs"]

@@ -180,9 +180,15 @@ def weights_line(cost: WeightsCost) -> str:
     )
 
 
+class _Generated(TypedDict):
+    """What the settings say of a text that the teacher wrote."""
+
+    end_tokens: Annotated[list[Count], Meta(max_length=1000)]
+
+
 _DEEPEST = 8
 """Most parts of the name of a tokenizer file; those of transformers have two."""
-_LEFT_OUT = frozenset({"capture", "origin", "parents", "test_vector", "weights_cost"})
+_LEFT_OUT = frozenset({"capture", "generated", "origin", "parents", "test_vector", "weights_cost"})
 """Keys of the manifest that are left out where they say nothing, so that older manifests keep their digest."""
 
 
@@ -213,6 +219,9 @@ class Manifest:
     """None where the teacher's weights were whole."""
     capture: dict[str, Any] | None = None
     """Of a teacher that an inference server ran, `mass.kept_mass` of a sample; else left out."""
+    generated: dict[str, dict[str, Count]] | None = None
+    """Of a text that the teacher wrote (`generated` of the data), by split: labels that it wrote (`tokens`), and how
+    many sequences ended why (`stop`, `length`); else left out."""
     digest: str = ""
     """Over everything else: the digest of the cache."""
 
@@ -226,6 +235,11 @@ class Manifest:
         """Rows of the teacher's output head."""
         return self.settings.vocab_size
 
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The ids that end the texts that the teacher wrote; none in a cache of other text."""
+        return end_tokens(self.settings)
+
     def to_json(self) -> dict[str, Any]:
         """The sealed record, as in manifest.json."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
@@ -238,6 +252,7 @@ class Manifest:
         manifest = typed({**record, "settings": record}, cls)
         for split, stated in manifest.splits.items():
             _refuse_contradictions(split, stated, manifest.settings)
+        _ = manifest.end_tokens
         if manifest.settings.tokenizer_size > manifest.vocab_size:
             raise ValueError(f"tokenizer_size: {manifest.settings.tokenizer_size} is more than the vocabulary")
         for name in manifest.tokenizer_files:
@@ -249,6 +264,17 @@ class Manifest:
         if span is not None and not (math.isfinite(span["max"]) and span["min"] <= 1 <= span["max"]):
             raise ValueError(f"temperature_range: {span['min']} to {span['max']} is not a range around 1")
         return manifest
+
+
+def end_tokens(settings: CacheSettings) -> tuple[int, ...]:
+    """See `Manifest.end_tokens`. ValueError: they are no ids."""
+    generated = settings.data.get("generated")
+    if generated is None:
+        return ()
+    found = typed(generated, _Generated)["end_tokens"]
+    if any(each >= settings.vocab_size for each in found):
+        raise ValueError(f"data.generated.end_tokens: beyond the vocabulary of {settings.vocab_size}")
+    return tuple(found)
 
 
 def _is_inside(name: str) -> bool:

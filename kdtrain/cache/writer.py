@@ -45,6 +45,7 @@ from kdtrain.cache.shard_writer import (
     publish_shard,
     shards_of,
 )
+from kdtrain.cache.written import read_written
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError, writing
 from kdtrain.files import PUBLISH_POINTS, json_digest
@@ -71,6 +72,8 @@ class CacheBuilder:
             where no more than a top-k is known.
         kept: gives instead what is kept of as many rows; by default what they bring (`PackedRow.kept`).
         capturing: entered around `kept` of all rows of a shard, which an error of it keeps from being published.
+        written: gives instead the rows with the text that the teacher wrote behind their prompts, and its logits or
+            what is kept of them; `teacher` then measures the fidelity alone.
         examine: makes the manifest's `capture` of the held sample.
         sharded: True when a forward of the teacher needs all ranks.
         tokenizer: a folder, or anything with `save_pretrained(folder)`; its files are copied into the cache.
@@ -85,6 +88,7 @@ class CacheBuilder:
         teacher: fidelity.Teacher | None,
         kept: Callable[[ShardRows], Arrays] | None = None,
         capturing: Callable[[ShardRows], AbstractContextManager[None]] | None = None,
+        written: Callable[[ShardRows], tuple[ShardRows, Tensor | Arrays]] | None = None,
         examine: Callable[[Batch], dict[str, Any]] | None = None,
         sharded: bool = False,
         tokenizer: Any = None,
@@ -95,7 +99,7 @@ class CacheBuilder:
         assert teacher is None or settings.codec.kind != "tokens", "the codec 'tokens' has no teacher"
         self.folder, self.settings, self.teacher = Path(folder), settings, teacher
         self.kept, self.capturing = kept or (lambda rows: rows.kept), capturing or (lambda _: nullcontext())
-        self.examine = examine
+        self.written, self.examine = written, examine
         self.batch_size, self.sharded = batch_size, sharded and teacher is not None
         self.rounds = Rounds(all_ranks, progress)
         self._splits: dict[str, list[ShardPlace]] = {}
@@ -107,7 +111,7 @@ class CacheBuilder:
         self.measured: tuple[Any, Any] = (None, None if settings.codec.kind == "tokens" else span)
         """Fidelity and range of T, where there is no teacher to measure them with."""
         self.stated: dict[str, Any] = {}
-        """More keys of the manifest: `parents`, `origin`, `weights_cost`, `capture`."""
+        """More keys of the manifest: `parents`, `origin`, `weights_cost`, `capture`, `generated`."""
         self._compiled: set[int] = set()
         """Sizes of the batches that teacher and encoder have seen."""
         self.manifest, self._lock = open_folder(self.folder, settings, tokenizer, all_ranks)
@@ -200,7 +204,7 @@ class CacheBuilder:
                 if waiting and alone:
                     end(*waiting)
                     waiting = None
-                answer = self._ask(rows)
+                rows, answer = (rows, self._ask(rows)) if self.written is None else self.written(rows)
                 if waiting:
                     end(*waiting)
                 ready = self._side.ready(answer) if isinstance(answer, Tensor) else None
@@ -269,6 +273,8 @@ class CacheBuilder:
         self.rounds.stop_if_broken(len(self.rounds.broken), total, total)
         set_aside_others(self.folder, {record["name"] for record in records})
         tokens = {split: sha.hexdigest() for split, sha in self._tokens.items()}
+        if self.written is not None:  # what was counted are the prompts
+            tokens, self.stated["generated"] = read_written(self.folder, self.settings, sidecars)
         found = self._measure()
         self.manifest = publish_manifest(self.folder, self.settings, sidecars, tokens, *found, self.stated)
         self.close()
@@ -295,7 +301,8 @@ class CacheBuilder:
                 self.rounds.meet(more=True)
             return self.teacher(tokens_BT, segments_BT)  # type: ignore[misc]
 
-        found, span = fidelity.measure(batch, asked, document_mask=self.settings.document_mask, positions=positions)
+        how = {"document_mask": self.settings.document_mask, "counted": self.written is not None}
+        found, span = fidelity.measure(batch, asked, positions=positions, **how)
         if self.sharded:
             self._finish_rounds()
         return {"split": split, **found}, span

@@ -20,14 +20,19 @@ from kdtrain.cache.reader import Cache
 from kdtrain.cache.writer import write_cache
 from kdtrain.commands.agreement import agree
 from kdtrain.config import CacheTeacherConfig, DataConfig
+from kdtrain.config.sections import DEFAULT_PROMPT
+from kdtrain.data.corpus import has_prompts
 from kdtrain.data.packing import PackedRow, packed_rows
+from kdtrain.data.prompts import prompt_rows
 from kdtrain.errors import UsageError
 from kdtrain.files import read_sealed
+from kdtrain.models.ends import end_tokens, filler_token
 from kdtrain.models.loading import ChatTokenizer, generation_of, tokenizer_digest
 from kdtrain.monitor.progress import bar
 from kdtrain.objective.batch import Batch
 from kdtrain.ranks import is_main, raise_on_all_ranks
 from kdtrain.teaching.teacher import Teacher
+from kdtrain.teaching.writing import Writing
 
 
 def build_cache(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | None = None) -> Manifest | None:
@@ -43,6 +48,16 @@ def build_cache(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | N
     with raise_on_all_ranks():
         earlier = begun_with(config.out)
     teacher.begin(earlier, (config.out / MANIFEST).is_file())
+    if config.text.generate:
+        with raise_on_all_ranks():
+            how = Writing(
+                temperature=config.text.gen_temperature,
+                top_p=config.text.gen_top_p,
+                end_tokens=end_tokens(generation_of(teacher.spec), teacher.tokenizer),
+                seed=config.seed,
+                batch_size=config.batch_size,
+            )
+            teacher.write(how)
     if refined is None:
         settings, rows = _asked(config, teacher)
     else:
@@ -62,6 +77,8 @@ def build_cache(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | N
         answers = {"teacher": teacher.logits, "sharded": teacher.sharded}
     if teacher.cost is not None:
         answers["stated"] = {"weights_cost": teacher.cost}
+    if teacher.writing is not None:
+        answers["written"] = lambda rows: teacher.written(rows, codec)
     saved = ChatTokenizer(teacher.tokenizer, generation_of(teacher.spec))
     return _write(config.out, settings, rows, tokenizer=saved, batch_size=config.batch_size, all_ranks=True, **answers)
 
@@ -143,6 +160,15 @@ def _asked(config: CacheTeacherConfig, teacher: Teacher) -> tuple[CacheSettings,
     if teacher.text is None:
         settings = replace(settings, seed=config.seed, sampling=SAMPLING if codec.num_samples else None)
         rows = _text(config.data, teacher.tokenizer, limits)
+        if (how := teacher.writing) is not None:
+            width = _prompt_width(config)
+            prompts = {"prompt_tokens": width, "max_new_tokens": config.text.max_new_tokens}
+            settings = replace(settings, data={**settings.data, "generated": {**prompts, **how.to_json()}})
+            filler = filler_token(teacher.tokenizer, how.end_tokens)
+            rows = {
+                name: prompt_rows(config.data, source, teacher.tokenizer, limits[name], filler=filler, **prompts)
+                for name, source in _sources(config.data, limits).items()
+            }
     else:
         settings = replace(settings, data=dict(teacher.text))
         rows = {split: teacher.rows(split, config.data.seq_len, codec) for split in limits}
@@ -162,6 +188,19 @@ def validation_rows(config: CacheTeacherConfig, teacher: Teacher, refined: Cache
             for name, kind in (("tokens", np.int64), ("loss_mask", bool), ("segments", np.int64))
         )
         yield Batch(tokens, mask, segments, None)
+
+
+def _prompt_width(config: CacheTeacherConfig) -> int | None:
+    """Tokens of a prompt; None: the data have prompts of their own. UsageError: both."""
+    width = config.text.prompt_tokens
+    if not has_prompts(config.data):
+        return width or DEFAULT_PROMPT
+    if width is not None:
+        raise UsageError(
+            f"--prompt-tokens has no effect: {config.data.data} has prompts, which end before the last answer; leave it "
+            "out, or read it with --format text"
+        )
+    return None
 
 
 def build_tokens(
@@ -243,12 +282,18 @@ def _settings(
 def _text(
     data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None]
 ) -> dict[str, Iterator[PackedRow]]:
-    """The rows of each split: a cache calls the split that was asked for train, and adds validation."""
-    sources = {"train": data.split, "validation": "validation" if "train" in limits else data.split}
+    """The rows of each split."""
+    sources = _sources(data, limits)
     return {
         name: packed_rows(data, sources[name], tokenizer, limit, example=number == 0)
         for number, (name, limit) in enumerate(limits.items())
     }
+
+
+def _sources(data: DataConfig, limits: dict[str, int | None]) -> dict[str, str]:
+    """The splits of the data: a cache calls the one that was asked for train, and adds validation."""
+    sources = {"train": data.split, "validation": "validation" if "train" in limits else data.split}
+    return {name: sources[name] for name in limits}
 
 
 def _write(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kdtrain.cache.card import written_lines
 from kdtrain.cache.manifest import Manifest, Parent, TemperatureRange, weights_line
 from kdtrain.commands.pages import Part, aside, quoted
 from kdtrain.monitor.tables import columns, number, size
@@ -129,11 +130,12 @@ def _origin(origin: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def capture_lines(manifest: Manifest) -> list[str]:
-    """What the top-k of a served teacher leaves out; empty for other caches."""
-    if not (found := manifest.capture):
-        return []
-    mass, loss, positions = (found.get(name) for name in ("kept_mass", "mass_loss", "positions"))
-    return [f"kept mass {number(mass)}, and -log of it {number(loss)} nats, in {number(positions)} positions"]
+    """What the teacher wrote, and what the top-k of a served one leaves out; empty for other caches."""
+    lines = [*written_lines(manifest)]
+    if found := manifest.capture:
+        mass, loss, positions = (found.get(name) for name in ("kept_mass", "mass_loss", "positions"))
+        lines.append(f"kept mass {number(mass)}, and -log of it {number(loss)} nats, in {number(positions)} positions")
+    return lines
 
 
 def _bytes(split: Mapping[str, Any]) -> float:

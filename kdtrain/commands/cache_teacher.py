@@ -94,7 +94,8 @@ def build(config: CacheTeacherConfig, device: torch.device) -> None:
         measured = spec.weights is not None and is_main() and not (config.out / MANIFEST).exists()
         rows = validation_rows(config, teacher, refined, MEASURED) if measured else ()
         teacher.pack(rows, document_mask=document_mask)
-    teacher.prepare(sharded=sharded, compile=config.compile)
+    # the shapes of decoding change with every step, and a compiled layer with each of them
+    teacher.prepare(sharded=sharded, compile=config.compile and not config.text.generate)
     text = config.data.data or config.refine
     over = "" if text is None else f" over {text}"
     many = f" in {world_size()} ranks" if world_size() > 1 else ""
@@ -116,6 +117,7 @@ def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, 
         config.json,
         [*capture_lines(manifest), *said, f"took {duration(seconds)}{among}, peak memory {size(peak)}"],
         **({} if manifest.capture is None else {"capture": manifest.capture}),
+        **({} if manifest.generated is None else {"generated": manifest.generated}),
         ranks=ranks,
         seconds=round(seconds, 1),
         peak_memory_mb=round(peak, 1),

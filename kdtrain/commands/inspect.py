@@ -196,6 +196,7 @@ def _cache_facts(path: Path, manifest: Manifest) -> dict[str, Any]:
         "temperature range": manifest.temperature_range,
         "fidelity": manifest.fidelity,
         **({"weights_cost": manifest.weights_cost} if manifest.weights_cost else {}),
+        **({"generated": manifest.generated} if manifest.generated else {}),
         **({"origin": manifest.origin} if manifest.origin else {}),
         **({"parents": manifest.parents} if manifest.parents else {}),
         "versions": manifest.versions,

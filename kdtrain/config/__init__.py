@@ -42,6 +42,7 @@ from kdtrain.config.sections import QuantizationConfig as QuantizationConfig
 from kdtrain.config.sections import RunServerConfig as RunServerConfig
 from kdtrain.config.sections import ServerConfig as ServerConfig
 from kdtrain.config.sections import StoppingConfig as StoppingConfig
+from kdtrain.config.sections import TextConfig as TextConfig
 from kdtrain.config.values import fields_of, marked
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from kdtrain.config.cache_commands import ImportConfig, MergeConfig, PushConfig, SubsetConfig, refuse_own
 from kdtrain.config.choices import SOURCES
 from kdtrain.config.sections import (
+    DEFAULT_PROMPT,
     CacheParallelConfig,
     CheckpointConfig,
     CodecConfig,
@@ -24,6 +25,7 @@ from kdtrain.config.sections import (
     RunServerConfig,
     ServerConfig,
     StoppingConfig,
+    TextConfig,
     Weights,
 )
 from kdtrain.config.values import LOCAL_LIMIT, Options, option, refuse
@@ -76,6 +78,7 @@ class CacheTeacherConfig(Options):
     json: bool = option(False, per_rank=True)
     """Print one JSON object on stdout, logs on stderr."""
     data: DataConfig = field(default_factory=DataConfig)
+    text: TextConfig = field(default_factory=TextConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     parallel: CacheParallelConfig = field(default_factory=CacheParallelConfig)
@@ -91,6 +94,8 @@ class CacheTeacherConfig(Options):
         }
         for name, given in idle.items() if elsewhere else ():
             refuse(given, f"{name} has no effect with {elsewhere}: no teacher runs here; leave it out")
+        if self.text.generate:
+            self._refuse_no_prompts()
         if self.refine is not None:
             self._refuse_idle_refinement()
             return
@@ -109,6 +114,32 @@ class CacheTeacherConfig(Options):
         )
 
     EXAMPLES = ("kdtrain cache-teacher --teacher teachers/stdlib-5m.toml --data stdlib --out cache/t",)
+
+    def _refuse_no_prompts(self) -> None:
+        """Refuse options that do not go with text by the teacher."""
+        data, text = self.data, self.text
+        refuse(self.refine is not None, "--generate: --refine takes its text from its cache; leave one out")
+        refuse(self.from_logprobs is not None, "--generate: --from-logprobs holds its own text; leave one out")
+        refuse(
+            data.document_mask,
+            "--document-mask has no effect with --generate: a sequence is one prompt and its answer; leave it out",
+        )
+        refuse(
+            self.parallel.teacher_parallel == "fsdp",
+            "--generate needs the whole teacher on each rank; leave --teacher-parallel fsdp out, or serve the teacher",
+        )
+        if data.messages_column is not None or data.format not in ("auto", "text"):
+            by = "--messages-column" if data.messages_column is not None else f"--format {data.format}"
+            refuse(
+                text.prompt_tokens is not None,
+                f"--prompt-tokens has no effect with {by}: what stands before the last answer is the prompt",
+            )
+            return
+        prompt = text.prompt_tokens or DEFAULT_PROMPT
+        refuse(
+            prompt > data.seq_len,
+            f"--prompt-tokens {prompt} leaves no room in --seq-len {data.seq_len}; use less, or a longer sequence",
+        )
 
     def _refuse_idle_refinement(self) -> None:
         """Refuse options of what the refined cache decides: its text, and how it is kept."""

@@ -39,6 +39,7 @@ from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.parallel.memory_plan import ModelFootprint
+from kdtrain.teaching.writing import Writing
 
 MEASURED = 64
 """Most sequences on which the cost of packed weights is measured."""
@@ -61,6 +62,8 @@ class Teacher:
     """True if a forward needs all ranks."""
     cost: WeightsCost | None = None
     """What `pack` measured."""
+    writing: Writing | None = None
+    """How it continues the prompts of a cache's rows; None: the rows have their text."""
 
     def __init__(self, spec: ModelSpec, device: torch.device, mode: str) -> None:
         self.spec, self.device, self.mode = spec, device, mode
@@ -167,6 +170,17 @@ class Teacher:
     def kept(self, rows: ShardRows, codec: CodecSpec, seed: int) -> Arrays:
         """What a cache keeps of these rows, as `cache.codec.keep` makes it, of a teacher that gives a top-k."""
         return rows.kept
+
+    def write(self, how: Writing) -> None:
+        """Continue the prompts of rows from here on (`written`). UsageError: it writes no text."""
+        raise UsageError(f"a teacher of kind {self.spec.kind} writes no text; leave --generate out")
+
+    def written(self, rows: ShardRows, codec: CodecSpec) -> tuple[ShardRows, Tensor | Arrays]:
+        """Rows with what it wrote behind their prompts, and its logits [B, T, V], or what a cache keeps of them.
+
+        rows: as `packing.prompt_rows` makes them. It draws by (seed, split, row, position) alone.
+        """
+        raise NotImplementedError
 
     def rows(self, split: str, seq_len: int, codec: CodecSpec) -> Iterator[PackedRow]:
         """The rows of its own `text`. UsageError: they do not fit."""

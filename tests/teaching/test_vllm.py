@@ -17,7 +17,7 @@ import requests
 import torch
 
 import kdtrain as kd
-from kdtrain.config import CodecConfig, DataConfig, ServerConfig
+from kdtrain.config import CodecConfig, DataConfig, ServerConfig, TextConfig
 from kdtrain.models.loading import load_teacher, load_tokenizer
 from kdtrain.models.spec import read_spec
 
@@ -131,3 +131,20 @@ def test_a_vllm_that_comes_back_with_another_model_is_refused(tmp_path, monkeypa
     with vllm(ROOT / "teachers" / NAME, port) as url:
         resumed = served(url, "cache")
     assert [len(resumed[each]) for each in resumed] == [len(whole[each]) for each in whole]
+
+
+def test_text_that_vllm_writes_has_the_distributions_of_the_local_teacher(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cache = served(url, "written", text=TextConfig(generate=True, prompt_tokens=16, max_new_tokens=60))
+    model = load_teacher(read_spec(NAME, "teachers"), "cpu").float()
+    worst, labels = 0.0, 0
+    for row in cache["train"]:
+        here = row["loss_mask"].bool()
+        with torch.no_grad():
+            scored_TV = model(row["tokens"][None, :-1]).logits[0].log_softmax(-1)[here]
+        top = scored_TV.topk(64).values
+        worst = max(worst, float(((row["logprobs"][here].float() - top).abs() / (1 - top)).max()))
+        labels += int(here.sum())
+    counted = cache.manifest.generated["train"]
+    assert labels == counted["tokens"] and counted["stop"] + counted["length"] == 24
+    assert worst < 1 / 100

@@ -73,10 +73,19 @@ class Unanswered(RunError):
     """No server answered, however often it was asked."""
 
 
+class WrittenEntries(msgspec.Struct):
+    """What a server says of each token that it wrote: log p by `token_id:ID`."""
+
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
 class Choice(msgspec.Struct):
     """The answer to one prompt."""
 
     prompt_logprobs: list[dict[int, Entry] | None] | None = None
+    token_ids: list[int] | None = None
+    logprobs: WrittenEntries | None = None
+    finish_reason: str | None = None
 
 
 class Usage(msgspec.Struct):
@@ -162,8 +171,8 @@ class Client:
         Refused: the server does not take the request. RunError: no answer.
         """
         prompt, samples = body["prompt"], body.get("vllm_xargs", {}).get("kdtrain_samples", 0)
-        entries = max(int(body.get("prompt_logprobs") or 0), samples)
-        most = SMALL + len(prompt) * (entries + 2) * 500
+        entries = max(int(body.get("prompt_logprobs") or body.get("logprobs") or 0), samples)
+        most = SMALL + (len(prompt) + body["max_tokens"]) * (entries + 2) * 500
 
         def once(at: Host) -> T:
             answer = _typed(self._exchange(at, "POST", f"{at.url}/completions", body, most), Completion)
@@ -175,6 +184,8 @@ class Client:
             if len(answer.choices) != 1:
                 raise Wrong(f"{len(answer.choices)} answers instead of one")
             found = answer.choices[0].prompt_logprobs
+            if "prompt_logprobs" not in body:
+                return read(answer)
             if found is None:
                 raise Wrong("no prompt_logprobs: it is not vLLM, or a version that does not return them")
             if len(found) != len(prompt):

@@ -36,7 +36,9 @@ from kdtrain.teaching.served.answers import Answers, Span, answers_of, placed, s
 from kdtrain.teaching.served.client import Client, Completion, Host, Refused
 from kdtrain.teaching.served.fingerprint import TOP, Fingerprint
 from kdtrain.teaching.served.preflight import Preflight
+from kdtrain.teaching.served.written import Prompt, Text
 from kdtrain.teaching.teacher import Teacher, register_teacher
+from kdtrain.teaching.writing import Writing
 
 AGAIN = 2
 """Sequences of each shard that are asked for twice."""
@@ -171,6 +173,10 @@ class ServedTeacher(Teacher):
         if (distance := known.distance(now.probes)) > allowed:
             raise UsageError(self._another(self._hosts[0], known, now, distance, allowed))
 
+    def write(self, how: Writing) -> None:
+        """Have prompts continued from here on, each by a request of its own: no batch decides its bits."""
+        self.writing = replace(how, batch_size=None)
+
     @contextmanager
     def capturing(self, part: ShardRows, codec: CodecSpec, seed: int, sampling: str | None) -> Iterator[None]:
         """Ask for all sequences of a shard in the block; then ask for some again, and the probes.
@@ -178,30 +184,67 @@ class ServedTeacher(Teacher):
         RunError: the servers' answers are not those of this teacher.
         """
         answers = answers_of(codec, seed, sampling)
+        if self.writing is not None:
+            with self._writing(part, answers, self.writing):
+                yield
+            return
         spans = {part.first + i: self._spans(part, i) for i in range(len(part))}
         jobs = [((row, span.start), self._asking(answers, span)) for row, each in spans.items() for span in each]
         with self._client.working(jobs) as self._jobs:
             self._answers, self._span_lists = answers, spans
             yield
-            self._ask_again(answers, [span for each in spans.values() for span in each])
+            asked = [span for each in spans.values() for span in each]
+            self._ask_again(answers, [(span, self._jobs[span.row, span.start].result()) for span in asked])
+        self._look_again()
+
+    def _look_again(self) -> None:
         for host in self._hosts:
             if host.answered:
                 self._verify(host)
                 host.answered = False
 
-    def kept(self, rows: ShardRows, codec: CodecSpec, seed: int) -> Arrays:
-        """What a cache keeps of these rows, once the servers have answered.
+    @contextmanager
+    def _writing(self, part: ShardRows, answers: Answers, how: Writing) -> Iterator[None]:
+        """Have all prompts of a shard continued in the block; then score some of the texts, and ask the probes."""
+        prompts = [Prompt.of(part, i) for i in range(len(part))]
+        with self._client.working([(each.row, self._continuing(answers, each, how)) for each in prompts]) as self._jobs:
+            self._answers = answers
+            yield
+            texts = [self._jobs[each.row].result() for each in prompts]
+            self._ask_again(answers, [(each.span, each.arrays) for each in texts])
+        self._look_again()
+
+    def written(self, rows: ShardRows, codec: CodecSpec) -> tuple[ShardRows, Arrays]:
+        """Rows with what the servers wrote, and what a cache keeps of it, once they have answered.
 
         RunError: no server answers, or not with what can be right.
         """
-        length, found = rows.tokens.shape[1] - 1, list[Arrays]()
-        for row in range(rows.first, rows.first + len(rows)):
-            parts = {span.start: self._jobs[row, span.start].result() for span in self._span_lists[row]}
-            found.append(placed(self._answers.blank(length), parts))
-        arrays = {name: np.stack([each[name] for each in found]) for name in found[0]}
-        if rows.first == next(iter(self._span_lists)):  # the first of a shard
-            _refuse_wrong_rows(rows, arrays, codec)
-        return arrays
+        texts = [self._jobs[row].result() for row in range(rows.first, rows.first + len(rows))]
+        length, arrays = rows.loss_mask.shape[1], list[Arrays]()
+        tokens, mask = rows.tokens.copy(), np.zeros(rows.loss_mask.shape, bool)
+        for i, text in enumerate(texts):
+            start = len(text.span.tokens) - 1 - text.written
+            tokens[i, : len(text.span.tokens)] = text.span.tokens
+            mask[i, start : start + text.written] = True
+            arrays.append(placed(self._answers.blank(length), {start: text.arrays}))
+        rows = replace(rows, tokens=tokens, loss_mask=mask)
+        kept = {name: np.stack([each[name] for each in arrays]) for name in arrays[0]}
+        if rows.first == next(iter(self._jobs)):  # the first of a shard
+            _refuse_wrong_rows(rows, kept, codec)
+        return rows, kept
+
+    def _continuing(self, answers: Answers, prompt: Prompt, how: Writing) -> Callable[[], Text]:
+        def ask() -> Text:
+            body = self._flight.request(prompt.tokens, **prompt.parameters(answers, how))
+            try:
+                found = self._client.complete(body, lambda answer: prompt.read(answers, how, answer.choices[0]))
+            except Refused as refused:
+                raise RunError(f"{prompt}: {self._flight.refusal('the server', refused)}") from None
+            if found.arrays is not None:
+                return found
+            return replace(found, arrays=_last(self._asking(answers, found.span)(), found.written))
+
+        return ask
 
     @property
     def _tolerance(self) -> float | None:
@@ -223,13 +266,13 @@ class ServedTeacher(Teacher):
 
         return ask
 
-    def _ask_again(self, answers: Answers, spans: list[Span]) -> None:
-        """Compare some answers with those to the same requests now."""
+    def _ask_again(self, answers: Answers, said: list[tuple[Span, Arrays]]) -> None:
+        """Compare some answers, each about the last positions of its span, with what the server says of them now."""
         assert self._fingerprint is not None
         allowed = self._tolerance or max(AGAIN_APART, self._fingerprint.allowed(None))
-        step = max(1, len(spans) // AGAIN)
-        for span in spans[::step][:AGAIN]:
-            before, now = self._jobs[span.row, span.start].result(), self._asking(answers, span)()
+        step = max(1, len(said) // AGAIN)
+        for span, before in said[::step][:AGAIN]:
+            now = _last(self._asking(answers, span)(), len(before["ids"]))
             if (distance := answers.distance(before, now)) > allowed:
                 raise RunError(
                     f"{span}: the server gives other numbers than before, {distance:.3f} nats apart where "
@@ -256,6 +299,11 @@ class ServedTeacher(Teacher):
             f"of the cache {known}, {distance:.3f} nats apart where {allowed:.3f} are allowed; serve the same model in "
             "the same number format, or choose another --out"
         )
+
+
+def _last(arrays: Arrays, number: int) -> Arrays:
+    """What is kept of the last positions."""
+    return {name: values[-number:] for name, values in arrays.items()}
 
 
 def _refuse_wrong_rows(rows: ShardRows, arrays: Arrays, codec: CodecSpec) -> None:
