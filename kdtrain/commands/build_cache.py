@@ -20,7 +20,7 @@ from kdtrain.cache.reader import Cache
 from kdtrain.cache.writer import write_cache
 from kdtrain.commands.agreement import agree
 from kdtrain.config import CacheTeacherConfig, DataConfig
-from kdtrain.config.sections import DEFAULT_PROMPT
+from kdtrain.config.teachers import DEFAULT_PROMPT
 from kdtrain.data.corpus import has_prompts
 from kdtrain.data.packing import PackedRow, packed_rows
 from kdtrain.data.prompts import prompt_rows
@@ -197,7 +197,7 @@ def _prompt_width(config: CacheTeacherConfig) -> int | None:
         return width or DEFAULT_PROMPT
     if width is not None:
         raise UsageError(
-            f"--prompt-tokens has no effect: {config.data.data} has prompts, which end before the last answer; leave it "
+            f"--prompt-tokens has no effect: {config.data.data} has prompts of its own; leave it "
             "out, or read it with --format text"
         )
     return None

@@ -36,7 +36,7 @@ from typing import Any
 
 from kdtrain.config import DataConfig
 from kdtrain.config.choices import TEXTS
-from kdtrain.data.formats import Columns, Document, LeftOut, Tally, row_format, text_document
+from kdtrain.data.formats import Columns, Document, LeftOut, RowFormat, Tally, row_format, text_document
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import open_regular
 from kdtrain.imports import optional

@@ -29,8 +29,8 @@ from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.compression import Arrays
 from kdtrain.cache.manifest import WeightsCost
 from kdtrain.cache.shard_writer import ShardRows
+from kdtrain.config import CodecConfig, ServerConfig
 from kdtrain.config.choices import TEACHERS
-from kdtrain.config.sections import CodecConfig, ServerConfig
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.models.head import SplitModel

@@ -31,7 +31,7 @@ import msgspec
 
 from kdtrain.cache.address import ALLOW_HTTP, is_private
 from kdtrain.cache.download import LATER, reason, retry_after
-from kdtrain.config.sections import KEY
+from kdtrain.config.teachers import KEY
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.monitor.progress import log
 from kdtrain.teaching.served.answers import Entry, Wrong

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain.config.sections import KEY
+from kdtrain.config.teachers import KEY
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.monitor.progress import log
 from kdtrain.teaching.served.answers import Answers, Span, Top, read_top

@@ -24,7 +24,7 @@ from kdtrain.cache.codec import SAMPLING, CodecSpec, decode
 from kdtrain.cache.compression import Arrays
 from kdtrain.cache.look import examine
 from kdtrain.cache.shard_writer import ShardRows
-from kdtrain.config.sections import CodecConfig, ServerConfig
+from kdtrain.config import CodecConfig, ServerConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import json_digest
 from kdtrain.models.loading import vocabulary
