@@ -13,7 +13,9 @@ from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.manifest import end_tokens as settings_end_tokens
 from kdtrain.cache.shard_writer import ShardRows
 from kdtrain.cache.written import finish_reasons
-from kdtrain.config import DataConfig, TextConfig
+from kdtrain.commands import build_cache
+from kdtrain.config import CacheParallelConfig, CacheTeacherConfig, DataConfig, TextConfig
+from kdtrain.data.corpus import has_prompts
 from kdtrain.data.prompts import prompt_rows
 from kdtrain.errors import UsageError
 from kdtrain.models.ends import end_tokens, filler_token, learn_ends
@@ -26,6 +28,10 @@ from tests.e2e.conftest import opinionated
 CODEC = CodecSpec(kind="dense", vocab_size=300)
 ENDS = tuple(range(0, 300, 6))
 FILLER = 1
+CHAT = (
+    "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}"
+)
 
 
 def prompts_of(lengths: list[int], width: int = 28, room: int | None = None, first: int = 0) -> ShardRows:
@@ -138,10 +144,7 @@ def test_prompts_of_conversations_end_where_the_last_answer_begins(tmp_path, cap
             messages = [{"role": role, "content": content} for role, content in each]
             file.write(json.dumps({"messages": messages}) + "\n")
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}[a]{% endif %}"
-    )
+    tokenizer.chat_template = CHAT
     data = DataConfig(
         data=str(tmp_path / "chat.jsonl"), messages_column="messages", seq_len=50, num_workers=0, split="train"
     )
@@ -152,6 +155,47 @@ def test_prompts_of_conversations_end_where_the_last_answer_begins(tmp_path, cap
     assert all(row.loss_mask[row.loss_mask.argmax() :].all() for row in rows)
     assert all(tokenizer.eos_token_id not in row.tokens for row in rows)  # what is quoted is spelled
     assert "conversations whose prompt fills --seq-len 50" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "row, prompt",
+    [
+        ({"instruction": "add", "input": "1 1", "output": "2"}, "[u]add\n\n1 1\n[a]"),
+        ({"prompt": "one two ", "completion": "three"}, "one two "),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}, "[u]hi\n[a]"),
+    ],
+    ids=["alpaca", "prompt-completion", "sharegpt"],
+)
+def test_rows_of_every_format_give_the_prompt_before_their_last_answer(tmp_path, row, prompt):
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 12)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT
+    data = DataConfig(data=str(tmp_path / "rows.jsonl"), seq_len=50, num_workers=0)
+    assert has_prompts(data)
+    own = {"prompt_tokens": None, "max_new_tokens": None}
+    rows = list(prompt_rows(data, "train", tokenizer, 2, filler=FILLER, **own))
+    assert [tokenizer.decode(each.tokens[: int(each.loss_mask.argmax()) + 1]) for each in rows] == [prompt, prompt]
+    config = CacheTeacherConfig(teacher="t", out="o", data=data, text=TextConfig(generate=True, prompt_tokens=3))
+    with pytest.raises(UsageError, match=r"--prompt-tokens has no effect: .* has prompts of its own"):
+        build_cache._prompt_width(config)
+
+
+def test_conversations_that_the_template_refuses_are_counted_and_refused_if_none_is_left(tmp_path, caplog):
+    turns = [[("user", "hi"), ("assistant", "yes")], [("system", "be"), ("user", "hi"), ("assistant", "yes")]]
+    chat = [{"messages": [{"role": role, "content": content} for role, content in each]} for each in turns]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHAT
+    )
+    own = {"prompt_tokens": None, "max_new_tokens": None, "filler": FILLER}
+    for name, rows in (("some", chat), ("all", chat[1:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows) * 30)
+    some = DataConfig(data=str(tmp_path / "some.jsonl"), seq_len=50, num_workers=0)
+    assert len(list(prompt_rows(some, "train", tokenizer, None, **own))) > 0
+    assert "conversations that the chat template refuses" in caplog.text
+    none = replace(some, data=str(tmp_path / "all.jsonl"))
+    with pytest.raises(UsageError, match="no system"):
+        list(prompt_rows(none, "train", tokenizer, None, **own))
 
 
 def test_an_end_is_one_event_whichever_token_writes_it(tmp_path):
@@ -168,8 +212,6 @@ def test_an_end_is_one_event_whichever_token_writes_it(tmp_path):
 
 
 def test_options_that_do_not_go_with_text_by_the_teacher_are_refused_by_name():
-    from kdtrain.config import CacheParallelConfig, CacheTeacherConfig
-
     def asked(text: dict, **options):
         return CacheTeacherConfig(teacher="t", out="o", text=TextConfig(generate=True, **text), **options)
 
