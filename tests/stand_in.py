@@ -65,7 +65,7 @@ class StandIn:
         class Handler(_Handler):
             server_of = stand_in
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._server = _Quiet(("127.0.0.1", port), Handler)
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}/v1"
@@ -157,6 +157,11 @@ def standing_in(*args: Any, **options: Any) -> Iterator[StandIn]:
         yield server
     finally:
         server.close()
+
+
+class _Quiet(ThreadingHTTPServer):
+    def handle_error(self, *_: Any) -> None:
+        """Say nothing: clients go away, and faults break connections."""
 
 
 class _Handler(BaseHTTPRequestHandler):

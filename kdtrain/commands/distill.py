@@ -3,21 +3,19 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
 from typing import Any
 
-import torch
 from transformers.utils import logging as transformers_log
 
 from kdtrain.commands import dry_run, sanity
 from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build import build
-from kdtrain.commands.cache_teacher import build as build_cache
+from kdtrain.commands.captured import captured
 from kdtrain.commands.pages import closing_page
 from kdtrain.commands.recipe import resolve, run_device
 from kdtrain.commands.resume import Start
-from kdtrain.commands.run_folder import check_out, run_lock
-from kdtrain.config import CacheTeacherConfig, CodecConfig, DataConfig, DistillConfig, RunServerConfig, ServerConfig
+from kdtrain.commands.run_folder import run_lock
+from kdtrain.config import DistillConfig
 from kdtrain.config.values import configured
 from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.progress import log, setup_logging
@@ -63,29 +61,6 @@ def _quiet_libraries() -> Iterator[None]:
             transformers_log.enable_progress_bar()
 
 
-def _captured(config: DistillConfig, device: torch.device) -> DistillConfig:
-    """The run that reads what a server says of the text, from a cache in its own folder, which is made first.
-
-    A finished one asks nothing of the server. UsageError, RunError: as `cache_teacher`.
-    """
-    assert config.teacher is not None
-    on_main(lambda: check_out(config.out))
-    folder, server, samples = config.out / "data", config.server, config.server.server_num_samples
-    asked = {each.name: getattr(server, each.name) for each in fields(ServerConfig)}
-    capture = CacheTeacherConfig(
-        teacher=config.teacher,
-        out=folder,
-        data=config.data,
-        codec=CodecConfig(num_samples=samples) if samples else CodecConfig(top_k=server.server_top_k),
-        server=ServerConfig(**asked),
-        device=config.device,
-    )
-    build_cache(capture, device)
-    on_main(lambda: None)  # rank 0 writes the manifest after the others have finished
-    data = DataConfig(num_workers=config.data.num_workers)
-    return replace(config, cache=(str(folder),), teacher=None, data=data, server=RunServerConfig())
-
-
 def distill(config: DistillConfig | None = None, **options: Any) -> dict[str, Any]:
     """Train a student and export it: `kdtrain distill` as a function. The same call again resumes.
 
@@ -106,7 +81,7 @@ def distill(config: DistillConfig | None = None, **options: Any) -> dict[str, An
         device = stack.enter_context(run_device(config))
         stack.enter_context(same_ranks(config, device))
         if config.server.teacher_server:
-            config = _captured(config, device)
+            config = captured(config, device)
         recipe = resolve(config, device, claim=lambda used: stack.enter_context(run_lock(used)))
         run = build(recipe)
         trainer, start = run.trainer, Start(run)

@@ -68,7 +68,7 @@ def test_a_run_captures_what_a_server_says_once_and_reads_its_cache(bench, stand
     assert stand_in.url not in (bench.root / "taught" / "config.toml").read_text()
     assert bench.run("verify", "taught").code == 0
     refused = bench.run(*run[:-1], "hot", "--temperature", 2)
-    assert refused.code == 2 and "gives a top-k, right at T = 1 only" in refused.refusal()
+    assert refused.code == 2 and "gives a top-k, which is right at T = 1 only" in refused.refusal()
 
 
 def test_a_file_that_may_have_been_downloaded_cannot_name_a_server(bench):

@@ -174,23 +174,10 @@ def test_a_cache_of_a_server_is_that_of_the_local_teacher(server, document_mask)
     assert len({*salts}) == len(salts)
 
 
-FAULTS = (
-    "429",
-    "500",
-    "503",
-    "close",
-    "drop",
-    "cut",
-    "html",
-    "deep",
-    "nan",
-    "text",
-    "fewer",
-    "longer",
-    "usage",
-    "model",
-)
-FAULTS += ("shifted", "processed", "id", "far-id", "positive", "none", "bos", "huge", "logits")
+FAULTS = [
+    *("429", "500", "503", "close", "drop", "cut", "html", "deep", "nan", "text", "fewer", "longer", "usage", "model"),
+    *("shifted", "processed", "id", "far-id", "positive", "none", "bos", "huge", "logits"),
+]
 
 
 def test_the_cache_is_the_undisturbed_one_whatever_happens_to_thirty_answers(server, whole):
@@ -219,14 +206,9 @@ def test_a_server_that_hangs_is_asked_again(server):
         ("429", "answers 429: fault 429"),
         ("close", "the server closed the connection|the connection was reset"),
         ("cut", "is not the JSON that was asked for"),
-        ("nan", "is not the JSON that was asked for"),
-        ("fewer", "15 entries for token"),
         ("bos", "it counts 2[0-9] tokens, 2[0-9] were sent: it adds or drops some"),
-        ("model", "an answer of the model another"),
         ("shifted", "is about another one: the answer is shifted"),
         ("processed", "processed log-probabilities: .* --logprobs-mode raw_logprobs"),
-        ("logits", "their sum is above 1; start the server with --logprobs-mode raw_logprobs"),
-        ("huge", "more than [0-9,]+ bytes"),
         ("far-id", "beyond the teacher's vocabulary of 2048"),
         ("drift", "other numbers than before, .* nats apart .* nothing of this shard is kept"),
         ("warm", "is another teacher than the one|gives other numbers than before"),
@@ -313,7 +295,7 @@ def test_a_server_that_comes_back_as_another_is_refused_and_nothing_of_it_is_kep
 
 def test_several_servers_of_one_teacher_share_the_work_and_another_model_is_refused(server, shipped, another, whole):
     with standing_in(*shipped) as second:
-        server.delay = second.delay = 0.02
+        server.delay = second.delay = 0.005
         server.most_at_once = 0
         capture([server.url, second.url], "both", server_concurrency=8)
         assert content("both") == whole
