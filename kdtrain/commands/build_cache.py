@@ -151,10 +151,11 @@ def _asked(config: CacheTeacherConfig, teacher: Teacher) -> tuple[CacheSettings,
     )
     if teacher.text is None:
         settings = replace(settings, seed=config.seed, sampling=SAMPLING if codec.num_samples else None)
-        rows = _text(config.data, teacher.tokenizer, limits)
-        if (how := teacher.writing) is not None:
-            width = None if holds_conversations(config.data) else config.text.prompt_tokens or DEFAULT_PROMPT
-            prompts = {"prompt_tokens": width, "max_new_tokens": config.text.max_new_tokens}
+        if (how := teacher.writing) is None:
+            rows = _text(config.data, teacher.tokenizer, limits)
+        else:
+            first = None if holds_conversations(config.data) else config.text.prompt_tokens or DEFAULT_PROMPT
+            prompts = {"prompt_tokens": first, "max_new_tokens": config.text.max_new_tokens}
             settings = replace(settings, data={**settings.data, "generated": {**prompts, **how.to_json()}})
             filler = filler_token(teacher.tokenizer, how.end_tokens)
             rows = {
