@@ -171,7 +171,7 @@ class Client:
         Refused: the server does not take the request. RunError: no answer.
         """
         prompt, entries = body["prompt"], int(body.get("prompt_logprobs") or body.get("logprobs") or 0)
-        most = SMALL + (len(prompt) + body["max_tokens"]) * (entries + 2) * 500
+        most = SMALL + (len(prompt) + body.get("max_tokens", 1)) * (entries + 2) * 500
 
         def once(at: Host) -> T:
             answer = _typed(self._exchange(at, "POST", f"{at.url}/completions", body, most), Completion)
