@@ -87,7 +87,8 @@ def test_answers_to_conversations_are_the_same_from_two_ranks(bench, writes):
     assert content(bench.root / "shared") == content(bench.root / "alone")
     assert sum(made["generated"]["train"][reason] for reason in ("stop", "length")) == 10
     tokenizer = AutoTokenizer.from_pretrained(bench.root / "writer")
-    asked = {json.loads(line)["messages"][0]["content"] for line in open(bench.root / "chat.jsonl")}
+    lines = (bench.root / "chat.jsonl").read_text().splitlines()
+    asked = {json.loads(line)["messages"][0]["content"] for line in lines}
     for row in kd.Cache(bench.root / "alone")["train"]:
         prompt = tokenizer.decode(row["tokens"][: int(row["loss_mask"].int().argmax()) + 1])
         assert prompt.startswith("<user>") and prompt.removeprefix("<user>").removesuffix("\n") in asked
