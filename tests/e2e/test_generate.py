@@ -69,6 +69,34 @@ def test_a_killed_and_resumed_capture_equals_an_undisturbed_one_bit_by_bit(bench
     assert other.code == 2 and "data.generated.top_p: 0.95 there, 0.5 asked" in other.refusal()
 
 
+def test_answers_to_conversations_are_the_same_from_two_ranks(bench, writes):
+    asks = [
+        "cache-teacher",
+        "--generate",
+        "--teacher",
+        "writer",
+        "--data",
+        "chat.jsonl",
+        "--messages-column",
+        "messages",
+    ]
+    asks += ["--seq-len", 120, "--num-sequences", 10, "--validation-sequences", 2, "--max-new-tokens", 9, "--top-k", 4]
+    asks += ["--precision", "fp32", "--sequences-per-shard", 4, "--batch-size", 3]
+    made = bench.run(*asks, "--out", "alone", "--json").json
+    assert [each.code for each in bench.launch(2, *asks, "--out", "shared")] == [0, 0]
+    assert content(bench.root / "shared") == content(bench.root / "alone")
+    assert sum(made["generated"]["train"][reason] for reason in ("stop", "length")) == 10
+    tokenizer = AutoTokenizer.from_pretrained(bench.root / "writer")
+    lines = (bench.root / "chat.jsonl").read_text().splitlines()
+    asked = {json.loads(line)["messages"][0]["content"] for line in lines}
+    for row in kd.Cache(bench.root / "alone")["train"]:
+        prompt = tokenizer.decode(row["tokens"][: int(row["loss_mask"].int().argmax()) + 1])
+        assert prompt.startswith("<user>") and prompt.removeprefix("<user>").removesuffix("\n") in asked
+        assert 1 <= int(row["loss_mask"].sum()) <= 9
+    page = bench.run("inspect", "alone").ok().stdout
+    assert "the teacher continued the turns before the last answer" in page
+
+
 def test_a_student_with_another_end_learns_the_teachers_and_its_export_stops_at_either(bench, writes):
     bench.run(*writes, "--top-k", 8, "--out", "taught").ok()
     model = tiny_model("llama", 300, seed=2)

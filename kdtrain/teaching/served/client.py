@@ -172,7 +172,7 @@ class Client:
         """
         prompt, samples = body["prompt"], body.get("vllm_xargs", {}).get("kdtrain_samples", 0)
         entries = max(int(body.get("prompt_logprobs") or body.get("logprobs") or 0), samples)
-        most = SMALL + (len(prompt) + body["max_tokens"]) * (entries + 2) * 500
+        most = SMALL + (len(prompt) + body.get("max_tokens", 1)) * (entries + 2) * 500
 
         def once(at: Host) -> T:
             answer = _typed(self._exchange(at, "POST", f"{at.url}/completions", body, most), Completion)

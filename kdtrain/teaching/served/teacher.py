@@ -197,6 +197,20 @@ class ServedTeacher(Teacher):
             self._ask_again(answers, [(span, self._jobs[span.row, span.start].result()) for span in asked])
         self._look_again()
 
+    def kept(self, rows: ShardRows, codec: CodecSpec, seed: int) -> Arrays:
+        """What a cache keeps of these rows, once the servers have answered.
+
+        RunError: no server answers, or not with what can be right.
+        """
+        length, found = rows.tokens.shape[1] - 1, list[Arrays]()
+        for row in range(rows.first, rows.first + len(rows)):
+            parts = {span.start: self._jobs[row, span.start].result() for span in self._span_lists[row]}
+            found.append(placed(self._answers.blank(length), parts))
+        arrays = {name: np.stack([each[name] for each in found]) for name in found[0]}
+        if rows.first == next(iter(self._span_lists)):  # the first of a shard
+            _refuse_wrong_rows(rows, arrays, codec)
+        return arrays
+
     def _look_again(self) -> None:
         for host in self._hosts:
             if host.answered:
