@@ -293,7 +293,8 @@ def _is_written(path: Path) -> bool:
     """Whether `write_description` wrote this config.toml: it has every section, and no comments."""
     try:
         tables = typed(read_toml(path), dict[str, dict[str, Any]])
-        return _SECTIONS - _MAY_LACK - {"lora"} <= tables.keys() <= _SECTIONS and to_toml(tables) == read_text(path)
+        needed = _SECTIONS - _MAY_LACK - {"lora"}  # earlier versions had no [lora]
+        return needed <= tables.keys() <= _SECTIONS and to_toml(tables) == read_text(path)
     except (OSError, ValueError, TypeError):  # TypeError: a date, which JSON does not have
         return False
 

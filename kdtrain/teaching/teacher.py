@@ -178,7 +178,7 @@ class Teacher:
     def written(self, rows: ShardRows, codec: CodecSpec) -> tuple[ShardRows, Tensor | Arrays]:
         """Rows with what it wrote behind their prompts, and its logits [B, T, V], or what a cache keeps of them.
 
-        rows: as `packing.prompt_rows` makes them. It draws by (seed, split, row, position) alone.
+        rows: as `prompts.prompt_rows` makes them. It draws by (seed, split, row, position) alone.
         """
         raise NotImplementedError
 

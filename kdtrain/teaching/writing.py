@@ -57,7 +57,7 @@ class Writing:
 def continued(step: Step, rows: ShardRows, how: Writing, vocab_size: int) -> tuple[ShardRows, Tensor]:
     """Rows with what was written, their `loss_mask` true at the labels written, and logits [B, T, V] in fp32.
 
-    rows: prompts, see `packing.prompt_rows`. The logits are those of the steps; elsewhere the label is certain.
+    rows: prompts, see `prompts.prompt_rows`. The logits are those of the steps; elsewhere the label is certain.
     """
     tokens_BT1 = torch.from_numpy(rows.tokens.astype(np.int64))
     first_B, room_B = rows.loss_mask.argmax(1), rows.loss_mask.sum(1)

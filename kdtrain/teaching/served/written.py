@@ -52,7 +52,7 @@ class Prompt:
 
     @classmethod
     def of(cls, part: ShardRows, i: int) -> "Prompt":
-        """That of row i of a shard, as `packing.prompt_rows` makes it."""
+        """That of row i of a shard, as `prompts.prompt_rows` makes it."""
         length = int(part.loss_mask[i].argmax()) + 1
         return cls(part.split, part.first + i, part.tokens[i, :length].tolist(), int(part.loss_mask[i].sum()))
 
