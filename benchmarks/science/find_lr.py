@@ -208,7 +208,7 @@ def range_test(cache: Path, alpha: float, steps: int, seed: int) -> dict[str, An
         loss = student(**batch).loss
         if not torch.isfinite(loss) or (losses and loss > 4 * min(losses)):
             break
-        losses.append(float(loss))
+        losses.append(loss.item())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()

@@ -9,8 +9,8 @@ The best rate is that with the lowest loss at the last rung. A parabola through 
 places the minimum between them, at most half a step from the best. How sure that is depends on the losses over parts of
 the validation text: the runs have weights, data and order in common, so differences are compared part by part.
 
-What it gives up: one seed. Short runs without a decay favour other rates than long ones with it, by less than a factor
-of two where this was measured (docs/learning-rate.md).
+What it gives up: one seed; and short runs without a decay may favour other rates than long ones with it, which
+`benchmarks.science.find_lr` measures.
 """
 
 import math

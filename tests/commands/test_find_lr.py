@@ -13,6 +13,7 @@ from kdtrain.commands import find_lr
 from kdtrain.config import rates
 from kdtrain.errors import RunError
 from kdtrain.parallel import memory_plan
+from kdtrain.training.rate_search import Trained, next_run
 
 OPTIONS = ("--cache", "cache", "--student", "student.toml", "--steps", 80, "--rung-steps", 4, "--eval-batches", 1)
 AROUND = ("--lr", 3e-2)
@@ -39,13 +40,33 @@ def searched(workbench, out, *more, **how):
 
 
 @pytest.fixture
-def whole(workbench):
-    """A finished search in `lr`, and its record."""
+def whole(workbench, monkeypatch):
+    """The record of a search in `lr` that was stopped in its seventh run, and resumed; `cut.json`: when it stopped."""
     path = workbench.root / "lr/find-lr.json"
     if not path.exists():
+        monkeypatch.setattr(faults, "_faults", {"train.after-step": ("term", "27")})
+        monkeypatch.setattr(faults, "_calls", Counter())
+        code, _, err = searched(workbench, "lr", *AROUND)
+        assert code == 1 and "the same command resumes" in err.splitlines()[-1]
+        monkeypatch.setattr(faults, "_faults", {})
+        cut = json.loads(path.read_text())
+        cut["written"] = {each: result_of(workbench, each).stat().st_mtime_ns for each in cut["runs"]}
+        (workbench.root / "cut.json").write_text(json.dumps(cut))
         code, _, err = searched(workbench, "lr", *AROUND)
         assert code == 0, err
     return json.loads(path.read_text())
+
+
+def result_of(workbench, exponent):
+    return workbench.root / f"lr/lr-{3e-2 * 2.0 ** int(exponent):.4g}/result.json"
+
+
+def plain(workbench, rate, steps):
+    """The last validation loss of `distill` at a rate that stays."""
+    options = ("--lr", rate, "--min-lr", 0.0, "--lr-schedule", "constant", "--warmup-steps", 2, "--steps", steps)
+    data = ("--cache", "cache", "--student", "student.toml", "--eval-batches", 1)
+    answer = workbench.json("distill", *data, *options, *workbench.plain, "--out", f"plain-{rate:g}-{steps}")
+    return answer["last_validation_loss"]
 
 
 def of_run(workbench, out, name):
@@ -73,33 +94,21 @@ def test_it_ends_with_a_table_a_figure_a_record_and_the_flag_in_eleven_lines(wor
 def test_a_short_run_is_one_of_distill_and_a_longer_rung_goes_on_with_it(workbench, whole):
     best = whole["suggestion"]["best"]
     name = next(name for name, rate in whole["rates"].items() if rate == best)
-    options = ("--lr", best, "--min-lr", 0.0, "--lr-schedule", "constant", "--warmup-steps", 2, "--steps", 16)
-    data = ("--cache", "cache", "--student", "student.toml", "--eval-batches", 1)
-    plain = workbench.json("distill", *data, *options, *workbench.plain, "--out", "plain")
-    assert whole["runs"][name][2]["loss"] == plain["last_validation_loss"]
+    assert whole["runs"][name][2]["loss"] == plain(workbench, best, 16)
     folder = workbench.root / f"lr/lr-{best:.4g}"
     assert (folder / "config.toml").is_file() and not (folder / "student").exists()
     assert len(list((folder / "checkpoints").glob("step-*"))) <= 3
 
 
-def test_a_search_that_is_stopped_resumes_and_finds_the_same(workbench, whole, monkeypatch):
-    monkeypatch.setattr(faults, "_faults", {"train.after-step": ("term", "27")})
-    monkeypatch.setattr(faults, "_calls", Counter())
-    code, _, err = searched(workbench, "cut", *AROUND)
-    assert code == 1 and "the same command resumes" in err.splitlines()[-1]
-    monkeypatch.setattr(faults, "_faults", {})
-    before = of_run(workbench, "cut", "find-lr.json")
-    assert len(before["runs"]) > 0 and "suggestion" not in before
-    finished = [workbench.root / f"cut/lr-{3e-2 * 2.0 ** int(name):.4g}/result.json" for name in before["runs"]]
-    times = {path: os.stat(path).st_mtime_ns for path in finished[:1]}
-    code, _, err = searched(workbench, "cut", *AROUND)
-    assert code == 0, err
-    after = of_run(workbench, "cut", "find-lr.json")
-    assert after["suggestion"] == whole["suggestion"]
-    for name, rungs in whole["runs"].items():
-        assert [each["loss"] for each in after["runs"][name]] == [each["loss"] for each in rungs]
-    worst = "-2"  # which went no further than the first rung
-    assert len(after["runs"][worst]) > 1 or {path: os.stat(path).st_mtime_ns for path in times} == times
+def test_a_search_that_is_stopped_goes_on_where_it_was_and_trains_nothing_again(workbench, whole):
+    cut = of_run(workbench, ".", "cut.json")
+    losses = {int(name): [Trained(each["loss"]) for each in rungs] for name, rungs in cut["runs"].items()}
+    rate, rung = next_run(losses)  # which was stopped at its third step
+    assert len(losses) >= 5 and "suggestion" not in cut
+    assert whole["runs"][str(rate)][rung]["loss"] == plain(workbench, whole["rates"][str(rate)], 4 << rung)
+    left = {name for name, rungs in cut["runs"].items() if len(rungs) == len(whole["runs"][name])}
+    assert left and all(whole["runs"][name] == cut["runs"][name] for name in left)
+    assert all(result_of(workbench, name).stat().st_mtime_ns == cut["written"][name] for name in left)
 
 
 def test_a_rate_that_diverges_is_infinite_and_moves_the_search_to_lower_ones(workbench):
