@@ -66,7 +66,7 @@ class DistillConfig(Options):
     The same command resumes an interrupted run from its newest valid checkpoint.
     """
 
-    student: str = option(once=True, reads="spec")
+    student: str = option(once=True, reads="spec", brief="stdlib-1m, a TOML, a model folder, or a hub id.")
     """A student that ships (stdlib-1m, ...), a TOML, a model folder, or a hub id."""
     out: Path = option(free=True)
     """The folder of the run."""
@@ -228,7 +228,7 @@ class FindLrConfig(DistillConfig):
     rung_steps: int | None = option(None, least=2, brief="Steps of the first short runs [a twentieth].")
     """Steps of the first rung; by default a twentieth of the run, 20 to 200. The best go on to two and four times."""
 
-    EXAMPLES = ("kdtrain find-lr --cache cache/t --student students/stdlib-1m.toml --out runs/lr --steps 2500",)
+    EXAMPLES = ("kdtrain find-lr --cache cache/t --student stdlib-1m --out runs/lr --steps 2500",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
