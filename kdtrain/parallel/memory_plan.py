@@ -54,13 +54,13 @@ from kdtrain.errors import UsageError
 from kdtrain.models.adapters import sketch
 from kdtrain.models.attention import CAUSAL, FUSED, fits_causal
 from kdtrain.models.frozen import frozen_bytes, pack
+from kdtrain.models.head import layers_of
 from kdtrain.models.hub import attention_option, never_asking
 from kdtrain.models.loading import checkpoint_activations, load_tokenizer
 from kdtrain.models.scratch import configuration, layers_config
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log
 from kdtrain.objective.logits import chunk_rows, weight_chunks
-from kdtrain.precision.linear import layers_of
 from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import all_gather_object, is_main, world_size
 

@@ -48,8 +48,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
-from kdtrain.models.head import default_probe
-from kdtrain.precision.linear import layers_of
+from kdtrain.models.head import default_probe, layers_of
 from kdtrain.ranks import agreed_max, local, with_local
 
 

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from kdtrain.errors import UsageError
-from kdtrain.models.adapters import adapter_parts
-from kdtrain.models.head import layers_of as layers_of
 from kdtrain.precision.emulated import Held, Recipe, hold, quantized_linear
 
 Position = Literal["high", "quantized", "high-forward"]
@@ -166,6 +164,9 @@ def convert(
     of modules. hold: quantise weights that are not trained once, and keep them so beside the weights, which must not
     change any more; TransformerEngine quantises them each time.
     """
+    from kdtrain.models.adapters import adapter_parts  # transformers' models, not to be read to ask for capabilities
+    from kdtrain.models.head import layers_of
+
     layers = layers_of(model)
     ends = layers[:skip_first] + (layers[-skip_last:] if skip_last else [])
     kept = {module for layer in ends for module in layer.modules()}

@@ -54,7 +54,7 @@ def test_the_folder_is_locked_until_the_student_and_the_result_are_written(workb
 
     def watched(run, *rest):
         held.append((run.out / LOCK).exists())
-        write(run, *rest)
+        return write(run, *rest)
 
     monkeypatch.setattr(Run, name, watched)
     assert workbench.call(*command, "--cache", "cache", "--out", f"locked-{name}")[0] == 0

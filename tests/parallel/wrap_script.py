@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kdtrain.checkpoint import shards
 from kdtrain.config import OptimizerConfig
 from kdtrain.errors import RunError, UsageError
-from kdtrain.models.head import split
+from kdtrain.models.head import layers_of, split
 from kdtrain.monitor.loggers import histograms
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
@@ -26,7 +26,6 @@ from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.parallel import parallelize
 from kdtrain.parallel.parallelize import SingleProcess, clip_norm_, mesh_of, peaks, shard
-from kdtrain.precision.linear import layers_of
 from kdtrain.ranks import all_gather_object, all_reduce_max, local, on_main, process_group, raise_on_all_ranks
 from kdtrain.testing import tiny_model
 from kdtrain.training.guards import guarded_step, non_finite
