@@ -19,7 +19,7 @@ from kdtrain.config import DistillConfig
 from kdtrain.config.values import fields_of, marked
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import read_toml
-from kdtrain.models.spec import is_hub_id, read_spec
+from kdtrain.models.spec import ModelSpec, is_hub_id, read_spec
 
 RECIPE = "recipe.toml"
 _DATA = re.compile(r"hf:(?:datasets/)?([\w.-]+/[\w.-]+)(?:[:@].*)?", re.ASCII)
@@ -65,16 +65,18 @@ def card_files(
     weights: str,
     license: str | None = None,
     adapter: bool = False,
+    base: ModelSpec | None = None,
 ) -> dict[str, bytes]:
     """README.md and recipe.toml of an export of a checkpoint with this state.
 
     name: of the folder. weights: their number format, in words. license: of the student; None: not stated. adapter: the
-    folder holds adapters alone.
+    folder holds adapters alone. base: the spec of the run's student; None: as the recipe names it.
     """
     recipe = recipe_of(run, state)
     given = recipe.get("run", {})
     manifests = _manifests(given.get("cache"), run, state)
-    head = _head(given, recipe, list(manifests.values()), license, adapter)
+    hub_id = _hub_id(given.get("student"), base)
+    head = _head(given, recipe, list(manifests.values()), license, (hub_id, adapter))
     rows = {"student": state["student"]["name"], "parameters": f"{parameters:,}", "weights": weights}
     body = _body(name, given, state, manifests, rows, adapter)
     toml = to_toml(recipe)
@@ -107,17 +109,14 @@ def _manifests(cache: Any, run: Path, state: Mapping[str, Any]) -> dict[str, Man
     return found
 
 
-def _base(student: Any) -> str | None:
+def _hub_id(student: Any, spec: ModelSpec | None) -> str | None:
     """The model on the hub from which the student began; None for another beginning."""
-    if not isinstance(student, str):
-        return None
     try:
-        spec = read_spec(student)
+        spec = read_spec(student) if spec is None and isinstance(student, str) else spec
     except (UsageError, RunError, OSError, ValueError):
         return None
-    return (
-        spec.source if spec.source is not None and is_hub_id(spec.source) and not Path(spec.source).exists() else None
-    )
+    source = None if spec is None else spec.source
+    return source if source is not None and is_hub_id(source) and not Path(source).exists() else None
 
 
 def _head(
@@ -125,12 +124,13 @@ def _head(
     recipe: Mapping[str, Mapping[str, Any]],
     manifests: list[Manifest],
     license: str | None,
-    adapter: bool,
+    kind: tuple[str | None, bool],
 ) -> Iterator[str]:
+    base, adapter = kind
     yield f"library_name: {'peft' if adapter else 'transformers'}"
     yield "pipeline_tag: text-generation"
     yield "tags: [kdtrain, knowledge-distillation]"
-    if (base := _base(given.get("student"))) is not None:
+    if base is not None:
         yield f"base_model: {json.dumps(base)}"
         yield f"base_model_relation: {'adapter' if adapter else 'finetune'}"
     cache = given.get("cache")

@@ -191,7 +191,8 @@ class Run:
             state.load(checkpoint.tensors, checkpoint.state)
         saved = {"progress": asdict(state.progress), **saved}
         step = saved["progress"]["step"]
-        card = card_files(self.out.name, self.out, saved, parameters=written_parameters(student), weights="float32")
+        about: dict[str, Any] = {"parameters": written_parameters(student), "weights": "float32"}
+        card = card_files(self.out.name, self.out, saved, **about, base=self.recipe.student)
         tokenizer = tokenizer_files(self.out / TOKENIZER)
         with export_lock(out, wait=_OTHER_EXPORT):
             with writing(out):
