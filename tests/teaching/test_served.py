@@ -16,7 +16,8 @@ import torch
 
 import kdtrain as kd
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.config import CodecConfig, DataConfig, ServerConfig
+from kdtrain.commands.captured import captured
+from kdtrain.config import CodecConfig, DataConfig, RunServerConfig, ServerConfig
 from kdtrain.models.loading import load_teacher, load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.teaching.served.answers import Answers, Entry, Span, Wrong, spans_of
@@ -435,6 +436,13 @@ def test_samples_that_are_wrong_once_are_asked_for_again_and_always_end_the_capt
     plugin.always, plugin.after = fault, len(plugin.bodies) + PREFLIGHT + 5
     with pytest.raises(kd.RunError, match=words):
         samples_of(plugin, "other")
+
+
+def test_the_student_itself_is_no_teacher_behind_a_server():
+    server = RunServerConfig(teacher_server=("http://host/v1",))
+    config = kd.DistillConfig(student="s", out="o", teacher="self", data=DataConfig(data="text.txt"), server=server)
+    with pytest.raises(kd.UsageError, match="--teacher self is the student, which no server runs"):
+        captured(config, torch.device("cpu"))
 
 
 # The codec of an answer ---------------------------------------------------------------------------------------------
