@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,9 +30,10 @@ class Repository:
         self.commits: list[tuple[str, dict[str, bytes]]] = []
         self.commit({".gitattributes": b""})
 
-    def commit(self, files: dict[str, bytes]) -> str:
-        """Add files in a commit, and return its name."""
+    def commit(self, files: dict[str, bytes], gone: Collection[str] = ()) -> str:
+        """Add files in a commit, take others out, and return its name."""
         tree = {**self.commits[-1][1], **files} if self.commits else files
+        tree = {path: content for path, content in tree.items() if path not in gone}
         name = hashlib.sha1(repr((len(self.commits), sorted(tree))).encode()).hexdigest()
         self.commits.append((name, tree))
         return name
@@ -128,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if (found := re.fullmatch(r"/api/(?:datasets|models)/([^/]+/[^/]+)(?:/revision/([^/]+))?", path)) is not None:
             return self._info(found[1], unquote(found[2] or "main"))
-        if (found := re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)) is not None:
+        if (found := re.fullmatch(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)) is not None:
             return self._resolve(found[1], unquote(found[2]), unquote(found[3]))
         if path.startswith("/cdn/"):
             web.authorized += ["cdn"] * ("Authorization" in self.headers)
@@ -327,14 +328,16 @@ class _Handler(BaseHTTPRequestHandler):
         return self._empty(200)
 
     def _commit(self, repository: Repository, name: str, body: bytes) -> None:
-        files = {}
+        files, gone = {}, []
         for line in body.decode().splitlines():
             each = json.loads(line)
             if each["key"] == "file":
                 files[each["value"]["path"]] = base64.b64decode(each["value"]["content"])
             elif each["key"] == "lfsFile":
                 files[each["value"]["path"]] = self.server_web.objects[each["value"]["oid"]]
-        commit = repository.commit(files)
+            elif each["key"] == "deletedFile":
+                gone.append(each["value"]["path"])
+        commit = repository.commit(files, gone)
         url = f"{self.server_web.url}/datasets/{name}/commit/{commit}"
         return self._json({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
 

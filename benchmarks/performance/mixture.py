@@ -4,7 +4,8 @@ The real command trains the shipped student's shape from caches of the shipped t
 mixtures at 3:1: of two caches of samples (`same`: one set of targets a micro-batch), of samples and a top-k (`codecs`:
 a loss for each part of a micro-batch), and of samples and bare tokens (`replay`). Each side runs once a round; its
 tokens a second are the median of the later half of its steps, and a figure is the median over rounds of the ratio to
-one cache in the same round. `--micro-batch-size` smaller than the batch makes most micro-batches hold one member.
+one cache in the same round; every second round goes through the sides in the other order, since a machine that others
+use drifts within a round. `--micro-batch-size` smaller than the batch makes most micro-batches hold one member.
 
 `compile`: the same with compiled layers; `recompilations` counts what torch.compile compiled again, once a side.
 """
@@ -51,6 +52,8 @@ class Settings(Options):
     """Sequences of a step."""
     micro_batch_size: int = option(4, least=1)
     """Sequences of a forward, beside the whole batch in one."""
+    sides: tuple[str, ...] = tuple(SIDES)
+    """What to run, `one` among it."""
     compile: bool = False
     """Compile the student's layers, and count recompilations."""
     save: bool = True
@@ -64,8 +67,8 @@ def main(settings: Settings) -> None:
         _caches(kdtrain, settings)
         rates: dict[str, list[float]] = {}
         for number in range(settings.rounds):
-            for micro in (settings.batch_size, settings.micro_batch_size):
-                for side in SIDES:
+            for micro in dict.fromkeys((settings.batch_size, settings.micro_batch_size)):
+                for side in settings.sides[:: -1 if number % 2 else 1]:
                     run = Path(settings.out, f"{side}-{micro}-{number}")
                     if not (run / "result.json").exists():
                         kdtrain(*_words(settings, side, micro, run))
@@ -79,7 +82,7 @@ def main(settings: Settings) -> None:
         figures[name] = {"tokens_per_second": [round(rate, 1) for rate in each]}
         figures[name] |= {"to_one_cache": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
     if settings.compile:
-        figures["recompilations"] = {side: _recompilations(settings, side) for side in SIDES}
+        figures["recompilations"] = {side: _recompilations(settings, side) for side in settings.sides}
     found = {"settings": {k: str(v) for k, v in vars(settings).items() if k not in ("out", "save")}, "figures": figures}
     found["environment"] = environment(Path(settings.out, f"one-{settings.batch_size}-0"))
     print(json.dumps(found, indent=1))

@@ -4,7 +4,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -61,14 +61,32 @@ def make_repository(where: object, repository: str, kind: str, private: bool) ->
     return str(made)
 
 
-def upload(where: object, repository: str, kind: str, files: Mapping[str, Path], message: str) -> str:
+def names_in(where: object, repository: str, kind: str) -> set[str]:
+    """The paths of the files in a repository. UsageError, Unreachable: as `ask`."""
+    info = ask(where, lambda: api().repo_info(repository, repo_type=kind))
+    return {each.rfilename for each in getattr(info, "siblings", None) or ()}
+
+
+def upload(
+    where: object,
+    repository: str,
+    kind: str,
+    files: Mapping[str, Path],
+    message: str,
+    remove: Collection[str] = (),
+) -> str:
     """Upload files, by their paths there, name all of them in one commit, and return that.
+
+    remove: paths there of files that this commit takes out.
 
     What the hub holds already, by its SHA-256, is not sent again. UsageError, Unreachable: as `ask`.
     """
-    from huggingface_hub import CommitOperationAdd
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-    operations = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [
+        *(CommitOperationAdd(name, str(path)) for name, path in files.items()),
+        *(CommitOperationDelete(name) for name in sorted(remove)),
+    ]
     commit = ask(where, lambda: api().create_commit(repository, operations, repo_type=kind, commit_message=message))
     return str(commit.oid)
 

@@ -23,6 +23,7 @@ from kdtrain.models.loading import (
     load_student,
     load_tokenizer,
 )
+from kdtrain.models.router import router_weight
 from kdtrain.monitor.progress import log
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.temperature import build_temperature
@@ -110,12 +111,15 @@ def _identity(recipe: Recipe, model: SplitModel, teacher: Teacher | None) -> dic
     """What checkpoints belong to, as far as the models say it."""
     attention = recipe.student.attention
     student: dict[str, Any] = {"name": recipe.student.name, "architecture": architecture(model), "attention": attention}
+    student |= {"router_weight": weight} if (weight := router_weight(model.model)) else {}
     if model.frozen:
         student["base"] = model.base
         student |= {} if recipe.student.weights is None else {"weights": recipe.student.weights}
         student |= {"freeze_head": True} if recipe.config.freeze_head else {}
         student |= {} if model.lora is None else {"lora": dataclasses.asdict(model.lora)}
-    digest = None if teacher is None else teacher.digest
+    digest = None if teacher is None else teacher.digest  # of the whole weights
+    if teacher is not None and teacher.spec.weights is not None:
+        digest = f"{digest} in {teacher.spec.weights}"
     return {"student": student, "generation": generation_settings(model), "teacher": digest}
 
 

@@ -28,7 +28,19 @@ from kdtrain.config import DistillConfig, FindLrConfig
 from kdtrain.config.rates import WORDS
 from kdtrain.config.values import configured, flag
 from kdtrain.errors import RunError, UsageError, making, refuse_no_path, writing
-from kdtrain.files import Lock, hidden_folder, publish_text, published, read_json, remove_empty, swap_in, temporary_of
+from kdtrain.files import (
+    Lock,
+    hidden_folder,
+    publish_text,
+    published,
+    read_json,
+    remove_empty,
+    remove_file,
+    swap_in,
+    temporary_of,
+)
+from kdtrain.models.adapters import is_adapter
+from kdtrain.models.loading import is_model_folder
 from kdtrain.monitor.progress import hushed, log, setup_logging
 from kdtrain.monitor.tables import columns, duration, finite, short, show, show_page
 from kdtrain.parallel.memory_plan import student_footprint
@@ -122,6 +134,9 @@ def find_lr(config: FindLrConfig) -> dict[str, Any]:
     with ExitStack() as stack:
         _claim(config, stack)
         record = _begin(config)
+        if not (out / RECORD).exists():  # before a short run, whose folder without a record would be foreign
+            stack.callback(_leave_nothing, out)
+            _publish(out, asdict(record))
         log.info("short runs around %.2g (%s), first of %d steps", record.guess, record.guess_from, record.steps)
         while (found := next_run(record.losses)) is not None:
             exponent, rung = found
@@ -156,6 +171,12 @@ def _claim(config: FindLrConfig, stack: ExitStack) -> None:
 def _begin(config: FindLrConfig) -> _Record:
     """The search in the folder, or a new one. UsageError: it has other options, or cannot be read."""
     options, path, own = deciding(config), config.out / RECORD, config.optimizer.lr
+    start = config.checkpoint
+    begun = start.load is not None and not (is_model_folder(start.load) or is_adapter(start.load))
+    if begun and not start.override_opt_param_scheduler:
+        raise UsageError(
+            "--load keeps the rate of the loaded run; add --override-opt-param-scheduler to look for another"
+        )
     if path.exists():
         try:
             found = read_json(path, _Record)
@@ -183,6 +204,12 @@ def _begin(config: FindLrConfig) -> _Record:
     known_length = bool(sources) or config.epochs is None
     planned = total_steps(config, len(sources["train"]) if sources else 0) if known_length else None
     return _Record(finite(options), guess, told, config.first_steps, planned, None, {})
+
+
+def _leave_nothing(out: Path) -> None:
+    """Remove the record of a search that did not begin, such as one of refused options."""
+    if not any(out.glob("lr-*")):
+        remove_file(out / RECORD)
 
 
 def _changed(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -241,9 +268,10 @@ def _by_part(run: Run) -> list[float]:
 
 
 def short_run(config: FindLrConfig, out: Path, lr: float, steps: int) -> DistillConfig:
-    """A short run: the rate stays after a warm-up of at most half of the first rung, and so do T and alpha.
+    """A short run: the rate stays after a warm-up of at most half of the first rung, and so do T and alpha,
+    which is the larger one of a schedule.
 
-    A run of more steps goes on with one of fewer. A spike ends it, where a rollback would lower its rate.
+    A run of more steps resumes one of fewer. A spike ends it, where a rollback would lower its rate.
     """
     own = {each.name: getattr(config, each.name) for each in fields(DistillConfig)}
     options: dict[str, Any] = {
@@ -256,6 +284,10 @@ def short_run(config: FindLrConfig, out: Path, lr: float, steps: int) -> Distill
     }
     if config.objective.schedules_temperature:
         options["temperature_mode"] = "fixed"
+    if config.objective.alpha_schedule != "constant":
+        options["alpha"] = max(config.objective.alpha, config.objective.alpha_end)
+    if (rule := config.quantization.quant_rule) is not None:  # a rate that stays has no decay, which a rule waits for
+        options["quant_rule"] = "+".join(each for each in rule.split("+") if each != "schedule") or None
     return configured(DistillConfig, DistillConfig(**own), options)
 
 

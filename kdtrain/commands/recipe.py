@@ -36,7 +36,15 @@ from kdtrain.monitor.progress import log, warn_early
 from kdtrain.monitor.tables import short
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.divergence import refuse
-from kdtrain.parallel.memory_plan import Job, Plan, fitting_micro_batch, free_everywhere, job_of, plan_run
+from kdtrain.parallel.memory_plan import (
+    Job,
+    Plan,
+    fitting_micro_batch,
+    free_everywhere,
+    job_of,
+    plan_run,
+    student_footprint,
+)
 from kdtrain.precision.backends import Formats, formats_of
 from kdtrain.precision.modes import why_not_compile, why_not_tf32
 from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, reported, world_size
@@ -189,7 +197,11 @@ def resolve(
         micro = _micro_batch(given, job, free)
         plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
         objective = _with_bounds(given.objective, facts, teacher is not None)
-        lr, lr_from = _learning_rate(given, student, None if job is None else job.student.parameters, rate)
+        measured = None if job is None else job.student
+        if job is None and teacher is not None and given.optimizer.lr == "auto" and rate is None:
+            # it may be the teacher alone that cannot be measured
+            measured = student_footprint(student, size, seq_len=min(seq_len, 64), mode="fp32")
+        lr, lr_from = _learning_rate(given, student, None if measured is None else measured.parameters, rate)
         optimizer = replace(given.optimizer, lr=lr)
         config = replace(given, objective=objective, optimizer=optimizer, checkpoint=checkpoint)
     on_main(lambda: _look(given))
@@ -261,12 +273,13 @@ def student_spec(config: DistillConfig) -> ModelSpec:
     UsageError: it cannot be read, or the options do not fit it.
     """
     student, folder = read_spec(config.student), config.checkpoint.load
-    if folder is not None and is_model_folder(folder):
-        if config.checkpoint.override_opt_param_scheduler:
-            raise UsageError(
-                f"--override-opt-param-scheduler has no effect with the model folder {folder}, which has no schedule; "
-                "leave it out"
-            )
+    model = folder is not None and is_model_folder(folder)
+    if folder is not None and (model or is_adapter(folder)) and config.checkpoint.override_opt_param_scheduler:
+        raise UsageError(
+            f"--override-opt-param-scheduler has no effect with the {'model' if model else 'adapter'} folder {folder}, "
+            "which has no schedule; leave it out"
+        )
+    if folder is not None and model:
         student = with_weights_of(folder, student)
     return replace(student, lora=_lora(config, student))
 

@@ -11,7 +11,7 @@ from kdtrain.commands.run_folder import changes, is_run, refuse_changes
 from kdtrain.config import LoraConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import read_json, read_toml, typed
-from kdtrain.models.adapters import fill_adapter, is_adapter, load_adapter
+from kdtrain.models.adapters import fill_adapter, is_adapter
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.parallel.parallelize import part_of, reshard
 from kdtrain.ranks import on_main, raise_on_all_ranks, reported
@@ -66,6 +66,7 @@ class Start:
         path = Path(found)
         with raise_on_all_ranks():
             checkpoint = load_saved(path, trainer.state.like)
+            self._note_router(checkpoint.state, path)
             self.refuse_changes(checkpoint.state, self.recipe.config.out, path.name)
             self._refuse_other(checkpoint.state, path, PARTS)
             self._load(checkpoint, path)
@@ -132,6 +133,7 @@ class Start:
             path = checkpoint_of(path, "best") if is_run(path) else trainer.store.choose(str(path.resolve()))
             checkpoint = load_saved(path, trainer.state.like)
             checkpoint.state["student"]["attention"] = self.identity["student"]["attention"]  # the weights serve any
+            self._note_router(checkpoint.state, path)
             self._refuse_other(checkpoint.state, path, ("student",))
             saved, same_data = checkpoint.state["options"], checkpoint.state["cache"] == self.identity["cache"]
             different = changes(saved, config, but=self._same(checkpoint.state))
@@ -173,7 +175,7 @@ class Start:
         """Begin with the adapters of a `peft` folder."""
         model = self.trainer.student.model
         reshard(model)
-        fill_adapter(model.model, load_adapter(path), path, part_of)
+        fill_adapter(model.model, path, part_of)
         log.info("the adapters are those of %s", path)
         return path
 
@@ -211,6 +213,14 @@ class Start:
         given = self.recipe.given.objective
         unasked = {name for name in _BOUNDS if getattr(given, name) is None}
         return same | ({"cache"} & {*self.recipe.config.allow_mismatch}) | (set() if "cache" in same else unasked)
+
+    def _note_router(self, saved: dict[str, Any], path: Path) -> None:
+        """Warn where a version without the router's auxiliary loss wrote a checkpoint, and take it for one with it."""
+        weight = self.identity["student"].get("router_weight")
+        if weight is not None and saved["student"].setdefault("router_weight", None) is None:
+            saved["student"]["router_weight"] = weight
+            text = "was trained without the router's auxiliary loss, which is added from here on, times"
+            warn_early("router-loss", f"{path} {text} {weight:g}")
 
     def _refuse_other(self, saved: dict[str, Any], path: Path, parts: tuple[str, ...]) -> None:
         for part in parts:

@@ -21,6 +21,7 @@ from kdtrain.files import publish_text, set_aside
 from kdtrain.models.frozen import whole_size
 from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import export_lock, export_model, is_export, load_tokenizer, tokenizer_files
+from kdtrain.models.spec import ModelSpec, at_commit
 from kdtrain.monitor.progress import end_log, formula, log, setup_logging
 from kdtrain.monitor.tables import finite, show
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, rank, world_size
@@ -185,7 +186,7 @@ class Run:
         packed = self.recipe.student.weights
         if self.recipe.plan.student == "fsdp" or packed is not None:  # no rank holds the whole student
             path = self._best() if has_best else trainer.store.choose("latest")
-            student, saved = student_at(path, torch.device("cpu")), load_saved(path).state
+            student, saved = student_at(path, torch.device("cpu"), self._base), load_saved(path).state
         elif has_best:
             checkpoint = load_saved(self._best())
             state.load(checkpoint.tensors, checkpoint.state)
@@ -206,6 +207,12 @@ class Run:
         merged = self._merged_loss(student)
         log.info("%s", merged_line(packed, state.progress.best_loss, merged, str(out)))
         return {"merged_validation_loss": merged}
+
+    @property
+    def _base(self) -> ModelSpec:
+        """Where the student's weights came from: of a model on the hub, the commit that was loaded."""
+        spec, config = self.recipe.student, self.trainer.student.model.model.config
+        return at_commit(spec, getattr(config, "_commit_hash", None))
 
     def _merged_loss(self, student: SplitModel) -> float | None:
         """The validation loss of a student with its whole weights; None if it is not measured here.

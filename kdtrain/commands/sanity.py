@@ -133,8 +133,9 @@ class Checks:
     def _is_the_teacher(self) -> bool:
         """Whether the student has the teacher's weights."""
         teacher = self.recipe.facts.teacher
-        digests = (teacher.get("weights_digest"), self.trial.run.identity["teacher"])
-        stated = teacher.get("dtype") if self.recipe.teacher is None else self.recipe.teacher.spec.dtype
+        online = self.recipe.teacher
+        digests = (teacher.get("weights_digest"), None if online is None else online.digest)
+        stated = teacher.get("dtype") if online is None else online.spec.dtype
         dtype = getattr(torch, stated) if stated in DTYPES else torch.float32
         # an fp32 teacher has weights that were rounded to its dtype first
         casts = ((dtype,), (dtype, torch.float32))

@@ -242,10 +242,6 @@ class FindLrConfig(DistillConfig):
             start.resume != "auto" or start.overwrite,
             "find-lr resumes its own short runs; leave --resume and --overwrite out, or name another --out",
         )
-        refuse(
-            start.load is not None and not start.override_opt_param_scheduler,
-            "--load goes on with the rate of the loaded run; add --override-opt-param-scheduler to look for another",
-        )
 
     @property
     def first_steps(self) -> int:
@@ -410,7 +406,8 @@ class ExportConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(self.adapter and self.quantize is not None, "--quantize is for whole models; leave --adapter out")
+        for name, given in (("--quantize", self.quantize is not None), ("--shard-size", self.shard_size != 5.0)):
+            refuse(self.adapter and given, f"{name} is for whole models; leave it or --adapter out")
 
     @property
     def torch_dtype(self) -> str:

@@ -228,13 +228,18 @@ class OptimizerConfig(Options):
 ALL_LINEAR = "all-linear"
 _NAMES = re.compile(r"[\w.,-]+")
 """What is a list of names; anything else is a regular expression."""
+_LONGEST = 10_000
 
 
 def _check_targets(given: str) -> None:
-    try:
-        re.compile(given)
-    except re.error as error:
-        raise UsageError(f"--lora-targets '{given}' is neither names nor a regular expression: {error}") from None
+    if given != ALL_LINEAR and not _NAMES.fullmatch(given):  # many names take long to compile
+        refuse(len(given) > _LONGEST, f"--lora-targets is a regular expression of over {_LONGEST} characters")
+        try:
+            re.compile(given)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise UsageError(
+                f"--lora-targets '{given[:200]}' is neither names nor a regular expression: {error}"
+            ) from None
     refuse(not all(given.split(",")), f"--lora-targets '{given}' has an empty name; join names with single commas")
 
 
@@ -258,10 +263,16 @@ class LoraConfig(Options):
     """Also learn the length of each row of the adapted weights (DoRA, arXiv 2402.09353); slower."""
 
     @property
+    def lora_pattern(self) -> str | None:
+        """The regular expression of `lora_targets`; None for names, or for all layers."""
+        targets = self.lora_targets or ALL_LINEAR
+        return None if targets == ALL_LINEAR or _NAMES.fullmatch(targets) else targets
+
+    @property
     def lora_names(self) -> list[str] | None:
         """The names of `lora_targets`; None for a regular expression, or for all layers."""
         targets = self.lora_targets or ALL_LINEAR
-        return targets.split(",") if targets != ALL_LINEAR and _NAMES.fullmatch(targets) else None
+        return None if targets == ALL_LINEAR or self.lora_pattern else targets.split(",")
 
     def over(self, spec: "LoraConfig | None" = None) -> "LoraConfig | None":
         """The adapters of a run, with every value: those of `spec` with what is given here; None without any.

@@ -327,7 +327,6 @@ class _CsvRows:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
-        csv.field_size_limit(max(csv.field_size_limit(), _MOST_CELL))
         for path in paths:
             names = next(self._cells(path), [])
             if len(set(names)) != len(names) or not all(names):
@@ -347,7 +346,7 @@ class _CsvRows:
         sep, width = "\t" if _suffix(path.name) == ".tsv" else ",", None
         with readable(str(path)), open_regular(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
             reader = csv.reader(text, delimiter=sep, strict=True)
-            for row in filter(None, reader):
+            for row in filter(None, _of_any_size(reader)):
                 width = width or len(row)
                 if len(row) != width:
                     raise UsageError(
@@ -362,6 +361,20 @@ class _CsvRows:
         for path in self._paths:
             for cells in islice(self._cells(path), 1, None):
                 yield {column: cells[place] for column, place in places.items()}
+
+
+def _of_any_size(rows: Iterator[list[str]]) -> Iterator[list[str]]:
+    """The rows of `csv` with cells up to `_MOST_CELL`; outside, the limit of the process is as it was."""
+    while True:
+        before = csv.field_size_limit()
+        csv.field_size_limit(max(before, _MOST_CELL))
+        try:
+            row = next(rows, None)
+        finally:
+            csv.field_size_limit(before)
+        if row is None:
+            return
+        yield row
 
 
 def _local_files(path: Path) -> tuple[Path, str, list[str]]:

@@ -56,6 +56,8 @@ _ANY = {
     *("qalora_group_size", "revision", "runtime_config", "target_modules", "task_type"),
 }
 """What changes nothing, or what the tensors say as well."""
+_MOST = 100_000
+"""Tensors of an adapter; those of the largest models have some thousands."""
 _ONLY = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -148,12 +150,16 @@ def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     if targets == ALL_LINEAR:
         chosen = {name: each for name, each in linear.items() if each is not head}
     elif (wanted := lora.lora_names) is not None:
-        ends = {each: [name for name in linear if name == each or name.endswith(f".{each}")] for each in wanted}
-        for each, found in ends.items():
-            if not found:
+        ends: dict[str, list[str]] = {}
+        for name in linear:
+            parts = name.split(".")
+            for start in range(len(parts)):
+                ends.setdefault(".".join(parts[start:]), []).append(name)
+        for each in wanted:
+            if each not in ends:
                 leaves = ", ".join(sorted({name.rpartition(".")[2] for name in linear if linear[name] is not head}))
                 raise UsageError(f"{who}: the student has no linear layer '{printable(each[:80])}'; it has {leaves}")
-        matched = {name for found in ends.values() for name in found}
+        matched = {name for each in wanted for name in ends[each]}
         chosen = {name: each for name, each in linear.items() if name in matched}
     else:
         chosen = {name: each for name, each in linear.items() if re.fullmatch(targets, name)}
@@ -299,7 +305,9 @@ def lora_of(values: Mapping[str, Any], names: Iterable[str], where: str) -> Lora
 def layers_in(names: Iterable[str]) -> list[str]:
     """The layers with an adapter, by the names of the adapters' tensors. UsageError: there are other tensors."""
     found: dict[str, None] = {}
-    for name in names:
+    for count, name in enumerate(names):
+        if count == _MOST:
+            raise UsageError(f"the adapter has over {_MOST:,} tensors, more than any model")
         part = _PART.fullmatch(name.replace(f".{_NAME}", ""))
         if part is None:
             raise UsageError(f"a tensor {printable(name[:120])} of the adapter is none of LoRA")
@@ -307,33 +315,27 @@ def layers_in(names: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def load_adapter(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a `peft` folder in fp32, by their names there."""
-    with _open(folder) as file:
-        return {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
-
-
 def fill_adapter(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    folder: Path,
-    part: Callable[[Tensor, Tensor], Tensor] = lambda whole, like: whole,
+    model: nn.Module, folder: Path, part: Callable[[Tensor, Tensor], Tensor] = lambda whole, like: whole
 ) -> None:
-    """Load what `load_adapter` returned into the adapters of a model.
+    """Load the tensors of a `peft` folder into the adapters of a model.
 
     part: a tensor, and the one that it belongs into -> what this rank holds of it.
 
     UsageError: adapters and tensors do not fit each other.
     """
     names, state = _names_in_files(model), model.state_dict()
-    if other := sorted({*names} ^ {*tensors}):
-        raise UsageError(f"{folder} does not fit the adapters of the student: {printable(other[0][:120])}")
-    for name, own in names.items():
-        if tensors[name].shape != state[own].shape:
-            theirs, ours = list(tensors[name].shape), list(state[own].shape)
-            raise UsageError(f"{folder}: {name} has shape {theirs}, the student's {ours}; give the base that it is of")
-        with torch.no_grad():
-            local(state[own]).copy_(part(tensors[name], state[own]))
+    with _open(folder) as file, torch.no_grad():
+        if other := sorted({*names} ^ {*file.keys()}):
+            raise UsageError(f"{folder} does not fit the adapters of the student: {printable(other[0][:120])}")
+        for name, own in names.items():  # before one is read: they may be of any size
+            theirs, ours = file.get_slice(name).get_shape(), list(state[own].shape)
+            if theirs != ours:
+                raise UsageError(
+                    f"{folder}: {name} has shape {theirs}, the student's {ours}; give the base that it is of"
+                )
+        for name, own in names.items():
+            local(state[own]).copy_(part(file.get_tensor(name).float(), state[own]))
 
 
 def _tensor_names(folder: Path) -> list[str]:

@@ -145,7 +145,7 @@ def vocabulary(spec: ModelSpec) -> int:
 
 
 def is_model_folder(path: Path) -> bool:
-    """Whether a folder holds a model as transformers saves it, and is no run."""
+    """Whether a folder is not a run, and holds a model as transformers saves it."""
     return (path / "config.json").is_file() and not (path / "config.toml").exists()
 
 

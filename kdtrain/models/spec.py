@@ -39,9 +39,9 @@ MAX_TEACHERS = 8
 
 _FOREIGN = (
     *("config.json", "config.toml", "environment.json", "checkpoints/*/state.json"),
-    *("manifest.json", "settings.json", "state.json"),
+    *("manifest.json", "settings.json", "state.json", ADAPTER_CONFIG),
 )
-"""Files of a model folder, a run, a cache and a checkpoint, which may all come from somebody else."""
+"""Files of a model folder, a run, a cache, a checkpoint and adapters, which may all come from somebody else."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -161,6 +161,11 @@ def teacher_spec(name: str, student: ModelSpec) -> ModelSpec:
     return read_spec(name, "teachers")
 
 
+def at_commit(spec: ModelSpec, commit: str | None) -> ModelSpec:
+    """The spec of the same model at a commit of the hub; `spec` where None is known."""
+    return spec if commit is None else replace(spec, revision=commit)
+
+
 def with_weights(spec: ModelSpec, weights: Weights | None, option: str, parallel: str) -> ModelSpec:
     """A spec whose weights are held in another format; None: as the spec says.
 
@@ -223,9 +228,12 @@ def _from_toml(path: Path) -> ModelSpec:
         spec = ModelSpec(**values)
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
-    if spec.trust_remote_code and (foreign := min(foreign_beside(path), default=None)) is not None:
+    pattern = "a regular expression as targets in [lora]"  # which can be made to run without end
+    own = [pattern] if spec.lora is not None and spec.lora.lora_pattern else []
+    own += ["trust_remote_code = true"] if spec.trust_remote_code else []
+    if own and (foreign := min(foreign_beside(path), default=None)) is not None:
         raise UsageError(
-            f"{path}: trust_remote_code = true must be in a spec of your own, and this one lies with {foreign}, "
+            f"{path}: {own[-1]} must be in a spec of your own, and this one lies with {foreign}, "
             "which may have been downloaded; copy it elsewhere if you trust that"
         )
     return spec

@@ -1,5 +1,6 @@
-"""The student without its adapters as its own teacher: what it was when the run began, at no cost in memory.
+"""The student without its adapters as its own teacher, at no cost in memory.
 
+It is what the student was when the run began; where `--load` began with trained adapters, the base below these.
 The divergence then holds a student near its base while it learns from the text, as KL to a reference policy does, or
 is all that it learns, at another temperature (self-distillation, Born-Again Networks, arXiv 1805.04770).
 

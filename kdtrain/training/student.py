@@ -239,7 +239,8 @@ class Student(PreTrainedModel):
             loss = output.loss + per_token(self.hidden_weight * distance, normalizer)
             output = output._replace(loss=loss, hidden=distance.detach().to(output.hidden.dtype))
         if balance:
-            # a mean over the micro-batch: weighted by its tokens, the step's is the same mean however it is divided
+            # not linear in the tokens, of which masked ones count too: a step's is the mean over its micro-batches,
+            # by their unmasked tokens, and changes a little with their size
             routing = balance[0].float() * mask_N.sum()
             loss = output.loss + per_token(self.router_weight * routing, normalizer)
             output = output._replace(loss=loss, router=routing.detach().to(output.router.dtype))

@@ -10,9 +10,11 @@ import pytest
 
 from kdtrain import faults
 from kdtrain.commands import find_lr
-from kdtrain.config import rates
+from kdtrain.config import FindLrConfig, ObjectiveConfig, OptimizerConfig, rates
+from kdtrain.config.sections import QuantizationConfig
 from kdtrain.errors import RunError
 from kdtrain.parallel import memory_plan
+from kdtrain.teaching.local import LocalTeacher
 from kdtrain.training.rate_search import Trained, next_run
 
 OPTIONS = ("--cache", "cache", "--student", "student.toml", "--steps", 80, "--rung-steps", 4, "--eval-batches", 1)
@@ -109,6 +111,51 @@ def test_a_search_that_is_stopped_goes_on_where_it_was_and_trains_nothing_again(
     left = {name for name, rungs in cut["runs"].items() if len(rungs) == len(whole["runs"][name])}
     assert left and all(whole["runs"][name] == cut["runs"][name] for name in left)
     assert all(result_of(workbench, name).stat().st_mtime_ns == cut["written"][name] for name in left)
+
+
+def test_a_search_that_is_stopped_in_its_first_run_goes_on_and_one_that_is_refused_leaves_nothing(
+    workbench, monkeypatch
+):
+    monkeypatch.setattr(faults, "_faults", {"train.after-step": ("term", "2-2")})
+    for calls in (1, 2):
+        monkeypatch.setattr(faults, "_calls", Counter())
+        code, _, err = searched(workbench, "early", *AROUND)
+        assert code == 1 and "the same command resumes" in err.splitlines()[-1], (calls, err)
+    assert of_run(workbench, "early", "find-lr.json")["runs"] == {}
+    code, _, err = searched(workbench, "early", *AROUND, "--seed", 3)
+    assert code == 2 and "holds another search (--seed was 0)" in err
+    code, _, err = searched(workbench, "refused", *AROUND, "--batch-size", 5, "--micro-batch-size", 2)
+    assert code == 2 and "is not a multiple" in err and not (workbench.root / "refused").exists()
+
+
+def test_it_begins_from_a_model_folder_which_has_no_schedule_to_override(workbench, monkeypatch):
+    monkeypatch.setattr(faults, "_faults", {"train.after-step": ("term", "2")})
+    monkeypatch.setattr(faults, "_calls", Counter())
+    options = ("find-lr", *OPTIONS[:2], "--student", "teacher", *OPTIONS[4:], *workbench.plain)
+    code, _, err = workbench.call(*options, "--load", "teacher", "--out", "from")
+    assert code == 1 and "the same command resumes" in err.splitlines()[-1], err
+    assert of_run(workbench, "from", "find-lr.json")["guess_from"].startswith("pretrained weights, ")
+    (workbench.root / "adapters-of").mkdir()
+    (workbench.root / "adapters-of/adapter_config.json").write_text("{}")
+    for folder in ("teacher", "adapters-of"):
+        code, _, err = workbench.call(*options, "--load", folder, "--out", "no", "--override-opt-param-scheduler")
+        assert code == 2 and "--override-opt-param-scheduler has no effect with the" in err.splitlines()[-1], err
+
+
+@pytest.mark.parametrize("rule, kept", [("schedule", None), ("schedule+spike", "spike"), ("gap", "gap"), (None, None)])
+def test_a_short_run_keeps_what_a_rate_that_stays_can_have(tmp_path, rule, kept):
+    config = FindLrConfig(
+        student="student.toml",
+        cache=("cache",),
+        out=tmp_path / "lr",
+        steps=40,
+        objective=ObjectiveConfig(alpha=0.0, alpha_schedule="linear", alpha_end=0.5),
+        optimizer=OptimizerConfig(lr=0.1, lr_schedule="wsd"),
+        quantization=QuantizationConfig(time_resume=True, quant_rule=rule),
+    )
+    short = find_lr.short_run(config, tmp_path / "lr/lr-0.1", 0.1, 4)
+    assert (short.objective.alpha, short.objective.alpha_schedule) == (0.5, "constant")
+    assert short.quantization.quant_rule == kept and short.quantization.time_resume
 
 
 def test_a_rate_that_diverges_is_infinite_and_moves_the_search_to_lower_ones(workbench):
@@ -215,6 +262,14 @@ def test_a_run_that_begins_from_weights_takes_the_rate_of_those_or_of_the_schedu
     assert rate_of_run(workbench, "continued")[:2] == (0.002, "that of its checkpoints")
     workbench.json(*options, *load, "--override-opt-param-scheduler", "--out", "anew")
     assert rate_of_run(workbench, "anew")[0] == rates.rate_of("pretrained", 1e5).lr
+
+
+def test_the_rate_of_the_table_does_not_depend_on_what_is_known_of_the_teachers_memory(workbench, monkeypatch):
+    options = ("distill", *workbench.text, "--student", "teacher", "--teacher", "teacher", *workbench.plain)
+    options += ("--steps", 2, "--out", "planned", "--dry-run")
+    known = workbench.json(*options)["learning rate"]
+    monkeypatch.setattr(LocalTeacher, "footprint", lambda teacher, seq_len: None)
+    assert workbench.json(*options)["learning rate"] == known and "unknown" not in known
 
 
 def test_the_table_has_a_rate_for_every_size_which_falls_with_it_and_adapters_take_ten_times_as_much():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from kdtrain.commands import build
 from kdtrain.testing import SHAPES
 
 
@@ -48,3 +49,16 @@ def test_the_routers_loss_is_beside_the_cross_entropy_of_replay(workbench, mixtu
     for each in steps_of(workbench.root / "both"):
         parts = 0.1 * each["ce"] + 0.9 * each["kd"] + 0.9 * each["ce_alone"] + 0.5 * each["router"]
         assert each["loss"] == pytest.approx(parts, abs=1e-5) and each["ce_alone"] > 0 < each["router"]
+
+
+def test_a_run_that_began_without_the_routers_loss_goes_on_with_it_and_says_so(workbench, mixture, monkeypatch):
+    argv = ("distill", "--cache", "cache", "--student", "mixture.toml", "--out", "before", *workbench.plain)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(build, "router_weight", lambda model: 0.0)  # a version that did not write it
+        workbench.json(*argv, "--steps", 1)
+    said = "trained without the router's auxiliary loss, which is added from here on, times 0.5"
+    for steps, warned in ((2, True), (3, False)):
+        code, _, err = workbench.call(*argv, "--steps", steps)
+        assert code == 0 and (said in " ".join(err.split())) == warned, err
+    state = max((workbench.root / "before/checkpoints").glob("step-*/state.json")).read_text()
+    assert json.loads(state)["student"]["router_weight"] == 0.5

@@ -109,8 +109,10 @@ def test_the_cells_of_csv_and_tsv_are_the_text_that_they_are(suffix: str, sep: s
     for name, encoding in (("a", "utf-8"), ("b", "utf-8-sig")):
         with (tmp_path / f"{name}.{suffix}").open("w", newline="", encoding=encoding) as file:
             csv.writer(file, delimiter=sep).writerows([("id", "prompt", "completion"), *((7, *pair) for pair in pairs)])
-    wanted = [(prompt + answer, len(prompt)) for prompt, answer in pairs if answer] * 2
+    wanted, limit = [(prompt + answer, len(prompt)) for prompt, answer in pairs if answer] * 2, csv.field_size_limit()
     assert sorted((each.text, each.prompt) for each in _read(tmp_path)) == sorted(wanted)
+    next(documents(str(tmp_path), "train"))
+    assert csv.field_size_limit() == limit, "of the process, for others"
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,8 @@ def test_adapters_learn_from_several_caches_and_a_killed_run_ends_with_the_same_
     assert start(bench, "lora-killed", *lora, fault="train.after-step:kill:5").code == -9
     start(bench, "lora-killed", *lora).ok()
     assert_same(bench, "lora-killed", "lora")
-    bench.run("export", "lora", "--adapter", "--out", "adapter").ok()
-    origin = json.loads((bench.root / "adapter/kdtrain.json").read_text())
+    bench.run("export", "lora", "--out", "merged").ok()
+    origin = json.loads((bench.root / "merged/kdtrain.json").read_text())
     assert [each["digest"] for each in origin["caches"]] == [each["digest"] for each in result["caches"]]
     page = bench.run("inspect", "lora").ok().stdout
     assert "LoRA of rank 2" in " ".join(page.split()) and all(name in page for name in SIZES)

@@ -97,7 +97,10 @@ def test_layers_that_cannot_have_an_adapter_are_refused(options, message):
         adapted(**options)
 
 
-@pytest.mark.parametrize("options", [{"lora_targets": "(["}, {"lora_targets": "a,,b"}, {"lora_rank": 0}])
+BROKEN = "([", "a,,b", "a{99999999999}", "(" * 4000 + ")" * 4000, "a*" * 6000
+
+
+@pytest.mark.parametrize("options", [*({"lora_targets": each} for each in BROKEN), {"lora_rank": 0}])
 def test_options_that_are_none_are_refused(options):
     with pytest.raises(UsageError, match="lora"):
         LoraConfig(**{"lora_rank": 4} | options)
@@ -125,7 +128,7 @@ def test_peft_loads_the_adapter_and_so_do_we(kind, tmp_path):
     again = adapters.read_adapter(tmp_path)
     other = split(tiny_model("llama", 300, seed=3)).eval()
     adapters.restrict(other, again, freeze_head=False, seed=9)
-    adapters.fill_adapter(other.model, adapters.load_adapter(tmp_path), tmp_path)
+    adapters.fill_adapter(other.model, tmp_path)
     assert torch.equal(logits(other.model), logits(student.model))
     assert other.frozen == student.frozen
 
@@ -138,7 +141,7 @@ def test_an_adapter_that_peft_wrote_is_read(tmp_path):
     assert (lora.lora_rank, lora.lora_alpha, lora.lora_rslora, lora.lora_dora) == (2, 6, True, False)
     own = split(tiny_model("llama", 300, seed=3)).eval()
     adapters.restrict(own, lora, freeze_head=False, seed=0)
-    adapters.fill_adapter(own.model, adapters.load_adapter(tmp_path), tmp_path)
+    adapters.fill_adapter(own.model, tmp_path)
     assert torch.equal(logits(own.model), logits(theirs))
 
 
@@ -184,6 +187,22 @@ def test_a_pattern_that_would_never_end_is_not_run(tmp_path):
     assert {*lora.lora_names} == {*adapters.adapted(student.model)}
 
 
+def test_many_tensors_are_refused_and_large_ones_of_another_shape_are_not_read(tmp_path, monkeypatch):
+    student = adapted()
+    names = (f"model.layers.{number}.q_proj.lora_A.weight" for number in range(10**9))
+    with pytest.raises(UsageError, match="over 100,000 tensors"):
+        adapters.lora_of({"lora_rank": 4}, names, "state.json")
+    with pytest.raises(UsageError, match="no linear layer 'x"):  # a second, not minutes
+        adapted(lora_targets=",".join(f"x{number}" for number in range(100_000)))
+    adapters.write_adapter(student.model, student.lora, "base", tmp_path)
+    tensors = load_file(tmp_path / adapters.WEIGHTS)
+    save_file(tensors | {max(tensors): torch.zeros(4, 31)}, tmp_path / adapters.WEIGHTS)
+    before = {name: each.clone() for name, each in student.state_dict().items()}
+    with pytest.raises(UsageError, match=r"has shape \[4, 31\]"):
+        adapters.fill_adapter(student.model, tmp_path, lambda whole, like: pytest.fail("a tensor was read"))
+    assert all(torch.equal(each, before[name]) for name, each in student.state_dict().items())
+
+
 def test_a_tensor_whose_name_is_a_pattern_is_refused(tmp_path):
     student = adapted()
     adapters.write_adapter(student.model, student.lora, "base", tmp_path)
@@ -200,7 +219,7 @@ def test_tensors_of_another_name_or_shape_are_refused(tmp_path):
     name = next(iter(tensors))
     save_file(tensors | {name: torch.zeros(4, 31)}, tmp_path / adapters.WEIGHTS)
     with pytest.raises(UsageError, match=r"has shape \[4, 31\]"):
-        adapters.fill_adapter(student.model, adapters.load_adapter(tmp_path), tmp_path)
+        adapters.fill_adapter(student.model, tmp_path)
     save_file(tensors | {"base_model.model.lm_head.weight": torch.zeros(2)}, tmp_path / adapters.WEIGHTS)
     with pytest.raises(UsageError, match=r"lm_head.weight of the adapter is none of LoRA"):
         adapters.read_adapter(tmp_path)

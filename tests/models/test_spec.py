@@ -120,6 +120,18 @@ def test_a_spec_that_is_not_a_file_a_folder_or_a_hub_id_is_refused_in_one_line(t
     assert line in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("beside", ["config.json", "checkpoints/step-00000001/state.json", "adapter_config.json"])
+def test_a_pattern_that_may_have_been_downloaded_is_refused_and_names_are_not(tmp_path, beside):
+    spec = write(tmp_path, "source = 'org/name'\n[lora]\nrank = 8\ntargets = '(a|a)*b'\n")
+    assert read_spec(spec).lora.lora_pattern == "(a|a)*b"
+    (tmp_path / beside).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / beside).write_text("{}")
+    with pytest.raises(UsageError, match=r"a regular expression as targets in \[lora\] must be in a spec of your own"):
+        read_spec(spec)
+    names = write(tmp_path, "source = 'org/name'\n[lora]\nrank = 8\ntargets = 'q_proj,v_proj'\n")
+    assert read_spec(names).lora.lora_names == ["q_proj", "v_proj"]
+
+
 @pytest.mark.parametrize(
     "text, line",
     [
