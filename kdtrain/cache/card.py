@@ -207,10 +207,13 @@ def written_lines(manifest: Manifest) -> Iterator[str]:
     how = manifest.settings.data.get("generated")
     if not isinstance(how, Mapping):
         return
-    prompt = how.get("prompt_tokens")
-    begins = "the turns before the last answer" if prompt is None else f"{prompt} tokens of each sequence"
-    drawn = f"temperature {how.get('temperature')}, top-p {how.get('top_p')}, seed {how.get('seed')}"
-    yield f"the teacher continued {begins} ({drawn})"
+    if "temperature" in how:
+        prompt = how.get("prompt_tokens")
+        begins = "the turns before the last answer" if prompt is None else f"{prompt} tokens of each sequence"
+        drawn = f"temperature {how.get('temperature')}, top-p {how.get('top_p')}, seed {how.get('seed')}"
+        yield f"the teacher continued {begins} ({drawn})"
+    else:
+        yield "text by teachers, each written as the cache that it comes from states"
     for split, each in (manifest.generated or {}).items():
         ended, cut, tokens = (each.get(name, 0) for name in ("stop", "length", "tokens"))
         yield f"{split}: {_count(tokens, 'token')} by the teacher; {ended:,} texts ended, {cut:,} were cut"

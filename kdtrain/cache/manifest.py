@@ -235,6 +235,10 @@ class Manifest:
         """Rows of the teacher's output head."""
         return self.settings.vocab_size
 
+    def is_known_as(self, digest: object) -> bool:
+        """Whether a run names this cache so: by its digest, or by that of its settings where it captured it itself."""
+        return digest in (self.digest, self.settings.digest())
+
     @property
     def end_tokens(self) -> tuple[int, ...]:
         """The ids that end the texts that the teacher wrote; none in a cache of other text."""
@@ -320,7 +324,7 @@ def read_manifest(folder: Path | str) -> Manifest:
         if any((folder / cache_format.SHARDS).glob("*.h5*")):  # a temporary one too
             raise UsageError(
                 f"the cache {folder} is unfinished; run the same cache-teacher command again to finish it, "
-                "or the import, merge or subset that began it"
+                "or the distill, import, merge or subset that began it"
             )
         if (folder / cache_format.SETTINGS).exists():
             raise UsageError(
@@ -366,7 +370,14 @@ def maker(manifest: Manifest) -> str:
         return "the same import command"
     if manifest.parents is not None:
         return f"the same {'subset' if any('rows' in each for each in manifest.parents) else 'merge'} command"
-    return "the same command" if manifest.codec.kind == "tokens" else "the same cache-teacher command"
+    return (
+        "the same command" if manifest.codec.kind == "tokens" else f"the same {_capturing(manifest.settings)} command"
+    )
+
+
+def _capturing(settings: CacheSettings) -> str:
+    """The command that captures a cache."""
+    return "distill" if "order" in settings.data else "cache-teacher"
 
 
 def check_sizes(folder: Path | str, manifest: Manifest) -> None:

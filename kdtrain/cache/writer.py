@@ -273,7 +273,7 @@ class CacheBuilder:
         self.rounds.stop_if_broken(len(self.rounds.broken), total, total)
         set_aside_others(self.folder, {record["name"] for record in records})
         tokens = {split: sha.hexdigest() for split, sha in self._tokens.items()}
-        if self.written is not None:  # what was counted are the prompts
+        if "generated" in self.settings.data:  # what was counted may be the prompts
             tokens, self.stated["generated"] = read_written(self.folder, self.settings, sidecars)
         found = self._measure()
         self.manifest = publish_manifest(self.folder, self.settings, sidecars, tokens, *found, self.stated)

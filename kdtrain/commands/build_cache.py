@@ -14,9 +14,11 @@ from transformers import PreTrainedTokenizerFast
 from kdtrain.cache.codec import SAMPLING, CodecSpec, grid_name, grid_offset
 from kdtrain.cache.folder import holds_nothing
 from kdtrain.cache.format import MANIFEST, PIECES
+from kdtrain.cache.live import LiveCache
 from kdtrain.cache.manifest import CacheSettings, Manifest
 from kdtrain.cache.mass import kept_mass
 from kdtrain.cache.reader import Cache
+from kdtrain.cache.rounds import Progress
 from kdtrain.cache.writer import write_cache
 from kdtrain.commands.agreement import agree
 from kdtrain.config import CacheTeacherConfig, DataConfig
@@ -30,15 +32,21 @@ from kdtrain.models.ends import end_tokens, filler_token
 from kdtrain.models.loading import ChatTokenizer, generation_of, tokenizer_digest
 from kdtrain.monitor.progress import bar
 from kdtrain.objective.batch import Batch
-from kdtrain.ranks import is_main, raise_on_all_ranks
+from kdtrain.ranks import is_main, on_main, raise_on_all_ranks
 from kdtrain.teaching.teacher import Teacher
 from kdtrain.teaching.writing import Writing
 
+TEXT, SERVED = OWN = ("data", "served")
+"""The caches that a run makes in its own folder: of bare tokens, and of what a server said."""
 
-def build_cache(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | None = None) -> Manifest | None:
+
+def build_cache(
+    config: CacheTeacherConfig, teacher: Teacher, refined: Cache | None = None, live: LiveCache | None = None
+) -> Manifest | None:
     """Build the missing shards of the cache on all ranks; return its manifest on rank 0, None on the others.
 
-    teacher: loaded and prepared. refined: the cache of --refine.
+    teacher: loaded and prepared. refined: the cache of --refine. live: of a run that reads it meanwhile, whose text is
+    packed beside it.
 
     Raises:
         UsageError: the folder holds another cache, or the data do not fill one sequence; `refined` is of another
@@ -62,7 +70,11 @@ def build_cache(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | N
         settings, rows = _asked(config, teacher)
     else:
         settings, rows = _refined_settings(refined, teacher), {split: refined[split].rows() for split in refined}
-    codec = settings.codec
+    codec, progress = settings.codec, None
+    if live is not None:
+        text = config.out.with_name(TEXT)
+        on_main(lambda: build_tokens(text, config.data, teacher.tokenizer, teacher.vocab_size))
+        settings, rows, progress = live.begin(settings, Cache(text))
     agree(settings.to_json)
     answers: dict[str, Any]
     if teacher.gives == "top-k":
@@ -80,7 +92,8 @@ def build_cache(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | N
     if teacher.writing is not None:
         answers["written"] = lambda rows: teacher.written(rows, codec)
     saved = ChatTokenizer(teacher.tokenizer, generation_of(teacher.spec))
-    return _write(config.out, settings, rows, tokenizer=saved, batch_size=config.batch_size, all_ranks=True, **answers)
+    answers |= {"tokenizer": saved, "batch_size": config.batch_size, "all_ranks": True}
+    return _write(config.out, settings, rows, progress, **answers)
 
 
 def begun_with(folder: Path) -> dict[str, Any] | None:
@@ -194,7 +207,7 @@ def _prompt_width(config: CacheTeacherConfig) -> int | None:
     """Tokens of a prompt; None: the data have prompts of their own. UsageError: both."""
     width = config.text.prompt_tokens
     if not has_prompts(config.data):
-        return width or DEFAULT_PROMPT
+        return width or min(DEFAULT_PROMPT, max(1, config.data.seq_len // 2))
     if width is not None:
         raise UsageError(
             f"--prompt-tokens has no effect: {config.data.data} has prompts of its own; leave it "
@@ -233,8 +246,8 @@ def holds_tokens(folder: Path) -> bool:
 
 
 def holds_own(folder: Path) -> bool:
-    """Whether `folder` is a cache that a run made for itself: bare tokens, or what a server said."""
-    return holds_tokens(folder) or _holds(folder, lambda settings: "fingerprint" in (settings.teacher or {}))
+    """Whether `folder` is one of `OWN`, finished or not."""
+    return holds_tokens(folder) or _holds(folder, lambda settings: "order" in settings.data)
 
 
 def _holds(folder: Path, such: Callable[[CacheSettings], bool]) -> bool:
@@ -297,8 +310,14 @@ def _sources(data: DataConfig, limits: dict[str, int | None]) -> dict[str, str]:
 
 
 def _write(
-    folder: Path, settings: CacheSettings, rows: dict[str, Iterator[PackedRow]], **options: Any
+    folder: Path,
+    settings: CacheSettings,
+    rows: dict[str, Iterator[PackedRow]],
+    progress: Progress | None = None,
+    **options: Any,
 ) -> Manifest | None:
+    if progress is not None:
+        return write_cache(folder, settings, rows, progress=progress, **options)
     with bar("tokens" if settings.codec.kind == "tokens" else "cache", None) as shown:
         progress = (lambda done, total: shown.update(done, total=total)) if is_main() else None
         return write_cache(folder, settings, rows, progress=progress, **options)

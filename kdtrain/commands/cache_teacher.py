@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kdtrain.cache.format import MANIFEST
+from kdtrain.cache.live import LiveCache
 from kdtrain.cache.manifest import Manifest, weights_line
 from kdtrain.cache.reader import Cache
 from kdtrain.commands.agreement import same_ranks
@@ -65,8 +66,11 @@ def _build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> None:
             on_main(lambda: None)
 
 
-def build(config: CacheTeacherConfig, device: torch.device) -> None:
-    """Build the cache, inside `same_ranks`; rank 0 returns last. UsageError, RunError: as `cache_teacher`."""
+def build(config: CacheTeacherConfig, device: torch.device, live: LiveCache | None = None) -> None:
+    """Build the cache, inside `same_ranks`; rank 0 returns last. UsageError, RunError: as `cache_teacher`.
+
+    live: of a run that reads it meanwhile.
+    """
     on_main(lambda: refuse_no_folder(config.out))
     with raise_on_all_ranks():
         refined = None if config.refine is None else refined_cache(config.refine)
@@ -102,7 +106,7 @@ def build(config: CacheTeacherConfig, device: torch.device) -> None:
     log.info("caching %s%s into %s%s", teacher, over, config.out, many)
     if teacher.cost is not None:
         log.info("%s", weights_line(teacher.cost))
-    build_cache(config, teacher, refined)
+    build_cache(config, teacher, refined, live)
 
 
 def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, seconds: float) -> None:

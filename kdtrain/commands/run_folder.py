@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.commands.build_cache import holds_own
+from kdtrain.commands.build_cache import OWN, holds_own
 from kdtrain.commands.kinds import LOCK as LOCK
 from kdtrain.commands.kinds import is_environment
 from kdtrain.commands.kinds import is_run as is_run
@@ -186,8 +186,7 @@ def check_out(out: Path) -> bool:
         return True
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     foreign = [name for name in names if not _LEFT.fullmatch(name) and not temporary_of(name)]
-    if "data" in foreign and holds_own(out / "data"):
-        foreign.remove("data")
+    foreign = [name for name in foreign if name not in OWN or not holds_own(out / name)]
     if "environment.json" in foreign and is_environment(out / "environment.json"):
         foreign.remove("environment.json")
     if foreign:

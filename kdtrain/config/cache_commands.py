@@ -10,7 +10,7 @@ from typing import Literal
 
 from kdtrain.config.choices import LAYOUTS, REQUIRES_COMPRESSOR
 from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig, Weights
-from kdtrain.config.teachers import DEFAULT_PROMPT, ServerConfig, TextConfig
+from kdtrain.config.teachers import ServerConfig, TextConfig
 from kdtrain.config.values import LOCAL_LIMIT, Options, flag, option, refuse
 from kdtrain.errors import UsageError
 
@@ -112,10 +112,10 @@ class CacheTeacherConfig(Options):
                 f"--prompt-tokens has no effect with {by}: what stands before the last answer is the prompt",
             )
             return
-        prompt = text.prompt_tokens or DEFAULT_PROMPT
         refuse(
-            prompt > data.seq_len,
-            f"--prompt-tokens {prompt} leaves no room in --seq-len {data.seq_len}; use less, or a longer sequence",
+            (text.prompt_tokens or 0) > data.seq_len,
+            f"--prompt-tokens {text.prompt_tokens} leaves no room in --seq-len {data.seq_len}; use less, or a longer "
+            "sequence",
         )
 
     def _refuse_idle_refinement(self) -> None:

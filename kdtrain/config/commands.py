@@ -190,8 +190,6 @@ class DistillConfig(Options):
             other, "--teacher-server gives a top-k, which is right at T = 1 only; leave the temperature's options out"
         )
         refuse(objective.hidden_loss != "none", "--hidden-loss needs a teacher that runs here; leave it out")
-        trial = "--dry-run" if self.dry_run else "--sanity" if self.sanity else None
-        refuse(trial is not None, f"{trial} does not ask a server; make a cache with cache-teacher, and give --cache")
 
     OLD: ClassVar[dict[str, tuple[str, _Renewal | None]]] = {
         "auto_resume": ("is now --yes", _renamed("yes")),

@@ -306,9 +306,12 @@ def _stream(tokens: list[int], label: bool = True) -> _Array:
 
 
 class Encoder:
-    """Turns a batch of pieces into its part of the stream; may be called from several threads."""
+    """Turns a batch of pieces into its part of the stream; may be called from several threads.
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", masks: Masks) -> None:
+    opening: conversations are rendered for an answer (`prompt`), and not whole.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", masks: Masks, opening: bool = False) -> None:
         self.masks = masks
         self._name = f"the tokenizer {getattr(tokenizer, 'name_or_path', '')}".rstrip()
         if getattr(tokenizer, "backend_tokenizer", None) is None:
@@ -328,7 +331,7 @@ class Encoder:
         self._quotable = sorted(special.values(), key=len, reverse=True)
         self._literal = copy.deepcopy(self._backend)
         self._literal.encode_special_tokens = True
-        self._render = Renderer(functools.partial(_render, tokenizer))
+        self._render = Renderer(functools.partial(_render, tokenizer, opening))
         self._render_lock = threading.Lock()
 
     def close(self) -> None:
@@ -398,18 +401,19 @@ class Encoder:
             text = (document.text or "")[: document.prompt]
             with panics_refused(f"{self._name} cannot take this text"):
                 return self._bos + self._backend.encode(text, add_special_tokens=False).ids if text.strip() else []
-        messages, quoted = self._without_special(document.messages)
+        turns = [turn for turn, each in enumerate(document.messages) if each["role"] == "assistant"]
+        messages, quoted = self._without_special(document.messages[: turns[-1]] if turns else [])
         try:
+            if not messages:
+                raise _RowRefused(f"{document.key}: nothing stands before an answer of the assistant")
             with self._render_lock:
-                text, spans = self._render(document.key, messages)
-            if not spans:
-                raise _RowRefused(f"{document.key}: the chat template marks no turn of the assistant")
+                text, _ = self._render(document.key, messages)
         except _RowRefused as error:
             self.masks.leave_out(error)
             return []
         self.masks.documents += 1
         with panics_refused(f"{self._name} cannot take this text"):
-            return self._encode(text[: spans[-1][0]], quoted)[0]
+            return self._encode(text, quoted)[0]
 
     def _without_special(self, messages: Messages) -> tuple[Messages, dict[str, str]]:
         """The messages with an unused character in place of each special token, and the token of each character."""
@@ -460,11 +464,16 @@ def _after(spans: Spans, messages: Messages, prompt: int, key: str) -> Spans:
     return spans[sum(turns[:prompt]) :]
 
 
-def _render(tokenizer: "PreTrainedTokenizerFast", key: str, messages: Messages) -> tuple[str, Spans]:
-    """The conversation as text, and the [start, stop) characters in it of the assistant."""
+def _render(tokenizer: "PreTrainedTokenizerFast", opening: bool, key: str, messages: Messages) -> tuple[str, Spans]:
+    """The conversation as text, and the [start, stop) characters in it of the assistant.
+
+    opening: the text ends where the template opens the assistant's next turn.
+    """
     if not tokenizer.chat_template:
         raise UsageError("the tokenizer has no chat template; use one that has one, or --text-column for plain text")
     try:
+        if opening:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)), []
         if _GENERATION.search(tokenizer.get_chat_template()):
             return _render_marked(tokenizer, messages)
         return _render_prefixes(tokenizer, key, messages)

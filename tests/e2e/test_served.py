@@ -1,10 +1,15 @@
 """The commands that ask a server for its teacher: stopped, refused and resumed, and a run that captures for itself."""
 
+import os
 import shutil
+import signal
+import time
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import kdtrain as kd
 from tests.stand_in import standing_in
 
 
@@ -48,27 +53,89 @@ def test_a_capture_from_a_server_that_is_killed_and_resumed_equals_an_undisturbe
     assert failed.code == 1 and "it answers 500: fault 500, for" in failed.refusal()
 
 
-def test_a_run_captures_what_a_server_says_once_and_reads_its_cache(bench, stand_in):
-    asks = ("--student", "student.toml", "--steps", 3, *bench.fast, *bench.eager)
-    run = ("distill", "--teacher", "teacher", "--teacher-server", stand_in.url, "--server-top-k", 8, *bench.data)
-    run += ("--num-sequences", 12, "--validation-sequences", 4, *asks, "--out", "taught")
-    stand_in.always, stand_in.after = "500", 21
-    failed = bench.run(*run, "--server-patience", 0.3)
-    assert failed.code == 1 and not (bench.root / "taught" / "checkpoints").exists()
-    stand_in.always = ""
-    result = bench.run(*run, "--json").json
-    assert result["steps"] == 3
-    asked = len(stand_in.bodies)
+TEXT = ("--num-sequences", 100, "--validation-sequences", 4)
+TRAIN = ("--student", "student.toml", "--steps", 40, "--batch-size", 2, "--checkpoint-freq", 5, "--eval-freq", 20)
+
+
+@pytest.fixture(scope="module")
+def asked(bench):
+    """`captured`: a run that reads what a server says while it says it, and how to ask for another one."""
+
+    def run(out, stand_in, *more, **options):
+        words = ("distill", "--teacher", "teacher", "--teacher-server", stand_in.url, "--server-top-k", 8, *bench.data)
+        words += (*TEXT, *TRAIN, "--lr", 1e-2, *bench.eager, "--out", out, *more)
+        return bench.run(*words, **options) if options.pop("wait", True) else bench.begin(*words)
+
+    model = AutoModelForCausalLM.from_pretrained(bench.root / "teacher").eval()
+    with standing_in(model, AutoTokenizer.from_pretrained(bench.root / "teacher"), name="teacher") as stand_in:
+        run("captured", stand_in).ok()
+    return run
+
+
+def same_runs(bench, one, other):
+    """Whether two runs ended in the same bits, and left the same cache."""
+    tensors, others = bench.tensors(one), bench.tensors(other)
+    assert tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
+    return content(bench.root / one / "served") == content(bench.root / other / "served")
+
+
+def test_a_run_that_reads_while_a_server_answers_is_the_run_of_a_cache_that_was_captured_before(bench, stand_in, asked):
+    served = kd.Cache(bench.root / "captured" / "served")
+    assert (len(served["train"]), len(served["validation"])) == (96, 4)  # three shards: what 40 steps read
+    assert bench.run("verify", "captured").code == 0 and bench.run("verify", "captured/served").code == 0
+    assert stand_in.url not in (bench.root / "captured" / "config.toml").read_text()
+    before = ("cache-teacher", "--teacher", "teacher", "--teacher-server", stand_in.url, *bench.data, *TEXT)
+    bench.run(*before, "--top-k", 8, "--out", "before").ok()
+    bench.run("distill", "--cache", "before", *TRAIN, "--lr", 1e-2, *bench.eager, "--out", "plain").ok()
+    losses, others = ([step["loss"] for step in bench.metrics(run)] for run in ("captured", "plain"))
+    # not to the last bit: each shard codes its tail numbers in steps that its first sequences decide
+    assert len(losses) == 40 and losses == pytest.approx(others, abs=1e-3)
     stand_in.close()
-    resumed = bench.run(*run, "--steps", 5, "--yes", "--json").json
-    assert resumed["steps"] == 5 and len(stand_in.bodies) == asked
-    shutil.copytree(bench.root / "taught" / "data", bench.root / "mine")
-    same = bench.run("distill", "--cache", "mine", *asks, "--out", "read", "--json").json
-    assert same["best_validation_loss"] == result["best_validation_loss"]
-    assert stand_in.url not in (bench.root / "taught" / "config.toml").read_text()
-    assert bench.run("verify", "taught").code == 0
-    refused = bench.run(*run[:-1], "hot", "--temperature", 2)
-    assert refused.code == 2 and "gives a top-k, which is right at T = 1 only" in refused.refusal()
+    shutil.copytree(bench.root / "captured", bench.root / "longer", symlinks=True)
+    assert asked("longer", stand_in, "--steps", 44, "--json").json["steps"] == 44  # read, and nobody is asked
+
+
+def test_a_run_is_killed_while_it_captures_and_while_it_trains_and_ends_in_the_same_bits(bench, stand_in, asked):
+    killed = asked("interrupted", stand_in, fault="cache.shard.after-batch:kill:5")
+    assert killed.code != 0 and not (bench.root / "interrupted" / "served" / "manifest.json").exists()
+    assert asked("interrupted", stand_in, fault="train.after-step:kill:22").code != 0
+    again = asked("interrupted", stand_in).ok()
+    assert "resuming from" in again.stderr and same_runs(bench, "captured", "interrupted")
+
+
+def test_a_student_trains_on_what_is_there_and_a_server_that_goes_away_ends_the_run_behind_it(bench, stand_in, asked):
+    stand_in.always, stand_in.after = "500", 25 + 4 + 2 + 40  # after the first shard
+    failed = asked("away", stand_in, "--server-patience", 0.3)
+    assert failed.code == 1 and "it answers 500: fault 500, for" in failed.refusal()
+    trained = bench.metrics("away")[-1]["step"]
+    assert 8 <= trained <= 16 and bench.newest("away").name.endswith(f"{trained:08d}")
+    stand_in.always, stand_in.after = "hang", len(stand_in.bodies) + 25 + 8
+    (process,) = asked("away", stand_in, wait=False)
+    said, until = bench.root / "said.0.err", time.monotonic() + 60
+    while "resuming from" not in said.read_text() and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(1)  # its first step waits for the server, which hangs
+    assert "hang" in stand_in.fired
+    os.kill(process, signal.SIGTERM)
+    (stopped,) = bench.end()
+    assert stopped.code == 0 and f"stopped by SIGTERM after step {trained}" in stopped.stderr
+    stand_in.always = ""
+    asked("away", stand_in).ok()
+    assert same_runs(bench, "captured", "away")
+
+
+def test_a_trial_asks_the_server_for_what_it_reads_alone(bench, stand_in, asked):
+    plan = asked("tried", stand_in, "--dry-run", "--json").json
+    assert plan["sequences"] == {"train": 100, "validation": 4} and plan["server"]["sequences"] == 84
+    assert plan["server"]["tokens_per_second"] > 0 and plan["teacher"] == "teacher"
+    rows = [body for body in stand_in.bodies if body["prompt_logprobs"] == 8 and len(body["prompt"]) == 33]
+    assert len({tuple(body["prompt"]) for body in rows}) <= 4 + 2 * 8 + 4
+    checks = {each["check"]: each["verdict"] for each in asked("tried", stand_in, "--sanity", "--json").json["checks"]}
+    assert checks["resume"] == "ok" and checks["overfitting"] == "ok", checks
+    assert not (bench.root / "tried").exists()
+    stand_in.max_logprobs = 4
+    refused = asked("tried", stand_in, "--dry-run")
+    assert refused.code == 2 and "start the server with --max-logprobs 8" in refused.refusal()
 
 
 def test_a_file_that_may_have_been_downloaded_cannot_name_a_server(bench):

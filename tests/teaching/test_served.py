@@ -442,7 +442,7 @@ def test_the_student_itself_is_no_teacher_behind_a_server():
     server = RunServerConfig(teacher_server=("http://host/v1",))
     config = kd.DistillConfig(student="s", out="o", teacher="self", data=DataConfig(data="text.txt"), server=server)
     with pytest.raises(kd.UsageError, match="--teacher self is the student, which no server runs"):
-        captured(config, torch.device("cpu"))
+        captured(config, torch.device("cpu")).__enter__()
 
 
 # The codec of an answer ---------------------------------------------------------------------------------------------

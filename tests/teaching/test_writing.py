@@ -134,6 +134,11 @@ def test_prompts_of_text_are_the_beginnings_of_its_sequences(tmp_path):
     for row in rows:
         assert set(row.tokens[8:].tolist()) == {FILLER}
         assert np.flatnonzero(row.loss_mask).tolist() == [*range(7, 17)]
+    for length, wide in ((30, 15), (1000, 64)):  # of the prompts, where nothing else is asked
+        asked = CacheTeacherConfig(
+            teacher="t", out="o", data=replace(data, seq_len=length), text=TextConfig(generate=True)
+        )
+        assert build_cache._prompt_width(asked) == wide
 
 
 def test_prompts_of_conversations_end_where_the_last_answer_begins(tmp_path, caplog):
@@ -155,6 +160,36 @@ def test_prompts_of_conversations_end_where_the_last_answer_begins(tmp_path, cap
     assert all(row.loss_mask[row.loss_mask.argmax() :].all() for row in rows)
     assert all(tokenizer.eos_token_id not in row.tokens for row in rows)  # what is quoted is spelled
     assert "conversations whose prompt fills --seq-len 50" in caplog.text
+
+
+THINKS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% if loop.last %}<think></think>{% endif %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("asked", [["a"], ["a", "b"]])
+def test_a_template_opens_an_answer_without_the_thoughts_of_the_one_in_the_data(tmp_path, marked, asked):
+    messages = [
+        {"role": role, "content": text}
+        for each in asked
+        for role, text in (("user", each), ("assistant", "x</think>y"))
+    ]
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 12)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = THINKS
+    if marked:  # from the thoughts on
+        begins, ends = "{% if loop.last %}<think>", "{% else %}{{ m.content }}"
+        tokenizer.chat_template = THINKS.replace(begins, "{% generation %}" + begins).replace(
+            ends, "{% endgeneration %}" + ends
+        )
+    data = DataConfig(data=str(tmp_path / "chat.jsonl"), messages_column="messages", seq_len=80, num_workers=0)
+    own = {"prompt_tokens": None, "max_new_tokens": None}
+    (row,) = prompt_rows(data, "train", tokenizer, 1, filler=FILLER, **own)
+    before = {1: "<user>a\n<assistant>", 2: "<user>a\n<assistant>y\n<user>b\n<assistant>"}[len(asked)]
+    assert tokenizer.decode(row.tokens[: int(row.loss_mask.argmax()) + 1]) == before
 
 
 @pytest.mark.parametrize(

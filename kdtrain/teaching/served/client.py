@@ -49,6 +49,7 @@ FIRST_WAIT, LONGEST = 0.2, 60.0
 """Seconds that a server rests after its first failure, and the most after many."""
 SMALL = 2**20
 """Bytes of an answer without distributions."""
+_jitter = random.Random()  # not the generator of a run that trains meanwhile
 _WORDS = 400
 """Characters of a server's words that are shown."""
 
@@ -284,7 +285,7 @@ class Client:
             if host.rests_until <= now:  # of several requests that fail at once, one counts
                 host.failures += 1
                 longest = min(LONGEST, max(FIRST_WAIT, self.patience / 4))
-                wait = min(longest, FIRST_WAIT * 2 ** min(host.failures - 1, 20)) * random.uniform(0.5, 1)
+                wait = min(longest, FIRST_WAIT * 2 ** min(host.failures - 1, 20)) * _jitter.uniform(0.5, 1)
                 host.rests_until = now + max(wait, min(problem.wait or 0.0, self.patience))
                 log.info("%s: %s; asking again in %.1f s", host, problem, host.rests_until - now)
             host.doubted = host.doubted or problem.away
