@@ -197,7 +197,7 @@ def _matched(batches: Sequence[Batch]) -> tuple[list[tuple[int, int]], int]:
         targets, length = batch.targets, batch.loss_mask.shape[1]
         assert targets is not None
         for b in range(len(batch.tokens)):
-            other = other_row(targets[b * length : (b + 1) * length], row, labels_RT)
+            other = other_row(targets[b * length : (b + 1) * length], row, labels_RT, batch.loss_mask[b])
             found += [] if other is None else [(row, other)]
             row += 1
     return found, row

@@ -116,7 +116,7 @@ def diagnosed(logits: Tensor, codec: str, order: np.ndarray | None = None) -> Di
         own = (LOGITS[row] + NOISE[0, row]).log_softmax(-1)
         int8 = (LOGITS[row] + NOISE[2, row]).log_softmax(-1)
         rows.append(gains(targets, TOKENS[row, 1:], own, {INT8: int8}))
-        matched.append(other_row(targets, row, TOKENS[:, 1:]))
+        matched.append(other_row(targets, row, TOKENS[:, 1:], torch.ones(T, dtype=torch.bool)))
     return diagnose(rows, matched)
 
 
@@ -215,6 +215,17 @@ def test_a_look_finds_shifts_and_other_rows_without_a_teacher(codec: str) -> Non
         "shifted by +1: the entries are about the token after the next one; build the cache again"
     )
     assert any(each.startswith(OTHER_ROWS) for each in looked(batches(LOGITS, codec, np.roll(np.arange(ROWS), 5))))
+
+
+def test_what_is_kept_where_no_label_counts_is_not_the_targets_of_another_row() -> None:
+    tokens, logits = TOKENS.clone(), LOGITS.clone()
+    tokens[::2, 9:] = 0  # short rows, with filler behind their text
+    logits[1::2, :30, 0] = 99.0  # long ones, of which the prompt was not asked about
+    found = batches(logits, "samples", tokens=tokens)
+    for row, batch in enumerate(found):
+        counted = torch.arange(T) < 8 if row % 2 == 0 else torch.arange(T) >= 30
+        found[row] = dataclasses.replace(batch, loss_mask=counted[None])
+    assert looked(found) == ()
 
 
 def renormalised(logits: Tensor, number: int) -> Tensor:
