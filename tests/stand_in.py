@@ -41,6 +41,8 @@ class StandIn:
     ) -> None:
         self.model, self.tokenizer, self.name, self.key = model, tokenizer, name, key
         self.max_logprobs, self.max_model_len = max_logprobs, max_model_len
+        self.root: str | None = None
+        """Where its weights are."""
         self.ends: list[int] = []
         """Tokens at which it stops, asked or not."""
         self.faults: dict[int, str] = {}
@@ -60,6 +62,7 @@ class StandIn:
         """It has kdtrain's plugin."""
         self._lock, self._forward = threading.Lock(), threading.Lock()
         self._cached: dict[tuple[int, ...], list[Any]] = {}
+        self._prompts: dict[tuple[int, ...], torch.Tensor] = {}
         self._logits: dict[tuple[int, ...], torch.Tensor] = {}
         self._text = functools.cache(lambda token: tokenizer.decode([token]))
         stand_in = self
@@ -109,6 +112,14 @@ class StandIn:
         logprobs = self.logprobs(tokens, temperature)
         if fault == "logits":
             logprobs = logprobs + 9
+        if fault == "ahead":  # about the token after the next one, which a table has all the same
+            logprobs = logprobs.roll(-1, 0)
+        if fault == "noisy":
+            logprobs = logprobs - 0.005 * (len(self.bodies) % 3)
+        if fault == "stale" and (salt is None or self.always == "stale"):
+            # what was computed for the last prompt with this beginning
+            last, self._prompts[block] = self._prompts.get(block := tuple(tokens[:4]), logprobs), logprobs
+            logprobs = torch.cat([last[: len(tokens)], logprobs[len(last) :]])
         found: list[Any] = [None]
         for position, label in enumerate(tokens[1:]):
             best = logprobs[position].topk(entries)
@@ -120,10 +131,6 @@ class StandIn:
             if fault == "processed":
                 values |= dict.fromkeys(ids[len(ids) // 2 :], -9999.0)
             found.append({str(each): self._entry(each, values[each], ranks[each]) for each in order})
-        if fault == "stale":  # what was computed for another prompt with this beginning
-            block = tuple(tokens[:4])
-            if salt is None or self.always == "stale":
-                found = (self._cached.setdefault(block, found) + found)[: len(tokens)]
         if fault == "drift":  # the same prompt again gives other numbers, whatever its salt
             again = self._cached.setdefault(tuple(tokens), [])
             again.append(0)
@@ -157,6 +164,8 @@ class StandIn:
             order = scaled.argsort(descending=True)
             scaled[order[scaled[order].cumsum(-1) - scaled[order] >= body["top_p"]]] = 0
             token = int(torch.multinomial(scaled, 1, generator=generator))
+            if fault == "processed-text":
+                logprobs = (logprobs / body["temperature"]).log_softmax(-1)
             best = logprobs.topk(body.get("logprobs", 0)).indices.tolist()
             name = "{}" if fault == "strings" else "token_id:{}"
             listed = [token, *(each for each in best if each != token)]
@@ -207,6 +216,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/models":
             served = self.server_of
             model = {"id": served.name, "object": "model", "owned_by": "vllm", "max_model_len": served.max_model_len}
+            model |= {} if served.root is None else {"root": served.root}
             return self._json({"object": "list", "data": [model]})
         self._json({"detail": "Not Found"}, 404)
 

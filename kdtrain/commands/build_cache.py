@@ -55,7 +55,6 @@ def build_cache(
     """
     with raise_on_all_ranks():
         earlier = begun_with(config.out)
-    teacher.begin(earlier, (config.out / MANIFEST).is_file())
     if config.text.generate:
         with raise_on_all_ranks():
             how = Writing(
@@ -66,6 +65,7 @@ def build_cache(
                 batch_size=config.batch_size,
             )
             teacher.write(how)
+    teacher.begin(earlier, (config.out / MANIFEST).is_file())
     if refined is None:
         settings, rows = _asked(config, teacher)
     else:

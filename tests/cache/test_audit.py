@@ -202,8 +202,8 @@ def batches(logits: Tensor, codec: str, order: np.ndarray | None = None, tokens:
     return [Batch(tokens[row : row + 1], ones, torch.zeros(1, T, dtype=torch.int64), each) for row, each in rows]
 
 
-def looked(batches: list[Batch]) -> tuple[str, ...]:
-    found = examine(batches, systematic=True, samples=True, vocab_size=V)
+def looked(batches: list[Batch], drawn_at: float = 1.0) -> tuple[str, ...]:
+    found = examine(batches, systematic=True, samples=True, vocab_size=V, drawn_at=drawn_at)
     assert found is not None
     return found.findings
 
@@ -239,6 +239,13 @@ def test_a_look_finds_a_top_k_that_was_scaled_to_one(codec: str) -> None:
     assert line.startswith("mass") and "of the labels lie outside of them: they were renormalised" in line
     # a teacher that is too sure of itself is no fault
     assert not any(each.startswith("mass") for each in looked(batches(LOGITS / 0.7, codec)))
+
+
+def test_a_text_that_was_drawn_at_a_high_temperature_may_leave_the_entries_of_its_teacher() -> None:
+    sharp = 6 * LOGITS
+    found = batches(sharp, "top-k")  # of labels at temperature 1 of `LOGITS`, 6 of `sharp`
+    assert any(each.startswith("mass") for each in looked(found))
+    assert looked(found, drawn_at=6.0) == ()
 
 
 def test_a_look_finds_samples_that_are_not_what_the_label_says() -> None:

@@ -124,7 +124,8 @@ def stand_in(bench, writes):
 def test_a_server_writes_the_text_and_what_it_says_of_it_is_that_of_the_local_teacher(bench, writes, stand_in):
     asks = (*writes, "--top-k", 8, "--teacher-server", stand_in.url)
     made = bench.run(*asks, "--out", "served", "--json").json
-    sent = [body for body in stand_in.bodies if "return_token_ids" in body]
+    first, *sent = [body for body in stand_in.bodies if "return_token_ids" in body]
+    assert (first["temperature"], first["top_p"]) == (0.5, 0.5)  # of the preflight
     assert {(body["temperature"], body["top_p"], body["top_k"], body["repetition_penalty"]) for body in sent} == {
         (0.9, 0.95, 0, 1.0)
     }
@@ -147,6 +148,6 @@ def test_a_server_writes_the_text_and_what_it_says_of_it_is_that_of_the_local_te
         "short": "where 20 or an end token",
         "strings": "not named by their ids",
     }.items():
-        stand_in.always, stand_in.after = fault, len(stand_in.bodies)
+        stand_in.always, stand_in.after = fault, len(stand_in.bodies) + 25  # after the preflight
         wrong = bench.run(*asks, "--out", f"wrong-{fault}")
         assert wrong.code == 1 and words in wrong.refusal(), wrong.stderr

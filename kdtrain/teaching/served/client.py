@@ -14,6 +14,7 @@ What it gives up: threads that wait for a server are not waited for at the end o
 memory, up to 500 bytes an entry.
 """
 
+import itertools
 import os
 import queue
 import random
@@ -151,6 +152,9 @@ class Client:
         self.verify: Callable[[Host], None] = lambda _: None
         """Raises an error if a server that was away is not what it was."""
         self._key = os.environ.get(KEY) or None
+        self.salted = True
+        """Each request has a `cache_salt` of its own."""
+        self._session, self._salts = os.urandom(8).hex(), itertools.count()
         self._lock, self._thread = threading.Lock(), threading.local()
         self._sessions: queue.SimpleQueue[requests.Session] = queue.SimpleQueue()
         for host in self.hosts if self._key else ():
@@ -176,7 +180,9 @@ class Client:
         most = SMALL + (len(prompt) + body.get("max_tokens", 1)) * (entries + 2) * 500
 
         def once(at: Host) -> T:
-            answer = _typed(self._exchange(at, "POST", f"{at.url}/completions", body, most), Completion)
+            # a second try would find what the first one left in the cache of prompts
+            sent = {**body, "cache_salt": f"{self._session}-{next(self._salts)}"} if self.salted else body
+            answer = _typed(self._exchange(at, "POST", f"{at.url}/completions", sent, most), Completion)
             if answer.model != body["model"]:
                 raise Wrong(f"an answer of the model {printable(answer.model)[:100]}")
             counted = None if answer.usage is None else answer.usage.prompt_tokens
@@ -206,6 +212,7 @@ class Client:
                     self._recognise(at)
                 at.failures = 0
                 at.answered = at.answered or host is None
+                self._thread.host = at
                 return found
             except Wrong as problem:
                 wrong += 1
@@ -223,6 +230,12 @@ class Client:
             finally:
                 with self._lock:
                     at.busy -= 1
+
+    @property
+    def last(self) -> Host:
+        """The server that answered this thread's last request."""
+        host: Host = self._thread.host
+        return host
 
     @contextmanager
     def working(self, jobs: Iterable[tuple[Hashable, Callable[[], Any]]]) -> Iterator[dict[Hashable, "Future[Any]"]]:
@@ -294,7 +307,12 @@ class Client:
     def _recognise(self, host: Host) -> None:
         with host.checking:
             if host.doubted:
-                self.verify(host)
+                try:
+                    self.verify(host)
+                except Unanswered as problem:
+                    if len(self.hosts) == 1:
+                        raise
+                    raise _Passing(str(problem)) from None
                 host.doubted = False
 
     def _exchange(self, host: Host, method: str, url: str, body: dict[str, Any] | None, most: int) -> bytes:

@@ -98,6 +98,6 @@ def farthest(some: Sequence[Probe], others: Sequence[Probe]) -> float:
 
 
 def probe_tokens(tokenize: Callable[[str], list[int]], longest: int | None) -> list[list[int]]:
-    """The ids of the probes. longest: ids that the server takes, if it is known."""
-    length = min(LENGTH, longest or LENGTH)
+    """The ids of the probes. longest: tokens that the server takes with the one that it must write, if it is known."""
+    length = min(LENGTH, LENGTH if longest is None else longest - 1)
     return [tokenize(text)[:length] for text in TEXTS]

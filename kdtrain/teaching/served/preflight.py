@@ -5,29 +5,37 @@ its length      it takes a row and one token more
 the entries     it gives as many as are asked for (--max-logprobs of vLLM)
 the samples     where a cache keeps samples: kdtrain's plugin draws them, and leaves its receipt
 log p           they are the model's own: they do not change with a temperature and top-p, and sum to at most 1
+its own text    where it writes: it says of each token what it says of the same prompt, whatever the temperature
 the same again  a prompt that was asked before, and one with its beginning, gives the same numbers: cached prompts have
                 given stale ones (vLLM #42019, #42245). Each request has a `cache_salt` of its own as well
 the tokenizer   text becomes the same ids there, and the ids that it returns read as the same text here
 BOS             the server adds no token: it answers about as many as were sent
 """
 
-import itertools
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import msgspec
 from transformers import PreTrainedTokenizerFast
 
+from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.compression import Arrays
 from kdtrain.config.teachers import KEY
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.monitor.progress import log
 from kdtrain.teaching.served.answers import Answers, Span, Top, read_top
 from kdtrain.teaching.served.client import Client, Completion, Host, Refused, Unanswered
 from kdtrain.teaching.served.fingerprint import LOUD, TEXTS, TOP, Fingerprint, Probe, farthest, probe_tokens
+from kdtrain.teaching.served.written import Prompt, Text
+from kdtrain.teaching.writing import Writing
 
 _LONGEST_NAME = 200
+_SILENT = 10.0
+"""Seconds for which an address that has never answered may be silent."""
+_WRITTEN = 8
+"""Tokens of a text that is asked for."""
 _UNREADABLE = 0.1
 """The share of ids that may read as another text: some are part of a character."""
 _REMEDIES = (
@@ -68,7 +76,9 @@ class Preflight:
     Args:
         names: what the model may be called there, the first one that is served counts. asked: by the user.
         entries: asked for at each position. length: tokens of a row, T + 1.
-        tokenizer: the local one. samples: how they are asked for, instead of entries.
+        tokenizer: the local one. vocab_size: the teacher's. samples: how they are asked for, instead of entries.
+        tolerance: --server-tolerance. again: the servers have answered before, and are waited for.
+        writing: how they write text.
     """
 
     client: Client
@@ -77,11 +87,12 @@ class Preflight:
     entries: int
     length: int
     tokenizer: PreTrainedTokenizerFast
+    vocab_size: int
     samples: Answers | None = None
     model: str = ""
-    salted: bool = True
-    _salts: "itertools.count[int]" = field(default_factory=itertools.count)
-    _session: str = field(default_factory=lambda: os.urandom(8).hex())
+    tolerance: float | None = None
+    again: bool = False
+    writing: Writing | None = None
 
     def look(self) -> tuple[dict[str, Any], Fingerprint]:
         """What the servers tell of themselves, and the fingerprint of the first; all others have the same.
@@ -94,10 +105,11 @@ class Preflight:
             told, other = self._look_at(host)
             noise = max(found.noise, other.noise)
             found = Fingerprint(found.tokens, found.ids, found.logprobs, noise)
-            if (distance := found.distance(other.probes)) > found.allowed(None):
+            if (distance := found.distance(other.probes)) > found.allowed(self.tolerance):
                 raise UsageError(
                     f"{host} serves another teacher than {first}: {other} there, {found} here, {distance:.3f} nats "
-                    "apart; name servers of one model and one number format"
+                    f"apart where {found.allowed(self.tolerance):.3f} are allowed; name servers of one model and one "
+                    "number format, or give --server-tolerance"
                 )
             if told != facts:
                 log.warning("server: %s tells %s, %s tells %s; their answers are the same", host, told, first, facts)
@@ -105,10 +117,7 @@ class Preflight:
 
     def request(self, tokens: list[int], **parameters: Any) -> dict[str, Any]:
         """The body of a request about some tokens."""
-        body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, **parameters}
-        if self.salted:
-            body["cache_salt"] = f"{self._session}-{next(self._salts)}"
-        return body
+        return {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, **parameters}
 
     def probe(self, host: Host, tokens: list[list[int]], **parameters: Any) -> list[Probe]:
         """A server's answers to probes, asked one after the other."""
@@ -129,24 +138,36 @@ class Preflight:
 
     def _look_at(self, host: Host) -> tuple[dict[str, Any], Fingerprint]:
         try:
-            longest = self._find_model(host)
-            facts = {"model": self.model, **self._version(host)}
+            served = self._find_model(host)
+            longest = served.max_model_len
+            facts = {"model": self.model, **self._version(host), **_told(served)}
             tokens = probe_tokens(self._tokenize, longest)
             self._check_entries(host, tokens[0], facts)
             if self.samples is not None:
                 self._check_samples(host, tokens[0], self.samples)
             found = self._fingerprint(host, tokens)
             self._check_raw(host, found)
+            if self.writing is not None:
+                self._check_written(host, tokens[0], self.writing)
             self._check_tokenizer(host, tokens)
         except Refused as refused:
             raise UsageError(self.refusal(host, refused)) from None
+        except Unanswered as error:
+            without = f"; or leave --teacher-server {host} out" if len(self.client.hosts) > 1 else ""
+            raise (RunError if self.again else UsageError)(f"{error.args[0]}{without}") from None
         except RunError as error:
             raise UsageError(f"{error.args[0]}") from None
         return facts, found
 
-    def _find_model(self, host: Host) -> int | None:
-        """Choose the model; the tokens that it takes, if the server tells."""
-        found = self.client.get(host, f"{host.url}/models", _Models).data
+    def _find_model(self, host: Host) -> _Model:
+        """Choose the model."""
+        patient = self.client.timeout
+        if not self.again:  # what is no server may take the connection and say nothing
+            self.client.timeout = min(patient, _SILENT)
+        try:
+            found = self.client.get(host, f"{host.url}/models", _Models).data
+        finally:
+            self.client.timeout = patient
         listed = [each for each in found if each.id.isprintable() and len(each.id) <= _LONGEST_NAME]
         served, shown = [each.id for each in listed], ", ".join(each.id for each in listed)[:300]
         known = [each for each in self.names if each in served]
@@ -156,14 +177,15 @@ class Preflight:
         if self.model not in ("", model):
             raise UsageError(f"{host} serves {shown}, not {self.model} as the first server; give --server-model NAME")
         self.model = model
-        longest = next(each.max_model_len for each in listed if each.id == model)
+        chosen = next(each for each in listed if each.id == model)
+        longest = chosen.max_model_len
         log.info("server: %s serves %s, up to %s tokens", host, model, longest or "unknown many")
         if longest is not None and longest < self.length + 1:
             raise UsageError(
                 f"{host} takes {longest} tokens, and a row needs {self.length} and one more; start the server with "
                 f"--max-model-len {self.length + 1}, or use --seq-len {longest - 2} or less"
             )
-        return longest
+        return chosen
 
     def _version(self, host: Host) -> dict[str, Any]:
         try:
@@ -181,10 +203,10 @@ class Preflight:
         try:
             self.client.complete(self.request(tokens, prompt_logprobs=self.entries), read, host)
         except Refused as refused:
-            if not self.salted or "cache_salt" not in refused.words:
+            if not self.client.salted or "cache_salt" not in refused.words:
                 raise
             log.info("server: %s takes no cache_salt; its cache of prompts must be off", host)
-            self.salted = False
+            self.client.salted = False
             self.client.complete(self.request(tokens, prompt_logprobs=self.entries), read, host)
         log.info(
             "server: %s gives %d entries a token, and adds no token to a prompt (%s)",
@@ -211,7 +233,7 @@ class Preflight:
     def _fingerprint(self, host: Host, tokens: list[list[int]]) -> Fingerprint:
         """Ask the probes alone, after a prompt with their beginning, and among others."""
         first = self.probe(host, tokens)
-        beginnings = [each[: len(each) // 2 + 1] + each[:3] for each in tokens]
+        beginnings = [(each[: len(each) // 2 + 1] + each[:3])[: len(each)] for each in tokens]
         self.probe(host, beginnings)
         again = farthest(first, self.probe(host, tokens))
         busy = [*beginnings, *tokens] * 2
@@ -239,6 +261,32 @@ class Preflight:
                 "start the server with --logprobs-mode raw_logprobs"
             )
         log.info("server: %s returns raw log-probabilities: temperature and top-p do not move them", host)
+
+    def _check_written(self, host: Host, tokens: list[int], how: Writing) -> None:
+        """vLLM never processes what it says of prompts, but may of what it writes, which samples do not come from."""
+        if self.samples is not None:
+            return
+        room = min(_WRITTEN, self.length - 1)
+        prompt = Prompt("preflight", 0, tokens[: self.length - room], room)
+        cut = replace(how, temperature=0.5, top_p=0.5)
+        answers = Answers(CodecSpec(kind="sparse", top_k=self.entries, vocab_size=self.vocab_size))
+
+        def written(found: Completion) -> Text:
+            return prompt.read(answers, cut, found.choices[0])
+
+        def scored(found: Completion) -> Arrays:
+            return answers.read(text.span, found.choices[0].prompt_logprobs or ())
+
+        text = self.client.complete(self.request(prompt.tokens, **prompt.parameters(answers, cut)), written, host)
+        assert text.arrays is not None
+        whole = self.client.complete(self.request(text.span.tokens, **answers.parameters(text.span)), scored, host)
+        moved = answers.distance(text.arrays, {name: each[-text.written :] for name, each in whole.items()})
+        if moved > LOUD:
+            raise UsageError(
+                f"{host} returns processed log-probabilities of what it writes: temperature and top-p move them by "
+                f"{moved:.2f} nats; start the server with --logprobs-mode raw_logprobs"
+            )
+        log.info("server: %s says of its own text what it says of a prompt, whatever the temperature", host)
 
     def _tokenize(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -276,6 +324,13 @@ class Preflight:
                 f"'{printable(_texts(self.tokenizer, wrong[0])[0])[:40]}'; {other}"
             )
         log.info("server: %s: %s; %d of %d ids read as here", host, how, len(read) - len(wrong), len(read))
+
+
+def _told(served: _Model) -> dict[str, Any]:
+    """What a server tells of a model: of a folder there its name alone."""
+    root = served.root and printable(os.path.basename(served.root) if os.path.isabs(served.root) else served.root)
+    facts = {"root": root and root[:_LONGEST_NAME], "max_model_len": served.max_model_len}
+    return {name: value for name, value in facts.items() if value}
 
 
 def _texts(tokenizer: PreTrainedTokenizerFast, token: int) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from kdtrain.monitor.progress import log
 from kdtrain.objective.batch import Batch
 from kdtrain.ranks import on_main
 from kdtrain.teaching.served.answers import Answers, Span, answers_of, placed, spans_of
-from kdtrain.teaching.served.client import Client, Completion, Host, Refused
+from kdtrain.teaching.served.client import Client, Completion, Host, Refused, Unanswered
 from kdtrain.teaching.served.fingerprint import TOP, Fingerprint
 from kdtrain.teaching.served.preflight import Preflight
 from kdtrain.teaching.served.written import Prompt, Text
@@ -46,6 +46,8 @@ AGAIN_APART = 0.1
 """Nats by which the two answers may differ at least: one comes among others, the other alone."""
 _FIRST_PATIENCE = 5.0
 """Seconds for which a server that has never answered is asked."""
+_LOOKED, _ENTRIES = 64, 2**24
+"""Rows of a shard that are looked at, and entries of them."""
 
 
 @register_teacher("served")
@@ -62,8 +64,12 @@ class ServedTeacher(Teacher):
         self._row_length = 0
         self._facts: dict[str, Any] = {}
         self._fingerprint: Fingerprint | None = None
+        self._allowed = 0.0
         self._jobs: dict[Any, Any] = {}
         self._span_lists: dict[int, list[Span]] = {}
+        self._said: dict[str, list[tuple[Span, Arrays]]] = {}
+        self._seen: list[Batch] = []
+        self._unseen = 0
         self._server: ServerConfig | None = None
 
     def connect(self, server: ServerConfig, codec: CodecConfig) -> None:
@@ -73,7 +79,7 @@ class ServedTeacher(Teacher):
             server.teacher_server,
             concurrency=server.server_concurrency,
             timeout=server.server_timeout,
-            patience=min(server.server_patience, _FIRST_PATIENCE),
+            patience=server.server_patience,
         )
         self._client.verify = self._verify
 
@@ -122,7 +128,8 @@ class ServedTeacher(Teacher):
 
         A finished cache asks nothing of them.
 
-        UsageError: they do not serve this teacher as it must be, or are another one.
+        UsageError: they do not serve this teacher as it must be, or are another one. RunError: one that has answered
+            before does not answer.
         """
         known = None if earlier is None else Fingerprint.from_json(earlier.get("fingerprint"))
         if earlier is not None and (known is None or earlier.get("spec") != self.name):
@@ -130,7 +137,7 @@ class ServedTeacher(Teacher):
                 f"the cache there was begun with another teacher ({earlier.get('spec')}); choose another --out"
             )
         if not (finished and earlier and known):
-            self._look()
+            self._look(known is not None)
             if earlier is None or known is None:
                 return
             self._compare(known)
@@ -140,8 +147,11 @@ class ServedTeacher(Teacher):
             log.warning("server: it tells %s, and told %s before; its answers are the same", self._facts, facts)
         self._facts, self._fingerprint = facts, known
 
-    def _look(self) -> None:
+    def _look(self, again: bool) -> None:
+        """again: they have answered before, and are waited for."""
         assert self._server is not None
+        if not again:
+            self._client.patience = min(self._server.server_patience, _FIRST_PATIENCE)
         asked = self._server.server_model
         names = [asked] if asked else [self.name, *filter(None, [self.spec.source])]
         self._flight = Preflight(
@@ -151,10 +161,15 @@ class ServedTeacher(Teacher):
             entries=self._codec.top_k or TOP,
             length=self._row_length,
             tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size,
+            tolerance=self._tolerance,
+            again=again,
             samples=self._samples(),
+            writing=self.writing,
         )
-        found = on_main(lambda: (*self._flight.look(), self._flight.salted))
-        self._facts, self._fingerprint, self._flight.salted = found
+        found = on_main(lambda: (*self._flight.look(), self._client.salted))
+        self._facts, self._fingerprint, self._client.salted = found
+        self._allowed = self._fingerprint.allowed(self._tolerance)
         self._flight.model = self._facts["model"]
         self._client.patience = self._server.server_patience
 
@@ -169,9 +184,9 @@ class ServedTeacher(Teacher):
         assert now is not None
         if known.tokens != now.tokens:
             raise UsageError("the cache there was begun with another tokenizer; choose another --out")
-        allowed = max(known.allowed(self._tolerance), now.allowed(self._tolerance))
-        if (distance := known.distance(now.probes)) > allowed:
-            raise UsageError(self._another(self._hosts[0], known, now, distance, allowed))
+        self._allowed = max(known.allowed(self._tolerance), now.allowed(self._tolerance))
+        if (distance := known.distance(now.probes)) > self._allowed:
+            raise UsageError(self._another(self._hosts[0], known, now, distance))
 
     def write(self, how: Writing) -> None:
         """Have prompts continued from here on, each by a request of its own: no batch decides its bits."""
@@ -184,6 +199,10 @@ class ServedTeacher(Teacher):
         RunError: the servers' answers are not those of this teacher.
         """
         answers = answers_of(codec, seed, sampling)
+        self._said = {host.url: [] for host in self._hosts}
+        if sum(len(each.tokens) for each in self._seen) >= _LOOKED:
+            self._seen.clear()
+        self._unseen = min(len(part), max(10, min(_LOOKED, _ENTRIES // (part.loss_mask.shape[1] * codec.columns))))
         if self.writing is not None:
             with self._writing(part, answers, self.writing):
                 yield
@@ -195,7 +214,7 @@ class ServedTeacher(Teacher):
             yield
             asked = [span for each in spans.values() for span in each]
             self._ask_again(answers, [(span, self._jobs[span.row, span.start].result()) for span in asked])
-        self._look_again()
+        self._look_again(answers)
 
     def kept(self, rows: ShardRows, codec: CodecSpec, seed: int) -> Arrays:
         """What a cache keeps of these rows, once the servers have answered.
@@ -207,15 +226,23 @@ class ServedTeacher(Teacher):
             parts = {span.start: self._jobs[row, span.start].result() for span in self._span_lists[row]}
             found.append(placed(self._answers.blank(length), parts))
         arrays = {name: np.stack([each[name] for each in found]) for name in found[0]}
-        if rows.first == next(iter(self._span_lists)):  # the first of a shard
-            _refuse_wrong_rows(rows, arrays, codec)
+        self._refuse_wrong_rows(rows, arrays, codec)
         return arrays
 
-    def _look_again(self) -> None:
-        for host in self._hosts:
-            if host.answered:
+    def _look_again(self, answers: Answers) -> None:
+        """Verify the servers that answered. One that is gone is vouched for by the others."""
+        asked, gone = [host for host in self._hosts if host.answered], list[Host]()
+        for host in asked:
+            try:
                 self._verify(host)
-                host.answered = False
+            except Unanswered as problem:
+                gone.append(host)
+                if len(gone) == len(self._hosts):
+                    raise
+                log.warning("server: %s; what it said in this shard is compared with what others say", problem)
+            host.answered = False
+        for host in gone:
+            self._ask_again(answers, self._said[host.url])
 
     @contextmanager
     def _writing(self, part: ShardRows, answers: Answers, how: Writing) -> Iterator[None]:
@@ -226,7 +253,7 @@ class ServedTeacher(Teacher):
             yield
             texts = [self._jobs[each.row].result() for each in prompts]
             self._ask_again(answers, [(each.span, each.arrays) for each in texts])
-        self._look_again()
+        self._look_again(answers)
 
     def written(self, rows: ShardRows, codec: CodecSpec) -> tuple[ShardRows, Arrays]:
         """Rows with what the servers wrote, and what a cache keeps of it, once they have answered.
@@ -243,8 +270,7 @@ class ServedTeacher(Teacher):
             arrays.append(placed(self._answers.blank(length), {start: text.arrays}))
         rows = replace(rows, tokens=tokens, loss_mask=mask)
         kept = {name: np.stack([each[name] for each in arrays]) for name in arrays[0]}
-        if rows.first == next(iter(self._jobs)):  # the first of a shard
-            _refuse_wrong_rows(rows, kept, codec)
+        self._refuse_wrong_rows(rows, kept, codec)
         return rows, kept
 
     def _continuing(self, answers: Answers, prompt: Prompt, how: Writing) -> Callable[[], Text]:
@@ -255,6 +281,7 @@ class ServedTeacher(Teacher):
             except Refused as refused:
                 raise RunError(f"{prompt}: {self._flight.refusal('the server', refused)}") from None
             if found.arrays is not None:
+                self._said[self._client.last.url].append((found.span, found.arrays))
                 return found
             return replace(found, arrays=_last(self._asking(answers, found.span)(), found.written))
 
@@ -274,16 +301,17 @@ class ServedTeacher(Teacher):
 
         def ask() -> Arrays:
             try:
-                return self._client.complete(self._flight.request(span.tokens, **answers.parameters(span)), read)
+                found = self._client.complete(self._flight.request(span.tokens, **answers.parameters(span)), read)
             except Refused as refused:
                 raise RunError(f"{span}: {self._flight.refusal('the server', refused)}") from None
+            self._said[self._client.last.url].append((span, found))
+            return found
 
         return ask
 
     def _ask_again(self, answers: Answers, said: list[tuple[Span, Arrays]]) -> None:
         """Compare some answers, each about the last positions of its span, with what the server says of them now."""
-        assert self._fingerprint is not None
-        allowed = self._tolerance or max(AGAIN_APART, self._fingerprint.allowed(None))
+        allowed = self._tolerance or max(AGAIN_APART, self._allowed)
         step = max(1, len(said) // AGAIN)
         for span, before in said[::step][:AGAIN]:
             now = _last(self._asking(answers, span)(), len(before["ids"]))
@@ -294,6 +322,30 @@ class ServedTeacher(Teacher):
                     "--no-enable-prefix-caching); nothing of this shard is kept"
                 )
 
+    def _refuse_wrong_rows(self, rows: ShardRows, arrays: Arrays, codec: CodecSpec) -> None:
+        """RunError: the entries are not about the next token, fit other rows, or are not a teacher's own.
+
+        That takes some ten rows: the first ones of a shard are looked at together, with those of small shards before.
+        """
+        if self._unseen <= 0:
+            return
+        tokens_BT, segments_BT = (torch.from_numpy(each.astype(np.int64)) for each in (rows.tokens, rows.segments))
+        mask_BT = torch.from_numpy(rows.loss_mask.astype(bool))
+        self._seen.append(Batch(tokens_BT, mask_BT, segments_BT, decode(arrays, codec)))
+        self._unseen -= len(rows)
+        if self._unseen > 0:
+            return
+        seen = examine(
+            self._seen,
+            systematic=codec.num_samples > 0,
+            samples=False,
+            vocab_size=codec.vocab_size,
+            drawn_at=1.0 if self.writing is None else self.writing.temperature,
+        )
+        if seen is not None and seen.findings:
+            last = rows.first + len(rows) - 1
+            raise RunError(f"{rows.split} up to sequence {last}, as the server answers: {seen.findings[0]}")
+
     def _verify(self, host: Host) -> None:
         """RunError: a server is not this teacher any more."""
         if (known := self._fingerprint) is None:
@@ -302,29 +354,18 @@ class ServedTeacher(Teacher):
             probes = self._flight.probe(host, known.tokens)
         except Refused as refused:
             raise RunError(f"{self._flight.refusal(host, refused)}; nothing of this shard is kept") from None
-        allowed = known.allowed(self._tolerance)
-        if (distance := known.distance(probes)) > allowed:
+        if (distance := known.distance(probes)) > self._allowed:
             now = Fingerprint.take(known.tokens, probes, known.noise)
-            raise RunError(f"{self._another(host, known, now, distance, allowed)}; nothing of this shard is kept")
+            raise RunError(f"{self._another(host, known, now, distance)}; nothing of this shard is kept")
 
-    def _another(self, host: Host, known: Fingerprint, now: Fingerprint, distance: float, allowed: float) -> str:
+    def _another(self, host: Host, known: Fingerprint, now: Fingerprint, distance: float) -> str:
         return (
             f"{host} is another teacher than the one that this cache was begun with: its fingerprint is {now}, that "
-            f"of the cache {known}, {distance:.3f} nats apart where {allowed:.3f} are allowed; serve the same model in "
-            "the same number format, or choose another --out"
+            f"of the cache {known}, {distance:.3f} nats apart where {self._allowed:.3f} are allowed; serve the same "
+            "model in the same number format, or choose another --out"
         )
 
 
 def _last(arrays: Arrays, number: int) -> Arrays:
     """What is kept of the last positions."""
     return {name: values[-number:] for name, values in arrays.items()}
-
-
-def _refuse_wrong_rows(rows: ShardRows, arrays: Arrays, codec: CodecSpec) -> None:
-    """RunError: the entries are not about the next token, fit other rows, or are not a teacher's own."""
-    tokens_BT, segments_BT = (torch.from_numpy(each.astype(np.int64)) for each in (rows.tokens, rows.segments))
-    mask_BT = torch.from_numpy(rows.loss_mask.astype(bool))
-    batch = Batch(tokens_BT, mask_BT, segments_BT, decode(arrays, codec))
-    seen = examine([batch], systematic=codec.num_samples > 0, samples=False, vocab_size=codec.vocab_size)
-    if seen is not None and seen.findings:
-        raise RunError(f"{rows.split} from sequence {rows.first} on, as the server answers: {seen.findings[0]}")

@@ -18,7 +18,7 @@ from typing import Any
 from kdtrain.cache.codec import uniforms
 from kdtrain.cache.compression import Arrays
 from kdtrain.cache.shard_writer import ShardRows
-from kdtrain.errors import printable
+from kdtrain.errors import RunError, printable
 from kdtrain.teaching.served.answers import Answers, Entry, Span, Wrong
 from kdtrain.teaching.served.client import Choice
 from kdtrain.teaching.writing import Writing
@@ -77,7 +77,10 @@ class Prompt:
         }
 
     def read(self, answers: Answers, how: Writing, found: Choice) -> Text:
-        """The text of an answer. Wrong: it cannot be what was asked for."""
+        """The text of an answer.
+
+        Wrong: it cannot be what was asked for. RunError: it ends with an end token that is not known here.
+        """
         ids = found.token_ids or []
         if not ids:
             raise Wrong("no token_ids: it is not vLLM, or a version that does not return them")
@@ -85,6 +88,12 @@ class Prompt:
             raise Wrong(f"a text with the id {max(ids)}, beyond the teacher's vocabulary of {answers.codec.vocab_size}")
         ended = ids[-1] in how.end_tokens
         if found.finish_reason != ("stop" if ended else "length"):
+            if found.finish_reason == "stop":  # it would write the same again
+                raise RunError(
+                    f"{self}: the server ends a text at {ids[-1]}, and the local files of the teacher say "
+                    f"{how.end_tokens}; add it to eos_token_id in generation_config.json beside the tokenizer, or name "
+                    "a tokenizer that has it"
+                )
             reason = printable(str(found.finish_reason))[:40]
             raise Wrong(
                 f"finish_reason {reason} of a text whose last token is {ids[-1]}, where {how.end_tokens} end it"
