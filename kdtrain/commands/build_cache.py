@@ -28,8 +28,8 @@ from kdtrain.data.packing import PackedRow, packed_rows
 from kdtrain.data.prompts import prompt_rows
 from kdtrain.errors import UsageError
 from kdtrain.files import read_sealed
-from kdtrain.models.ends import end_tokens, filler_token
-from kdtrain.models.loading import ChatTokenizer, generation_of, tokenizer_digest
+from kdtrain.models.ends import filler_token
+from kdtrain.models.loading import ChatTokenizer, ends_of, generation_of, tokenizer_digest
 from kdtrain.monitor.progress import bar
 from kdtrain.objective.batch import Batch
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks
@@ -60,7 +60,7 @@ def build_cache(
             how = Writing(
                 temperature=config.text.gen_temperature,
                 top_p=config.text.gen_top_p,
-                end_tokens=end_tokens(generation_of(teacher.spec), teacher.tokenizer),
+                end_tokens=ends_of(teacher.spec, teacher.tokenizer),
                 seed=config.seed,
                 batch_size=config.batch_size,
             )

@@ -134,7 +134,7 @@ def capture_lines(manifest: Manifest) -> list[str]:
     lines = [*written_lines(manifest)]
     if found := manifest.capture:
         mass, loss, positions = (found.get(name) for name in ("kept_mass", "mass_loss", "positions"))
-        lines.append(f"kept mass {number(mass)}, and -log of it {number(loss)} nats, in {number(positions)} positions")
+        lines.append(f"kept mass {number(mass)}, mean -log of it {number(loss)} nats, in {number(positions)} positions")
     return lines
 
 

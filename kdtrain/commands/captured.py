@@ -17,6 +17,7 @@ from kdtrain.commands.run_folder import check_out, restarted
 from kdtrain.config import CacheTeacherConfig, CodecConfig, DataConfig, DistillConfig, RunServerConfig, ServerConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.spec import SELF
+from kdtrain.objective.divergence import refuse
 from kdtrain.ranks import on_main, world_size
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import asked_to_stop
@@ -43,11 +44,14 @@ def captured(
         raise UsageError(f"--teacher {SELF} is the student, which no server runs; leave --teacher-server out")
     on_main(lambda: _refuse_moving(config))
     asked, samples = config.server, config.server.server_num_samples
+    objective, top_k = config.objective, 0 if samples else config.server.server_top_k
+    if objective.distils:  # several ranks capture all before they train
+        refuse(objective.divergence, objective.tail, top_k=top_k, num_samples=samples)
     capture = CacheTeacherConfig(
         teacher=config.teacher,
         out=config.out / SERVED,
         data=config.data,
-        codec=CodecConfig(num_samples=samples) if samples else CodecConfig(top_k=asked.server_top_k),
+        codec=CodecConfig(top_k=top_k, num_samples=samples or None),
         server=ServerConfig(**{each.name: getattr(asked, each.name) for each in fields(ServerConfig)}),
         sequences_per_shard=(4 if trial else _STEPS) * min(config.batch_size, _MOST // _STEPS),
         device=config.device,

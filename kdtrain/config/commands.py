@@ -175,7 +175,7 @@ class DistillConfig(Options):
     EXAMPLES = ("kdtrain distill --cache cache/t --student students/stdlib-1m.toml --out runs/t",)
 
     def _refuse_beyond_a_server(self) -> None:
-        """Refuse what a server's top-k cannot do, before it is asked for hours."""
+        """Refuse what a server's answers cannot do, before it is asked for hours."""
         refuse(
             self.teacher is None, "--teacher-server needs --teacher, for the tokenizer and the name of what it serves"
         )
@@ -186,8 +186,10 @@ class DistillConfig(Options):
         refuse(self.source != "cache", "--teacher-server reads --data itself; leave --source out")
         objective = self.objective
         other = objective.temperature != 1 or objective.learns_temperature or objective.schedules_temperature
+        refuse(other, "what --teacher-server gives is right at T = 1 only; leave the temperature's options out")
         refuse(
-            other, "--teacher-server gives a top-k, which is right at T = 1 only; leave the temperature's options out"
+            self.server.server_num_samples > 0 and self.server.server_top_k != RunServerConfig().server_top_k,
+            "--server-num-samples are instead of --server-top-k; give one",
         )
         refuse(objective.hidden_loss != "none", "--hidden-loss needs a teacher that runs here; leave it out")
 

@@ -69,7 +69,7 @@ class ServerConfig(Options):
 class RunServerConfig(ServerConfig):
     """A teacher that an inference server runs, for a run: what it says is cached in the run's folder first."""
 
-    server_top_k: int = option(64, free=True, least=1, needs="teacher_server")
+    server_top_k: int = option(64, least=1, needs="teacher_server")
     """The most likely entries that are asked for at each position, and cached."""
-    server_num_samples: int = option(0, free=True, least=0, most=255, needs="teacher_server")
+    server_num_samples: int = option(0, least=0, most=255, needs="teacher_server")
     """Samples of each position instead of --server-top-k, where the server has kdtrain's plugin."""

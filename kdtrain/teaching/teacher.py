@@ -168,7 +168,7 @@ class Teacher:
         return nullcontext()
 
     def kept(self, rows: ShardRows, codec: CodecSpec, seed: int) -> Arrays:
-        """What a cache keeps of these rows, as `cache.codec.keep` makes it, of a teacher that gives a top-k."""
+        """What a cache keeps of these rows, as `cache.codec.keep` makes it, of a teacher that gives no whole logits."""
         return rows.kept
 
     def write(self, how: Writing) -> None:

@@ -20,6 +20,8 @@ from kdtrain.data.prompts import prompt_rows
 from kdtrain.errors import UsageError
 from kdtrain.models.ends import end_tokens, filler_token, learn_ends
 from kdtrain.models.head import split
+from kdtrain.models.loading import ends_of
+from kdtrain.models.spec import read_spec
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.teaching.writing import Writing, draw
 from kdtrain.testing import tiny_model, tiny_tokenizer
@@ -244,6 +246,16 @@ def test_an_end_is_one_event_whichever_token_writes_it(tmp_path):
     assert filler_token(tokenizer, (0, 1, 299)) == 2
     tokenizer.pad_token = "<|unused-260|>"
     assert filler_token(tokenizer, (0, 299)) == 260 and filler_token(tokenizer, (0, 260)) == 1
+
+
+def test_a_text_ends_at_the_tokens_of_the_weights_too_where_the_tokenizer_is_of_another_model(tmp_path):
+    for name, ends in (("base", 3), ("instruct", [5, 7])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    places = {"tokenizer": str(tmp_path / "base"), "source": str(tmp_path / "instruct")}
+    spec = replace(read_spec("stdlib-5m", "teachers"), **places)
+    assert ends_of(spec, tiny_tokenizer(300)) == (3, 5, 7, 299)
+    assert ends_of(replace(spec, tokenizer=None), None) == (5, 7)
 
 
 def test_options_that_do_not_go_with_text_by_the_teacher_are_refused_by_name():

@@ -9,6 +9,8 @@ refused otherwise. Before a shard is published the probes are asked again, and w
 nothing is kept of a server that was replaced, or that gave stale numbers, in the meantime.
 
 What it gives up: the shard in work is asked for again after such a refusal; at its end the servers wait for the check.
+One of several servers that is gone by then is not asked who it is: some sequences that it answered must be what the
+others say.
 """
 
 import os
