@@ -50,7 +50,6 @@ def captured(
         codec=CodecConfig(num_samples=samples) if samples else CodecConfig(top_k=asked.server_top_k),
         server=ServerConfig(**{each.name: getattr(asked, each.name) for each in fields(ServerConfig)}),
         sequences_per_shard=(4 if trial else _STEPS) * min(config.batch_size, _MOST // _STEPS),
-        device=config.device,
     )
 
     def capture_all(live: LiveCache) -> None:
