@@ -9,7 +9,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -58,6 +58,8 @@ class StandIn:
         self.delay = 0.0
         self.swap: tuple[int, Any] | None = None
         """From this request on, another model."""
+        self.raw: Callable[[socket.socket], None] | None = None
+        """Answers instead, in bytes of its own, what does not fail for the key."""
         self.plugin = False
         """It has kdtrain's plugin."""
         self._lock, self._forward = threading.Lock(), threading.Lock()
@@ -112,6 +114,8 @@ class StandIn:
         logprobs = self.logprobs(tokens, temperature)
         if fault == "logits":
             logprobs = logprobs + 9
+        if fault == "low":
+            logprobs = logprobs - 40
         if fault == "ahead":  # about the token after the next one, which a table has all the same
             logprobs = logprobs.roll(-1, 0)
         if fault == "noisy":
@@ -209,6 +213,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if not self._permitted():
             return
+        if (raw := self.server_of.raw) is not None:
+            self.close_connection = True
+            return raw(self.connection)
         if self.path == "/version":
             return self._json({"version": VERSION})
         if self.path == "/health":

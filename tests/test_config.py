@@ -191,6 +191,14 @@ REFUSED = [
         "--no-compile has no effect with --from-logprobs",
     ),
     (
+        lambda: options.CacheTeacherConfig(teacher="t", out="c", data=TEXT, precision="fp32", server=SERVER),
+        "--precision has no effect with --teacher-server: no teacher runs here",
+    ),
+    (
+        lambda: options.CacheTeacherConfig(teacher="t", out="c", data=TEXT, device="cuda:1", server=SERVER),
+        "--device has no effect with --teacher-server",
+    ),
+    (
         lambda: options.CacheTeacherConfig(teacher="t", out="c", data=TEXT, teacher_weights="int8", server=SERVER),
         "--teacher-weights has no effect with --teacher-server",
     ),

@@ -68,9 +68,9 @@ def uniforms(purpose: str, seed: int, split: str, sequence: int, length: int) ->
 
 
 def draw_points(
-    seed: int, split: str, sequence: int, length: int, number: int, offset: Fraction = Fraction(0)
+    seed: int, split: str, sequence: int, length: int, number: int, offset: Fraction = Fraction(0), start: int = 0
 ) -> np.ndarray:
-    """fp64 [length, number] in [0, 1): where each position's samples lie in its cumulative distribution.
+    """fp64 [length - start, number] in [0, 1): where the samples of positions lie in their cumulative distributions.
 
     The fractional parts of x + offset + i / number, with one x a position, a pure function of seed, split and sequence.
     They are exact quotients of whole numbers, correctly rounded: equal points of two grids are equal doubles.
@@ -81,7 +81,8 @@ def draw_points(
     if fine > MOST_POINTS:
         raise ValueError(f"samples cannot be drawn {offset} beside a grid of {number}")
     places_D = (int(offset * fine) + np.arange(number) * (fine // number)) << 32
-    return (fine * uniforms("grid", seed, split, sequence, length)[:, None] + places_D) % (fine << 32) / (fine << 32)
+    chance_N1 = uniforms("grid", seed, split, sequence, length)[start:, None]
+    return (fine * chance_N1 + places_D) % (fine << 32) / (fine << 32)
 
 
 def _draw(weights_NV: Tensor, points_ND: Tensor) -> Tensor:

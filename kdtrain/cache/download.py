@@ -119,6 +119,8 @@ def fetch(
 def _attempt(url: str, part: Path, what: str, most: int, exact: bool, headers: Mapping[str, str]) -> None:
     import requests
 
+    from kdtrain.cache.session import Session
+
     have, note = size_of(part), part.with_name(f"{part.name}.json")
     tag = _tag(note) if have else None
     if have > most or (have == most and not exact):
@@ -130,7 +132,7 @@ def _attempt(url: str, part: Path, what: str, most: int, exact: bool, headers: M
     if have:
         asked |= {"Range": f"bytes={have}-"} | ({"If-Range": tag} if tag else {})
     try:
-        with requests.Session() as session, _ask(session, url, asked, what) as answer:
+        with Session() as session, _ask(session, url, asked, what) as answer:
             start = _beginning(answer, have, tag, what, most, exact)
             if start is None:
                 _drop(part)
@@ -157,7 +159,7 @@ def _ask(session: "requests.Session", url: str, headers: dict[str, str], what: s
             hidden = not inside and is_private(target)  # what only this machine reaches is not a stranger's to name
         except requests.RequestException:
             raise
-        except ValueError as error:  # requests parses the target too
+        except ValueError as error:
             raise UsageError(f"{what}: the server redirects to no URL ({printable(str(error))[:200]})") from None
         if not answer.is_redirect:
             return _refuse(answer, what)
@@ -242,7 +244,7 @@ def _receive(answer: "requests.Response", part: Path, start: int, what: str, mos
         file = open(part, "r+b")  # noqa: SIM115  (closed below; an error of the network is none of the disk)
     with file:
         file.seek(start)
-        while piece := _read(answer):
+        while piece := read(answer, _PIECE):
             have += len(piece)
             if have > most:
                 _drop(part)
@@ -259,10 +261,10 @@ def _receive(answer: "requests.Response", part: Path, start: int, what: str, mos
         raise _Passing(f"the answer ended after {have:,} bytes")
 
 
-def _read(answer: "requests.Response") -> bytes:
+def read(answer: "requests.Response", most: int) -> bytes:
+    """What has arrived of a body, without waiting for a whole piece, and never unpacked; empty at its end."""
     raw: Any = answer.raw
-    # what has arrived, without waiting for a whole piece; never unpacked
-    return raw.read1(_PIECE, decode_content=False) if hasattr(raw, "read1") else raw.read(2**12, decode_content=False)
+    return raw.read1(most, decode_content=False) if hasattr(raw, "read1") else raw.read(2**12, decode_content=False)
 
 
 def _tag(note: Path) -> str | None:

@@ -44,11 +44,12 @@ VERSION = 1
 _PREFIX = "kdtrain_"
 _KEYS = ("samples", "sampling", "seed", "split", "row", "first")
 _SPLIT = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_LONGEST_ROW = 2**24  # positions: the points of a row are hashed from its beginning
+_LONGEST_ROW = 2**20  # positions: the chances of a row are hashed from its beginning, in the engine's own time
 _CELLS = 2**24  # logits that a GPU encodes at a time: an engine leaves little memory
 _NUMBERS = 3  # slope, mean and deviation
 _BROKEN = "broken"
 _MOST_LOGPROB = 1e-3  # 0, and what rounding adds
+_LEAST_LOGPROB = -1e4  # as `objective.targets.FLOOR`: what is less likely counts as impossible, and in no number
 
 
 class NoReceipt(ValueError):
@@ -112,7 +113,8 @@ class SampleRequest:
         from kdtrain.cache.codec import draw_points
 
         length = self.first + stop
-        return draw_points(self.seed, self.split, self.row, length, self.number, self.offset)[self.first + start :]
+        # Only these: a grid from the row's beginning could take the memory of a server that others use.
+        return draw_points(self.seed, self.split, self.row, length, self.number, self.offset, self.first + start)
 
     def receipts(self, start: int, stop: int) -> np.ndarray:
         """int64 [N] in [-2**30, -1]: what shows that these positions were sampled."""
@@ -237,7 +239,9 @@ def _parsed(text: str, spec: CodecSpec) -> tuple[list[float], list[int], list[in
     numbers = [float(word) for word in words[:_NUMBERS]]
     pairs = [word.partition(":") for word in words[_NUMBERS:]]
     ids, counts = [int(each) for each, _, _ in pairs], [int(count or 1) for _, _, count in pairs]
-    if len(numbers) < _NUMBERS or not all(map(math.isfinite, numbers)):
+    if len(numbers) < _NUMBERS or not all(_LEAST_LOGPROB <= each <= _MOST_LOGPROB for each in numbers[:2]):
+        raise ValueError
+    if not 0 <= numbers[2] <= -_LEAST_LOGPROB:
         raise ValueError
     if len(set(ids)) < len(ids) or not all(0 <= each < spec.vocab_size for each in ids):
         raise ValueError

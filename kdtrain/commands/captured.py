@@ -54,7 +54,6 @@ def captured(
         codec=CodecConfig(top_k=top_k, num_samples=samples or None),
         server=ServerConfig(**{each.name: getattr(asked, each.name) for each in fields(ServerConfig)}),
         sequences_per_shard=(4 if trial else _STEPS) * min(config.batch_size, _MOST // _STEPS),
-        device=config.device,
     )
 
     def capture_all(live: LiveCache) -> None:

@@ -68,6 +68,8 @@ class CacheTeacherConfig(Options):
             "--teacher-parallel": self.parallel.teacher_parallel != "auto",
             "--teacher-weights": self.teacher_weights is not None,
             "--no-compile": not self.compile,
+            "--precision": self.precision != "bf16",
+            "--device": self.device.startswith("cuda"),
         }
         for name, given in idle.items() if elsewhere else ():
             refuse(given, f"{name} has no effect with {elsewhere}: no teacher runs here; leave it out")

@@ -29,14 +29,25 @@ class TextConfig(Options):
     """Draw from the most likely tokens that have this probability together, and never from the others."""
 
 
+def api_url(url: str) -> str:
+    """The address of a server's API, which ends in /v1: equal for two spellings of one."""
+    parts = urlsplit(url)
+    path = parts.path.rstrip("/")
+    return f"{parts.scheme}://{parts.netloc.lower()}{path if path.endswith('/v1') else f'{path}/v1'}"
+
+
 def _check_servers(urls: tuple[str, ...]) -> None:
     for url in urls:
-        parts, shown = urlsplit(url), printable(url)[:120]
-        refuse("@" in parts.netloc, f"--teacher-server {parts.scheme}://...: a password would end in logs; use {KEY}")
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and url.isprintable() and " " not in url
+        refuse("@" in url, f"--teacher-server with an @ in its address: a password would end in logs; use {KEY}")
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # brackets, or the port
+            usable = False
+        usable, shown = usable and url.isprintable() and " " not in url, printable(url)[:120]
         refuse(not usable, f"--teacher-server {shown} is not an address; give one such as http://HOST:8000/v1")
         refuse(bool(parts.query or parts.fragment), f"--teacher-server {shown}: leave out what follows ? or #")
-    refuse(len({*urls}) < len(urls), "--teacher-server: one address is given twice; name each once")
+    refuse(len({*map(api_url, urls)}) < len(urls), "--teacher-server: one address is given twice; name each once")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,17 +86,29 @@ def continued(step: Step, rows: ShardRows, how: Writing, vocab_size: int) -> tup
         inputs = drawn_B[:, None]
         if mask_BW is not None:
             mask_BW = torch.cat([mask_BW, mask_BW.new_ones(len(at), 1)], 1)
-            seen = {"attention_mask": mask_BW, "position_ids": _positions(mask_BW)[:, -1:]}
+            # A row that has ended stays inside: its own logits are not used, but a position beyond the model's has no
+            # embedding, or changes the frequencies of all rows.
+            inside = _positions(mask_BW)[:, -1:].clamp(max=mask_BT.shape[1] - 1)
+            seen = {"attention_mask": mask_BW, "position_ids": inside}
     assert logits_BTV is not None, "a prompt leaves room for a token"
     return replace(rows, tokens=tokens_BT1.numpy().astype(rows.tokens.dtype), loss_mask=mask_BT), logits_BTV
 
 
 def refuse_other_logits(step: Step, score: Callable[[Tensor], Tensor], name: str, vocab_size: int) -> None:
-    """UsageError: the steps of a model, with a padded prompt, give other logits than a forward over the same tokens.
+    """UsageError: the steps of a model give other logits than a forward over the same tokens.
+
+    Of padded prompts, and of prompts of one length, which take another way. Not seen: windows longer than these rows.
 
     score: tokens_BT -> logits [B, T, V].
     """
-    lengths = (5, 9)
+    if any(_apart(step, score, lengths, vocab_size) for lengths in ((5, 9), (7, 7))):
+        raise UsageError(
+            f"{name} gives other logits one token at a time than in one forward; serve it, and give --teacher-server, "
+            "or leave --generate out"
+        )
+
+
+def _apart(step: Step, score: Callable[[Tensor], Tensor], lengths: tuple[int, ...], vocab_size: int) -> bool:
     tokens = np.random.default_rng(0).integers(vocab_size, size=(len(lengths), max(lengths) + 5)).astype(np.int32)
     mask = np.zeros((len(lengths), tokens.shape[1] - 1), bool)
     for row, length in enumerate(lengths):
@@ -107,11 +119,7 @@ def refuse_other_logits(step: Step, score: Callable[[Tensor], Tensor], name: str
     with torch.no_grad():
         scored_BTV = score(torch.from_numpy(found.tokens[:, :-1].astype(np.int64)))
     stepped_NV, scored_NV = (each[torch.from_numpy(mask).to(each.device)] for each in (logits_BTV, scored_BTV))
-    if not float((stepped_NV - scored_NV).abs().mean()) <= _APART * float(scored_NV.std(-1).mean()):
-        raise UsageError(
-            f"{name} gives other logits one token at a time than in one forward; serve it, and give --teacher-server, "
-            "or leave --generate out"
-        )
+    return not float((stepped_NV - scored_NV).abs().mean()) <= _APART * float(scored_NV.std(-1).mean())
 
 
 def draw(logits_BV: Tensor, chance_B: Tensor, temperature: float, top_p: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import tracemalloc
 from fractions import Fraction
 
 import msgspec
@@ -155,6 +156,11 @@ def test_an_answer_with_fewer_positions_is_refused(prompt, cut):
         "-1 -2 3 4:51 5:-1",
         "-1 -2 3 4:50 5:0",
         "-1 -2 nan 4:50",
+        "5 -2 3 4:50",
+        "-1 5 3 4:50",
+        "-1 -2 -3 4:50",
+        "-1e300 -2 3 4:50",
+        "-1 -2 1e300 4:50",
         "-1 -2 4:50",
         "-1 -2 3 4:x",
         "-1 -2 3 4:50:1",
@@ -202,6 +208,15 @@ def test_a_request_reads_back_from_its_arguments():
     assert np.array_equal(asked.points(2, 5), draw_points(-5, "validation", 10**12, 82, 12, Fraction(3, 50))[79:])
 
 
+def test_a_late_part_of_a_long_row_takes_no_memory_for_its_beginning():
+    asked = SampleRequest(number=250, seed=0, split="train", row=0, first=2**17)
+    tracemalloc.start()
+    points_ND = asked.points(1, 3)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert points_ND.shape == (2, 250) and peak < 2**23
+
+
 @pytest.mark.parametrize(
     "key, value",
     [
@@ -218,7 +233,7 @@ def test_a_request_reads_back_from_its_arguments():
         ("split", "a b"),
         ("split", 3),
         ("row", -1),
-        ("first", 10**9),
+        ("first", 2**20 + 1),
     ],
 )
 def test_an_impossible_request_names_its_argument(key, value):

@@ -9,6 +9,7 @@ import random
 import re
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from kdtrain.teaching.served import preflight, teacher
 from kdtrain.teaching.served.answers import Answers, Entry, Span, Wrong, spans_of
 from kdtrain.teaching.served.client import SMALL, Client
 from kdtrain.teaching.served.fingerprint import Fingerprint
+from kdtrain.teaching.served.teacher import ServedTeacher
 from tests.stand_in import StandIn, standing_in
 
 RECORDED = Path(__file__).parents[1] / "golden" / "vllm-answers.json"
@@ -252,6 +254,7 @@ def test_a_fault_that_stays_ends_the_capture_in_one_line_and_nothing_of_it_is_ke
         ({"always": "stale"}, "nats apart: cached prompts give stale ones; start .* --no-enable-prefix-caching"),
         ({"always": "bos"}, "it counts [0-9]+ tokens, [0-9]+ were sent: it adds or drops some"),
         ({"always": "none"}, "nothing for token 2"),
+        ({"always": "low"}, "not log-probabilities: .* leave more probability than 2,048 entries can have; .* raw_"),
         ({"always": "redirect:http://example.com/v1"}, "it redirects to http://example.com/v1, which is not followed"),
     ],
 )
@@ -421,6 +424,12 @@ def test_an_address_that_nothing_listens_at_is_refused_soon(server):
         ({"teacher_server": "http://me:word@host/v1"}, "a password would end in logs; use KDTRAIN_SERVER_KEY"),
         ({"teacher_server": "http://host/v1?key=1"}, "leave out what follows"),
         ({"teacher_server": ("http://host", "http://host")}, "one address is given twice"),
+        ({"teacher_server": ("http://host:8000", "HTTP://Host:8000/v1/")}, "one address is given twice"),
+        ({"teacher_server": "http://[::1/v1"}, r"http://\[::1/v1 is not an address"),
+        ({"teacher_server": "http://[foo]/v1"}, "is not an address"),
+        ({"teacher_server": "http://host:abc/v1"}, "http://host:abc/v1 is not an address"),
+        ({"teacher_server": "http://host:99999999"}, "is not an address"),
+        ({"teacher_server": "me:word@host/v1"}, "a password would end in logs"),
         ({"server_model": "m"}, "--server-model has no effect without --teacher-server"),
     ],
 )
@@ -428,6 +437,13 @@ def test_an_address_that_is_none_is_refused(options, words):
     with pytest.raises(kd.UsageError, match=words) as caught:
         ServerConfig(**options)
     assert "word" not in str(caught.value).replace("password", "")
+
+
+@pytest.mark.parametrize("size", ["151936", True, 0, 1.5])
+def test_the_size_of_a_vocabulary_is_a_whole_number(size):
+    spec = replace(read_spec("stdlib-5m", "teachers"), options={"vocab_size": size})
+    with pytest.raises(kd.UsageError, match=r"vocab_size under \[options\] must be a whole number of at least 2"):
+        ServedTeacher(spec, torch.device("cpu"), "fp32")
 
 
 def test_options_that_a_server_cannot_serve_are_refused():
@@ -569,6 +585,7 @@ def test_entries_are_ordered_by_their_probability_and_the_label_outside_is_no_en
         ({"first": {2: Entry(-5000.0)}}, "processed log-probabilities"),
         ({"first": {2: Entry(0.01)}}, "not log-probabilities"),
         ({"first": {4: Entry(-0.5)}}, "their sum is above 1"),
+        ({"second": {i: Entry(p) for i, p in {3: -9, 9: -8, 8: -7, 7: -6}.items()}}, "than 10 entries can have"),
         ({"first": {2: Entry(float("inf"))}}, "not finite"),
         ({"second": {3: Entry(-0.1, 1)}}, "more likely than entry 3, and is not among them|sum is above 1"),
     ],

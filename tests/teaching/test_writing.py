@@ -81,6 +81,24 @@ def test_greedy_text_is_that_of_transformers_and_its_logits_are_those_of_scoring
     assert shape != "llama" or "stop" in reasons
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+
+
+@pytest.mark.parametrize(
+    "shape, config",
+    [("gpt2", {"n_positions": 28}), ("llama", {"max_position_embeddings": 28, "rope_parameters": DYNAMIC})],
+    ids=["learned", "dynamic"],
+)
+def test_a_row_that_has_ended_stays_inside_the_models_positions(shape, config):
+    teacher = LocalTeacher.of(split(opinionated(tiny_model(shape, 300, seed=1, **config)).eval().requires_grad_(False)))
+    teacher.write(how(end_tokens=()))
+    found, logits_BTV = teacher.written(prompts_of([26, 12, 2]), CODEC)
+    scored_BTV = teacher.logits(torch.from_numpy(found.tokens[:, :-1].astype(np.int64)), None)
+    here_BT = torch.from_numpy(found.loss_mask)
+    assert here_BT.sum(1).tolist() == [3, 17, 27]
+    torch.testing.assert_close(logits_BTV[here_BT], scored_BTV[here_BT], rtol=1e-4, atol=1e-4)
+
+
 def test_what_is_drawn_depends_on_seed_split_row_and_position_alone():
     writing = how(temperature=0.8, top_p=0.9, end_tokens=())
     teacher, _ = teacher_of("llama", writing)
@@ -110,10 +128,17 @@ def test_draws_have_the_probabilities_of_the_temperature_and_never_leave_the_top
     assert [int(draw(impossible, torch.tensor([u]), 1.0, 1.0)) for u in (0.0, 0.5, 1 - 2**-32)] == [1, 1, 1]
 
 
-def test_a_model_that_steps_with_other_logits_than_it_scores_with_is_refused(monkeypatch):
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_model_that_steps_with_other_logits_than_it_scores_with_is_refused(monkeypatch, padded):
     teacher, _ = teacher_of("llama", how())
     step = teacher.model.step
-    monkeypatch.setattr(teacher.model, "step", lambda tokens, past, **seen: step(tokens, past))  # padding is seen
+
+    def wrong(tokens, past, **seen):
+        if padded:  # which is seen
+            return step(tokens, past)
+        return step(tokens, past if seen else None, **seen)  # a prompt without padding is forgotten
+
+    monkeypatch.setattr(teacher.model, "step", wrong)
     with pytest.raises(UsageError, match="gives other logits one token at a time than in one forward"):
         teacher.write(how())
 

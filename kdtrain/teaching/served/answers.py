@@ -5,8 +5,9 @@ token, and for each other one a table of the K most likely entries, to which the
 among them. Entry i is about token i, given the tokens before it: about position i - 1 of a cache.
 
 Servers are not trusted. Each number is checked: as many positions as tokens, K entries each or K + 1 with the token,
-every id inside the vocabulary, every number finite and at most 0, the sum of the probabilities at most 1. That the
-token itself is in its table shows that the answer is about this prompt, at this place.
+every id inside the vocabulary, every number finite and at most 0, the sum of the probabilities at most 1, and at least
+1 with the most that entries beyond the K can have. That the token itself is in its table shows that the answer is about
+this prompt, at this place.
 
 A server with kdtrain's plugin gives samples instead (`Sampled`), and a receipt at each position.
 
@@ -33,6 +34,8 @@ ABOVE_ZERO = 1e-3
 """Nats by which rounding may lift a log-probability above 0."""
 SUM = 1.01
 """The largest sum of probabilities that rounding explains."""
+LEAST_SUM = 0.9
+"""The same below 1, with a vocabulary that a server pads."""
 IMPOSSIBLE = -1000.0
 """Log p of an entry that was masked out: vLLM writes -9999 for minus infinity, and no softmax comes near it."""
 
@@ -186,6 +189,13 @@ def read_top(tokens: Sequence[int], lists: Lists, entries: int, vocab_size: int)
         raise Wrong(
             f"processed log-probabilities: an entry of log p {logprobs_nK.min():g} among the most likely ones was "
             "masked out; start the server with --logprobs-mode raw_logprobs"
+        )
+    # Logits may all be negative: no other entry is more likely than the last one of a table.
+    most_n = np.exp(logprobs_nK).sum(1) + (vocab_size - entries) * np.exp(logprobs_nK[:, -1])
+    if len(short := np.flatnonzero(most_n < LEAST_SUM)):
+        raise Wrong(
+            f"numbers that are not log-probabilities: those of token {short[0] + 1} leave more probability than "
+            f"{vocab_size:,} entries can have; start the server with --logprobs-mode raw_logprobs"
         )
     listed_n = (ids_nK == np.array(tokens[1:])[:, None]).any(1)
     if len(over := np.flatnonzero(~listed_n & (label_n > logprobs_nK[:, -1] + ABOVE_ZERO))):

@@ -7,8 +7,9 @@ answers that are wrong. Any other code is final, with the server's own words.
 
 A server that was away may come back as another: `doubted` is set, and `verify` is called before its next answer counts.
 
-The API key stands in the environment, goes to the hosts that were named and nowhere else: no redirect is followed, and
-no other password of this machine is sent. Answers are bounded in size and time, and typed.
+The API key stands in the environment, goes to the hosts that were named and nowhere else: no redirect is followed, no
+proxy sees it, and no other password of this machine is sent. Where a server quotes it, dots take its place. Answers are
+bounded in size and time, and typed.
 
 What it gives up: threads that wait for a server are not waited for at the end of the process; each holds one answer in
 memory, up to 500 bytes an entry.
@@ -30,15 +31,17 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kdtrain.cache.address import ALLOW_HTTP, is_private
-from kdtrain.cache.download import LATER, reason, retry_after
-from kdtrain.config.teachers import KEY
+from kdtrain.cache.address import ALLOW_HTTP, is_inside
+from kdtrain.cache.download import LATER, read, reason, retry_after
+from kdtrain.config.teachers import KEY, api_url
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.monitor.progress import log
 from kdtrain.teaching.served.answers import Entry, Wrong
 
 if TYPE_CHECKING:
     import requests
+
+    from kdtrain.cache.session import Session
 
 T = TypeVar("T")
 
@@ -50,9 +53,14 @@ FIRST_WAIT, LONGEST = 0.2, 60.0
 """Seconds that a server rests after its first failure, and the most after many."""
 SMALL = 2**20
 """Bytes of an answer without distributions."""
+_WRONG_WAIT = 1.0
+"""Seconds that a server rests at least after a second wrong answer: a proxy speaks for it while it starts."""
+_QUOTED = 8
+"""Characters of a key from which on an answer may not have it; shorter ones stand in any."""
 _jitter = random.Random()  # not the generator of a run that trains meanwhile
 _WORDS = 400
 """Characters of a server's words that are shown."""
+_LATE = "the answer takes too long"
 
 
 class Refused(Exception):
@@ -147,16 +155,16 @@ class Client:
     """
 
     def __init__(self, urls: Iterable[str], *, concurrency: int, timeout: float, patience: float) -> None:
-        self.hosts = [Host(_normal(url)) for url in urls]
+        self.hosts = [Host(api_url(url)) for url in urls]
         self.concurrency, self.timeout, self.patience = concurrency, timeout, patience
         self.verify: Callable[[Host], None] = lambda _: None
         """Raises an error if a server that was away is not what it was."""
-        self._key = os.environ.get(KEY) or None
+        self._key = _key()
         self.salted = True
         """Each request has a `cache_salt` of its own."""
-        self._session, self._salts = os.urandom(8).hex(), itertools.count()
+        self._salt, self._salts = os.urandom(8).hex(), itertools.count()
         self._lock, self._thread = threading.Lock(), threading.local()
-        self._sessions: queue.SimpleQueue[requests.Session] = queue.SimpleQueue()
+        self._sessions: queue.SimpleQueue[Session] = queue.SimpleQueue()
         for host in self.hosts if self._key else ():
             _refuse_open(host.url)
 
@@ -181,7 +189,7 @@ class Client:
 
         def once(at: Host) -> T:
             # a second try would find what the first one left in the cache of prompts
-            sent = {**body, "cache_salt": f"{self._session}-{next(self._salts)}"} if self.salted else body
+            sent = {**body, "cache_salt": f"{self._salt}-{next(self._salts)}"} if self.salted else body
             answer = _typed(self._exchange(at, "POST", f"{at.url}/completions", sent, most), Completion)
             if answer.model != body["model"]:
                 raise Wrong(f"an answer of the model {printable(answer.model)[:100]}")
@@ -216,9 +224,9 @@ class Client:
                 return found
             except Wrong as problem:
                 wrong += 1
-                log.debug("%s: %s", at, problem)
                 if wrong >= WRONG:
                     raise RunError(f"{at} answers with {problem}; asked {wrong} times") from None
+                self._rest(at, _Passing(f"it answers with {problem}", _WRONG_WAIT * (wrong - 1), away=False))
             except _Passing as problem:
                 now = time.monotonic()
                 began = now if began is None else began
@@ -319,43 +327,60 @@ class Client:
         """The body of an answer with code 200. _Passing, Refused: there is none."""
         import requests
 
-        session = self._session()
+        session = self._session(url)
         deadline = time.monotonic() + self.timeout
         try:
-            with session.request(
-                method,
-                url,
-                data=None if body is None else msgspec.json.encode(body),
-                headers={"Accept-Encoding": "identity", "Content-Type": "application/json"},
-                stream=True,
-                timeout=(CONNECT, self.timeout),
-                allow_redirects=False,
-            ) as answer:
+            with (
+                session.within(self.timeout),
+                session.request(
+                    method,
+                    url,
+                    data=None if body is None else msgspec.json.encode(body),
+                    headers={"Accept-Encoding": "identity", "Content-Type": "application/json"},
+                    stream=True,
+                    timeout=(CONNECT, self.timeout),
+                    allow_redirects=False,
+                ) as answer,
+            ):
                 if answer.is_redirect:
-                    target = printable(answer.headers.get("Location", ""))[:200]
+                    target = printable(self._without_key(answer.headers.get("Location", "")))[:200]
                     raise Refused(answer.status_code, f"it redirects to {target}, which is not followed")
-                content = _body(answer, most if answer.status_code == 200 else SMALL, deadline)
+                content = _body(answer, most, deadline)
                 code, wait = answer.status_code, retry_after(answer.headers.get("Retry-After"))
         except (requests.RequestException, requests.exceptions.BaseHTTPError) as error:
             words, kind = reason(error)
             if kind == "final":
                 raise Refused(0, words) from None
-            raise _Passing(words) from None
-        except ValueError as error:  # requests parses the target of a redirect
-            raise Refused(0, printable(str(error))[:_WORDS]) from None
+            raise _Passing(_LATE if time.monotonic() > deadline else words) from None
+        except ValueError as error:  # its text may quote the key
+            raise Refused(0, f"the request cannot be sent ({type(error).__name__})") from None
         self._sessions.put(session)  # one that failed is not used again
         if code == 200:
+            if self._key is not None and len(self._key) >= _QUOTED:
+                content = content.replace(self._key.encode(), b"...")
             return content
+        words = printable(" ".join(self._without_key(_words_of(content)).split()))[:_WORDS] or "nothing more"
         if code in LATER or code >= 500:
-            raise _Passing(f"it answers {code}: {_words_of(content)}", wait, away=code != 429)
-        raise Refused(code, _words_of(content))
+            raise _Passing(f"it answers {code}: {words}", wait, away=code != 429)
+        raise Refused(code, words)
 
-    def _session(self) -> "requests.Session":
-        import requests
+    def _without_key(self, text: str) -> str:
+        return text if self._key is None else text.replace(self._key, "...")
 
-        with suppress(queue.Empty):
-            return self._sessions.get_nowait()
-        session, key = requests.Session(), self._key
+    def _session(self, url: str) -> "Session":
+        try:
+            session = self._sessions.get_nowait()
+        except queue.Empty:
+            session = self._new_session()
+        # Proxies of the environment reach no host inside, and through http they would read the key.
+        session.trust_env = not is_inside(url) and (self._key is None or urlsplit(url).scheme == "https")
+        return session
+
+    def _new_session(self) -> "Session":
+        from kdtrain.cache.session import Session
+
+        session, key = Session(), self._key
+        session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
 
         def authorize(request: Any) -> Any:
             if key is not None:
@@ -366,17 +391,17 @@ class Client:
         return session
 
 
-def _normal(url: str) -> str:
-    """The address of an API, which ends in /v1."""
-    url = url.rstrip("/")
-    return url if url.endswith("/v1") else f"{url}/v1"
+def _key() -> str | None:
+    """The API key. UsageError: it is none, which its text must not show."""
+    key = os.environ.get(KEY, "").strip()
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise UsageError(f"{KEY} holds spaces or characters that no key has; set it to the key alone")
+    return key or None
 
 
 def _refuse_open(url: str) -> None:
     """UsageError: the key would go over a network that is not private, where anybody on the way can read it."""
-    host = urlsplit(url).hostname or ""
-    inside = is_private(url) or "." not in host or host.endswith((".local", ".internal", ".lan"))
-    if url.startswith("http:") and not inside and os.environ.get(ALLOW_HTTP) != "1":
+    if urlsplit(url).scheme == "http" and not is_inside(url) and os.environ.get(ALLOW_HTTP) != "1":
         raise UsageError(
             f"--teacher-server {url}: {KEY} would be sent unencrypted; give https://, or set {ALLOW_HTTP}=1 if you "
             "trust the network"
@@ -384,15 +409,21 @@ def _refuse_open(url: str) -> None:
 
 
 def _body(answer: "requests.Response", most: int, deadline: float) -> bytes:
-    pieces, size = [], 0
-    for piece in answer.iter_content(2**16):
-        size += len(piece)
-        if size > most:
+    """At most `most` bytes; of an error `SMALL`, and no more is read."""
+    if (packed := answer.headers.get("Content-Encoding", "identity")) != "identity":
+        raise Wrong(f"a body that is packed ({printable(packed)[:40]}), which was not asked for")
+    content, failed = bytearray(), answer.status_code != 200
+    while piece := read(answer, 2**16):
+        content += piece
+        if failed and len(content) > SMALL:
+            break
+        if len(content) > most:
             raise Wrong(f"more than {most:,} bytes")
         if time.monotonic() > deadline:
-            raise _Passing("the answer takes too long")
-        pieces.append(piece)
-    return b"".join(pieces)
+            break
+    if time.monotonic() > deadline:
+        raise _Passing(_LATE)
+    return bytes(content)
 
 
 def _typed(content: bytes, kind: type[T]) -> T:
@@ -404,9 +435,8 @@ def _typed(content: bytes, kind: type[T]) -> T:
 
 
 def _words_of(content: bytes) -> str:
-    """A server's own words for an error."""
-    text = content[:SMALL].decode("utf-8", "replace")
-    with suppress(msgspec.MsgspecError, RecursionError):
+    """A server's own words for an error, as they came."""
+    with suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         found = msgspec.json.decode(content, type=_Error).error
-        text = found if isinstance(found, str) else found.message
-    return printable(" ".join(text.split()))[:_WORDS] or "nothing more"
+        return found if isinstance(found, str) else found.message
+    return content[:SMALL].decode("utf-8", "replace")

@@ -124,9 +124,12 @@ class Preflight:
 
         def ask(each: list[int]) -> Probe:
             body = self.request(each, prompt_logprobs=TOP, **parameters)
-            return self.client.complete(body, lambda found: _top(each, found, TOP)[:2], host)
+            return self.client.complete(body, lambda found: self._top(each, found, TOP)[:2], host)
 
         return [ask(each) for each in tokens]
+
+    def _top(self, tokens: list[int], found: Completion, entries: int) -> Top:
+        return read_top(tokens, found.choices[0].prompt_logprobs or (), entries, self.vocab_size)
 
     def refusal(self, host: Host | str, refused: Refused) -> str:
         """A server's refusal in words, with the remedy."""
@@ -196,7 +199,7 @@ class Preflight:
 
     def _check_entries(self, host: Host, tokens: list[int], facts: dict[str, Any]) -> None:
         def read(found: Completion) -> None:
-            _top(tokens, found, self.entries)
+            self._top(tokens, found, self.entries)
             if found.system_fingerprint:
                 facts["system_fingerprint"] = printable(found.system_fingerprint)[:100]
 
@@ -336,8 +339,3 @@ def _told(served: _Model) -> dict[str, Any]:
 def _texts(tokenizer: PreTrainedTokenizerFast, token: int) -> tuple[str, ...]:
     """How a token may be written, without space around it."""
     return (str(tokenizer.decode([token])).strip(), str(tokenizer.convert_ids_to_tokens(token)).strip("\u2581\u0120 "))
-
-
-def _top(tokens: list[int], found: Completion, entries: int) -> Top:
-    """The most likely entries in an answer, whatever the vocabulary."""
-    return read_top(tokens, found.choices[0].prompt_logprobs or (), entries, 2**31)

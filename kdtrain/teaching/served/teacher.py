@@ -62,6 +62,9 @@ class ServedTeacher(Teacher):
         super().__init__(spec, device, mode)
         if unknown := sorted(spec.options.keys() - {"vocab_size"}):
             raise UsageError(f"{spec.name}: unknown option '{unknown[0]}'; a served teacher has vocab_size only")
+        stated = spec.options.get("vocab_size", 2)
+        if not isinstance(stated, int) or isinstance(stated, bool) or stated < 2:
+            raise UsageError(f"{spec.name}: vocab_size under [options] must be a whole number of at least 2")
         self._document_mask = False
         self._row_length = 0
         self._facts: dict[str, Any] = {}
@@ -96,7 +99,8 @@ class ServedTeacher(Teacher):
     def vocab_size(self) -> int:
         """By `vocab_size` of the spec's options, the model's configuration, or that beside its tokenizer."""
         stated = self.spec.options.get("vocab_size")
-        if isinstance(stated, int) and not isinstance(stated, bool):
+        if stated is not None:
+            assert isinstance(stated, int), "__init__ has refused all others"
             return stated
         try:
             return vocabulary(replace(self.spec, source=self.spec.source or self.spec.tokenizer))
