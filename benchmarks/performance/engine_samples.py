@@ -108,7 +108,7 @@ def _students(settings: Settings, out: Path) -> dict[str, Any]:
             name: {
                 "validation_losses": each,
                 "mean": round(statistics.mean(each), 5),
-                "bytes_per_token": round(made[name]["bytes_per_token"]["total"], 1),
+                "bytes_per_token": round(made[name]["bytes_per_token"], 1),
                 **({"capture": made[name]["capture"]} if "capture" in made[name] else {}),
             }
             for name, each in of.items()

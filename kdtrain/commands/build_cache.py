@@ -247,7 +247,7 @@ def holds_tokens(folder: Path) -> bool:
 
 def holds_own(folder: Path) -> bool:
     """Whether `folder` is one of `OWN`, finished or not."""
-    return holds_tokens(folder) or _holds(folder, lambda settings: "order" in settings.data)
+    return _holds(folder, lambda settings: settings.codec.kind == "tokens" or "order" in settings.data)
 
 
 def _holds(folder: Path, such: Callable[[CacheSettings], bool]) -> bool:

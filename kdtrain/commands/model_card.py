@@ -104,7 +104,7 @@ def _manifests(cache: Any, run: Path, state: Mapping[str, Any]) -> dict[str, Man
             manifest = read_manifest(place)
         except (OSError, ValueError, UsageError, RunError):
             continue
-        found |= {digest: manifest for digest in wanted if manifest.is_known_as(digest)}
+        found |= {digest: manifest for digest in wanted if digest is not None and manifest.is_known_as(digest)}
     return found
 
 

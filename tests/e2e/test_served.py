@@ -64,6 +64,8 @@ def asked(bench):
     def run(out, stand_in, *more, **options):
         words = ("distill", "--teacher", "teacher", "--teacher-server", stand_in.url, "--server-top-k", 8, *bench.data)
         words += (*TEXT, *TRAIN, "--lr", 1e-2, *bench.eager, "--out", out, *more)
+        if (world := options.pop("world", 1)) > 1:
+            return bench.ok(world, *words)
         return bench.run(*words, **options) if options.pop("wait", True) else bench.begin(*words)
 
     model = AutoModelForCausalLM.from_pretrained(bench.root / "teacher").eval()
@@ -136,6 +138,17 @@ def test_a_trial_asks_the_server_for_what_it_reads_alone(bench, stand_in, asked)
     stand_in.max_logprobs = 4
     refused = asked("tried", stand_in, "--dry-run")
     assert refused.code == 2 and "start the server with --max-logprobs 8" in refused.refusal()
+
+
+def test_two_ranks_capture_before_they_train_and_one_reads_what_they_captured(bench, stand_in, asked):
+    few = ("--num-sequences", 40, "--eval-freq", 2)
+    asked("pair", stand_in, *few, "--steps", 2, world=2)
+    assert len(kd.Cache(bench.root / "pair" / "served")["train"]) == 40
+    stand_in.close()
+    assert asked("pair", stand_in, *few, "--steps", 4, "--json").json["steps"] == 4
+    assert [line["step"] for line in bench.metrics("pair")] == [1, 2, 3, 4]
+    refused = asked("pair", stand_in, *few, "--steps", 4, "--resume", "never", "--overwrite")
+    assert refused.code == 2 and "--resume never would move aside what the server said" in refused.refusal()
 
 
 def test_a_file_that_may_have_been_downloaded_cannot_name_a_server(bench):

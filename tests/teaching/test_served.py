@@ -19,6 +19,7 @@ import torch
 
 import kdtrain as kd
 from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.engine_samples import SampleRequest, sample
 from kdtrain.commands.captured import captured
 from kdtrain.config import CodecConfig, DataConfig, ObjectiveConfig, RunServerConfig, ServerConfig, TextConfig
 from kdtrain.models.loading import load_teacher, load_tokenizer
@@ -494,6 +495,25 @@ def test_a_cache_of_served_samples_is_that_of_the_local_teacher(plugin, document
     assert there.manifest.settings.sampling == here.manifest.settings.sampling == "grid"
     assert there.temperature_range == (1.0, 1.0) and there.manifest.capture is None
     assert there.verify() == []
+
+
+def test_text_that_a_server_writes_is_kept_as_samples_of_what_it_says_of_it(plugin, shipped):
+    how = TextConfig(generate=True, prompt_tokens=6, max_new_tokens=9, gen_temperature=0.8)
+    cache = samples_of(plugin, text=how, seed=4)
+    texts = [body for body in plugin.bodies if "return_token_ids" in body]
+    assert len(texts) == 13 and all("logprobs" not in body for body in texts)
+    assert cache.manifest.generated["train"]["tokens"] == sum(int(row["loss_mask"].sum()) for row in cache["train"])
+    same = total = 0
+    for number, row in enumerate(cache["train"]):
+        here, tokens = row["loss_mask"].bool(), row["tokens"]
+        assert here.nonzero()[0] == 5 and 1 <= here.sum() <= 9
+        asked = SampleRequest(number=50, seed=4, split="train", row=number)
+        ids_NC, counts_NC, _ = sample(shipped[0](tokens[None, :-1]).logits[0].detach(), tokens[1:], asked, 0)
+        for at in here.nonzero().flatten().tolist():
+            drawn = {int(i): int(n) for i, n in zip(ids_NC[at, 4:], counts_NC[at, 4:], strict=True) if n}
+            kept = {int(i): int(n) for i, n in zip(row["ids"][at], row["counts"][at], strict=True) if n}
+            same, total = same + (drawn == kept), total + 1
+    assert same >= 0.98 * total >= 40
 
 
 def test_a_server_without_the_plugin_is_refused_before_anything_is_captured(server):

@@ -191,7 +191,7 @@ def test_prompts_of_conversations_end_where_the_last_answer_begins(tmp_path, cap
 
 THINKS = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% if loop.last %}<think></think>{% endif %}"
-    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
@@ -215,7 +215,7 @@ def test_a_template_opens_an_answer_without_the_thoughts_of_the_one_in_the_data(
     data = DataConfig(data=str(tmp_path / "chat.jsonl"), messages_column="messages", seq_len=80, num_workers=0)
     own = {"prompt_tokens": None, "max_new_tokens": None}
     (row,) = prompt_rows(data, "train", tokenizer, 1, filler=FILLER, **own)
-    before = {1: "<user>a\n<assistant>", 2: "<user>a\n<assistant>y\n<user>b\n<assistant>"}[len(asked)]
+    before = {1: "<user>a<assistant>", 2: "<user>a<assistant>y<user>b<assistant>"}[len(asked)]
     assert tokenizer.decode(row.tokens[: int(row.loss_mask.argmax()) + 1]) == before
 
 
