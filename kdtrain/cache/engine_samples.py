@@ -3,8 +3,8 @@
 A server in whose environment kdtrain is installed (`kdtrain.vllm_plugin`) answers a request that names a grid of
 samples with what a cache of samples alone keeps, in place of the most likely entries, through the same API:
 
-    request    "prompt_logprobs": 0, "vllm_xargs": {"kdtrain_samples": 50, "kdtrain_sampling": "grid",
-               "kdtrain_seed": 0, "kdtrain_split": "train", "kdtrain_row": 17, "kdtrain_first": 0}
+    request    "prompt_logprobs": 0, "vllm_xargs": {"kdtrain_samples": 50, "kdtrain_seed": 0,
+               "kdtrain_split": "train", "kdtrain_row": 17, "kdtrain_first": 0}
     answer     "prompt_logprobs": [null, {"LABEL": {"logprob": log p, "rank": RECEIPT, "decoded_token": TEXT}}, ...]
 
 TEXT is three numbers and the entries, `SLOPE MEAN DEVIATION ID:COUNT ID:COUNT ID ...`: E[log p], mean and standard
@@ -29,12 +29,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
-from kdtrain.cache.spec import MOST_POINTS, CodecSpec, grid_name, grid_offset
+from kdtrain.cache.spec import SAMPLING, CodecSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 VERSION = 1
 """Of request, receipt and answer together."""
 _PREFIX = "kdtrain_"
-_KEYS = ("samples", "sampling", "seed", "split", "row", "first")
+_KEYS = ("samples", "seed", "split", "row", "first")
 _SPLIT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LONGEST_ROW = 2**20  # positions: the chances of a row are hashed from its beginning, in the engine's own time
 _CELLS = 2**24  # logits that a GPU encodes at a time: an engine leaves little memory
@@ -50,10 +49,6 @@ _NUMBERS = 3  # slope, mean and deviation
 _BROKEN = "broken"
 _MOST_LOGPROB = 1e-3  # 0, and what rounding adds
 _LEAST_LOGPROB = -1e4  # as `objective.targets.FLOOR`: what is less likely counts as impossible, and in no number
-
-
-class NoReceipt(ValueError):
-    """The answer was not sampled by kdtrain: the server lacks it, or the request did not reach it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +63,6 @@ class SampleRequest:
     """Number of the sequence in the split."""
     first: int = 0
     """Position in the row of the prompt's first token."""
-    offset: Fraction = Fraction(0)
-    """Of the grid, see `codec.draw_points`."""
 
     def __post_init__(self) -> None:
         limits = {"number": (1, 255), "seed": (-(2**63), 2**63 - 1), "row": (0, 2**63 - 1), "first": (0, _LONGEST_ROW)}
@@ -80,14 +73,11 @@ class SampleRequest:
                 raise ValueError(f"{key} must be a whole number from {least} to {most}")
         if not isinstance(self.split, str) or not _SPLIT.fullmatch(self.split):
             raise ValueError(f"{_PREFIX}split must be a name of letters, digits, _ and -")
-        if math.lcm(self.number, self.offset.denominator) > MOST_POINTS:
-            raise ValueError(f"{_PREFIX}sampling {grid_name(self.offset)} is too fine for {self.number} samples")
 
     def to_args(self) -> dict[str, str | int]:
         """The request's `vllm_xargs`."""
         return {
             "kdtrain_samples": self.number,
-            "kdtrain_sampling": grid_name(self.offset),
             "kdtrain_seed": self.seed,
             "kdtrain_split": self.split,
             "kdtrain_row": self.row,
@@ -102,25 +92,20 @@ class SampleRequest:
             return None
         if given.keys() != set(_KEYS):
             raise ValueError(f"kdtrain's samples are asked for by {', '.join(_PREFIX + key for key in _KEYS)} together")
-        sampling = given.pop("sampling")
-        offset = grid_offset(sampling) if isinstance(sampling, str) else None
-        if offset is None:
-            raise ValueError(f"{_PREFIX}sampling must be grid or grid+A/B")
-        return cls(number=given.pop("samples"), offset=offset, **given)
+        return cls(number=given.pop("samples"), **given)
 
     def points(self, start: int, stop: int) -> np.ndarray:
         """fp64 [N, D]: the points of the prompt's positions `start` to `stop`."""
         from kdtrain.cache.codec import draw_points
 
-        length = self.first + stop
         # Only these: a grid from the row's beginning could take the memory of a server that others use.
-        return draw_points(self.seed, self.split, self.row, length, self.number, self.offset, self.first + start)
+        return draw_points(self.seed, self.split, self.row, self.first + stop, self.number, start=self.first + start)
 
     def receipts(self, start: int, stop: int) -> np.ndarray:
         """int64 [N] in [-2**30, -1]: what shows that these positions were sampled."""
         from kdtrain.cache.codec import uniforms
 
-        purpose = f"receipt {VERSION} {self.number} {grid_name(self.offset)}"
+        purpose = f"receipt {VERSION} {self.number} {SAMPLING}"
         return -1 - (uniforms(purpose, self.seed, self.split, self.row, self.first + stop)[self.first + start :] >> 2)
 
 
@@ -193,8 +178,8 @@ def read_samples(
         spec: samples alone, as many as the request's.
 
     Raises:
-        NoReceipt: the server's own top-k, or samples of another grid, row or position.
-        ValueError: samples that cannot be, or a position without a distribution.
+        ValueError: the server's own top-k, or samples of another grid, row or position, which have another receipt;
+            samples that cannot be, or a position without a distribution.
     """
     assert spec.counts_only and spec.num_samples == request.number, "another codec than the request's"
     length, number = len(tokens) - 1, spec.num_samples
@@ -207,7 +192,7 @@ def read_samples(
     for t, (listed, label, receipt) in enumerate(zip(answer[1:], tokens[1:], receipts_T, strict=True)):
         found = listed.get(int(label)) if listed is not None and len(listed) == 1 else None
         if found is None or found.rank != receipt:
-            raise NoReceipt(
+            raise ValueError(
                 f"position {t} was not sampled by kdtrain as asked: is kdtrain installed where the server runs, and "
                 "vLLM of a version that its plugin knows? The server's log says so at its start"
             )

@@ -78,11 +78,10 @@ def build_cache(
     agree(settings.to_json)
     answers: dict[str, Any]
     if teacher.gives == "top-k":
-        sampling = settings.sampling
         answers = {
             "teacher": None,
             "kept": lambda rows: teacher.kept(rows, codec, config.seed),
-            "capturing": lambda part: teacher.capturing(part, codec, config.seed, sampling),
+            "capturing": lambda part: teacher.capturing(part, codec, config.seed),
             "examine": kept_mass if teacher.text is None and codec.top_k else None,
         }
     else:

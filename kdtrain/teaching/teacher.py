@@ -161,9 +161,7 @@ class Teacher:
         UsageError: it is another teacher's.
         """
 
-    def capturing(
-        self, part: ShardRows, codec: CodecSpec, seed: int, sampling: str | None
-    ) -> AbstractContextManager[None]:
+    def capturing(self, part: ShardRows, codec: CodecSpec, seed: int) -> AbstractContextManager[None]:
         """Entered around `kept` of all rows of a shard, in order; after an error at its end the shard is not kept."""
         return nullcontext()
 

@@ -3,7 +3,6 @@
 import copy
 import json
 import tracemalloc
-from fractions import Fraction
 
 import msgspec
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 from kdtrain.cache.codec import CodecSpec, draw_points, encode_sequences
 from kdtrain.cache.compression import Coding
-from kdtrain.cache.engine_samples import NoReceipt, SampleRequest, entries, is_sampled, read_samples, sample
+from kdtrain.cache.engine_samples import SampleRequest, entries, is_sampled, read_samples, sample
 
 
 class Entry(msgspec.Struct):
@@ -35,7 +34,7 @@ def prompt():
 
 
 def kept_locally(logits_TV, tokens, asked=ASKED):
-    how = {"seed": asked.seed, "split": asked.split, "first": asked.row, "offset": asked.offset}
+    how = {"seed": asked.seed, "split": asked.split, "first": asked.row}
     return {k: v[0] for k, v in encode_sequences(logits_TV[None], tokens[None, 1:], SPEC, **how).items()}
 
 
@@ -60,11 +59,9 @@ def read(answer, tokens, asked=ASKED):
     return read_samples(answer, tokens.tolist(), asked, SPEC)
 
 
-@pytest.mark.parametrize("offset", [Fraction(0), Fraction(1, 100)])
 @pytest.mark.parametrize("chunk", [1, 7, LENGTH])
-def test_a_served_prompt_has_the_samples_of_a_local_capture(prompt, chunk, offset):
-    asked = SampleRequest(number=50, seed=3, split="train", row=7, offset=offset)
-    found, expected = read(answer_of(*prompt, asked, chunk), prompt[1], asked), kept_locally(*prompt, asked)
+def test_a_served_prompt_has_the_samples_of_a_local_capture(prompt, chunk):
+    found, expected = read(answer_of(*prompt, chunk=chunk), prompt[1]), kept_locally(*prompt)
     for name in ("ids", "counts"):
         assert np.array_equal(found[name], expected[name]), name
         assert found[name].dtype == expected[name].dtype
@@ -103,13 +100,12 @@ def test_a_position_takes_few_bytes(prompt):
         {"split": "validation"},
         {"row": 8},
         {"first": 1},
-        {"offset": Fraction(1, 100)},
     ],
     ids=str,
 )
 def test_samples_at_other_points_have_no_receipt(prompt, change):
     others = SampleRequest(**{"number": 50, "seed": 3, "split": "train", "row": 7} | change)
-    with pytest.raises(NoReceipt, match="position 0 was not sampled by kdtrain as asked"):
+    with pytest.raises(ValueError, match="position 0 was not sampled by kdtrain as asked"):
         read(answer_of(*prompt, others), prompt[1])
 
 
@@ -120,20 +116,20 @@ def test_a_servers_own_top_k_has_no_receipt(prompt):
     for t in range(LENGTH):
         likely = zip(top.indices[t].tolist(), top.values[t].tolist(), (1, 2, 3), strict=True)
         answer.append({i: Entry(p, rank, "x") for i, p, rank in likely})
-    with pytest.raises(NoReceipt, match="is kdtrain installed where the server runs"):
+    with pytest.raises(ValueError, match="is kdtrain installed where the server runs"):
         read(answer, tokens)
     only_label = [None, *({tokens[t + 1].item(): Entry(-1.0, 2)} for t in range(LENGTH))]
-    with pytest.raises(NoReceipt):
+    with pytest.raises(ValueError, match="was not sampled by kdtrain"):
         read(only_label, tokens)
 
 
 def test_positions_that_are_shifted_or_of_other_tokens_have_no_receipt(prompt):
     answer = answer_of(*prompt)
-    with pytest.raises(NoReceipt, match="position 5"):
+    with pytest.raises(ValueError, match="position 5"):
         read([*answer[:6], answer[7], *answer[7:]], prompt[1])
     others = prompt[1].clone()
     others[10] = (others[10] + 1) % SPEC.vocab_size
-    with pytest.raises(NoReceipt, match="position 9"):
+    with pytest.raises(ValueError, match="position 9"):
         read(answer, others)
 
 
@@ -201,11 +197,11 @@ def test_logits_in_16_bits_are_sampled_as_they_are(prompt):
 
 
 def test_a_request_reads_back_from_its_arguments():
-    asked = SampleRequest(number=12, seed=-5, split="validation", row=10**12, first=77, offset=Fraction(3, 50))
+    asked = SampleRequest(number=12, seed=-5, split="validation", row=10**12, first=77)
     assert SampleRequest.from_args(json.loads(json.dumps(asked.to_args()))) == asked
     assert SampleRequest.from_args({**asked.to_args(), "other": 1}) == asked
     assert SampleRequest.from_args({"other": 1}) is None and SampleRequest.from_args(None) is None
-    assert np.array_equal(asked.points(2, 5), draw_points(-5, "validation", 10**12, 82, 12, Fraction(3, 50))[79:])
+    assert np.array_equal(asked.points(2, 5), draw_points(-5, "validation", 10**12, 82, 12)[79:])
 
 
 def test_a_late_part_of_a_long_row_takes_no_memory_for_its_beginning():
@@ -224,9 +220,6 @@ def test_a_late_part_of_a_long_row_takes_no_memory_for_its_beginning():
         ("samples", 256),
         ("samples", "50"),
         ("samples", 50.0),
-        ("sampling", "independent"),
-        ("sampling", 1),
-        ("sampling", "grid+1/999983"),
         ("seed", 2**64),
         ("seed", True),
         ("split", ""),

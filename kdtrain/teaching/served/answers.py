@@ -19,7 +19,6 @@ Shapes: n positions of a prompt of n + 1 tokens, T positions of a row, K entries
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,7 +27,6 @@ import numpy as np
 from kdtrain.cache.codec import CodecSpec, keep
 from kdtrain.cache.compression import Arrays
 from kdtrain.cache.engine_samples import SampleRequest, read_samples
-from kdtrain.cache.spec import grid_offset
 
 ABOVE_ZERO = 1e-3
 """Nats by which rounding may lift a log-probability above 0."""
@@ -79,11 +77,11 @@ class Span:
 class Answers:
     """The most likely entries of each position, which every server gives; a subclass asks for something else.
 
-    codec: of the cache. seed, sampling: of its samples.
+    codec: of the cache. seed: of its samples.
     """
 
-    def __init__(self, codec: CodecSpec, seed: int = 0, sampling: str | None = None) -> None:
-        self.codec, self.seed, self.sampling = codec, seed, sampling
+    def __init__(self, codec: CodecSpec, seed: int = 0) -> None:
+        self.codec, self.seed = codec, seed
 
     def parameters(self, span: Span) -> dict[str, Any]:
         """What a request has besides the model, the prompt and the temperature."""
@@ -145,7 +143,6 @@ class Sampled(Answers):
             split=span.split,
             row=span.row,
             first=span.start,
-            offset=grid_offset(self.sampling) or Fraction(0),
         )
 
 
@@ -243,6 +240,6 @@ def placed(blank: Arrays, parts: Mapping[int, Arrays]) -> Arrays:
     return blank
 
 
-def answers_of(codec: CodecSpec, seed: int, sampling: str | None) -> Answers:
+def answers_of(codec: CodecSpec, seed: int) -> Answers:
     """How the distributions of a cache are asked for."""
-    return (Sampled if codec.num_samples else Answers)(codec, seed, sampling)
+    return (Sampled if codec.num_samples else Answers)(codec, seed)

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from kdtrain.cache.codec import SAMPLING, CodecSpec, decode
+from kdtrain.cache.codec import CodecSpec, decode
 from kdtrain.cache.compression import Arrays
 from kdtrain.cache.look import examine
 from kdtrain.cache.shard_writer import ShardRows
@@ -182,7 +182,7 @@ class ServedTeacher(Teacher):
     def _samples(self) -> Answers | None:
         if not (number := self._codec.samples):
             return None
-        return answers_of(CodecSpec(kind="sparse", vocab_size=self.vocab_size, num_samples=number), 0, SAMPLING)
+        return answers_of(CodecSpec(kind="sparse", vocab_size=self.vocab_size, num_samples=number), 0)
 
     def _compare(self, known: Fingerprint) -> None:
         """UsageError: the servers' answers are not those of an earlier fingerprint."""
@@ -199,12 +199,12 @@ class ServedTeacher(Teacher):
         self.writing = replace(how, batch_size=None)
 
     @contextmanager
-    def capturing(self, part: ShardRows, codec: CodecSpec, seed: int, sampling: str | None) -> Iterator[None]:
+    def capturing(self, part: ShardRows, codec: CodecSpec, seed: int) -> Iterator[None]:
         """Ask for all sequences of a shard in the block; then ask for some again, and the probes.
 
         RunError: the servers' answers are not those of this teacher.
         """
-        answers = answers_of(codec, seed, sampling)
+        answers = answers_of(codec, seed)
         self._said = {host.url: [] for host in self._hosts}
         if sum(len(each.tokens) for each in self._seen) >= _LOOKED:
             self._seen.clear()
