@@ -123,7 +123,10 @@ class CacheTeacherConfig(Options):
     def _refuse_idle_refinement(self) -> None:
         """Refuse options of what the refined cache decides: its text, and how it is kept."""
         refuse(self.from_logprobs is not None, "--refine and --from-logprobs exclude each other; give one")
-        refuse(bool(self.server.teacher_server), "--refine adds samples, which --teacher-server has not; leave it out")
+        refuse(
+            bool(self.server.teacher_server),
+            "--refine asks for another grid of samples, which no server gives; leave --teacher-server out",
+        )
         refuse_own(self.out, [str(self.refine)])
         self.data.refuse_changes("--refine")
         given = (
