@@ -264,7 +264,7 @@ def test_a_server_that_cannot_serve_the_teacher_is_refused_before_the_first_sequ
     for name, value in change.items():
         setattr(server, name, value)
     with pytest.raises(kd.UsageError, match=words) as caught:
-        capture(server, **({"server_model": model} if model else {}))
+        capture(server, server_patience=0.3, **({"server_model": model} if model else {}))
     assert "\n" not in str(caught.value) and not Path("cache").exists()
 
 
@@ -518,7 +518,7 @@ def test_text_that_a_server_writes_is_kept_as_samples_of_what_it_says_of_it(plug
 
 def test_a_server_without_the_plugin_is_refused_before_anything_is_captured(server):
     with pytest.raises(kd.UsageError, match=r"is kdtrain installed where the server runs.* or give --top-k 64"):
-        samples_of(server)
+        samples_of(server, server_patience=0.3)
     assert not list(Path("cache").glob("shards/*"))
 
 
@@ -533,7 +533,7 @@ def test_a_server_that_comes_back_without_the_plugin_is_refused(plugin, monkeypa
 
     monkeypatch.setattr(plugin, "tables", forgetting)
     with pytest.raises(kd.RunError, match="was not sampled by kdtrain as asked"):
-        samples_of(plugin)
+        samples_of(plugin, server_patience=0.3)
     monkeypatch.setattr(plugin, "tables", tables)
     plugin.plugin = True
     assert samples_of(plugin).manifest.splits == whole.manifest.splits
@@ -548,7 +548,7 @@ def test_samples_that_are_wrong_once_are_asked_for_again_and_always_end_the_capt
     assert plugin.fired == [fault, fault]
     plugin.always, plugin.after = fault, len(plugin.bodies) + PREFLIGHT + 5
     with pytest.raises(kd.RunError, match=words):
-        samples_of(plugin, "other")
+        samples_of(plugin, "other", server_patience=0.3)
 
 
 def test_the_student_itself_is_no_teacher_behind_a_server():

@@ -1,6 +1,7 @@
 """What a server may do to those who ask it: nothing but answer, in bounds, and never with the key."""
 
 import socket
+import threading
 import time
 
 import pytest
@@ -149,22 +150,8 @@ def test_an_error_that_is_no_text_may_pass_as_any(server):
         ask(server)
 
 
-def test_a_long_page_of_a_proxy_that_waits_for_its_server_passes(server):
-    def page(connection: socket.socket) -> None:
-        server.raw = None
-        connection.sendall(answer(b" " * 2**21, 503))
-
-    server.raw = page
-    assert ask(server, patience=5)["object"] == "list"
-
-
-def test_a_proxy_that_answers_in_html_for_a_second_does_not_end_the_capture(server):
-    began = time.monotonic()
-
-    def page(connection: socket.socket) -> None:
-        if time.monotonic() - began > 0.7:
-            server.raw = None
-        connection.sendall(answer(b"<html>starting</html>"))
-
-    server.raw = page
+@pytest.mark.parametrize("page", [answer(b" " * 2**21, 503), answer(b"<html>starting</html>")], ids=["long", "html"])
+def test_a_proxy_that_answers_for_its_server_while_it_starts_does_not_end_the_capture(server, page):
+    server.raw = lambda connection: connection.sendall(page)
+    threading.Timer(0.7, setattr, (server, "raw", None)).start()
     assert ask(server, patience=5)["object"] == "list"

@@ -410,9 +410,11 @@ def _refuse_open(url: str) -> None:
 
 def _body(answer: "requests.Response", most: int, deadline: float) -> bytes:
     """At most `most` bytes; of an error `SMALL`, and no more is read."""
-    if (packed := answer.headers.get("Content-Encoding", "identity")) != "identity":
-        raise Wrong(f"a body that is packed ({printable(packed)[:40]}), which was not asked for")
     content, failed = bytearray(), answer.status_code != 200
+    if (packed := answer.headers.get("Content-Encoding", "").lower()) not in ("", "identity"):
+        if failed:
+            return b""
+        raise Wrong(f"a body that is packed ({printable(packed)[:40]}), which was not asked for")
     while piece := read(answer, 2**16):
         content += piece
         if failed and len(content) > SMALL:
