@@ -206,9 +206,10 @@ class ServedTeacher(Teacher):
         """
         answers = answers_of(codec, seed)
         self._said = {host.url: [] for host in self._hosts}
-        if sum(len(each.tokens) for each in self._seen) >= _LOOKED:
+        rows = max(10, min(_LOOKED, _ENTRIES // (part.loss_mask.shape[1] * codec.columns)))
+        if sum(len(each.tokens) for each in self._seen) >= rows:
             self._seen.clear()
-        self._unseen = min(len(part), max(10, min(_LOOKED, _ENTRIES // (part.loss_mask.shape[1] * codec.columns))))
+        self._unseen = min(len(part), rows)
         if self.writing is not None:
             with self._writing(part, answers, self.writing):
                 yield
