@@ -43,7 +43,7 @@ settings.load_profile("kdtrain")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked `gpu` where there is no CUDA device, and put the longest files first.
+    """Leave out tests that need a CUDA device or a vLLM where there is none, and put the longest files first.
 
     Files are given to workers in this order, so that none begins a long one when the others have nothing left.
     """
@@ -51,7 +51,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     order = {folder / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
     wanting = [item for item in items if item.get_closest_marker("gpu")]
-    if wanting and not _has_cuda():
+    wanting = [] if wanting and _has_cuda() else wanting
+    if not os.environ.get("KDTRAIN_VLLM"):
+        wanting += [item for item in items if item.get_closest_marker("vllm")]
+    if wanting:
         config.hook.pytest_deselected(items=wanting)
         items[:] = [item for item in items if item not in wanting]
 

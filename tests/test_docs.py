@@ -42,6 +42,7 @@ ELSEWHERE = {
     "--again",
     "--only",
     "--present",
+    *("--max-logprobs", "--max-model-len", "--no-enable-prefix-caching", "--logprobs-mode"),
 }
 ELSEWHERE |= TORCHRUN
 """Flags of commands other than kdtrain."""

@@ -11,6 +11,7 @@ import ipaddress
 import os
 import re
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -123,15 +124,30 @@ def is_allowed(url: str) -> bool:
 
 def is_private(url: str) -> bool:
     """Whether the host of a URL is written as this machine or one of a network that is not public."""
-    host = (urlsplit(url).hostname or "").rstrip(".")
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        try:
-            address = ipaddress.ip_address(socket.inet_aton(host))  # as systems read 127.1 and 0x7f000001
-        except (OSError, ValueError):
-            return host == "localhost" or host.endswith(".localhost")
+    if (address := _ip(url)) is None:
+        host = (urlsplit(url).hostname or "").rstrip(".")
+        return host == "localhost" or host.endswith(".localhost")
     return not (getattr(address, "ipv4_mapped", None) or address).is_global
+
+
+def is_inside(url: str) -> bool:
+    """Whether the host of a URL is private, or has a name that no public one has."""
+    host = urlsplit(url).hostname or ""
+    if is_private(url):
+        return True
+    # A name is taken as it stands: requests turns %2E and dots of other scripts into dots.
+    named = _ip(url) is None and re.fullmatch(r"[\w.-]+", host, re.ASCII) is not None
+    return named and ("." not in host or host.endswith((".local", ".internal", ".lan")))
+
+
+def _ip(url: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address as which systems read the host of a URL, 127.1 and 0x7f000001 too; None: it is a name."""
+    host = (urlsplit(url).hostname or "").rstrip(".")
+    with suppress(ValueError):
+        return ipaddress.ip_address(host)
+    with suppress(OSError, ValueError):
+        return ipaddress.ip_address(socket.inet_aton(host))
+    return None
 
 
 def is_loopback(url: str) -> bool:

@@ -109,6 +109,7 @@ def _body(manifest: Manifest, licenses: Mapping[str, str] | None, where: str | N
         "teacher": _teacher(record),
         **({} if manifest.weights_cost is None else {"its weights": weights_line(manifest.weights_cost)}),
         "text": ", ".join(f"{key} {value}" for key, value in settings.data.items() if isinstance(value, str | int)),
+        **dict(_written(manifest)),
         **dict(_origin(manifest.origin or {})),
         "kept": kept,
         **{
@@ -193,6 +194,29 @@ def _origin(origin: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "kept mass", f"{mass}{bound}"
     if isinstance(unknown := origin.get("unknown"), list) and unknown:
         yield "not known of the teacher", ", ".join(map(str, unknown))
+
+
+def _written(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """The rows of a cache of text that the teacher wrote."""
+    if lines := list(written_lines(manifest)):
+        yield "written by the teacher", "; ".join(lines)
+
+
+def written_lines(manifest: Manifest) -> Iterator[str]:
+    """How a teacher continued the text of a cache, and why its texts ended; nothing for other caches."""
+    how = manifest.settings.data.get("generated")
+    if not isinstance(how, Mapping):
+        return
+    if "temperature" in how:
+        prompt = how.get("prompt_tokens")
+        begins = "the turns before the last answer" if prompt is None else f"{prompt} tokens of each sequence"
+        drawn = f"temperature {how.get('temperature')}, top-p {how.get('top_p')}, seed {how.get('seed')}"
+        yield f"the teacher continued {begins} ({drawn})"
+    else:
+        yield "text by teachers, each written as the cache that it comes from states"
+    for split, each in (manifest.generated or {}).items():
+        ended, cut, tokens = (each.get(name, 0) for name in ("stop", "length", "tokens"))
+        yield f"{split}: {_count(tokens, 'token')} by the teacher; {ended:,} texts ended, {cut:,} were cut"
 
 
 def _parent(parent: Parent) -> Iterator[str]:

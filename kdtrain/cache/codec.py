@@ -49,6 +49,7 @@ from torch import Tensor
 from kdtrain.cache.spec import ABSENT as ABSENT
 from kdtrain.cache.spec import FINE_KNOTS as FINE_KNOTS
 from kdtrain.cache.spec import KNOTS as KNOTS
+from kdtrain.cache.spec import MOST_POINTS as MOST_POINTS
 from kdtrain.cache.spec import SAMPLING as SAMPLING
 from kdtrain.cache.spec import CodecSpec as CodecSpec
 from kdtrain.cache.spec import grid_name as grid_name
@@ -57,8 +58,6 @@ from kdtrain.errors import UsageError
 from kdtrain.objective.matmul import maybe_compiled
 from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets
 
-MOST_POINTS = 2**20
-"""Points of the finest grid that holds the points of a cache: more would not be exact in fp64."""
 _CELLS = {"cpu": 2**18, "cuda": 2**27}  # logits in a block: they stay in a core's cache, or fill a GPU
 
 
@@ -69,9 +68,9 @@ def uniforms(purpose: str, seed: int, split: str, sequence: int, length: int) ->
 
 
 def draw_points(
-    seed: int, split: str, sequence: int, length: int, number: int, offset: Fraction = Fraction(0)
+    seed: int, split: str, sequence: int, length: int, number: int, offset: Fraction = Fraction(0), start: int = 0
 ) -> np.ndarray:
-    """fp64 [length, number] in [0, 1): where each position's samples lie in its cumulative distribution.
+    """fp64 [length - start, number] in [0, 1): where the samples of positions lie in their cumulative distributions.
 
     The fractional parts of x + offset + i / number, with one x a position, a pure function of seed, split and sequence.
     They are exact quotients of whole numbers, correctly rounded: equal points of two grids are equal doubles.
@@ -82,7 +81,8 @@ def draw_points(
     if fine > MOST_POINTS:
         raise ValueError(f"samples cannot be drawn {offset} beside a grid of {number}")
     places_D = (int(offset * fine) + np.arange(number) * (fine // number)) << 32
-    return (fine * uniforms("grid", seed, split, sequence, length)[:, None] + places_D) % (fine << 32) / (fine << 32)
+    chance_N1 = uniforms("grid", seed, split, sequence, length)[start:, None]
+    return (fine * chance_N1 + places_D) % (fine << 32) / (fine << 32)
 
 
 def _draw(weights_NV: Tensor, points_ND: Tensor) -> Tensor:
@@ -313,22 +313,40 @@ def encode(
     logits_NV: any float dtype and device, each row with a finite log-partition; labels_N: int64, the true
     next tokens; points_ND: fp64 in [0, 1), `draw_points`, required with num_samples.
     """
-    rows = max(1, _CELLS.get(logits_NV.device.type, 2**20) // spec.vocab_size)
+    tensors = encode_on_device(logits_NV, labels_N, spec, points_ND)
+    arrays = {name: values.cpu().numpy() for name, values in tensors.items()}
+    if "ids" in arrays:
+        arrays["ids"] = arrays["ids"].astype(spec.id_dtype)  # ABSENT wraps to the largest value of either dtype
+    return arrays
+
+
+@torch.no_grad()
+def encode_on_device(
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    spec: CodecSpec,
+    points_ND: np.ndarray | None = None,
+    *,
+    compile: bool = True,
+    cells: int | None = None,
+) -> dict[str, Tensor]:
+    """What `encode` keeps, where the logits are (`dense`: on the CPU); ids in int64, ABSENT among them.
+
+    compile: on a GPU compile the passes. cells: logits in a block, by default what suits the device.
+    """
+    rows = max(1, (cells or _CELLS.get(logits_NV.device.type, 2**20)) // spec.vocab_size)
     in_passes = logits_NV.is_cuda and spec.kind == "sparse" and spec.top_k < spec.vocab_size
-    encode_block = _sparse_in_passes if in_passes else _encode_block
     if in_passes:
         rows = max(8, rows - rows % 8)  # compiled code copies inputs that do not begin at a multiple of 16 bytes
     blocks: dict[str, list[Tensor]] = {}
     for start in range(0, len(logits_NV), rows):
         part = slice(start, start + rows)
         chance = None if points_ND is None else torch.from_numpy(points_ND[part]).to(logits_NV.device)
-        block = encode_block(logits_NV[part], labels_N[part].to(logits_NV.device), spec, chance)
+        given = logits_NV[part], labels_N[part].to(logits_NV.device), spec, chance
+        block = _sparse_in_passes(*given, compile) if in_passes else _encode_block(*given)
         for name, values in block.items():
             blocks.setdefault(name, []).append(_narrow(name, values, spec))
-    arrays = {name: torch.cat(parts).cpu().numpy() for name, parts in blocks.items()}
-    if "ids" in arrays:
-        arrays["ids"] = arrays["ids"].astype(spec.id_dtype)  # ABSENT wraps to the largest value of either dtype
-    return arrays
+    return {name: torch.cat(parts) for name, parts in blocks.items()}
 
 
 def encode_sequences(
@@ -412,6 +430,7 @@ RANGE: dict[str, Any] = {
     "rule": "log-probabilities from elsewhere: the tail is one bucket, right at T = 1 only",
 }
 """The temperature range of a cache that was built from log-probabilities (`keep`)."""
+SAMPLED_RANGE = RANGE | {"rule": "samples alone: right at T = 1 only"}
 _LEAST_MASS = 1e-6
 
 

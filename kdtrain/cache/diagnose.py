@@ -40,6 +40,7 @@ _NEARLY_ALL = 0.8
 _CUT = 4.0  # nats by which a fault makes an entry less likely, at most
 _FURTHEST = 5.0  # nats: a label's log p that is further off counts as this much
 _MATCHED = 0.2  # of the labels: how much better another row must fit, and how well
+_FEW = 16  # labels that chance may match
 
 AHEAD, BEHIND = "off by one: the targets of the next position", "off by one: the targets of the last position"
 OTHER_ROWS = "targets of other rows"
@@ -125,14 +126,17 @@ def misfit(targets: Targets, labels_T: Tensor, logprobs_TV: Tensor) -> tuple[Ten
     return cross_T, away_T.square() / 2
 
 
-def other_row(targets: Targets, own: int, labels_RT: Tensor) -> int | None:
-    """The row, of R whose labels these are, that the targets of row `own` fit much better; None if none does."""
-    ids_TK, mass_TK = targets.listed()
-    kept = mass_TK.topk(min(50, mass_TK.shape[1]))
-    ids_TK, mass_TK = ids_TK.gather(1, kept.indices), kept.values
-    fits_R = torch.zeros(len(labels_RT))
-    for ids_T, mass_T in zip(ids_TK.T, mass_TK.T, strict=True):
-        fits_R += ((labels_RT == ids_T) * mass_T).mean(-1)
+def other_row(targets: Targets, own: int, labels_RT: Tensor, counted_T: Tensor) -> int | None:
+    """The row, of R whose labels these are, that the targets of row `own` fit much better; None if none does.
+
+    counted_T: bool, its labels of the loss. At the others a capture may keep a filler, which fits the filler of others.
+    """
+    ids_NK, mass_NK = targets.map(lambda _, each: each[counted_T]).listed()
+    kept = mass_NK.topk(min(50, mass_NK.shape[1]))
+    ids_NK, mass_NK = ids_NK.gather(1, kept.indices), kept.values
+    labels_RN, fits_R = labels_RT[:, counted_T], torch.zeros(len(labels_RT))
+    for ids_N, mass_N in zip(ids_NK.T, mass_NK.T, strict=True):
+        fits_R += ((labels_RN == ids_N) * mass_N).sum(-1) / max(_FEW, len(ids_NK))
     best = int(fits_R.argmax())
     return best if best != own and fits_R[best] > fits_R[own] + _MATCHED else None
 

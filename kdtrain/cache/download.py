@@ -43,7 +43,8 @@ SLOWEST = 2**16 / 60
 """Bytes a second, over a minute, below which a server counts as silent."""
 _PIECE = 2**18
 _REDIRECTS = 5
-_LATER = (408, 425, 429, 500, 502, 503, 504)
+LATER = (408, 425, 429, 500, 502, 503, 504)
+"""Codes of answers that may be another one later."""
 _LENGTH = r"[0-9]{1,18}"
 _CONTENT_RANGE = re.compile(rf"bytes ({_LENGTH})-{_LENGTH}/({_LENGTH}|\*)")
 
@@ -118,6 +119,8 @@ def fetch(
 def _attempt(url: str, part: Path, what: str, most: int, exact: bool, headers: Mapping[str, str]) -> None:
     import requests
 
+    from kdtrain.cache.session import Session
+
     have, note = size_of(part), part.with_name(f"{part.name}.json")
     tag = _tag(note) if have else None
     if have > most or (have == most and not exact):
@@ -129,7 +132,7 @@ def _attempt(url: str, part: Path, what: str, most: int, exact: bool, headers: M
     if have:
         asked |= {"Range": f"bytes={have}-"} | ({"If-Range": tag} if tag else {})
     try:
-        with requests.Session() as session, _ask(session, url, asked, what) as answer:
+        with Session() as session, _ask(session, url, asked, what) as answer:
             start = _beginning(answer, have, tag, what, most, exact)
             if start is None:
                 _drop(part)
@@ -156,7 +159,7 @@ def _ask(session: "requests.Session", url: str, headers: dict[str, str], what: s
             hidden = not inside and is_private(target)  # what only this machine reaches is not a stranger's to name
         except requests.RequestException:
             raise
-        except ValueError as error:  # requests parses the target too
+        except ValueError as error:
             raise UsageError(f"{what}: the server redirects to no URL ({printable(str(error))[:200]})") from None
         if not answer.is_redirect:
             return _refuse(answer, what)
@@ -180,8 +183,8 @@ def _refuse(answer: "requests.Response", what: str) -> "requests.Response":
     if code in (200, 206, 416):
         return answer
     answer.close()
-    if code in _LATER:
-        raise _Passing(f"the server answers {code}", _retry_after(answer.headers.get("Retry-After")))
+    if code in LATER:
+        raise _Passing(f"the server answers {code}", retry_after(answer.headers.get("Retry-After")))
     if code in (401, 403):
         raise UsageError(
             f"{what}: the server refuses it ({code}): ask for access, and log in (on the hub: hf auth login)"
@@ -191,7 +194,8 @@ def _refuse(answer: "requests.Response", what: str) -> "requests.Response":
     raise UsageError(f"{what}: the server answers {code}; check the address")
 
 
-def _retry_after(text: str | None) -> float | None:
+def retry_after(text: str | None) -> float | None:
+    """Seconds that a server asks to wait, by its header Retry-After, at most `LONGEST_WAIT`; None: it does not say."""
     if text is None:
         return None
     if re.fullmatch(r"\d{1,9}", text):
@@ -240,7 +244,7 @@ def _receive(answer: "requests.Response", part: Path, start: int, what: str, mos
         file = open(part, "r+b")  # noqa: SIM115  (closed below; an error of the network is none of the disk)
     with file:
         file.seek(start)
-        while piece := _read(answer):
+        while piece := read(answer, _PIECE):
             have += len(piece)
             if have > most:
                 _drop(part)
@@ -257,10 +261,10 @@ def _receive(answer: "requests.Response", part: Path, start: int, what: str, mos
         raise _Passing(f"the answer ended after {have:,} bytes")
 
 
-def _read(answer: "requests.Response") -> bytes:
+def read(answer: "requests.Response", most: int) -> bytes:
+    """What has arrived of a body, without waiting for a whole piece, and never unpacked; empty at its end."""
     raw: Any = answer.raw
-    # what has arrived, without waiting for a whole piece; never unpacked
-    return raw.read1(_PIECE, decode_content=False) if hasattr(raw, "read1") else raw.read(2**12, decode_content=False)
+    return raw.read1(most, decode_content=False) if hasattr(raw, "read1") else raw.read(2**12, decode_content=False)
 
 
 def _tag(note: Path) -> str | None:

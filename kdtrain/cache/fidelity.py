@@ -167,21 +167,27 @@ def sample_positions(seq_len: int, positions: int) -> Tensor:
     return torch.linspace(0, seq_len - 1, positions).round().long()
 
 
-def measure(batch: Batch, teacher: Teacher, *, document_mask: bool, positions: int) -> tuple[dict, dict]:
+def measure(
+    batch: Batch, teacher: Teacher, *, document_mask: bool, positions: int, counted: bool = False
+) -> tuple[dict, dict]:
     """(fidelity, temperature_range) of the stored sequences in `batch`, at `positions` positions of each.
 
+    counted: only at those that count in the loss, where others have no distribution.
     teacher: tokens [1,T] int64, segments [1,T] or None -> logits [1,T,V], or [1,positions,V] of `sample_positions`.
     """
     energies, kept = [], []
     length = batch.loss_mask.shape[1]
     chosen = sample_positions(length, positions)
     for b in range(len(batch.tokens)):
+        if counted:
+            own = batch.loss_mask[b].nonzero()[:, 0]
+            chosen = own[sample_positions(len(own), min(len(own), positions))]
         segments = batch.segments[b : b + 1] if document_mask else None
         with torch.no_grad():
             logits_NV = rearrange(teacher(batch.tokens[b : b + 1, :-1], segments), "1 t v -> t v")
         if broken(logits_NV[None]).any():
             continue
-        if len(logits_NV) > positions:
+        if counted or len(logits_NV) > positions:
             logits_NV = logits_NV[chosen.to(logits_NV.device)]
         energies.append(logits_NV.float().log_softmax(-1).clamp(min=FLOOR).cpu())
         kept.append(b * length + chosen)

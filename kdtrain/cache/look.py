@@ -91,15 +91,23 @@ def look(cache: Cache, *, rows: int = ROWS, seconds: float = SECONDS, seed: int 
         samples=origin is None and (systematic or settings.sampling is None),
         vocab_size=settings.vocab_size,
         imported=shift if isinstance(shift, int) else None,
+        drawn_at=_drawn_at(settings.data.get("generated")),
     )
 
 
 def examine(
-    batches: Sequence[Batch], *, systematic: bool, samples: bool, vocab_size: int, imported: int | None = None
+    batches: Sequence[Batch],
+    *,
+    systematic: bool,
+    samples: bool,
+    vocab_size: int,
+    imported: int | None = None,
+    drawn_at: float = 1.0,
 ) -> Look | None:
     """`look` at decoded rows.
 
     systematic: how samples were drawn. samples: compare them with the label's log p. imported: by which shift.
+    drawn_at: the temperature of a teacher that wrote the labels; above 1 they leave its top-k more often than it says.
     """
     known = [batch for batch in batches if batch.targets is not None and batch.loss_mask.any()]
     if not known:
@@ -123,7 +131,7 @@ def examine(
     if len(matched) > max(1, _LEAST_MATCHED * rows):
         pair = matched[0]
         findings.append(f"{OTHER_ROWS}: {len(matched)} of {rows} rows; those of row {pair[0]} fit row {pair[1]}")
-    if (labels := outside(known)) is not None and labels.wrong:
+    if drawn_at <= 1 and (labels := outside(known)) is not None and labels.wrong:
         findings.append(f"mass: {labels}; build it again from the teacher's own log-probabilities")
     if z is not None and math.erfc(abs(z) / math.sqrt(2)) < LEVEL:
         findings.append(
@@ -149,6 +157,11 @@ def examine(
         expected_mass=expected / number,
         samples_z=z,
     )
+
+
+def _drawn_at(generated: Any) -> float:
+    found = generated.get("temperature") if isinstance(generated, dict) else None
+    return float(found) if isinstance(found, int | float) else 1.0
 
 
 def _figures(batch: Batch, systematic: bool) -> tuple[float, ...]:
@@ -197,7 +210,7 @@ def _matched(batches: Sequence[Batch]) -> tuple[list[tuple[int, int]], int]:
         targets, length = batch.targets, batch.loss_mask.shape[1]
         assert targets is not None
         for b in range(len(batch.tokens)):
-            other = other_row(targets[b * length : (b + 1) * length], row, labels_RT)
+            other = other_row(targets[b * length : (b + 1) * length], row, labels_RT, batch.loss_mask[b])
             found += [] if other is None else [(row, other)]
             row += 1
     return found, row

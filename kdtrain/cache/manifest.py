@@ -180,9 +180,15 @@ def weights_line(cost: WeightsCost) -> str:
     )
 
 
+class _Generated(TypedDict):
+    """What the settings say of a text that the teacher wrote."""
+
+    end_tokens: Annotated[list[Count], Meta(max_length=1000)]
+
+
 _DEEPEST = 8
 """Most parts of the name of a tokenizer file; those of transformers have two."""
-_LEFT_OUT = frozenset({"origin", "parents", "test_vector", "weights_cost"})
+_LEFT_OUT = frozenset({"capture", "generated", "origin", "parents", "test_vector", "weights_cost"})
 """Keys of the manifest that are left out where they say nothing, so that older manifests keep their digest."""
 
 
@@ -211,6 +217,11 @@ class Manifest:
     """Where a cache that `kdtrain import` made comes from, and what its source does not say; else left out."""
     weights_cost: WeightsCost | None = None
     """None where the teacher's weights were whole."""
+    capture: dict[str, Any] | None = None
+    """Of a teacher that an inference server ran, `mass.kept_mass` of a sample; else left out."""
+    generated: dict[str, dict[str, Count]] | None = None
+    """Of a text that the teacher wrote (`generated` of the data), by split: labels that it wrote (`tokens`), and how
+    many sequences ended why (`stop`, `length`); else left out."""
     digest: str = ""
     """Over everything else: the digest of the cache."""
 
@@ -224,6 +235,15 @@ class Manifest:
         """Rows of the teacher's output head."""
         return self.settings.vocab_size
 
+    def is_known_as(self, digest: object) -> bool:
+        """Whether a run names this cache so: by its digest, or by that of its settings where it captured it itself."""
+        return digest in (self.digest, self.settings.digest())
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The ids that end the texts that the teacher wrote; none in a cache of other text."""
+        return end_tokens(self.settings)
+
     def to_json(self) -> dict[str, Any]:
         """The sealed record, as in manifest.json."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
@@ -236,6 +256,7 @@ class Manifest:
         manifest = typed({**record, "settings": record}, cls)
         for split, stated in manifest.splits.items():
             _refuse_contradictions(split, stated, manifest.settings)
+        _ = manifest.end_tokens
         if manifest.settings.tokenizer_size > manifest.vocab_size:
             raise ValueError(f"tokenizer_size: {manifest.settings.tokenizer_size} is more than the vocabulary")
         for name in manifest.tokenizer_files:
@@ -247,6 +268,17 @@ class Manifest:
         if span is not None and not (math.isfinite(span["max"]) and span["min"] <= 1 <= span["max"]):
             raise ValueError(f"temperature_range: {span['min']} to {span['max']} is not a range around 1")
         return manifest
+
+
+def end_tokens(settings: CacheSettings) -> tuple[int, ...]:
+    """See `Manifest.end_tokens`. ValueError: they are no ids."""
+    generated = settings.data.get("generated")
+    if generated is None:
+        return ()
+    found = typed(generated, _Generated)["end_tokens"]
+    if any(each >= settings.vocab_size for each in found):
+        raise ValueError(f"data.generated.end_tokens: beyond the vocabulary of {settings.vocab_size}")
+    return tuple(found)
 
 
 def _is_inside(name: str) -> bool:
@@ -292,7 +324,7 @@ def read_manifest(folder: Path | str) -> Manifest:
         if any((folder / cache_format.SHARDS).glob("*.h5*")):  # a temporary one too
             raise UsageError(
                 f"the cache {folder} is unfinished; run the same cache-teacher command again to finish it, "
-                "or the import, merge or subset that began it"
+                "or the distill, import, merge or subset that began it"
             )
         if (folder / cache_format.SETTINGS).exists():
             raise UsageError(
@@ -338,7 +370,14 @@ def maker(manifest: Manifest) -> str:
         return "the same import command"
     if manifest.parents is not None:
         return f"the same {'subset' if any('rows' in each for each in manifest.parents) else 'merge'} command"
-    return "the same command" if manifest.codec.kind == "tokens" else "the same cache-teacher command"
+    return (
+        "the same command" if manifest.codec.kind == "tokens" else f"the same {_capturing(manifest.settings)} command"
+    )
+
+
+def _capturing(settings: CacheSettings) -> str:
+    """The command that captures a cache."""
+    return "distill" if "order" in settings.data else "cache-teacher"
 
 
 def check_sizes(folder: Path | str, manifest: Manifest) -> None:

@@ -24,6 +24,7 @@ from kdtrain.cache.compression import Arrays
 from kdtrain.cache.fitting import MIXTURE, SHOWN, equal, names, plan, tokens_of, who
 from kdtrain.cache.format import BROKEN, PIECES
 from kdtrain.cache.manifest import CacheSettings, Manifest
+from kdtrain.cache.mass import joined
 from kdtrain.cache.pieces import Piece, TokenizerFiles, parent_record, write_pieces
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.rounds import Progress
@@ -127,7 +128,7 @@ def _common_range(caches: Sequence[Cache]) -> Any:
 
 def _append(caches: Sequence[Cache], out: Path, progress: Progress | None) -> Manifest:
     first = caches[0].manifest
-    splits: dict[str, list[Piece]] = {}
+    splits, written = dict[str, list[Piece]](), dict[str, dict[str, int]]()
     for split in dict.fromkeys(split for cache in caches for split in cache):
         holders = [cache for cache in caches if split in cache]
         if split == "validation" and len({_content(cache) for cache in holders}) == 1:
@@ -136,9 +137,15 @@ def _append(caches: Sequence[Cache], out: Path, progress: Progress | None) -> Ma
             log.warning("%s have rows of %s in common, which will be there twice", names(found), split)
         shards = [(cache[split], number) for cache in holders for number in _numbers(cache, split)]
         splits[split] = [Piece(reader, number) for reader, number in shards]
+        counts = [each for cache in holders if (each := (cache.manifest.generated or {}).get(split))]
+        if counts:
+            written[split] = {name: sum(each.get(name, 0) for each in counts) for name in counts[0]}
     digests = [cache.manifest.digest for cache in caches]
     known = [cache.manifest.settings for cache in caches]
     data = known[0].data if equal([each.data for each in known]) else _listed([each.data for each in known], "source")
+    ends = {token for cache in caches for token in cache.manifest.end_tokens}
+    if ends and "generated" not in data:  # by several teachers, or beside other text
+        data = {**data, "generated": {"end_tokens": sorted(ends)}}
     teacher = known[0].teacher
     if not equal([each.teacher for each in known]):
         teacher = _listed([each.teacher or {} for each in known], "spec")
@@ -158,6 +165,7 @@ def _append(caches: Sequence[Cache], out: Path, progress: Progress | None) -> Ma
         tokenizer=caches[0],
         parents=[parent_record(cache) for cache in caches],
         measured=(fidelity, _common_range(caches)),
+        stated={"generated": written or None, "capture": joined([cache.manifest.capture for cache in caches])},
         progress=progress,
     )
 

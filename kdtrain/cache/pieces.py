@@ -25,6 +25,7 @@ from kdtrain.cache.folder import open_folder
 from kdtrain.cache.manifest import CacheSettings, Manifest, Parent, first_rows
 from kdtrain.cache.reader import Cache, CacheReader
 from kdtrain.cache.shard_writer import ShardPlace, ShardRows, finished_record, publish_file
+from kdtrain.cache.written import read_written
 from kdtrain.errors import RunError, UsageError, writing
 from kdtrain.files import LARGE, file_digest, read_bytes
 
@@ -86,11 +87,13 @@ def write_pieces(
     tokenizer: Cache,
     parents: list[Parent],
     measured: tuple[Any, Any],
+    stated: Mapping[str, Any],
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Manifest:
     """Build the cache in `folder` from pieces, or what is missing of it; a finished one stays untouched.
 
-    tokenizer: the cache whose tokenizer it gets. measured: fidelity and range of T.
+    tokenizer: the cache whose tokenizer it gets. measured: fidelity and range of T. stated: `capture` and
+    `generated` of the manifest; by default what the teacher wrote is counted.
 
     UsageError: the folder holds something else. RunError: a shard is damaged, the disk is full or cannot be written.
     """
@@ -117,7 +120,9 @@ def write_pieces(
             faults.point("cache.before-finish")
         sidecars = read_sidecars(folder, settings, places)
         set_aside_others(folder, {place.name for each in places.values() for place in each})
-        return publish_manifest(folder, settings, sidecars, tokens, *measured, {"parents": parents})
+        if "generated" in settings.data and "generated" not in stated:
+            stated = {**stated, "generated": read_written(folder, settings, sidecars)[1]}
+        return publish_manifest(folder, settings, sidecars, tokens, *measured, {"parents": parents, **stated})
     finally:
         lock.release()
 

@@ -33,7 +33,7 @@ from kdtrain.cache import format as cache_format
 from kdtrain.cache.address import parse_address
 from kdtrain.cache.hdf5 import check_structure
 from kdtrain.cache.manifest import Manifest, check_sizes, first_rows, read_manifest
-from kdtrain.cache.remote import AHEAD, Remote, open_remote
+from kdtrain.cache.remote import AHEAD, Shards, open_remote
 from kdtrain.cache.shard import Shard, Stored, batch_of, shard_errors
 from kdtrain.cache.verify import verify_cache
 from kdtrain.config.values import LOCAL_LIMIT
@@ -66,7 +66,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(
-        self, folder: Path | str, split: str, manifest: Manifest | None = None, remote: Remote | None = None
+        self, folder: Path | str, split: str, manifest: Manifest | None = None, remote: Shards | None = None
     ) -> None:
         self.folder = Path(folder)
         self.name = str(folder if remote is None else remote.address)

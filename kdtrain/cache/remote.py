@@ -69,6 +69,28 @@ class Reader(Protocol):
         """Close that shard; False: none is open, or another thread is reading."""
 
 
+class Shards(Protocol):
+    """What brings the shards of a cache into its folder while it is read, such as `Remote`."""
+
+    address: Any
+    """What the cache is called."""
+
+    def bring_tokenizer(self) -> None: ...
+
+    def ensure(self, record: ShardRecord, reader: Any = None) -> Path:
+        """Have a shard in the folder, whole, and its record complete. RunError: it cannot be had."""
+        ...
+
+    def ahead(self, records: Iterable[ShardRecord]) -> None:
+        """Begin to bring these, which may be read next."""
+
+    def release(self, name: str) -> None:
+        """The reader has closed a shard."""
+
+    def put_aside(self, record: ShardRecord) -> None:
+        """The shard that `ensure` gave is not the one of its record."""
+
+
 _readers: weakref.WeakValueDictionary[int, Reader] = weakref.WeakValueDictionary()
 """All of this process, of any cache: they share one folder, and one may hold what another needs."""
 

@@ -61,6 +61,11 @@ def subset(
         parents=[parent],
         # The sample that it was measured on is of the validation split.
         measured=(None if "validation" in splits else manifest.fidelity, manifest.temperature_range),
+        stated={
+            "capture": None if "validation" in splits else manifest.capture,
+            # of a cache with other text beside it, which rows were written is not known
+            **({"generated": None} if "temperature" not in manifest.settings.data.get("generated", {}) else {}),
+        },
         progress=progress,
     )
 

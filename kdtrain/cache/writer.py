@@ -16,7 +16,7 @@ batches live at once; every rank reads all of the data.
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from fractions import Fraction
 from itertools import chain, islice
 from pathlib import Path
@@ -45,9 +45,11 @@ from kdtrain.cache.shard_writer import (
     publish_shard,
     shards_of,
 )
+from kdtrain.cache.written import read_written
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError, writing
 from kdtrain.files import PUBLISH_POINTS, json_digest
+from kdtrain.objective.batch import Batch
 
 _PUBLISHED = ("cache.settings", "cache.shard", "cache.sidecar", "cache.index", "cache.card", "cache.manifest")
 FAULT_POINTS = (
@@ -69,6 +71,10 @@ class CacheBuilder:
         teacher: gives the logits of at most `batch_size` sequences, under no_grad; None for the codec `tokens`, and
             where no more than a top-k is known.
         kept: gives instead what is kept of as many rows; by default what they bring (`PackedRow.kept`).
+        capturing: entered around `kept` of all rows of a shard, which an error of it keeps from being published.
+        written: gives instead the rows with the text that the teacher wrote behind their prompts, and its logits or
+            what is kept of them; `teacher` then measures the fidelity alone.
+        examine: makes the manifest's `capture` of the held sample.
         sharded: True when a forward of the teacher needs all ranks.
         tokenizer: a folder, or anything with `save_pretrained(folder)`; its files are copied into the cache.
         all_ranks: True when all ranks build, calling the same methods in the same order; False for this process alone.
@@ -81,6 +87,9 @@ class CacheBuilder:
         *,
         teacher: fidelity.Teacher | None,
         kept: Callable[[ShardRows], Arrays] | None = None,
+        capturing: Callable[[ShardRows], AbstractContextManager[None]] | None = None,
+        written: Callable[[ShardRows], tuple[ShardRows, Tensor | Arrays]] | None = None,
+        examine: Callable[[Batch], dict[str, Any]] | None = None,
         sharded: bool = False,
         tokenizer: Any = None,
         batch_size: int = 16,
@@ -89,7 +98,8 @@ class CacheBuilder:
     ) -> None:
         assert teacher is None or settings.codec.kind != "tokens", "the codec 'tokens' has no teacher"
         self.folder, self.settings, self.teacher = Path(folder), settings, teacher
-        self.kept = kept or (lambda rows: rows.kept)
+        self.kept, self.capturing = kept or (lambda rows: rows.kept), capturing or (lambda _: nullcontext())
+        self.written, self.examine = written, examine
         self.batch_size, self.sharded = batch_size, sharded and teacher is not None
         self.rounds = Rounds(all_ranks, progress)
         self._splits: dict[str, list[ShardPlace]] = {}
@@ -97,10 +107,11 @@ class CacheBuilder:
         self._side = SideStream()
         self.sample: tuple[int, int] | None = None
         """Sequences and positions of the held sample, where the teacher answers for no others."""
-        self.measured: tuple[Any, Any] = (None, None if settings.codec.kind == "tokens" else codec.RANGE)
+        span = codec.SAMPLED_RANGE if settings.codec.num_samples else codec.RANGE
+        self.measured: tuple[Any, Any] = (None, None if settings.codec.kind == "tokens" else span)
         """Fidelity and range of T, where there is no teacher to measure them with."""
         self.stated: dict[str, Any] = {}
-        """More keys of the manifest: `parents`, `origin`, `weights_cost`."""
+        """More keys of the manifest: `parents`, `origin`, `weights_cost`, `capture`, `generated`."""
         self._compiled: set[int] = set()
         """Sizes of the batches that teacher and encoder have seen."""
         self.manifest, self._lock = open_folder(self.folder, settings, tokenizer, all_ranks)
@@ -134,7 +145,7 @@ class CacheBuilder:
         """Build a shard that is missing."""
         record = finished_record(self.folder, self.settings, part)
         if record is None:
-            publish_shard(self.folder, self.settings, part, self._fill)
+            publish_shard(self.folder, self.settings, part, self._capture)
             return
         self.rounds.broken += record["broken"]
         self.rounds.done += len(part)
@@ -169,6 +180,10 @@ class CacheBuilder:
                 "rank 0; give all ranks the same --data"
             )
 
+    def _capture(self, shard: ShardWriter, part: ShardRows) -> None:
+        with self.capturing(part):
+            self._fill(shard, part)
+
     def _fill(self, shard: ShardWriter, part: ShardRows) -> None:
         """Have all sequences of a shard encoded and written, one batch in the thread while the teacher has the next."""
         waiting: tuple[int, Future[None]] | None = None
@@ -189,7 +204,7 @@ class CacheBuilder:
                 if waiting and alone:
                     end(*waiting)
                     waiting = None
-                answer = self._ask(rows)
+                rows, answer = (rows, self._ask(rows)) if self.written is None else self.written(rows)
                 if waiting:
                     end(*waiting)
                 ready = self._side.ready(answer) if isinstance(answer, Tensor) else None
@@ -258,6 +273,8 @@ class CacheBuilder:
         self.rounds.stop_if_broken(len(self.rounds.broken), total, total)
         set_aside_others(self.folder, {record["name"] for record in records})
         tokens = {split: sha.hexdigest() for split, sha in self._tokens.items()}
+        if "generated" in self.settings.data:  # what was counted may be the prompts
+            tokens, self.stated["generated"] = read_written(self.folder, self.settings, sidecars)
         found = self._measure()
         self.manifest = publish_manifest(self.folder, self.settings, sidecars, tokens, *found, self.stated)
         self.close()
@@ -265,7 +282,7 @@ class CacheBuilder:
 
     def _measure(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """The fidelity of the cache, and the range of T over which it is right."""
-        if self.teacher is None:
+        if self.teacher is None and self.examine is None:
             return self.measured
         split = "validation" if "validation" in self._splits else next(iter(self._splits))
         place = self._splits[split][0]
@@ -274,13 +291,18 @@ class CacheBuilder:
         path = cache_format.shard_path(self.folder, place.name)
         with shard_errors(path), closing(Shard(path, spec)) as shard:
             batch = batch_of([shard.read(np.arange(number), checked=False)], spec)
+        if self.examine is not None:
+            self.stated["capture"] = {"split": split, **self.examine(batch)}
+        if self.teacher is None:
+            return self.measured
 
         def asked(tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
             if self.sharded:
                 self.rounds.meet(more=True)
             return self.teacher(tokens_BT, segments_BT)  # type: ignore[misc]
 
-        found, span = fidelity.measure(batch, asked, document_mask=self.settings.document_mask, positions=positions)
+        how = {"document_mask": self.settings.document_mask, "counted": self.written is not None}
+        found, span = fidelity.measure(batch, asked, positions=positions, **how)
         if self.sharded:
             self._finish_rounds()
         return {"split": split, **found}, span

@@ -61,8 +61,8 @@ def read_file(
                 advice = near or f"{command} --help {section} lists the keys"
                 wrong.append(f"unknown key '{short(key)}' in [{section}]; {advice}")
                 continue
-            if options[name].field.metadata.get("private"):
-                _refuse_foreign_command(path, name)
+            if does := options[name].field.metadata.get("private"):
+                _refuse_foreign(path, name, does)
             if options[name].switch is not isinstance(value, bool):
                 wrong.append(f"{flag(name)} {short(str(value))}: {wanted(options[name].kind)}")
                 continue
@@ -100,11 +100,11 @@ def _place(key: str, options: Mapping[str, Option], sections: Mapping[str, list[
     return f"perhaps you meant '{name}'{value}" + ("" if home == section else f" in [{home}]")
 
 
-def _refuse_foreign_command(path: Path, name: str) -> None:
-    """Refuse a command line in a file that may have been downloaded with a run, a cache or a model."""
+def _refuse_foreign(path: Path, name: str, does: str) -> None:
+    """Refuse a private option in a file that may have been downloaded with a run, a cache or a model."""
     others = (each for each in foreign_beside(path) if each.resolve() != path.resolve())
     if (foreign := min(others, default=None)) is not None:
         raise UsageError(
-            f"{path}: {name} runs a command, and this file lies with {foreign}, which may have been downloaded; "
+            f"{path}: {name} {does}, and this file lies with {foreign}, which may have been downloaded; "
             f"give {flag(name)} yourself if you trust it"
         )

@@ -263,14 +263,14 @@ class _Comparison:
             own = logprobs(self.teacher, batch, self.settings.document_mask)[0]
             targets = _targets(batch, 0)
             found.append(gains(targets.to(own.device), batch.tokens[0, 1:].to(own.device), own, others))
-            matched.append(self._other_row(split, row, targets))
+            matched.append(self._other_row(split, row, targets, batch.loss_mask[0]))
         return diagnose(found, matched)
 
-    def _other_row(self, split: str, row: int, targets: Any) -> int | None:
+    def _other_row(self, split: str, row: int, targets: Any, counted_T: Tensor) -> int | None:
         reader = self.cache[split]
         start = max(0, min(row - NEIGHBOURS // 2, len(reader) - NEIGHBOURS))
         tokens = reader.text(range(start, min(start + NEIGHBOURS, len(reader))))["tokens"]
-        return other_row(targets, row - start, torch.from_numpy(tokens[:, 1:].astype(np.int64)))
+        return other_row(targets, row - start, torch.from_numpy(tokens[:, 1:].astype(np.int64)), counted_T)
 
 
 def logprobs(teacher: Teacher, batch: Batch, document_mask: bool) -> Tensor:

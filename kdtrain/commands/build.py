@@ -11,6 +11,7 @@ from kdtrain.commands.recipe import PARTS, Recipe
 from kdtrain.commands.run import Run
 from kdtrain.models.adapters import restrict
 from kdtrain.models.attention import choose_kernel
+from kdtrain.models.ends import learn_ends
 from kdtrain.models.frozen import pack_student
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import (
@@ -20,6 +21,7 @@ from kdtrain.models.loading import (
     digest_of,
     generation_settings,
     load_student,
+    load_tokenizer,
 )
 from kdtrain.models.router import router_weight
 from kdtrain.monitor.progress import log
@@ -85,6 +87,10 @@ def _load_student(recipe: Recipe) -> SplitModel:
     size = None if spec.config is None or "vocab_size" in spec.config else facts.vocab_size
     whole = recipe.plan.student != "fsdp" and spec.weights is None  # else it may be too large for one device
     model = load_student(spec, vocab_size=size, seed=config.seed, device=str(recipe.device) if whole else "cpu")
+    if facts.end_tokens and facts.tokenizer is not None:
+        line = learn_ends(model, facts.end_tokens, load_tokenizer(facts.tokenizer))
+        if line is not None:
+            log.info("%s", line)
     if config.activation_checkpointing:
         checkpoint_activations(model)
     student = split(model)

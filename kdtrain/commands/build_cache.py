@@ -1,6 +1,6 @@
 """Builds caches: of a teacher, and the caches of bare tokens that runs and evaluations need."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from itertools import islice
@@ -13,47 +13,96 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.codec import SAMPLING, CodecSpec, grid_name, grid_offset
 from kdtrain.cache.folder import holds_nothing
-from kdtrain.cache.format import PIECES
+from kdtrain.cache.format import MANIFEST, PIECES
+from kdtrain.cache.live import LiveCache
 from kdtrain.cache.manifest import CacheSettings, Manifest
+from kdtrain.cache.mass import kept_mass
 from kdtrain.cache.reader import Cache
+from kdtrain.cache.rounds import Progress
 from kdtrain.cache.writer import write_cache
 from kdtrain.commands.agreement import agree
 from kdtrain.config import CacheTeacherConfig, DataConfig
+from kdtrain.config.teachers import DEFAULT_PROMPT
+from kdtrain.data.corpus import has_prompts
 from kdtrain.data.packing import PackedRow, packed_rows
+from kdtrain.data.prompts import prompt_rows
 from kdtrain.errors import UsageError
 from kdtrain.files import read_sealed
-from kdtrain.models.loading import ChatTokenizer, generation_of, tokenizer_digest
+from kdtrain.models.ends import filler_token
+from kdtrain.models.loading import ChatTokenizer, ends_of, generation_of, tokenizer_digest
 from kdtrain.monitor.progress import bar
 from kdtrain.objective.batch import Batch
-from kdtrain.ranks import is_main
+from kdtrain.ranks import is_main, on_main, raise_on_all_ranks
 from kdtrain.teaching.teacher import Teacher
+from kdtrain.teaching.writing import Writing
+
+TEXT, SERVED = OWN = ("data", "served")
+"""The caches that a run makes in its own folder: of bare tokens, and of what a server said."""
 
 
-def build_cache(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | None = None) -> Manifest | None:
+def build_cache(
+    config: CacheTeacherConfig, teacher: Teacher, refined: Cache | None = None, live: LiveCache | None = None
+) -> Manifest | None:
     """Build the missing shards of the cache on all ranks; return its manifest on rank 0, None on the others.
 
-    teacher: loaded and prepared. refined: the cache of --refine.
+    teacher: loaded and prepared. refined: the cache of --refine. live: of a run that reads it meanwhile, whose text is
+    packed beside it.
 
     Raises:
         UsageError: the folder holds another cache, or the data do not fill one sequence; `refined` is of another
             teacher.
         RunError: the disk is full or cannot be written.
     """
+    with raise_on_all_ranks():
+        earlier = begun_with(config.out)
+    if config.text.generate:
+        with raise_on_all_ranks():
+            how = Writing(
+                temperature=config.text.gen_temperature,
+                top_p=config.text.gen_top_p,
+                end_tokens=ends_of(teacher.spec, teacher.tokenizer),
+                seed=config.seed,
+                batch_size=config.batch_size,
+            )
+            teacher.write(how)
+    teacher.begin(earlier, (config.out / MANIFEST).is_file())
     if refined is None:
         settings, rows = _asked(config, teacher)
     else:
         settings, rows = _refined_settings(refined, teacher), {split: refined[split].rows() for split in refined}
-    codec = settings.codec
+    codec, progress = settings.codec, None
+    if live is not None:
+        text = config.out.with_name(TEXT)
+        on_main(lambda: build_tokens(text, config.data, teacher.tokenizer, teacher.vocab_size))
+        settings, rows, progress = live.begin(settings, Cache(text))
     agree(settings.to_json)
     answers: dict[str, Any]
     if teacher.gives == "top-k":
-        answers = {"teacher": None, "kept": lambda rows: teacher.kept(rows, codec, config.seed)}
+        answers = {
+            "teacher": None,
+            "kept": lambda rows: teacher.kept(rows, codec, config.seed),
+            "capturing": lambda part: teacher.capturing(part, codec, config.seed),
+            "examine": kept_mass if teacher.text is None and codec.top_k else None,
+        }
     else:
         answers = {"teacher": teacher.logits, "sharded": teacher.sharded}
     if teacher.cost is not None:
         answers["stated"] = {"weights_cost": teacher.cost}
+    if teacher.writing is not None:
+        answers["written"] = lambda rows: teacher.written(rows, codec)
     saved = ChatTokenizer(teacher.tokenizer, generation_of(teacher.spec))
-    return _write(config.out, settings, rows, tokenizer=saved, batch_size=config.batch_size, all_ranks=True, **answers)
+    answers |= {"tokenizer": saved, "batch_size": config.batch_size, "all_ranks": True}
+    return _write(config.out, settings, rows, progress, **answers)
+
+
+def begun_with(folder: Path) -> dict[str, Any] | None:
+    """The `identity` of the teacher of which `folder` holds shards; None where there are none."""
+    try:
+        if not any((folder / "shards").glob("*.h5")):
+            return None
+        return _stored(folder).teacher
+    except (OSError, ValueError):  # the builder refuses it, with what is wrong
+        return None
 
 
 def refined_cache(where: str) -> Cache:
@@ -122,7 +171,16 @@ def _asked(config: CacheTeacherConfig, teacher: Teacher) -> tuple[CacheSettings,
     )
     if teacher.text is None:
         settings = replace(settings, seed=config.seed, sampling=SAMPLING if codec.num_samples else None)
-        rows = _text(config.data, teacher.tokenizer, limits)
+        if (how := teacher.writing) is None:
+            rows = _text(config.data, teacher.tokenizer, limits)
+        else:
+            prompts = {"prompt_tokens": _prompt_width(config), "max_new_tokens": config.text.max_new_tokens}
+            settings = replace(settings, data={**settings.data, "generated": {**prompts, **how.to_json()}})
+            filler = filler_token(teacher.tokenizer, how.end_tokens)
+            rows = {
+                name: prompt_rows(config.data, source, teacher.tokenizer, limits[name], filler=filler, **prompts)
+                for name, source in _sources(config.data, limits).items()
+            }
     else:
         settings = replace(settings, data=dict(teacher.text))
         rows = {split: teacher.rows(split, config.data.seq_len, codec) for split in limits}
@@ -142,6 +200,19 @@ def validation_rows(config: CacheTeacherConfig, teacher: Teacher, refined: Cache
             for name, kind in (("tokens", np.int64), ("loss_mask", bool), ("segments", np.int64))
         )
         yield Batch(tokens, mask, segments, None)
+
+
+def _prompt_width(config: CacheTeacherConfig) -> int | None:
+    """Tokens of a prompt; None: the data have prompts of their own. UsageError: both."""
+    width = config.text.prompt_tokens
+    if not has_prompts(config.data):
+        return width or min(DEFAULT_PROMPT, max(1, config.data.seq_len // 2))
+    if width is not None:
+        raise UsageError(
+            f"--prompt-tokens has no effect: {config.data.data} has prompts of its own; leave it "
+            "out, or read it with --format text"
+        )
+    return None
 
 
 def build_tokens(
@@ -170,14 +241,28 @@ def build_tokens(
 
 def holds_tokens(folder: Path) -> bool:
     """Whether `folder` is a cache of bare tokens, finished or not: kdtrain can rebuild it."""
+    return _holds(folder, lambda settings: settings.codec.kind == "tokens")
+
+
+def holds_own(folder: Path) -> bool:
+    """Whether `folder` is one of `OWN`, finished or not."""
+    return _holds(folder, lambda settings: settings.codec.kind == "tokens" or "order" in settings.data)
+
+
+def _holds(folder: Path, such: Callable[[CacheSettings], bool]) -> bool:
     if not folder.is_dir():
         return False
     if holds_nothing(folder):
         return True
     try:
-        return CacheSettings.from_json(read_sealed(folder / "settings.json")).codec.kind == "tokens"
+        return such(_stored(folder))
     except (OSError, ValueError):
         return False
+
+
+def _stored(folder: Path) -> CacheSettings:
+    """The settings with which a cache was begun. OSError, ValueError: there are none."""
+    return CacheSettings.from_json(read_sealed(folder / "settings.json"))
 
 
 def _settings(
@@ -209,17 +294,29 @@ def _settings(
 def _text(
     data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None]
 ) -> dict[str, Iterator[PackedRow]]:
-    """The rows of each split: a cache calls the split that was asked for train, and adds validation."""
-    sources = {"train": data.split, "validation": "validation" if "train" in limits else data.split}
+    """The rows of each split."""
+    sources = _sources(data, limits)
     return {
         name: packed_rows(data, sources[name], tokenizer, limit, example=number == 0)
         for number, (name, limit) in enumerate(limits.items())
     }
 
 
+def _sources(data: DataConfig, limits: dict[str, int | None]) -> dict[str, str]:
+    """The splits of the data: a cache calls the one that was asked for train, and adds validation."""
+    sources = {"train": data.split, "validation": "validation" if "train" in limits else data.split}
+    return {name: sources[name] for name in limits}
+
+
 def _write(
-    folder: Path, settings: CacheSettings, rows: dict[str, Iterator[PackedRow]], **options: Any
+    folder: Path,
+    settings: CacheSettings,
+    rows: dict[str, Iterator[PackedRow]],
+    progress: Progress | None = None,
+    **options: Any,
 ) -> Manifest | None:
+    if progress is not None:
+        return write_cache(folder, settings, rows, progress=progress, **options)
     with bar("tokens" if settings.codec.kind == "tokens" else "cache", None) as shown:
         progress = (lambda done, total: shown.update(done, total=total)) if is_main() else None
         return write_cache(folder, settings, rows, progress=progress, **options)

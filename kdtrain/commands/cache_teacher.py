@@ -7,10 +7,12 @@ from typing import Any
 import torch
 
 from kdtrain.cache.format import MANIFEST
+from kdtrain.cache.live import LiveCache
 from kdtrain.cache.manifest import Manifest, weights_line
 from kdtrain.cache.reader import Cache
 from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build_cache import build_cache, refined_cache, refuse_other_vocabulary, validation_rows
+from kdtrain.commands.cache_pages import capture_lines
 from kdtrain.commands.made_cache import show_cache
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import CacheTeacherConfig
@@ -57,14 +59,18 @@ def _build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> None:
     device = pick_device(config.device)
     with same_ranks(config, device):
         try:
-            _build(config, device)
+            build(config, device)
         except UsageError as error:
             raise reported(error) from None  # options, text and folder are the same on every rank
         if wait:
             on_main(lambda: None)
 
 
-def _build(config: CacheTeacherConfig, device: torch.device) -> None:
+def build(config: CacheTeacherConfig, device: torch.device, live: LiveCache | None = None) -> None:
+    """Build the cache, inside `same_ranks`; rank 0 returns last. UsageError, RunError: as `cache_teacher`.
+
+    live: of a run that reads it meanwhile.
+    """
     on_main(lambda: refuse_no_folder(config.out))
     with raise_on_all_ranks():
         refined = None if config.refine is None else refined_cache(config.refine)
@@ -75,8 +81,12 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> None:
         if config.from_logprobs is not None:
             load_tokenizer(spec)  # a spec without one is refused by name
             spec = replace(spec, kind="recorded", weights=None, options={"logprobs": str(config.from_logprobs)})
+        if config.server.teacher_server:
+            spec = replace(spec, kind="served", weights=None)
         spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
         teacher = open_teacher(spec, device, pick_mode(config.precision, device), online=False)
+        if config.server.teacher_server:
+            teacher.connect(config.server, config.codec)
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
         if refined is not None:
             refuse_other_vocabulary(refined, teacher)
@@ -88,14 +98,15 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> None:
         measured = spec.weights is not None and is_main() and not (config.out / MANIFEST).exists()
         rows = validation_rows(config, teacher, refined, MEASURED) if measured else ()
         teacher.pack(rows, document_mask=document_mask)
-    teacher.prepare(sharded=sharded, compile=config.compile)
+    # the shapes of decoding change with every step, and a compiled layer with each of them
+    teacher.prepare(sharded=sharded, compile=config.compile and not config.text.generate)
     text = config.data.data or config.refine
     over = "" if text is None else f" over {text}"
     many = f" in {world_size()} ranks" if world_size() > 1 else ""
     log.info("caching %s%s into %s%s", teacher, over, config.out, many)
     if teacher.cost is not None:
         log.info("%s", weights_line(teacher.cost))
-    build_cache(config, teacher, refined)
+    build_cache(config, teacher, refined, live)
 
 
 def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, seconds: float) -> None:
@@ -108,7 +119,9 @@ def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, 
         config.out,
         manifest,
         config.json,
-        [*said, f"took {duration(seconds)}{among}, peak memory {size(peak)}"],
+        [*capture_lines(manifest), *said, f"took {duration(seconds)}{among}, peak memory {size(peak)}"],
+        **({} if manifest.capture is None else {"capture": manifest.capture}),
+        **({} if manifest.generated is None else {"generated": manifest.generated}),
         ranks=ranks,
         seconds=round(seconds, 1),
         peak_memory_mb=round(peak, 1),

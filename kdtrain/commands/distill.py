@@ -10,6 +10,7 @@ from transformers.utils import logging as transformers_log
 from kdtrain.commands import dry_run, sanity
 from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build import build
+from kdtrain.commands.captured import captured
 from kdtrain.commands.pages import closing_page
 from kdtrain.commands.recipe import resolve, run_device
 from kdtrain.commands.resume import Start
@@ -90,7 +91,8 @@ def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) 
         stack.enter_context(_quiet_libraries())
         device = stack.enter_context(run_device(config))
         stack.enter_context(same_ranks(config, device))
-        recipe = resolve(config, device, claim=lambda used: stack.enter_context(run_lock(used)))
+        config, live = stack.enter_context(captured(config, device))
+        recipe = resolve(config, device, claim=lambda used: stack.enter_context(run_lock(used)), live=live)
         run = build(recipe)
         trainer, start = run.trainer, Start(run)
         loaded = start.resume_or_load()  # writes nothing yet, so that a refusal changes nothing
@@ -102,6 +104,8 @@ def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) 
             run.log_start(loaded, length)
             run.fit()
             if trainer.stopped_by is None:
+                if live is not None:
+                    live.finish()
                 with raise_on_all_ranks():
                     run.refuse_no_progress()
                 run.log_outcome()

@@ -42,15 +42,15 @@ def main(config: DistillConfig) -> int:
         if (path := start.recipe.loads) is not None:
             start.load(path)
         with raise_on_all_ranks():
-            begins = _begins(config, start)
+            begins = _begins(config, start, trial.live is None)
         log.info("built the run; two steps, a validation forward and a save follow")
-        table = {"run": str(config.out), "begins": begins, **_plan(trial), **_estimates(trial)}
+        table = {"run": str(config.out), "begins": begins, **_plan(trial), **_estimates(trial), **_capture(trial)}
     show(f"distill {config.out}, dry run", table, config.json)
     return 0
 
 
-def _begins(config: DistillConfig, start: Start) -> str:
-    """Where the run would start, given the present contents of its folder."""
+def _begins(config: DistillConfig, start: Start, known: bool) -> str:
+    """Where the run would start, given the present contents of its folder. known: whether its data are those there."""
     if config.checkpoint.resume == "never" or not is_run(config.out):
         return "from the beginning" if config.checkpoint.load is None else f"with {config.checkpoint.load}"
     store = Store(config.out / "checkpoints")
@@ -63,7 +63,8 @@ def _begins(config: DistillConfig, start: Start) -> str:
         if name is None:
             return "from the beginning"
         path = store.path(name)
-    start.refuse_changes(read_saved(path), config.out, path.name)
+    if known:
+        start.refuse_changes(read_saved(path), config.out, path.name)
     return f"at {path.name}"
 
 
@@ -133,6 +134,17 @@ def _estimates(trial: Trial) -> dict[str, Any]:
         "disk for checkpoints (MiB)": round(trial.checkpoints_kept * size / 2**20, 1),
         "disk free (MiB)": round(trial.disk_free / 2**20, 1),
     }
+
+
+def _capture(trial: Trial) -> dict[str, Any]:
+    """What the run asks a server for meanwhile, at the rate of the trial's first sequences."""
+    if (live := trial.live) is None:
+        return {}
+    rate, seq_len = live.rate, trial.recipe.facts.seq_len
+    asked = live.planned + len(trial.trainer.validation_source)
+    hours = round(asked / rate / 3600, 4) if rate else None
+    found = {"sequences": asked, "tokens_per_second": round(rate * seq_len, 1), "estimated_hours": hours}
+    return {"server": {**found, "fingerprint of an earlier capture": "not compared"}}
 
 
 def gigabytes_sent(student: nn.Module, recipe: Recipe, micro_batches: int) -> float:

@@ -12,6 +12,7 @@ import torch
 from kdtrain.commands.export import open_student
 from kdtrain.config import GenerateConfig
 from kdtrain.errors import RunError, UsageError, printable
+from kdtrain.models.ends import end_tokens
 from kdtrain.models.generate import continue_text
 from kdtrain.models.loading import load_tokenizer, max_positions
 from kdtrain.monitor.progress import setup_logging
@@ -52,13 +53,14 @@ def main(config: GenerateConfig) -> int:
             raise RunError(f"{config.student} gives non-finite logits; look at its weights")
         return logits_BV
 
+    ends = end_tokens(getattr(student.model, "generation_config", None), tokenizer)
     written: list[int] = []
     shown = ""
     if not config.json:
         print(_plain(config.prompt), end="", flush=True)
     start = torch.tensor([prompt], device=device)
     for token in continue_text(next_logits, start, tokens, config.temperature, config.seed):
-        if token == tokenizer.eos_token_id:
+        if token in ends:
             break
         written.append(token)
         text = str(tokenizer.decode(written))

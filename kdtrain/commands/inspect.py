@@ -22,6 +22,7 @@ from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.sealed import STATE, checkpoint_at, problem, read_checkpoint, read_state
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands import pages
+from kdtrain.commands.cache_pages import cache_page
 from kdtrain.commands.kinds import damage_of, kind_of
 from kdtrain.commands.result import read_result
 from kdtrain.config import InspectConfig
@@ -164,7 +165,7 @@ def _cache(path: Path) -> _Found:
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     facts = _cache_facts(path, manifest)
-    return facts, pages.cache_page(path, facts, manifest)
+    return facts, cache_page(path, facts, manifest)
 
 
 def _remote(address: Address) -> _Found:
@@ -172,7 +173,7 @@ def _remote(address: Address) -> _Found:
     remote = open_remote(address, limit=math.inf)
     facts = {"from": str(remote.address)} | _cache_facts(remote.folder, remote.manifest)
     missing = {split: len(remote.missing(split)) for split in remote.manifest.splits}
-    return facts | {"shards not here": missing}, pages.cache_page(str(address), facts, remote.manifest)
+    return facts | {"shards not here": missing}, cache_page(str(address), facts, remote.manifest)
 
 
 def _cache_facts(path: Path, manifest: Manifest) -> dict[str, Any]:
@@ -195,6 +196,7 @@ def _cache_facts(path: Path, manifest: Manifest) -> dict[str, Any]:
         "temperature range": manifest.temperature_range,
         "fidelity": manifest.fidelity,
         **({"weights_cost": manifest.weights_cost} if manifest.weights_cost else {}),
+        **({"generated": manifest.generated} if manifest.generated else {}),
         **({"origin": manifest.origin} if manifest.origin else {}),
         **({"parents": manifest.parents} if manifest.parents else {}),
         "versions": manifest.versions,

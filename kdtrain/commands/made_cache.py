@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain.cache.manifest import Manifest
-from kdtrain.commands.pages import made_page
+from kdtrain.commands.cache_pages import made_page
 from kdtrain.monitor.tables import show, show_page
 
 

@@ -104,8 +104,7 @@ def _manifests(cache: Any, run: Path, state: Mapping[str, Any]) -> dict[str, Man
             manifest = read_manifest(place)
         except (OSError, ValueError, UsageError, RunError):
             continue
-        if manifest.digest in wanted:
-            found[manifest.digest] = manifest
+        found |= {digest: manifest for digest in wanted if digest is not None and manifest.is_known_as(digest)}
     return found
 
 

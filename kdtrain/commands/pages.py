@@ -1,4 +1,4 @@
-"""What `kdtrain inspect` shows to people: a page of a run, a cache, a shard, a model folder, or a folder of these.
+"""What `kdtrain inspect` shows to people: a page of a run, a shard, a model folder, or a folder of these.
 
 A page is lines and tables without frames; `--json` has the whole of what is known instead. All of it may come from
 strangers: `monitor.tables` escapes it, and a number that is none is a `-`.
@@ -11,7 +11,7 @@ import struct
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from rich.table import Table
 
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.manifest import Manifest, Parent, Sidecar, TemperatureRange, weights_line
+from kdtrain.cache.manifest import Manifest, Sidecar
 from kdtrain.commands.kinds import is_training
 from kdtrain.commands.result import RESULT
 from kdtrain.files import open_regular, parse_json, read_json, typed
@@ -36,8 +36,6 @@ _MOST_CACHES = 50
 """Most caches of a mixture that a page lists."""
 _MESSAGE = 1000
 """Most characters of a warning on a page."""
-_MOST_PARENTS = 50
-"""Most parents of a cache that a page lists."""
 _HEADER = 2**24
 """Most bytes of the header of a safetensors file that are read."""
 
@@ -73,13 +71,13 @@ def run_page(path: Path, facts: Mapping[str, Any], record: RunRecord) -> Iterato
             left=("checkpoint", ""),
         )
         damaged = sum(_table(row).get("verdict") != "ok" for row in checkpoints.values())
-        sound = "all whole" if not damaged else f"{damaged} damaged: kdtrain verify {_word(path)}"
+        sound = "all whole" if not damaged else f"{damaged} damaged: kdtrain verify {quoted(path)}"
         one = "checkpoint" if len(checkpoints) == 1 else "checkpoints"
         yield f"{len(checkpoints)} {one}, {size(facts.get('checkpoints in all (MiB)'))}, {sound}"
         yield f"train: {_objective(record)} of one step; val: cross-entropy of other text. Compare val alone."
     else:
         yield "no checkpoint"
-    yield from _aside(facts)
+    yield from aside(facts)
     warnings = Counter(each.event for each in record.events if each.level != "info")
     if warnings:
         last = {each.event: each for each in record.events if each.level != "info"}
@@ -120,7 +118,7 @@ def closing_page(path: Path, result: Mapping[str, Any]) -> Iterator[Part]:
             yield numbers
         if warnings := result.get("warnings"):
             kinds = ", ".join(f"{times} {kind}" for kind, times in warnings.items())
-            yield f"warnings: {kinds} (kdtrain inspect {_word(path)} shows them)"
+            yield f"warnings: {kinds} (kdtrain inspect {quoted(path)} shows them)"
         if result.get("student"):
             yield f"student in {result['student']}, all numbers in {path / RESULT}"
     began = (path / "config.toml").exists()
@@ -277,7 +275,8 @@ def _objective(record: RunRecord) -> str:
     return formula(weight, str(divergence), hidden, bool(weight) and len(kinds) > 1, router)
 
 
-def _aside(facts: Mapping[str, Any]) -> Iterator[Part]:
+def aside(facts: Mapping[str, Any]) -> Iterator[Part]:
+    """What repairs and earlier attempts have moved aside, if anything."""
     for name, found in facts.items():
         if name.startswith("set aside") and isinstance(found, Mapping):
             yield ""
@@ -287,19 +286,20 @@ def _aside(facts: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def _next(path: Path, state: str, facts: Mapping[str, Any], result: Mapping[str, Any]) -> str:
-    word = _word(path)
+    word = quoted(path)
     if state in ("training", "silent", "unknown"):
         return f"kdtrain inspect {word} --watch"
     if state in ("stopped", "killed"):
-        return f"kdtrain distill --config {_word(path / 'config.toml')} resumes it"
+        return f"kdtrain distill --config {quoted(path / 'config.toml')} resumes it"
     if state == "failed":
-        return f"mend what failed, then kdtrain distill --config {_word(path / 'config.toml')} resumes it"
+        return f"mend what failed, then kdtrain distill --config {quoted(path / 'config.toml')} resumes it"
     if facts.get("exported"):
         return f'kdtrain generate {word} "def main("'
-    return f"kdtrain export {word} --out {_word(path.with_name(path.name + '-student'))}"
+    return f"kdtrain export {word} --out {quoted(path.with_name(path.name + '-student'))}"
 
 
-def _word(path: Path | str) -> str:
+def quoted(path: Path | str) -> str:
+    """A path as a shell takes it."""
     return shlex.quote(str(path))
 
 
@@ -319,150 +319,6 @@ def local_page(facts: Mapping[str, Any]) -> Iterator[Part]:
     yield ""
     yield "Above --local-limit the shard that was read longest ago goes first."
     yield "A folder of a cache may be removed."
-
-
-def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -> Iterator[Part]:
-    """A cache: what it is and for which T, what it takes, and how true it is, in words.
-
-    facts: as `--json` prints them. KeyError, TypeError, ValueError, AttributeError: the fidelity is not kdtrain's.
-    """
-    settings, codec = manifest.settings, manifest.settings.codec
-    yield f"{path}: {_what(manifest)}, vocabulary {settings.vocab_size:,}, from {settings.data.get('source')}"
-    rows = [
-        (split, each["sequences"], each["sequences"] * settings.seq_len, len(each["shards"]), size(_bytes(each)))
-        for split, each in manifest.splits.items()
-    ]
-    yield ""
-    yield columns(("split", "sequences", "tokens", "shards", "size"), rows, left=("split",))
-    parts = dict(manifest.bytes_per_token or {})
-    total = parts.pop("total", None)
-    yield f"{number(total)} bytes a token, of these"
-    largest = sorted(parts, key=parts.__getitem__, reverse=True)
-    listed = ", ".join(f"{name} {number(parts[name])}" for name in largest)
-    yield textwrap.fill(listed, 80, initial_indent="  ", subsequent_indent="  ")
-    mask = ", each document sees itself alone" if settings.document_mask else ""
-    yield f"sequences of {settings.seq_len:,} tokens{mask}; tokenizer of {settings.tokenizer_size:,} entries"
-    if (found := manifest.temperature_range) is not None:
-        error = f"log Z is right to {number(found['worst_error'])} nats"
-        if found["min"] == found["max"] and codec.top_k:  # a top-k from elsewhere
-            error = "what lies outside of the entries is not known"
-        yield f"{_temperatures(found)} ({error})"
-    if manifest.weights_cost is not None:
-        yield weights_line(manifest.weights_cost)
-    if facts.get("tail rule"):
-        yield f"tail rule {facts['tail rule']}"
-    if manifest.origin:
-        yield from _origin(manifest.origin)
-    if manifest.fidelity:
-        yield ""
-        yield from _fidelity(manifest.fidelity)
-    if manifest.parents:
-        yield ""
-        yield "made of"
-        yield from (f"  {_parent(parent)}" for parent in manifest.parents[:_MOST_PARENTS])
-        if (more := len(manifest.parents) - _MOST_PARENTS) > 0:
-            yield f"  ... and {more:,} more"
-    yield from _aside(facts)
-    yield ""
-    yield f"digest {manifest.digest[:12]}, kdtrain {manifest.versions.get('kdtrain')}"
-    if codec.kind != "tokens":
-        yield _distil(path)
-
-
-def made_page(path: Path, manifest: Manifest, said: Sequence[str]) -> Iterator[Part]:
-    """What a command says of the cache that it has made: what it is, where, for which T, and what to do next.
-
-    said: what only this command knows, a line each.
-    """
-    yield f"{path}: {_what(manifest)}"
-    yield ""
-    for split, each in manifest.splits.items():
-        tokens = each["sequences"] * manifest.settings.seq_len
-        yield f"{split}: {each['sequences']:,} sequences, {tokens:,} tokens, {size(_bytes(each))}"
-    total, span = manifest.bytes_per_token["total"], manifest.temperature_range
-    yield f"{number(total)} bytes a token{f'; {_temperatures(span)}' if span else ''}"
-    yield from said
-    yield f"digest {manifest.digest[:12]}; kdtrain inspect {_word(path)} shows how true it is"
-    if manifest.codec.kind != "tokens":
-        yield _distil(path)
-
-
-def _what(manifest: Manifest) -> str:
-    """What a cache keeps, and of whom."""
-    codec = manifest.codec
-    if codec.kind == "tokens":
-        return "bare tokens, no teacher"
-    entries = [f"the {codec.top_k:,} most likely entries"] * bool(codec.top_k)
-    entries += [f"{codec.num_samples:,} samples"] * bool(codec.num_samples)
-    kept = "all log-probabilities (dense)" if codec.kind == "dense" else " and ".join(entries)
-    return f"{kept} of {(manifest.settings.teacher or {}).get('spec') or 'a teacher'} a token"
-
-
-def _temperatures(span: TemperatureRange) -> str:
-    if span["min"] == span["max"]:
-        return f"for T = {number(span['min'])} only"
-    return f"for T from {number(span['min'])} to {number(span['max'])}"
-
-
-def _distil(path: Path | str) -> str:
-    return f"Next: kdtrain distill --cache {_word(path)} --student SPEC --out runs/NAME"
-
-
-def _parent(parent: Parent) -> str:
-    """What a cache took of one that it was merged or cut from."""
-    rows = f", rows {parent['rows']} of {' and '.join(parent.get('splits', []))}" if "rows" in parent else ""
-    share = f", {number(parent['weight'])} of the sum" if parent["weight"] < 1 else ""
-    samples = f", {parent['num_samples']} samples" if parent["num_samples"] else ""
-    source = f", imported from {origin.get('source')}" if (origin := parent.get("origin")) else ""
-    teacher = (parent["teacher"] or {}).get("spec") or "no teacher"
-    return f"{parent['digest'][:12]} of {teacher}{samples}{share}{rows}{source}"
-
-
-def _origin(origin: Mapping[str, Any]) -> Iterator[Part]:
-    """What an imported cache says of its source."""
-    yield ""
-    names = ("shift", "kept_mass", "kl_at_most", "label_loss")  # a stranger's file may lack some
-    shift, mass, most, loss = (number(origin.get(name)) for name in names)
-    yield f"imported from {origin.get('source')} in the layout {origin.get('layout')}, shift {shift}"
-    bound = f"KL to the whole teacher is at most {most} nats"
-    if origin.get("kl_at_most") is None:
-        bound = "the labels show that it is not the teacher's"
-    yield f"kept mass {mass}: {bound}; the label's loss {loss}"
-    if isinstance(unknown := origin.get("unknown"), list) and unknown:
-        yield f"not known of the teacher: {', '.join(map(str, unknown))}"
-
-
-def _bytes(split: Mapping[str, Any]) -> float:
-    return sum(each["bytes"] for each in split["shards"]) / 2**20
-
-
-def _fidelity(fidelity: Mapping[str, Any]) -> Iterator[Part]:
-    """How near the gradient of a student that learns from the cache is to that from the whole teacher."""
-    sample = fidelity["sample"]
-    header = ("T", "tail rule", "angle", "length", "mean angle", "mean length", "in words")
-    rows, divergences = [], []
-    for name, each in fidelity.items():
-        if name.startswith("T="):
-            for rule, found in each["gradient"].items():
-                angles = (f"{found['token_angle']:.1f}°", f"{found['token_norm']:.2f}")
-                means = (f"{found['mean_angle']:.1f}°", f"{found['mean_norm']:.2f}")
-                rows.append((name[2:], rule, *angles, *means, _in_words(found["mean_angle"], found["mean_norm"])))
-            divergences.append(f"{each['kl_bucket']:.2g} at {name}")
-    yield f"fidelity, of {sample['tokens']:,} tokens of {fidelity['split']}: the gradient against the whole"
-    yield "teacher's, of each token and of their mean (the same: angle 0° and length 1)"
-    yield columns(header, rows, left=("tail rule", "in words"))
-    yield f"KL(full || cache), the tail as one bucket: {', '.join(divergences)}"
-    worst = max(fidelity["log_partition_error"], key=lambda row: row["worst"])
-    yield f"error of log Z at most {number(worst['worst'])} nats, at T={worst['T']:.3g}"
-
-
-def _in_words(angle: float, ratio: float) -> str:
-    """How far the mean gradient is off; docs/fidelity.md says what students of such caches learned."""
-    if angle < 3 and abs(ratio - 1) < 0.03:
-        return "the same"
-    if angle < 10 and abs(ratio - 1) < 0.1:
-        return "a little off"
-    return "another way" if angle >= 10 else "too long" if ratio > 1 else "too short"
 
 
 def shard_facts(path: Path, sidecar: Sidecar) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from kdtrain.cache.address import parse_address
 from kdtrain.cache.look import look
 from kdtrain.cache.reader import Cache
-from kdtrain.commands.build_cache import build_tokens, holds_tokens
+from kdtrain.commands.build_cache import TEXT, build_tokens, holds_tokens
 from kdtrain.commands.run_folder import deciding, restarted, saved_attention, saved_rate
 from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
@@ -156,13 +156,18 @@ class Recipe:
 
 
 def resolve(
-    given: DistillConfig, device: torch.device, claim: Callable[[DistillConfig], bool], earlier: Path | None = None
+    given: DistillConfig,
+    device: torch.device,
+    claim: Callable[[DistillConfig], bool],
+    earlier: Path | None = None,
+    live: Cache | None = None,
 ) -> Recipe:
     """Resolve the options of a run, inside `run_device`, and load its teacher; writes only the tokens of `--data`.
 
     claim: takes the folder of the run, and returns whether it already holds this run; called after all refusals that do
     not need the folder.
     earlier: the folder of the run that would be resumed, which keeps attention and rate; by default `given.out`.
+    live: the cache of `given`, if it is captured while the run reads it.
 
     UsageError: data, cache, student or options do not fit together.
     """
@@ -182,7 +187,7 @@ def resolve(
             held = given.teacher_weights, "--teacher-weights", given.parallel.teacher_parallel
             taught_by = with_weights(taught_by, *held)
         teacher = None if taught_by is None else open_teacher(taught_by, device, formats.high)
-        sources = {} if given.data.data is not None else open_sources(given, given.cache)
+        sources = {} if given.data.data is not None else open_sources(given, given.cache if live is None else [live])
         facts = sources["train"].facts if sources else None
         seq_len, size = (given.data.seq_len, None) if facts is None else (facts.seq_len, facts.vocab_size)
         masked, compiles = given.data.document_mask if facts is None else facts.document_mask, _compiles(given, device)
@@ -284,9 +289,11 @@ def student_spec(config: DistillConfig) -> ModelSpec:
     return replace(student, lora=_lora(config, student))
 
 
-def open_sources(config: DistillConfig, folders: Sequence[Path | str]) -> dict[str, Source]:
-    """The splits train and validation of the caches in `folders`, or of another --source."""
-    caches: list[Cache | None] = [Cache(each, local_limit=config.local_limit) for each in folders] or [None]
+def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) -> dict[str, Source]:
+    """The splits train and validation of the caches in `places`, or of another --source."""
+    caches: list[Cache | None] = [
+        each if isinstance(each, Cache) else Cache(each, local_limit=config.local_limit) for each in places
+    ] or [None]
     found: dict[str, list[Source]] = {}
     for split in ("train", "validation"):
         requests = (SourceRequest(split=split, cache=each, seed=config.seed) for each in caches)
@@ -458,7 +465,7 @@ def _tokens(config: DistillConfig, student: ModelSpec, teacher: Teacher | None, 
     """Build the run's own cache of bare tokens with the teacher's tokenizer, or without a teacher the student's."""
     tokenizer = load_tokenizer(student) if teacher is None else teacher.tokenizer
     width = len(tokenizer) if teacher is None else teacher.vocab_size
-    folder = config.out / "data"
+    folder = config.out / TEXT
     try:
         build_tokens(folder, config.data, tokenizer, width)
     except UsageError:

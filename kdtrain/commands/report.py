@@ -211,7 +211,7 @@ def _cache(folder: Path, digest: str) -> str:
     except (UsageError, RunError, OSError, ValueError) as error:
         reason = printable(str(error))[:200]
         return f'<p class="warn">It is no longer there to be described: {_safe(reason)}</p>'
-    if manifest.digest != digest:
+    if not manifest.is_known_as(digest):
         return '<p class="warn">Another cache lies there now; this one is known by its digest alone.</p>'
     settings, teacher = manifest.settings, manifest.settings.teacher or {}
     codec = settings.codec

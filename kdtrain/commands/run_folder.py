@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.commands.build_cache import holds_tokens
+from kdtrain.commands.build_cache import OWN, holds_own
 from kdtrain.commands.kinds import LOCK as LOCK
 from kdtrain.commands.kinds import is_environment
 from kdtrain.commands.kinds import is_run as is_run
@@ -64,6 +64,8 @@ TOKENIZER = "tokenizer"
 """The folder of the tokenizer for the exported student."""
 _SECTIONS = {"run", *(each.name for each in dataclasses.fields(DistillConfig) if dataclasses.is_dataclass(each.type))}
 """The tables of config.toml."""
+_MAY_LACK = {"data", "server"}
+"""Those that it may not have: a run from a cache has no text, and earlier versions had no servers."""
 
 _LEFT = re.compile(rf"{re.escape(LOCK)}|data\.left-[0-9]+")
 """Files, besides tokens and temporary ones, that an attempt leaves when it dies before it becomes a run."""
@@ -184,8 +186,7 @@ def check_out(out: Path) -> bool:
         return True
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     foreign = [name for name in names if not _LEFT.fullmatch(name) and not temporary_of(name)]
-    if "data" in foreign and holds_tokens(out / "data"):
-        foreign.remove("data")
+    foreign = [name for name in foreign if name not in OWN or not holds_own(out / name)]
     if "environment.json" in foreign and is_environment(out / "environment.json"):
         foreign.remove("environment.json")
     if foreign:
@@ -211,10 +212,11 @@ def refuse_no_folder(out: Path) -> None:
 
 def deciding(config: DistillConfig) -> dict[str, dict[str, Any]]:
     """Return the options that decide the result of a run, by section."""
-    return {
+    tables = {
         section: {name: value for name, value in table.items() if name not in FREE and (name not in _LATER or value)}
         for section, table in sections(config).items()
     }
+    return {section: table for section, table in tables.items() if table}
 
 
 def changes(
@@ -253,7 +255,7 @@ def refuse_changes(
 def used(config: DistillConfig) -> dict[str, dict[str, Any]]:
     """Return the options to record, without those of text if the run reads a cache, which has its own."""
     tables = shareable(config)
-    return {section: table for section, table in tables.items() if section != "data" or not config.cache}
+    return {section: table for section, table in tables.items() if section not in _MAY_LACK or not config.cache}
 
 
 def write_description(config: DistillConfig, metadata: dict[str, Any]) -> None:
@@ -290,8 +292,8 @@ def _is_written(path: Path) -> bool:
     """Whether `write_description` wrote this config.toml: it has every section, and no comments."""
     try:
         tables = typed(read_toml(path), dict[str, dict[str, Any]])
-        missing = _SECTIONS - tables.keys()  # earlier versions had no [lora]
-        return missing <= {"data", "lora"} and tables.keys() <= _SECTIONS and to_toml(tables) == read_text(path)
+        needed = _SECTIONS - _MAY_LACK - {"lora"}  # earlier versions had no [lora]
+        return needed <= tables.keys() <= _SECTIONS and to_toml(tables) == read_text(path)
     except (OSError, ValueError, TypeError):  # TypeError: a date, which JSON does not have
         return False
 

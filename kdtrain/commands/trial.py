@@ -13,8 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from kdtrain.cache.live import LiveCache
 from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build import build
+from kdtrain.commands.captured import captured
 from kdtrain.commands.recipe import resolve, run_device
 from kdtrain.commands.run import Run
 from kdtrain.commands.run_folder import check_out
@@ -37,8 +39,10 @@ class TimedStep(NamedTuple):
 class Trial:
     """A run that is tried out, and what it would write into `out`."""
 
-    def __init__(self, run: Run, out: Path) -> None:
+    def __init__(self, run: Run, out: Path, live: LiveCache | None = None) -> None:
         self.run, self.recipe, self.trainer, self.out = run, run.recipe, run.trainer, out
+        self.live = live
+        """What it asks a server for."""
 
     def timed_steps(self, count: int) -> list[TimedStep]:
         """Take the next steps of the run. RunError: the loss or a gradient is non-finite."""
@@ -119,13 +123,14 @@ def trial_run(config: DistillConfig) -> Iterator[Trial]:
     silent = replace(config.monitor, log_to="none", on_event=None)
     with run_device(config) as device, same_ranks(config, device), trial_folder(config.out) as folder:
         hidden = replace(config, out=folder, monitor=silent)
-        run = build(resolve(hidden, device, claim=lambda used: False, earlier=config.out))
-        run.open()
-        try:
-            yield Trial(run, config.out)
-        finally:
-            run.trainer.saver.close()
-            run.trainer.writers.close()
+        with captured(hidden, device, trial=True) as (used, live):
+            run = build(resolve(used, device, claim=lambda _: False, earlier=config.out, live=live))
+            run.open()
+            try:
+                yield Trial(run, config.out, live)
+            finally:
+                run.trainer.saver.close()
+                run.trainer.writers.close()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from kdtrain.cache.verify import repair, verify_cache
 from kdtrain.checkpoint.sealed import checkpoint_at, read_checkpoint
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands.audit import audit
-from kdtrain.commands.build_cache import holds_tokens
+from kdtrain.commands.build_cache import OWN, holds_own
 from kdtrain.commands.kinds import damage_of, kind_of
 from kdtrain.config import VerifyConfig
 from kdtrain.config.values import refuse
@@ -95,8 +95,8 @@ def _problems(path: Path, kind: str) -> list[str]:
         damage = read_checkpoint(lambda: checkpoint_at(path), damage_of)
         return [damage] if damage else []
     store = Store(path / "checkpoints")
-    tokens = verify_cache(path / "data") if holds_tokens(path / "data") else []
+    caches = [problem for name in OWN if holds_own(path / name) for problem in verify_cache(path / name)]
     names = [entry.name for entry in store.entries(apart=True)]
     damaged = [(name, damage) for name in names if (damage := store.problem(name))]
     # a run that is training may have removed one meanwhile
-    return tokens + [f"{name}: {damage}" for name, damage in damaged if store.path(name).exists()]
+    return caches + [f"{name}: {damage}" for name, damage in damaged if store.path(name).exists()]

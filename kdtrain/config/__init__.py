@@ -10,11 +10,11 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
+from kdtrain.config.cache_commands import CacheTeacherConfig as CacheTeacherConfig
 from kdtrain.config.cache_commands import ImportConfig as ImportConfig
 from kdtrain.config.cache_commands import MergeConfig as MergeConfig
 from kdtrain.config.cache_commands import PushConfig as PushConfig
 from kdtrain.config.cache_commands import SubsetConfig as SubsetConfig
-from kdtrain.config.commands import CacheTeacherConfig as CacheTeacherConfig
 from kdtrain.config.commands import CompareConfig as CompareConfig
 from kdtrain.config.commands import DemoConfig as DemoConfig
 from kdtrain.config.commands import DistillConfig as DistillConfig
@@ -40,6 +40,9 @@ from kdtrain.config.sections import ParallelConfig as ParallelConfig
 from kdtrain.config.sections import PrecisionConfig as PrecisionConfig
 from kdtrain.config.sections import QuantizationConfig as QuantizationConfig
 from kdtrain.config.sections import StoppingConfig as StoppingConfig
+from kdtrain.config.teachers import RunServerConfig as RunServerConfig
+from kdtrain.config.teachers import ServerConfig as ServerConfig
+from kdtrain.config.teachers import TextConfig as TextConfig
 from kdtrain.config.values import fields_of, marked
 
 

@@ -1,16 +1,145 @@
-"""The configuration of the commands that make caches of caches: merge, subset, push and import."""
+"""The configuration of the commands that make caches: cache-teacher, merge, subset, push and import."""
 
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
 from kdtrain.config.choices import LAYOUTS, REQUIRES_COMPRESSOR
+from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig, Weights
+from kdtrain.config.teachers import ServerConfig, TextConfig
 from kdtrain.config.values import LOCAL_LIMIT, Options, flag, option, refuse
 from kdtrain.errors import UsageError
+
+
+def check_device(name: str) -> None:
+    """UsageError: `name` is not a device."""
+    known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", name)
+    refuse(known is None, f"--device '{name[:80]}' is unknown; use auto, cpu, cuda or cuda:N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheTeacherConfig(Options):
+    """Run a teacher once over a data set and store its distributions in an HDF5 cache.
+
+    The same command resumes an interrupted one.
+    """
+
+    teacher: str = option(once=True, reads="teacher spec")
+    """A teacher that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
+    out: Path
+    """The folder of the cache."""
+    from_logprobs: Path | None = option(None, once=True, reads="file", brief="Instead of --data: what a server said.")
+    """Instead of --data: jsonl or parquet with a server's top log-probabilities (docs/data.md); good at T = 1 only."""
+    refine: str | None = option(None, once=True, reads="cache", brief="Instead of --data: a cache to draw between.")
+    """Instead of --data: a cache of this teacher's samples; as many more are drawn, between them, for kdtrain merge."""
+    config: Path | None = option(None, per_rank=True, once=True, brief="A TOML file with any options, in sections.")
+    """TOML file with the same options, grouped in sections; a flag wins over it."""
+    teacher_weights: Weights | None = option(None, brief="Hold it in bf16, int8 or nf4: its cost is measured.")
+    """Hold the teacher's weights in bf16, int8 or nf4 (a GPU); what that costs is measured and kept (docs/lora.md)."""
+    batch_size: int = option(16, least=1, brief="Sequences in one forward of the teacher.")
+    """Sequences in one forward of the teacher."""
+    sequences_per_shard: int = option(512, least=1)
+    """Sequences in one file of the cache; at most one file is lost when the command is killed."""
+    precision: Literal["auto", "fp32", "bf16"] = option("bf16", brief="auto, fp32 or bf16.")
+    """Number format of the teacher's forward."""
+    compile: bool = True
+    """Compile the teacher's layers with torch.compile, on a GPU; a CPU never does."""
+    seed: int = option(0, least=0, most=2**63 - 1)
+    """Seed of the samples."""
+    device: str = option("auto", check=check_device)
+    """auto, cpu, cuda or cuda:N."""
+    json: bool = option(False, per_rank=True)
+    """Print one JSON object on stdout, logs on stderr."""
+    data: DataConfig = field(default_factory=DataConfig)
+    text: TextConfig = field(default_factory=TextConfig)
+    codec: CodecConfig = field(default_factory=CodecConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    parallel: CacheParallelConfig = field(default_factory=CacheParallelConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        recorded, text = self.from_logprobs is not None, self.data.data is not None
+        elsewhere = "--from-logprobs" if recorded else "--teacher-server" if self.server.teacher_server else None
+        idle = {
+            "--teacher-parallel": self.parallel.teacher_parallel != "auto",
+            "--teacher-weights": self.teacher_weights is not None,
+            "--no-compile": not self.compile,
+            "--precision": self.precision != "bf16",
+            "--device": self.device.startswith("cuda"),
+        }
+        for name, given in idle.items() if elsewhere else ():
+            refuse(given, f"{name} has no effect with {elsewhere}: no teacher runs here; leave it out")
+        if self.text.generate:
+            self._refuse_no_prompts()
+        if self.refine is not None:
+            self._refuse_idle_refinement()
+            return
+        self.data.refuse_training_on_validation()
+        refuse(not text and not recorded, "--data is missing; give stdlib, a file, a folder or hf:NAME")
+        refuse(recorded and text, "--from-logprobs holds its own text; leave --data out")
+        refuse(recorded and bool(self.server.teacher_server), "--from-logprobs and --teacher-server exclude each other")
+        codec = self.codec
+        refuse(
+            recorded and (codec.dense or codec.samples > 0 or codec.top_k < 1),
+            "--from-logprobs has the most likely entries only; use --top-k, without --num-samples and --dense",
+        )
+        refuse(
+            bool(self.server.teacher_server) and (codec.dense or bool(codec.samples and codec.top_k)),
+            "--teacher-server gives --top-k, or --num-samples alone where the server has kdtrain's plugin",
+        )
+
+    EXAMPLES = ("kdtrain cache-teacher --teacher teachers/stdlib-5m.toml --data stdlib --out cache/t",)
+
+    def _refuse_no_prompts(self) -> None:
+        """Refuse options that do not go with text by the teacher."""
+        data, text = self.data, self.text
+        refuse(self.refine is not None, "--generate: --refine takes its text from its cache; leave one out")
+        refuse(self.from_logprobs is not None, "--generate: --from-logprobs holds its own text; leave one out")
+        refuse(
+            data.document_mask,
+            "--document-mask has no effect with --generate: a sequence is one prompt and its answer; leave it out",
+        )
+        refuse(
+            self.parallel.teacher_parallel == "fsdp",
+            "--generate needs the whole teacher on each rank; leave --teacher-parallel fsdp out, or serve the teacher",
+        )
+        if data.messages_column is not None or data.format not in ("auto", "text"):
+            by = "--messages-column" if data.messages_column is not None else f"--format {data.format}"
+            refuse(
+                text.prompt_tokens is not None,
+                f"--prompt-tokens has no effect with {by}: what stands before the last answer is the prompt",
+            )
+            return
+        refuse(
+            (text.prompt_tokens or 0) > data.seq_len,
+            f"--prompt-tokens {text.prompt_tokens} leaves no room in --seq-len {data.seq_len}; use less, or a longer "
+            "sequence",
+        )
+
+    def _refuse_idle_refinement(self) -> None:
+        """Refuse options of what the refined cache decides: its text, and how it is kept."""
+        refuse(self.from_logprobs is not None, "--refine and --from-logprobs exclude each other; give one")
+        refuse(
+            bool(self.server.teacher_server),
+            "--refine asks for another grid of samples, which no server gives; leave --teacher-server out",
+        )
+        refuse_own(self.out, [str(self.refine)])
+        self.data.refuse_changes("--refine")
+        given = (
+            ("--top-k, --num-samples and --dense", self.codec != CodecConfig()),
+            ("--sequences-per-shard", self.sequences_per_shard != 512),
+            ("--seed", self.seed != 0),
+        )
+        for name, changed in given:
+            refuse(changed, f"{name}: --refine takes it from its cache; leave it out")
+
+    def splits(self) -> dict[str, int | None]:
+        """How many sequences of each split to cache; None for all."""
+        return {"train": self.data.num_sequences, "validation": self.data.validation_sequences}
 
 
 @dataclass(frozen=True, kw_only=True)

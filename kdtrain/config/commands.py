@@ -6,12 +6,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from kdtrain.config.cache_commands import ImportConfig, MergeConfig, PushConfig, SubsetConfig, refuse_own
+from kdtrain.config.cache_commands import (
+    CacheTeacherConfig,
+    ImportConfig,
+    MergeConfig,
+    PushConfig,
+    SubsetConfig,
+    check_device,
+)
 from kdtrain.config.choices import SOURCES
 from kdtrain.config.sections import (
-    CacheParallelConfig,
     CheckpointConfig,
-    CodecConfig,
     DataConfig,
     GuardsConfig,
     LoraConfig,
@@ -24,6 +29,7 @@ from kdtrain.config.sections import (
     StoppingConfig,
     Weights,
 )
+from kdtrain.config.teachers import RunServerConfig
 from kdtrain.config.values import LOCAL_LIMIT, USUAL_STEPS, Options, option, refuse
 
 
@@ -33,89 +39,6 @@ def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | No
     refuse(not cache and data.data is None, f"nothing to {to} on; give --cache FOLDER or --data SOURCE")
     if cache:
         data.refuse_changes()
-
-
-def _check_device(name: str) -> None:
-    known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", name)
-    refuse(known is None, f"--device '{name[:80]}' is unknown; use auto, cpu, cuda or cuda:N")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheTeacherConfig(Options):
-    """Run a teacher once over a data set and store its distributions in an HDF5 cache.
-
-    The same command resumes an interrupted one.
-    """
-
-    teacher: str = option(once=True, reads="teacher spec")
-    """A teacher that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
-    out: Path
-    """The folder of the cache."""
-    from_logprobs: Path | None = option(None, once=True, reads="file", brief="Instead of --data: what a server said.")
-    """Instead of --data: jsonl or parquet with a server's top log-probabilities (docs/data.md); good at T = 1 only."""
-    refine: str | None = option(None, once=True, reads="cache", brief="Instead of --data: a cache to draw between.")
-    """Instead of --data: a cache of this teacher's samples; as many more are drawn, between them, for kdtrain merge."""
-    config: Path | None = option(None, per_rank=True, once=True, brief="A TOML file with any options, in sections.")
-    """TOML file with the same options, grouped in sections; a flag wins over it."""
-    teacher_weights: Weights | None = option(None, brief="Hold it in bf16, int8 or nf4: its cost is measured.")
-    """Hold the teacher's weights in bf16, int8 or nf4 (a GPU); what that costs is measured and kept (docs/lora.md)."""
-    batch_size: int = option(16, least=1, brief="Sequences in one forward of the teacher.")
-    """Sequences in one forward of the teacher."""
-    sequences_per_shard: int = option(512, least=1)
-    """Sequences in one file of the cache; at most one file is lost when the command is killed."""
-    precision: Literal["auto", "fp32", "bf16"] = option("bf16", brief="auto, fp32 or bf16.")
-    """Number format of the teacher's forward."""
-    compile: bool = True
-    """Compile the teacher's layers with torch.compile, on a GPU; a CPU never does."""
-    seed: int = option(0, least=0, most=2**63 - 1)
-    """Seed of the samples."""
-    device: str = option("auto", check=_check_device)
-    """auto, cpu, cuda or cuda:N."""
-    json: bool = option(False, per_rank=True)
-    """Print one JSON object on stdout, logs on stderr."""
-    data: DataConfig = field(default_factory=DataConfig)
-    codec: CodecConfig = field(default_factory=CodecConfig)
-    parallel: CacheParallelConfig = field(default_factory=CacheParallelConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        served, text = self.from_logprobs is not None, self.data.data is not None
-        idle = {
-            "--teacher-parallel": self.parallel.teacher_parallel != "auto",
-            "--teacher-weights": self.teacher_weights is not None,
-            "--no-compile": not self.compile,
-        }
-        for name, given in idle.items() if served else ():
-            refuse(given, f"{name} has no effect with --from-logprobs, which runs no teacher; leave it out")
-        if self.refine is not None:
-            self._refuse_idle_refinement()
-            return
-        self.data.refuse_training_on_validation()
-        refuse(not text and not served, "--data is missing; give stdlib, a file, a folder or hf:NAME")
-        refuse(served and text, "--from-logprobs holds its own text; leave --data out")
-        refuse(
-            served and (self.codec.dense or self.codec.samples > 0 or self.codec.top_k < 1),
-            "--from-logprobs has the most likely entries only; use --top-k, without --num-samples and --dense",
-        )
-
-    EXAMPLES = ("kdtrain cache-teacher --teacher teachers/stdlib-5m.toml --data stdlib --out cache/t",)
-
-    def _refuse_idle_refinement(self) -> None:
-        """Refuse options of what the refined cache decides: its text, and how it is kept."""
-        refuse(self.from_logprobs is not None, "--refine and --from-logprobs exclude each other; give one")
-        refuse_own(self.out, [str(self.refine)])
-        self.data.refuse_changes("--refine")
-        given = (
-            ("--top-k, --num-samples and --dense", self.codec != CodecConfig()),
-            ("--sequences-per-shard", self.sequences_per_shard != 512),
-            ("--seed", self.seed != 0),
-        )
-        for name, changed in given:
-            refuse(changed, f"{name}: --refine takes it from its cache; leave it out")
-
-    def splits(self) -> dict[str, int | None]:
-        """How many sequences of each split to cache; None for all."""
-        return {"train": self.data.num_sequences, "validation": self.data.validation_sequences}
 
 
 _Renewal = Callable[[Any, dict[str, Any]], dict[str, Any] | None]
@@ -143,7 +66,7 @@ class DistillConfig(Options):
     The same command resumes an interrupted run from its newest valid checkpoint.
     """
 
-    student: str = option(once=True, reads="spec")
+    student: str = option(once=True, reads="spec", brief="stdlib-1m, a TOML, a model folder, or a hub id.")
     """A student that ships (stdlib-1m, ...), a TOML, a model folder, or a hub id."""
     out: Path = option(free=True)
     """The folder of the run."""
@@ -189,7 +112,7 @@ class DistillConfig(Options):
     """Accept a student whose tokenizer is not the cache's, or a cache other than the one the run started with."""
     seed: int = option(0, least=0, most=2**63 - 1)
     """Seed of the student's weights, the order of the data and dropout."""
-    device: str = option("auto", free=True, check=_check_device)
+    device: str = option("auto", free=True, check=check_device)
     """auto, cpu, cuda or cuda:N."""
     dry_run: bool = option(False, free=True, brief="Show what the run would do and need.")
     """Build everything, take two steps, save once, show the plan with its time and memory, and remove the files."""
@@ -208,9 +131,12 @@ class DistillConfig(Options):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    server: RunServerConfig = field(default_factory=RunServerConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.server.teacher_server:
+            self._refuse_beyond_a_server()
         if self.source == "cache" or self.cache:
             _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
         many = len(self.cache)
@@ -248,6 +174,25 @@ class DistillConfig(Options):
 
     EXAMPLES = ("kdtrain distill --cache cache/t --student students/stdlib-1m.toml --out runs/t",)
 
+    def _refuse_beyond_a_server(self) -> None:
+        """Refuse what a server's answers cannot do, before it is asked for hours."""
+        refuse(
+            self.teacher is None, "--teacher-server needs --teacher, for the tokenizer and the name of what it serves"
+        )
+        refuse(
+            self.teacher_weights is not None,
+            "--teacher-weights has no effect with --teacher-server: no teacher runs here; leave it out",
+        )
+        refuse(self.source != "cache", "--teacher-server reads --data itself; leave --source out")
+        objective = self.objective
+        other = objective.temperature != 1 or objective.learns_temperature or objective.schedules_temperature
+        refuse(other, "what --teacher-server gives is right at T = 1 only; leave the temperature's options out")
+        refuse(
+            self.server.server_num_samples > 0 and self.server.server_top_k != RunServerConfig().server_top_k,
+            "--server-num-samples are instead of --server-top-k; give one",
+        )
+        refuse(objective.hidden_loss != "none", "--hidden-loss needs a teacher that runs here; leave it out")
+
     OLD: ClassVar[dict[str, tuple[str, _Renewal | None]]] = {
         "auto_resume": ("is now --yes", _renamed("yes")),
         "tensorboard": ("is now --log-to: tensorboard or none", _loggers),
@@ -283,12 +228,16 @@ class FindLrConfig(DistillConfig):
     rung_steps: int | None = option(None, least=2, brief="Steps of the first short runs [a twentieth].")
     """Steps of the first rung; by default a twentieth of the run, 20 to 200. The best go on to three times."""
 
-    EXAMPLES = ("kdtrain find-lr --cache cache/t --student students/stdlib-1m.toml --out runs/lr --steps 2500",)
+    EXAMPLES = ("kdtrain find-lr --cache cache/t --student stdlib-1m --out runs/lr --steps 2500",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         start = self.checkpoint
         refuse(self.dry_run or self.sanity, "--dry-run and --sanity are for distill; leave them out")
+        refuse(
+            bool(self.server.teacher_server),
+            "find-lr does not ask a server; make a cache with cache-teacher, and give --cache",
+        )
         refuse(
             start.resume != "auto" or start.overwrite,
             "find-lr resumes its own short runs; leave --resume and --overwrite out, or name another --out",
@@ -318,7 +267,7 @@ class EvaluateConfig(Options):
     """Sequences in one forward."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Number format of the forwards."""
-    device: str = option("auto", check=_check_device)
+    device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
     json: bool = option(False, per_rank=True)
     """Print one JSON object on stdout, logs on stderr."""
@@ -370,7 +319,7 @@ class VerifyConfig(Options):
     """Sequences to score again, drawn at random; with 20 most faults are found."""
     seed: int = option(0, least=0, most=2**32 - 1, needs="teacher")
     """Which sequences: another seed takes others."""
-    device: str = option("auto", check=_check_device, needs="teacher")
+    device: str = option("auto", check=check_device, needs="teacher")
     """Where the teacher runs: auto, cpu, cuda or cuda:N."""
     json: bool = False
     """Print one JSON object on stdout."""
@@ -414,7 +363,7 @@ class PruneConfig(Options):
     """Sequences in one forward."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the forwards; auto is bf16 where the device has it."""
-    device: str = option("auto", check=_check_device)
+    device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
     local_limit: float = option(LOCAL_LIMIT, above=0)
     """GB of caches from elsewhere that are kept here."""
@@ -497,7 +446,7 @@ class GenerateConfig(Options):
     """Divides the logits: low is careful, 1 is what the student has learned; 0 takes the most likely token."""
     seed: int = option(0, least=0)
     """Of the sampled tokens: another one gives another text."""
-    device: str = option("auto", check=_check_device)
+    device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
     json: bool = False
     """Print one JSON object on stdout."""

@@ -345,7 +345,7 @@ class MonitorConfig(Options):
     """Steps between histograms of parameters and gradients in the loggers; 0 for none."""
     sample_freq: int = option(1000, free=True, least=0)
     """Steps between sample texts of the student; 0 for none."""
-    on_event: str | None = option(None, free=True, per_rank=True, once=True, private=True)
+    on_event: str | None = option(None, free=True, per_rank=True, once=True, private="runs a command")
     """Command that gets each switch, rollback, skip, divergence, stop, full disk and error as JSON on its stdin."""
 
     def __post_init__(self) -> None:

@@ -34,7 +34,8 @@ def option(default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
         precisions: the values of `--precision` with which it has an effect.
         least, above, most: bounds of a number, inclusive but for `above`; without `most` it must be finite.
         with_cache: of an option of the text, it has an effect with `--cache` too.
-        private: it is not written into a run, and a file that may have been downloaded cannot set it.
+        private: what it does, for which it is not written into a run, and a file that may have been downloaded cannot
+            set it.
         positional: the command line may give it without its flag.
         check: a function that refuses a value by a `UsageError`.
         reads: what the value names, which is looked at before anything heavy is imported (`kdtrain.cli.paths`).
@@ -126,7 +127,7 @@ class Options:
             value, needs = getattr(self, each.name), each.metadata.get("needs")
             try:
                 refuse(
-                    needs is not None and value != each.default and getattr(self, needs) in (None, False, "none"),
+                    needs is not None and value != each.default and getattr(self, needs) in (None, False, "none", ()),
                     f"{flag(each.name)} has no effect without {flag(needs or '')}; "
                     f"add it, or leave {flag(each.name)} out",
                 )

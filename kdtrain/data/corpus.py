@@ -34,8 +34,9 @@ from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from kdtrain.config import DataConfig
 from kdtrain.config.choices import TEXTS
-from kdtrain.data.formats import Columns, Document, LeftOut, Tally, row_format, text_document
+from kdtrain.data.formats import Columns, Document, LeftOut, RowFormat, Tally, row_format, text_document
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import open_regular
 from kdtrain.imports import optional
@@ -126,6 +127,8 @@ class _Part:
     count: int | None
     tallies: list[Tally] = field(default_factory=list)
     """Of each time that its rows were read."""
+    form: RowFormat | None = None
+    """What its rows are; None: plain text."""
 
 
 Reader = Callable[[str], Iterable[str]]
@@ -143,12 +146,7 @@ def documents(
     """
     if split not in SPLITS:
         raise UsageError(f"split '{split}' is unknown; use train, validation or test")
-    asked = columns or Columns()
-    name, colon, _ = source.partition(":")
-    if source == "stdlib" or (colon and name in TEXTS.help()):
-        parts = TEXTS.get(name)(source, asked, streaming)
-    else:
-        parts = _local(Path(source), asked, streaming)
+    parts = _parts(source, columns or Columns(), streaming)
     found = _select(parts, split)
     first = next(found, None)
     if first is None:
@@ -158,6 +156,34 @@ def documents(
         hint = "read it without --streaming" if streaming else "give at least 3 documents, or 3 lines of text"
         raise UsageError(f"{source}: holds no {tally.form.holds if tally else 'text'} for the {split} split; {hint}")
     return chain([first], found)
+
+
+def documents_of(data: DataConfig, split: str) -> Iterator[Document]:
+    """The documents of a split of the text that options name, as `documents`."""
+    return documents(_source(data), split, _columns(data), streaming=data.streaming)
+
+
+def has_prompts(data: DataConfig) -> bool:
+    """True for conversations, and prompts with completions; False for plain text. UsageError: as `documents`."""
+    form = _parts(_source(data), _columns(data), data.streaming)["train"].form
+    return form is not None and form.name != "text"
+
+
+def _source(data: DataConfig) -> str:
+    assert data.data is not None
+    return data.data
+
+
+def _columns(data: DataConfig) -> Columns:
+    return Columns(format=data.format, text=data.text_column, messages=data.messages_column)
+
+
+def _parts(source: str, columns: Columns, streaming: bool) -> Mapping[str, _Part]:
+    name, colon, _ = source.partition(":")
+    if source == "stdlib" or (colon and name in TEXTS.help()):
+        found: Mapping[str, _Part] = TEXTS.get(name)(source, columns, streaming)
+        return found
+    return _local(Path(source), columns, streaming)
 
 
 def register_text(name: str, *, help: str = "") -> Callable[[Reader], Reader]:
@@ -482,7 +508,7 @@ def _rows(source: str, rows: Any, columns: Columns) -> _Part:
             if tally.kept and (whole or count is None or count > SMALL):
                 tally.report()
 
-    return _Part(read, _rank_of_content, count, tallies)
+    return _Part(read, _rank_of_content, count, tallies, form)
 
 
 def refuse_decoded(source: str, column: str, feature: Any) -> None:

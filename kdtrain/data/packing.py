@@ -45,7 +45,7 @@ import numpy as np
 
 from kdtrain.config import DataConfig
 from kdtrain.data import corpus
-from kdtrain.data.formats import Columns, Document, Messages
+from kdtrain.data.formats import Document, Messages
 from kdtrain.data.masks import Masks
 from kdtrain.errors import UsageError, panics_refused
 
@@ -197,7 +197,7 @@ def pack(
     """
     if seq_len < 1 or num_workers < 0:
         raise UsageError(f"seq-len {seq_len} with num-workers {num_workers}: use at least 1 and at least 0")
-    encoder = _Encoder(tokenizer, Masks("", seq_len) if masks is None else masks)
+    encoder = Encoder(tokenizer, Masks("", seq_len) if masks is None else masks)
     return _packed(encoder, _batches(documents), num_workers, seq_len, document_mask)
 
 
@@ -205,9 +205,7 @@ def packed_rows(
     data: DataConfig, split_name: str, tokenizer: "PreTrainedTokenizerFast", limit: int | None, *, example: bool = False
 ) -> Iterator[PackedRow]:
     """Yield the first `limit` packed rows of a split; log what counts in the loss, with an `example` of it."""
-    assert data.data is not None
-    columns = Columns(format=data.format, text=data.text_column, messages=data.messages_column)
-    texts = corpus.documents(data.data, split_name, columns, streaming=data.streaming)
+    texts = corpus.documents_of(data, split_name)
     masks = Masks(split_name, data.seq_len, example)
     packed = pack(
         texts, tokenizer, data.seq_len, num_workers=data.num_workers, document_mask=data.document_mask, masks=masks
@@ -216,7 +214,7 @@ def packed_rows(
 
 
 def _packed(
-    encoder: "_Encoder", batches: Iterator[list["_Piece"]], num_workers: int, seq_len: int, document_mask: bool
+    encoder: "Encoder", batches: Iterator[list["_Piece"]], num_workers: int, seq_len: int, document_mask: bool
 ) -> Iterator[PackedRow]:
     try:
         yield from _rows(_in_order(encoder, batches, num_workers), seq_len, document_mask)
@@ -307,10 +305,13 @@ def _stream(tokens: list[int], label: bool = True) -> _Array:
     return stream
 
 
-class _Encoder:
-    """Turns a batch of pieces into its part of the stream; may be called from several threads."""
+class Encoder:
+    """Turns a batch of pieces into its part of the stream; may be called from several threads.
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", masks: Masks) -> None:
+    opening: conversations are rendered for an answer (`prompt`), and not whole.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", masks: Masks, opening: bool = False) -> None:
         self.masks = masks
         self._name = f"the tokenizer {getattr(tokenizer, 'name_or_path', '')}".rstrip()
         if getattr(tokenizer, "backend_tokenizer", None) is None:
@@ -330,7 +331,7 @@ class _Encoder:
         self._quotable = sorted(special.values(), key=len, reverse=True)
         self._literal = copy.deepcopy(self._backend)
         self._literal.encode_special_tokens = True
-        self._render = Renderer(functools.partial(_render, tokenizer))
+        self._render = Renderer(functools.partial(_render, tokenizer, opening))
         self._render_lock = threading.Lock()
 
     def close(self) -> None:
@@ -391,6 +392,29 @@ class _Encoder:
         self.masks.add(replace(document, messages=messages), text, *learned, stream["label"], quoted)
         return stream
 
+    def prompt(self, document: Document) -> list[int]:
+        """The tokens before the assistant's last turn, as a server renders them for an answer, or before a completion.
+
+        Empty: there are none, or the template refuses the conversation.
+        """
+        if document.messages is None:
+            text = (document.text or "")[: document.prompt]
+            with panics_refused(f"{self._name} cannot take this text"):
+                return self._bos + self._backend.encode(text, add_special_tokens=False).ids if text.strip() else []
+        turns = [turn for turn, each in enumerate(document.messages) if each["role"] == "assistant"]
+        messages, quoted = self._without_special(document.messages[: turns[-1]] if turns else [])
+        try:
+            if not messages:
+                raise _RowRefused(f"{document.key}: nothing stands before an answer of the assistant")
+            with self._render_lock:
+                text, _ = self._render(document.key, messages)
+        except _RowRefused as error:
+            self.masks.leave_out(error)
+            return []
+        self.masks.documents += 1
+        with panics_refused(f"{self._name} cannot take this text"):
+            return self._encode(text, quoted)[0]
+
     def _without_special(self, messages: Messages) -> tuple[Messages, dict[str, str]]:
         """The messages with an unused character in place of each special token, and the token of each character."""
         content = "\0".join(value for message in messages for value in message.values())
@@ -440,11 +464,16 @@ def _after(spans: Spans, messages: Messages, prompt: int, key: str) -> Spans:
     return spans[sum(turns[:prompt]) :]
 
 
-def _render(tokenizer: "PreTrainedTokenizerFast", key: str, messages: Messages) -> tuple[str, Spans]:
-    """The conversation as text, and the [start, stop) characters in it of the assistant."""
+def _render(tokenizer: "PreTrainedTokenizerFast", opening: bool, key: str, messages: Messages) -> tuple[str, Spans]:
+    """The conversation as text, and the [start, stop) characters in it of the assistant.
+
+    opening: the text ends where the template opens the assistant's next turn.
+    """
     if not tokenizer.chat_template:
         raise UsageError("the tokenizer has no chat template; use one that has one, or --text-column for plain text")
     try:
+        if opening:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)), []
         if _GENERATION.search(tokenizer.get_chat_template()):
             return _render_marked(tokenizer, messages)
         return _render_prefixes(tokenizer, key, messages)

@@ -159,6 +159,13 @@ def causal_attention(
         return sdpa_attention_forward(module, query, key, value, mask, **keywords)
 
 
+def use_cached_attention(model: Any) -> None:
+    """Give a model with `CAUSAL` the attention of transformers again, which looks back at earlier keys and values."""
+    config = model.config.get_text_config()
+    if config._attn_implementation == CAUSAL:
+        model.set_attn_implementation("eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa")
+
+
 def is_cuda(tensor: Tensor) -> bool:
     """Whether a tensor lies on a GPU."""
     return tensor.is_cuda

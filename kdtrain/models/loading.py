@@ -51,6 +51,7 @@ from kdtrain.files import (
     typed,
 )
 from kdtrain.models.adapters import adapted, merged_state, write_adapter
+from kdtrain.models.ends import end_tokens
 from kdtrain.models.head import SplitModel
 from kdtrain.models.hub import (
     TOKENIZER_FILES,
@@ -105,6 +106,15 @@ def generation_of(source: ModelSpec | str | Path) -> GenerationConfig | None:
     else:
         found = ask_generation(place, "main" if source.tokenizer else revision_of(source))
     return None if found is None else generation_from("generation_config.json", found)
+
+
+def ends_of(spec: ModelSpec, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a teacher's texts, ascending: by its tokenizer, and by what came with that and with its weights.
+
+    Raises `UsageError` if they cannot be read.
+    """
+    sources = [spec, replace(spec, tokenizer=None)] if spec.tokenizer and spec.source else [spec]
+    return tuple(sorted({each for source in sources for each in end_tokens(generation_of(source), tokenizer)}))
 
 
 class ChatTokenizer:

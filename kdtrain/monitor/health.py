@@ -188,7 +188,9 @@ RULES: Mapping[str, Rule] = {
     ),
     "no-checkpoint": Rule(no_checkpoint, "lower --checkpoint-minutes or --checkpoint-freq"),
     "disk-low": Rule(disk, "make room, or lower --keep-rolling"),
-    "data-wait": Rule(data_wait, "put the cache on a faster disk, or leave the process a core for reading"),
+    "data-wait": Rule(
+        data_wait, "put the cache on a faster disk, or leave a core for reading; raise --server-concurrency"
+    ),
     "plateau": Rule(plateau, "lower --lr, cache more text, or end at a plateau: --early-stopping"),
     "flat": Rule(flat, "raise --lr, or give it fewer --warmup-steps"),
     "diverging": Rule(diverging, "lower --lr, or give it more --warmup-steps"),

@@ -122,7 +122,8 @@ class DataWait:
         self.warned = True
         return (
             f"training waited for its data in {share:.0%} of the time of the last {len(self.steps)} steps; put the "
-            "cache on a faster disk of this machine, or leave the process a core for reading (--sanity times it)"
+            "cache on a faster disk of this machine, or leave the process a core for reading (--sanity times it); with "
+            "--teacher-server it waits for the server, which --server-concurrency asks for more at once"
         )
 
 

@@ -18,7 +18,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import WeightsCost
+from kdtrain.cache.shard_writer import ShardRows
+from kdtrain.errors import UsageError
+from kdtrain.models.attention import use_cached_attention
 from kdtrain.models.frozen import is_packed, pack, refuse_weights
 from kdtrain.models.head import OutputHead, SplitModel, layer_widths, split
 from kdtrain.models.loading import check_fits, load_teacher, model_digest, vocabulary
@@ -32,6 +36,7 @@ from kdtrain.parallel.parallelize import reshard, shard
 from kdtrain.precision.compiled import CompiledLayers
 from kdtrain.precision.modes import autocast, compiles_teacher
 from kdtrain.teaching.teacher import Teacher, register_teacher
+from kdtrain.teaching.writing import Writing, continued, refuse_other_logits
 
 
 @register_teacher("local")
@@ -166,13 +171,42 @@ class LocalTeacher(Teacher):
     def logits(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
         """Logits [B, T, V] in fp32."""
         hidden_BTD, _ = self.hidden_states(tokens_BT, segments_BT)
+        return self._logits_of(hidden_BTD)
+
+    def _logits_of(self, hidden_BTD: Tensor) -> Tensor:
+        """Logits [B, T, V] in fp32 of the input of `head`."""
         head = self.head
         with torch.no_grad():
             if head.weight is None or head.weight.dtype == torch.float32:
                 return head(hidden_BTD)
             product_NV = wide_product(rearrange(hidden_BTD, "B T D -> (B T) D"), head.weight)
             product_NV = product_NV if head.bias is None else product_NV + head.bias
-            return rearrange(head.shape(product_NV), "(B T) V -> B T V", T=tokens_BT.shape[1])
+            return rearrange(head.shape(product_NV), "(B T) V -> B T V", T=hidden_BTD.shape[1])
+
+    def write(self, how: Writing) -> None:
+        """Continue prompts from here on; UsageError: it is sharded, or its model cannot."""
+        if self.sharded:
+            raise UsageError(
+                f"{self.name} is sharded over the ranks, and --generate needs it whole on each; serve it, and give "
+                "--teacher-server"
+            )
+        self.writing = how
+        use_cached_attention(self.model.model)
+        refuse_other_logits(self._step, lambda tokens_BT: self.logits(tokens_BT, None), self.name, self.vocab_size)
+
+    def written(self, rows: ShardRows, codec: CodecSpec) -> tuple[ShardRows, Tensor]:
+        """Rows with what it wrote, and the logits of the steps that wrote it, [B, T, V] in fp32."""
+        assert self.writing is not None
+        return continued(self._step, rows, self.writing, self.vocab_size)
+
+    def _step(self, tokens_BT: Tensor, past: Any, **seen: Tensor) -> tuple[Tensor, Any]:
+        """Logits [B, V] in fp32 of the next token, and what `SplitModel.step` keeps."""
+        placed = {name: each.to(self.device) for name, each in seen.items()}
+        with torch.no_grad(), autocast(self.mode, self.device):
+            hidden_BD, past = self.model.step(tokens_BT.to(self.device), past, **placed)
+        dtype = torch.float32 if self.head.weight is None else self.head.weight.dtype
+        hidden_BD = hidden_BD if hidden_BD.dtype == dtype else hidden_BD.float()
+        return self._logits_of(hidden_BD[:, None])[:, 0], past
 
     def targets(
         self, batch: Batch, vocab_size: int, *, document_mask: bool = False, layers: tuple[int, ...] = ()

@@ -16,6 +16,7 @@ Shape suffixes: B sequences, T positions, N tokens (B*T), V vocabulary, D width.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -28,6 +29,7 @@ from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.compression import Arrays
 from kdtrain.cache.manifest import WeightsCost
 from kdtrain.cache.shard_writer import ShardRows
+from kdtrain.config import CodecConfig, ServerConfig
 from kdtrain.config.choices import TEACHERS
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError
@@ -37,6 +39,7 @@ from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.parallel.memory_plan import ModelFootprint
+from kdtrain.teaching.writing import Writing
 
 MEASURED = 64
 """Most sequences on which the cost of packed weights is measured."""
@@ -59,6 +62,8 @@ class Teacher:
     """True if a forward needs all ranks."""
     cost: WeightsCost | None = None
     """What `pack` measured."""
+    writing: Writing | None = None
+    """How it continues the prompts of a cache's rows; None: the rows have their text."""
 
     def __init__(self, spec: ModelSpec, device: torch.device, mode: str) -> None:
         self.spec, self.device, self.mode = spec, device, mode
@@ -144,9 +149,36 @@ class Teacher:
         """D of the embedding and of each layer, for the hidden-state loss. UsageError: it gives no hidden states."""
         raise UsageError(f"a teacher of kind {self.spec.kind} gives no hidden states; leave --hidden-loss out")
 
+    def connect(self, server: ServerConfig, codec: CodecConfig) -> None:
+        """Take the addresses of the servers that run it, before `load`. UsageError: it is no such teacher."""
+        raise UsageError(f"a teacher of kind {self.spec.kind} is not asked at a server; leave --teacher-server out")
+
+    def begin(self, earlier: Mapping[str, Any] | None, finished: bool) -> None:
+        """Called before a cache is made, on every rank; `identity` is asked for after it, and may be the earlier one.
+
+        earlier: the `identity` with which the cache was begun; None: it is a new one. finished: it is whole.
+
+        UsageError: it is another teacher's.
+        """
+
+    def capturing(self, part: ShardRows, codec: CodecSpec, seed: int) -> AbstractContextManager[None]:
+        """Entered around `kept` of all rows of a shard, in order; after an error at its end the shard is not kept."""
+        return nullcontext()
+
     def kept(self, rows: ShardRows, codec: CodecSpec, seed: int) -> Arrays:
-        """What a cache keeps of these rows, as `cache.codec.keep` makes it, of a teacher that gives a top-k."""
+        """What a cache keeps of these rows, as `cache.codec.keep` makes it, of a teacher that gives no whole logits."""
         return rows.kept
+
+    def write(self, how: Writing) -> None:
+        """Continue the prompts of rows from here on (`written`). UsageError: it writes no text."""
+        raise UsageError(f"a teacher of kind {self.spec.kind} writes no text; leave --generate out")
+
+    def written(self, rows: ShardRows, codec: CodecSpec) -> tuple[ShardRows, Tensor | Arrays]:
+        """Rows with what it wrote behind their prompts, and its logits [B, T, V], or what a cache keeps of them.
+
+        rows: as `prompts.prompt_rows` makes them. It draws by (seed, split, row, position) alone.
+        """
+        raise NotImplementedError
 
     def rows(self, split: str, seq_len: int, codec: CodecSpec) -> Iterator[PackedRow]:
         """The rows of its own `text`. UsageError: they do not fit."""

@@ -8,6 +8,7 @@ run.
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -16,6 +17,14 @@ from kdtrain.errors import RunError
 from kdtrain.ranks import all_reduce_max, is_main, raise_on_all_ranks, stop_when_joined, world_size
 
 T = TypeVar("T")
+
+_asked = threading.Event()
+
+
+def asked_to_stop() -> bool:
+    """Whether this process has received a signal in a `StopRequest`: what waits for data must end."""
+    return _asked.is_set()
+
 
 _FAILED = signal.NSIG
 """The request of a rank that could not read; larger than every signal, so that it wins the reduction."""
@@ -96,6 +105,7 @@ class StopRequest:
         if self.received:
             os._exit(128 + number)
         self.received = number
+        _asked.set()
         if self.compiling and is_main():
             # os.write, because the signal may have interrupted the logger
             os.write(2, b"compiling, about a minute; press again to stop now\n")
@@ -103,10 +113,12 @@ class StopRequest:
             self.settle(number)
 
     def __enter__(self) -> "StopRequest":
+        _asked.clear()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _asked.clear()
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -164,7 +164,8 @@ class Stepper:
     def feed(self) -> Feed:
         """The micro-batches from the cursor on."""
         cursor, size = self.state.progress.sequences, self.config.batch_size
-        return Feed(self.source, lambda step: self.share(cursor + step * size), self.micro)
+        expected = self.total - self.state.progress.step
+        return Feed(self.source, lambda step: self.share(cursor + step * size), self.micro, expected)
 
     def batches(self) -> list[Batch]:
         """The micro-batches of the step at the cursor: as they were kept, or read again."""

@@ -116,7 +116,7 @@ def diagnosed(logits: Tensor, codec: str, order: np.ndarray | None = None) -> Di
         own = (LOGITS[row] + NOISE[0, row]).log_softmax(-1)
         int8 = (LOGITS[row] + NOISE[2, row]).log_softmax(-1)
         rows.append(gains(targets, TOKENS[row, 1:], own, {INT8: int8}))
-        matched.append(other_row(targets, row, TOKENS[:, 1:]))
+        matched.append(other_row(targets, row, TOKENS[:, 1:], torch.ones(T, dtype=torch.bool)))
     return diagnose(rows, matched)
 
 
@@ -202,8 +202,8 @@ def batches(logits: Tensor, codec: str, order: np.ndarray | None = None, tokens:
     return [Batch(tokens[row : row + 1], ones, torch.zeros(1, T, dtype=torch.int64), each) for row, each in rows]
 
 
-def looked(batches: list[Batch]) -> tuple[str, ...]:
-    found = examine(batches, systematic=True, samples=True, vocab_size=V)
+def looked(batches: list[Batch], drawn_at: float = 1.0) -> tuple[str, ...]:
+    found = examine(batches, systematic=True, samples=True, vocab_size=V, drawn_at=drawn_at)
     assert found is not None
     return found.findings
 
@@ -217,6 +217,17 @@ def test_a_look_finds_shifts_and_other_rows_without_a_teacher(codec: str) -> Non
     assert any(each.startswith(OTHER_ROWS) for each in looked(batches(LOGITS, codec, np.roll(np.arange(ROWS), 5))))
 
 
+def test_what_is_kept_where_no_label_counts_is_not_the_targets_of_another_row() -> None:
+    tokens, logits = TOKENS.clone(), LOGITS.clone()
+    tokens[::2, 9:] = 0  # short rows, with filler behind their text
+    logits[1::2, :30, 0] = 99.0  # long ones, of which the prompt was not asked about
+    found = batches(logits, "samples", tokens=tokens)
+    for row, batch in enumerate(found):
+        counted = torch.arange(T) < 8 if row % 2 == 0 else torch.arange(T) >= 30
+        found[row] = dataclasses.replace(batch, loss_mask=counted[None])
+    assert looked(found) == ()
+
+
 def renormalised(logits: Tensor, number: int) -> Tensor:
     """The logits of the most likely entries alone, so that these sum to 1."""
     return logits.masked_fill(logits < logits.topk(number).values[..., -1:], -torch.inf)
@@ -228,6 +239,13 @@ def test_a_look_finds_a_top_k_that_was_scaled_to_one(codec: str) -> None:
     assert line.startswith("mass") and "of the labels lie outside of them: they were renormalised" in line
     # a teacher that is too sure of itself is no fault
     assert not any(each.startswith("mass") for each in looked(batches(LOGITS / 0.7, codec)))
+
+
+def test_a_text_that_was_drawn_at_a_high_temperature_may_leave_the_entries_of_its_teacher() -> None:
+    sharp = 6 * LOGITS
+    found = batches(sharp, "top-k")  # of labels at temperature 1 of `LOGITS`, 6 of `sharp`
+    assert any(each.startswith("mass") for each in looked(found))
+    assert looked(found, drawn_at=6.0) == ()
 
 
 def test_a_look_finds_samples_that_are_not_what_the_label_says() -> None:

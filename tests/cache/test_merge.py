@@ -17,11 +17,13 @@ from kdtrain.cache import format as cache_format
 from kdtrain.cache.card import CARD
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest
+from kdtrain.cache.mass import joined
 from kdtrain.cache.merge import merge
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.subset import subset
 from kdtrain.cache.verify import repair, verify_cache
 from kdtrain.cache.writer import write_cache
+from kdtrain.cache.written import finish_reasons
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import publish_json, read_sealed
 from kdtrain.objective.targets import SparseTargets
@@ -436,3 +438,34 @@ def test_a_cut_cache_whose_manifest_contradicts_its_shards_is_refused(shelf, tmp
     publish_json(path, record, "cache.manifest")
     with pytest.raises((UsageError, RunError), match=r"altered or damaged|first_sequence is|cannot be read"):
         Cache(tmp_path / "cut")["train"].read([0])
+
+
+def test_what_teachers_wrote_is_counted_in_caches_made_of_others(shelf, tmp_path) -> None:
+    how = {"source": "prompts", "generated": {"end_tokens": [*range(0, 64, 3)], "temperature": 1.0}}
+    ones, others, plain = shelf(data=how), shelf(rows=20, data=how), shelf(rows=30)
+
+    def counted(cache: Cache, split: str = "train") -> dict[str, int]:
+        text = cache[split].text(range(len(cache[split])))
+        mask = text["loss_mask"] == 1
+        reasons = finish_reasons(text["tokens"], mask, how["generated"]["end_tokens"])
+        return {"stop": reasons.count("stop"), "length": reasons.count("length"), "tokens": int(mask.sum())}
+
+    assert ones.manifest.generated == {split: counted(ones, split) for split in ones} and counted(ones)["stop"]
+    cut = subset(ones, tmp_path / "cut", rows=(1, 6))
+    assert cut.generated == {"train": counted(Cache(tmp_path / "cut")), "validation": counted(ones, "validation")}
+    both = merge([ones, others], tmp_path / "both")
+    assert both.generated == {"train": counted(Cache(tmp_path / "both")), "validation": counted(ones, "validation")}
+    mixed = merge([others, plain], tmp_path / "mixed")
+    assert mixed.generated["train"] == counted(others) and mixed.end_tokens == ones.manifest.end_tokens
+    assert subset(Cache(tmp_path / "mixed"), tmp_path / "half", fraction=Fraction(1, 2)).generated is None
+    summed = merge([ones, shelf(sampling="grid+1/24", data=how)], tmp_path / "sum")
+    assert summed.generated == ones.manifest.generated and plain.manifest.generated is None
+
+
+def test_the_kept_mass_of_appended_caches_is_the_mean_over_their_samples() -> None:
+    one = {"split": "validation", "positions": 30, "kept_mass": 0.9, "mass_loss": 0.2}
+    other = {"split": "validation", "positions": 10, "kept_mass": 0.5, "mass_loss": 0.8}
+    assert joined([one, other]) == {"split": "validation", "positions": 40, "kept_mass": 0.8, "mass_loss": 0.35}
+    assert joined([one, dict(one)]) == one
+    for unknown in (None, {**other, "kept_mass": None}, {**other, "positions": "many"}):
+        assert joined([one, unknown]) is None

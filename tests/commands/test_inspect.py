@@ -11,6 +11,7 @@ import pytest
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import read_manifest
 from kdtrain.commands import pages
+from kdtrain.commands.cache_pages import cache_page
 from kdtrain.commands.inspect import _tail_rule, main
 from kdtrain.config import InspectConfig
 from kdtrain.errors import UsageError
@@ -205,10 +206,10 @@ def test_json_has_the_fidelity_as_the_manifest_has_it(capsys: pytest.CaptureFixt
 def test_the_page_of_a_cache_of_very_many_parents_lists_some_and_counts_the_others() -> None:
     parent = {"digest": "0" * 64, "teacher": None, "num_samples": 0, "weight": 1.0, "sequences": {"train": 1}}
     manifest = dataclasses.replace(read_manifest(CACHE), parents=[parent] * 20_000)  # type: ignore[list-item]
-    page = [str(part) for part in pages.cache_page(CACHE, {}, manifest)]
+    page = [str(part) for part in cache_page(CACHE, {}, manifest)]
     assert page.count("  000000000000 of no teacher") == 50 and "  ... and 19,950 more" in page
     few = dataclasses.replace(manifest, parents=[parent] * 50)  # type: ignore[list-item]
-    assert not any("more" in str(part) for part in pages.cache_page(CACHE, {}, few) if "..." in str(part))
+    assert not any("more" in str(part) for part in cache_page(CACHE, {}, few) if "..." in str(part))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def test_the_page_of_a_cache_of_very_many_parents_lists_some_and_counts_the_othe
 )
 def test_the_page_of_a_cache_with_an_odd_origin_is_shown(origin: dict) -> None:
     manifest = dataclasses.replace(read_manifest(CACHE), origin=origin)
-    assert any(str(part).startswith("imported from") for part in pages.cache_page(CACHE, {}, manifest))
+    assert any(str(part).startswith("imported from") for part in cache_page(CACHE, {}, manifest))
 
 
 def test_untrusted_names_are_shown_without_control_characters_or_markup(capsys):

@@ -1,6 +1,7 @@
 """Reads one micro-batch ahead in a thread: HDF5 decompression and the copy to the device overlap with the step."""
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,12 +20,16 @@ class Feed:
         source: where they are read.
         indices: 0, 1, 2, ... -> the indices of the sequences of that step, in order.
         micro: sequences in a micro-batch.
+        expected: steps that will be taken; those after them, in place of skipped ones, are not read ahead.
     """
 
-    def __init__(self, source: Source, indices: Callable[[int], np.ndarray], micro: int) -> None:
+    def __init__(
+        self, source: Source, indices: Callable[[int], np.ndarray], micro: int, expected: float = math.inf
+    ) -> None:
         self.source = source
         self.indices = indices
         self.micro = micro
+        self.expected = expected
 
     def steps(self) -> Iterator[Iterator[Batch]]:
         """For each step, yield an iterator over its micro-batches; the caller must exhaust it."""
@@ -36,9 +41,13 @@ class Feed:
         reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
         pending: deque[Future[Batch]] = deque()
         try:
-            for indices in self._micro_batches():
+            most = self.expected * (len(self.indices(0)) // self.micro)
+            for number, indices in enumerate(self._micro_batches()):
+                ahead = int(number < most)
+                while len(pending) > ahead:
+                    yield pending.popleft().result()
                 pending.append(reader.submit(self.source.read, indices))
-                if len(pending) > 1:
+                while len(pending) > ahead:
                     yield pending.popleft().result()
         finally:
             # no wait: a read from a file system that does not answer would keep a failed command alive

@@ -110,6 +110,7 @@ def _common(members: list[Facts]) -> dict[str, Any]:
         "num_samples": min((each.num_samples for each in taught), default=0),
         "temperature_range": (low, high),
         "teacher": {"spec": " and ".join(specs)} if specs else {},
+        "end_tokens": tuple(sorted({token for each in members for token in each.end_tokens})),
     }
 
 

@@ -1,0 +1,245 @@
+"""What a request asks of each position, and how the answer becomes what a cache keeps: a top-k, or samples.
+
+A request is a prompt of token ids, some tokens of a row. vLLM answers with `prompt_logprobs`: nothing for the first
+token, and for each other one a table of the K most likely entries, to which the token itself is added where it is not
+among them. Entry i is about token i, given the tokens before it: about position i - 1 of a cache.
+
+Servers are not trusted. Each number is checked: as many positions as tokens, K entries each or K + 1 with the token,
+every id inside the vocabulary, every number finite and at most 0, the sum of the probabilities at most 1, and at least
+1 with the most that entries beyond the K can have. That the token itself is in its table shows that the answer is about
+this prompt, at this place.
+
+A server with kdtrain's plugin gives samples instead (`Sampled`), and a receipt at each position.
+
+What it gives up: entries with equal log p have no order of their own; the server's rank decides, then the id.
+
+Shapes: n positions of a prompt of n + 1 tokens, T positions of a row, K entries.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from kdtrain.cache.codec import CodecSpec, keep
+from kdtrain.cache.compression import Arrays
+from kdtrain.cache.engine_samples import SampleRequest, read_samples
+
+ABOVE_ZERO = 1e-3
+"""Nats by which rounding may lift a log-probability above 0."""
+SUM = 1.01
+"""The largest sum of probabilities that rounding explains."""
+LEAST_SUM = 0.9
+"""The same below 1, with a vocabulary that a server pads."""
+IMPOSSIBLE = -1000.0
+"""Log p of an entry that was masked out: vLLM writes -9999 for minus infinity, and no softmax comes near it."""
+
+
+class Wrong(Exception):
+    """An answer that cannot be right, in words; the server is asked again, a few times."""
+
+
+class Entry(msgspec.Struct, gc=False):
+    """An entry of a table."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+Lists = Sequence[dict[int, Entry] | None]
+"""`prompt_logprobs` of one prompt: a table for each token but the first."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Some tokens of a row, as one prompt."""
+
+    split: str
+    row: int
+    """The number of the sequence in its split."""
+    start: int
+    """The position of the row at which it begins."""
+    tokens: list[int]
+    """n + 1 ids; tokens[i + 1] is the label of the position start + i."""
+
+    def __len__(self) -> int:
+        """Its positions, n."""
+        return len(self.tokens) - 1
+
+    def __str__(self) -> str:
+        return f"{self.split} sequence {self.row}"
+
+
+class Answers:
+    """The most likely entries of each position, which every server gives; a subclass asks for something else.
+
+    codec: of the cache. seed: of its samples.
+    """
+
+    def __init__(self, codec: CodecSpec, seed: int = 0) -> None:
+        self.codec, self.seed = codec, seed
+
+    def parameters(self, span: Span) -> dict[str, Any]:
+        """What a request has besides the model, the prompt and the temperature."""
+        return {"prompt_logprobs": self.codec.top_k}
+
+    def read(self, span: Span, lists: Lists) -> Arrays:
+        """What a cache keeps of the n positions, arrays [n, ...] as `codec.encode` makes them.
+
+        lists: as many as tokens, the first one None. Wrong: they cannot be what the teacher says.
+        """
+        top = read_top(span.tokens, lists, self.codec.top_k, self.codec.vocab_size)
+        return keep(top.ids_nK, top.logprobs_nK, top.label_n, self.codec)
+
+    def blank(self, number: int) -> Arrays:
+        """The arrays [n, ...] of positions that no label of the loss has, and that were not asked: even ones."""
+        entries = self.codec.top_k
+        ids_nK = np.repeat(np.arange(entries)[None], number, 0)
+        return keep(ids_nK, np.full(ids_nK.shape, np.nan), np.full(number, np.nan), self.codec)
+
+    def distance(self, one: Arrays, other: Arrays) -> float:
+        """How far two answers about the same positions are apart, in nats; see `apart`."""
+        return apart(*((each["ids"], each["logprobs"]) for each in (one, other)))
+
+
+class Sampled(Answers):
+    """Samples that the engine took of its own logits, with `kdtrain.vllm_plugin`."""
+
+    def parameters(self, span: Span) -> dict[str, Any]:
+        """The grid of the samples."""
+        return {"prompt_logprobs": 0, "vllm_xargs": self._request(span).to_args()}
+
+    def read(self, span: Span, lists: Lists) -> Arrays:
+        """What a cache keeps. Wrong: a receipt is missing, or the samples cannot be."""
+        try:
+            return read_samples(lists, span.tokens, self._request(span), self.codec)
+        except ValueError as problem:
+            raise Wrong(str(problem)) from None
+
+    def blank(self, number: int) -> Arrays:
+        """Positions that were not asked: entry 0 alone."""
+        ids_nD = np.full((number, self.codec.num_samples), self.codec.absent, self.codec.id_dtype)
+        counts_nD = np.zeros(ids_nD.shape, np.uint8)
+        ids_nD[:, 0], counts_nD[:, 0] = 0, self.codec.num_samples
+        zeros = dict.fromkeys(("label_logprob", "logit_mean", "logit_std"), np.zeros(number, np.float32))
+        numbers = {name: values.copy() for name, values in zeros.items()}
+        logprobs_nD = np.where(counts_nD > 0, 0.0, np.nan).astype(np.float32)
+        numbers |= {"tail": np.zeros((number, 2), np.float32), "logprobs": logprobs_nD}
+        return {**numbers, "ids": ids_nD, "counts": counts_nD}
+
+    def distance(self, one: Arrays, other: Arrays) -> float:
+        """The root of the mean square of the differences of log p of the labels, and of E[log p], in nats."""
+        pairs = ((each["label_logprob"], each["tail"][:, 1]) for each in (one, other))
+        return float(np.sqrt(np.square(np.subtract(*map(np.stack, pairs))).mean()))
+
+    def _request(self, span: Span) -> SampleRequest:
+        return SampleRequest(
+            number=self.codec.num_samples,
+            seed=self.seed,
+            split=span.split,
+            row=span.row,
+            first=span.start,
+        )
+
+
+class Top(NamedTuple):
+    """The most likely entries of n positions, most likely first, and log p of the label of each."""
+
+    ids_nK: np.ndarray
+    logprobs_nK: np.ndarray
+    label_n: np.ndarray
+
+
+def read_top(tokens: Sequence[int], lists: Lists, entries: int, vocab_size: int) -> Top:
+    """Read and check the tables of a prompt. Wrong: they cannot be what a teacher says of it."""
+    number = len(tokens) - 1
+    ids_nK, logprobs_nK = np.empty((number, entries), np.int64), np.empty((number, entries))
+    label_n = np.empty(number)
+    for i, (label, found) in enumerate(zip(tokens[1:], lists[1:], strict=True)):
+        if found is None:
+            raise Wrong(f"nothing for token {i + 1}")
+        if label not in found:
+            raise Wrong(f"the table of token {i + 1} is about another one: the answer is shifted, or of another prompt")
+        if min(found) < 0 or max(found) >= vocab_size:  # before numpy, which takes no larger ones
+            raise Wrong(
+                f"the id {max(found)}, beyond the teacher's vocabulary of {vocab_size}: another model, or another "
+                "vocab_size than that of its spec"
+            )
+        table = {each: entry for each, entry in found.items() if len(found) != entries + 1 or each != label}
+        if len(table) != entries:
+            raise Wrong(f"{len(found)} entries for token {i + 1} instead of {entries}")
+        order = sorted(table, key=lambda each: (-table[each].logprob, table[each].rank or 0, each))
+        ids_nK[i], logprobs_nK[i], label_n[i] = order, [table[each].logprob for each in order], found[label].logprob
+    every = np.concatenate([logprobs_nK, label_n[:, None]], 1)
+    if not np.isfinite(every).all():
+        raise Wrong("a log-probability that is not finite")
+    if (every > ABOVE_ZERO).any() or (np.exp(logprobs_nK).sum(1) > SUM).any():
+        raise Wrong(
+            "numbers that are not log-probabilities: their sum is above 1; start the server with --logprobs-mode "
+            "raw_logprobs"
+        )
+    if (logprobs_nK < IMPOSSIBLE).any():
+        raise Wrong(
+            f"processed log-probabilities: an entry of log p {logprobs_nK.min():g} among the most likely ones was "
+            "masked out; start the server with --logprobs-mode raw_logprobs"
+        )
+    # Logits may all be negative: no other entry is more likely than the last one of a table.
+    most_n = np.exp(logprobs_nK).sum(1) + (vocab_size - entries) * np.exp(logprobs_nK[:, -1])
+    if len(short := np.flatnonzero(most_n < LEAST_SUM)):
+        raise Wrong(
+            f"numbers that are not log-probabilities: those of token {short[0] + 1} leave more probability than "
+            f"{vocab_size:,} entries can have; start the server with --logprobs-mode raw_logprobs"
+        )
+    listed_n = (ids_nK == np.array(tokens[1:])[:, None]).any(1)
+    if len(over := np.flatnonzero(~listed_n & (label_n > logprobs_nK[:, -1] + ABOVE_ZERO))):
+        raise Wrong(f"token {over[0] + 1} is more likely than entry {entries}, and is not among them")
+    return Top(ids_nK, logprobs_nK.clip(max=0), label_n.clip(max=0))
+
+
+def apart(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> float:
+    """The root of the mean square of the differences of log p between two lists of entries [n, K] each, in nats.
+
+    An entry that the other list has not is at most as likely as its last one, and differs by at least that.
+    """
+    (ids_nK, one_nK), (others_nK, other_nK) = one, other
+    if ids_nK.shape != others_nK.shape:
+        return math.inf
+    total, number = 0.0, 0
+    for mine, mine_p, theirs, theirs_p in zip(ids_nK, one_nK, others_nK, other_nK, strict=True):
+        known = dict(zip(theirs.tolist(), theirs_p.tolist(), strict=True))
+        least = min(known.values())
+        for each, value in zip(mine.tolist(), mine_p.tolist(), strict=True):
+            difference = value - known[each] if each in known else max(0.0, value - least)
+            total, number = total + difference**2, number + 1
+    return math.sqrt(total / max(1, number))
+
+
+def spans_of(split: str, row: int, tokens: np.ndarray, counted: np.ndarray, segments: np.ndarray | None) -> list[Span]:
+    """The prompts of a row [T+1]: one, or one a document, each up to its last label of the loss.
+
+    counted: bool [T], labels of the loss. segments: [T], number of the document; None: all see each other.
+    """
+    length, spans = len(counted), []
+    borders = [] if segments is None else (np.flatnonzero(np.diff(segments)) + 1).tolist()
+    for start, stop in zip([0, *borders], [*borders, length], strict=True):
+        labels = np.flatnonzero(counted[start:stop])
+        if len(labels):
+            spans.append(Span(split, row, start, tokens[start : start + int(labels[-1]) + 2].tolist()))
+    return spans
+
+
+def placed(blank: Arrays, parts: Mapping[int, Arrays]) -> Arrays:
+    """The arrays [T, ...] of a row: `blank`, and what was read of its spans, by the position of each."""
+    for start, arrays in parts.items():
+        for name, values in arrays.items():
+            blank[name][start : start + len(values)] = values
+    return blank
+
+
+def answers_of(codec: CodecSpec, seed: int) -> Answers:
+    """How the distributions of a cache are asked for."""
+    return (Sampled if codec.num_samples else Answers)(codec, seed)

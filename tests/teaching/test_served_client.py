@@ -1,0 +1,157 @@
+"""What a server may do to those who ask it: nothing but answer, in bounds, and never with the key."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+import kdtrain as kd
+from kdtrain.cache.download import fetch
+from kdtrain.teaching.served.client import Client, Refused
+from tests.stand_in import standing_in
+
+KEY = "sk-of-the-test"
+
+
+@pytest.fixture
+def server():
+    with standing_in(None, None) as server:
+        yield server
+
+
+def ask(server, timeout=5.0, patience=0.0):
+    client = Client([server.url], concurrency=1, timeout=timeout, patience=patience)
+    return client.get(client.hosts[0], f"{server.url}/models", dict)
+
+
+def answer(content: bytes, code: int = 200, headers: str = "") -> bytes:
+    return f"HTTP/1.1 {code} x\r\n{headers}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+def test_a_key_from_a_file_is_stripped_and_one_that_is_none_is_refused_and_not_shown(server, monkeypatch):
+    server.key = "sk-secret"
+    monkeypatch.setenv("KDTRAIN_SERVER_KEY", "sk-secret\n")
+    assert ask(server)["object"] == "list"
+    for wrong in ("sk\nsecret", "sk\x07secret", "sk secret", "sk-secr\u00e9t"):
+        monkeypatch.setenv("KDTRAIN_SERVER_KEY", wrong)
+        with pytest.raises(kd.UsageError, match="KDTRAIN_SERVER_KEY holds spaces or characters") as caught:
+            ask(server)
+        assert "secr" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url, open",
+    [
+        ("HTTP://llm.example.com/v1", True),
+        ("http://[2001:4860:4860::8888]:8000/v1", True),
+        ("http://134744072/v1", True),
+        ("http://0x08080808", True),
+        ("http://llm%2Eexample%2Ecom/v1", True),
+        ("http://llm\u3002example\u3002com/v1", True),
+        ("https://llm.example.com/v1", False),
+        ("http://gpu1:8000/v1", False),
+        ("http://gpu1.internal:8000/v1", False),
+        ("http://10.0.0.5:8000", False),
+        ("http://[fd00::1]:8000/v1", False),
+        ("http://127.1:8000/v1", False),
+    ],
+)
+def test_a_key_goes_unencrypted_into_private_networks_only(monkeypatch, url, open):
+    monkeypatch.setenv("KDTRAIN_SERVER_KEY", KEY)
+    monkeypatch.delenv("KDTRAIN_ALLOW_HTTP", raising=False)
+    if not open:
+        Client([url], concurrency=1, timeout=5, patience=0)
+        return
+    with pytest.raises(kd.UsageError, match="KDTRAIN_SERVER_KEY would be sent unencrypted"):
+        Client([url], concurrency=1, timeout=5, patience=0)
+
+
+def test_a_proxy_of_the_environment_sees_no_key(server, monkeypatch):
+    monkeypatch.setenv("KDTRAIN_SERVER_KEY", KEY)
+    monkeypatch.setenv("KDTRAIN_ALLOW_HTTP", "1")
+    with standing_in(None, None) as proxy:
+        for name in ("HTTP_PROXY", "http_proxy"):
+            monkeypatch.setenv(name, proxy.url.removesuffix("/v1"))
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        ask(server)
+        proxies = {}
+        for url in ("http://llm.example.com/v1", "https://llm.example.com/v1"):
+            session = Client([url], concurrency=1, timeout=5, patience=0)._session(url)
+            proxies[url[:5]] = session.trust_env
+        assert proxies == {"http:": False, "https": True}  # through a tunnel
+    assert proxy.authorized == [] and {*server.authorized} == {f"Bearer {KEY}"}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        answer(b'{"error": {"message": "no such key: sk-of-\\u0074he-test"}}', 401),
+        answer(b"sk-of-the-test", 403),
+        answer(b"", 307, f"Location: http://127.0.0.1/?key={KEY}\r\n"),
+    ],
+    ids=["message", "text", "redirect"],
+)
+def test_a_key_that_a_server_quotes_is_not_shown(server, monkeypatch, said):
+    monkeypatch.setenv("KDTRAIN_SERVER_KEY", KEY)
+    server.raw = lambda connection: connection.sendall(said)
+    with pytest.raises(Refused, match=r"\.\.\.") as caught:
+        ask(server)
+    assert KEY not in caught.value.words
+
+
+def test_a_key_in_an_answer_is_not_kept(server, monkeypatch):
+    monkeypatch.setenv("KDTRAIN_SERVER_KEY", KEY)
+    server.raw = lambda connection: connection.sendall(answer(b'{"version": "1 for sk-of-the-test"}'))
+    assert ask(server) == {"version": "1 for ..."}
+
+
+def test_the_body_of_a_redirect_is_not_read(server, tmp_path):
+    sent = []
+
+    def endless(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 302 Found\r\nLocation: http://192.0.2.1/\r\n\r\n")
+        for _ in range(32):
+            connection.sendall(bytes(2**20))
+            sent.append(2**20)
+
+    server.raw = endless
+    with pytest.raises(Refused, match=r"it redirects to .*192.*, which is not followed"):
+        ask(server)
+    with pytest.raises(kd.UsageError, match=r"redirects to .*192.*, which is not read"):
+        fetch(f"{server.url}/models", tmp_path / "part", what="it", most=2**20)
+    assert sum(sent) < 2 * 2**24, "what the sockets hold"
+
+
+@pytest.mark.parametrize("first", [b"HTTP/1.1 200 OK\r\nX-Slow: ", answer(bytes(10**6))[: -(10**6)]])
+def test_an_answer_that_drips_is_ended_at_the_time_out(server, first):
+    def drip(connection: socket.socket) -> None:
+        connection.sendall(first)
+        for _ in range(80):
+            connection.sendall(b"x")
+            time.sleep(0.05)
+
+    server.raw, began = drip, time.monotonic()
+    with pytest.raises(kd.RunError, match="the answer takes too long"):
+        ask(server, timeout=0.4)
+    assert time.monotonic() - began < 3
+
+
+def test_a_packed_answer_is_not_unpacked(server):
+    server.raw = lambda connection: connection.sendall(answer(b"x", headers="Content-Encoding: gzip\r\n"))
+    with pytest.raises(kd.RunError, match=r"a body that is packed \(gzip\), which was not asked for; asked 3 times"):
+        ask(server)
+
+
+def test_an_error_that_is_no_text_may_pass_as_any(server):
+    server.raw = lambda connection: connection.sendall(answer(b'{"error":"\xff"}', 500))
+    with pytest.raises(kd.RunError, match="it answers 500: "):
+        ask(server)
+
+
+@pytest.mark.parametrize("page", [answer(b" " * 2**21, 503), answer(b"<html>starting</html>")], ids=["long", "html"])
+def test_a_proxy_that_answers_for_its_server_while_it_starts_does_not_end_the_capture(server, page):
+    server.raw = lambda connection: connection.sendall(page)
+    threading.Timer(0.7, setattr, (server, "raw", None)).start()
+    assert ask(server, patience=5)["object"] == "list"

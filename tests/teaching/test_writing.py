@@ -1,0 +1,312 @@
+"""Text by the teacher: what it writes, what is kept of it, and why it ends."""
+
+import copy
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.manifest import CacheSettings
+from kdtrain.cache.manifest import end_tokens as settings_end_tokens
+from kdtrain.cache.shard_writer import ShardRows
+from kdtrain.cache.written import finish_reasons
+from kdtrain.commands import build_cache
+from kdtrain.config import CacheParallelConfig, CacheTeacherConfig, DataConfig, TextConfig
+from kdtrain.data.corpus import has_prompts
+from kdtrain.data.prompts import prompt_rows
+from kdtrain.errors import UsageError
+from kdtrain.models.ends import end_tokens, filler_token, learn_ends
+from kdtrain.models.head import split
+from kdtrain.models.loading import ends_of
+from kdtrain.models.spec import read_spec
+from kdtrain.teaching.local import LocalTeacher
+from kdtrain.teaching.writing import Writing, draw
+from kdtrain.testing import tiny_model, tiny_tokenizer
+from tests.e2e.conftest import opinionated
+
+CODEC = CodecSpec(kind="dense", vocab_size=300)
+ENDS = tuple(range(0, 300, 6))
+FILLER = 1
+CHAT = (
+    "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}"
+)
+
+
+def prompts_of(lengths: list[int], width: int = 28, room: int | None = None, first: int = 0) -> ShardRows:
+    """Random prompts of some lengths, in rows of `width` positions."""
+    generator = np.random.default_rng(first)
+    tokens, mask = np.full((len(lengths), width + 1), FILLER, np.int32), np.zeros((len(lengths), width), bool)
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = generator.integers(300, size=length)
+        mask[row, length - 1 :][:room] = True
+    return ShardRows("train-00000", "train", first, tokens, mask, np.zeros_like(tokens[:, 1:]), {})
+
+
+def how(**options) -> Writing:
+    given = {"temperature": 1.0, "top_p": 1.0, "end_tokens": ENDS, "seed": 0, "batch_size": None}
+    return Writing(**{**given, **options})
+
+
+def teacher_of(shape: str, writing: Writing) -> tuple[LocalTeacher, torch.nn.Module]:
+    """A teacher that writes, and its model as transformers has it."""
+    model = opinionated(tiny_model(shape, 300, seed=1)).eval().requires_grad_(False)
+    plain, teacher = copy.deepcopy(model), LocalTeacher.of(split(model))
+    teacher.write(writing)
+    return teacher, plain
+
+
+@pytest.mark.parametrize("lengths", [[6] * 5, [3, 9, 6, 1, 12]], ids=["one length", "several"])
+@pytest.mark.parametrize("shape", ["llama", "mistral", "gpt2", "gemma2", "bloom"])
+def test_greedy_text_is_that_of_transformers_and_its_logits_are_those_of_scoring_it(shape, lengths):
+    rows = prompts_of(lengths, room=14)
+    teacher, model = teacher_of(shape, how(temperature=0.0))
+    found, logits_BTV = teacher.written(rows, CODEC)
+    reasons = finish_reasons(found.tokens, found.loss_mask, ENDS)
+    scored_BTV = teacher.logits(torch.from_numpy(found.tokens[:, :-1].astype(np.int64)), None)
+    for row, length in enumerate(lengths):
+        prompt = torch.from_numpy(rows.tokens[row, :length].astype(np.int64))[None]
+        settings = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": list(ENDS), "pad_token_id": FILLER}
+        theirs = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0].numpy()
+        assert found.tokens[row, : len(theirs)].tolist() == theirs.tolist()
+        assert set(found.tokens[row, len(theirs) :].tolist()) <= {FILLER}
+        labels = np.flatnonzero(found.loss_mask[row])
+        assert labels.tolist() == [*range(length - 1, len(theirs) - 1)]  # the prompt is masked, and what is behind it
+        assert reasons[row] == ("stop" if theirs[-1] in ENDS else "length")
+        assert reasons[row] == "stop" or len(labels) == 14
+        torch.testing.assert_close(logits_BTV[row][labels], scored_BTV[row][labels], rtol=1e-4, atol=1e-4)
+    assert shape != "llama" or "stop" in reasons
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+
+
+@pytest.mark.parametrize(
+    "shape, config",
+    [("gpt2", {"n_positions": 28}), ("llama", {"max_position_embeddings": 28, "rope_parameters": DYNAMIC})],
+    ids=["learned", "dynamic"],
+)
+def test_a_row_that_has_ended_stays_inside_the_models_positions(shape, config):
+    teacher = LocalTeacher.of(split(opinionated(tiny_model(shape, 300, seed=1, **config)).eval().requires_grad_(False)))
+    teacher.write(how(end_tokens=()))
+    found, logits_BTV = teacher.written(prompts_of([26, 12, 2]), CODEC)
+    scored_BTV = teacher.logits(torch.from_numpy(found.tokens[:, :-1].astype(np.int64)), None)
+    here_BT = torch.from_numpy(found.loss_mask)
+    assert here_BT.sum(1).tolist() == [3, 17, 27]
+    torch.testing.assert_close(logits_BTV[here_BT], scored_BTV[here_BT], rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_drawn_depends_on_seed_split_row_and_position_alone():
+    writing = how(temperature=0.8, top_p=0.9, end_tokens=())
+    teacher, _ = teacher_of("llama", writing)
+    rows = prompts_of([6] * 8)
+    whole, _ = teacher.written(rows, CODEC)
+    again, _ = teacher.written(rows[0:8], CODEC)
+    assert np.array_equal(whole.tokens, again.tokens)
+    halves = [teacher.written(rows[start : start + 4], CODEC)[0].tokens for start in (0, 4)]
+    assert np.array_equal(whole.tokens, np.concatenate(halves))  # in exact arithmetic always
+    teacher.write(how(temperature=0.8, top_p=0.9, end_tokens=(), seed=1))
+    assert not np.array_equal(whole.tokens, teacher.written(rows, CODEC)[0].tokens)
+
+
+def test_draws_have_the_probabilities_of_the_temperature_and_never_leave_the_top_p():
+    logits_V = torch.tensor([2.0, 0.0, 1.0, -1.0, 3.0])
+    chances = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+    for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.8), (1.7, 0.5)):
+        wanted_V = (logits_V / temperature).softmax(-1)
+        order = wanted_V.argsort(descending=True)
+        before_V = wanted_V[order].cumsum(-1) - wanted_V[order]
+        wanted_V[order[before_V >= top_p]] = 0
+        drawn_N = draw(logits_V.expand(20_000, 5), chances, temperature, top_p)
+        shares_V = torch.bincount(drawn_N, minlength=5) / 20_000
+        torch.testing.assert_close(shares_V, wanted_V / wanted_V.sum(), rtol=0, atol=1e-3)
+    assert set(draw(logits_V.expand(8, 5), chances[::2500], 1e-200, 1.0).tolist()) == {4}
+    impossible = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
+    assert [int(draw(impossible, torch.tensor([u]), 1.0, 1.0)) for u in (0.0, 0.5, 1 - 2**-32)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_model_that_steps_with_other_logits_than_it_scores_with_is_refused(monkeypatch, padded):
+    teacher, _ = teacher_of("llama", how())
+    step = teacher.model.step
+
+    def wrong(tokens, past, **seen):
+        if padded:  # which is seen
+            return step(tokens, past)
+        return step(tokens, past if seen else None, **seen)  # a prompt without padding is forgotten
+
+    monkeypatch.setattr(teacher.model, "step", wrong)
+    with pytest.raises(UsageError, match="gives other logits one token at a time than in one forward"):
+        teacher.write(how())
+
+
+def test_where_nothing_was_written_the_label_is_certain():
+    teacher, _ = teacher_of("llama", how(end_tokens=()))
+    rows, logits_BTV = teacher.written(prompts_of([5, 5], room=4), CODEC)
+    labels_BT = torch.from_numpy(rows.tokens[:, 1:].astype(np.int64))
+    certain_BT = logits_BTV.softmax(-1).gather(2, labels_BT[..., None])[..., 0]
+    assert (certain_BT[~torch.from_numpy(rows.loss_mask)] == 1).all()
+    assert (certain_BT[torch.from_numpy(rows.loss_mask)] < 1).all()
+
+
+def test_prompts_of_text_are_the_beginnings_of_its_sequences(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"line {n}\n" for n in range(200)))
+    data = DataConfig(data=str(tmp_path / "text.txt"), seq_len=30, num_workers=0)
+    tokenizer, how_long = tiny_tokenizer(), {"prompt_tokens": 8, "max_new_tokens": 10}
+    rows = list(prompt_rows(data, "train", tokenizer, 3, filler=FILLER, **how_long))
+    assert [tokenizer.decode(row.tokens[:8]) for row in rows] == ["line 0\nl", "ne 4\nlin", " 8\nline "]
+    for row in rows:
+        assert set(row.tokens[8:].tolist()) == {FILLER}
+        assert np.flatnonzero(row.loss_mask).tolist() == [*range(7, 17)]
+    for length, wide in ((30, 15), (1000, 64)):  # of the prompts, where nothing else is asked
+        asked = CacheTeacherConfig(
+            teacher="t", out="o", data=replace(data, seq_len=length), text=TextConfig(generate=True)
+        )
+        assert build_cache._prompt_width(asked) == wide
+
+
+def test_prompts_of_conversations_end_where_the_last_answer_begins(tmp_path, caplog):
+    turns = [("user", "hi"), ("assistant", "yes"), ("user", "why <|endoftext|>?"), ("assistant", "because")]
+    long = [("user", "w" * 60), ("assistant", "ok")]
+    with open(tmp_path / "chat.jsonl", "w") as file:
+        for each in [turns, long, turns[:3]] * 8:
+            messages = [{"role": role, "content": content} for role, content in each]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT
+    data = DataConfig(
+        data=str(tmp_path / "chat.jsonl"), messages_column="messages", seq_len=50, num_workers=0, split="train"
+    )
+    whole = {"prompt_tokens": None, "max_new_tokens": None}
+    rows = list(prompt_rows(data, "train", tokenizer, None, filler=FILLER, **whole))
+    prompts = {tokenizer.decode(row.tokens[: int(row.loss_mask.argmax()) + 1]) for row in rows}
+    assert prompts == {"[u]hi\n[a]yes\n[u]why <|endoftext|>?\n[a]", "[u]hi\n[a]"}
+    assert all(row.loss_mask[row.loss_mask.argmax() :].all() for row in rows)
+    assert all(tokenizer.eos_token_id not in row.tokens for row in rows)  # what is quoted is spelled
+    assert "conversations whose prompt fills --seq-len 50" in caplog.text
+
+
+THINKS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% if loop.last %}<think></think>{% endif %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("asked", [["a"], ["a", "b"]])
+def test_a_template_opens_an_answer_without_the_thoughts_of_the_one_in_the_data(tmp_path, marked, asked):
+    messages = [
+        {"role": role, "content": text}
+        for each in asked
+        for role, text in (("user", each), ("assistant", "x</think>y"))
+    ]
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 12)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = THINKS
+    if marked:  # from the thoughts on
+        begins, ends = "{% if loop.last %}<think>", "{% else %}{{ m.content }}"
+        tokenizer.chat_template = THINKS.replace(begins, "{% generation %}" + begins).replace(
+            ends, "{% endgeneration %}" + ends
+        )
+    data = DataConfig(data=str(tmp_path / "chat.jsonl"), messages_column="messages", seq_len=80, num_workers=0)
+    own = {"prompt_tokens": None, "max_new_tokens": None}
+    (row,) = prompt_rows(data, "train", tokenizer, 1, filler=FILLER, **own)
+    before = {1: "<user>a<assistant>", 2: "<user>a<assistant>y<user>b<assistant>"}[len(asked)]
+    assert tokenizer.decode(row.tokens[: int(row.loss_mask.argmax()) + 1]) == before
+
+
+@pytest.mark.parametrize(
+    "row, prompt",
+    [
+        ({"instruction": "add", "input": "1 1", "output": "2"}, "[u]add\n\n1 1\n[a]"),
+        ({"prompt": "one two ", "completion": "three"}, "one two "),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}, "[u]hi\n[a]"),
+    ],
+    ids=["alpaca", "prompt-completion", "sharegpt"],
+)
+def test_rows_of_every_format_give_the_prompt_before_their_last_answer(tmp_path, row, prompt):
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 12)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT
+    data = DataConfig(data=str(tmp_path / "rows.jsonl"), seq_len=50, num_workers=0)
+    assert has_prompts(data)
+    own = {"prompt_tokens": None, "max_new_tokens": None}
+    rows = list(prompt_rows(data, "train", tokenizer, 2, filler=FILLER, **own))
+    assert [tokenizer.decode(each.tokens[: int(each.loss_mask.argmax()) + 1]) for each in rows] == [prompt, prompt]
+    config = CacheTeacherConfig(teacher="t", out="o", data=data, text=TextConfig(generate=True, prompt_tokens=3))
+    with pytest.raises(UsageError, match=r"--prompt-tokens has no effect: .* has prompts of its own"):
+        build_cache._prompt_width(config)
+
+
+def test_conversations_that_the_template_refuses_are_counted_and_refused_if_none_is_left(tmp_path, caplog):
+    turns = [[("user", "hi"), ("assistant", "yes")], [("system", "be"), ("user", "hi"), ("assistant", "yes")]]
+    chat = [{"messages": [{"role": role, "content": content} for role, content in each]} for each in turns]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHAT
+    )
+    own = {"prompt_tokens": None, "max_new_tokens": None, "filler": FILLER}
+    for name, rows in (("some", chat), ("all", chat[1:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows) * 30)
+    some = DataConfig(data=str(tmp_path / "some.jsonl"), seq_len=50, num_workers=0)
+    assert len(list(prompt_rows(some, "train", tokenizer, None, **own))) > 0
+    assert "conversations that the chat template refuses" in caplog.text
+    none = replace(some, data=str(tmp_path / "all.jsonl"))
+    with pytest.raises(UsageError, match="no system"):
+        list(prompt_rows(none, "train", tokenizer, None, **own))
+
+
+def test_an_end_is_one_event_whichever_token_writes_it(tmp_path):
+    tokenizer, student = tiny_tokenizer(300), tiny_model("llama", 300)
+    student.generation_config.eos_token_id = 299
+    assert learn_ends(student, (299,), tokenizer) is None
+    line = learn_ends(student, (257, 299), tokenizer)
+    assert "end with 257 (<|unused-257|>), 299 (<|endoftext|>), the student's own with 299 (<|endoftext|>)" in line
+    assert end_tokens(student.generation_config) == (257, 299)
+    assert end_tokens(None, tokenizer) == (299,) and end_tokens(None) == ()
+    assert filler_token(tokenizer, (0, 1, 299)) == 2
+    tokenizer.pad_token = "<|unused-260|>"
+    assert filler_token(tokenizer, (0, 299)) == 260 and filler_token(tokenizer, (0, 260)) == 1
+
+
+def test_a_text_ends_at_the_tokens_of_the_weights_too_where_the_tokenizer_is_of_another_model(tmp_path):
+    for name, ends in (("base", 3), ("instruct", [5, 7])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    places = {"tokenizer": str(tmp_path / "base"), "source": str(tmp_path / "instruct")}
+    spec = replace(read_spec("stdlib-5m", "teachers"), **places)
+    assert ends_of(spec, tiny_tokenizer(300)) == (3, 5, 7, 299)
+    assert ends_of(replace(spec, tokenizer=None), None) == (5, 7)
+
+
+def test_options_that_do_not_go_with_text_by_the_teacher_are_refused_by_name():
+    def asked(text: dict, **options):
+        return CacheTeacherConfig(teacher="t", out="o", text=TextConfig(generate=True, **text), **options)
+
+    data = DataConfig(data="text.txt", seq_len=32)
+    chat = DataConfig(data="text.jsonl", messages_column="messages")
+    for refused, make in {
+        "--prompt-tokens has no effect without --generate": lambda: TextConfig(prompt_tokens=3),
+        "--prompt-tokens 33 leaves no room": lambda: asked({"prompt_tokens": 33}, data=data),
+        "--prompt-tokens has no effect with --messages-column": lambda: asked({"prompt_tokens": 3}, data=chat),
+        "--document-mask has no effect": lambda: asked({}, data=DataConfig(data="a", document_mask=True)),
+        "--refine takes its text from its cache": lambda: asked({}, refine="cache"),
+        "--from-logprobs holds its own text": lambda: asked({}, from_logprobs="said.jsonl"),
+        "leave --teacher-parallel fsdp out": lambda: asked(
+            {}, data=chat, parallel=CacheParallelConfig(teacher_parallel="fsdp")
+        ),
+    }.items():
+        with pytest.raises(UsageError, match=refused):
+            make()
+
+
+@pytest.mark.parametrize("found", ["all", {}, {"end_tokens": ["0"]}, {"end_tokens": [300]}, {"end_tokens": [-1]}])
+def test_end_tokens_of_a_strangers_cache_are_ids_of_its_vocabulary(found):
+    settings = CacheSettings(codec=CODEC, seq_len=4, tokenizer_size=300, data={"generated": found})
+    with pytest.raises(ValueError):
+        settings_end_tokens(settings)
+    assert settings_end_tokens(replace(settings, data={})) == ()
