@@ -1,6 +1,6 @@
 """The pictures, drawn from the JSON records alone: `python -m benchmarks.figures NAME [RECORD [FOLDER]]`.
 
-Names: audit, cache, demo, objective, precision, quality, temperature. Without more, the published
+Names: audit, cache, demo, find_lr, objective, precision, quality, temperature. Without more, the published
 record is drawn into `benchmarks/figures`, by the functions and in the colours of `kdtrain.monitor.figures`.
 """
 
@@ -221,6 +221,31 @@ def _above(axes: Axes, result: Record, kind: str) -> None:
     axes.set_title(f"{kind}: {row['above_bf16']:+.4f}, {row['quantized_share']:.0%} quantised", fontsize=9)
 
 
+# find-lr: whole runs over rates, and what the search and a range test say.
+
+
+def draw_find_lr(record: Record, folder: Path) -> list[Path]:
+    """Write `find_lr.png`: a panel a kind, the loss of whole runs over their rates, and lines at what is suggested."""
+    kinds = record["kinds"]
+    figure, [panels] = figure_of(4.5 * len(kinds), 4.2, 1, len(kinds))
+    for axes, (kind, row) in zip(panels, kinds.items(), strict=True):
+        ended = [each for each in row["grid"] if each["loss"] is not None]
+        axes.plot(
+            [each["lr"] for each in ended], [each["loss"] for each in ended], color=BLUE, marker="o", label="runs"
+        )
+        tests = [(each["steepest"], each["tenth_of_lowest"]) for each in row["range_test"]]
+        lines = [("find-lr", GREEN, "-", row["suggested"])]
+        lines += [("range test, steepest", ORANGE, ":", [each for each, _ in tests])]
+        lines += [("range test, a tenth of the lowest", ORANGE, "--", [each for _, each in tests])]
+        for name, color, style, rates in lines:
+            for number, rate in enumerate(rates):
+                axes.axvline(rate, color=color, linestyle=style, label=None if number else name)
+        axes.set_xscale("log")
+        finish(axes, kind, "peak rate", "validation loss, nats")
+        axes.legend(fontsize=7)
+    return write_all(folder, find_lr=figure)
+
+
 # Temperature: T^2 KL against T, and where T goes.
 
 MODES = {"minimize": ORANGE, "adversarial": BLUE, "likelihood": GREEN}
@@ -424,6 +449,7 @@ PICTURES: dict[str, Callable[[Any, Path], list[Path]]] = {
     "audit": draw_audit,
     "cache": draw_cache,
     "demo": draw_demo,
+    "find_lr": draw_find_lr,
     "objective": draw_objective,
     "precision": draw_precision,
     "quality": draw_quality,

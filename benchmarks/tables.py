@@ -1,4 +1,4 @@
-"""The records as tables in docs: `python -m benchmarks.tables [demo|objective|quality|prune|gpu]`, or all.
+"""The records as tables in docs: `python -m benchmarks.tables [demo|objective|quality|prune|lora|find_lr|gpu]`, or all.
 
 Everything between a page's two markers is a function of JSON files in `benchmarks/results`, and so is whether a goal is
 met. In the demo's table a cell is the value of one seed, or mean ± standard deviation over several. The goals on a GPU
@@ -8,6 +8,7 @@ are in the sections of `benchmarks.performance`; a record of tiny shapes or of a
 import argparse
 import importlib
 import json
+import statistics
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ PAGES = {
     "objective": ROOT / "docs" / "objective.md",
     "quality": ROOT / "docs" / "quality.md",
     "prune": ROOT / "docs" / "prune.md",
+    "lora": ROOT / "docs" / "lora.md",
+    "find_lr": ROOT / "docs" / "learning-rate.md",
     "gpu": ROOT / "docs" / "performance.md",
 }
 COLUMNS = {
@@ -89,7 +92,11 @@ def current(name: str) -> dict[str, str]:
     if name == "gpu":
         return {"gpu-table": gpu(gpu_records())}
     if name == "prune":
-        return {"prune-table": prune(_record("prune"))} if (RESULTS / "prune.json").exists() else {}
+        return {"prune-table": prune(_record("prune"))}
+    if name == "lora":
+        return {"lora-table": lora(_record("lora")), "variants-table": variants(_record("lora"))}
+    if name == "find_lr":
+        return {"find-lr-table": find_lr(_record("find_lr"))}
     if name == "demo":
         return {"demo-table": demo(_record("demo"))}
     return {"objective-table": objective(_record("objective"), _record("step"))}
@@ -128,7 +135,7 @@ def demo(result: dict[str, Any]) -> str:
 
 def prune(record: dict[str, Any]) -> str:
     """Losses of the beginnings of a student, before and after distillation."""
-    settings, of, rows = record["settings"], record["environment"], []
+    settings, rows = record["settings"], list[list[str]]()
     for kind, row in record["kinds"].items():
         if row["after"] is not None:
             spread = "" if row["deviation"] is None else f" ± {row['deviation']:.3f}"
@@ -140,11 +147,116 @@ def prune(record: dict[str, Any]) -> str:
         "",
         f"{settings['steps']} steps of {settings['tokens_a_step']:,} tokens, from {settings['sequences']:,} sequences "
         f"of the standard library with 50 samples a token; scores from {settings['scored']} sequences. The teacher's "
-        f"loss is {record['teacher']['validation_loss']:.3f}. Of three rates a factor of two apart the best by the "
-        f"first seed. {of['precision']} on {of['cpu']}, torch {of['torch']}, {of['date']}; all runs are in "
-        "[benchmarks/results/prune.json](../benchmarks/results/prune.json).",
+        f"loss is {record['teacher']['validation_loss']:.3f}. Of rates a factor of two apart the best by the "
+        f"first seed. {_measured(record, 'prune')}",
     ]
     return "\n".join(lines)
+
+
+def lora(record: dict[str, Any]) -> str:
+    """All weights, a frozen head and adapters beside each other."""
+    settings, whole, rows = record["settings"], record["kinds"]["all weights"], list[list[str]]()
+    for kind, row in record["kinds"].items():
+        merged = row.get("merged_validation_loss")
+        loss = _spread(row["losses"]) + (f" (merged {merged:.3f})" if merged else "")
+        sizes = f"{row['trained_parameters']:,.0f}", f"{row['checkpoint_bytes'] / 1e6:.1f} MB"
+        speed = row["tokens_per_second"] / whole["tokens_per_second"]
+        rows.append([kind, loss, f"{row['lr']:g}", *sizes, f"{row['peak_memory_mb']:.0f} MiB", f"{speed:.2f}"])
+    header = ["", "validation loss", "best rate", "trained", "a checkpoint", "peak memory", "tokens/s of all weights"]
+    first = record["runs"][0]
+    lines = [
+        markdown(header, rows),
+        "",
+        f"The base has {first['begins_at']:.3f} on this text, its teacher {first['teacher']:.3f}. "
+        f"{settings['steps']} steps of 16 x 256 tokens over {settings['sequences']:,} sequences; the base was trained "
+        f"for {settings['base_steps']:,} steps on other text. Of rates a factor of two apart the best by the "
+        f"first seed; mean ± standard deviation of {len(whole['losses'])} seeds. Of the loss and its gradients alone a "
+        "frozen head takes:",
+        "",
+        markdown(
+            ["vocabulary x width, tokens", "time of a trained head's", "peak memory above the inputs"],
+            [
+                [
+                    f"{each['vocabulary']:,} x {each['width']:,}, {each['tokens']:,}",
+                    f"{each['frozen']['seconds'] / each['trained']['seconds']:.2f}",
+                    " against ".join(f"{each[k]['peak_mb_above_its_inputs']:,.0f} MiB" for k in ("frozen", "trained")),
+                ]
+                for each in record["head"]
+            ],
+        ),
+        "",
+        _measured(record, "lora"),
+    ]
+    return "\n".join(lines)
+
+
+def variants(record: dict[str, Any]) -> str:
+    """Other warm-ups and alphas, and adapters in the time of all weights."""
+    usual = {kind: _spread(row["losses"]) for kind, row in record["kinds"].items()}
+    kinds = [*dict.fromkeys(each["kind"] for each in record["variants"])]
+    names = [*dict.fromkeys(each["variant"] for each in record["variants"])]
+    found = {(each["kind"], each["variant"]): each for each in record["variants"]}
+    rows = [["warm-up of 20 steps, alpha 0.9", *(usual[kind] for kind in kinds)]]
+    for name in names:
+        cells = [found.get((kind, name)) for kind in kinds]
+        steps = record["settings"]["steps"]
+        shown = [
+            _spread(each["losses"]) + (f" ({each['steps']} steps)" if each["steps"] != steps else "") if each else ""
+            for each in cells
+        ]
+        rows.append([name, *shown])
+    return markdown(["", *kinds], rows)
+
+
+def find_lr(record: dict[str, Any]) -> str:
+    """What the search suggests beside the best of seven rates, and beside a range test."""
+    rows = []
+    for kind, row in record["kinds"].items():
+        grid = ", ".join(f"{each['lr']:g}: {_loss_of(each['loss'])}" for each in row["grid"])
+        tests = row["range_test"]
+        ranges = ", ".join(f"{each['steepest']:.1g} or {each['tenth_of_lowest']:.1g}" for each in tests) or "-"
+        told = ", ".join(f"{each:.2g}" for each in row["suggested"])
+        ratio = ", ".join(f"{each:.2f}" for each in row["ratio_to_the_best"])
+        share = ", ".join(f"{each:.2f}" for each in row["share_of_a_run"])
+        rows.append([kind, f"{row['best_of_seven']:g}", told, ratio, share, ranges, grid])
+    header = [
+        "",
+        "best of seven",
+        "find-lr",
+        "of the best",
+        "cost, runs",
+        "a range test",
+        "validation losses of the seven",
+    ]
+    settings = record["settings"]
+    lines = [
+        markdown(header, rows),
+        "",
+        f"Runs of {settings['steps']} steps of {settings['tokens_a_step']:,} tokens, students of 1 M parameters, "
+        f"{settings['seeds']} seed{'s' if settings['seeds'] > 1 else ''}; a range test suggests where the loss falls "
+        "fastest, or a tenth of the rate where it is lowest.",
+        "",
+        _measured(record, "find_lr"),
+    ]
+    return "\n".join(lines)
+
+
+def _spread(losses: list[float]) -> str:
+    deviation = f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
+    return f"{statistics.mean(losses):.3f}{deviation}"
+
+
+def _loss_of(loss: float | None) -> str:
+    return "diverged" if loss is None else f"{loss:.3f}"
+
+
+def _measured(record: dict[str, Any], name: str) -> str:
+    """With what, and where all numbers are."""
+    of = record["environment"]
+    return (
+        f"{of['precision']} on {of['cpu']}, torch {of['torch']}, {of['date']}; all runs are in "
+        f"[benchmarks/results/{name}.json](../benchmarks/results/{name}.json)."
+    )
 
 
 def gpu_records(folder: Path = GPU) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -78,3 +78,10 @@ class Study:
 
         with ThreadPoolExecutor(at_once) as pool:
             return [each for each in (map if at_once == 1 else pool.map)(one, grid) if each is not None]
+
+
+def beyond(tried: Sequence[float], best: float | None, most: int = 8) -> float | None:
+    """The next rate, a factor of two beyond `tried`, where the best is at its edge; None otherwise, or after `most`."""
+    if best is None or len(tried) >= most or min(tried) < best < max(tried):
+        return None
+    return best * 2 if best == max(tried) else best / 2

@@ -1,6 +1,6 @@
 """Does `kdtrain find-lr` find the rate? Its suggestion beside the best of seven rates, and beside a range test.
 
-    python -m benchmarks.science.find_lr              the study: hours on two cores; the same command resumes it
+    python -m benchmarks.science.find_lr              an hour and a half on one core; the same command resumes it
     python -m benchmarks.science.find_lr --quick --out runs/find-lr-quick       a few minutes, to see that it works
 
 For each kind (cross-entropy and distillation of a fresh student, adapters beside a trained base) and seed the search
@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 """Options of each kind; BASE stands for the folder of the base."""
 LOWEST = {"cross-entropy": 2.5e-4, "distillation": 2.5e-4, "lora": 5e-4}
-RATES = 7
+RATES, BATCH, LENGTH = 7, 8, 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +49,15 @@ class FindLrStudy(Options):
     """The record to write."""
     kinds: tuple[str, ...] = option(tuple(KINDS), several=",")
     """Which kinds, joined with commas."""
-    seeds: int = option(3, least=1)
+    seeds: int = option(1, least=1)
     """Searches and runs of each rate."""
-    steps: int = option(600, least=1)
+    steps: int = option(300, least=1)
     """Steps of a whole run."""
     rung_steps: int | None = option(None, least=2)
     """Steps of the first rung of a search; by default those of the command."""
-    base_steps: int = option(2500, least=1)
+    base_steps: int = option(800, least=1)
     """Steps of the base of adapters, by cross-entropy."""
-    sequences: int = option(3000, least=1)
+    sequences: int = option(1200, least=1)
     """Sequences of the cache."""
     range_steps: int = option(200, least=10)
     """Steps of a range test."""
@@ -86,11 +86,11 @@ def main(given: FindLrStudy) -> None:
     kinds, seeds = (("cross-entropy", "distillation"), 1) if quick else (given.kinds, given.seeds)
     claim(given.out, settings)
     text = ROOT / "docs" if quick else docstrings.write(given.out / "docstrings.jsonl")
-    length = ("--seq-len", "256", "--validation-sequences", "64")
+    length = ("--seq-len", f"{LENGTH}", "--validation-sequences", "64")
     stdlib = ("--data", "stdlib", "--num-sequences", "100" if quick else f"{settings.sequences}", *length)
     others = ("--data", f"{text}", "--num-sequences", f"{settings.sequences}", *length)
     caches = {name: ("--teacher", TEACHER, *words) for name, words in (("cache", stdlib), ("other", others))}
-    common = ("--batch-size", "16", "--precision", "fp32", "--no-compile", "--steps", f"{settings.steps}")
+    common = ("--batch-size", f"{BATCH}", "--precision", "fp32", "--no-compile", "--steps", f"{settings.steps}")
     rung = () if settings.rung_steps is None else ("--rung-steps", f"{settings.rung_steps}")
     with Kdtrain() as kdtrain:
         study = Study(given.out, kdtrain, caches, (*common, "--log-to", "none"))
@@ -105,7 +105,9 @@ def main(given: FindLrStudy) -> None:
         def search(name: str, entry: tuple[str, int]) -> dict[str, Any]:
             kind, seed = entry
             cache = ("--cache", f"{study.cache(_cache(kind))}", "--out", f"{given.out / name}")
-            return {"kind": kind, "seed": seed, **kdtrain("find-lr", *cache, *common, *rung, *words_of(kind, seed))}
+            found = kdtrain("find-lr", *cache, *common, *rung, *words_of(kind, seed))
+            shown = {name: found[name] for name in ("guess", "guess_from", "rates", "suggestion", "cost")}
+            return {"kind": kind, "seed": seed, **shown}
 
         def run(name: str, entry: tuple[str, float, int]) -> dict[str, Any]:
             kind, rate, seed = entry
@@ -128,7 +130,7 @@ def main(given: FindLrStudy) -> None:
         ranges = study.records(fresh, probe, **once)
     record = {
         "environment": environment(next(given.out.glob("*-lr*-0"))),
-        "settings": {**vars(settings), "seeds": seeds, "quick": quick},
+        "settings": {**vars(settings), "tokens_a_step": BATCH * LENGTH, "seeds": seeds, "quick": quick},
         "left": len(every) + len(grid) + len(fresh) - len(searches) - len(runs) - len(ranges),
         "kinds": {kind: _row(kind, searches, runs, ranges) for kind in kinds},
         "searches": searches,
@@ -199,7 +201,7 @@ def range_test(cache: Path, alpha: float, steps: int, seed: int) -> dict[str, An
     model = load_student(read_spec(STUDENT), vocab_size=data.manifest.settings.vocab_size, seed=seed, device="cpu")
     student = kd.Student(model, kd.DistillationLoss(alpha=alpha)).train()
     optimizer = torch.optim.AdamW(student.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    loader = DataLoader(data["train"], 16, shuffle=True, drop_last=True, collate_fn=kd.collate)
+    loader = DataLoader(data["train"], BATCH, shuffle=True, drop_last=True, collate_fn=kd.collate)
     batches = (batch for _ in range(steps) for batch in loader)
     tried, losses = [1e-6 ** (1 - step / (steps - 1)) for step in range(steps)], list[float]()
     for rate, batch in zip(tried, batches, strict=False):

@@ -1,14 +1,18 @@
 """Adapters against all weights for distillation from a cache: ranks, a frozen head, rates, seeds.
 
-    python -m benchmarks.science.lora                 the study: hours on two cores; the same command resumes it
+    python -m benchmarks.science.lora                 two hours on one core; the same command resumes it
     python -m benchmarks.science.lora --quick --out runs/lora-quick     a few minutes, to see that it works
 
 The base is a student of the shipped teacher's family, trained by cross-entropy on the teacher's text. Each kind then
 distils the teacher from a cache of another text (the docstrings of installed libraries), by the real command, from the
 same base, in as many steps and over the same batches. Each kind has rates of its own: all are tried with the first
-seed, and the best, by validation loss, with the other seeds. Validation loss, trained parameters, bytes of a
-checkpoint, peak memory and tokens a second are those of the runs; times and memory mean something on a quiet machine.
-"int8 base" is rank 16 beside frozen weights in int8; its loss merged into the whole ones is another number.
+seed, more where the best is at the edge, and the best, by validation loss, with the other seeds. Validation loss,
+trained parameters, bytes of a checkpoint and peak memory are those of the runs; tokens a second are the median of five
+short runs, the kinds in turn, and mean something on a quiet machine. "int8 base" is rank 16 beside frozen weights in
+int8; its loss merged into the whole ones is another number.
+
+Rank 16 runs once more for as many steps as fit into the time of all weights, by those tokens a second, and all weights
+with other warm-ups and other alphas.
 
 `head` is the objective alone, with a trained and with a frozen head, each in a process of its own.
 
@@ -20,12 +24,12 @@ import multiprocessing
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
-from typing import Any
+from statistics import mean, median
+from typing import Any, NamedTuple
 
 from benchmarks.harness import RESULTS, ROOT, STUDENT, TEACHER, write
 from benchmarks.harness.command import Kdtrain, claim, environment, options
-from benchmarks.harness.study import Study
+from benchmarks.harness.study import Study, beyond
 from benchmarks.science import docstrings
 from kdtrain.config.values import Options, option
 
@@ -37,6 +41,16 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 RATES = {"all weights": (2.5e-4, 5e-4, 1e-3, 2e-3), "frozen head": (2.5e-4, 5e-4, 1e-3, 2e-3)}
 OF_ADAPTERS = (1e-3, 2e-3, 4e-3, 8e-3)
+ROUNDS, TURN = 5, 15
+"""Runs of each kind for its speed, and their steps."""
+VARIED, EQUAL = ("all weights",), ("rank 16",)
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "no warm-up": ("--warmup-steps", "0"),
+    "warm-up of half the run": ("--warmup-steps", "HALF"),
+    "alpha 0.5": ("--alpha", "0.5"),
+    "alpha 1": ("--alpha", "1"),
+}
+"""Against the usual: a warm-up of 20 steps, alpha 0.9. HALF stands for half of the steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +63,11 @@ class LoraStudy(Options):
     """The record to write."""
     seeds: int = option(3, least=1)
     """Runs of each kind at its best rate."""
-    base_steps: int = option(2500, least=1)
+    base_steps: int = option(800, least=1)
     """Steps of the base, by cross-entropy."""
-    steps: int = option(600, least=1)
+    steps: int = option(100, least=1)
     """Steps of each run."""
-    sequences: int = option(3000, least=1)
+    sequences: int = option(500, least=1)
     """Sequences of the cache."""
     quick: bool = False
     """Little text, few steps, one rate, one seed, small shapes: to see that it works."""
@@ -86,26 +100,58 @@ def main(given: LoraStudy) -> None:
         first += ("--num-sequences", "200") if given.quick else ()
         base, _ = study.train("base", *first, cache=None)
 
-        def run(name: str, entry: tuple[str, float, int]) -> dict[str, Any]:
-            kind, rate, seed = entry
-            words = ("--student", f"{given.out / 'base'}", "--lr", f"{rate}", "--seed", f"{seed}", *KINDS[kind])
-            answer, _ = study.train(name, *words, "--steps", f"{steps}", may_fail=True)
-            return {"kind": kind, "lr": rate, "seed": seed, **_measured(given.out / name, answer)}
+        def run(name: str, entry: Entry) -> dict[str, Any]:
+            words = ("--student", f"{given.out / 'base'}", "--lr", f"{entry.rate}", "--seed", f"{entry.seed}")
+            more = (word.replace("HALF", f"{steps // 2}") for word in VARIANTS.get(entry.variant, ()))
+            last = ("--steps", f"{entry.steps}", *more)
+            answer, _ = study.train(name, *words, *KINDS[entry.kind], *last, may_fail=True)
+            of = {"kind": entry.kind, "lr": entry.rate, "seed": entry.seed, "variant": entry.variant}
+            return {**of, "steps": entry.steps, **_measured(given.out / name, answer)}
 
-        tried = {kind: RATES.get(kind, OF_ADAPTERS)[: 1 if given.quick else None] for kind in KINDS}
-        grid = {_name(kind, rate, 0): (kind, rate, 0) for kind, rates in tried.items() for rate in rates}
-        records = study.records(grid, run, minutes=given.minutes)
-        best = {kind: _best([each for each in records if each["kind"] == kind]) for kind in KINDS}
-        again = {_name(kind, rate, seed): (kind, rate, seed) for kind, rate in best.items() for seed in range(1, seeds)}
-        records += study.records(again, run, minutes=given.minutes)
+        tried = {kind: [*RATES.get(kind, OF_ADAPTERS)][: 1 if given.quick else None] for kind in KINDS}
+
+        def made(entries: list[Entry]) -> list[dict[str, Any]]:
+            return study.records({each.name: each for each in entries}, run, minutes=given.minutes)
+
+        while True:
+            grid = [Entry(kind, rate, 0, steps) for kind, rates in tried.items() for rate in rates]
+            records = made(grid)
+            best = {kind: _best([each for each in records if each["kind"] == kind]) for kind in KINDS}
+            more = {} if given.quick else {kind: beyond(tried[kind], best[kind]) for kind in KINDS}
+            for kind, rate in more.items():
+                tried[kind] += [] if rate is None else [rate]
+            if not any(more.values()):
+                break
+        again = [Entry(kind, rate, seed, steps) for kind, rate in best.items() for seed in range(1, seeds)]
+        records += made(again)
+        turns = [
+            Entry(kind, best[kind], number, min(steps, TURN), "speed")
+            for number in range(1 if given.quick else ROUNDS)
+            for kind in ([*KINDS][::-1] if number % 2 else KINDS)
+        ]
+        timed = made(turns)
+        speed = {kind: _speed([each for each in timed if each["kind"] == kind]) for kind in KINDS}
+        others = [
+            Entry(kind, best[kind], seed, round(steps * speed[kind] / speed["all weights"]), "equal time")
+            for kind in EQUAL
+            for seed in range(seeds)
+        ]
+        others += [
+            Entry(kind, best[kind], seed, steps, variant)
+            for kind in VARIED
+            for variant in VARIANTS
+            for seed in range(seeds)
+        ]
+        varied = made(others)
     head = [_head(rows, 64 if given.quick else 896, 64 if given.quick else 1024) for rows in (2048, 151_936)]
     record = {
         "environment": environment(given.out / "base"),
         "settings": {"base_steps": base_steps, "steps": steps, "sequences": sequences, "quick": given.quick},
         "base": {"validation_loss_on_its_text": base["best_validation_loss"]},
-        "left": len(grid) + len(again) - len(records),
-        "kinds": {kind: _row(kind, best[kind], records) for kind in KINDS},
-        "runs": records,
+        "left": len(grid) + len(again) + len(turns) + len(others) - len(records) - len(timed) - len(varied),
+        "kinds": {kind: _row(kind, best[kind], records) | {"tokens_per_second": speed[kind]} for kind in KINDS},
+        "variants": _variants(varied),
+        "runs": records + timed + varied,
         "head": head,
     }
     write(given.result, record)
@@ -115,8 +161,21 @@ def main(given: LoraStudy) -> None:
         print(each)
 
 
-def _name(kind: str, rate: float, seed: int) -> str:
-    return f"{kind.replace(' ', '-')}-lr{rate:g}-{seed}"
+class Entry(NamedTuple):
+    """A run of the grid."""
+
+    kind: str
+    rate: float
+    seed: int
+    steps: int
+    variant: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its folder."""
+        return "-".join(
+            [self.kind, f"lr{self.rate:g}", *([self.variant] if self.variant else []), f"{self.seed}"]
+        ).replace(" ", "-")
 
 
 def _measured(folder: Path, answer: dict[str, Any]) -> dict[str, Any]:
@@ -135,17 +194,31 @@ def _measured(folder: Path, answer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _speed(records: list[dict[str, Any]]) -> float:
+    """Tokens a second, the median over runs; 1 where none ended."""
+    return median([each["tokens_per_second"] for each in records if each["tokens_per_second"]] or [1.0])
+
+
 def _best(records: list[dict[str, Any]]) -> float:
     """The rate with the lowest validation loss."""
     found = min(records, key=lambda each: (each["validation_loss"] is None, each["validation_loss"] or 0.0))
     return float(found["lr"])
 
 
+def _variants(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The losses of a kind's variant over the seeds."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for each in records:
+        of = {"kind": each["kind"], "variant": each["variant"], "lr": each["lr"], "steps": each["steps"], "losses": []}
+        rows.setdefault((each["kind"], each["variant"]), of)["losses"].append(each["validation_loss"])
+    return list(rows.values())
+
+
 def _row(kind: str, rate: float, records: list[dict[str, Any]]) -> dict[str, Any]:
     """The table's row of a kind: means over the seeds at its best rate, and the losses themselves."""
     own = [each for each in records if (each["kind"], each["lr"]) == (kind, rate) and each["validation_loss"]]
     losses = [each["validation_loss"] for each in own]
-    names = ("trained_parameters", "checkpoint_bytes", "peak_memory_mb", "tokens_per_second")
+    names = ("trained_parameters", "checkpoint_bytes", "peak_memory_mb")
     numbers = {name: mean(each[name] for each in own) if own and own[0][name] else None for name in names}
     merged = [each["merged_validation_loss"] for each in own if each.get("merged_validation_loss")]
     numbers |= {"merged_validation_loss": mean(merged)} if merged else {}

@@ -5,9 +5,10 @@
 
 The shipped teacher of 5 M parameters becomes students of about 3 M and of about 2.5 M. All distil it from one cache of
 its own text, by the real command, in as many steps over the same batches. Each beginning has rates of its own: all are
-tried with the first seed, and the best, by validation loss, with the other seeds. The seed decides fresh weights and
-the order of the data; what is copied or pruned is the same for all. Copied layers have the teacher's width, so that
-their sizes are those that two and three layers give; where the scores choose the same layers, there is one row.
+tried with the first seed, more where the best is at the edge, and the best, by validation loss, with the other seeds.
+The seed decides fresh weights and the order of the data; what is copied or pruned is the same for all. Copied layers
+have the teacher's width, so that their sizes are those that two and three layers give; where the scores choose the same
+layers, there is one row.
 
 What it gives up: one teacher of one size, a short distillation, and rates a factor of two apart.
 """
@@ -20,7 +21,7 @@ from typing import Any
 
 from benchmarks.harness import RESULTS, ROOT, TEACHER, write, write_spec
 from benchmarks.harness.command import Kdtrain, claim, environment, options
-from benchmarks.harness.study import Study
+from benchmarks.harness.study import Study, beyond
 from kdtrain.config.values import Options, option
 
 WIDE = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -110,11 +111,16 @@ def main(given: PruneStudy) -> None:
                 **{"teacher": answer.get("teacher_validation_loss"), "seconds": answer.get("seconds")},
             }
 
-        order = (0,) if given.quick else (1, 0, 2)  # an interrupted study has a rate of each
-        tried = [(kind, rates[place]) for place in order for kind, rates in kinds.items()]
-        grid = {_name(kind, rate, 0): (kind, rate, 0) for kind, rate in tried}
-        records = study.records(grid, run, minutes=given.minutes)
-        best = {kind: _best([each for each in records if each["kind"] == kind]) for kind in kinds}
+        tried = {kind: [*rates][: 1 if given.quick else None] for kind, rates in kinds.items()}
+        while True:
+            grid = {_name(kind, rate, 0): (kind, rate, 0) for kind, rates in tried.items() for rate in rates}
+            records = study.records(grid, run, minutes=given.minutes)
+            best = {kind: _best([each for each in records if each["kind"] == kind]) for kind in kinds}
+            more = {} if given.quick else {kind: beyond(tried[kind], best[kind]) for kind in kinds}
+            for kind, rate in more.items():
+                tried[kind] += [] if rate is None else [rate]
+            if not any(more.values()):
+                break
         again = {
             _name(kind, rate, seed): (kind, rate, seed)
             for seed in range(1, settings.seeds)

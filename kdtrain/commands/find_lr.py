@@ -199,7 +199,7 @@ def _begin(config: FindLrConfig) -> _Record:
         footprint = student_footprint(student, size, seq_len=min(seq_len, 64), mode="fp32")
         parameters = None if footprint is None else footprint.parameters
         kind, row = table_rate(config, student, parameters)
-        guess = row.search or row.lr
+        guess = row.lr
         told = f"{WORDS[kind]}, {'of unknown size' if parameters is None else f'{short(parameters)} parameters'}"
     known_length = bool(sources) or config.epochs is None
     planned = total_steps(config, len(sources["train"]) if sources else 0) if known_length else None

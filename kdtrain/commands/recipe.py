@@ -324,8 +324,7 @@ def _learning_rate(
         return saved, "that of its checkpoints"
     kind, row = table_rate(given, student, parameters)
     size = "of unknown size" if parameters is None else f"{short(parameters)} parameters"
-    better = "" if row.search is None else f"; fresh students of this size learned best at {row.search:g}"
-    return row.lr, f"{WORDS[kind]}, {size}{better}; kdtrain find-lr measures it"
+    return row.lr, f"{WORDS[kind]}, {size}; kdtrain find-lr measures it"
 
 
 def table_rate(config: DistillConfig, student: ModelSpec, parameters: int | None) -> tuple[Kind, Rate]:

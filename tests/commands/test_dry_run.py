@@ -54,7 +54,7 @@ def test_other_options_than_those_of_the_run_in_the_folder_are_refused_as_the_ru
     before = workbench.everything()
     for more in ((), ("--dry-run",)):
         code, _, err = workbench.call("distill", *options, "--lr", 0.5, *more)
-        assert code == 2 and "holds a run with other options: --lr (was 0.0003, now 0.5)" in err
+        assert code == 2 and "holds a run with other options: --lr (was 0.002, now 0.5)" in err
     assert workbench.everything() == before
 
 

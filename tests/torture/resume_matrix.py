@@ -3,8 +3,8 @@
 The runs are 30 steps of 6 sequences over 40: an epoch ends inside step 7. Checkpoints come every 4 steps,
 validations every 3. In a run with a rollback the losses of batches 24 to 26 are 30 times what they were: the spike is
 confirmed at step 26, the run goes back to step 20 and leaves batches 21 to 26 out, and it is broken off after that, or
-shortly before the spike. Runs are in fp32, quantised, or in adaptive quantisation that falls back and returns: all
-ways in fp32, and of the others as many as it takes for each pair of values of two dimensions to come up.
+shortly before the spike. Runs are in fp32, quantised, in adaptive quantisation that falls back and returns, or train
+adapters: all ways in fp32, and of the others as many as it takes for each pair of values of two dimensions to come up.
 """
 
 import itertools
@@ -23,6 +23,7 @@ FORMATS = {
         *("--precision", "mxfp4", "--time-resume", "--quant-rule", "loss+gap", "--quant-loss-threshold", "0.42"),
         *("--quant-window-size", "3", "--quant-probe-every", "2", "--quant-min-dwell", "2"),
     ),
+    "lora": ("--precision", "fp32", "--lora-rank", "4", "--lora-dropout", "0.1"),
 }
 Options = tuple[int, str, bool, str]
 """Accumulation, temperature, rollback and format."""
@@ -86,7 +87,8 @@ SELECTED: tuple[Options, ...] = (
     (1, "minimize", True, "mxfp4"),
     (3, "fixed", False, "adaptive"),
 )
-"""Options in which each value of each comes up; both halves have all formats, accumulations and rollbacks."""
+"""Options in which each value of each comes up, but adapters, which have a test of their own; both halves have all
+other formats, accumulations and rollbacks."""
 
 
 def selection() -> list[Case]:

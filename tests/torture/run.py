@@ -1,6 +1,6 @@
 """Does a run that is broken off end with the same bits? Every way of breaking it off, and kills at random times.
 
-`make torture`, or `python -m tests.torture.run [--selection] [--kills 50] [--seed 0] [--out FILE]`.
+`make torture`, or `python -m tests.torture.run [--selection] [--format lora] [--kills 50] [--seed 0] [--out FILE]`.
 
 The command `kdtrain distill` is started in a fork of this process, broken off as resume_matrix.py says, and started
 again until it ends by itself. Then its newest checkpoint is compared with that of an undisturbed run: every
@@ -39,12 +39,14 @@ def main() -> int:
     """Run the matrix and the kills; 0 when every run ended equal and every fault fired."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--selection", action="store_true", help="each place with each way, over a few options")
+    parser.add_argument("--format", choices=matrix.FORMATS, help="the cases of this format alone")
     parser.add_argument("--kills", type=int, default=50, help="kills at random times")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     out = options.out.resolve()
     cases = matrix.selection() if options.selection else matrix.every_case()
+    cases = [case for case in cases if options.format in (None, case.format)]
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         os.chdir(scratch)
