@@ -3,6 +3,7 @@
     FOLDER/settings.json     what the view is made from: the cache's digest, the tokenizer, events, length of a row
     FOLDER/cells.npy         int32, the cell of each token of the teacher, then of the student (`data.cells`)
     FOLDER/train-00000.npy   rows, structured (`row_type`); .json beside it: its SHA-256, where the next one begins
+    FOLDER/tokenizer/        the student's
     FOLDER/view.json         at the end, sealed: the digests, and what was measured
 
 A row has the student's tokens, and for each label where in the cache the teacher speaks of the same bytes; its
@@ -29,6 +30,7 @@ import torch
 
 from kdtrain import faults
 from kdtrain.cache import format as cache_format
+from kdtrain.cache.folder import copy_tokenizer
 from kdtrain.cache.reader import Cache, CacheReader
 from kdtrain.data.bytes import ByteTokenizer, Events
 from kdtrain.data.cells import Cells, merge, prefix_cells
@@ -37,9 +39,10 @@ from kdtrain.data.transcode import Transcoder, documents_of, is_joined, teacher_
 from kdtrain.errors import RunError, UsageError, making
 from kdtrain.files import Lock, file_digest, json_digest, publish_json, published, read_sealed, sweep, typed
 from kdtrain.models.loading import load_tokenizer, tokenizer_digest
-from kdtrain.objective.aligned import AlignedTargets, coarsened
+from kdtrain.objective.aligned import AlignedTargets, at_rows, coarsened
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.cells import CellIndex
+from kdtrain.objective.targets import SparseTargets
 
 SETTINGS, VIEW, CELLS = "settings.json", "view.json", "cells.npy"
 MOST_DISAGREEMENT = 0.05
@@ -177,6 +180,7 @@ def build_view(
             _refuse_other(folder, {key: each for key, each in stored.items() if key != "digest"}, maker.settings)
         else:
             publish_json(folder / SETTINGS, maker.settings, "view.settings")
+        copy_tokenizer(tokenizer, folder / cache_format.TOKENIZER)
         joined = {split: is_joined(_tokens(cache[split])) for split in cache}
         cells = maker.cells(cache["train"], joined["train"])
         both = np.concatenate([cells.of_teacher, cells.of_student]).astype(np.int32)
@@ -250,8 +254,8 @@ def _build_split(
     rows = rows_of(student_stream(), maker.seq_len, maker.document_mask)
     last = False
     while not last:
-        taken = list(islice(rows, maker.settings["rows"]))
-        last = len(taken) < maker.settings["rows"]
+        taken = list(islice(rows, _ROWS))
+        last = len(taken) < _ROWS
         if taken:
             next_token, place = int(taken[-1].kept["document"][-1]), int(taken[-1].kept["place"][-1])
         else:
@@ -438,13 +442,13 @@ class ViewReader:
         at = torch.from_numpy(np.where(source >= 0, place(np.maximum(source, 0)), -1))
         near = None
         if self._of_teacher is not None:
-            near = batch.targets.map(lambda _, each: each[at.clamp(min=0)]) if self._identity else None
-            near = coarsened(batch.targets, self._of_teacher, at) if near is None else near  # type: ignore[arg-type]
+            assert isinstance(batch.targets, SparseTargets)
+            near = at_rows(batch.targets, at) if self._identity else coarsened(batch.targets, self._of_teacher, at)
         targets = AlignedTargets(
             length=torch.from_numpy(lengths),
             label_logprob=torch.from_numpy(label_logprob),
             at_boundary=at >= 0,
-            near=near,  # type: ignore[arg-type]
+            near=near,
             cells=None if self._identity or near is None else self._index,
         )
         return Batch(

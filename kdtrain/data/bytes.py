@@ -146,7 +146,7 @@ def _spelling(name: str, content: dict[str, Any]) -> Any:
 
         return of_letters
     marks = [step.get("replacement") for step in before if step.get("type") == "Metaspace"]
-    marks += [step.get("content") for step in before if step.get("pattern") == {"String": " "}]
+    marks += [step["content"] for step in before if step.get("pattern") == {"String": " "} and "content" in step]
     if not marks or not isinstance(marks[-1], str) or not marks[-1]:
         raise UsageError(
             f"{name} spells its tokens in an unknown way: neither bytes as letters nor spaces as a mark; use a "

@@ -79,11 +79,11 @@ def prefix_cells(
             lengths = range(min(len(text), longest), 0, -1)
             of_student[token] = next(places[text[:size]] for size in lengths if text[:size] in places)
     count = len(places)
-    for token in np.flatnonzero(events >= 0):
-        partner = events[token]
+    for special in np.flatnonzero(events >= 0).tolist():
+        partner = events[special]
         if of_student[partner] < 0:
             of_student[partner], count = count, count + 1
-        of_teacher[token] = of_student[partner]
+        of_teacher[special] = of_student[partner]
     return _numbered(of_teacher, of_student)
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -98,7 +98,8 @@ class AlignedTargets(Targets):
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> Self:
         near = None if self.near is None else self.near.map(change)
-        return replace(self, near=near, **{name: change(name, each) for name, each in self._tensors().items()})
+        own: dict[str, Any] = {name: change(name, each) for name, each in self._tensors().items()}
+        return replace(self, near=near, **own)
 
     def _near(self, change: Callable[[SparseTargets], SparseTargets]) -> AlignedTargets:
         return self if self.near is None else replace(self, near=change(self.near))
@@ -193,10 +194,24 @@ def binarised_kl(teacher: Tensor, student: Tensor) -> Tensor:
     return TAU * (p.exp() * (p - q) + missed_p * (missed_p.log() - (-torch.expm1(q)).log()))
 
 
+def at_rows(targets: SparseTargets, source_N: Tensor) -> SparseTargets:
+    """The rows `source_N` of targets over tokens of both; below 0: a row of finite numbers, to be left out."""
+
+    def chosen(name: str, each: Tensor) -> Tensor:
+        found, known_N = each[source_N.clamp(min=0)], source_N >= 0
+        if name == "ids":  # valid ones: the student's sums are over them
+            return found
+        blank = FLOOR if name == "logprobs" else 0.0
+        return found.where(known_N if found.ndim == 1 else known_N[:, None], blank)
+
+    return targets.map(chosen)
+
+
 def coarsened(targets: SparseTargets, of_teacher_V: Tensor, source_N: Tensor) -> SparseTargets:
     """Targets over cells for the rows `source_N` of targets over tokens of the teacher, at T = 1.
 
-    of_teacher_V: int64, the cell of each token; -1: none, whose mass is left out. source_N: int64; below 0: a row that
+    of_teacher_V: int64, the cell of each token; -1: none, whose mass is left out (and of a top-k the rest scaled to 1).
+    source_N: int64; below 0: a row that
     nothing is known about, to be left out by `at_boundary`.
 
     Samples give samples, a top-k gives a top-k of the same width; both together give weights, as of samples.
@@ -232,7 +247,7 @@ def coarsened(targets: SparseTargets, of_teacher_V: Tensor, source_N: Tensor) ->
     tail_N2 = none_N[:, None].expand(-1, 2)
     top_k = 0 if rows.num_samples else rows.top_k
     if top_k:
-        tail_N2 = torch.stack([rows.log_tail(1.0), none_N], 1)
+        tail_N2 = torch.stack([rows.log_tail(1.0), none_N], 1).masked_fill((source_N < 0)[:, None], 0.0)
         # a row of absent entries has no first one, whose id the others take
         blank_N1 = (source_N < 0)[:, None] | (cell_NK[:, :1] == _ABSENT)
         cell_NK = torch.where(blank_N1, 0, cell_NK)

@@ -15,7 +15,7 @@ Shape suffixes: R rows of a chunk, V vocabulary of the student, C cells, W = C +
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -62,8 +62,7 @@ class CellIndex:
         """The same on a device."""
         if self.column.device == device:
             return self
-        moved = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in vars(self).items()}
-        return CellIndex(**moved)
+        return replace(self, **{k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)})  # type: ignore[arg-type]
 
     def entries(self, cells: Entries, labels_N: Tensor) -> Entries:
         """The entries of cells, with the column of each label last: its cell's, or C + 1."""
@@ -84,7 +83,7 @@ class CellIndex:
         mass_R = share_RM.new_zeros(len(z_RV), len(self.wide))
         mass_R.scatter_add_(1, self.place.expand(len(z_RV), -1), share_RM)
         mass_R.clamp_(min=torch.finfo(mass_R.dtype).tiny)
-        y_RW[:, self.wide] = top_R1 + mass_R.log()
+        y_RW.scatter_(1, self.wide.expand(len(z_RV), -1), top_R1 + mass_R.log())
         return Grouped(self, y_RW, share_RM, mass_R)
 
 
@@ -105,8 +104,9 @@ class Grouped:
         index, labels_R1 = self.index, labels_R[:, None]
         dz_RV = _columns(dy_RW, index.column)
         if self.share is not None and self.mass is not None:
-            scaled = dy_RW[:, index.wide] / self.mass
-            dz_RV[:, index.member] = _columns(scaled, index.place) * self.share
+            scaled = _columns(dy_RW, index.wide).div_(self.mass)
+            shared_RM = _columns(scaled, index.place).mul_(self.share)
+            dz_RV.scatter_(1, index.member.expand(len(dz_RV), -1), shared_RM)
         dz_RV.scatter_(1, labels_R1, dz_RV.gather(1, labels_R1) + dy_RW[:, -1:])
         into_RV.copy_(dz_RV if isinstance(slope, float) and slope == 1.0 else dz_RV * slope)
 

@@ -52,7 +52,7 @@ def cache(request, tmp_path_factory):
 
 
 def files_of(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".building"}
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".building"}
 
 
 def test_a_batch_has_the_teachers_numbers_for_the_same_bytes(cache, tmp_path):

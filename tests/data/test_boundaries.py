@@ -1,3 +1,4 @@
+import itertools
 import time
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from kdtrain.data.boundaries import MOST, common_boundaries
 from kdtrain.data.bytes import ByteTokenizer, Events
 from kdtrain.data.cells import Cells, conflicts, merge, prefix_cells
-from tests.token_kinds import TEXTS, train
+from tests.token_kinds import train
 
 
 def by_sets(sizes_N, sizes_M, counts_N):
@@ -21,7 +22,7 @@ def by_sets(sizes_N, sizes_M, counts_N):
     counts = [bool(size) and all(byte_counts[a : a + size]) for a, size in zip(starts_M, sizes_M, strict=True)]
     length, others = [0] * len(sizes_M), [0] * len(sizes_M)
     first = [m for m, found in enumerate(source) if found >= 0]
-    for m, after in zip(first, [*first[1:], len(sizes_M)], strict=True):
+    for m, after in itertools.pairwise([*first, len(sizes_M)]):
         stop = source[after] if after < len(sizes_M) else len(sizes_N)
         while not sizes_M[after - 1]:
             after -= 1
@@ -102,15 +103,3 @@ def test_cells_that_conflict_in_the_text_are_merged_and_rare_conflicts_are_not()
     assert pairs.tolist() == [[0, 1], [0, 2]] and number.tolist() == [5, 1]
     merged = merge(cells, teacher, student)
     assert merged.of_teacher.tolist() == [0, 0, 1] and merged.of_student.tolist() == [0, 0, 1, 2] and merged.count == 2
-
-
-def test_merging_lowers_the_disagreement_on_the_text_itself():
-    teacher, student, cells = both(("llama3", 600), ("gpt2", 1200))
-    text = "".join(TEXTS)
-    streams = [np.array(each.encode([text])[0]) for each in (teacher, student)]
-    sizes = [each.bytes.lengths[stream] for each, stream in zip((teacher, student), streams, strict=True)]
-    common = common_boundaries(*sizes, np.ones(len(streams[0]), bool))
-    at = common.source >= 0
-    pairs = streams[0][common.source[at]], streams[1][at]
-    before, after = (conflicts(each, *pairs)[1].sum() for each in (cells, merge(cells, *pairs)))
-    assert before > after

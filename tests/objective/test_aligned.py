@@ -18,6 +18,7 @@ from kdtrain.objective.aligned import TAU, AlignedTargets, coarsened
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.metrics import measure
+from kdtrain.objective.targets import FLOOR
 
 TEACHER = ["a", "b", "ab", "ba", "bb", "aab"]
 STUDENT = ["b", "a", "aa", "ab", "bab", "abb"]
@@ -55,6 +56,12 @@ def positions(vocabulary):
             found.append((number, before, token))
             before += vocabulary[token]
     return found
+
+
+def whole(energies, labels):
+    """All six entries kept, and a tail that is empty, as a cache states it."""
+    found = sparse(energies, labels, top_k=6, dtype=torch.float64)
+    return found.map(lambda name, each: each.nan_to_num(neginf=FLOOR) if name == "tail" else each)
 
 
 def brute_force(student, cell_of, wide):
@@ -95,7 +102,7 @@ def aligned_of_texts(wide, cut):
     common = common_boundaries(*sizes, np.ones(len(theirs), bool))
     energies = torch.stack([log_softmax_at(before, 6, 1) for _, before, _ in theirs])
     labels = torch.tensor([token for *_, token in theirs])
-    targets = sparse(energies, labels, top_k=6, dtype=torch.float64)
+    targets = whole(energies, labels)
     cells = prefix_cells(token_bytes(TEACHER), token_bytes(wide), cut, np.full(6, -2))
     length, others = (torch.from_numpy(each.astype(np.int64)) for each in (common.length, common.others))
     sums = torch.cat([torch.zeros(1, dtype=torch.float64), targets.label_logprob.cumsum(0)])
@@ -158,7 +165,7 @@ def test_both_terms_equal_the_enumeration_of_all_texts_up_to_four_bytes(kind, te
 def test_labels_shifted_by_one_make_the_cells_worse():
     own = torch.stack([log_softmax_at(before, 6, 1) for _, before, _ in positions(TEACHER)])
     source = torch.arange(len(own))
-    near = coarsened(sparse(own, own.argmax(1), top_k=6, dtype=torch.float64), torch.arange(6), source)
+    near = coarsened(whole(own, own.argmax(1)), torch.arange(6), source)
     right, shifted = (
         run_aligned(own, AlignedTargets(source * 0, own[:, 0] * 0, source >= 0, each, None))
         for each in (near, near.map(lambda _, tensor: tensor.roll(1, 0)))
@@ -229,10 +236,13 @@ def test_cells_of_several_tokens_agree_with_autograd_over_all_logits(rule, softc
         if not p.mask[row] or source[row] < 0:
             continue
         kept = mass > 0
+        tail = targets.log_tail(1.0)[row].exp()
+        if rule == "ghost":  # what has no cell is left out, and the rest is the whole
+            mass, tail = mass / (mass.sum() + tail), tail / (mass.sum() + tail)
         kd = kd - (mass[kept] * mass_q[row, kept]).sum()
         if rule == "ghost":
             rest = 1 - mass_q[row, kept].exp().sum()
-            kd = kd - targets.log_tail(1.0)[row].exp() * rest.log()
+            kd = kd - tail * rest.log()
     ce = -(q.gather(1, p.labels[:, None]).squeeze(1) * p.mask).sum()
     expected = (0.3 * ce + 0.7 * kd) / 11.0
     got, want = (torch.autograd.grad(each, p.leaves()) for each in (out.loss, expected))
