@@ -80,8 +80,15 @@ class ViewRecord:
     tallies: dict[str, dict[str, int]]
     """By split: labels of the student that count; boundaries, those with a source; disagree, those whose two own tokens
     are in different cells; chunks."""
+    events: list[str]
+    """The table of special tokens, for people."""
     entropy_kept: float
     """Share of the entropy of the teacher's numbers that the cells keep."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Entries of both tokenizers."""
+        return int(self.cells["teacher"]), int(self.cells["student"])
 
 
 class _Maker:
@@ -200,6 +207,7 @@ def build_view(
                 "count": cells.count,
             },
             tallies=tallies,
+            events=maker.events.lines(),
             entropy_kept=_entropy_kept(cache["train"], cells),
         )
         publish_json(folder / VIEW, asdict(record), "view.record")
@@ -355,6 +363,20 @@ class View:
         if len(wide) and not (wide.min() >= -1 and wide.max() <= sizes[2]):
             raise UsageError(f"{folder / CELLS} holds impossible cells; remove the folder")
         self.cells = Cells(wide[: sizes[0]], wide[sizes[0] :], sizes[2])
+
+    def lines(self) -> list[str]:
+        """What it costs to read the cache with another tokenizer, for people."""
+        tally, (one, other) = self.record.tallies["train"], self.record.sizes
+        share, apart = (
+            tally[name] / max(1, tally[of]) for name, of in (("boundaries", "labels"), ("disagree", "boundaries"))
+        )
+        return [
+            f"teacher's tokenizer {one:,} entries, student's {other:,}: {self.cells.count:,} cells",
+            f"{share:.1%} of the student's labels begin where one of the teacher's does; at {apart:.2%} of these both "
+            f"lie in different cells (at most {MOST_DISAGREEMENT:.0%}); the cells keep {self.record.entropy_kept:.1%} "
+            "of the entropy",
+            f"events: {'; '.join(self.record.events)}",
+        ]
 
     def __getitem__(self, split: str) -> "ViewReader":
         return ViewReader(self, split)

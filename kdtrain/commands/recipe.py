@@ -18,23 +18,26 @@ import torch
 from kdtrain.cache.address import parse_address
 from kdtrain.cache.look import look
 from kdtrain.cache.reader import Cache
+from kdtrain.cache.view import View, build_view
 from kdtrain.commands.build_cache import build_tokens, holds_tokens
 from kdtrain.commands.run_folder import deciding, restarted, saved_attention
 from kdtrain.config import DistillConfig, ObjectiveConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
+from kdtrain.config.commands import TERMS
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
 from kdtrain.models.attention import resolve_attention
-from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.loading import digest_of, load_tokenizer
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log, warn_early
-from kdtrain.objective.divergence import refuse
+from kdtrain.objective.divergence import parse, refuse
 from kdtrain.parallel.memory_plan import Job, Plan, fitting_micro_batch, free_everywhere, job_of, plan_run
 from kdtrain.precision.backends import Formats, formats_of
 from kdtrain.precision.modes import why_not_compile, why_not_tf32
 from kdtrain.ranks import on_main, pick_device, raise_on_all_ranks, reported, world_size
 from kdtrain.teaching.teacher import Teacher, open_teacher
 from kdtrain.training.schedule import total_steps
+from kdtrain.training.sources.aligned import AlignedSource, aligned_facts
 from kdtrain.training.sources.build import open_source
 from kdtrain.training.sources.mixture import mix
 from kdtrain.training.sources.source import Facts, Source, SourceRequest
@@ -153,8 +156,9 @@ def resolve(
         student, formats = read_spec(given.student), formats_of(given.precision, given.quantization, device)
         taught_by = None if given.teacher is None else read_spec(given.teacher, "teachers")
         teacher = None if taught_by is None else open_teacher(taught_by, device, formats.high)
-        sources = {} if given.data.data is not None else _open(given, given.cache)
-        facts = sources["train"].facts if sources else None
+        across = _across(given, student)
+        sources = {} if given.data.data is not None or across is not None else _open(given, given.cache)
+        facts = sources["train"].facts if sources else across
         seq_len, size = (given.data.seq_len, None) if facts is None else (facts.seq_len, facts.vocab_size)
         masked, compiles = given.data.document_mask if facts is None else facts.document_mask, _compiles(given, device)
         attention = (saved if student.attention == "auto" else None) or student.attention
@@ -175,6 +179,10 @@ def resolve(
         with raise_on_all_ranks():  # before its text is packed, which may take hours
             teacher.load(sharded=plan.teacher == "fsdp")
             teacher.check(seq_len, masked)
+    if across is not None:
+        on_main(lambda: _align(config, student))
+        with raise_on_all_ranks():
+            sources = _open_view(config)
     if not sources:
         folder = on_main(lambda: str(_tokens(config, student, teacher, resumed)))
         with raise_on_all_ranks():
@@ -238,6 +246,30 @@ def _open(config: DistillConfig, folders: Sequence[Path | str]) -> dict[str, Sou
     return {split: members[0] for split, members in found.items()}
 
 
+def _across(config: DistillConfig, student: ModelSpec) -> Facts | None:
+    """What is known of the data of a run across tokenizers; None without that option, or with one tokenizer."""
+    if config.cross_tokenizer is None:
+        return None
+    cache = Cache(config.cache[0], local_limit=config.local_limit)
+    if digest_of(student) != cache.manifest.settings.tokenizer_digest:
+        return aligned_facts(cache, len(load_tokenizer(student)), TERMS[config.cross_tokenizer])[0]
+    log.info("--cross-tokenizer %s: teacher and student have the same tokenizer", config.cross_tokenizer)
+    return None
+
+
+def _align(config: DistillConfig, student: ModelSpec) -> None:
+    """Make the view of the cache in the student's tokens, in the folder of the run."""
+    cache = Cache(config.cache[0], local_limit=config.local_limit)
+    for line in build_view(config.out / "data", cache, load_tokenizer(student)).lines():
+        log.info("%s", line)
+
+
+def _open_view(config: DistillConfig) -> dict[str, Source]:
+    view = View(config.out / "data", Cache(config.cache[0], local_limit=config.local_limit))
+    terms = TERMS[config.cross_tokenizer or "auto"]
+    return {split: AlignedSource(view, split, terms) for split in ("train", "validation")}
+
+
 def _look(config: DistillConfig) -> None:
     """Look at the rows of caches from elsewhere. UsageError: one cannot be right."""
     caches = [Cache(each, local_limit=config.local_limit) for each in config.cache if parse_address(each)]
@@ -282,6 +314,13 @@ def _with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) 
     used += [objective.temperature_end] if objective.schedules_temperature else []
     learnable = objective.learns_temperature
     used += [low, high] if learnable else []
+    if facts is not None and facts.across:
+        if {*used} != {1.0}:
+            raise UsageError("across tokenizers the targets are right at T = 1 only; use --temperature 1")
+        if "sampled" not in DIVERGENCES.get(parse(objective.divergence)[0]).accepts:
+            raise UsageError(
+                f"--divergence {objective.divergence} cannot be computed across tokenizers; use forward-kl"
+            )
     members = [] if facts is None else [each for each in facts.members.values() if each.targets != "none"] or [facts]
     counts_only = any(each.targets == "sparse" and not each.top_k for each in members)
     more = ", or build a cache with --top-k, which serves others" if counts_only else ""

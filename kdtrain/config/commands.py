@@ -24,6 +24,9 @@ from kdtrain.config.sections import (
 )
 from kdtrain.config.values import LOCAL_LIMIT, Options, option, refuse
 
+TERMS = {"auto": None, "cells": (True, False), "chunks": (False, True), "both": (True, True)}
+"""Of the loss across tokenizers: whether it has cells, and chunks; None: what the cache has numbers for."""
+
 
 def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | None, data: DataConfig, to: str) -> None:
     refuse(bool(cache) and teacher is not None, "--cache and --teacher exclude each other; give one")
@@ -31,6 +34,10 @@ def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | No
     refuse(not cache and data.data is None, f"nothing to {to} on; give --cache FOLDER or --data SOURCE")
     if cache:
         data.refuse_changes()
+
+
+def _check_terms(name: str) -> None:
+    refuse(name not in TERMS, f"--cross-tokenizer '{name[:80]}' is unknown; use {', '.join(TERMS)}")
 
 
 def _check_device(name: str) -> None:
@@ -151,6 +158,8 @@ class DistillConfig(Options):
     """What a step draws of each --cache, as 3,1; by default in proportion to their sequences."""
     local_limit: float = option(LOCAL_LIMIT, free=True, per_rank=True, above=0)
     """GB of caches from elsewhere that are kept here."""
+    cross_tokenizer: str | None = option(None, later=True, needs="cache", check=_check_terms, shown="TERMS")
+    """For a student with another tokenizer than the cache's: cells, chunks, both, or auto (both where it can)."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
     """An online teacher instead of a cache: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     source: str = option("cache", check=SOURCES.check)
@@ -199,6 +208,10 @@ class DistillConfig(Options):
         if self.source == "cache" or self.cache:
             _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
         many = len(self.cache)
+        refuse(
+            self.cross_tokenizer is not None and (many > 1 or self.source != "cache"),
+            "--cross-tokenizer reads one cache; give one --cache, without --source",
+        )
         given = len(self.cache_weights)
         refuse(given > 0 and many < 2, "--cache-weights is for several --cache; leave it out, or give another cache")
         refuse(

@@ -48,6 +48,8 @@ class Facts:
     """The lowest and the highest T at which the targets are right."""
     teacher: Mapping[str, Any] = field(default_factory=dict)
     """Of the teacher that made the targets: `spec`, its name, and where they are known `weights_digest` and `dtype`."""
+    across: bool = False
+    """The teacher has another tokenizer: the targets are right at T = 1 and for forward KL only."""
     members: Mapping[str, "Facts"] = field(default_factory=dict)
     """Of a mixture, its members by short names, in order."""
     mixture: Mixture | None = None

@@ -1,0 +1,65 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.token_kinds import train
+
+RUN = ("distill", "--cache", "cache", "--student", "other.toml", "--steps", 6, "--eval-freq", 3, "--checkpoint-freq", 3)
+
+
+@pytest.fixture
+def bench(workbench):
+    """The workbench, with a student whose tokenizer has words where the teacher's has bytes."""
+    if not Path("other.toml").exists():
+        train("gpt2", 400, Path("text.txt").read_text()).save_pretrained("words")
+        Path("other.toml").write_text(Path("student.toml").read_text().replace("'teacher'", "'words'"))
+    return workbench
+
+
+def distil(bench, out, *more):
+    return bench.call(*RUN, "--out", out, *bench.plain, *more)
+
+
+def losses(out):
+    lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+def test_a_student_of_another_tokenizer_is_refused_without_the_option_which_is_named(bench):
+    code, _, err = distil(bench, "refused")
+    assert code == 2 and "another tokenizer" in err and "--cross-tokenizer auto" in err
+
+
+@pytest.mark.parametrize("terms", ["auto", "chunks", "cells"])
+def test_a_student_of_another_tokenizer_learns_from_the_cache(bench, terms):
+    code, _, err = distil(bench, terms, "--cross-tokenizer", terms)
+    assert code == 0, err
+    result = json.loads((Path(terms) / "result.json").read_text())
+    assert result["stop_reason"] == "done" and result["last_validation_loss"] < result["first_validation_loss"]
+    assert "of the student's labels begin where one of the teacher's does" in err
+    assert (Path(terms) / "student" / "tokenizer.json").read_text() == Path("words/tokenizer.json").read_text()
+    assert (Path(terms) / "data" / "view.json").is_file()
+
+
+def test_the_same_tokenizer_is_the_ordinary_run_to_the_bit(bench):
+    argv = [*RUN]
+    argv[4] = "student.toml"
+    for out, more in (("plain", ()), ("across", ("--cross-tokenizer", "both"))):
+        code, _, err = bench.call(*argv, "--out", out, *bench.plain, *more)
+        assert code == 0, err
+    assert losses("plain") == losses("across") and len(losses("plain")) > 0
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--cross-tokenizer", "words"), "--cross-tokenizer 'words' is unknown; use auto, cells, chunks, both"),
+        (("--cross-tokenizer", "both", "--temperature", 2), "right at T = 1 only"),
+        (("--cross-tokenizer", "both", "--divergence", "reverse-kl"), "cannot be computed"),
+        (("--cross-tokenizer", "both", "--cache", "cache"), "--cross-tokenizer reads one cache"),
+    ],
+)
+def test_what_is_impossible_across_tokenizers_is_one_line(bench, options, message):
+    code, _, err = distil(bench, "impossible", *options)
+    assert code == 2 and message in err and "Traceback" not in err
