@@ -23,7 +23,7 @@ def distil(bench, out, *more):
 
 def losses(out):
     lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-    return [line["train/loss"] for line in lines if "train/loss" in line]
+    return [line["loss"] for line in lines if "loss" in line]
 
 
 def test_a_student_of_another_tokenizer_is_refused_without_the_option_which_is_named(bench):
@@ -33,8 +33,10 @@ def test_a_student_of_another_tokenizer_is_refused_without_the_option_which_is_n
 
 @pytest.mark.parametrize("terms", ["auto", "chunks", "cells"])
 def test_a_student_of_another_tokenizer_learns_from_the_cache(bench, terms):
-    code, _, err = distil(bench, terms, "--cross-tokenizer", terms)
+    # the teacher is a random one, so that the text alone makes the validation better
+    code, _, err = distil(bench, terms, "--cross-tokenizer", terms, "--alpha", 0.1, "--lr", 3e-3)
     assert code == 0, err
+    assert losses(terms)[-1] < losses(terms)[0]
     result = json.loads((Path(terms) / "result.json").read_text())
     assert result["stop_reason"] == "done" and result["last_validation_loss"] < result["first_validation_loss"]
     assert "of the student's labels begin where one of the teacher's does" in err
