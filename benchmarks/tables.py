@@ -1,4 +1,4 @@
-"""The records as tables in docs: `python -m benchmarks.tables [demo|objective|quality|gpu]`, or all.
+"""The records as tables in docs: `python -m benchmarks.tables [demo|objective|quality|prune|gpu]`, or all.
 
 Everything between a page's two markers is a function of JSON files in `benchmarks/results`, and so is whether a goal is
 met. In the demo's table a cell is the value of one seed, or mean ± standard deviation over several. The goals on a GPU
@@ -24,6 +24,7 @@ PAGES = {
     "demo": ROOT / "docs" / "measured.md",
     "objective": ROOT / "docs" / "objective.md",
     "quality": ROOT / "docs" / "quality.md",
+    "prune": ROOT / "docs" / "prune.md",
     "gpu": ROOT / "docs" / "performance.md",
 }
 COLUMNS = {
@@ -87,6 +88,8 @@ def current(name: str) -> dict[str, str]:
         return quality_tables.blocks(_record("quality"))
     if name == "gpu":
         return {"gpu-table": gpu(gpu_records())}
+    if name == "prune":
+        return {"prune-table": prune(_record("prune"))} if (RESULTS / "prune.json").exists() else {}
     if name == "demo":
         return {"demo-table": demo(_record("demo"))}
     return {"objective-table": objective(_record("objective"), _record("step"))}
@@ -119,6 +122,27 @@ def demo(result: dict[str, Any]) -> str:
         "",
         f"{title(result)}, {of['precision']} on {of['cpu']} with {of['threads']} threads, Python {of['python']}, "
         f"torch {of['torch']}, {of['date']}; all numbers are in [{file}](../{file}).",
+    ]
+    return "\n".join(lines)
+
+
+def prune(record: dict[str, Any]) -> str:
+    """Losses of the beginnings of a student, before and after distillation."""
+    settings, of, rows = record["settings"], record["environment"], []
+    for kind, row in record["kinds"].items():
+        if row["after"] is not None:
+            spread = "" if row["deviation"] is None else f" ± {row['deviation']:.3f}"
+            losses = f"{row['before']:.2f}", f"{row['after']:.3f}{spread}"
+            rows.append([kind, f"{row['parameters'] / 1e6:.2f} M", *losses, f"{row['lr']:g}", f"{row['seeds']}"])
+    header = ["begins as", "parameters", "validation loss before", "after", "best rate", "seeds"]
+    lines = [
+        markdown(header, rows),
+        "",
+        f"{settings['steps']} steps of {settings['tokens_a_step']:,} tokens, from {settings['sequences']:,} sequences "
+        f"of the standard library with 50 samples a token; scores from {settings['scored']} sequences. The teacher's "
+        f"loss is {record['teacher']['validation_loss']:.3f}. Of three rates a factor of two apart the best by the "
+        f"first seed. {of['precision']} on {of['cpu']}, torch {of['torch']}, {of['date']}; all runs are in "
+        "[benchmarks/results/prune.json](../benchmarks/results/prune.json).",
     ]
     return "\n".join(lines)
 

@@ -25,11 +25,11 @@ def optional(package: str, extra: str, what: str) -> ModuleType:
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Silence torchao's warnings of CUDA files that a machine cannot load, and torch's of types that it registers.
+    """Silence warnings of CUDA files that a machine cannot load, and torch's of types that it registers.
 
-    transformers imports torchao wherever it is installed.
+    transformers imports torchao, and peft bitsandbytes, wherever they are installed.
     """
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    loggers = [logging.getLogger(name) for name in ("torchao", "bitsandbytes", "torch.utils._pytree")]
     before = [each.level for each in loggers]
     try:
         for each in loggers:

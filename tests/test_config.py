@@ -54,7 +54,7 @@ def test_the_defaults_are_those_of_the_design():
     config = distill()
     assert (config.batch_size, config.micro_batch_size, config.steps, config.seed) == (16, None, None, 0)
     assert dataclasses.asdict(config.optimizer) == {
-        "lr": 3e-4,
+        "lr": "auto",
         "min_lr": 1e-6,
         "lr_schedule": "cosine",
         "warmup_steps": 200,
@@ -234,8 +234,8 @@ def test_a_learned_temperature_works_with_every_divergence_that_depends_on_it(mo
 def test_sections_are_plain_values_by_section():
     table = sections(distill(micro_batch_size=4, batch_size=8))
     assert list(table) == [
-        *("run", "data", "objective", "optimizer", "precision", "quantization", "guards", "stopping"),
-        *("checkpoint", "monitor", "parallel"),
+        *("run", "data", "objective", "optimizer", "lora", "precision", "quantization", "guards"),
+        *("stopping", "checkpoint", "monitor", "parallel"),
     ]
     assert table["run"]["out"] == "o"
     assert table["run"]["epochs"] is None

@@ -30,6 +30,7 @@ TORCHRUN = {
 }
 ELSEWHERE = {
     "--seeds",
+    "--model",
     "--upgrade",
     "--logdir",
     "--port",

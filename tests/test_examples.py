@@ -129,6 +129,20 @@ print("losses", *losses)
 """
 
 
+def test_a_search_with_optuna_finds_a_lower_loss_and_goes_on_where_it_was(run, material, tmp_path):
+    pytest.importorskip("optuna")
+    cache, model, _ = material
+
+    def search(trials):
+        return run(EXAMPLES / "search_with_optuna.py", cache, model, tmp_path / "study", trials, 2)
+
+    assert "best " in search(1) and len([*(tmp_path / "study").glob("trial-*")]) == 1
+    printed = search(3)
+    assert len([*(tmp_path / "study").glob("trial-*")]) == 3
+    results = [json.loads(path.read_text()) for path in (tmp_path / "study").glob("trial-*/result.json")]
+    assert f"best {min(each['best_validation_loss'] for each in results):.4f}" in printed
+
+
 def test_a_loop_that_switches_its_precision_resumes_with_the_same_losses(run, material, tmp_path):
     cache, model, _ = material
 
@@ -140,3 +154,24 @@ def test_a_loop_that_switches_its_precision_resumes_with_the_same_losses(run, ma
     cut = [*lines("cut", 5), *lines("cut", 12)]
     assert cut == whole and len(whole) == 12
     assert {line.split()[-1] for line in whole} == {"mxfp4", "bf16"}
+
+
+def test_lm_eval_reads_an_export_and_agrees_with_transformers(tmp_path):
+    pytest.importorskip("lm_eval")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from kdtrain.testing import tiny_tokenizer, write_model_folder
+
+    texts = ["held out text", "another one of it"]
+    folder = write_model_folder(tmp_path / "model", tiny_model("llama", 300, seed=3), tiny_tokenizer(300))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    done = alone(EXAMPLES / "evaluate_with_lm_eval.py", folder, tmp_path / "rows.jsonl")
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = dict(line.split() for line in done.stdout.splitlines() if line.startswith("bits_per_byte"))
+    model, bits = AutoModelForCausalLM.from_pretrained(folder).eval(), 0.0
+    for text in texts:
+        tokens = torch.tensor([[299, *tiny_tokenizer(300)(text).input_ids]])
+        with torch.no_grad():
+            bits -= model(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None]).sum().item()
+    assert float(found["bits_per_byte"]) == pytest.approx(bits / 0.6931472 / sum(map(len, texts)), rel=1e-3)

@@ -139,7 +139,8 @@ def test_the_short_help_of_distill_shows_what_matters_an_example_and_where_the_r
 
 def test_the_help_of_a_section_shows_its_options_with_their_defaults_and_no_other(capsys, monkeypatch):
     text = help_of(capsys, monkeypatch, "distill", "--help", "optimizer")
-    assert "--lr X                    Peak learning rate. [3e-4]" in text
+    assert "--min-lr X                Learning rate at the end of a decay. [1e-6]" in text
+    assert "--lr X|auto               Peak learning rate; auto takes it" in text
     assert "--alpha" not in text and "--steps" not in text.replace("--decay-steps", "")
     assert text == help_of(capsys, monkeypatch, "help", "distill", "optimizer")
 

@@ -1,8 +1,8 @@
 """A web server with ranges, ETags, redirects and faults on demand, and a stand-in of the hub, for tests of the network.
 
 Only the standard library: clients are the real ones. `Web.fail(END, FAULT, times)` makes the next requests for paths
-with that end fail; `Web.fired` has the faults that did. The hub keeps repositories as commits, each a whole tree, takes
-uploads through its LFS endpoints, and lets in a token `hf_good`.
+with that end fail; `Web.fired` has the faults that did. The hub keeps repositories, of data sets and of models, as
+commits, each a whole tree, takes uploads through its LFS endpoints, and lets in a token `hf_good`.
 """
 
 import base64
@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,16 +23,17 @@ TOKEN = "hf_good"
 
 
 class Repository:
-    """A data set of the stand-in: commits in order, each a tree of files by path."""
+    """A repository of the stand-in: commits in order, each a tree of files by path."""
 
     def __init__(self, private: bool = False, gated: bool = False) -> None:
         self.private, self.gated = private, gated
         self.commits: list[tuple[str, dict[str, bytes]]] = []
         self.commit({".gitattributes": b""})
 
-    def commit(self, files: dict[str, bytes]) -> str:
-        """Add files in a commit, and return its name."""
+    def commit(self, files: dict[str, bytes], gone: Collection[str] = ()) -> str:
+        """Add files in a commit, take others out, and return its name."""
         tree = {**self.commits[-1][1], **files} if self.commits else files
+        tree = {path: content for path, content in tree.items() if path not in gone}
         name = hashlib.sha1(repr((len(self.commits), sorted(tree))).encode()).hexdigest()
         self.commits.append((name, tree))
         return name
@@ -126,9 +127,9 @@ class _Handler(BaseHTTPRequestHandler):
         web.ranges.append((path, self.headers.get("Range"), self.headers.get("If-Range")))
         if self._failed(fault):
             return
-        if (found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(?:/revision/([^/]+))?", path)) is not None:
+        if (found := re.fullmatch(r"/api/(?:datasets|models)/([^/]+/[^/]+)(?:/revision/([^/]+))?", path)) is not None:
             return self._info(found[1], unquote(found[2] or "main"))
-        if (found := re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)) is not None:
+        if (found := re.fullmatch(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)) is not None:
             return self._resolve(found[1], unquote(found[2]), unquote(found[3]))
         if path.startswith("/cdn/"):
             web.authorized += ["cdn"] * ("Authorization" in self.headers)
@@ -286,11 +287,12 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked.get('organization') or 'org'}/{asked['name']}"
+            url = f"{web.url}/{'datasets/' if asked.get('type') == 'dataset' else ''}{name}"
             if name in web.hub:
-                return self._json({"error": "it exists", "url": f"{web.url}/datasets/{name}"}, 409)
+                return self._json({"error": "it exists", "url": url}, 409)
             private = asked.get("visibility") == "private" or bool(asked.get("private"))
             web.hub[name] = Repository(private=private)
-            return self._json({"url": f"{web.url}/datasets/{name}", "name": name})
+            return self._json({"url": url, "name": name})
         if path.endswith("/info/lfs/objects/batch"):
             return self._batch(json.loads(body)["objects"])
         name = "/".join(path.split("/")[3:5])
@@ -326,14 +328,16 @@ class _Handler(BaseHTTPRequestHandler):
         return self._empty(200)
 
     def _commit(self, repository: Repository, name: str, body: bytes) -> None:
-        files = {}
+        files, gone = {}, []
         for line in body.decode().splitlines():
             each = json.loads(line)
             if each["key"] == "file":
                 files[each["value"]["path"]] = base64.b64decode(each["value"]["content"])
             elif each["key"] == "lfsFile":
                 files[each["value"]["path"]] = self.server_web.objects[each["value"]["oid"]]
-        commit = repository.commit(files)
+            elif each["key"] == "deletedFile":
+                gone.append(each["value"]["path"])
+        commit = repository.commit(files, gone)
         url = f"{self.server_web.url}/datasets/{name}/commit/{commit}"
         return self._json({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
 
@@ -369,4 +373,4 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _mode(path: str) -> str:
-    return "lfs" if path.endswith((".h5", ".parquet")) else "regular"
+    return "lfs" if path.endswith((".h5", ".parquet", ".safetensors")) else "regular"

@@ -31,8 +31,10 @@ class Address:
 
     text: str
     repository: str | None = None
-    """ORG/NAME of a data set on the hub; None: `text` is a URL."""
+    """ORG/NAME on the hub; None: `text` is a URL."""
     revision: str = "main"
+    kind: str = "dataset"
+    """Of the repository: dataset, or model for an exported student."""
 
     def __str__(self) -> str:
         return self.text
@@ -51,7 +53,7 @@ class Address:
         return hf_hub_url(
             self.repository,
             name,
-            repo_type="dataset",
+            repo_type=self.kind,
             revision=self.revision,
             endpoint=endpoint,
         )

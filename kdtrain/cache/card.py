@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.manifest import Manifest, Parent
+from kdtrain.cache.manifest import Manifest, Parent, weights_line
 from kdtrain.errors import printable
 from kdtrain.files import LARGE, publish_text, read_text
 
@@ -78,14 +78,11 @@ def make_card(
 
 
 def _metadata(manifest: Manifest, licenses: Mapping[str, str] | None, preview: bool) -> Iterator[str]:
-    teacher = _word((manifest.settings.teacher or {}).get("spec"))
+    teacher = word((manifest.settings.teacher or {}).get("spec"))
     yield "tags: [teacher-logits, knowledge-distillation, kdtrain]"
     if _HUB_ID.fullmatch(teacher):
         yield f"base_model: {json.dumps(teacher)}"
-    outputs = (licenses or {}).get("outputs", "unknown").lower()
-    yield f"license: {outputs if outputs in _KNOWN else 'other'}"
-    if outputs not in _KNOWN:
-        yield f"license_name: {json.dumps(outputs)}"
+    yield from license_lines((licenses or {}).get("outputs", "unknown"))
     rows = sum(split["sequences"] for split in manifest.splits.values())
     yield f"size_categories: [{json.dumps(next((name for most, name in _SIZES if rows < most), 'n>10M'))}]"
     if preview:
@@ -94,7 +91,7 @@ def _metadata(manifest: Manifest, licenses: Mapping[str, str] | None, preview: b
 
 def _body(manifest: Manifest, licenses: Mapping[str, str] | None, where: str | None) -> Iterator[str]:
     settings, codec, record = manifest.settings, manifest.codec, manifest.settings.teacher or {}
-    teacher = _word(record.get("spec")) or "a teacher"
+    teacher = word(record.get("spec")) or "a teacher"
     place = where or "THIS-FOLDER"
     kept = {"tokens": "packed tokens, without a teacher", "dense": "the log-probabilities of all entries"}.get(
         codec.kind
@@ -110,6 +107,7 @@ def _body(manifest: Manifest, licenses: Mapping[str, str] | None, where: str | N
     yield "|---|---|"
     rows: dict[str, Any] = {
         "teacher": _teacher(record),
+        **({} if manifest.weights_cost is None else {"its weights": weights_line(manifest.weights_cost)}),
         "text": ", ".join(f"{key} {value}" for key, value in settings.data.items() if isinstance(value, str | int)),
         **dict(_origin(manifest.origin or {})),
         "kept": kept,
@@ -126,7 +124,7 @@ def _body(manifest: Manifest, licenses: Mapping[str, str] | None, where: str | N
     if (span := manifest.temperature_range) is not None:
         only = span["min"] == span["max"]
         rows["temperatures"] = "1 only" if only else f"{span['min']:.3g} to {span['max']:.3g}"
-    yield from (f"| {name} | {_word(value)} |" for name, value in rows.items())
+    yield from (f"| {name} | {word(value)} |" for name, value in rows.items())
     if licenses is not None:
         yield ""
         yield "## Licences"
@@ -136,13 +134,13 @@ def _body(manifest: Manifest, licenses: Mapping[str, str] | None, where: str | N
             "teacher": "of the teacher",
             "outputs": "of the teacher's outputs, this data set",
         }
-        yield from (f"- {words}: {_word(licenses[name])}" for name, words in names.items())
+        yield from (f"- {words}: {word(licenses[name])}" for name, words in names.items())
     if manifest.parents:
         yield ""
         yield "## Made of"
         yield ""
         for parent in manifest.parents[:_PARENTS]:
-            yield f"- {parent['digest'][:12]}: {', '.join(map(_word, _parent(parent)))}"
+            yield f"- {parent['digest'][:12]}: {', '.join(map(word, _parent(parent)))}"
         if (more := len(manifest.parents) - _PARENTS) > 0:
             yield f"- and {more:,} more, in manifest.json"
     yield from _fidelity(manifest)
@@ -222,7 +220,7 @@ def _fidelity(manifest: Manifest) -> Iterator[str]:
                 if isinstance(found, dict) and all(
                     isinstance(found.get(k), float) for k in ("mean_angle", "mean_norm")
                 ):
-                    rows.append((name[2:], _word(rule), f"{found['mean_angle']:.2f}", f"{found['mean_norm']:.3f}"))
+                    rows.append((name[2:], word(rule), f"{found['mean_angle']:.2f}", f"{found['mean_norm']:.3f}"))
     if not rows:
         return
     yield ""
@@ -235,7 +233,15 @@ def _fidelity(manifest: Manifest) -> Iterator[str]:
     yield from (f"| {' | '.join(row)} |" for row in rows)
 
 
-def _word(value: Any) -> str:
-    """A text from a manifest, in a table of Markdown: one line, without a sign of Markdown's or HTML's."""
+def license_lines(name: str) -> Iterator[str]:
+    """What the head of a card says of a licence; one that the hub does not know gets a name."""
+    name = name.lower()
+    yield f"license: {name if name in _KNOWN else 'other'}"
+    if name not in _KNOWN:
+        yield f"license_name: {json.dumps(name)}"
+
+
+def word(value: Any) -> str:
+    """A text by a stranger, in a table of Markdown: one line, without a sign of Markdown's or HTML's."""
     text = "" if value is None else printable(str(value))[:500]
-    return re.sub(r"([|<>`\[\]])", r"\\\1", text)
+    return re.sub(r"([\\|<>`\[\]])", r"\\\1", text)

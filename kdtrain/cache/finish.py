@@ -67,7 +67,7 @@ def publish_manifest(
     """Write the index and the card, then the manifest; return the manifest as it is read again.
 
     tokens: SHA-256 of all tokens, by split.
-    stated: more keys of the manifest: `parents`, `origin`.
+    stated: more keys of the manifest: `parents`, `origin`, `weights_cost`.
     """
     index, length = folder / cache_format.INDEX, settings.seq_len
     pieces = settings.format_version == cache_format.PIECES

@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.spec import CodecSpec
+from kdtrain.config.sections import Weights
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import (
     MEDIUM,
@@ -157,9 +158,31 @@ class TemperatureRange(TypedDict):
     rule: str
 
 
+class WeightsCost(TypedDict):
+    """What it costs that the teacher's weights were held in fewer bits, on the first rows of the validation split."""
+
+    weights: Weights
+    whole_loss: float
+    """Cross-entropy of the teacher with its whole weights, nats a token."""
+    loss: float
+    """With the packed ones."""
+    cost: float
+    """The difference, nats a token."""
+    sequences: Count
+    tokens: Count
+
+
+def weights_line(cost: WeightsCost) -> str:
+    """What packed weights of a teacher cost, in words."""
+    return (
+        f"{cost['weights']} weights cost the teacher {cost['cost']:+.4f} nats a token: validation loss "
+        f"{cost['loss']:.4f}, with whole weights {cost['whole_loss']:.4f} ({cost['sequences']:,} sequences)"
+    )
+
+
 _DEEPEST = 8
 """Most parts of the name of a tokenizer file; those of transformers have two."""
-_LEFT_OUT = frozenset({"origin", "parents", "test_vector"})
+_LEFT_OUT = frozenset({"origin", "parents", "test_vector", "weights_cost"})
 """Keys of the manifest that are left out where they say nothing, so that older manifests keep their digest."""
 
 
@@ -186,6 +209,8 @@ class Manifest:
     """See `vector.make_vector`; None in caches without one."""
     origin: dict[str, Any] | None = None
     """Where a cache that `kdtrain import` made comes from, and what its source does not say; else left out."""
+    weights_cost: WeightsCost | None = None
+    """None where the teacher's weights were whole."""
     digest: str = ""
     """Over everything else: the digest of the cache."""
 

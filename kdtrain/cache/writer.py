@@ -100,7 +100,7 @@ class CacheBuilder:
         self.measured: tuple[Any, Any] = (None, None if settings.codec.kind == "tokens" else codec.RANGE)
         """Fidelity and range of T, where there is no teacher to measure them with."""
         self.stated: dict[str, Any] = {}
-        """More keys of the manifest: `parents`, `origin`."""
+        """More keys of the manifest: `parents`, `origin`, `weights_cost`."""
         self._compiled: set[int] = set()
         """Sizes of the batches that teacher and encoder have seen."""
         self.manifest, self._lock = open_folder(self.folder, settings, tokenizer, all_ranks)
@@ -287,13 +287,19 @@ class CacheBuilder:
 
 
 def write_cache(
-    folder: Path | str, settings: CacheSettings, splits: Mapping[str, Iterable[PackedRow]], **options: Any
+    folder: Path | str,
+    settings: CacheSettings,
+    splits: Mapping[str, Iterable[PackedRow]],
+    *,
+    stated: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Manifest | None:
     """Build all `splits` and finish; a finished cache of these settings stays untouched. None on all ranks but 0.
 
-    A rank that has built its share returns while rank 0 finishes.
+    A rank that has built its share returns while rank 0 finishes. stated: more keys of the manifest.
     """
     writer = CacheBuilder(folder, settings, **options)
+    writer.stated |= stated or {}
     try:
         if writer.manifest is not None:
             return writer.manifest if writer.rounds.rank == 0 else None

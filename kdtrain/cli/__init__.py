@@ -33,7 +33,7 @@ _LONGEST = 2000
 _MODULES = {"import": "import_cache"}  # no module can have the name of a keyword
 _WITHOUT_MODELS = ("compare", "completion", "inspect", "plot", "push", "report", "verify")
 """Commands that load no model, and so run under `python -OO`."""
-_RESUMING = ("cache-teacher", "demo", "distill", "import", "merge", "push", "subset")
+_RESUMING = ("cache-teacher", "demo", "distill", "find-lr", "import", "merge", "prune", "push", "subset")
 """Commands that keep what an interrupted one has done."""
 _NARROWEST = 40
 """Columns of the narrowest terminal that tables and help are made for."""
@@ -126,7 +126,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def _quiet_libraries() -> None:
     """Keep other libraries' bars and warnings off the terminal: in the command's process, never in a user's."""
-    for name in ("torchao", "torch.utils._pytree", "huggingface_hub"):  # the first two: about unused binaries
+    # the first three: about unused binaries
+    for name in ("torchao", "bitsandbytes", "torch.utils._pytree", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # a model that cannot be run, with a stack, before our own line about it
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)

@@ -18,9 +18,10 @@ from kdtrain.cli.words import word_meant
 from kdtrain.config.choices import TEXTS
 from kdtrain.config.options import Option
 from kdtrain.config.values import flag
+from kdtrain.data.formats import Columns, row_format
 from kdtrain.errors import UsageError
 from kdtrain.files import open_regular
-from kdtrain.models.spec import is_hub_id, read_spec, shipped
+from kdtrain.models.spec import SELF, is_hub_id, read_spec, shipped
 
 _MOST = 2000
 """Entries of a folder that are compared with a name."""
@@ -136,7 +137,7 @@ def _spec(text: str, texts: Mapping[str, str], kind: Literal["teachers", "studen
 
 
 def _teacher(text: str, texts: Mapping[str, str]) -> str | None:
-    return _spec(text, texts, "teachers")
+    return None if text == SELF else _spec(text, texts, "teachers")
 
 
 def _student(text: str, texts: Mapping[str, str]) -> str | None:
@@ -157,8 +158,10 @@ def _text(text: str, texts: Mapping[str, str]) -> str | None:
 
 def _column(text: str, texts: Mapping[str, str]) -> str | None:
     """What is wrong with the column that is to be read from rows; None where that cannot be seen at their beginning."""
-    option = "messages_column" if "messages_column" in texts else "text_column"
+    messages = texts.get("messages_column")
+    option = "text_column" if messages is None else "messages_column"
     column, keys = texts.get(option, "text"), dict[str, None]()
+    asked = Columns(format=texts.get("format", "auto"), text=texts.get("text_column", "text"), messages=messages)
     try:
         with open_regular(Path(text)) as file:
             rows = [json.loads(line) for line in file.read(_BEGINNING).splitlines()[:_ROWS]]
@@ -166,8 +169,14 @@ def _column(text: str, texts: Mapping[str, str]) -> str | None:
         return None
     for row in rows:
         keys |= dict.fromkeys(row) if isinstance(row, dict) else {}
-    if not keys or column in keys:
+    if not keys:
         return None
+    try:
+        row_format(text, asked, keys)
+        return None
+    except UsageError as error:
+        if asked.format not in ("auto", "text"):
+            return str(error.args[0]).removeprefix(f"{text}: ") if len(rows) < _ROWS else None
     near = word_meant(column, keys)
     hint = f"perhaps you meant {flag(option)} {near}" if near else f"name one of {', '.join(keys)} with {flag(option)}"
     return f"has no column '{column}'; {hint}" if near or len(rows) < _ROWS else None

@@ -8,10 +8,12 @@ from kdtrain.config.values import flag
 COMMANDS = {
     **dict.fromkeys(("train", "fit", "run", "finetune", "sft", "student", "kd"), "distill"),
     **dict.fromkeys(("cache", "teacher", "logits", "generate-logits", "precompute", "prepare"), "cache-teacher"),
+    **dict.fromkeys(("lr", "find-rate", "lr-find", "lr-finder", "tune", "sweep"), "find-lr"),
     **dict.fromkeys(("eval", "test", "score", "measure", "validate", "benchmark"), "evaluate"),
     **dict.fromkeys(("show", "info", "ls", "list", "view", "status", "describe"), "inspect"),
     **dict.fromkeys(("check", "fsck", "validate-cache"), "verify"),
     **dict.fromkeys(("save", "convert", "merge"), "export"),
+    **dict.fromkeys(("minitron", "shrink", "compress", "sparsify"), "prune"),
 }
 """A word for a command -> the command."""
 
@@ -34,6 +36,7 @@ _NAMES = {
     "cache": "cache_dir cached logits logits_dir teacher_cache teacher_logits",
     "config": "config_file cfg conf yaml toml c",
     "data": "dataset dataset_name train_data train_file text corpus data_path data_dir train_files",
+    "format": "dataset_format data_format dataset_type formatting chat_format",
     "text_column": "text_field dataset_text_field column text_key",
     "messages_column": "chat_column conversations messages_field",
     "seq_len": "max_length max_seq_length max_seq_len block_size context_length sequence_length seq_length cutoff_len"

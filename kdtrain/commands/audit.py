@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.merge import MIXTURE
 from kdtrain.cache.reader import Cache
 from kdtrain.config import VerifyConfig
+from kdtrain.config.sections import Weights
 from kdtrain.errors import UsageError
 from kdtrain.models.loading import tokenizer_digest
 from kdtrain.models.spec import ATTENTIONS, DTYPES, read_spec
@@ -172,7 +173,7 @@ def _teachers(config: VerifyConfig, settings: CacheSettings) -> tuple[Teacher, T
     assert config.teacher is not None
     device, said = pick_device(config.device), settings.teacher or {}
     spec = read_spec(config.teacher, "teachers")
-    stated = {"dtype": DTYPES, "attention": ATTENTIONS}
+    stated = {"dtype": DTYPES, "attention": ATTENTIONS, "weights": get_args(Weights)}
     spec = replace(spec, **{key: said[key] for key, allowed in stated.items() if said.get(key) in allowed})
     mode = _format(settings)[0]
     teacher, wrong = open_teacher(spec, device, mode), "give the teacher of the cache"
@@ -185,6 +186,7 @@ def _teachers(config: VerifyConfig, settings: CacheSettings) -> tuple[Teacher, T
     def loaded(teacher: Teacher) -> Teacher:
         teacher.load()
         teacher.check(settings.seq_len, settings.document_mask)
+        teacher.pack(())
         return teacher
 
     loaded(teacher)

@@ -1,5 +1,6 @@
 """Builds a run by its recipe: student, teacher, temperature, sources, optimizer and guards."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -8,7 +9,9 @@ from kdtrain.cache.manifest import refuse_tokenizer, refuse_vocabulary
 from kdtrain.commands.agreement import agree, code, weights_digest
 from kdtrain.commands.recipe import PARTS, Recipe
 from kdtrain.commands.run import Run
+from kdtrain.models.adapters import restrict
 from kdtrain.models.attention import choose_kernel
+from kdtrain.models.frozen import pack_student
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import (
     architecture,
@@ -18,6 +21,7 @@ from kdtrain.models.loading import (
     generation_settings,
     load_student,
 )
+from kdtrain.models.router import router_weight
 from kdtrain.monitor.progress import log
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.temperature import build_temperature
@@ -44,6 +48,8 @@ def build(recipe: Recipe) -> Run:
     config, device, plan = recipe.config, recipe.device, recipe.plan
     with raise_on_all_ranks():
         model, teacher = _load_student(recipe), recipe.teacher
+        if teacher is not None:
+            teacher.meet(model)
         hidden = plan_hidden_loss(config.objective, model, teacher, config.seed)
         quantised, collector = _quantize(recipe, model), _collector(recipe, model)
         identity = recipe.identity | _identity(recipe, model, teacher)
@@ -77,11 +83,14 @@ def _load_student(recipe: Recipe) -> SplitModel:
     """Load the student with fp32 weights, split it into backbone and head, and check it against the data."""
     config, spec, facts = recipe.config, recipe.student, recipe.facts
     size = None if spec.config is None or "vocab_size" in spec.config else facts.vocab_size
-    device = "cpu" if recipe.plan.student == "fsdp" else str(recipe.device)  # it may be too large for one device
-    model = load_student(spec, vocab_size=size, seed=config.seed, device=device)
+    whole = recipe.plan.student != "fsdp" and spec.weights is None  # else it may be too large for one device
+    model = load_student(spec, vocab_size=size, seed=config.seed, device=str(recipe.device) if whole else "cpu")
     if config.activation_checkpointing:
         checkpoint_activations(model)
     student = split(model)
+    restrict(student, spec.lora, config.freeze_head, config.seed)
+    if spec.weights is not None:
+        pack_student(student, spec.weights, recipe.device)
     refuse_vocabulary(student.vocab_size, facts.vocab_size, facts.tokenizer_size)
     check_fits(student, spec.name, facts.seq_len, facts.document_mask)
     with recipe.allowing("tokenizer"):
@@ -94,8 +103,17 @@ def _load_student(recipe: Recipe) -> SplitModel:
 
 def _identity(recipe: Recipe, model: SplitModel, teacher: Teacher | None) -> dict[str, Any]:
     """What checkpoints belong to, as far as the models say it."""
-    student = {"name": recipe.student.name, "architecture": architecture(model), "attention": recipe.student.attention}
-    digest = None if teacher is None else teacher.digest
+    attention = recipe.student.attention
+    student: dict[str, Any] = {"name": recipe.student.name, "architecture": architecture(model), "attention": attention}
+    student |= {"router_weight": weight} if (weight := router_weight(model.model)) else {}
+    if model.frozen:
+        student["base"] = model.base
+        student |= {} if recipe.student.weights is None else {"weights": recipe.student.weights}
+        student |= {"freeze_head": True} if recipe.config.freeze_head else {}
+        student |= {} if model.lora is None else {"lora": dataclasses.asdict(model.lora)}
+    digest = None if teacher is None else teacher.digest  # of the whole weights
+    if teacher is not None and teacher.spec.weights is not None:
+        digest = f"{digest} in {teacher.spec.weights}"
     return {"student": student, "generation": generation_settings(model), "teacher": digest}
 
 
@@ -105,8 +123,9 @@ def _quantize(recipe: Recipe, model: SplitModel) -> tuple[str, ...]:
     if formats.choice is None:
         return formats.lines
     skip = {"skip_first": options.quant_skip_first, "skip_last": options.quant_skip_last}
-    head = model.model.get_output_embeddings()
-    return *formats.lines, str(convert(model.model, formats.switch, formats.choice.backend, head=head, **skip))
+    head, backend = model.model.get_output_embeddings(), formats.choice.backend
+    whole = recipe.plan.student != "fsdp"  # else each rank would hold all quantised weights
+    return *formats.lines, str(convert(model.model, formats.switch, backend, head=head, hold=whole, **skip))
 
 
 def _collector(recipe: Recipe, model: SplitModel) -> Collector | None:

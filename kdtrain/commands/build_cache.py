@@ -3,9 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.codec import SAMPLING, CodecSpec, grid_name, grid_offset
@@ -21,6 +24,7 @@ from kdtrain.errors import UsageError
 from kdtrain.files import read_sealed
 from kdtrain.models.loading import ChatTokenizer, generation_of, tokenizer_digest
 from kdtrain.monitor.progress import bar
+from kdtrain.objective.batch import Batch
 from kdtrain.ranks import is_main
 from kdtrain.teaching.teacher import Teacher
 
@@ -46,6 +50,8 @@ def build_cache(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | N
         answers = {"teacher": None, "kept": lambda rows: teacher.kept(rows, codec, config.seed)}
     else:
         answers = {"teacher": teacher.logits, "sharded": teacher.sharded}
+    if teacher.cost is not None:
+        answers["stated"] = {"weights_cost": teacher.cost}
     saved = ChatTokenizer(teacher.tokenizer, generation_of(teacher.spec))
     return _write(config.out, settings, rows, tokenizer=saved, batch_size=config.batch_size, all_ranks=True, **answers)
 
@@ -123,6 +129,21 @@ def _asked(config: CacheTeacherConfig, teacher: Teacher) -> tuple[CacheSettings,
     return settings, rows
 
 
+def validation_rows(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | None, most: int) -> Iterator[Batch]:
+    """The first rows of the validation split that `build_cache` keeps, in batches."""
+    if refined is None:
+        rows = _text(config.data, teacher.tokenizer, config.splits())["validation"]
+    else:
+        rows = refined["validation"].rows()
+    first = islice(rows, most)
+    while part := list(islice(first, config.batch_size)):
+        tokens, mask, segments = (
+            torch.from_numpy(np.stack([getattr(row, name) for row in part]).astype(kind))
+            for name, kind in (("tokens", np.int64), ("loss_mask", bool), ("segments", np.int64))
+        )
+        yield Batch(tokens, mask, segments, None)
+
+
 def build_tokens(
     folder: Path,
     data: DataConfig,
@@ -172,6 +193,7 @@ def _settings(
         "split": data.split,
         "text_column": data.text_column,
         "messages_column": data.messages_column,
+        **({} if data.format == "auto" else {"format": data.format}),
     }
     return CacheSettings(
         codec=codec,
@@ -189,7 +211,10 @@ def _text(
 ) -> dict[str, Iterator[PackedRow]]:
     """The rows of each split: a cache calls the split that was asked for train, and adds validation."""
     sources = {"train": data.split, "validation": "validation" if "train" in limits else data.split}
-    return {name: packed_rows(data, sources[name], tokenizer, limit) for name, limit in limits.items()}
+    return {
+        name: packed_rows(data, sources[name], tokenizer, limit, example=number == 0)
+        for number, (name, limit) in enumerate(limits.items())
+    }
 
 
 def _write(

@@ -2,25 +2,27 @@
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from kdtrain.cache.manifest import Manifest
+from kdtrain.cache.format import MANIFEST
+from kdtrain.cache.manifest import Manifest, weights_line
 from kdtrain.cache.reader import Cache
 from kdtrain.commands.agreement import same_ranks
-from kdtrain.commands.build_cache import build_cache, refined_cache, refuse_other_vocabulary
+from kdtrain.commands.build_cache import build_cache, refined_cache, refuse_other_vocabulary, validation_rows
 from kdtrain.commands.made_cache import show_cache
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.loading import load_tokenizer
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import read_spec, with_weights
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import duration, size
 from kdtrain.parallel.memory_plan import free_everywhere, shards_teacher
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, raise_on_all_ranks, reported, world_size
-from kdtrain.teaching.teacher import open_teacher
+from kdtrain.teaching.teacher import MEASURED, open_teacher
 
 
 def main(config: CacheTeacherConfig) -> int:
@@ -72,7 +74,8 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> None:
         spec = read_spec(config.teacher, "teachers")
         if config.from_logprobs is not None:
             load_tokenizer(spec)  # a spec without one is refused by name
-            spec = replace(spec, kind="recorded", options={"logprobs": str(config.from_logprobs)})
+            spec = replace(spec, kind="recorded", weights=None, options={"logprobs": str(config.from_logprobs)})
+        spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
         teacher = open_teacher(spec, device, pick_mode(config.precision, device), online=False)
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
         if refined is not None:
@@ -82,23 +85,32 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> None:
         sharded = shards_teacher(config, teacher.footprint(seq_len), free, seq_len)
         teacher.load(sharded)
         teacher.check(seq_len, document_mask)
+        measured = spec.weights is not None and is_main() and not (config.out / MANIFEST).exists()
+        rows = validation_rows(config, teacher, refined, MEASURED) if measured else ()
+        teacher.pack(rows, document_mask=document_mask)
     teacher.prepare(sharded=sharded, compile=config.compile)
     text = config.data.data or config.refine
     over = "" if text is None else f" over {text}"
     many = f" in {world_size()} ranks" if world_size() > 1 else ""
     log.info("caching %s%s into %s%s", teacher, over, config.out, many)
+    if teacher.cost is not None:
+        log.info("%s", weights_line(teacher.cost))
     build_cache(config, teacher, refined)
 
 
 def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, seconds: float) -> None:
     peak, ranks = peak_memory_mb(device), world_size()
     among = f" in {ranks} ranks" if ranks > 1 else ""
+    said, facts = [], dict[str, Any]()
+    if (cost := manifest.weights_cost) is not None:
+        said, facts = [weights_line(cost)], {"weights_cost": cost}
     show_cache(
         config.out,
         manifest,
         config.json,
-        [f"took {duration(seconds)}{among}, peak memory {size(peak)}"],
+        [*said, f"took {duration(seconds)}{among}, peak memory {size(peak)}"],
         ranks=ranks,
         seconds=round(seconds, 1),
         peak_memory_mb=round(peak, 1),
+        **facts,
     )

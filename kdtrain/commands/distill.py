@@ -1,7 +1,7 @@
 """`kdtrain distill`: trains a student from a cache, from an online teacher, or by cross-entropy on text."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from kdtrain.commands.build import build
 from kdtrain.commands.pages import closing_page
 from kdtrain.commands.recipe import resolve, run_device
 from kdtrain.commands.resume import Start
+from kdtrain.commands.run import Run
 from kdtrain.commands.run_folder import run_lock
 from kdtrain.config import DistillConfig
 from kdtrain.config.values import configured
@@ -73,7 +74,17 @@ def distill(config: DistillConfig | None = None, **options: Any) -> dict[str, An
 
     UsageError: data, cache, student or options do not fit together. RunError: the training failed, or diverged.
     """
-    config = configured(DistillConfig, config, options)
+    return train(configured(DistillConfig, config, options), finish=_export)
+
+
+def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) -> dict[str, Any]:
+    """Train the student of `config`, or resume its run; return the contents of result.json.
+
+    finish: takes the run, trained and unless a signal stopped it, and its result, as a group of ranks and under the
+    run's lock.
+
+    UsageError, RunError: as `distill`.
+    """
     setup_logging(quiet=not is_main())
     with ExitStack() as stack:
         stack.enter_context(_quiet_libraries())
@@ -97,11 +108,15 @@ def distill(config: DistillConfig | None = None, **options: Any) -> dict[str, An
             trainer.writers.close()
             stopped_early = trainer.state.progress.stopped is not None
             result = run.result("signal" if trainer.stopped_by else "early-stop" if stopped_early else "done")
-            if trainer.stopped_by is None:  # still as a group of ranks, and under the run's lock
-                try:
-                    on_main(run.export)
-                except UsageError as error:  # training is over: it failed while running
-                    raise reported(RunError(str(error))) from None
-                result["student"] = str(run.out / "student")
+            if trainer.stopped_by is None:
+                finish(run, result)
         run.write_result(result)
         return result
+
+
+def _export(run: Run, result: dict[str, Any]) -> None:
+    try:
+        result |= on_main(run.export)
+    except UsageError as error:  # training is over: it failed while running
+        raise reported(RunError(str(error))) from None
+    result["student"] = str(run.out / "student")

@@ -20,10 +20,11 @@ from kdtrain.commands.resume import Start
 from kdtrain.commands.run_folder import is_run
 from kdtrain.commands.trial import Trial, trial_run
 from kdtrain.config import DistillConfig, OptimizerConfig
+from kdtrain.models.head import layers_of
+from kdtrain.models.loading import active_parameters
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show
 from kdtrain.parallel import parallelize
-from kdtrain.precision.linear import layers_of
 from kdtrain.ranks import is_main, peak_memory_mb, raise_on_all_ranks, world_size
 from kdtrain.training.schedule import decay_steps, warmup_steps
 from kdtrain.training.state import packed, read_saved
@@ -38,8 +39,8 @@ def main(config: DistillConfig) -> int:
     setup_logging(quiet=not is_main())
     with trial_run(config) as trial:
         start = Start(trial.run)
-        if config.checkpoint.load is not None:
-            start.load(config.checkpoint.load)
+        if (path := start.recipe.loads) is not None:
+            start.load(path)
         with raise_on_all_ranks():
             begins = _begins(config, start)
         log.info("built the run; two steps, a validation forward and a save follow")
@@ -72,8 +73,10 @@ def _plan(trial: Trial) -> dict[str, Any]:
     micro_batches = f"{trainer.stepper.micros} micro-batches of {trainer.stepper.micro}"
     sequences, seq_len = len(trainer.stepper.source), recipe.facts.seq_len
     sent = gigabytes_sent(student.model, recipe, trainer.stepper.micros)
+    total, active = trial.run.parameters, active_parameters(student.model)
+    mixture = {} if active == total else {"active for a token": active}
     return {
-        "student": {"name": recipe.student.name, "parameters": trial.run.parameters},
+        "student": {"name": recipe.student.name, "parameters": total, **trial.run.trained, **mixture},
         "teacher": recipe.teacher_name,
         "device": str(student.device),
         "parallel": {"ranks": world_size(), **recipe.plan.table(), "GB sent a step": sent},
@@ -86,7 +89,7 @@ def _plan(trial: Trial) -> dict[str, Any]:
         **({"caches": recipe.members} if recipe.members else {}),
         "epochs": round(trainer.total * config.batch_size / sequences, 3),
         "tokens": trainer.total * config.batch_size * seq_len,
-        "learning rate": _schedule(trainer.total, config.optimizer),
+        "learning rate": _schedule(trainer.total, config.optimizer, recipe.lr_from),
         "validations": len(trial.validation_steps),
         "checkpoints": trial.saves,
     }
@@ -136,7 +139,7 @@ def gigabytes_sent(student: nn.Module, recipe: Recipe, micro_batches: int) -> fl
     """GB that a rank sends over a ring in a step, by its formula (`parallel.parallelize`)."""
     world, plan = world_size(), recipe.plan
     if plan.student != "fsdp":
-        return parallelize.ddp([each.shape for each in student.parameters()]).sent(1, world) / 1e9
+        return parallelize.ddp([each.shape for each in student.parameters() if each.requires_grad]).sent(1, world) / 1e9
     layers = layers_of(student)
     inside = {id(each) for layer in layers for each in layer.parameters()}
     sharing = plan.shard_size or world
@@ -148,12 +151,14 @@ def gigabytes_sent(student: nn.Module, recipe: Recipe, micro_batches: int) -> fl
         micro_batches=micro_batches,
         gathered=4 if recipe.formats.gathered is None else 2,
         accumulate=plan.accumulate,
+        frozen=[each.shape for each in student.parameters() if not each.requires_grad],
     )
     return traffic.sent(sharing, world // sharing) / 1e9
 
 
-def _schedule(total: int, options: OptimizerConfig) -> str:
-    text = f"{options.lr:g}, {options.lr_schedule} after {warmup_steps(total, options)} steps of warm-up"
+def _schedule(total: int, options: OptimizerConfig, auto: str | None) -> str:
+    rate = f"{options.lr:g}" + ("" if auto is None else f" (auto: {auto})")
+    text = f"{rate}, {options.lr_schedule} after {warmup_steps(total, options)} steps of warm-up"
     if options.lr_schedule == "wsd":
         last = decay_steps(total, options)
         text += f", the last {last} steps down to {options.min_lr:g} ({options.decay_shape})"

@@ -29,7 +29,7 @@ from kdtrain.config.choices import resolve_tail
 from kdtrain.config.values import refuse
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import aside_in, read_json, typed
-from kdtrain.models.spec import ModelSpec, read_spec, shipped
+from kdtrain.models.spec import ADAPTER_CONFIG, ModelSpec, read_spec, shipped
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.tables import show, show_page
@@ -96,7 +96,7 @@ def _kind(path: Path) -> str:
     except UsageError:
         if is_folder:
             return "folder"
-        if (path / "config.json").is_file():
+        if any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
             return "model"
         raise
 
@@ -194,6 +194,7 @@ def _cache_facts(path: Path, manifest: Manifest) -> dict[str, Any]:
         "bytes per token": manifest.bytes_per_token,
         "temperature range": manifest.temperature_range,
         "fidelity": manifest.fidelity,
+        **({"weights_cost": manifest.weights_cost} if manifest.weights_cost else {}),
         **({"origin": manifest.origin} if manifest.origin else {}),
         **({"parents": manifest.parents} if manifest.parents else {}),
         "versions": manifest.versions,
@@ -344,6 +345,8 @@ def _spec(path: Path) -> _Found:
     teaches = str(path) in shipped("teachers") or path.parent.name == "teachers"
     spec = read_spec(str(path), "teachers" if teaches else "students")
     facts = {name: value for name, value in vars(spec).items() if value not in (None, (), {}, False)}
+    if spec.lora is not None:
+        facts["lora"] = {name: value for name, value in vars(spec.lora).items() if value not in (None, False)}
     return facts, _recipe(shlex.quote(str(path)), spec, teaches)
 
 
@@ -356,6 +359,8 @@ def _recipe(word: str, spec: ModelSpec, teaches: bool) -> Iterator[pages.Part]:
     yield f"{word}: {spec.name}, {kind}{begins.get(spec.init, 'the weights')}{source}"
     if config:
         yield ", ".join(f"{name} {value}" for name, value in config.items())
+    if spec.lora is not None:
+        yield f"trains {spec.lora}"
     if spec.tokenizer:
         yield f"tokenizer {spec.tokenizer}"
     yield f"{f'{spec.dtype}, ' if teaches else ''}attention {spec.attention}"

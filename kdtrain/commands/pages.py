@@ -19,10 +19,11 @@ from typing import Any
 from rich.table import Table
 
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.manifest import Manifest, Parent, Sidecar, TemperatureRange
+from kdtrain.cache.manifest import Manifest, Parent, Sidecar, TemperatureRange, weights_line
 from kdtrain.commands.kinds import is_training
 from kdtrain.commands.result import RESULT
 from kdtrain.files import open_regular, parse_json, read_json, typed
+from kdtrain.models.spec import ADAPTER_CONFIG
 from kdtrain.monitor.health import Signs, findings, stalled
 from kdtrain.monitor.progress import formula
 from kdtrain.monitor.record import RunRecord
@@ -54,6 +55,9 @@ def run_page(path: Path, facts: Mapping[str, Any], record: RunRecord) -> Iterato
     named = next((options[each] for each in ("cache", "data") if options.get(each)), "")
     source = f" from {' and '.join(map(str, named)) if isinstance(named, list) else named}" if named else ""
     teacher = f" with teacher {options['teacher']}" if options.get("teacher") else ""
+    if isinstance(count := student.get("trained_parameters"), int):
+        held = f", beside {kind} weights" if (kind := student.get("base_weights")) else ""
+        parameters += f" ({short(count)} trained: {student.get('trained')}{held})"
     yield f"{path}: {name}{parameters}{source}{teacher}, {environment.get('mode')} on {environment.get('device')}"
     state, ended = _state(path, record)
     yield ended
@@ -214,7 +218,8 @@ def _losses(result: Mapping[str, Any], record: RunRecord) -> Iterator[Part]:
     teacher = result.get("teacher_validation_loss")
     if teacher is None and record.validations:
         teacher = record.validations[-1].get("validation/teacher_loss")
-    for name, value in (("teacher", teacher), ("cross-entropy", result.get("cross_entropy_validation_loss"))):
+    others = {"merged": "merged_validation_loss", "cross-entropy": "cross_entropy_validation_loss"}
+    for name, value in (("teacher", teacher), *((name, result.get(key)) for name, key in others.items())):
         if isinstance(value, int | float) and math.isfinite(value):
             header.append(name)
             row.append(_three(value))
@@ -267,7 +272,9 @@ def _objective(record: RunRecord) -> str:
     hidden = float(own) if options.get("hidden_loss") not in (None, "none") and isinstance(own, int | float) else None
     caches = record.environment.get("caches")
     kinds = {_table(each).get("targets") == "none" for each in caches} if isinstance(caches, list) else set()
-    return formula(weight, str(divergence), hidden, bool(weight) and len(kinds) > 1)
+    routed = _table(record.environment.get("student")).get("router_weight")
+    router = routed if isinstance(routed, int | float) else 0.0
+    return formula(weight, str(divergence), hidden, bool(weight) and len(kinds) > 1, router)
 
 
 def _aside(facts: Mapping[str, Any]) -> Iterator[Part]:
@@ -340,6 +347,8 @@ def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -
         if found["min"] == found["max"] and codec.top_k:  # a top-k from elsewhere
             error = "what lies outside of the entries is not known"
         yield f"{_temperatures(found)} ({error})"
+    if manifest.weights_cost is not None:
+        yield weights_line(manifest.weights_cost)
     if facts.get("tail rule"):
         yield f"tail rule {facts['tail rule']}"
     if manifest.origin:
@@ -472,7 +481,8 @@ def shard_facts(path: Path, sidecar: Sidecar) -> dict[str, Any]:
 
 def model_facts(path: Path) -> dict[str, Any]:
     """A model folder, such as an export: its architecture, size and tokenizer. ValueError, OSError: it is none."""
-    config = read_json(path / "config.json", dict[str, Any])
+    adapter = (path / ADAPTER_CONFIG).is_file()
+    config = read_json(path / (ADAPTER_CONFIG if adapter else "config.json"), dict[str, Any])
     shapes: dict[str, list[int]] = {}
     dtypes: Counter[str] = Counter()
     total = 0
@@ -483,14 +493,16 @@ def model_facts(path: Path) -> dict[str, Any]:
                 shape = typed(typed(each, dict[str, Any]).get("shape"), list[int])
                 shapes[name] = shape
                 dtypes[str(each.get("dtype"))] += math.prod(shape)
-    names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
+    names: tuple[str, ...] = ("base_model_name_or_path", "r", "lora_alpha")
+    if not adapter:
+        names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
     facts: dict[str, Any] = {name: config[name] for name in names if isinstance(config.get(name), int | str)}
     facts |= {"parameters": sum(map(math.prod, shapes.values())), "number formats": dict(dtypes)}
     facts |= {"weights": size(total / 2**20), "tokenizer": (path / "tokenizer.json").exists()}
     with suppress(OSError, ValueError):
         origin = read_json(path / "kdtrain.json", dict[str, Any])
-        shown = ["cache", "step"] + (["caches"] if "caches" in origin else [])
-        facts["exported by kdtrain"] = {name: origin.get(name) for name in shown}
+        shown = ("cache", "step", "caches", "pruned")
+        facts["exported by kdtrain"] = {name: origin[name] for name in shown if name in origin}
     return facts
 
 

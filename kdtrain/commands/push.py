@@ -14,7 +14,7 @@ from typing import Any
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.address import Address, parse_address
 from kdtrain.cache.card import CARD, LICENSES, is_card, make_card
-from kdtrain.cache.hub import api, ask
+from kdtrain.cache.hub import api, ask, make_repository, upload
 from kdtrain.cache.manifest import Manifest, maker, read_manifest
 from kdtrain.config import PushConfig
 from kdtrain.errors import UsageError, printable
@@ -62,8 +62,8 @@ def _there_first(config: PushConfig, address: Address, manifest: Manifest) -> An
 
     UsageError: no token, no permission, or another cache is there.
     """
-    hub, repository = api(), str(address.repository)
-    ask(address, lambda: _make(hub, repository, config.private))
+    make_repository(address, str(address.repository), "dataset", config.private)
+    hub = api()
     there = ask(address, lambda: _there(hub, address, manifest))
     if there == manifest.digest:
         log.info("%s holds this very cache already; its card and preview are written again", address)
@@ -74,9 +74,6 @@ def _there_first(config: PushConfig, address: Address, manifest: Manifest) -> An
 
 def _push(config: PushConfig, address: Address, manifest: Manifest, hub: Any) -> str:
     """Upload, and return the commit."""
-    from huggingface_hub import CommitOperationAdd
-
-    repository = str(address.repository)
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
         sources = dict(_files(config.cache, manifest))
         previewed = _write_preview(config.cache, Path(folder) / PREVIEW)
@@ -89,22 +86,8 @@ def _push(config: PushConfig, address: Address, manifest: Manifest, hub: Any) ->
             sources[CARD] = Path(folder) / CARD
         else:
             log.warning("%s has a %s that kdtrain did not write; it stays as it is", address, CARD)
-        operations = [CommitOperationAdd(name, str(path)) for name, path in sources.items()]
-        log.info("uploading %d files of %s to %s", len(operations), config.cache, address)
-        message = f"Cache {manifest.digest[:12]}"
-        done = ask(
-            address,
-            lambda: hub.create_commit(repository, operations, repo_type="dataset", commit_message=message),
-        )
-    return str(done.oid)
-
-
-def _make(hub: Any, repository: str, private: bool) -> None:
-    from huggingface_hub import get_token
-
-    if get_token() is None:
-        raise UsageError(f"hf:{repository}: no token for the hub; log in with hf auth login, or set HF_TOKEN")
-    hub.create_repo(repository, repo_type="dataset", private=private or None, exist_ok=True)
+        log.info("uploading %d files of %s to %s", len(sources), config.cache, address)
+        return upload(address, str(address.repository), "dataset", sources, f"Cache {manifest.digest[:12]}")
 
 
 def _there(hub: Any, address: Address, manifest: Manifest) -> str | None:

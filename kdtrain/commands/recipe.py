@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from kdtrain.cache.address import parse_address
@@ -20,22 +21,36 @@ from kdtrain.cache.look import look
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.view import View, build_view
 from kdtrain.commands.build_cache import build_tokens, holds_tokens
-from kdtrain.commands.run_folder import deciding, restarted, saved_attention
-from kdtrain.config import DistillConfig, ObjectiveConfig
+from kdtrain.commands.run_folder import deciding, restarted, saved_attention, saved_rate
+from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
 from kdtrain.config.commands import TERMS
+from kdtrain.config.rates import WORDS, Kind, Rate, rate_of
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
+from kdtrain.imports import optional
+from kdtrain.models.adapters import is_adapter, read_adapter
 from kdtrain.models.attention import resolve_attention
-from kdtrain.models.loading import digest_of, load_tokenizer
-from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.frozen import refuse_weights
+from kdtrain.models.loading import digest_of, is_model_folder, load_tokenizer, with_weights_of
+from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.monitor.progress import log, warn_early
+from kdtrain.monitor.tables import short
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.divergence import parse, refuse
-from kdtrain.parallel.memory_plan import Job, Plan, fitting_micro_batch, free_everywhere, job_of, plan_run
+from kdtrain.parallel.memory_plan import (
+    Job,
+    Plan,
+    fitting_micro_batch,
+    free_everywhere,
+    job_of,
+    plan_run,
+    student_footprint,
+)
 from kdtrain.precision.backends import Formats, formats_of
 from kdtrain.precision.modes import why_not_compile, why_not_tf32
-from kdtrain.ranks import on_main, pick_device, raise_on_all_ranks, reported, world_size
-from kdtrain.teaching.teacher import Teacher, open_teacher
+from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, reported, world_size
+from kdtrain.teaching.teacher import MEASURED, Teacher, open_teacher
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.sources.aligned import AlignedSource, aligned_facts
 from kdtrain.training.sources.build import open_source
@@ -55,12 +70,14 @@ class Recipe:
     given: DistillConfig
     """The options as given."""
     config: DistillConfig
-    """The options as used: with bounds of T, and `--resume auto` where torchrun has restarted the run."""
+    """As used: with the number of `--lr`, bounds of T, and `--resume auto` where torchrun has restarted the run."""
+    lr_from: str | None
+    """Where `--lr auto` took its number from; None where one was given."""
     device: torch.device
     resumed: bool
     """Whether `config.out` already holds this run."""
     student: ModelSpec
-    """With its attention resolved."""
+    """With its attention and its adapters resolved."""
     teacher: Teacher | None
     """The online teacher, loaded and not yet sharded."""
     sources: dict[str, Source]
@@ -121,6 +138,12 @@ class Recipe:
         """The spec of the teacher, online or of the cache; None without one."""
         return self.config.teacher or self.facts.teacher.get("spec")
 
+    @property
+    def loads(self) -> Path | None:
+        """The run or checkpoint of `--load`; None for a model folder, whose weights `student` names."""
+        path = self.config.checkpoint.load
+        return None if path is None or is_model_folder(path) else path
+
     @contextmanager
     def allowing(self, name: str) -> Iterator[None]:
         """Turn a refusal inside into a warning with `--allow-mismatch NAME`, and mention that option without it."""
@@ -142,22 +165,28 @@ def resolve(
 
     claim: takes the folder of the run, and returns whether it already holds this run; called after all refusals that do
     not need the folder.
-    earlier: the folder of the run that would be resumed, which keeps its attention; by default `given.out`.
+    earlier: the folder of the run that would be resumed, which keeps attention and rate; by default `given.out`.
 
     UsageError: data, cache, student or options do not fit together.
     """
     restart = on_main(lambda: restarted(given))
     checkpoint = replace(given.checkpoint, resume="auto") if restart else given.checkpoint
-    saved = on_main(lambda: saved_attention(earlier or given.out, checkpoint.resume))  # before the plan of memory
+    out = earlier or given.out
+    saved = on_main(lambda: saved_attention(out, checkpoint.resume))  # before the plan of memory
+    rate = on_main(lambda: saved_rate(given, out, checkpoint.resume)) if given.optimizer.lr == "auto" else None
     free = free_everywhere(device, given.parallel.device_memory)
     with raise_on_all_ranks():
         for name, text in given.monitor.loggers:
             LOGGERS.get(name).ready(text)
-        student, formats = read_spec(given.student), formats_of(given.precision, given.quantization, device)
-        taught_by = None if given.teacher is None else read_spec(given.teacher, "teachers")
+        student, formats = student_spec(given), formats_of(given.precision, given.quantization, device)
+        student = _with_base_weights(given, student, formats, device)
+        taught_by = None if given.teacher is None else teacher_spec(given.teacher, student)
+        if taught_by is not None:
+            held = given.teacher_weights, "--teacher-weights", given.parallel.teacher_parallel
+            taught_by = with_weights(taught_by, *held)
         teacher = None if taught_by is None else open_teacher(taught_by, device, formats.high)
         across = _across(given, student)
-        sources = {} if given.data.data is not None or across is not None else _open(given, given.cache)
+        sources = {} if given.data.data is not None or across is not None else open_sources(given, given.cache)
         facts = sources["train"].facts if sources else across
         seq_len, size = (given.data.seq_len, None) if facts is None else (facts.seq_len, facts.vocab_size)
         masked, compiles = given.data.document_mask if facts is None else facts.document_mask, _compiles(given, device)
@@ -172,7 +201,13 @@ def resolve(
         micro = _micro_batch(given, job, free)
         plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
         objective = _with_bounds(given.objective, facts, teacher is not None)
-        config = replace(given, objective=objective, checkpoint=checkpoint)
+        measured = None if job is None else job.student
+        if job is None and teacher is not None and given.optimizer.lr == "auto" and rate is None:
+            # it may be the teacher alone that cannot be measured
+            measured = student_footprint(student, size, seq_len=min(seq_len, 64), mode="fp32")
+        lr, lr_from = _learning_rate(given, student, None if measured is None else measured.parameters, rate)
+        optimizer = replace(given.optimizer, lr=lr)
+        config = replace(given, objective=objective, optimizer=optimizer, checkpoint=checkpoint)
     on_main(lambda: _look(given))
     resumed = claim(config)
     if teacher is not None:
@@ -186,13 +221,18 @@ def resolve(
     if not sources:
         folder = on_main(lambda: str(_tokens(config, student, teacher, resumed)))
         with raise_on_all_ranks():
-            sources = _open(given, [folder])
+            sources = open_sources(given, [folder])
             if given.source != "cache":  # it may have targets of its own
                 objective = _with_bounds(given.objective, sources["train"].facts, teacher is not None)
                 config = replace(config, objective=objective)
+    if teacher is not None:
+        with raise_on_all_ranks():
+            rows = sources["validation"]
+            teacher.pack(_first_rows(rows, micro) if is_main() else (), document_mask=rows.facts.document_mask)
     return Recipe(
         given=given,
         config=config,
+        lr_from=lr_from,
         device=device,
         resumed=resumed,
         student=student,
@@ -235,7 +275,25 @@ def run_device(config: DistillConfig) -> Iterator[torch.device]:
         yield device
 
 
-def _open(config: DistillConfig, folders: Sequence[Path | str]) -> dict[str, Source]:
+def student_spec(config: DistillConfig) -> ModelSpec:
+    """The spec of the student, with its adapters, and the weights of a model folder where `--load` names one.
+
+    UsageError: it cannot be read, or the options do not fit it.
+    """
+    student, folder = read_spec(config.student), config.checkpoint.load
+    model = folder is not None and is_model_folder(folder)
+    if folder is not None and (model or is_adapter(folder)) and config.checkpoint.override_opt_param_scheduler:
+        raise UsageError(
+            f"--override-opt-param-scheduler has no effect with the {'model' if model else 'adapter'} folder {folder}, "
+            "which has no schedule; leave it out"
+        )
+    if folder is not None and model:
+        student = with_weights_of(folder, student)
+    return replace(student, lora=_lora(config, student))
+
+
+def open_sources(config: DistillConfig, folders: Sequence[Path | str]) -> dict[str, Source]:
+    """The splits train and validation of the caches in `folders`, or of another --source."""
     caches: list[Cache | None] = [Cache(each, local_limit=config.local_limit) for each in folders] or [None]
     found: dict[str, list[Source]] = {}
     for split in ("train", "validation"):
@@ -279,6 +337,71 @@ def _look(config: DistillConfig) -> None:
             if "cache" not in config.allow_mismatch:
                 raise UsageError(f"{cache.name} does not look right: {finding}; or add --allow-mismatch cache")
             warn_early("mismatch", f"--allow-mismatch cache: {cache.name} does not look right: {finding}")
+
+
+def _learning_rate(
+    given: DistillConfig, student: ModelSpec, parameters: int | None, saved: float | None
+) -> tuple[float, str | None]:
+    """The peak rate of a run, and where `--lr auto` took it from; a run that goes on keeps its own."""
+    if given.optimizer.lr != "auto":
+        return given.optimizer.peak_lr, None
+    if saved is not None:
+        return saved, "that of its checkpoints"
+    kind, row = table_rate(given, student, parameters)
+    size = "of unknown size" if parameters is None else f"{short(parameters)} parameters"
+    better = "" if row.search is None else f"; fresh students of this size learned best at {row.search:g}"
+    return row.lr, f"{WORDS[kind]}, {size}{better}; kdtrain find-lr measures it"
+
+
+def table_rate(config: DistillConfig, student: ModelSpec, parameters: int | None) -> tuple[Kind, Rate]:
+    """What a run of `config` trains, and the row of `config.rates` for it; parameters: of the whole student."""
+    begun = student.init != "scratch" or config.checkpoint.load is not None
+    kind: Kind = "lora" if student.lora is not None else "pretrained" if begun else "fresh"
+    return kind, rate_of(kind, parameters)
+
+
+def _lora(config: DistillConfig, student: ModelSpec) -> LoraConfig | None:
+    """The adapters that options, spec and `--load` agree on. Refuses what cannot be, and a missing `peft`."""
+    start = config.checkpoint.load
+    if start is None or not is_adapter(start):
+        lora = config.lora.over(student.lora)
+    else:
+        loaded = read_adapter(start)
+        lora = config.lora.over(loaded if student.lora is None else student.lora.over(loaded))
+        same = {f"lora_{name}": getattr(loaded, f"lora_{name}") for name in ("rank", "alpha", "rslora", "dora")}
+        if lora is not None and replace(lora, **same) != lora:
+            raise UsageError(f"--load {start} is {loaded}, and the options or the spec ask for {lora}; leave them out")
+    if lora is None:
+        return None
+    optional("peft", "lora", "--lora-rank" if student.lora is None else f"[lora] in the spec of {student.name}")
+    if config.freeze_head:
+        raise UsageError("--freeze-head has no effect with adapters, which never train the head; leave it out")
+    return lora
+
+
+def _with_base_weights(config: DistillConfig, spec: ModelSpec, formats: Formats, device: torch.device) -> ModelSpec:
+    """The student's spec with the format of its frozen weights. Refuses what that cannot be combined with."""
+    spec = with_weights(spec, config.base_weights, "--base-weights", config.parallel.parallel)
+    if (kind := spec.weights) is None:
+        return spec
+    what = f"--base-weights {kind}"
+    if spec.lora is None:
+        raise UsageError(f"{what} is for weights that are not trained, and all are; add --lora-rank, or leave it out")
+    if spec.lora.lora_dora:
+        raise UsageError(f"{what} cannot be used with --lora-dora, which needs whole weights; leave one of them out")
+    if formats.choice is not None:
+        raise UsageError(
+            f"{what} cannot be used with --precision {formats.choice.mode}, which would quantise the frozen weights "
+            "again; use --precision bf16, or leave it out"
+        )
+    refuse_weights(kind, "--base-weights", device)
+    return spec
+
+
+def _first_rows(source: Source, size: int) -> Iterator[Batch]:
+    """The first sequences of a split, on which the cost of a teacher's packed weights is measured."""
+    count = min(len(source), MEASURED)
+    return (source.read(np.arange(start, min(start + size, count))) for start in range(0, count, size))
 
 
 def _micro_batch(config: DistillConfig, job: Job | None, free: float | None) -> int:

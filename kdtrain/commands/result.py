@@ -3,7 +3,7 @@
 import contextlib
 from collections import Counter
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from kdtrain.files import read_json
 from kdtrain.monitor.record import events
@@ -18,6 +18,8 @@ class Result(TypedDict):
     error: str | None
     step: int
     steps: int
+    best_step: NotRequired[int | None]
+    merged_validation_loss: NotRequired[float | None]
 
 
 class _OtherResult(TypedDict):

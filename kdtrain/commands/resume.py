@@ -8,9 +8,12 @@ from kdtrain.commands.export import checkpoint_of
 from kdtrain.commands.recipe import PARTS
 from kdtrain.commands.run import Run
 from kdtrain.commands.run_folder import changes, is_run, refuse_changes
+from kdtrain.config import LoraConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import read_json, read_toml, typed
+from kdtrain.models.adapters import fill_adapter, is_adapter
 from kdtrain.monitor.progress import log, warn_early
+from kdtrain.parallel.parallelize import part_of, reshard
 from kdtrain.ranks import on_main, raise_on_all_ranks, reported
 from kdtrain.training.schedule import learning_rate, total_steps, warmup_steps
 from kdtrain.training.state import Progress, load_saved
@@ -52,7 +55,7 @@ class Start:
             path = self._resume(options.resume)
             if path is not None:
                 return path
-        return None if options.load is None else self.load(options.load)
+        return None if self.recipe.loads is None else self.load(self.recipe.loads)
 
     def _resume(self, name: str) -> Path | None:
         """Load the checkpoint that `--resume` names; None where `auto` finds none."""
@@ -63,6 +66,7 @@ class Start:
         path = Path(found)
         with raise_on_all_ranks():
             checkpoint = load_saved(path, trainer.state.like)
+            self._note_router(checkpoint.state, path)
             self.refuse_changes(checkpoint.state, self.recipe.config.out, path.name)
             self._refuse_other(checkpoint.state, path, PARTS)
             self._load(checkpoint, path)
@@ -124,9 +128,12 @@ class Start:
                     f"--load {path}: there is no such run or checkpoint; name a folder like runs/A, or "
                     "runs/A/checkpoints/step-00002000"
                 )
+            if is_adapter(path):
+                return self._load_adapter(path)
             path = checkpoint_of(path, "best") if is_run(path) else trainer.store.choose(str(path.resolve()))
             checkpoint = load_saved(path, trainer.state.like)
             checkpoint.state["student"]["attention"] = self.identity["student"]["attention"]  # the weights serve any
+            self._note_router(checkpoint.state, path)
             self._refuse_other(checkpoint.state, path, ("student",))
             saved, same_data = checkpoint.state["options"], checkpoint.state["cache"] == self.identity["cache"]
             different = changes(saved, config, but=self._same(checkpoint.state))
@@ -164,6 +171,14 @@ class Start:
         log.info("weights and moments are those of %s; the data starts at sequence %d", path, cursor)
         return path
 
+    def _load_adapter(self, path: Path) -> Path:
+        """Begin with the adapters of a `peft` folder."""
+        model = self.trainer.student.model
+        reshard(model)
+        fill_adapter(model.model, path, part_of)
+        log.info("the adapters are those of %s", path)
+        return path
+
     def new_length(self) -> str | None:
         """Return what changes because the run has another length than at its last start; None where nothing does."""
         progress, options, now = self.trainer.state.progress, self.recipe.config.optimizer, self.recipe.total
@@ -199,10 +214,20 @@ class Start:
         unasked = {name for name in _BOUNDS if getattr(given, name) is None}
         return same | ({"cache"} & {*self.recipe.config.allow_mismatch}) | (set() if "cache" in same else unasked)
 
+    def _note_router(self, saved: dict[str, Any], path: Path) -> None:
+        """Warn where a version without the router's auxiliary loss wrote a checkpoint, and take it for one with it."""
+        weight = self.identity["student"].get("router_weight")
+        if weight is not None and saved["student"].setdefault("router_weight", None) is None:
+            saved["student"]["router_weight"] = weight
+            text = "was trained without the router's auxiliary loss, which is added from here on, times"
+            warn_early("router-loss", f"{path} {text} {weight:g}")
+
     def _refuse_other(self, saved: dict[str, Any], path: Path, parts: tuple[str, ...]) -> None:
         for part in parts:
             with self.recipe.allowing(part):
                 if saved[part] != self.identity[part]:
+                    if part == "student":
+                        _refuse_other_training(saved[part], self.identity[part], path)
                     raise UsageError(f"{path} was trained with another {part}; give that one, or name another --out")
 
     def _load(self, checkpoint: Checkpoint, path: Path, **options: Any) -> None:
@@ -210,3 +235,30 @@ class Start:
             self.trainer.state.load(checkpoint.tensors, checkpoint.state, **options)
         except RunError as error:
             raise RunError(f"{path}: {error}") from error
+
+
+def _refuse_other_training(saved: dict[str, Any], own: dict[str, Any], path: Path) -> None:
+    """Name what differs where a run trains another part of the same student, or beside other weights."""
+    if saved.get("lora") != own.get("lora") or saved.get("freeze_head") != own.get("freeze_head"):
+        before, now = map(_trained, (saved, own))
+        raise UsageError(f"{path} trained {before}, and this run trains {now}; give the same, or name another --out")
+    if saved.get("weights") != own.get("weights"):
+        before, now = (each.get("weights") or "full" for each in (saved, own))
+        raise UsageError(
+            f"{path} was trained beside {before} frozen weights, and this run has {now} ones; give the same "
+            "--base-weights, or name another --out"
+        )
+    if saved.get("base") != own.get("base"):
+        raise UsageError(
+            f"{path} holds only what was trained, beside other weights than those of this student (their digests "
+            "differ); give the student that it began with, or name another --out"
+        )
+
+
+def _trained(student: dict[str, Any]) -> str:
+    if "lora" not in student:
+        return "all but the output head" if student.get("freeze_head") else "all weights"
+    try:
+        return str(LoraConfig(**student["lora"]))
+    except (TypeError, UsageError):  # of a later version
+        return "adapters of another kind"

@@ -2,28 +2,35 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kdtrain.commands.export import origin_of, student_at
+from kdtrain.cache.manifest import weights_line
+from kdtrain.commands.export import merged_line, origin_of, student_at, written_parameters
+from kdtrain.commands.model_card import card_files
 from kdtrain.commands.recipe import Recipe
 from kdtrain.commands.result import RESULT, below, best_plain_run, count_warnings, read_result
 from kdtrain.commands.run_folder import TOKENIZER, launch, used, write_description, write_tokenizer
 from kdtrain.errors import RunError, UsageError, advice, reason, writing
 from kdtrain.files import publish_text, set_aside
+from kdtrain.models.frozen import whole_size
+from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import export_lock, export_model, is_export, load_tokenizer, tokenizer_files
+from kdtrain.models.spec import ModelSpec, at_commit
 from kdtrain.monitor.progress import end_log, formula, log, setup_logging
 from kdtrain.monitor.tables import finite, show
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, rank, world_size
 from kdtrain.training.schedule import warmup_steps
 from kdtrain.training.state import load_saved
 from kdtrain.training.step import out_of_memory
+from kdtrain.training.student import Student
 from kdtrain.training.trainer import Trainer
+from kdtrain.training.validate import validate_members
 
 _OTHER_EXPORT = 600.0
 """Seconds that a run waits at its end for a `kdtrain export` to the same folder."""
@@ -60,14 +67,29 @@ class Run:
     @property
     def parameters(self) -> int:
         """The student's parameters over all ranks, each counted once."""
-        return sum(each.numel() for each in self.trainer.student.model.parameters())
+        return whole_size(self.trainer.student.model)
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """What is trained and how many parameters that is, where it is a part of the student; else empty."""
+        model = self.trainer.student.model
+        count = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        how = "all but the output head" if model.lora is None else str(model.lora)
+        held = {} if self.recipe.student.weights is None else {"base_weights": self.recipe.student.weights}
+        return {"trained": how, "trained_parameters": count, **held} if model.frozen else {}
 
     def write_metadata(self) -> None:
         """Write config.toml, environment.json and the tokenizer into the run's folder, and open its log."""
         recipe, config, student = self.recipe, self.recipe.config, self.trainer.student
         vocabulary, teacher = student.model.vocab_size, None if recipe.teacher is None else recipe.teacher.spec
         metadata = {
-            "student": {"name": recipe.student.name, "parameters": self.parameters, "vocab_size": vocabulary},
+            "student": {
+                "name": recipe.student.name,
+                "parameters": self.parameters,
+                "vocab_size": vocabulary,
+                **({"router_weight": student.router_weight} if student.router_weight else {}),
+                **self.trained,
+            },
             "cache": recipe.facts.identity,
             **({"caches": recipe.members} if recipe.members else {}),
             "device": str(student.device),
@@ -77,6 +99,7 @@ class Run:
             "ranks": world_size(),
             "student over ranks": recipe.plan.student,
             "steps": recipe.total,
+            "lr": {"peak": config.optimizer.lr, "from": recipe.lr_from or "--lr"},
             "launch": launch(),
         }
         on_main(lambda: write_description(config, metadata))
@@ -103,15 +126,24 @@ class Run:
             f"{self.out}: {kind} of {recipe.student.name} ({self.parameters:,} parameters), {trainer.total} steps of "
             f"{config.batch_size} x {recipe.facts.seq_len} tokens, {self.mode} on {trainer.student.device}"
         ]
+        if trained := self.trained:
+            share = trained["trained_parameters"] / self.parameters
+            held = f", beside {trained['base_weights']} weights" if "base_weights" in trained else ""
+            count = f"{trained['trained_parameters']:,} parameters ({share:.2%})"
+            lines.append(f"trained: {trained['trained']}, {count}{held}")
+        if recipe.teacher is not None and recipe.teacher.cost is not None:
+            lines.append(weights_line(recipe.teacher.cost))
         if recipe.members:
             drawn = (f"{each['share']:.4g} of {each['name']} ({each['sequences']:,})" for each in recipe.members)
             lines.append(f"{len(recipe.members)} caches, of whose sequences a step draws {', '.join(drawn)}")
         objective = config.objective
         hidden = None if objective.hidden_loss == "none" else objective.hidden_weight
         alpha, replays = objective.alpha if recipe.distils else 0.0, recipe.distils and recipe.facts.replays
-        summed = formula(alpha, objective.divergence, hidden, replays)
+        summed = formula(alpha, objective.divergence, hidden, replays, trainer.student.router_weight)
         scale = "" if summed == "ce" else " (compare val with val alone)"
         lines.append(f"loss = {summed}; val = ce of withheld text{scale}")
+        if recipe.lr_from is not None:
+            lines.append(f"lr {config.optimizer.lr:g} (auto: {recipe.lr_from})")
         if (warmup := warmup_steps(recipe.total, config.optimizer)) < config.optimizer.warmup_steps:
             lines.append(f"warm-up of {warmup} steps, half of the run, not {config.optimizer.warmup_steps}")
         if world_size() > 1:
@@ -143,27 +175,61 @@ class Run:
             raise
         trainer.saver.close()
 
-    def export(self) -> None:
-        """Export the best student, or the last one where none is best. Runs on rank 0 only."""
+    def export(self) -> dict[str, Any]:
+        """Export the best student, or the last one where none is best. Runs on rank 0 only.
+
+        Return what the result has besides: of a student with packed weights the loss of the exported, merged one.
+        """
         trainer, state, out = self.trainer, self.trainer.state, self.out / "student"
-        step, has_best = state.progress.step, state.progress.best_step is not None
-        student: torch.nn.Module = trainer.student.model
-        if self.recipe.plan.student == "fsdp":  # no rank holds the whole student
+        student, has_best = trainer.student.model, state.progress.best_step is not None
+        saved: Mapping[str, Any] = self.identity
+        packed = self.recipe.student.weights
+        if self.recipe.plan.student == "fsdp" or packed is not None:  # no rank holds the whole student
             path = self._best() if has_best else trainer.store.choose("latest")
-            student, step = student_at(path, torch.device("cpu")), load_saved(path).state["progress"]["step"]
+            student, saved = student_at(path, torch.device("cpu"), self._base), load_saved(path).state
         elif has_best:
             checkpoint = load_saved(self._best())
             state.load(checkpoint.tensors, checkpoint.state)
-            step = state.progress.step
-        origin = origin_of(self.identity, step)
+        saved = {"progress": asdict(state.progress), **saved}
+        step = saved["progress"]["step"]
+        about: dict[str, Any] = {"parameters": written_parameters(student), "weights": "float32"}
+        card = card_files(self.out.name, self.out, saved, **about, base=self.recipe.student)
         tokenizer = tokenizer_files(self.out / TOKENIZER)
         with export_lock(out, wait=_OTHER_EXPORT):
             with writing(out):
                 if os.path.lexists(out) and not is_export(out):
                     moved = set_aside(out.parent, out.name, "old")
                     trainer.writers.warning("export", step, f"{out} was not written by kdtrain, and is now {moved}")
-            if aside := export_model(student, tokenizer, out, origin=origin):
+            if aside := export_model(student, tokenizer, out, origin=origin_of(saved), beside=card):
                 trainer.writers.warning("export", step, f"{out} held more than an export, and is now {aside}")
+        if packed is None:
+            return {}
+        merged = self._merged_loss(student)
+        log.info("%s", merged_line(packed, state.progress.best_loss, merged, str(out)))
+        return {"merged_validation_loss": merged}
+
+    @property
+    def _base(self) -> ModelSpec:
+        """Where the student's weights came from: of a model on the hub, the commit that was loaded."""
+        spec, config = self.recipe.student, self.trainer.student.model.model.config
+        return at_commit(spec, getattr(config, "_commit_hash", None))
+
+    def _merged_loss(self, student: SplitModel) -> float | None:
+        """The validation loss of a student with its whole weights; None if it is not measured here.
+
+        That needs another model on the device, and several ranks would have to share it.
+        """
+        own, trainer = self.trainer.student, self.trainer
+        if world_size() > 1:
+            return None
+        try:
+            size = {"micro": trainer.stepper.micro, "batches": trainer.validation_batches}
+            model = student.to(own.device)
+            whole = Student(model, own.loss, vocab_size=own.vocab_size, mode=own.mode, document_mask=own.document_mask)
+            found = validate_members(whole.eval(), trainer.validation_source, **size)
+        except torch.OutOfMemoryError:
+            return None
+        return None if found is None else found[0].mean("cross_entropy")
 
     def _best(self) -> Path:
         store = self.trainer.store
@@ -209,7 +275,10 @@ class Run:
             "student": None,
             "micro_batch_size": trainer.stepper.micro,
             "peak_memory_mb": round(peak_memory_mb(recipe.device), 1),
+            **self.trained,
         }
+        if recipe.teacher is not None and recipe.teacher.cost is not None:
+            result["teacher_weights"] = recipe.teacher.cost
         if recipe.members:
             result["caches"] = [{**each, **self._of_member(each)} for each in recipe.members]
         if trainer.state.adaptive is not None:

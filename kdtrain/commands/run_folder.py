@@ -8,7 +8,9 @@ node is lost; the new attempt waits for it.
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -45,7 +47,7 @@ from kdtrain.files import (
     typed,
 )
 from kdtrain.models.loading import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
-from kdtrain.models.spec import ATTENTIONS, ModelSpec, paths_of
+from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
 from kdtrain.monitor.progress import log
 from kdtrain.ranks import on_main
 from kdtrain.training.state import read_saved
@@ -93,7 +95,7 @@ def _needed(config: DistillConfig) -> dict[str, Path | str | None]:
     """What the run reads, by the option that names it."""
     needed: dict[str, Path | str | None] = {"--load": config.checkpoint.load, "--data": config.data.data}
     needed |= {f"--cache {number}".removesuffix(" 1"): each for number, each in enumerate(config.cache, 1)}
-    if config.teacher is not None:
+    if config.teacher not in (None, SELF):
         needed |= {f"--teacher {word}".strip(): path for word, path in paths_of(config.teacher, "teachers").items()}
     needed |= {f"--student {word}".strip(): path for word, path in paths_of(config.student).items()}
     return needed
@@ -140,15 +142,32 @@ def saved_attention(out: Path, resume: str) -> str | None:
 
     None where none can be read, and a run would start anew.
     """
+    found = (str(state["student"]["attention"]) for state in _saved(out, resume))
+    return next((each for each in found if each in ATTENTIONS), None)
+
+
+def saved_rate(config: DistillConfig, out: Path, resume: str) -> float | None:
+    """The peak learning rate of the run in `out` that would be resumed, or whose schedule `--load` continues.
+
+    None where there is none, or it cannot be read.
+    """
+    start = config.checkpoint
+    states = _saved(out, resume)
+    if start.load is not None and not start.override_opt_param_scheduler:
+        states = itertools.chain(states, _saved(start.load, str(start.load)))
+    found = (state["options"].get("optimizer", {}).get("lr") for state in states)
+    return next((float(each) for each in found if type(each) in (int, float) and 0 < each < math.inf), None)
+
+
+def _saved(out: Path, resume: str) -> Iterator[dict[str, Any]]:
+    """The states of the checkpoint that `--resume` would take for `out`, and of others of its run, if they are read."""
     folder = out / "checkpoints"
     with suppress(OSError):  # `holds_run` says what is wrong with the folder
         named = [] if resume in ("auto", "never") else [folder / resume, Path(resume)]
         own = [] if resume == "never" else sorted(folder.glob("*-*"), reverse=True)
         for path in (*named, *own):
             with suppress(RunError, OSError):
-                if (found := str(read_saved(path)["student"]["attention"])) in ATTENTIONS:
-                    return found
-    return None
+                yield read_saved(path)
 
 
 def launch() -> str | None:
@@ -271,7 +290,8 @@ def _is_written(path: Path) -> bool:
     """Whether `write_description` wrote this config.toml: it has every section, and no comments."""
     try:
         tables = typed(read_toml(path), dict[str, dict[str, Any]])
-        return tables.keys() in (_SECTIONS, _SECTIONS - {"data"}) and to_toml(tables) == read_text(path)
+        missing = _SECTIONS - tables.keys()  # earlier versions had no [lora]
+        return missing <= {"data", "lora"} and tables.keys() <= _SECTIONS and to_toml(tables) == read_text(path)
     except (OSError, ValueError, TypeError):  # TypeError: a date, which JSON does not have
         return False
 

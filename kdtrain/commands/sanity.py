@@ -133,8 +133,9 @@ class Checks:
     def _is_the_teacher(self) -> bool:
         """Whether the student has the teacher's weights."""
         teacher = self.recipe.facts.teacher
-        digests = (teacher.get("weights_digest"), self.trial.run.identity["teacher"])
-        stated = teacher.get("dtype") if self.recipe.teacher is None else self.recipe.teacher.spec.dtype
+        online = self.recipe.teacher
+        digests = (teacher.get("weights_digest"), None if online is None else online.digest)
+        stated = teacher.get("dtype") if online is None else online.spec.dtype
         dtype = getattr(torch, stated) if stated in DTYPES else torch.float32
         # an fp32 teacher has weights that were rounded to its dtype first
         casts = ((dtype,), (dtype, torch.float32))
@@ -249,7 +250,7 @@ class Checks:
         batches = [source.read(numbers[at : at + micro]) for at in range(0, count, micro)]
         floor = entropy_floor(batches, student.document_mask)
         least = 1e-3 if self.recipe.student.init == "scratch" else 0.0
-        own = replace(config.optimizer, lr=max(config.optimizer.lr, least))
+        own = replace(config.optimizer, lr=max(config.optimizer.peak_lr, least))
         self.trainer.state.optimizer.state.clear()
         optimizer = make_optimizer(student, own, config.objective.temperature_lr)
         losses: list[float] = []
@@ -262,7 +263,7 @@ class Checks:
             "overfitting",
             _verdict(share > 0.5),
             f"{count} sequences from {losses[0]:.3f} to {min(losses):.3f} nats in {len(losses) - 1} steps at "
-            f"lr {own.lr:g}; their floor is {floor:.3f}",
+            f"lr {own.peak_lr:g}; their floor is {floor:.3f}",
             "over half of the way to the floor",
             {"first": losses[0], "lowest": min(losses), "floor": floor, "steps": len(losses) - 1, "share": share},
         )

@@ -20,9 +20,11 @@ from kdtrain.config.commands import DemoConfig as DemoConfig
 from kdtrain.config.commands import DistillConfig as DistillConfig
 from kdtrain.config.commands import EvaluateConfig as EvaluateConfig
 from kdtrain.config.commands import ExportConfig as ExportConfig
+from kdtrain.config.commands import FindLrConfig as FindLrConfig
 from kdtrain.config.commands import GenerateConfig as GenerateConfig
 from kdtrain.config.commands import InspectConfig as InspectConfig
 from kdtrain.config.commands import PlotConfig as PlotConfig
+from kdtrain.config.commands import PruneConfig as PruneConfig
 from kdtrain.config.commands import ReportConfig as ReportConfig
 from kdtrain.config.commands import VerifyConfig as VerifyConfig
 from kdtrain.config.sections import CacheParallelConfig as CacheParallelConfig
@@ -30,6 +32,7 @@ from kdtrain.config.sections import CheckpointConfig as CheckpointConfig
 from kdtrain.config.sections import CodecConfig as CodecConfig
 from kdtrain.config.sections import DataConfig as DataConfig
 from kdtrain.config.sections import GuardsConfig as GuardsConfig
+from kdtrain.config.sections import LoraConfig as LoraConfig
 from kdtrain.config.sections import MonitorConfig as MonitorConfig
 from kdtrain.config.sections import ObjectiveConfig as ObjectiveConfig
 from kdtrain.config.sections import OptimizerConfig as OptimizerConfig

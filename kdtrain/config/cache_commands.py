@@ -120,7 +120,7 @@ class PushConfig(Options):
     to: str = option(positional=True, reads="data set")
     """Where to: hf:ORG/NAME, which is made if it is not there."""
     private: bool = False
-    """Make the data set private, if it is made."""
+    """Make the data set private, if it is made; a public one is refused."""
     license_text: str | None = None
     """Licence of the text: a name such as apache-2.0, unknown, or declined."""
     license_teacher: str | None = None

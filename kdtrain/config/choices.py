@@ -66,6 +66,7 @@ TEACHERS = Registry(
     "kdtrain.teaching",
     {
         "local": "a model of transformers, loaded here",
+        "self": "the student without its adapters",
         "recorded": "a file of an inference server's top log-probabilities (--from-logprobs)",
     },
 )

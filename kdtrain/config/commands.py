@@ -14,6 +14,7 @@ from kdtrain.config.sections import (
     CodecConfig,
     DataConfig,
     GuardsConfig,
+    LoraConfig,
     MonitorConfig,
     ObjectiveConfig,
     OptimizerConfig,
@@ -21,6 +22,7 @@ from kdtrain.config.sections import (
     PrecisionConfig,
     QuantizationConfig,
     StoppingConfig,
+    Weights,
 )
 from kdtrain.config.values import LOCAL_LIMIT, Options, option, refuse
 
@@ -62,6 +64,8 @@ class CacheTeacherConfig(Options):
     """Instead of --data: a cache of this teacher's samples; as many more are drawn, between them, for kdtrain merge."""
     config: Path | None = option(None, per_rank=True, once=True, brief="A TOML file with any options, in sections.")
     """TOML file with the same options, grouped in sections; a flag wins over it."""
+    teacher_weights: Weights | None = option(None, brief="Hold it in bf16, int8 or nf4: its cost is measured.")
+    """Hold the teacher's weights in bf16, int8 or nf4 (a GPU); what that costs is measured and kept (docs/lora.md)."""
     batch_size: int = option(16, least=1, brief="Sequences in one forward of the teacher.")
     """Sequences in one forward of the teacher."""
     sequences_per_shard: int = option(512, least=1)
@@ -83,8 +87,12 @@ class CacheTeacherConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         served, text = self.from_logprobs is not None, self.data.data is not None
-        idle = (("--teacher-parallel", self.parallel.teacher_parallel != "auto"), ("--no-compile", not self.compile))
-        for name, given in idle if served else ():
+        idle = {
+            "--teacher-parallel": self.parallel.teacher_parallel != "auto",
+            "--teacher-weights": self.teacher_weights is not None,
+            "--no-compile": not self.compile,
+        }
+        for name, given in idle.items() if served else ():
             refuse(given, f"{name} has no effect with --from-logprobs, which runs no teacher; leave it out")
         if self.refine is not None:
             self._refuse_idle_refinement()
@@ -151,7 +159,7 @@ class DistillConfig(Options):
         several=True,
         shown="PATH",
         reads="cache",
-        brief="A finished cache: a folder, hf: or https://; may be given again.",
+        brief="A cache (folder, hf:, https://), or several.",
     )
     """A finished cache: a folder, hf:datasets/ORG/NAME[@REVISION] or https://...; again: a mixture."""
     cache_weights: tuple[float, ...] = option((), several=",", shown="X,X", above=0, later=True)
@@ -161,7 +169,9 @@ class DistillConfig(Options):
     cross_tokenizer: str | None = option(None, later=True, needs="cache", check=_check_terms, shown="TERMS")
     """For a student with another tokenizer than the cache's: cells, chunks, both, or auto (both where it can)."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
-    """An online teacher instead of a cache: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
+    """An online teacher instead: one that ships (stdlib-5m), a TOML, a folder, a hub id, or self (docs/lora.md)."""
+    teacher_weights: Weights | None = option(None, needs="teacher")
+    """Hold the online teacher's weights in bf16, int8 or nf4 (a GPU); what that costs is measured (docs/lora.md)."""
     source: str = option("cache", check=SOURCES.check)
     """What reads the sequences of --cache or of the packed --data; listed below."""
     config: Path | None = option(
@@ -180,6 +190,10 @@ class DistillConfig(Options):
     """Sequences in one forward of a rank (memory); times the ranks it must divide --batch-size. auto: by the plan."""
     activation_checkpointing: bool = option(False, free=True)
     """Store only the inputs of the student's layers and recompute the rest: less memory, a third more time."""
+    freeze_head: bool = False
+    """Train all but the student's output head, and the embedding where it is tied to it; adapters never train it."""
+    base_weights: Weights | None = None
+    """Hold the frozen weights beside adapters in bf16, int8 or nf4 (a GPU) instead of fp32 (docs/lora.md)."""
     allow_mismatch: tuple[Literal["tokenizer", "cache"], ...] = option((), free=True)
     """Accept a student whose tokenizer is not the cache's, or a cache other than the one the run started with."""
     seed: int = option(0, least=0, most=2**63 - 1)
@@ -195,6 +209,7 @@ class DistillConfig(Options):
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
@@ -268,6 +283,34 @@ class DistillConfig(Options):
     def micro_batch_given(self) -> int | None:
         """--micro-batch-size if it is a number, else None."""
         return None if self.micro_batch_size == "auto" else self.micro_batch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindLrConfig(DistillConfig):
+    """Find the learning rate of a run by short real ones.
+
+    It suggests one with its uncertainty. It takes the options of `distill`; what --lr says is the first guess. The same
+    command resumes an interrupted one.
+    """
+
+    rung_steps: int | None = option(None, least=2, brief="Steps of the first short runs [a twentieth].")
+    """Steps of the first rung; by default a twentieth of the run, 20 to 200. The best go on to two and four times."""
+
+    EXAMPLES = ("kdtrain find-lr --cache cache/t --student students/stdlib-1m.toml --out runs/lr --steps 2500",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        start = self.checkpoint
+        refuse(self.dry_run or self.sanity, "--dry-run and --sanity are for distill; leave them out")
+        refuse(
+            start.resume != "auto" or start.overwrite,
+            "find-lr resumes its own short runs; leave --resume and --overwrite out, or name another --out",
+        )
+
+    @property
+    def first_steps(self) -> int:
+        """Steps of the first rung."""
+        return self.rung_steps or min(max((self.steps or 2000) // 20, 20), 200)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,6 +395,48 @@ class VerifyConfig(Options):
         refuse(self.repair and self.teacher is not None, "--repair drops damaged files; leave --teacher out")
 
 
+def _check_push(where: str) -> None:
+    found = re.fullmatch(r"hf:[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", where, re.ASCII)
+    refuse(found is None, f"--push {where} names no repository of the hub; write hf:ORG/NAME")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneConfig(Options):
+    """Cut a teacher to a student's shape: what matters least on a cache's text goes, and distillation mends the rest.
+
+    The same command resumes an interrupted one.
+    """
+
+    teacher: str = option(positional=True, reads="teacher spec")
+    """The model to cut: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
+    like: str = option(once=True, reads="spec")
+    """The shape: a student's TOML with a [config], or a model folder; it may have less of what the teacher has."""
+    cache: str = option(once=True, reads="cache")
+    """A finished cache, also hf: or https://, of any teacher with this tokenizer: its text alone is read."""
+    out: Path
+    """The model folder to write; distill --student takes it."""
+    scores: Path | None = None
+    """The file of importance scores, which another shape reuses; by default scores-... beside --out."""
+    num_sequences: int = option(1024, least=1)
+    """Sequences of the cache's train split on which importance is scored; all if it has fewer."""
+    allow_high_pruning_ratio: bool = False
+    """Remove more than half of the parameters, from which distillation recovers poorly; better prune in two steps."""
+    overwrite: bool = False
+    """Replace a folder that is already there."""
+    batch_size: int = option(16, least=1)
+    """Sequences in one forward."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Number format of the forwards; auto is bf16 where the device has it."""
+    device: str = option("auto", check=_check_device)
+    """auto, cpu, cuda or cuda:N."""
+    local_limit: float = option(LOCAL_LIMIT, above=0)
+    """GB of caches from elsewhere that are kept here."""
+    json: bool = False
+    """Print one JSON object on stdout, logs on stderr."""
+
+    EXAMPLES = ("kdtrain prune stdlib-5m --like students/stdlib-3m-h64.toml --cache cache/t --out models/pruned-3m",)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(Options):
     """Write a trained student as a folder that transformers.AutoModelForCausalLM loads."""
@@ -362,12 +447,36 @@ class ExportConfig(Options):
     """The folder to write."""
     checkpoint: str = option("best", reads="checkpoint")
     """best, latest, or the name of a checkpoint."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["fp32", "bf16", "fp16", "float32", "bfloat16", "float16"] = "fp32"
     """Number format of the written weights."""
+    quantize: Literal["int8"] | None = None
+    """Keep the weights of linear layers in int8, by torchao, for transformers; the rest as --dtype."""
+    shard_size: float = option(5.0, above=0)
+    """Largest file of weights, in GB."""
+    adapter: bool = False
+    """Write the adapters alone, as a folder that peft loads; without it they are added to the weights."""
+    base: str | None = option(None, once=True, reads="spec")
+    """The spec of the weights that the run did not train, if it is not where the run found it."""
+    license: str | None = None
+    """Licence of the student for its card, as the hub names it: apache-2.0, mit, ..."""
+    push: str | None = option(None, check=_check_push)
+    """Also publish the folder on the hub, as hf:ORG/NAME."""
+    private: bool = option(False, needs="push")
+    """The repository on the hub is private."""
     overwrite: bool = False
     """Replace a folder that is already there."""
     json: bool = False
     """Print one JSON object on stdout."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, given in (("--quantize", self.quantize is not None), ("--shard-size", self.shard_size != 5.0)):
+            refuse(self.adapter and given, f"{name} is for whole models; leave it or --adapter out")
+
+    @property
+    def torch_dtype(self) -> str:
+        """`dtype` as torch names it."""
+        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(self.dtype, self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -480,6 +589,7 @@ COMMANDS = {
     "demo": DemoConfig,
     "cache-teacher": CacheTeacherConfig,
     "distill": DistillConfig,
+    "find-lr": FindLrConfig,
     "evaluate": EvaluateConfig,
     "generate": GenerateConfig,
     "inspect": InspectConfig,
@@ -487,6 +597,7 @@ COMMANDS = {
     "verify": VerifyConfig,
     "merge": MergeConfig,
     "subset": SubsetConfig,
+    "prune": PruneConfig,
     "export": ExportConfig,
     "push": PushConfig,
     "compare": CompareConfig,

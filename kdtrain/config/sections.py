@@ -3,14 +3,18 @@
 import dataclasses
 import importlib.util
 import math
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kdtrain.config.choices import BACKENDS, DIVERGENCES, IGNORES_T, LEARNS, LOGGERS, SCHEDULED, TAILS, TEMPERATURES
 from kdtrain.config.values import Options, flag, option, refuse
 from kdtrain.errors import UsageError
+
+Weights = Literal["bf16", "int8", "nf4"]
+"""Formats of frozen weights that take fewer bits (`kdtrain.models.frozen`)."""
 
 
 def _check_split(split: str) -> None:
@@ -23,7 +27,7 @@ class DataConfig(Options):
     """Where text comes from and how it becomes sequences."""
 
     data: str | None = option(None, once=True, reads="text", brief="A file or folder, stdlib, or hf:NAME[:SUBSET].")
-    """A file or folder of text (txt, md, py, ...), jsonl, parquet or arrow, or one of the sources listed below."""
+    """A file or folder of text or rows (txt, md, py, jsonl, csv, parquet, ...), or a source listed below."""
     split: str = option("train", check=_check_split)
     """Which split of the data to read: train, validation or test."""
     seq_len: int = option(512, least=1, brief="Tokens in a sequence.")
@@ -32,16 +36,31 @@ class DataConfig(Options):
     """At most this many sequences; all if not given."""
     validation_sequences: int = option(64, least=1)
     """At most this many sequences in the validation split."""
+    format: Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt-completion"] = option(
+        "auto", brief="What a row is: text, messages, alpaca, ..."
+    )
+    """What a row is, by its columns if auto; it decides which tokens are learned (docs/data.md)."""
     text_column: str = "text"
-    """Column of jsonl, parquet, arrow or hub data that holds the text."""
+    """Column of rows that holds the text."""
     messages_column: str | None = None
-    """Column of chat messages; the student then learns from assistant turns only."""
+    """Column of conversations, lists of messages."""
     document_mask: bool = False
     """Keep documents packed into one sequence from attending to each other."""
     streaming: bool = option(False, free=True)
     """Stream hub data instead of downloading it first."""
     num_workers: int = option(2, free=True, per_rank=True, least=0, with_cache=True)
     """Tokenizer threads."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(
+            self.messages_column is not None and self.format not in ("auto", "messages", "sharegpt"),
+            f"--messages-column has no effect with --format {self.format}; leave one of them out",
+        )
+        refuse(
+            self.text_column != "text" and self.format not in ("auto", "text"),
+            f"--text-column has no effect with --format {self.format}; leave one of them out",
+        )
 
     def refuse_training_on_validation(self) -> None:
         """Raise a `UsageError` if the run would train on the validation split."""
@@ -174,8 +193,8 @@ class ObjectiveConfig(Options):
 class OptimizerConfig(Options):
     """AdamW and the learning-rate schedule."""
 
-    lr: float = option(3e-4, above=0, brief="Peak rate; fresh small students want 2e-3.")
-    """Peak learning rate."""
+    lr: float | Literal["auto"] = option("auto", above=0, brief="Peak rate; kdtrain find-lr finds it.")
+    """Peak learning rate; auto takes it by size from a table for fresh weights, pretrained ones and adapters."""
     min_lr: float = option(1e-6, least=0)
     """Learning rate at the end of a decay."""
     lr_schedule: Literal["cosine", "wsd", "constant"] = option("cosine", brief="cosine, wsd or constant.")
@@ -195,8 +214,87 @@ class OptimizerConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(not 0 <= self.min_lr <= self.lr, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
+        most = math.inf if isinstance(self.lr, str) else self.lr
+        refuse(not 0 <= self.min_lr <= most, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
         refuse(not all(0 <= beta < 1 for beta in self.betas), f"--betas {self.betas} must lie in [0, 1)")
+
+    @property
+    def peak_lr(self) -> float:
+        """The number of `lr`, which a run that is resolved has."""
+        assert not isinstance(self.lr, str), "the run is not resolved"
+        return self.lr
+
+
+ALL_LINEAR = "all-linear"
+_NAMES = re.compile(r"[\w.,-]+")
+"""What is a list of names; anything else is a regular expression."""
+_LONGEST = 10_000
+
+
+def _check_targets(given: str) -> None:
+    if given != ALL_LINEAR and not _NAMES.fullmatch(given):  # many names take long to compile
+        refuse(len(given) > _LONGEST, f"--lora-targets is a regular expression of over {_LONGEST} characters")
+        try:
+            re.compile(given)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise UsageError(
+                f"--lora-targets '{given[:200]}' is neither names nor a regular expression: {error}"
+            ) from None
+    refuse(not all(given.split(",")), f"--lora-targets '{given}' has an empty name; join names with single commas")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(Options):
+    """Train low-rank adapters (LoRA, by peft) beside frozen weights; also a table [lora] in the student's spec."""
+
+    lora_rank: int | None = option(None, least=1, brief="Train adapters of this rank, not all weights.")
+    """Rank of the adapters, which alone are trained; by default that of the spec, or all weights are trained."""
+    lora_alpha: float | None = option(None, above=0)
+    """An adapter's product is scaled by alpha / rank; 32 if not given, at which the best rate hardly depends on it."""
+    lora_dropout: float | None = option(None, least=0, most=0.99)
+    """Dropout on what goes into an adapter; none if not given."""
+    lora_targets: str | None = option(None, check=_check_targets)
+    """Layers with an adapter: all-linear if not given, names joined with commas, or a regular expression."""
+    lora_layers: int | None = option(None, least=1)
+    """Only the last so many transformer layers have adapters; all if not given."""
+    lora_rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead (rank-stabilised LoRA, arXiv 2312.03732)."""
+    lora_dora: bool = False
+    """Also learn the length of each row of the adapted weights (DoRA, arXiv 2402.09353); slower."""
+
+    @property
+    def lora_pattern(self) -> str | None:
+        """The regular expression of `lora_targets`; None for names, or for all layers."""
+        targets = self.lora_targets or ALL_LINEAR
+        return None if targets == ALL_LINEAR or _NAMES.fullmatch(targets) else targets
+
+    @property
+    def lora_names(self) -> list[str] | None:
+        """The names of `lora_targets`; None for a regular expression, or for all layers."""
+        targets = self.lora_targets or ALL_LINEAR
+        return None if targets == ALL_LINEAR or self.lora_pattern else targets.split(",")
+
+    def over(self, spec: "LoraConfig | None" = None) -> "LoraConfig | None":
+        """The adapters of a run, with every value: those of `spec` with what is given here; None without any.
+
+        UsageError: an option is given, and no rank.
+        """
+        given = {name: value for name, value in dataclasses.asdict(self).items() if value not in (None, False)}
+        if spec is None and self.lora_rank is None:
+            for name in sorted(given):
+                raise UsageError(f"{flag(name)} has no effect without --lora-rank; add it, or leave {flag(name)} out")
+            return None
+        usual: dict[str, Any] = {"lora_alpha": 32.0, "lora_dropout": 0.0, "lora_targets": ALL_LINEAR}
+        own = {} if spec is None else dataclasses.asdict(spec)
+        return LoraConfig(**usual | {name: value for name, value in own.items() if value is not None} | given)
+
+    def __str__(self) -> str:
+        kind = "DoRA" if self.lora_dora else "LoRA"
+        where = "" if self.lora_layers is None else f" of the last {self.lora_layers} layers"
+        targets = self.lora_targets or ALL_LINEAR
+        targets = targets if len(targets) < 60 else f"{len(targets.split(','))} layers"
+        root = "sqrt(rank)" if self.lora_rslora else "rank"
+        return f"{kind} of rank {self.lora_rank} (alpha {self.lora_alpha or 32:g} / {root}) on {targets}{where}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,8 +321,10 @@ class CheckpointConfig(Options):
     """Resume an earlier run without asking on a terminal."""
     overwrite: bool = option(False, free=True)
     """With --resume never: move an earlier run in --out aside and start a new one."""
-    load: Path | None = option(None, once=True, reads="saved", brief="Start from another run, or a checkpoint.")
-    """Start from another run (its best checkpoint) or a checkpoint: weights, moments, T and position in the data."""
+    load: Path | None = option(
+        None, once=True, reads="saved", brief="Start from another run, a checkpoint, or a model."
+    )
+    """A run (its best checkpoint) or checkpoint: weights, moments, T, position in the data; a model folder: weights."""
     override_opt_param_scheduler: bool = option(False, needs="load")
     """With --load: start the learning-rate schedule at step 0 instead of continuing the loaded one."""
 

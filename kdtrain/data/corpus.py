@@ -1,9 +1,10 @@
 """Sources of text: `documents` yields the documents of a source, one at a time, for one split.
 
-A source is a file or folder of text (prose and source code, by the suffixes in `_TEXT`) or of rows (jsonl, parquet or
-arrow, one kind), `stdlib` (code and documentation of the running interpreter's standard library), `hf:NAME[:SUBSET]`,
-or a source that `register_text` adds. Train, validation and test are the source's own splits where it has them: on
-the hub by name, in a folder if every file names its split (`train-00000.parquet`, `valid/a.txt`).
+A source is a file or folder of text (prose and source code, by the suffixes in `_TEXT`) or of rows (jsonl, json,
+parquet, arrow, csv or tsv, one kind; `kdtrain.data.formats` says what a row is), `stdlib` (code and documentation of
+the running interpreter's standard library), `hf:NAME[:SUBSET]`, or a source that `register_text` adds. Train,
+validation and test are the source's own splits where it has them: on the hub by name, in a folder if every file names
+its split (`train-00000.parquet`, `valid/a.txt`).
 
 A missing split is withheld from train, 5 % each. A document's rank is a number in [0, 1) from a SHA-256, of the path
 of a file or of the content of a row, so that equal rows share a split. Validation takes the ranks from 0.90 to 0.95,
@@ -17,22 +18,26 @@ other kinds are left out, with a warning; and with `streaming` the documents are
 have an empty split, which is an error.
 """
 
+import csv
 import functools
 import hashlib
+import io
 import json
 import logging
 import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kdtrain.config.choices import TEXTS
+from kdtrain.data.formats import Columns, Document, LeftOut, Tally, row_format, text_document
 from kdtrain.errors import RunError, UsageError
+from kdtrain.files import open_regular
 from kdtrain.imports import optional
 
 SPLITS = ("train", "validation", "test")
@@ -55,7 +60,11 @@ _TEXT = {
     *(".py", ".pyi", ".pyw", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cs", ".go", ".hs", ".java", ".jl", ".js"),
     *(".jsx", ".kt", ".lua", ".ml", ".php", ".pl", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".ts", ".tsx"),
 }
-_READ = f"text (.txt, .md, .rst, .py and other source code) or rows ({', '.join(_ROWS)})"
+_LONE_ROWS = {".json": "json", ".csv": "csv", ".tsv": "csv"}
+"""Rows too, but in a folder that has rows or text of the kinds above they are left out: they are often about those."""
+_READ = f"text (.txt, .md, .rst, .py and other source code) or rows ({', '.join(_ROWS | _LONE_ROWS)})"
+_MOST_CELL = 2**27
+"""Characters of a cell of csv; Python's own limit is that of a short essay."""
 _ABOUT = {"readme", "license", "licence", "notice", "changelog", "citation", "contributing"}
 """Stems of text files that come along with rows, and are not data beside them."""
 _SPLIT_IN_STEM = re.compile(r"(?:^|[-_. ])([a-z]+)(?:[-_.]?\d.*)?$")
@@ -109,49 +118,45 @@ def cut(lines: Sequence[str], withheld: Sequence[str], split: str) -> range:
 
 
 @dataclass(frozen=True)
-class Document:
-    """One text, or one conversation (a list of `role` and `content`); `key` names it within its source."""
-
-    key: str
-    text: str | None = None
-    messages: list[dict[str, str]] | None = None
-
-
-@dataclass(frozen=True)
 class _Part:
     """The documents of one of the source's own splits; `count` is an upper bound, None when unknown."""
 
     documents: Callable[[], Iterable[Document]]
     rank: Callable[[Document], float]
     count: int | None
+    tallies: list[Tally] = field(default_factory=list)
+    """Of each time that its rows were read."""
 
 
 Reader = Callable[[str], Iterable[str]]
 
 
 def documents(
-    source: str, split: str, *, text_column: str = "text", messages_column: str | None = None, streaming: bool = False
+    source: str, split: str, columns: Columns | None = None, *, streaming: bool = False
 ) -> Iterator[Document]:
     """Yield the documents of `source` that belong to `split` (train, validation or test), never a blank one.
 
     stdlib and text files come in hash order, so that the first ones are a fair sample; rows come in stored order.
-    `messages_column` reads conversations from that column instead of texts from `text_column`; conversations without
-    text of the assistant are left out. Raises UsageError for a source that is missing, empty, unreadable or without
-    text, RunError if the hub cannot be reached; both at the call, except for a bad row further on.
+    Rows that cannot be learned from are left out, counted and logged (`formats.Tally`). Raises UsageError for a source
+    that is missing, empty, unreadable or without text, RunError if the hub cannot be reached; both at the call, except
+    for a bad row further on.
     """
     if split not in SPLITS:
         raise UsageError(f"split '{split}' is unknown; use train, validation or test")
+    asked = columns or Columns()
     name, colon, _ = source.partition(":")
     if source == "stdlib" or (colon and name in TEXTS.help()):
-        parts = TEXTS.get(name)(source, text_column, messages_column, streaming)
+        parts = TEXTS.get(name)(source, asked, streaming)
     else:
-        parts = _local(Path(source), text_column, messages_column, streaming)
+        parts = _local(Path(source), asked, streaming)
     found = _select(parts, split)
     first = next(found, None)
     if first is None:
-        wanted = "conversation in which the assistant speaks" if messages_column else "text"
+        tally = next((part.tallies[-1] for part in parts.values() if part.tallies), None)
+        if tally is not None and tally.reasons and not tally.kept:
+            raise UsageError(f"{source}: holds no {tally.form.holds} for the {split} split: {tally.why()}")
         hint = "read it without --streaming" if streaming else "give at least 3 documents, or 3 lines of text"
-        raise UsageError(f"{source}: holds no {wanted} for the {split} split; {hint}")
+        raise UsageError(f"{source}: holds no {tally.form.holds if tally else 'text'} for the {split} split; {hint}")
     return chain([first], found)
 
 
@@ -167,15 +172,14 @@ def register_text(name: str, *, help: str = "") -> Callable[[Reader], Reader]:
     """
 
     def register(read: Reader) -> Reader:
-        def parts(source: str, text_column: str, messages_column: str | None, streaming: bool) -> dict[str, _Part]:
-            if messages_column is not None:
-                raise UsageError(f"{source} has no columns; leave out --messages-column")
+        def parts(source: str, columns: Columns, streaming: bool) -> dict[str, _Part]:
+            _refuse_columns(source, columns, "name other --data")
 
             def texts() -> Iterator[Document]:
                 with readable(source):
                     for number, text in enumerate(read(source.partition(":")[2])):
-                        if (document := _text(f"{source} text {number}", text)) is not None:
-                            yield document
+                        with suppress(LeftOut):
+                            yield text_document(f"{source} text {number}", text)
 
             return {"train": _Part(texts, _rank_of_content, sum(1 for _ in islice(texts(), SMALL + 1)))}
 
@@ -189,6 +193,14 @@ def _rank_of_content(document: Document) -> float:
     return rank(json.dumps([document.text, document.messages], sort_keys=True))
 
 
+def _refuse_columns(source: str, columns: Columns, hint: str) -> None:
+    """Refuse options about columns for a source of plain text."""
+    if columns.messages is not None:
+        raise UsageError(f"{source}: text has no columns; leave out --messages-column, or {hint}")
+    if columns.format not in ("auto", "text"):
+        raise UsageError(f"{source}: text has no columns; leave out --format {columns.format}, or {hint}")
+
+
 def _select(parts: Mapping[str, _Part], split: str) -> Iterator[Document]:
     if split != "train" and split in parts:
         yield from parts[split].documents()
@@ -200,7 +212,7 @@ def _select(parts: Mapping[str, _Part], split: str) -> Iterator[Document]:
                 yield document
         return
     ranks = [train.rank(document) for document in train.documents()]
-    long_enough = (len((each.text or "").splitlines()) > len(withheld) for each in train.documents())
+    long_enough = (len(_lines(each)) > len(withheld) for each in train.documents())
     if withheld and len(ranks) < FEW and (len(ranks) < 3 or any(long_enough)):
         for document in train.documents():
             yield from _cut(document, withheld, split)
@@ -211,15 +223,20 @@ def _select(parts: Mapping[str, _Part], split: str) -> Iterator[Document]:
 
 
 def _cut(document: Document, withheld: Sequence[str], split: str) -> Iterator[Document]:
-    if document.text is None:
+    lines = _lines(document)
+    if not lines:
         if split == "train":
             yield document
         return
-    lines = document.text.splitlines(keepends=True)
     kept = cut(lines, withheld, split)
     text = "".join(lines[kept.start : kept.stop])
     if text.strip():
         yield Document(f"{document.key} lines {kept.start + 1}-{kept.stop}", text=text)
+
+
+def _lines(document: Document) -> list[str]:
+    """The lines of a text; none of a conversation, and of a prompt with its completion, which are never cut."""
+    return [] if document.text is None or document.prompt else document.text.splitlines(keepends=True)
 
 
 def _text_files(root: Path, names: Iterable[str], errors: str) -> _Part:
@@ -240,12 +257,11 @@ def _text_files(root: Path, names: Iterable[str], errors: str) -> _Part:
     return _Part(read, lambda document: rank(document.key), len(ordered))
 
 
-def _stdlib(source: str, text_column: str, messages_column: str | None, streaming: bool) -> dict[str, _Part]:
+def _stdlib(source: str, columns: Columns, streaming: bool) -> dict[str, _Part]:
     """Leaves out files that the build wrote for this machine (`config-*`, `_sysconfigdata*`)."""
     if source != "stdlib":
         raise UsageError(f"{source}: stdlib has no subsets; use --data stdlib")
-    if messages_column is not None:
-        raise UsageError("stdlib has no column of conversations; leave out --messages-column or name other --data")
+    _refuse_columns(source, columns, "name other --data")
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [s for s in subfolders if s not in _STDLIB_LEFT_OUT and not s.startswith("config-")]
@@ -255,12 +271,12 @@ def _stdlib(source: str, text_column: str, messages_column: str | None, streamin
     return {"train": _text_files(root, found, errors="replace")}
 
 
-def _local(path: Path, text_column: str, messages_column: str | None, streaming: bool) -> dict[str, _Part]:
+def _local(path: Path, columns: Columns, streaming: bool) -> dict[str, _Part]:
     root, kind, names = _local_files(path)
     if not any((root / name).stat().st_size for name in names):
         raise UsageError(f"{path}: is empty; give it some text")
-    if kind == "text" and messages_column is not None:
-        raise UsageError(f"{path}: text files have no columns; leave out --messages-column, or give jsonl")
+    if kind == "text":
+        _refuse_columns(str(path), columns, "give jsonl")
     groups: dict[str, list[str]] = {}
     own = [_split_in_name(name) for name in names]
     for name, split in zip(names, own, strict=True):
@@ -268,9 +284,71 @@ def _local(path: Path, text_column: str, messages_column: str | None, streaming:
     if kind == "text":
         return {split: _text_files(root, group, errors="strict") for split, group in groups.items()}
     files = {split: [str(root / name) for name in group] for split, group in groups.items()}
+    if kind == "csv":
+        return {split: _rows(str(path), _CsvRows([Path(name) for name in files[split]]), columns) for split in files}
     with readable(str(path)):
         loaded = _datasets(str(path)).load_dataset(kind, data_files=files, streaming=streaming)
-    return {split: _rows(str(path), rows, text_column, messages_column) for split, rows in loaded.items()}
+    return {split: _rows(str(path), rows, columns) for split, rows in loaded.items()}
+
+
+class _CsvRows:
+    """The rows of csv and tsv files of equal columns, each cell as the text that it is.
+
+    What `datasets` reads by pandas takes `NA` for nothing, `1` for a number, and one cell too many for an index.
+    """
+
+    features = None
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        for path in paths:
+            names = next(self._cells(path), [])
+            if len(set(names)) != len(names) or not all(names):
+                raise UsageError(f"{path}: its first line does not name columns, each once; add a line with the names")
+            if path is paths[0]:
+                self.column_names = names
+            elif names != self.column_names:
+                raise UsageError(f"{path}: its columns are not those of {paths[0].name}; give files of equal columns")
+        self._count = sum(1 for _ in islice(self.select_columns([]), SMALL + 1))
+
+    def __len__(self) -> int:
+        """At most SMALL + 1."""
+        return self._count
+
+    @staticmethod
+    def _cells(path: Path) -> Iterator[list[str]]:
+        sep, width = "\t" if _suffix(path.name) == ".tsv" else ",", None
+        with readable(str(path)), open_regular(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+            reader = csv.reader(text, delimiter=sep, strict=True)
+            for row in filter(None, _of_any_size(reader)):
+                width = width or len(row)
+                if len(row) != width:
+                    raise UsageError(
+                        f"{path}: line {reader.line_num} has {len(row)} cells and the first line names {width} columns"
+                        '; put "..." around a cell with a separator'
+                    )
+                yield row
+
+    def select_columns(self, columns: Sequence[str]) -> Iterator[dict[str, str]]:
+        """Each row with these columns."""
+        places = {column: self.column_names.index(column) for column in columns}
+        for path in self._paths:
+            for cells in islice(self._cells(path), 1, None):
+                yield {column: cells[place] for column, place in places.items()}
+
+
+def _of_any_size(rows: Iterator[list[str]]) -> Iterator[list[str]]:
+    """The rows of `csv` with cells up to `_MOST_CELL`; outside, the limit of the process is as it was."""
+    while True:
+        before = csv.field_size_limit()
+        csv.field_size_limit(max(before, _MOST_CELL))
+        try:
+            row = next(rows, None)
+        finally:
+            csv.field_size_limit(before)
+        if row is None:
+            return
+        yield row
 
 
 def _local_files(path: Path) -> tuple[Path, str, list[str]]:
@@ -283,13 +361,13 @@ def _local_files(path: Path) -> tuple[Path, str, list[str]]:
         names = _of_one_sort(path, [name for name in files if not re.search(r"(^|/)\.", name)])
     else:
         raise UsageError(f"{path}: there is no such file or folder; --data takes stdlib, a path, or hf:NAME[:SUBSET]")
-    suffixes = {_suffix(name) for name in names}
+    suffixes, kinds = {_suffix(name) for name in names}, _ROWS | _LONE_ROWS
     if suffixes and suffixes <= _TEXT:
         return root, "text", names
-    if len(suffixes) != 1 or not suffixes <= _ROWS.keys():
+    if len(suffixes) != 1 or not suffixes <= kinds.keys():
         found = f"holds {', '.join(sorted(suffixes))} files" if any(suffixes) else "holds no text"
         raise UsageError(f"{path}: {found}; give {_READ}, which is one kind at a time")
-    return root, _ROWS[suffixes.pop()], names
+    return root, kinds[suffixes.pop()], names
 
 
 def _of_one_sort(folder: Path, names: list[str]) -> list[str]:
@@ -306,7 +384,7 @@ def _of_one_sort(folder: Path, names: list[str]) -> list[str]:
             f"{folder}: holds rows ({rows[0]}) and text ({data[0]}); name one of the files, or put one sort into a "
             "folder of its own"
         )
-    kept = rows or texts
+    kept = rows or texts or [name for name in names if _suffix(name) in _LONE_ROWS]
     if kept and (others := [name for name in names if name not in set(kept)]):
         _warn_left_out(folder, len(others), others[0])
     return kept
@@ -340,7 +418,7 @@ def _split_in_name(name: str) -> str | None:
     return next((_ALIASES[word] for word in words if word in _ALIASES), None)
 
 
-def _hub(source: str, text_column: str, messages_column: str | None, streaming: bool) -> dict[str, _Part]:
+def _hub(source: str, columns: Columns, streaming: bool) -> dict[str, _Part]:
     datasets = _datasets(source)
     name, _, subset = source.removeprefix("hf:").partition(":")
     if not name:
@@ -356,7 +434,7 @@ def _hub(source: str, text_column: str, messages_column: str | None, streaming: 
             split: datasets.load_dataset(name, subset or None, split=own_name, streaming=streaming)
             for split, own_name in own.items()
         }
-    return {split: _rows(source, rows, text_column, messages_column) for split, rows in loaded.items()}
+    return {split: _rows(source, rows, columns) for split, rows in loaded.items()}
 
 
 @contextmanager
@@ -374,25 +452,37 @@ def readable(source: str) -> Iterator[None]:
         raise UsageError(f"{source}: cannot be read: {reason}") from error
 
 
-def _rows(source: str, rows: Any, text_column: str, messages_column: str | None) -> _Part:
-    """The rows of a `datasets` data set; refuses one without the requested column."""
-    column = messages_column or text_column
+def _rows(source: str, rows: Any, columns: Columns) -> _Part:
+    """The rows of a `datasets` data set; refuses one without the columns that are asked for."""
     with readable(source):
-        columns = rows.column_names or sorted(next(iter(rows), {}))
-    if column not in columns:
-        option = "--messages-column" if messages_column else "--text-column"
-        raise UsageError(f"{source}: has no column '{column}'; name one of {', '.join(columns)} with {option}")
-    refuse_decoded(source, column, (rows.features or {}).get(column))
-    convert = _conversation if messages_column else _text
+        names = rows.column_names or sorted(next(iter(rows), {}))
+    form, tallies = row_format(source, columns, names), list[Tally]()
+    count = len(rows) if hasattr(rows, "__len__") else None
+    for column in form.columns:
+        refuse_decoded(source, column, (rows.features or {}).get(column))
 
     def read() -> Iterator[Document]:
-        with readable(source):
-            for number, row in enumerate(rows.select_columns([column])):
-                document = convert(f"{source} row {number}", row[column])
-                if document is not None:
+        tally = Tally(source, form)
+        tallies.append(tally)
+        whole = False
+        try:
+            with readable(source):
+                for number, row in enumerate(rows.select_columns(list(form.columns))):
+                    key = f"{source} row {number}"
+                    try:
+                        document = form.convert(key, row)
+                    except LeftOut as why:
+                        tally.leave_out(key, why)
+                        continue
+                    tally.kept += 1
                     yield document
+            whole = True
+        finally:
+            # none kept is an error; and small sources, which are always read whole, are also looked into
+            if tally.kept and (whole or count is None or count > SMALL):
+                tally.report()
 
-    return _Part(read, _rank_of_content, len(rows) if hasattr(rows, "__len__") else None)
+    return _Part(read, _rank_of_content, count, tallies)
 
 
 def refuse_decoded(source: str, column: str, feature: Any) -> None:
@@ -411,22 +501,6 @@ def refuse_decoded(source: str, column: str, feature: Any) -> None:
             inside.append(each.feature)
         elif each is not None and not isinstance(each, (datasets.Value, datasets.ClassLabel, datasets.Json)):
             raise UsageError(f"{source}: column '{column}' holds {type(each).__name__}, not text; name another column")
-
-
-def _text(key: str, value: Any) -> Document | None:
-    if value is not None and not isinstance(value, str):
-        raise UsageError(f"{key}: holds {type(value).__name__}, not text; name another column with --text-column")
-    return Document(key, text=value) if value and value.strip() else None
-
-
-def _conversation(key: str, value: Any) -> Document | None:
-    """Keeps the text entries of each message (role, content, name, ...)."""
-    messages = [m if isinstance(m, dict) else {} for m in value] if isinstance(value, list) else [{}]
-    if value is not None and not all(isinstance(m.get(k), str) for m in messages for k in ("role", "content")):
-        raise UsageError(f"{key}: is not a conversation; --messages-column needs lists of role and content")
-    if not any(m.get("role") == "assistant" and m["content"].strip() for m in messages):
-        return None
-    return Document(key, messages=[{k: v for k, v in m.items() if isinstance(v, str)} for m in messages])
 
 
 TEXTS.add("stdlib", _stdlib, _stdlib)

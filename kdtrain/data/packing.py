@@ -9,7 +9,10 @@ reader (the tokenizer runs outside Python's lock), and a few batches at most are
 A conversation goes through the tokenizer's chat template, and only the assistant's text is a label. The template may
 mark that text with `{% generation %}`; otherwise it follows from rendering the conversation up to each assistant turn.
 The tokenizer's offsets map characters to tokens. eos is added if the template does not end with it. The content of a
-message is text: a special token in it is spelled out, as inference servers do.
+message is text: a special token in it is spelled out, as inference servers do. A template that rewrites earlier turns
+(Qwen3's takes the reasoning out of all but the last) is rendered with a mark in the place of each turn of the
+assistant: then the turn is its text and what follows it in both renderings. A conversation that the template refuses
+is left out and counted, and an error if there is no other. Of a prompt with its completion, the completion is a label.
 
 A chat template is a program that comes with a model. jinja2's sandbox keeps it from files and from Python's internals,
 but lets it loop for ever, compute 9 ** 9 ** 9, or allocate all memory. So a child process with limited time, memory and
@@ -33,7 +36,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +45,8 @@ import numpy as np
 
 from kdtrain.config import DataConfig
 from kdtrain.data import corpus
-from kdtrain.data.corpus import Document
+from kdtrain.data.formats import Columns, Document, Messages
+from kdtrain.data.masks import Masks
 from kdtrain.errors import UsageError, panics_refused
 
 if TYPE_CHECKING:
@@ -61,8 +65,11 @@ SPANS_A_TURN = 64
 """Most pieces, for each message, in which the assistant's text is marked."""
 
 Spans = list[tuple[int, int]]
-Messages = list[dict[str, str]]
 Render = Callable[[str, Messages], tuple[str, Spans]]
+
+
+class _RowRefused(UsageError):
+    """The template refuses one conversation, and may render the next."""
 
 
 class Renderer:
@@ -97,7 +104,7 @@ class Renderer:
                 "conversation; use a tokenizer with another template"
             ) from None
         if "error" in answer:
-            raise UsageError(answer["error"])
+            raise (_RowRefused if answer["row"] else UsageError)(answer["error"])
         return answer["text"], [(start, stop) for start, stop in answer["spans"]]
 
     def close(self) -> None:
@@ -141,7 +148,7 @@ def _serve(render: Render, connection: Connection, parents: Connection) -> None:
                 )
             answer = json.dumps({"text": text, "spans": spans})
         except UsageError as error:
-            answer = json.dumps({"error": str(error)})
+            answer = json.dumps({"error": str(error), "row": isinstance(error, _RowRefused)})
         except MemoryError:
             return
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -181,31 +188,31 @@ def pack(
     *,
     num_workers: int = 0,
     document_mask: bool = False,
+    masks: Masks | None = None,
 ) -> Iterator[PackedRow]:
     """Yield `documents` as rows of `seq_len` + 1 tokens, the same rows for any `num_workers`.
 
-    With `document_mask` the first token of a document is not a label, since no visible position precedes it. Raises
-    UsageError for a tokenizer without eos or without fast backend, and for conversations that the chat template cannot
-    render, or whose assistant turns cannot be found.
+    With `document_mask` the first token of a document is not a label, since no visible position precedes it. `masks`
+    is told of each document of which only a part is learned. Raises UsageError for a tokenizer without eos or without
+    fast backend, and for conversations if the chat template renders none, or finds the assistant's turns in none.
     """
     if seq_len < 1 or num_workers < 0:
         raise UsageError(f"seq-len {seq_len} with num-workers {num_workers}: use at least 1 and at least 0")
-    return _packed(_Encoder(tokenizer), _batches(documents), num_workers, seq_len, document_mask)
+    encoder = _Encoder(tokenizer, Masks("", seq_len) if masks is None else masks)
+    return _packed(encoder, _batches(documents), num_workers, seq_len, document_mask)
 
 
 def packed_rows(
-    data: DataConfig, split_name: str, tokenizer: "PreTrainedTokenizerFast", limit: int | None
+    data: DataConfig, split_name: str, tokenizer: "PreTrainedTokenizerFast", limit: int | None, *, example: bool = False
 ) -> Iterator[PackedRow]:
-    """Yield the first `limit` packed rows of a split."""
+    """Yield the first `limit` packed rows of a split; log what counts in the loss, with an `example` of it."""
     assert data.data is not None
-    texts = corpus.documents(
-        data.data,
-        split_name,
-        text_column=data.text_column,
-        messages_column=data.messages_column,
-        streaming=data.streaming,
+    columns = Columns(format=data.format, text=data.text_column, messages=data.messages_column)
+    texts = corpus.documents(data.data, split_name, columns, streaming=data.streaming)
+    masks = Masks(split_name, data.seq_len, example)
+    packed = pack(
+        texts, tokenizer, data.seq_len, num_workers=data.num_workers, document_mask=data.document_mask, masks=masks
     )
-    packed = pack(texts, tokenizer, data.seq_len, num_workers=data.num_workers, document_mask=data.document_mask)
     return itertools.islice(packed, limit)
 
 
@@ -214,6 +221,7 @@ def _packed(
 ) -> Iterator[PackedRow]:
     try:
         yield from rows_of(_in_order(encoder, batches, num_workers), seq_len, document_mask)
+        encoder.masks.refuse_none()
     finally:
         encoder.close()
 
@@ -240,12 +248,16 @@ def rows_of(stream: Iterable[_Array], seq_len: int, document_mask: bool) -> Iter
 
 @dataclass(frozen=True)
 class _Piece:
-    """A conversation, or a part of a text that is tokenized at once; `first` and `last`: its place in the document."""
+    """A conversation, or a part of a text that is tokenized at once; `first` and `last`: its place in the document.
+
+    prompt: characters at its beginning that are not learned.
+    """
 
     document: Document
     text: str = ""
     first: bool = True
     last: bool = True
+    prompt: int = 0
 
 
 def _pieces(document: Document) -> Iterator[_Piece]:
@@ -254,8 +266,11 @@ def _pieces(document: Document) -> Iterator[_Piece]:
         yield _Piece(document)
         return
     texts = split_text(document.text or "")
+    start = 0
     for place, text in enumerate(texts):
-        yield _Piece(document, text, first=place == 0, last=place == len(texts) - 1)
+        prompt = max(0, document.prompt - start)
+        yield _Piece(document, text, first=place == 0, last=place == len(texts) - 1, prompt=prompt)
+        start += len(text)
 
 
 def split_text(text: str) -> list[str]:
@@ -313,7 +328,8 @@ def _stream(tokens: list[int], label: bool = True) -> _Array:
 class _Encoder:
     """Turns a batch of pieces into its part of the stream; may be called from several threads."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", masks: Masks) -> None:
+        self.masks = masks
         self._name = f"the tokenizer {getattr(tokenizer, 'name_or_path', '')}".rstrip()
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise UsageError(f"{self._name} has no fast backend; use one whose folder holds a tokenizer.json")
@@ -336,8 +352,9 @@ class _Encoder:
         self._render_lock = threading.Lock()
 
     def close(self) -> None:
-        """End the process that renders conversations."""
+        """End the process that renders conversations, and log what was learned of them."""
         self._render.close()
+        self.masks.report()
 
     def __call__(self, batch: list[_Piece]) -> _Array:
         texts = [piece.text for piece in batch if piece.document.messages is None]
@@ -345,27 +362,51 @@ class _Encoder:
             encoded = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))
         streams = []
         for piece in batch:
-            if piece.document.messages is None:
-                stream = _stream(self._bos * piece.first + next(encoded).ids + self._eos * piece.last)
-                stream["start"][:1] = piece.first
-            else:
-                stream = self._conversation(piece.document.key, piece.document.messages)
+            if piece.document.messages is not None:
+                streams.append(self._conversation(piece.document))
+                continue
+            ids = next(encoded).ids
+            written = bool(piece.document.prompt) and ids[-1:] == self._eos
+            stream = _stream(self._bos * piece.first + ids + self._eos * (piece.last and not written))
+            stream["start"][:1] = piece.first
+            if piece.document.prompt:
+                self._mask_prompt(piece, stream, len(self._bos) * piece.first, written)
             streams.append(stream)
-        return np.concatenate(streams)
+        return np.concatenate(streams) if streams else np.empty(0, dtype=STREAM)
 
-    def _conversation(self, key: str, messages: Messages) -> _Array:
-        messages, quoted = self._without_special(messages)
-        with self._render_lock:
-            text, spans = self._render(key, messages)
+    def _mask_prompt(self, piece: _Piece, stream: _Array, bos: int, written: bool) -> None:
+        """Take the tokens of the prompt out of the labels; one that reaches into the completion stays."""
+        with panics_refused(f"{self._name} cannot take this text"):
+            offsets = self._backend.encode(piece.text, add_special_tokens=False).offsets
+        starts, stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+        stream["label"][: bos + len(stops)] = np.concatenate([np.zeros(bos, dtype=np.bool_), stops > piece.prompt])
+        if piece.first and piece.last:
+            label = stream["label"][bos : bos + len(stops)]
+            self.masks.add(piece.document, piece.text, starts[label], stops[label], stream["label"])
+
+    def _conversation(self, document: Document) -> _Array:
+        key, prompt = document.key, document.prompt
+        assert document.messages is not None
+        messages, quoted = self._without_special(document.messages)
+        try:
+            with self._render_lock:
+                text, spans = self._render(key, messages)
+            spans = _after(spans, messages, prompt, key)
+        except _RowRefused as error:
+            self.masks.leave_out(error)
+            return np.empty(0, dtype=STREAM)
         with panics_refused(f"{self._name} cannot take this text"):
             ids, starts, stops = self._encode(text, quoted)
         stream = _stream(ids, label=False)
         for span_start, span_stop in spans:
             stream["label"] |= (starts < span_stop) & (stops > span_start)
+        label = stream["label"]
+        learned = starts[label], stops[label]
         ends = stops[stream["token"] == self._eos[0]]
         if not len(ends) or text[ends[-1] :].strip():
             stream = np.concatenate([stream, _stream(self._eos, label=messages[-1]["role"] == "assistant")])
         stream["start"][0] = True
+        self.masks.add(replace(document, messages=messages), text, *learned, stream["label"], quoted)
         return stream
 
     def _without_special(self, messages: Messages) -> tuple[Messages, dict[str, str]]:
@@ -407,6 +448,16 @@ class _Encoder:
         return [*itertools.chain(*tokens)], np.concatenate(begin), np.concatenate(end)
 
 
+def _after(spans: Spans, messages: Messages, prompt: int, key: str) -> Spans:
+    """The spans of the assistant's turns behind the first `prompt` messages."""
+    if not prompt:
+        return spans
+    turns = [message["role"] == "assistant" for message in messages]
+    if len(spans) != sum(turns):
+        raise _RowRefused(f"{key}: the chat template marks {len(spans)} pieces of {sum(turns)} turns of the assistant")
+    return spans[sum(turns[:prompt]) :]
+
+
 def _render(tokenizer: "PreTrainedTokenizerFast", key: str, messages: Messages) -> tuple[str, Spans]:
     """The conversation as text, and the [start, stop) characters in it of the assistant."""
     if not tokenizer.chat_template:
@@ -419,7 +470,7 @@ def _render(tokenizer: "PreTrainedTokenizerFast", key: str, messages: Messages) 
         raise
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
-        raise UsageError(f"{key}: the chat template refuses this conversation: {reason}") from error
+        raise _RowRefused(f"{key}: the chat template refuses this conversation: {reason}") from error
 
 
 def _render_marked(tokenizer: "PreTrainedTokenizerFast", messages: Messages) -> tuple[str, Spans]:
@@ -438,19 +489,46 @@ def _render_marked(tokenizer: "PreTrainedTokenizerFast", messages: Messages) -> 
 
 
 def _render_prefixes(tokenizer: "PreTrainedTokenizerFast", key: str, messages: Messages) -> tuple[str, Spans]:
-    def render(stop: int, prompt: bool = False) -> str:
-        turns = messages[:stop]
+    def render(turns: Messages, prompt: bool = False) -> str:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt))
 
-    text, spans = render(len(messages)), []
+    text, spans = render(messages), []
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before, through = render(turn, prompt=True), render(turn + 1)
+        before, through = render(messages[:turn], prompt=True), render(messages[: turn + 1])
         if not (through.startswith(before) and text.startswith(through)):
-            raise UsageError(
-                f"{key}: the chat template rewrites earlier turns, so the assistant's cannot be found; "
-                "mark them in the template with {% generation %} ... {% endgeneration %}"
-            )
+            return text, _find_turns(render, key, messages, text)
         spans.append((len(before), len(through)))
     return text, spans
+
+
+def _find_turns(render: Callable[[Messages], str], key: str, messages: Messages, text: str) -> Spans:
+    """Where the assistant's turns are in `text`, of a template that renders a turn otherwise before later ones.
+
+    One character, which no message has, takes the place of each turn's content. With the content put back, the
+    rendering must be `text`: then each is where its character was. What the template writes behind it, the end of the
+    turn, is as much as the rendering of the conversation up to this turn has in common.
+    """
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    marks = dict(zip(turns, map(chr, range(0xF0000, 0xF0000 + len(turns))), strict=True))
+    marked = [{**each, "content": marks.get(turn, each["content"])} for turn, each in enumerate(messages)]
+    pieces = re.split(f"([{''.join(marks.values())}])", render(marked))
+    if pieces[1::2] == list(marks.values()) and not any(mark in text for mark in marks.values()):
+        for clean in (str, str.strip):
+            contents = [clean(messages[turn]["content"]) for turn in turns]
+            restored, spans = pieces[0], []
+            for turn, content, behind in zip(turns, contents, pieces[2::2], strict=True):
+                _, found, end = render(marked[: turn + 1]).rpartition(marks[turn])
+                start, restored = len(restored), restored + content
+                same = itertools.takewhile(
+                    lambda pair: pair[0] == pair[1], zip(end * bool(found), behind, strict=False)
+                )
+                spans.append((start, len(restored) + len(list(same))))
+                restored += behind
+            if restored == text:
+                return spans
+    raise _RowRefused(
+        f"{key}: the chat template rewrites earlier turns, so the assistant's cannot be found; "
+        "mark them in the template with {% generation %} ... {% endgeneration %}"
+    )

@@ -26,9 +26,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kdtrain.config import LoraConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.attention import BLOCK, CAUSAL, document_positions, first_seen, fits_causal, seen_windows
 from kdtrain.models.output_head import OutputHead as OutputHead
+from kdtrain.models.router import router_loss
 
 # Largest |difference| / largest |value|: the head is one product, computed twice in the same dtype.
 _HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -40,7 +42,9 @@ class SplitModel(nn.Module):
     """A causal language model as backbone and output head.
 
     `model` is the only submodule, so that the keys of the state dict are `model.` and the names of transformers.
-    `fused`: whether the head is split off; `reason`: why not. `separates_documents`: whether `segments` work.
+    `fused`: whether the head is split off; `reason`: why not. `separates_documents`: whether `segments` work. `frozen`:
+    entries of the state dict that are not trained, where that is a part of it; `base`: the digest of these as they were
+    loaded; `lora`: the adapters, if there are any.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -49,6 +53,9 @@ class SplitModel(nn.Module):
         self.fused = False
         self.reason = ""
         self.separates_documents = False
+        self.frozen: frozenset[str] = frozenset()
+        self.base = ""
+        self.lora: LoraConfig | None = None
         self._scale = 1.0
         self._softcap: float | None = None
 
@@ -65,25 +72,37 @@ class SplitModel(nn.Module):
         """Rows of the output head, padding included."""
         return int(self.model.get_output_embeddings().weight.shape[0])
 
-    def forward(self, tokens_BT: Tensor, segments_BT: Tensor | None = None, layers: tuple[int, ...] = ()) -> Any:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        segments_BT: Tensor | None = None,
+        layers: tuple[int, ...] = (),
+        balance: bool = False,
+    ) -> Any:
         """Return hidden states [B, T, D], or logits [B, T, V] if the model is not split.
 
         tokens_BT: token ids, int64. segments_BT: number of the document of each position, integers; attention and
         positions then stay within a document. None: plain causal attention. layers: see `with_layers`, which calls this
-        because wrappers (DDP, FSDP) act on `forward` only.
+        because wrappers (DDP, FSDP) act on `forward` only. balance: also return the router's loss (`router_loss`).
         """
         if segments_BT is not None and not self.separates_documents:
             raise UsageError(f"{_name(self.model)} cannot keep documents apart; leave --document-mask out")
-        if not layers:
+        if not layers and not balance:
             return self._run(tokens_BT, segments_BT)
-        output = self._output(tokens_BT, segments_BT, output_hidden_states=True)
-        return self._result(output), [output.hidden_states[layer] for layer in layers]
+        more = {"output_hidden_states": True} if layers else {}
+        more |= {"output_router_logits": True} if balance else {}
+        output = self._output(tokens_BT, segments_BT, **more)
+        states = [output.hidden_states[layer] for layer in layers]
+        return self._result(output), [*states, router_loss(self.model, output.router_logits)] if balance else states
 
     def with_layers(
-        self, tokens_BT: Tensor, segments_BT: Tensor | None, layers: tuple[int, ...]
+        self, tokens_BT: Tensor, segments_BT: Tensor | None, layers: tuple[int, ...], balance: bool = False
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return what `forward` does, and the outputs [B, T, D] of some layers: 0 is the embedding, the last normed."""
-        return cast(tuple[Tensor, list[Tensor]], self(tokens_BT, segments_BT, layers))
+        """Return what `forward` does, and the outputs [B, T, D] of some layers: 0 is the embedding, the last normed.
+
+        balance: the router's loss, a scalar, behind them.
+        """
+        return cast(tuple[Tensor, list[Tensor]], self(tokens_BT, segments_BT, layers, balance))
 
     def logits(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
         """Return logits [B, T, V]."""
@@ -132,6 +151,12 @@ def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep
         pieces.separates_documents = probe.documents_are_separate()
         _fuse(pieces, tokens_BT)
     return pieces
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The transformer layers: the members of the longest list of modules."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=lambda modules: len(modules), default=[]))
 
 
 def layer_widths(pieces: SplitModel) -> list[int]:

@@ -10,15 +10,23 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from kdtrain.errors import RunError, UsageError, making, writing
@@ -42,6 +50,7 @@ from kdtrain.files import (
     sweep,
     typed,
 )
+from kdtrain.models.adapters import adapted, merged_state, write_adapter
 from kdtrain.models.head import SplitModel
 from kdtrain.models.hub import (
     TOKENIZER_FILES,
@@ -58,6 +67,8 @@ from kdtrain.models.hub import (
     revision_of,
     save_tokenizer,
 )
+from kdtrain.models.int8 import quantize_folder
+from kdtrain.models.router import experts_of
 from kdtrain.models.scratch import configuration, model_from_config, model_from_layers, new_model
 from kdtrain.models.spec import LOCAL, ModelSpec, read_spec
 
@@ -93,7 +104,7 @@ def generation_of(source: ModelSpec | str | Path) -> GenerationConfig | None:
         return None
     else:
         found = ask_generation(place, "main" if source.tokenizer else revision_of(source))
-    return None if found is None else _generation("generation_config.json", found)
+    return None if found is None else generation_from("generation_config.json", found)
 
 
 class ChatTokenizer:
@@ -115,6 +126,8 @@ def load_teacher(spec: ModelSpec, device: str, seed: int = 0) -> PreTrainedModel
     seed: of the weights, for a spec that starts from scratch. Raises `UsageError` for a spec that cannot be loaded, and
     for non-finite weights, which would otherwise look like a fault of the student or the data.
     """
+    if spec.lora is not None:
+        raise UsageError(f"teacher {spec.name}: [lora] is for a student, and a teacher is not trained; take it out")
     model: Any = _build(spec, getattr(torch, spec.dtype), None, seed)
     model = model.to(device).eval().requires_grad_(False)
     for name, weight in model.named_parameters():
@@ -131,6 +144,31 @@ def vocabulary(spec: ModelSpec) -> int:
     return int(configuration(spec, None).get_text_config().vocab_size)
 
 
+def is_model_folder(path: Path) -> bool:
+    """Whether a folder is not a run, and holds a model as transformers saves it."""
+    return (path / "config.json").is_file() and not (path / "config.toml").exists()
+
+
+def with_weights_of(folder: Path, spec: ModelSpec) -> ModelSpec:
+    """`spec`, but with the model in `folder`, which agrees with all that the configuration of `spec` states.
+
+    Raises `UsageError` where it does not.
+    """
+    if spec.init == "teacher-layers":
+        raise UsageError(f"--load {folder} has all weights, and {spec.name} copies layers; give --student {folder}")
+    found = replace(
+        spec, source=os.path.normpath(folder), config=None, init="pretrained", revision=None, trust_remote_code=False
+    )
+    theirs = ask_config(found)
+    own = configuration(spec, theirs.vocab_size)
+    stated = plain_config(own) if spec.config is None else spec.config
+    for key in stated:
+        ours, loaded = getattr(own, key, None), getattr(theirs, key, None)
+        if ours != loaded and not key.endswith(("_token_id", "architectures")):
+            raise UsageError(f"--load {folder} has {key} = {loaded}, and {spec.name} {ours}; give --student {folder}")
+    return found
+
+
 def load_student(spec: ModelSpec, *, vocab_size: int | None, seed: int, device: str) -> PreTrainedModel:
     """Load or make a student, in float32 and in training mode.
 
@@ -145,13 +183,13 @@ def load_student(spec: ModelSpec, *, vocab_size: int | None, seed: int, device: 
             f"student {spec.name} has {held:,} tokens and needs {vocab_size:,}; take one of that vocabulary"
         )
     if model.generation_config is not None:
-        model.generation_config = _savable(model.generation_config)
+        model.generation_config = savable_generation(model.generation_config)
     # An embedding's padding row gets no gradient. Packed rows are not padded, and many models pad with eos.
     model.get_input_embeddings().padding_idx = None
     return model.to(device).train()
 
 
-def _savable(given: GenerationConfig) -> GenerationConfig:
+def savable_generation(given: GenerationConfig) -> GenerationConfig:
     """`given`, or its special tokens alone if transformers loads it but refuses to write it."""
     try:
         given.validate(strict=True)
@@ -160,18 +198,23 @@ def _savable(given: GenerationConfig) -> GenerationConfig:
     return given
 
 
-def _generation(name: str, table: Mapping[str, Any]) -> GenerationConfig:
+def generation_from(name: str, table: Mapping[str, Any]) -> GenerationConfig:
     """The generation settings of a table of an unknown author. Raises `UsageError` that begins with `name`."""
     # GenerationConfig takes any name, even that of one of its methods
     known = GenerationConfig().to_dict().keys()
     kept = {key: value for key, value in table.items() if key in known}
     refuse_impossible(name, kept)
-    return _savable(ask(name, lambda: GenerationConfig(**kept)))
+    return savable_generation(ask(name, lambda: GenerationConfig(**kept)))
 
 
 def architecture(model: nn.Module) -> dict[str, Any]:
     """The configuration of a model, which decides its shape and its forward, as plain JSON values."""
-    kept = json.loads(_whole(model).config.to_json_string())
+    return plain_config(_whole(model).config)
+
+
+def plain_config(config: PreTrainedConfig) -> dict[str, Any]:
+    """A configuration as plain JSON values, without what does not decide the forward: see `architecture`."""
+    kept = json.loads(config.to_json_string())
     return {key: value for key, value in kept.items() if key not in ("transformers_version", "dtype", "_name_or_path")}
 
 
@@ -192,7 +235,7 @@ def model_of(
     config = config_of(name, table.pop("model_type", None), table)
     model = new_model(name, config, attention, trust_remote_code=False)
     if generation is not None and model.generation_config is not None:
-        model.generation_config = _generation(name, generation)
+        model.generation_config = generation_from(name, generation)
     return model
 
 
@@ -285,22 +328,63 @@ def export_model(
     *,
     dtype: str | None = None,
     origin: Mapping[str, Any] | None = None,
+    shard_gb: float = 5.0,
+    int8: bool = False,
+    beside: Mapping[str, bytes] | None = None,
 ) -> Path | None:
     """Write a folder that `transformers.AutoModelForCausalLM` and `AutoTokenizer` load, and publish it whole.
 
-    model: a model or a `SplitModel`; special tokens and generation settings that it does not have are completed from
-    `tokenizer`, the files that `tokenizer_files` returns. out: inside `export_lock`, if another process may export
-    there. dtype: of the written weights; by default the model's own. origin: entries for `kdtrain.json`, which also
-    holds the sealed digests of all files. An earlier export is replaced; if it holds anything that was not exported, it
-    is moved aside, and its new path returned.
+    model: a model or a `SplitModel`, whose adapters are added to its weights; special tokens and generation settings
+    that it does not have are completed from `tokenizer`, the files that `tokenizer_files` returns. out: inside
+    `export_lock`, if another process may export there. dtype: of the written weights; by default the model's own.
+    origin: entries for `kdtrain.json`, which also holds the sealed digests of all files. shard_gb: the largest file of
+    weights. int8: quantise the weights (`kdtrain.models.int8`). beside: more files, by name. An earlier export is
+    replaced; if it holds anything that was not exported, it is moved aside, and its new path returned.
 
     UsageError: `out` holds what kdtrain did not write. RunError: the disk is full or refuses the write.
     """
+
+    def write(partial: Path) -> None:
+        most = f"{max(1, round(shard_gb * 1e6))}KB"
+        if not int8:
+            _write_model(model, partial, dtype, most, partial if tokenizer else None)
+            return
+        with hidden_folder(out) as whole:
+            _write_model(model, whole, dtype, most, partial if tokenizer else None)
+            quantize_folder(whole, partial, most)
+
+    return _publish(out, write, {**(tokenizer or {}), **(beside or {})}, origin)
+
+
+def export_adapter(
+    model: SplitModel,
+    base: str,
+    tokenizer: Mapping[str, bytes] | None,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    origin: Mapping[str, Any] | None = None,
+    beside: Mapping[str, bytes] | None = None,
+) -> Path | None:
+    """`export_model` of the adapters alone, as `peft` loads them over the model `base`, a folder or a hub id."""
+
+    def write(partial: Path) -> None:
+        assert model.lora is not None
+        write_adapter(model.model, model.lora, base, partial, dtype)
+
+    return _publish(out, write, {**(tokenizer or {}), **(beside or {})}, origin)
+
+
+def _publish(
+    out: Path, write: Callable[[Path], None], beside: Mapping[str, bytes], origin: Mapping[str, Any] | None
+) -> Path | None:
     refuse_foreign(out)
     out = out.resolve()
     try:
         with making(out), hidden_folder(out) as partial, writing(out):
-            _write_model(model, tokenizer or {}, partial, dtype)
+            for name, content in beside.items():
+                (partial / name).write_bytes(content)
+            write(partial)
             digests = {path.name: file_digest(path) for path in sorted(partial.iterdir())}
             publish_json(partial / ORIGIN, {**(origin or {}), "files": digests}, "export.origin")
             aside = swap_in(partial, out, "export")
@@ -364,15 +448,20 @@ def _exported(folder: Path) -> set[str]:
     return {ORIGIN, *files} if sound else set()
 
 
-def _write_model(model: nn.Module, tokenizer: Mapping[str, bytes], out: Path, dtype: str | None) -> None:
+def _write_model(model: nn.Module, out: Path, dtype: str | None, most: str, tokenizer: Path | None) -> None:
+    """Write configurations and weights, in files of at most `most`; `tokenizer`: the folder with its files."""
     whole: Any = _whole(model)
-    for name, content in tokenizer.items():
-        (out / name).write_bytes(content)
-    if tokenizer and whole.generation_config is not None:
-        _complete_generation(whole, out)
-    if dtype is not None:
-        whole = copy.deepcopy(whole).to(getattr(torch, dtype))
-    whole.save_pretrained(out)
+    if tokenizer is not None and whole.generation_config is not None:
+        _complete_generation(whole, tokenizer)
+    kind, state = None if dtype is None else getattr(torch, dtype), None
+    if adapted(whole):
+        state = merged_state(whole)
+        state = {name: each.to(kind) if each.is_floating_point() else each for name, each in state.items()}
+        if kind is not None:
+            whole.config.dtype = kind
+    elif kind is not None:
+        whole = copy.deepcopy(whole).to(kind)
+    whole.save_pretrained(out, state_dict=state, max_shard_size=most)
 
 
 def _complete_generation(model: Any, folder: Path) -> None:
@@ -418,6 +507,13 @@ def max_positions(model: nn.Module) -> int | None:
     """Return the longest sequence that the model's configuration allows, in tokens; None without a bound."""
     positions = getattr(_whole(model).config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def active_parameters(model: nn.Module) -> int:
+    """The parameters that take part for one token: of the experts of a mixture only those to which it is routed."""
+    experts, chosen = experts_of(_whole(model).config) or (1, 1)
+    share = Fraction(chosen, experts)
+    return int(sum(each.numel() * (share if ".experts." in name else 1) for name, each in model.named_parameters()))
 
 
 def check_fits(model: SplitModel, name: str, seq_len: int, document_mask: bool) -> None:

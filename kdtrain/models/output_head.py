@@ -27,7 +27,8 @@ class OutputHead:
         """Return logits [..., V] of hidden states [..., D], in the dtype of the matrix product."""
         if self.weight is None:
             return hidden_BTD
-        return self.shape(F.linear(hidden_BTD.to(self.weight.dtype), self.weight, self.bias))
+        bias = None if self.bias is None else self.bias.to(self.weight.dtype)
+        return self.shape(F.linear(hidden_BTD.to(self.weight.dtype), self.weight, bias))
 
     def to(self, device: torch.device) -> "OutputHead":
         """The same head on a device."""

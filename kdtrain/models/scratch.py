@@ -100,8 +100,7 @@ def new_model(name: str, config: PreTrainedConfig, attention: str, *, trust_remo
         )
         return cast(PreTrainedModel, made)
 
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        needed = 4 * sum(each.numel() for each in ask(name, make).parameters())
+    needed = 4 * parameter_count(name, config, trust_remote_code=trust_remote_code)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         raise UsageError(
@@ -109,6 +108,16 @@ def new_model(name: str, config: PreTrainedConfig, attention: str, *, trust_remo
             "make its configuration smaller"
         )
     return ask(name, make)
+
+
+def parameter_count(name: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> int:
+    """How many parameters a configuration's model has, tied ones once. Raises `UsageError` that begins with `name`."""
+
+    def make() -> Any:
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return sum(each.numel() for each in ask(name, make).parameters())
 
 
 def configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:

@@ -12,12 +12,15 @@ import difflib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from kdtrain.config import LoraConfig
+from kdtrain.config.sections import Weights
 from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import canonical_json, read_toml
+from kdtrain.registry import nearest
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
@@ -25,14 +28,20 @@ INITS = ("pretrained", "scratch", "teacher-layers")
 LOCAL = "local"
 """The kind of a teacher whose model is loaded here."""
 
+SELF = "self"
+"""The teacher, and its kind, that is the student without its adapters; a folder of that name is `./self`."""
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file by which a folder holds adapters, as `peft` writes them."""
+
 MAX_TEACHERS = 8
 """Longest chain of specs by `teacher`."""
 
 _FOREIGN = (
     *("config.json", "config.toml", "environment.json", "checkpoints/*/state.json"),
-    *("manifest.json", "settings.json", "state.json"),
+    *("manifest.json", "settings.json", "state.json", ADAPTER_CONFIG),
 )
-"""Files of a model folder, a run, a cache and a checkpoint, which may all come from somebody else."""
+"""Files of a model folder, a run, a cache, a checkpoint and adapters, which may all come from somebody else."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -63,6 +72,11 @@ class ModelSpec:
     """Branch, tag or commit on the hub."""
     trust_remote_code: bool = False
     """Run the Python code that comes with a model; only in a spec of your own."""
+    lora: LoraConfig | None = None
+    """Of a student: the adapters that are trained beside its frozen weights; None: all weights are trained."""
+    weights: Weights | None = None
+    """Format in which a teacher's weights, or the frozen ones of a student with adapters, are held: bf16, int8 or nf4;
+    None: a teacher's in its dtype, a student's in float32."""
     kind: str = LOCAL
     """The kind of a teacher: local, or one that a package registers; a student is local."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -74,6 +88,10 @@ class ModelSpec:
         for key, allowed in (("dtype", DTYPES), ("attention", ATTENTIONS), ("init", INITS)):
             if (value := getattr(self, key)) not in allowed:
                 raise ValueError(f"{key} = '{value}' is unknown; use {', '.join(allowed)}")
+        if self.weights not in (None, *get_args(Weights)):
+            raise ValueError(f"weights = '{self.weights}' is unknown; use {', '.join(get_args(Weights))}")
+        if self.weights is not None and self.kind != LOCAL:
+            raise ValueError(f"weights are those of a model that is loaded here; take it out of a kind = '{self.kind}'")
         if self.init == "teacher-layers":
             if self.teacher is None or not self.layers:
                 raise ValueError("init = 'teacher-layers' needs teacher (a spec) and layers (a list of numbers)")
@@ -136,6 +154,32 @@ def read_spec(spec: str, kind: Literal["teachers", "students"] = "students") -> 
     return ModelSpec(name=spec, source=spec)
 
 
+def teacher_spec(name: str, student: ModelSpec) -> ModelSpec:
+    """The spec of the teacher of a student: as `read_spec`, or of the student itself."""
+    if name == SELF:
+        return replace(student, name=SELF, kind=SELF, lora=None, weights=None)
+    return read_spec(name, "teachers")
+
+
+def at_commit(spec: ModelSpec, commit: str | None) -> ModelSpec:
+    """The spec of the same model at a commit of the hub; `spec` where None is known."""
+    return spec if commit is None else replace(spec, revision=commit)
+
+
+def with_weights(spec: ModelSpec, weights: Weights | None, option: str, parallel: str) -> ModelSpec:
+    """A spec whose weights are held in another format; None: as the spec says.
+
+    parallel: how the ranks hold the model. UsageError: there are no such weights here, or they would be sharded.
+    """
+    try:
+        spec = spec if weights is None else replace(spec, weights=weights)
+    except ValueError as error:
+        raise UsageError(f"{option} {weights}: {error}") from None
+    if spec.weights is not None and parallel == "fsdp":
+        raise UsageError(f"{option} {spec.weights} cannot be sharded over ranks; leave it or fsdp out")
+    return spec
+
+
 def paths_of(spec: str, kind: Literal["teachers", "students"] = "students") -> dict[str, str]:
     """The files and folders that a spec names, its own unless it ships, by the word for each.
 
@@ -178,16 +222,38 @@ def _from_toml(path: Path) -> ModelSpec:
                 raise UsageError(f"{path}: {key} = '{values[key]}' is a file; name a folder or a hub id")
     if isinstance(values.get("layers"), list):
         values["layers"] = tuple(values["layers"])
+    if "lora" in values:
+        values["lora"] = _lora(path, values["lora"])
     try:
         spec = ModelSpec(**values)
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
-    if spec.trust_remote_code and (foreign := min(foreign_beside(path), default=None)) is not None:
+    pattern = "a regular expression as targets in [lora]"  # which can be made to run without end
+    own = [pattern] if spec.lora is not None and spec.lora.lora_pattern else []
+    own += ["trust_remote_code = true"] if spec.trust_remote_code else []
+    if own and (foreign := min(foreign_beside(path), default=None)) is not None:
         raise UsageError(
-            f"{path}: trust_remote_code = true must be in a spec of your own, and this one lies with {foreign}, "
+            f"{path}: {own[-1]} must be in a spec of your own, and this one lies with {foreign}, "
             "which may have been downloaded; copy it elsewhere if you trust that"
         )
     return spec
+
+
+def _lora(path: Path, table: Any) -> LoraConfig:
+    """The adapters of a spec's table [lora], whose keys are the options without `lora_`."""
+    known = [each.name.removeprefix("lora_") for each in dataclasses.fields(LoraConfig)]
+    if not isinstance(table, dict) or "rank" not in table:
+        raise UsageError(f"{path}: lora is a table with a rank; write [lora] and rank = 16 below it")
+    for key in table:
+        if key not in known:
+            raise UsageError(f"{path}: unknown key '{key}' in [lora]; {nearest(key, known)}")
+    values = {f"lora_{key}": value for key, value in table.items()}
+    if isinstance(targets := table.get("targets"), list) and all(isinstance(each, str) for each in targets):
+        values["lora_targets"] = ",".join(targets)
+    try:
+        return LoraConfig(**values)
+    except UsageError as error:
+        raise UsageError(f"{path}: [lora]: {error.args[0].replace('--lora-', '')}") from None
 
 
 def _refuse_endless_teachers(path: Path, spec: ModelSpec) -> None:
@@ -234,9 +300,9 @@ def _relative_to(folder: Path, source: str, where: str) -> str:
 
 
 def _refuse_wrong_types(spec: ModelSpec) -> None:
-    for key in ("name", "kind", "source", "tokenizer", "dtype", "attention", "init", "teacher", "revision"):
+    for key in ("name", "kind", "source", "tokenizer", "dtype", "attention", "init", "teacher", "revision", "weights"):
         value = getattr(spec, key)
-        optional = key in ("source", "tokenizer", "teacher", "revision")
+        optional = key in ("source", "tokenizer", "teacher", "revision", "weights")
         if not (isinstance(value, str) and value) and not (optional and value is None):
             raise ValueError(f"{key} = {value!r}: write a string that is not empty")
     for key in ("config", "options"):

@@ -304,3 +304,23 @@ def _quantized(axes: Axes, run: Run, places: dict[int, float], color: str, heigh
         look: dict[str, Any] = {"linewidth": 3, "alpha": 0.5, "transform": axes.get_xaxis_transform()}
         axes.plot(ends, [height] * 2, color=color, **look)
     return bool(parts)
+
+
+# Searches -----------------------------------------------------------------------------------------------------------
+
+
+def draw_rates(rungs: Mapping[str, Sequence[tuple[float, float]]], best: float, band: tuple[float, float]) -> Figure:
+    """Validation loss over learning rates, a line for each rung, with the suggestion and the rates that it may be."""
+    made, [[axes]] = figure(COLUMN, 2.6, 1, 1)
+    axes.axvspan(*band, color=GREY, alpha=0.2, linewidth=0)
+    axes.axvline(best, color="#000000", linestyle=":", linewidth=1.2)
+    for (label, points), (color, marker, line) in zip(rungs.items(), [*LOOKS, *MORE], strict=False):
+        look: dict[str, Any] = {"marker": marker, "markersize": 4, "linestyle": line, "linewidth": 1.4}
+        axes.plot(*zip(*points, strict=True), color=color, label=label, **look)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([rate for rate, _ in max(rungs.values(), key=len)])
+    axes.xaxis.set_major_formatter(lambda rate, _: f"{rate:.2g}")
+    axes.tick_params(axis="x", rotation=45)
+    finish(axes, f"Validation loss by rate: {best:.2g} is suggested", "peak learning rate", "nats a token")
+    _small(axes)
+    return made

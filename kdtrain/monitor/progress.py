@@ -26,6 +26,7 @@ from kdtrain.monitor.tables import duration, number, short
 log = logging.getLogger("kdtrain")
 console = Console(stderr=True)
 _early: list[tuple[str, str]] = []
+_hushed = False
 
 
 def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
@@ -34,6 +35,7 @@ def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
     quiet: print nothing on stderr, not even bars, because another rank does.
     """
     console.quiet = quiet
+    quiet = quiet or _hushed
     if file is None:
         _early.clear()
     log.setLevel(logging.INFO)
@@ -49,6 +51,19 @@ def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
         if file.exists() and not file.is_file():  # opening a pipe for writing blocks until it has a reader
             raise UsageError(f"{file} is not a regular file; move it away")
         log.addHandler(_plain(_LogFile(file)))
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """Keep what is logged in the block off stderr, where bars stay; log files get it."""
+    global _hushed
+    before, _hushed = _hushed, True
+    setup_logging()
+    try:
+        yield
+    finally:
+        _hushed = before
+        setup_logging()
 
 
 def end_log(text: str) -> None:
@@ -226,13 +241,14 @@ class Rate:
         return {"tok/s": rate, "eta_h": (self.total - step) * seconds / steps / 3600}
 
 
-def formula(alpha: float, divergence: str, hidden: float | None, replays: bool = False) -> str:
+def formula(alpha: float, divergence: str, hidden: float | None, replays: bool = False, router: float = 0.0) -> str:
     """The objective in the words of a step's line: `.9 kl + .1 ce`.
 
     replays: whether sequences without a teacher are mixed in. Their cross-entropy is part of ce, and has the weight 1.
+    router: weight of the router's loss of a mixture of experts; 0 without one.
     """
     terms = [(alpha, term_name(divergence)), (1 - alpha, "ce"), (hidden or 0.0, "hidden")]
-    terms += [(alpha, "ce of replay")] if replays else []
+    terms += [(alpha, "ce of replay")] * replays + [(router, "router")]
     return " + ".join(f"{weight_text(weight)}{name}" for weight, name in terms if weight) or "ce"
 
 
@@ -261,10 +277,12 @@ class StepText:
         divergence: its name.
         hidden: weight of the hidden-state loss; None without one.
         learned: whether T is learned.
+        router: weight of the router's loss of a mixture of experts; 0 without one.
     """
 
-    def __init__(self, alpha: float, divergence: str, hidden: float | None, learned: bool) -> None:
+    def __init__(self, alpha: float, divergence: str, hidden: float | None, learned: bool, router: float = 0.0) -> None:
         self.alpha, self.name, self.hidden, self.learned = alpha, term_name(divergence), hidden, learned
+        self.router = router
         self.window: deque[tuple[float, ...]] = deque(maxlen=AVERAGED)
 
     def add(self, numbers: Mapping[str, float]) -> dict[str, str]:
@@ -274,14 +292,14 @@ class StepText:
         """
         temperature = numbers.get("T", 1.0)
         kept = (numbers.get("kd", math.nan) * temperature**2, numbers.get("ce", math.nan))
-        others = (numbers.get("hidden", 0.0), numbers.get("ce_alone", 0.0))
+        others = (numbers.get(name, 0.0) for name in ("hidden", "ce_alone", "router"))
         self.window.append((numbers.get("loss", math.nan), *kept, *others))
         loss, *terms = (sum(each) / len(self.window) for each in zip(*self.window, strict=True))
         alpha = numbers.get("alpha", self.alpha) if "kd" in numbers else 0.0
-        weights = (alpha, 1 - alpha, self.hidden or 0.0, alpha if "ce_alone" in numbers else 0.0)
-        shown = zip(weights, (self.name, "ce", "hidden", "ce of replay"), terms, strict=True)
+        weights = (alpha, 1 - alpha, self.hidden or 0.0, alpha if "ce_alone" in numbers else 0.0, self.router)
+        shown = zip(weights, (self.name, "ce", "hidden", "ce of replay", "router"), terms, strict=True)
         sum_of = " + ".join(f"{weight_text(weight)}{name} {_digits(term)}" for weight, name, term in shown if weight)
-        parts = {"loss": f"loss {_digits(loss)}" + (f" = {sum_of}" if alpha or self.hidden else "")}
+        parts = {"loss": f"loss {_digits(loss)}" + (f" = {sum_of}" if alpha or self.hidden or self.router else "")}
         if self.learned and "T" in numbers:
             parts["T"] = f"T {temperature:.2f}"
         if "lr" in numbers:

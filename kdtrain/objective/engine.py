@@ -135,7 +135,8 @@ def _run(this: Pass, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor
     head = replace(this.head, weight=weight_PD, bias=bias_P)
     # A bias sums its gradient over the rows, which must not be rounded before.
     narrow = bool(this.wanted) and "bias" not in this.wanted
-    student = ChunkLogits(hidden_ND, head, request.vocab_size, this.chunk, request.compile, narrow)
+    weighs = "weight" in this.wanted
+    student = ChunkLogits(hidden_ND, head, request.vocab_size, this.chunk, request.compile, narrow, weighs)
     beta = beta.detach().double()
     grads = _empty_gradients(this, hidden_ND, weight_PD, bias_P, beta)
     found: list[tuple[Tensor, Tensor, Tensor]] = []

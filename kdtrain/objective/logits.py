@@ -74,11 +74,18 @@ def chunk_logits(hidden_RD: Tensor, head: OutputHead, vocab_size: int) -> Tensor
 class ChunkLogits:
     """Logits of one chunk of rows after another, all in one buffer: fresh memory would take as long as a product.
 
-    `narrow`: gradients in the logits may be in 16 bits, beside them.
+    `narrow`: gradients in the logits may be in 16 bits, beside them; `weighs`: for dWeight too.
     """
 
     def __init__(
-        self, hidden_ND: Tensor, head: OutputHead, vocab_size: int, chunk: int, compile: bool, narrow: bool = False
+        self,
+        hidden_ND: Tensor,
+        head: OutputHead,
+        vocab_size: int,
+        chunk: int,
+        compile: bool,
+        narrow: bool = False,
+        weighs: bool = True,
     ) -> None:
         self.size, self.head, self.chunk = vocab_size, head, chunk
         self.dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
@@ -92,7 +99,7 @@ class ChunkLogits:
         self.held = chunk
         """Rows whose gradients in the logits wait for one product of dWeight."""
         if narrow and kind not in (None, self.dtype):
-            self.held *= weight_chunks(hidden_ND.device.type)
+            self.held *= weight_chunks(hidden_ND.device.type) if weighs else 1
             rows = min(self.held, len(hidden_ND))
             self.narrow_RV = matmul.take_rows("logit gradient", rows, vocab_size, dtype=kind, device=hidden_ND.device)
 

@@ -48,6 +48,8 @@ class LossOutput(NamedTuple):
     """Sum of the divergence at T = 1, nats; 0 without targets, at alpha 0, or without `at_one`."""
     hidden: Tensor
     """Sum of the hidden-state loss (`objective.hidden`), which the student adds; 0 here."""
+    router: Tensor
+    """The router's loss of a mixture of experts times the tokens, which the student adds; 0 here."""
     tokens: Tensor
     """Number of unmasked tokens."""
     ce_alone: Tensor
@@ -220,8 +222,8 @@ def distillation_loss(
         chunk=chunk,
     )
     loss, sums = fused_loss(hidden_ND, head, 1.0 / temperature, request)
-    nothing = torch.zeros_like(sums[0])
-    return LossOutput(loss, sums[0], sums[1], sums[2], nothing, mask_N.sum(), nothing)
+    none = torch.zeros_like(sums[0])
+    return LossOutput(loss, sums[0], sums[1], sums[2], none, none, mask_N.sum(), none)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,9 @@ tokens in a micro-batch, w ranks that share one copy (1 unless sharded), c bytes
                           + a chunk of logits, several times (`LOGITS`)
     teacher               its weights, / w with w ranks; its head in fp32; its hidden states, 4 N D
 
+Of weights that are not trained, P counts in neither moments, gradients, snapshots nor the copy for a save: 4 P / w, or
+the bytes of the fewer bits in which they are held.
+
 The first choice is both whole on each rank, because it exchanges least; then the teacher sharded, then the student,
 then both; then the same with a sharded student whose micro-batches add up sharded gradients. A job that does not fit in
 any way is refused, with what would help. A plan may fill `USABLE` of the free memory.
@@ -31,7 +34,8 @@ and only its configuration is read from the hub. A model whose code needs number
 is logged.
 
 Given up: buffers of the communication library, the allocator's waste and the copies that emulated formats keep are not
-counted; a compiled graph keeps about two thirds of the activations counted here.
+counted, nor a packed weight while it is unpacked; a compiled graph keeps about two thirds of the activations counted
+here.
 """
 
 import copy
@@ -47,14 +51,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from kdtrain.config import CacheTeacherConfig, DistillConfig, ParallelConfig
 from kdtrain.errors import UsageError
+from kdtrain.models.adapters import sketch
 from kdtrain.models.attention import CAUSAL, FUSED, fits_causal
+from kdtrain.models.frozen import frozen_bytes, pack
+from kdtrain.models.head import layers_of
 from kdtrain.models.hub import attention_option, never_asking
 from kdtrain.models.loading import checkpoint_activations, load_tokenizer
 from kdtrain.models.scratch import configuration, layers_config
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log
 from kdtrain.objective.logits import chunk_rows, weight_chunks
-from kdtrain.precision.linear import layers_of
 from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import all_gather_object, is_main, world_size
 
@@ -82,16 +88,34 @@ class ModelFootprint:
     kept_by_checkpoints: float = 0.0  # the same with activation checkpointing; equal if the model does not support it
     kept_once: float = 0.0  # bytes that a forward keeps besides, whatever its number of sequences
     kept_once_by_checkpoints: float = 0.0
-    weight_bytes: int = 4  # of a stored weight
+    weight_bytes: float = 4  # of a stored weight
+    frozen: int = 0  # parameters that are not trained, of a student that trains a part
+    frozen_bytes: float = 4  # of one of these
+    frozen_in_layers: int = 0
+    frozen_head: bool = False
+    packed: bool = False  # weights in fewer bits, which are not sharded
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return self.parameters - self.frozen
 
 
 def model_footprint(
-    spec: ModelSpec, *, vocab_size: int | None, seq_len: int, mode: str, trained: bool, on_gpu: bool = False
+    spec: ModelSpec,
+    *,
+    vocab_size: int | None,
+    seq_len: int,
+    mode: str,
+    trained: bool,
+    on_gpu: bool = False,
+    freeze_head: bool = False,
 ) -> ModelFootprint:
-    """The footprint of a student (`trained`) or a teacher.
+    """The footprint of a student (`trained`), with the adapters of its spec, or a teacher.
 
     vocab_size: of a `[config]` that leaves it out. mode: number format of its forward, fp32, bf16 or fp16. on_gpu:
-    where it will run: a CPU keeps masks for sliding windows, and the scores of a model with a soft cap.
+    where it will run: a CPU keeps masks for sliding windows, and the scores of a model with a soft cap. freeze_head:
+    the student does not train its output head.
 
     Raises:
         UsageError: there is no such model, or transformers does not know its type.
@@ -108,18 +132,27 @@ def model_footprint(
         attention = model.config.get_text_config()
         if attention._attn_implementation == "sdpa" or (on_gpu and fits_causal(attention)):
             model.set_attn_implementation(FUSED if on_gpu else CAUSAL)  # as in training, without masks of numbers
+        if spec.lora is not None and trained:
+            sketch(model, spec.lora)
+        if freeze_head:
+            model.get_output_embeddings().requires_grad_(False)
+        layers, head = layers_of(model), model.get_output_embeddings()
+        sizes = _sizes(model, layers)
+        if spec.weights is not None and trained:
+            pack(model, spec.weights, fused=True, outline=True)
         width, kept, kept_once = _forward(model, seq_len, mode)
         by_checkpoints = kept, kept_once
         if trained and model.supports_gradient_checkpointing:
             checkpoint_activations(model)
             by_checkpoints = _forward(model, seq_len, mode)[1:]
-        layers = layers_of(model)
-        head = model.get_output_embeddings()
+        weight_bytes = 4.0 if trained or mode == "fp32" else getattr(torch, spec.dtype).itemsize
+        if spec.weights is not None and not trained:
+            pack(model.requires_grad_(False), spec.weights, fused=True, outline=True)
+            weight_bytes = frozen_bytes(model) / sizes["parameters"]
         return ModelFootprint(
             name=spec.name,
-            parameters=sum(each.numel() for each in model.parameters()),
             layers=len(layers),
-            in_layers=sum(each.numel() for layer in layers for each in layer.parameters()),
+            **sizes,
             width=width,
             vocabulary=int(head.weight.shape[0]),
             tied=head.weight is model.get_input_embeddings().weight,
@@ -127,8 +160,22 @@ def model_footprint(
             kept_by_checkpoints=by_checkpoints[0],
             kept_once=kept_once,
             kept_once_by_checkpoints=by_checkpoints[1],
-            weight_bytes=4 if trained or mode == "fp32" else getattr(torch, spec.dtype).itemsize,
+            weight_bytes=weight_bytes,
+            frozen_bytes=frozen_bytes(model) / sizes["frozen"] if sizes["frozen"] else 4.0,
+            frozen_head=not head.weight.requires_grad,
+            packed=spec.weights is not None,
         )
+
+
+def _sizes(model: Any, layers: list[torch.nn.Module]) -> dict[str, int]:
+    """Numbers of a model's parameters, and of those in its layers and not trained."""
+    inside = [each for layer in layers for each in layer.parameters()]
+    return {
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "in_layers": sum(each.numel() for each in inside),
+        "frozen": sum(each.numel() for each in model.parameters() if not each.requires_grad),
+        "frozen_in_layers": sum(each.numel() for each in inside if not each.requires_grad),
+    }
 
 
 def _configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
@@ -247,7 +294,7 @@ def choose(
     """
     if world > 1 and options.shard_size is not None and world % options.shard_size:
         raise UsageError(f"--shard-size {options.shard_size} does not divide {world} ranks; choose one that does")
-    plans = [estimated(plan, job, world) if job else plan for plan in _candidates(options, world, online)]
+    plans = [estimated(plan, job, world) if job else plan for plan in _candidates(options, world, online, job)]
     if job is None or free is None:
         return plans[0]
     for plan in plans:
@@ -264,12 +311,16 @@ def choose(
     )
 
 
-def _candidates(options: ParallelConfig, world: int, online: bool) -> list[Plan]:
+def _candidates(options: ParallelConfig, world: int, online: bool, job: Job | None) -> list[Plan]:
     """The plans that the options allow, by preference."""
     if world == 1:
         return [Plan("single", "replicate" if online else "none")]
     students: list[Literal["ddp", "fsdp"]] = ["ddp", "fsdp"]
     teachers: list[Literal["none", "replicate", "fsdp"]] = ["replicate", "fsdp"] if online else ["none"]
+    if job is not None and job.student.packed:
+        students.remove("fsdp")
+    if job is not None and job.teacher is not None and job.teacher.packed:
+        teachers.remove("fsdp")
     ways: list[Literal["whole", "sharded"]] = ["whole", "sharded"]
     return [
         Plan(student, teacher, options.shard_size, way)
@@ -283,7 +334,7 @@ def _candidates(options: ParallelConfig, world: int, online: bool) -> list[Plan]
 
 
 def _fits(options: ParallelConfig, world: int, job: Job, free: float) -> bool:
-    plans = (estimated(plan, job, world) for plan in _candidates(options, world, job.teacher is not None))
+    plans = (estimated(plan, job, world) for plan in _candidates(options, world, job.teacher is not None, job))
     return any(plan.total <= USABLE * free for plan in plans)
 
 
@@ -323,8 +374,9 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
     student, teacher, tokens = job.student, job.teacher, job.micro(world) * job.seq_len
     shared = (plan.shard_size or world) if plan.student == "fsdp" else 1
     root, in_layer = student.parameters - student.in_layers, student.in_layers / max(student.layers, 1)
-    whole, masters = 4.0 * student.parameters, 12 * student.parameters / shared
-    state = {"weights and moments": masters, "snapshots": job.snapshots * masters}
+    whole, masters = 4.0 * student.trained, 12 * student.trained / shared
+    weights = masters + student.frozen_bytes * student.frozen / shared
+    state = {"weights and moments": weights, "snapshots": job.snapshots * masters}
     asked = 0.0
     if teacher is not None:
         sharded = (plan.shard_size or world) if plan.teacher == "fsdp" else 1
@@ -339,21 +391,24 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
     gradients = whole
     if shared > 1:  # the shards, and either all until they are reduced, or those of the root and two layers
         all_of_them = adds_up and plan.accumulate == "whole"
-        gradients = whole / shared + (whole if all_of_them else 4.0 * (root + 2 * in_layer))
+        trained_in_layer = (student.in_layers - student.frozen_in_layers) / max(student.layers, 1)
+        trained_root = root - (student.frozen - student.frozen_in_layers)
+        gradients = whole / shared + (whole if all_of_them else 4.0 * (trained_root + 2 * trained_in_layer))
 
     head_weight = student.vocabulary * student.width
     kind = " ".join(["compiled"] * job.compiled + ["online"] * (teacher is not None)) or "cached"
-    head = 4.0 * head_weight + 2.0 * job.compute_bytes * tokens * student.width
+    head = (0.0 if student.frozen_head else 4.0 * head_weight) + 2.0 * job.compute_bytes * tokens * student.width
     head += 2.0 * head_weight if job.compute_bytes == 2 else 0.0
     head += LOGITS[kind] * 4.0 * min(job.chunk_rows, tokens) * student.vocabulary
-    head += 2.0 * min(job.waiting_rows, max(tokens - job.chunk_rows, 0)) * student.vocabulary
+    waiting = 0 if student.frozen_head else job.waiting_rows
+    head += 2.0 * min(waiting, max(tokens - job.chunk_rows, 0)) * student.vocabulary
     kept, once = student.kept, student.kept_once
     if job.activation_checkpointing:
         kept, once = student.kept_by_checkpoints, student.kept_once_by_checkpoints
     if shared > 1 and job.compute_bytes == 2:  # the layers' weights are gathered so, and freed
         once = max(once - 2.0 * student.in_layers, 0.0)
     at_head = {"gradients": held if adds_up else 0.0, "activations": tokens * kept + once, "output head": head}
-    embedding = 4.0 * head_weight if student.tied else 0.0
+    embedding = 4.0 * head_weight if student.tied and not student.frozen_head else 0.0
     at_end = {"gradients": gradients + embedding, "activations": _of_a_layer(student, tokens)}
     return {
         "teach": gathered | buckets | {"teacher's forward": asked},
@@ -416,10 +471,9 @@ def job_of(
 
     vocab_size: of the data, for a student whose spec names none; None: that of the student's tokenizer.
     """
-    if vocab_size is None and student.config is not None and "vocab_size" not in student.config:
-        vocab_size = len(load_tokenizer(student))
     on_gpu = device.type == "cuda"
-    measured = footprint_of(student, vocab_size=vocab_size, trained=True, seq_len=seq_len, mode=mode, on_gpu=on_gpu)
+    how = {"seq_len": seq_len, "mode": mode, "on_gpu": on_gpu, "freeze_head": config.freeze_head}
+    measured = student_footprint(student, vocab_size, **how)
     if measured is None or (config.teacher is not None and teacher is None):
         return None
     narrow, quantization = head_dtype(mode), config.quantization
@@ -441,6 +495,13 @@ def job_of(
     )
 
 
+def student_footprint(student: ModelSpec, vocab_size: int | None, **how: Any) -> ModelFootprint | None:
+    """As `footprint_of`; vocab_size: of the data, None: that of the student's tokenizer, if its spec names none."""
+    if vocab_size is None and student.config is not None and "vocab_size" not in student.config:
+        vocab_size = len(load_tokenizer(student))
+    return footprint_of(student, vocab_size=vocab_size, trained=True, **how)
+
+
 def shards_teacher(
     config: CacheTeacherConfig, teacher: ModelFootprint | None, free: float | None, seq_len: int
 ) -> bool:
@@ -458,7 +519,7 @@ def shards_teacher(
         return wanted == "fsdp"
     tokens = config.batch_size * seq_len
     working = CACHE_LOGITS * 4.0 * tokens * teacher.vocabulary + _of_a_layer(teacher, tokens)
-    ways = [1] * (wanted != "fsdp") + [world] * (wanted != "replicate" and world > 1)
+    ways = [1] * (wanted != "fsdp") + [world] * (wanted != "replicate" and world > 1 and not teacher.packed)
     needs = {shared: working + _teacher_held(teacher, shared) for shared in ways}
     for shared, need in needs.items():
         if need <= USABLE * free:

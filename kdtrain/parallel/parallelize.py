@@ -48,8 +48,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
-from kdtrain.models.head import default_probe
-from kdtrain.precision.linear import layers_of
+from kdtrain.models.head import default_probe, layers_of
 from kdtrain.ranks import agreed_max, local, with_local
 
 
@@ -315,6 +314,7 @@ def fsdp(
     micro_batches: int,
     gathered: int,
     accumulate: str = "whole",
+    frozen: Sequence[Shape] = (),
 ) -> Traffic:
     """A step under FSDP2.
 
@@ -325,15 +325,17 @@ def fsdp(
         micro_batches: of a step on a rank.
         gathered: bytes of a gathered number of a layer.
         accumulate: see `Sharded`.
+        frozen: of the same parameters, those that are not trained.
     """
     inside = sum(padded(shape, sharing) for layer in layers for shape in layer)
     outside = sum(padded(shape, sharing) for shape in root)
     groups, scatters = len(layers) + 1, micro_batches if accumulate == "sharded" else 1
+    trained = inside + outside - sum(padded(shape, sharing) for shape in frozen)
     calls = {"all_gather": micro_batches * (2 * groups - 1), "reduce_scatter": scatters * groups}
     return Traffic(
         all_gather=micro_batches * (2.0 * gathered * inside + 4.0 * outside),
-        reduce_scatter=scatters * 4.0 * (inside + outside),
-        all_reduce=4.0 * (inside + outside) / sharing if replicas > 1 else 0.0,
+        reduce_scatter=scatters * 4.0 * trained,
+        all_reduce=4.0 * trained / sharing if replicas > 1 else 0.0,
         calls=calls | ({"all_reduce": groups} if replicas > 1 else {}),
     )
 

@@ -167,6 +167,64 @@ class _TorchaoProduct:
         y_NO: Tensor = self.function.apply(x_ND.to(compute), weight_OD.to(compute).T, *settings)
         return y_NO.to(dtype)
 
+    def of_constant(self, weight_OD: Tensor) -> Product:
+        """The product for a layer whose weight does not change."""
+        return _ConstantTorchaoProduct(self, weight_OD)
+
+
+class _ConstantTorchaoProduct:
+    """`_TorchaoProduct` with a weight that is cast once, and without its gradient."""
+
+    def __init__(self, product: _TorchaoProduct, weight_OD: Tensor) -> None:
+        from torchao.float8.float8_training_tensor import GemmInputRole
+
+        self.product, (self.mm, self.config) = product, product.quantized
+        config, role = self.config, GemmInputRole.WEIGHT
+        with torch.no_grad():
+            weight_DO = weight_OD.detach().to(torch.bfloat16).T
+            self.along_D = self.cast(weight_DO, config.cast_config_weight, role, 0)
+            self.along_O = self.cast(weight_DO, config.cast_config_weight_for_grad_input, role, -1)
+
+    def cast(self, values: Tensor, how: Any, role: Any, axis: int) -> Any:
+        """`values` in fp8, with scales along `axis` where rows have their own."""
+        from torchao.float8.float8_linear import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
+
+        return hp_tensor_to_float8_dynamic(
+            values,
+            how.target_dtype,
+            self.mm,
+            gemm_input_role=role,
+            scaling_granularity=how.scaling_granularity,
+            axiswise_dim=get_maybe_axiswise_dim(axis, how.scaling_granularity),
+            round_scales_to_power_of_2=self.config.round_scales_to_power_of_2,
+        )
+
+    def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
+        compute = compute_dtype(dtype)
+        if compute == torch.float32:  # the weight is held as cast from bf16
+            return self.product(x_ND, weight_OD, dtype, high_forward)
+        y_NO: Tensor = _ConstantWeight.apply(x_ND.to(compute), weight_OD.to(compute) if high_forward else None, self)
+        return y_NO.to(dtype)
+
+
+class _ConstantWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, high_OD: Tensor | None, product: _ConstantTorchaoProduct) -> Tensor:
+        from torchao.float8.float8_training_tensor import GemmInputRole
+
+        ctx.product = product
+        if high_OD is not None:
+            return x_ND @ high_OD.T
+        return torch.mm(product.cast(x_ND, product.config.cast_config_input, GemmInputRole.INPUT, -1), product.along_D)
+
+    @staticmethod
+    def backward(ctx: Any, g_NO: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        from torchao.float8.float8_training_tensor import GemmInputRole
+
+        product = ctx.product
+        g = product.cast(g_NO, product.config.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT, -1)
+        return torch.mm(g, product.along_O.t()), None, None
+
 
 def _converted(inputs: int, outputs: int, recipe: Recipe, high_forward: bool) -> Any:
     """A stand-in layer without storage, converted by torchao."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
 
-from kdtrain.precision.linear import layers_of
+from kdtrain.models.head import layers_of
 
 GRAPHS = 64
 """Graphs of one layer's code: of each kind of layer, position of the switch, size of a batch, and model. Beyond the

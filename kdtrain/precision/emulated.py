@@ -184,15 +184,35 @@ class Recipe:
     """Round gradients stochastically."""
 
 
+Held = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+"""A weight quantised for the sum along D and its scale, and both for the sum along O."""
+
+
+def hold(weight_OD: Tensor, recipe: Recipe) -> Held:
+    """Quantise a weight that does not change, for `quantized_linear`; bf16, which holds every quantised value."""
+    with torch.no_grad():
+        along_D = quantized_operand(weight_OD, recipe, "weight", 1, torch.bfloat16)
+        along_O = along_D
+        if recipe.scaling in ("rowwise", "mx"):
+            along_O = quantized_operand(weight_OD, recipe, "weight", 0, torch.bfloat16)
+    return *along_D, *along_O
+
+
 def quantized_linear(
-    x_ND: Tensor, weight_OD: Tensor, recipe: Recipe, dtype: torch.dtype, high_forward: bool = False
+    x_ND: Tensor,
+    weight_OD: Tensor,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    high_forward: bool = False,
+    held: Held | None = None,
 ) -> Tensor:
     """`x_ND @ weight_OD^T` with quantised operands, in this product and in the two of its backward.
 
     x_ND: of any float dtype. weight_OD: fp32 master weights. dtype: of the result; products are in bf16, or in fp32 if
-    that is `dtype`. high_forward: quantise in the backward only.
+    that is `dtype`. high_forward: quantise in the backward only. held: the weight by `hold`, if it is constant.
     """
-    result: Tensor = _QuantizedLinear.apply(x_ND, weight_OD, recipe, dtype, high_forward)
+    args = (None,) * 4 if held is None else held
+    result: Tensor = _QuantizedLinear.apply(x_ND, weight_OD, recipe, dtype, high_forward, *args)
     return result
 
 
@@ -205,14 +225,18 @@ class _QuantizedLinear(torch.autograd.Function):
         recipe: Recipe,
         dtype: torch.dtype,
         high_forward: bool,
+        w_D: Tensor | None,
+        scale_D: Tensor | None,
+        w_O: Tensor | None,
+        scale_O: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(x_ND, weight_OD)
+        ctx.save_for_backward(x_ND, weight_OD, w_O, scale_O)  # type: ignore[arg-type]
         ctx.recipe, ctx.dtype = recipe, dtype  # type: ignore[attr-defined]
         if high_forward:
             return x_ND.to(dtype) @ weight_OD.to(dtype).T
         compute = compute_dtype(dtype)
         x, x_scale = quantized_operand(x_ND, recipe, "activation", 1, compute)
-        w, w_scale = quantized_operand(weight_OD, recipe, "weight", 1, compute)
+        w, w_scale = _operand(weight_OD, recipe, 1, compute, w_D, scale_D)
         # Autocast to fp16 would compute this product in fp16, which scaled values of fp8 overflow.
         with torch.autocast(x_ND.device.type, enabled=False):
             return _scaled(x @ w.T, x_scale, w_scale).to(dtype)
@@ -220,16 +244,25 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: torch.autograd.function.FunctionCtx, g_NO: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None]:
-        x_ND, weight_OD = ctx.saved_tensors  # type: ignore[attr-defined]
+    ) -> tuple[Tensor | None, ...]:
+        x_ND, weight_OD, w_O, scale_O = ctx.saved_tensors  # type: ignore[attr-defined]
         recipe, compute = ctx.recipe, compute_dtype(ctx.dtype)  # type: ignore[attr-defined]
         g, g_scale = quantized_operand(g_NO, recipe, "gradient", 1, compute)
-        w, w_scale = quantized_operand(weight_OD, recipe, "weight", 0, compute)
-        dx_ND = _scaled(g @ w, g_scale, w_scale)
+        w, w_scale = _operand(weight_OD, recipe, 0, compute, w_O, scale_O)
+        dx_ND = _scaled(g @ w, g_scale, w_scale).to(x_ND.dtype)
+        if not ctx.needs_input_grad[1]:  # type: ignore[attr-defined]
+            return dx_ND, *(None,) * 8
         g, g_scale = quantized_operand(g_NO, recipe, "gradient", 0, compute)
         x, x_scale = quantized_operand(x_ND, recipe, "activation", 0, compute)
         dw_OD = _scaled(g.T @ x, g_scale, x_scale)
-        return dx_ND.to(x_ND.dtype), dw_OD.to(weight_OD.dtype), None, None, None
+        return dx_ND, dw_OD.to(weight_OD.dtype), *(None,) * 7
+
+
+def _operand(
+    weight_OD: Tensor, recipe: Recipe, axis: int, compute: torch.dtype, held: Tensor | None, scale: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The weight for a sum along `axis`, quantised now or `held`."""
+    return quantized_operand(weight_OD, recipe, "weight", axis, compute) if held is None else (held.to(compute), scale)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

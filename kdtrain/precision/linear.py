@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from kdtrain.errors import UsageError
-from kdtrain.precision.emulated import Recipe, quantized_linear
+from kdtrain.precision.emulated import Held, Recipe, hold, quantized_linear
 
 Position = Literal["high", "quantized", "high-forward"]
 
@@ -75,6 +75,8 @@ class Emulated:
     """Quantised values in products of the high format: on every device, any shape, slower than no quantisation."""
 
     recipe: Recipe
+    held: Held | None = None
+    """The weight of the only layer, quantised once, where it is constant."""
 
     def refuses(self, inputs: int, outputs: int, transposed: bool) -> str | None:
         """None: every shape can be quantised."""
@@ -84,9 +86,13 @@ class Emulated:
         """The product for a layer: the same for all."""
         return self
 
+    def of_constant(self, weight_OD: Tensor) -> Product:
+        """The product for a layer whose weight does not change."""
+        return Emulated(self.recipe, hold(weight_OD, self.recipe))
+
     def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
         """`x_ND @ weight_OD^T` (`emulated.quantized_linear`)."""
-        return quantized_linear(x_ND, weight_OD, self.recipe, dtype, high_forward)
+        return quantized_linear(x_ND, weight_OD, self.recipe, dtype, high_forward, self.held)
 
 
 class SwitchableLinear(nn.Linear):
@@ -141,12 +147,6 @@ class Conversion:
         return f"{len(self.quantized)} linear layers quantised" + (f", {left}" if left else "")
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The transformer layers: the members of the longest list of modules."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=lambda modules: len(modules), default=[]))
-
-
 def convert(
     model: nn.Module,
     switch: Switch,
@@ -155,27 +155,45 @@ def convert(
     head: nn.Module | None = None,
     skip_first: int = 0,
     skip_last: int = 0,
+    hold: bool = False,
 ) -> Conversion:
     """Make the linear layers of a model switchable, in place.
 
-    head: the output head, which stays high. skip_first, skip_last: transformer layers at either end whose linear layers
-    stay high (they lose most: arXiv 2509.25149); layers are the members of the model's longest list of modules.
+    head: the output head, which stays high, as adapters do. skip_first, skip_last: transformer layers at either end
+    whose linear layers stay high (they lose most: arXiv 2509.25149); layers are the members of the model's longest list
+    of modules. hold: quantise weights that are not trained once, and keep them so beside the weights, which must not
+    change any more; TransformerEngine quantises them each time.
     """
+    from kdtrain.models.adapters import adapter_parts  # transformers' models, not to be read to ask for capabilities
+    from kdtrain.models.head import layers_of
+
     layers = layers_of(model)
     ends = layers[:skip_first] + (layers[-skip_last:] if skip_last else [])
     kept = {module for layer in ends for module in layer.modules()}
-    done = Conversion()
+    done, adapters = Conversion(), adapter_parts(model)
     for name, layer in model.named_modules():
         if layer is head or type(layer) not in (nn.Linear, Conv1D):
             continue
         transposed = type(layer) is Conv1D
         outputs, inputs = reversed(layer.weight.shape) if transposed else layer.weight.shape
-        reason = "at the ends" if layer in kept else backend.refuses(inputs, outputs, transposed)
+        reason = (
+            "at the ends"
+            if layer in kept
+            else "an adapter"
+            if layer in adapters
+            else backend.refuses(inputs, outputs, transposed)
+        )
         if reason is not None:
             done.left[name] = reason
             continue
         layer.__class__ = SwitchableConv1D if transposed else SwitchableLinear
         switchable = cast(SwitchableLinear, layer)
         switchable.switch, switchable.product = switch, backend.product(layer, inputs, outputs)
+        if (
+            hold
+            and not layer.weight.requires_grad
+            and (of_constant := getattr(switchable.product, "of_constant", None))
+        ):
+            switchable.product = of_constant(layer.weight.T if transposed else layer.weight)
         done.quantized.append(name)
     return done

@@ -10,7 +10,7 @@ Shape suffixes: B sequences, T positions, N tokens (B*T), V vocabulary, D width.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -18,6 +18,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from kdtrain.cache.manifest import WeightsCost
+from kdtrain.models.frozen import is_packed, pack, refuse_weights
 from kdtrain.models.head import OutputHead, SplitModel, layer_widths, split
 from kdtrain.models.loading import check_fits, load_teacher, model_digest, vocabulary
 from kdtrain.models.spec import ModelSpec
@@ -25,7 +27,7 @@ from kdtrain.monitor.progress import log
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.matmul import wide_product
 from kdtrain.objective.targets import OnlineTargets
-from kdtrain.parallel.memory_plan import ModelFootprint, footprint_of
+from kdtrain.parallel.memory_plan import USABLE, ModelFootprint, footprint_of
 from kdtrain.parallel.parallelize import reshard, shard
 from kdtrain.precision.compiled import CompiledLayers
 from kdtrain.precision.modes import autocast, compiles_teacher
@@ -62,11 +64,12 @@ class LocalTeacher(Teacher):
         """Spec, digest and number formats; compiled layers round differently, so that they count too."""
         found = {"spec": self.name, "weights_digest": self.digest, "dtype": self.spec.dtype, "precision": self.mode}
         attention = "sdpa" if self.spec.attention == "auto" else self.spec.attention
-        return found | {"attention": attention} | ({"compiled": True} if self._compiled else {})
+        weights = {} if self.spec.weights is None else {"weights": self.spec.weights}
+        return found | {"attention": attention} | ({"compiled": True} if self._compiled else {}) | weights
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the weights, taken while they are whole."""
+        """SHA-256 of the weights, taken while they are whole and not packed."""
         return model_digest(self.model)
 
     @property
@@ -76,15 +79,21 @@ class LocalTeacher(Teacher):
 
     def footprint(self, seq_len: int) -> ModelFootprint | None:
         """The model's, from its configuration alone."""
+        self._refuse_weights()
         how = {"seq_len": seq_len, "mode": self.mode, "on_gpu": self.device.type == "cuda"}
         return footprint_of(self.spec, vocab_size=None, trained=False, **how)
 
     def load(self, sharded: bool = False) -> None:
-        """Load the model; on the CPU if it is sharded later, because it may be too large for one device."""
-        model = load_teacher(self.spec, "cpu" if sharded else str(self.device))
+        """Load the model; on the CPU if it is sharded or packed later: it may be too large for one device."""
+        self._refuse_weights()
+        model = load_teacher(self.spec, "cpu" if sharded or self.spec.weights else str(self.device))
         self._use(split(model.float() if self.mode == "fp32" else model))
         if not self.model.fused:
             log.info("teacher %s: output head not split off: %s", self.name, self.model.reason)
+
+    def _refuse_weights(self) -> None:
+        if self.spec.weights is not None:
+            refuse_weights(self.spec.weights, "--teacher-weights", self.device)
 
     def _use(self, model: SplitModel) -> None:
         self.model, head = model, model.head
@@ -92,12 +101,46 @@ class LocalTeacher(Teacher):
         weight = weight if weight is None or weight.is_cuda else weight.float()
         self.head = dataclasses.replace(head, weight=weight, bias=None if bias is None else bias.float())
 
+    def pack(self, rows: Iterable[Batch], *, document_mask: bool = False) -> None:
+        """Pack the weights once. The loss with the whole ones is measured on the device if they fit there, else on a
+        CPU, on fewer rows.
+        """
+        if (kind := self.spec.weights) is None or is_packed(self.model):
+            return
+        _ = self.digest  # of the whole weights
+        kept, size = list(rows), sum(each.nbytes for each in self.model.parameters())
+        device = self.device
+        if device.type == "cuda" and size > USABLE / 2 * torch.cuda.mem_get_info(device)[0]:
+            self.device, kept = torch.device("cpu"), kept[:1]
+        self._use(self.model.to(self.device))
+        whole = self._loss(kept, document_mask) if kept else None
+        self.device = device
+        pack(self.model.model, kind, fused=self.model.fused, device=device)
+        self._use(self.model)
+        if whole is not None:
+            loss = self._loss(kept, document_mask)
+            rows_, tokens = sum(len(each.tokens) for each in kept), sum(int(each.loss_mask.sum()) for each in kept)
+            self.cost = WeightsCost(
+                weights=kind, whole_loss=whole, loss=loss, cost=loss - whole, sequences=rows_, tokens=tokens
+            )
+
+    def _loss(self, rows: Iterable[Batch], document_mask: bool) -> float:
+        """Cross-entropy of the text, nats a token."""
+        total, tokens = 0.0, 0
+        for batch in rows:
+            logits_BTV = self.logits(batch.tokens[:, :-1], batch.segments if document_mask else None)
+            labels_BT1, mask_BT = (each.to(logits_BTV.device) for each in (batch.tokens[:, 1:, None], batch.loss_mask))
+            loss_BT = logits_BTV.logsumexp(-1) - logits_BTV.gather(-1, labels_BT1)[..., 0]
+            total, tokens = total + float(loss_BT[mask_BT].double().sum()), tokens + int(mask_BT.sum())
+        return total / max(tokens, 1)
+
     def check(self, seq_len: int, document_mask: bool) -> None:
         """Refuse sequences beyond the model's positions, and a document mask that it cannot apply."""
         check_fits(self.model, self.name, seq_len, document_mask)
 
     def prepare(self, *, sharded: bool = False, shard_size: int | None = None, compile: bool = False) -> None:
         """Shard the model, then compile its layers on a GPU: without timing kernels, which could change the bits."""
+        self.pack(())
         self.sharded = sharded
         if sharded:
             _ = self.digest  # of the whole weights

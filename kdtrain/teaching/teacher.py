@@ -6,7 +6,8 @@ A training step calls `targets`; a cache is built from `logits`, or, of a teache
 The stages of a teacher, so that the memory plan comes before the weights, and an error of one rank before collectives:
 
     open_teacher            reads configurations only; `vocab_size` and `footprint` are known
-    load, check             one rank at a time may fail
+    load, check, meet       one rank at a time may fail
+    pack                    the same; weights in fewer bits, where the spec asks for them, and their cost
     prepare                 shards and compiles; every rank must call it
     targets, logits, kept   in any number
 
@@ -14,7 +15,7 @@ Shape suffixes: B sequences, T positions, N tokens (B*T), V vocabulary, D width.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -25,15 +26,20 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.compression import Arrays
+from kdtrain.cache.manifest import WeightsCost
 from kdtrain.cache.shard_writer import ShardRows
 from kdtrain.config.choices import TEACHERS
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError
+from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.parallel.memory_plan import ModelFootprint
+
+MEASURED = 64
+"""Most sequences on which the cost of packed weights is measured."""
 
 
 class Teacher:
@@ -51,6 +57,8 @@ class Teacher:
     """For a teacher that brings its own text (`rows`): what the manifest says of it. None: it reads any text."""
     sharded = False
     """True if a forward needs all ranks."""
+    cost: WeightsCost | None = None
+    """What `pack` measured."""
 
     def __init__(self, spec: ModelSpec, device: torch.device, mode: str) -> None:
         self.spec, self.device, self.mode = spec, device, mode
@@ -91,11 +99,17 @@ class Teacher:
         if self.gives == "top-k":
             return None
         size = self.vocab_size
-        sizes = {"vocabulary": size, "width": size, "parameters": 0, "layers": 0, "in_layers": 0}
+        sizes: dict[str, Any] = {"vocabulary": size, "width": size, "parameters": 0, "layers": 0, "in_layers": 0}
         return ModelFootprint(name=self.name, tied=False, kept=4.0 * size, **sizes)
 
     def load(self, sharded: bool = False) -> None:
         """Load its weights; `sharded`: `prepare` will shard them. UsageError: they cannot be loaded."""
+
+    def meet(self, student: SplitModel) -> None:
+        """Take from the student what the teacher shares with it; called once, when the student is loaded and whole."""
+
+    def pack(self, rows: Iterable[Batch], *, document_mask: bool = False) -> None:
+        """Hold the weights in the format of the spec's `weights`; its `cost` is measured on `rows` if there are any."""
 
     def check(self, seq_len: int, document_mask: bool) -> None:
         """Refuse (UsageError) sequences that are too long, or a document mask that it cannot apply."""

@@ -129,7 +129,12 @@ class NanHooks:
             self._check(*_owner(name), "forward", parameter)
 
     def _end(self, student: nn.Module, arguments: Any, result: LossOutput) -> None:
-        for name, value in (("cross_entropy", result.ce), ("kd", result.kd), ("hidden", result.hidden)):
+        for name, value in (
+            ("cross_entropy", result.ce),
+            ("kd", result.kd),
+            ("hidden", result.hidden),
+            ("router", result.router),
+        ):
             self._check("objective", f"the sum {name}", "forward", value)
         self._check("objective", "the loss", "forward", result.loss)
 

@@ -71,7 +71,10 @@ def gradients_of(module: nn.Module) -> Gradients:
     by_name = dict(zip(gradients, largest, strict=True))
     return Gradients(
         missing=[name for name in trainable if name not in gradients],
-        zero=[name for name, size in by_name.items() if size == 0],
+        # an adapter's A has none while its B is still zero
+        zero=[
+            name for name, size in by_name.items() if size == 0 and not by_name.get(name.replace("lora_A", "lora_B"))
+        ],
         broken=[name for name, size in by_name.items() if not math.isfinite(size)],
         good=sum(math.isfinite(size) and size > 0 for size in by_name.values()),
     )
@@ -144,7 +147,7 @@ class Reporter:
         objective = config.objective
         hidden = objective.hidden_weight if student.hidden_loss is not None else None
         learned = any(each.requires_grad for each in student.temperature.parameters())
-        self.text = StepText(objective.alpha, objective.divergence, hidden, learned)
+        self.text = StepText(objective.alpha, objective.divergence, hidden, learned, student.router_weight)
         self.watches = False
         self.wrong: dict[str, str] = {}
         """What is wrong now, by the kind of the warning."""
@@ -203,6 +206,8 @@ class Reporter:
         if self.shows_gradients(number):
             tensors: dict[str, torch.Tensor] = {}
             for name, each in self.student.model.named_parameters():
+                if name in self.student.model.frozen:
+                    continue
                 tensors[f"parameters/{name}"] = each
                 if each.grad is not None:
                     tensors[f"gradients/{name}"] = each.grad

@@ -35,11 +35,11 @@ def learning_rate(step: int, total: int, config: OptimizerConfig, decay_from: in
     """The rate of optimizer step `step` (1 .. total). decay_from: where a plateau ended the stable phase of `wsd`."""
     warmup = warmup_steps(total, config)
     if step <= warmup:
-        return config.lr * step / max(warmup, 1)
+        return config.peak_lr * step / max(warmup, 1)
     start = warmup
     if config.lr_schedule == "wsd":
         start = decay_start(total, config) if decay_from is None else decay_from
-    return config.min_lr + (config.lr - config.min_lr) * _share(step, total, start, config)
+    return config.min_lr + (config.peak_lr - config.min_lr) * _share(step, total, start, config)
 
 
 def alpha(step: int, total: int, config: ObjectiveConfig) -> float:

@@ -1,7 +1,8 @@
 """The complete state of a run, as named tensors and plain numbers.
 
-The student's weights are fp32 masters. The cursor is integers: with the seed it decides which sequences come next. The
-state needs no random generators, because each step seeds them from (seed, step).
+The student's weights are fp32 masters. Weights that are not trained (`SplitModel.frozen`) are not part of the state: a
+digest in the identity of a checkpoint stands for them. The cursor is integers: with the seed it decides which sequences
+come next. The state needs no random generators, because each step seeds them from (seed, step).
 
 A checkpoint also holds the snapshots in memory that adaptive quantisation may restore, under names of their own:
 otherwise a run that resumes between the ends of two windows would restore another state than an uninterrupted run.
@@ -25,6 +26,7 @@ from kdtrain.checkpoint import shards
 from kdtrain.checkpoint.sealed import read_state
 from kdtrain.checkpoint.store import Checkpoint, load
 from kdtrain.config import GuardsConfig, OptimizerConfig, StoppingConfig
+from kdtrain.config.sections import Weights
 from kdtrain.errors import RunError
 from kdtrain.files import typed
 from kdtrain.parallel.parallelize import cut_like, part_of, reshard
@@ -112,6 +114,12 @@ class _Student(TypedDict):
     name: str
     architecture: dict[str, Any]
     attention: str
+    base: NotRequired[str]
+    """Digest of the weights that are not trained, and not in the checkpoint."""
+    weights: NotRequired[Weights]
+    """The format in which these were held."""
+    lora: NotRequired[dict[str, Any]]
+    freeze_head: NotRequired[bool]
 
 
 class _Numbers(TypedDict):
@@ -280,7 +288,7 @@ class TrainState:
 def make_optimizer(student: Student, config: OptimizerConfig, temperature_lr: float) -> torch.optim.AdamW:
     """Fused AdamW (arXiv 1711.05101): weight decay on the model's matrices only, a separate rate for the temperature.
 
-    Each group has `peak`, its peak learning rate relative to `config.lr`.
+    Each group has `peak`, its peak learning rate relative to that of `config`.
     """
     hidden = student.hidden_loss
     embeddings = {id(each.weight) for each in student.model.modules() if isinstance(each, nn.Embedding)}
@@ -295,12 +303,12 @@ def make_optimizer(student: Student, config: OptimizerConfig, temperature_lr: fl
         {
             "params": list(student.temperature.parameters()),
             "weight_decay": 0.0,
-            "peak": temperature_lr / config.lr,
+            "peak": temperature_lr / config.peak_lr,
         },
         {"params": [] if hidden is None else list(hidden.parameters()), "weight_decay": 0.0, "peak": 1.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, fused=True
+        [group for group in groups if group["params"]], lr=config.peak_lr, betas=config.betas, fused=True
     )
 
 
@@ -317,11 +325,11 @@ def seed_everything(seed: int, step: int) -> None:
 
 
 def _once(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of `module` without the second name of a tied weight."""
+    """The state dict of `module` without the second name of a tied weight, and without what is not trained."""
     seen: set[int] = set()
-    unique = {}
+    unique, frozen = {}, getattr(module, "frozen", ())
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
+        if id(tensor) not in seen and name not in frozen:
             unique[name] = tensor.detach()
         seen.add(id(tensor))
     return unique

@@ -410,6 +410,8 @@ class Stepper:
                 metrics["alpha"] = student.loss.alpha
         if student.hidden_loss is not None:
             metrics |= {"ce": read["ce"] / count, "hidden": read["hidden"] / count}
+        if student.router_weight:
+            metrics |= {"ce": read["ce"] / count, "router": read["router"] / count}
         metrics |= {"lr": rate, "grad_norm": read["grad_norm"], "tokens": read["tokens"]}
         if student.quantized is not None:
             metrics["quantized"] = float(student.present_mode == student.quantized)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from kdtrain.cache.manifest import refuse_vocabulary
 from kdtrain.errors import UsageError
 from kdtrain.models.head import SplitModel, split
+from kdtrain.models.router import router_weight
 from kdtrain.objective.batch import Batch, Codecs
 from kdtrain.objective.hidden import HiddenLoss
 from kdtrain.objective.loss import DistillationLoss, LossOutput, joined
@@ -103,6 +104,7 @@ class Student(PreTrainedModel):
         self.hidden_loss = hidden_loss
         self.hidden_weight = hidden_weight
         self.layers = layers
+        self.router_weight = router_weight(model.model)
         self.switch = switch or Switch()
         self.quantized = quantized
         self._codecs = Codecs()
@@ -221,6 +223,7 @@ class Student(PreTrainedModel):
         mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
         normalizer = mask_N.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         hidden_ND, states = self._hidden(self.backbone, batch)
+        states, balance = states[: len(self.layers)], states[len(self.layers) :]
         output: LossOutput = self.loss(
             hidden_ND,
             self.model.head,
@@ -235,6 +238,12 @@ class Student(PreTrainedModel):
             distance = self.hidden_loss(states, batch.states, mask_N)
             loss = output.loss + per_token(self.hidden_weight * distance, normalizer)
             output = output._replace(loss=loss, hidden=distance.detach().to(output.hidden.dtype))
+        if balance:
+            # not linear in the tokens, of which masked ones count too: a step's is the mean over its micro-batches,
+            # by their unmasked tokens, and changes a little with their size
+            routing = balance[0].float() * mask_N.sum()
+            loss = output.loss + per_token(self.router_weight * routing, normalizer)
+            output = output._replace(loss=loss, router=routing.detach().to(output.router.dtype))
         return output
 
     def _check_first(self, tokens: Tensor, vocabulary: Tensor | None, temperature_range: Tensor | None) -> None:
@@ -261,7 +270,9 @@ class Student(PreTrainedModel):
         """The total loss in fp64 of the tokens in `sums`, at this temperature."""
         loss = joined(sums.ce.double(), sums.kd.double(), self.loss.alpha, self.loss.alpha * temperature.double() ** 2)
         loss = loss + self.loss.alpha * sums.ce_alone.double()
-        return loss if self.hidden_loss is None else loss + self.hidden_weight * sums.hidden.double()
+        if self.hidden_loss is not None:
+            loss = loss + self.hidden_weight * sums.hidden.double()
+        return loss + self.router_weight * sums.router.double() if self.router_weight else loss
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:
@@ -283,9 +294,10 @@ class Student(PreTrainedModel):
             return self._hidden(lambda *inputs: (self.model(*inputs), []), batch)[0]
 
     def _backbone(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """The model's hidden states, and those of the layers of the hidden-state loss."""
-        if self.layers:
-            return self.model.with_layers(tokens_BT, segments_BT, self.layers)
+        """The model's hidden states, and those of the layers of the hidden-state loss; in training the router's."""
+        balance = self.training and self.router_weight > 0
+        if self.layers or balance:
+            return self.model.with_layers(tokens_BT, segments_BT, self.layers, balance)
         return self.model(tokens_BT, segments_BT), []
 
     def _hidden(
@@ -296,7 +308,9 @@ class Student(PreTrainedModel):
         if self.model.fused:
             # Many models end in a norm that returns fp32 under autocast; the head still computes in the mode's dtype.
             hidden_BTD = hidden_BTD.to(head_dtype(self.mode) or hidden_BTD.dtype)
-        return rearrange(hidden_BTD, "B T D -> (B T) D"), [rearrange(each, "B T D -> (B T) D") for each in states]
+        return rearrange(hidden_BTD, "B T D -> (B T) D"), [
+            rearrange(each, "B T D -> (B T) D") if each.ndim else each for each in states
+        ]
 
 
 _OF_THE_MODEL = "model.model."

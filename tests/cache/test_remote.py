@@ -578,10 +578,10 @@ def test_a_token_goes_to_the_hub_and_to_no_other_host(hub: Web, monkeypatch: pyt
 @pytest.mark.parametrize(
     "where, change, words",
     [
-        ("hf:org/nowhere", {}, "no such data set on the hub, or it is private"),
-        ("hf:org/cache", {"private": True}, "no such data set on the hub, or it is private"),
+        ("hf:org/nowhere", {}, "no such repository on the hub, or it is private"),
+        ("hf:org/cache", {"private": True}, "no such repository on the hub, or it is private"),
         ("hf:org/cache", {"gated": True}, "it is gated; ask for access on its page on the hub, and log in"),
-        ("hf:org/cache@v9", {}, "the data set has no such revision"),
+        ("hf:org/cache@v9", {}, "it has no such revision"),
         ("hf:org/empty", {}, "holds no cache that kdtrain wrote"),
     ],
 )

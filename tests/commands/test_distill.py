@@ -54,7 +54,7 @@ def test_the_folder_is_locked_until_the_student_and_the_result_are_written(workb
 
     def watched(run, *rest):
         held.append((run.out / LOCK).exists())
-        write(run, *rest)
+        return write(run, *rest)
 
     monkeypatch.setattr(Run, name, watched)
     assert workbench.call(*command, "--cache", "cache", "--out", f"locked-{name}")[0] == 0
@@ -232,3 +232,15 @@ def test_a_run_of_a_version_that_recorded_no_steps_logs_its_new_length_all_the_s
     path.write_text(json.dumps(environment))
     code, _, err = workbench.call(*argv, "--steps", steps + 2)
     assert code == 0 and f"the run now has {steps + 2} steps, not {steps}," in err
+
+
+def test_an_online_teacher_whose_spec_names_another_format_is_another_teacher(workbench):
+    spec = workbench.root / "held.toml"
+    argv = ("distill", "--teacher", "held.toml", "--student", "student.toml", *workbench.text, "--out", "held")
+    argv += ("--num-sequences", 16, "--eval-batches", 1, *workbench.plain)
+    spec.write_text("source = 'teacher'\nweights = 'bf16'\n")
+    workbench.json(*argv, "--steps", 1)
+    workbench.json(*argv, "--steps", 2)
+    spec.write_text("source = 'teacher'\n")
+    code, _, err = workbench.call(*argv, "--steps", 3)
+    assert code == 2 and "was trained with another teacher" in err.splitlines()[-1]

@@ -4,11 +4,14 @@ import json
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from kdtrain import faults, files
+from kdtrain.commands import export
+from kdtrain.errors import UsageError
 from kdtrain.models.loading import export_lock
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
@@ -235,3 +238,76 @@ def test_of_several_processes_one_exports_and_all_end_the_same(chat_run, tmp_pat
     said = run_ranks(script, 2, code, "export", chat_run.root / "chat-run", "--out", out, "--json", *overwrite)
     assert [bool(each) for each in said] == [code == 0, False]
     assert list(out.parent.iterdir()) == [out]
+
+
+@pytest.fixture
+def frozen(workbench):
+    """`held`: a run of which only a part is in its checkpoints, beside the weights of `own.toml`."""
+    if not (workbench.root / "held").exists():
+        (workbench.root / "own.toml").write_text((workbench.root / "student.toml").read_text())
+        argv = ("distill", "--cache", "cache", "--student", "own.toml", "--freeze-head", "--steps", 1)
+        workbench.json(*argv, "--out", "held", *workbench.plain)
+    return workbench
+
+
+def test_a_run_whose_student_would_run_code_is_read_only_by_a_spec_that_the_user_names(frozen, tmp_path):
+    own = frozen.root / "own.toml"
+    text = own.read_text()
+    try:
+        own.write_text(f"trust_remote_code = true\n{text}")
+        for argv in (("export", "held", "--out", tmp_path / "out"), ("generate", "held", "x")):
+            code, _, said = frozen.call(*argv)
+            assert code == 2 and "own has trust_remote_code = true" in said and "kdtrain export --base" in said
+        assert frozen.call("export", "held", "--base", "own.toml", "--out", tmp_path / "out")[0] == 0
+    finally:
+        own.write_text(text)
+
+
+@pytest.mark.parametrize("more", [(), ("--base", "begin.toml")])
+def test_an_export_does_not_replace_the_base_that_it_reads(workbench, tmp_path, monkeypatch, more):
+    folder = write_model_folder(tmp_path / "base", tiny_model("llama", 300, seed=9), tiny_tokenizer(300))
+    (tmp_path / "begin.toml").write_text("source = 'base'\n")
+    argv = ("distill", "--cache", "cache", "--student", folder, "--freeze-head", "--steps", 1)
+    workbench.json(*argv, "--out", tmp_path / "run", *workbench.plain)
+    monkeypatch.chdir(tmp_path)
+    before = (folder / "model.safetensors").read_bytes()
+    code, _, said = workbench.call("export", "run", "--out", "base", "--overwrite", *more)
+    assert code == 2 and "base would be moved away or replaced, and its base " in said
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("packed", [(), ("--lora-rank", 2, "--base-weights", "bf16")], ids=["frozen head", "packed"])
+def test_a_run_that_holds_a_part_of_a_loaded_model_is_exported_and_read_again(workbench, tmp_path, packed):
+    if packed:
+        pytest.importorskip("peft")
+    write_model_folder(tmp_path / "start", tiny_model("llama", 300, seed=9), tiny_tokenizer(300))
+    argv = ("distill", "--cache", "cache", "--student", "student.toml", "--load", tmp_path / "start", "--steps", 1)
+    workbench.json(*argv, *(packed or ["--freeze-head"]), "--out", tmp_path / "run", *workbench.plain)
+    exported = workbench.json("export", tmp_path / "run", "--out", tmp_path / "out")["student"]
+    assert (tmp_path / "run/student/model.safetensors").read_bytes() == Path(exported, "model.safetensors").read_bytes()
+    assert workbench.call("generate", tmp_path / "run", "x", "--max-tokens", 2)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "student, push, said",
+    [
+        ("student.toml", (), "and student is made by its spec; leave --adapter out for the merged model"),
+        ("teacher", ("--push", "hf:org/name"), "nobody else has teacher, the base of these adapters"),
+        ("teacher", (), ""),
+    ],
+)
+def test_adapters_are_written_only_beside_a_base_that_their_reader_finds(workbench, hub, tmp_path, student, push, said):
+    pytest.importorskip("peft")
+    run, out = workbench.root / f"lora-{student}", tmp_path / "out"
+    if not run.exists():
+        argv = ("distill", "--cache", "cache", "--student", student, "--lora-rank", 2, "--steps", 1)
+        workbench.json(*argv, "--out", run, *workbench.plain)
+    code, _, told = workbench.call("export", run, "--adapter", "--out", out, *push)
+    assert said in told and code == (2 if said else 0) and out.exists() == (not said) and not hub.hub
+
+
+@pytest.mark.parametrize("options", [{}, {"run": {}}, {"run": {"student": "own.toml", "seed": 2**80}}])
+def test_options_that_no_run_writes_are_refused_in_one_line(frozen, options):
+    state = {"options": options, "student": {"architecture": {}, "attention": "sdpa", "base": ""}}
+    with pytest.raises(UsageError):
+        export._on_its_base(state, {}, None)

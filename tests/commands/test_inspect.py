@@ -14,6 +14,7 @@ from kdtrain.commands import pages
 from kdtrain.commands.inspect import _tail_rule, main
 from kdtrain.config import InspectConfig
 from kdtrain.errors import UsageError
+from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.tables import duration, number, short, show, show_page, size
 from tests.logged_runs import write_run
 
@@ -124,13 +125,17 @@ def test_a_stopped_run_ends_with_the_command_that_resumes_it(monkeypatch, capsys
         ("stdlib-5m", "stdlib-5m: stdlib-5m, the weights of ", "cache-teacher --teacher stdlib-5m"),
         ("stdlib-1m", "stdlib-1m: stdlib-1m, a llama, fresh weights", "distill --cache CACHE --student stdlib-1m"),
         ("mine.toml", "mine.toml: mine, a gpt2, fresh weights", "distill --cache CACHE --student mine.toml"),
+        ("lora.toml", "lora.toml: lora, the weights of Org/Base\ntrains LoRA of rank 8 (alpha 32 / rank)", "lora.toml"),
     ],
 )
 def test_a_recipe_is_shown_with_the_command_that_takes_it(monkeypatch, capsys, tmp_path, spec, says, follows):
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text("name = 'mine'\ninit = 'scratch'\n[config]\nmodel_type = 'gpt2'\nn_layer = 2\n")
+    Path("lora.toml").write_text("name = 'lora'\nsource = 'Org/Base'\n[lora]\nrank = 8\n")
     assert main(InspectConfig(path=Path(spec))) == 0
     shown = capsys.readouterr().out
+    assert main(InspectConfig(path=Path(spec), json=True)) == 0
+    assert json.loads(capsys.readouterr().out).get("lora") == ({"lora_rank": 8} if spec == "lora.toml" else None)
     assert shown.startswith(says) and follows in shown
     assert ("n_layer 2" in shown) == (spec == "mine.toml")
 
@@ -146,6 +151,19 @@ def test_pages_and_specs_are_read_without_torch(tmp_path):
     for path in asked:
         done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr.strip()) == (0, "") and done.stdout, path
+
+
+def test_the_page_of_a_run_says_what_is_trained_and_the_routers_part_of_the_loss(capsys, tmp_path):
+    path = write_run(tmp_path / "run", divergence="forward-kl", alpha=0.9) / "environment.json"
+    environment = json.loads(path.read_text())
+    trained = {"trained": "LoRA of rank 4 (alpha 32 / rank) on all-linear", "trained_parameters": 12_345}
+    environment["student"] |= trained | {"router_weight": 0.5}
+    path.write_text(json.dumps(environment))
+    facts = {"checkpoints": {"step-00000040": {"step": 40, "verdict": "ok", "MiB": 1.0}}}
+    show_page(list(pages.run_page(path.parent, facts, RunRecord.read(path.parent))))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(12.3k trained: LoRA of rank 4 (alpha 32 / rank) on all-linear)" in shown
+    assert ".9 kl + .1 ce + .5 router" in shown
 
 
 def test_a_folder_lists_its_runs_and_caches(capsys: pytest.CaptureFixture[str]) -> None:

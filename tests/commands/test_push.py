@@ -2,40 +2,21 @@
 
 import io
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from kdtrain.cache import card, download
+from kdtrain.cache import card
 from kdtrain.cache.manifest import read_manifest
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.verify import verify_cache
 from kdtrain.commands import push
 from kdtrain.config import PushConfig
 from kdtrain.errors import RunError, UsageError
-from tests.web import TOKEN, Repository, Web, serving
+from tests.web import Repository, Web
 
 LICENSES = {"license_text": "cc-by-4.0", "license_teacher": "declined", "license_outputs": "My own"}
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    from huggingface_hub import constants
-
-    with serving() as found:
-        monkeypatch.setenv("HF_ENDPOINT", found.url)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-        monkeypatch.setenv("KDTRAIN_HOME", str(tmp_path / "home"))
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        monkeypatch.setattr(download, "WAIT", 0.001)
-        monkeypatch.setattr("kdtrain.cache.hub.WAIT", 0.001)
-        yield found
 
 
 @pytest.fixture
@@ -107,6 +88,7 @@ def test_licences_must_be_filled_or_declined(made_cache: Path) -> None:
         ("address", "give hf:ORG/NAME"),
         ("revision", "give hf:ORG/NAME"),
         ("remote", "is not a folder"),
+        ("public", "hf:datasets/org/cache is public; leave --private out, or make it private on the hub first"),
     ],
 )
 def test_what_cannot_be_pushed_is_one_line(
@@ -131,6 +113,8 @@ def test_what_cannot_be_pushed_is_one_line(
         changes["to"] = "hf:org/cache@v1"
     elif case == "remote":
         folder = Path("hf:org/other")
+    elif case == "public":
+        hub.hub["org/cache"], changes["private"] = Repository(), True
     with pytest.raises(UsageError, match=words) as error:
         push.main(config(folder if case in ("damaged", "remote") else made_cache, **changes))
     assert "\n" not in str(error.value)

@@ -24,6 +24,7 @@ def test_each_spec_and_the_manifest_are_read_once_in_a_run(workbench, monkeypatc
     monkeypatch.setattr(manifest, "read_sealed", lambda path, *limit: read.append(path.name) or sealed(path, *limit))
     monkeypatch.setattr(cli.paths, "problem", lambda *given: None)  # looks at the spec before anything is imported
     workbench.json("distill", "--cache", "cache", *STUDENT, *workbench.plain, "--steps", 1, "--out", "once")
+    assert read.pop() == "manifest.json"  # the card's, which is used only with the digest of the run's
     assert sorted(read) == ["manifest.json", "student.toml"]
 
 

@@ -238,8 +238,10 @@ def test_on_a_terminal_the_user_confirms_that_an_earlier_run_resumes(run, monkey
 
 
 def test_an_option_that_decides_the_result_may_not_change_and_is_named():
-    saved = json.loads(json.dumps(deciding(config_of("o"))))
-    refuse_changes(saved, config_of("elsewhere", steps=9, micro_batch_size=4), Path("o"), "step-00000004")
+    before = OptimizerConfig(lr=3e-4)
+    saved = json.loads(json.dumps(deciding(config_of("o", optimizer=before))))
+    elsewhere = config_of("elsewhere", steps=9, micro_batch_size=4, optimizer=before)
+    refuse_changes(saved, elsewhere, Path("o"), "step-00000004")
     changed = config_of("o", optimizer=OptimizerConfig(lr=0.5), objective=ObjectiveConfig(alpha=0.25), seed=3)
     with pytest.raises(UsageError) as caught:
         refuse_changes(saved, changed, Path("o"), "step-00000004")

@@ -12,6 +12,7 @@ import pytest
 from datasets import Dataset
 
 from kdtrain.data.corpus import documents
+from kdtrain.data.formats import Columns
 from kdtrain.errors import RunError, UsageError
 
 _TEXTS = [f"text {n}\nits second line é" for n in range(40)]
@@ -43,7 +44,9 @@ def _arrow(folder: Path, texts: list[str]) -> None:
 
 
 def _read(source: Path | str, split: str, **options: object) -> list[str]:
-    return [document.text or "" for document in documents(str(source), split, **options)]  # type: ignore[arg-type]
+    streaming = bool(options.pop("streaming", False))
+    found = documents(str(source), split, Columns(**options), streaming=streaming)  # type: ignore[arg-type]
+    return [document.text or "" for document in found]
 
 
 def _write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
@@ -231,13 +234,13 @@ def test_blank_documents_are_skipped(tmp_path: Path):
 
 def test_another_column_can_be_read(tmp_path: Path):
     path = _write_rows(tmp_path / "a.jsonl", [{"body": text, "other": [1]} for text in _TEXTS])
-    assert len(_read(path, "train", text_column="body")) >= 30
+    assert len(_read(path, "train", text="body")) >= 30
 
 
 def test_conversations_are_read_as_messages_and_those_without_assistant_left_out(tmp_path: Path):
     talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     rows = [{"chat": talk}, {"chat": talk[:1]}, {"chat": []}, {"chat": None}]
-    found = list(documents(str(_write_rows(tmp_path / "a.jsonl", rows)), "train", messages_column="chat"))
+    found = list(documents(str(_write_rows(tmp_path / "a.jsonl", rows)), "train", Columns(messages="chat")))
     assert [document.messages for document in found] == [talk]
     assert found[0].text is None
 
@@ -251,7 +254,7 @@ def test_conversations_are_read_as_messages_and_those_without_assistant_left_out
         ("a.txt", "", {}, r"a\.txt: is empty"),
         ("a.txt", " \n\n\n\n", {}, r"a\.txt: holds no text for the train split"),
         ("a.txt", b"caf\xe9", {}, r"a\.txt: byte 3 is not UTF-8"),
-        ("a.txt", "x", {"messages_column": "m"}, "text files have no columns"),
+        ("a.txt", "x", {"messages": "m"}, r"a\.txt: text has no columns; leave out --messages-column, or give jsonl"),
         ("a.jsonl", '{"body": "x"}\n', {}, "has no column 'text'; name one of body with --text-column"),
         ("a.jsonl", '{"body": "x"}\n', {"streaming": True}, "has no column 'text'; name one of body"),
         ("a.jsonl", '{"text": 5}\n', {}, "row 0: holds int, not text"),
@@ -259,12 +262,12 @@ def test_conversations_are_read_as_messages_and_those_without_assistant_left_out
         ("a.jsonl", '{"text": "x"\n', {}, r"a\.jsonl: cannot be read: "),
         ("a.jsonl", '{"text": "x"\n', {"streaming": True}, r"a\.jsonl: cannot be read: "),
         ("a.parquet", "not parquet", {}, r"a\.parquet: cannot be read: "),
-        ("a.jsonl", '{"m": "x"}\n', {"messages_column": "m"}, "row 0: is not a conversation"),
-        ("a.jsonl", '{"m": [{"from": "x"}]}\n', {"messages_column": "m"}, "row 0: is not a conversation"),
+        ("a.jsonl", '{"m": "x"}\n', {"messages": "m"}, "row 0: is not a conversation"),
+        ("a.jsonl", '{"m": [{"from": "x"}]}\n', {"messages": "m"}, "row 0: is not a conversation"),
         (
             "a.jsonl",
             '{"m": [{"role": "user", "content": "x"}]}\n',
-            {"messages_column": "m"},
+            {"messages": "m"},
             "holds no conversation in which the assistant speaks",
         ),
     ],
@@ -289,7 +292,7 @@ def test_a_path_that_a_file_names_is_never_opened(nested: bool, streaming: bool,
         feature, value = datasets.List({"role": image, "content": image}), [dict.fromkeys(("role", "content"), value)]
     table = pa.table({"text": [value] * 3}, schema=datasets.Features({"text": feature}).arrow_schema)
     pq.write_table(table, tmp_path / "a.parquet")
-    columns = {"messages_column": "text"} if nested else {}
+    columns = {"messages": "text"} if nested else {}
     with pytest.raises(UsageError, match=r"a\.parquet: column 'text' holds Image, not text"):
         _read(tmp_path / "a.parquet", "train", streaming=streaming, **columns)
 

@@ -10,7 +10,8 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.data import packing
-from kdtrain.data.corpus import Document
+from kdtrain.data.formats import Document
+from kdtrain.data.masks import Masks
 from kdtrain.data.packing import PackedRow, pack
 from kdtrain.errors import UsageError
 
@@ -209,7 +210,6 @@ def test_eos_is_added_if_the_template_writes_it_earlier_but_not_at_the_end(token
     [
         (None, "has no chat template"),
         (_SHOUTS_EARLIER, "talk: the chat template rewrites earlier turns"),
-        (_SIGNS_LAST, "talk: the chat template rewrites earlier turns"),
         (
             "{{ raise_exception('roles must\nalternate') }}",
             "talk: the chat template refuses .*: roles must$",
@@ -223,6 +223,123 @@ def test_a_conversation_whose_assistant_turns_cannot_be_found_is_refused(
     with pytest.raises(UsageError, match=message) as caught:
         list(pack([Document("talk", messages=_TALK)], tokenizer, 8))
     assert "\n" not in str(caught.value)
+
+
+# The parts of Qwen3's template that matter: only behind the last question does a turn have its block of reasoning.
+_THINKS = (
+    "{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}{%- for m in messages %}"
+    "{{- '<' + m.role + '>' }}{%- if m.role == 'assistant' %}"
+    "{%- set body = m.content.split('</think>')[-1].strip() %}{%- if loop.index0 > ns.last %}"
+    "{{- '[think]' + body }}{%- else %}{{- body }}{%- endif %}{%- else %}{{- m.content }}{%- endif %}{{- '<end>' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<assistant>' }}{%- endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template, learned",
+    [
+        (_THINKS, "{dots}yo 漢<end>{more}ok<end>{eos}"),
+        (_SIGNS_LAST, "{dots}yo 漢{more}okme{eos}"),
+    ],
+)
+def test_the_turns_of_a_template_that_rewrites_earlier_ones_are_found_with_their_ends(
+    template: str, learned: str, tokenizer: PreTrainedTokenizerFast
+):
+    tokenizer.chat_template = template
+    text = tokenizer.apply_chat_template(_TALK, tokenize=False)
+    (row,) = pack([Document("talk", messages=_TALK)], tokenizer, len(tokenizer(text).input_ids))
+    assert tokenizer.decode(row.tokens) == text + _EOS
+    before, between = text.split("yo 漢")[0], text.split("yo 漢")[1].split("ok")[0].removeprefix("<end>")
+    want = learned.format(dots="." * (len(before) - 1), more="." * len(between), eos=_EOS)
+    assert _learned([row], tokenizer).decode() == want
+
+
+def test_the_text_of_a_question_that_is_also_the_answer_is_not_learned(tokenizer: PreTrainedTokenizerFast):
+    tokenizer.chat_template = _THINKS
+    turns = [("user", "same"), ("assistant", " same\n"), ("user", "assistant"), ("assistant", "same")]
+    talk = Document("talk", messages=[{"role": role, "content": content} for role, content in turns])
+    text = "<user>same<end><assistant>same<end><user>assistant<end><assistant>[think]same<end>"
+    (row,) = pack([talk], tokenizer, len(text))
+    want = "." * 25 + "same<end>" + "." * 38 + "same<end>" + _EOS
+    assert tokenizer.decode(row.tokens) == text + _EOS
+    assert _learned([row], tokenizer).decode() == want
+
+
+_ALTERNATES = "{% if messages[0].role != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}" + _PLAIN
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_conversation_that_the_template_refuses_is_left_out_beside_others_and_counted(
+    num_workers: int, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+):
+    tokenizer.chat_template = _ALTERNATES
+    refused = [Document(f"bad {n}", messages=_TALK) for n in range(3)]
+    good = [Document(f"good {n}", messages=_TALK[1:]) for n in range(3)]
+    masks = Masks("train", 8)
+    with caplog.at_level("INFO"):
+        rows = list(pack([*refused, *good], tokenizer, 8, num_workers=num_workers, masks=masks))
+        same = list(pack(good, tokenizer, 8))
+    assert [row.tokens.tolist() for row in rows] == [row.tokens.tolist() for row in same]
+    assert (masks.documents, masks.refused, masks.long) == (3, 3, 3)
+    assert "left out 3 that the chat template refuses (first: bad " in caplog.text
+
+
+def test_a_template_that_refuses_every_conversation_is_an_error_long_before_the_end(tokenizer: PreTrainedTokenizerFast):
+    tokenizer.chat_template = _ALTERNATES
+    endless = (Document(f"bad {n}", messages=_TALK) for n in itertools.count())
+    with pytest.raises(UsageError, match="bad 0: the chat template refuses this conversation: roles must alternate"):
+        list(pack(endless, tokenizer, 8))
+
+
+@pytest.mark.parametrize("length", [None, 5])
+def test_only_the_completion_is_learned_down_to_the_last_byte(
+    length: int | None, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+):
+    if length is not None:
+        monkeypatch.setattr(packing, "_PIECE_CHARACTERS", length)
+    pairs = [("what is 漢?\n", "a sign\nof 漢"), ("", "all of it"), *[("again?", f" no{_EOS}")] * (length is None)]
+    given = [Document(str(n), text=prompt + answer, prompt=len(prompt)) for n, (prompt, answer) in enumerate(pairs)]
+    learned = "".join("." * len(q.encode()) + a.removesuffix(_EOS) + _EOS for q, a in pairs)
+    (row,) = pack(given, tokenizer, len(tokenizer(learned).input_ids) - 1)
+    assert _learned([row], tokenizer).decode() == learned[1:]
+    assert tokenizer.decode(row.tokens) == "".join((q + a).removesuffix(_EOS) + _EOS for q, a in pairs)
+
+
+@pytest.mark.parametrize("template", [_PLAIN, _MARKED, _THINKS])
+def test_of_a_prompt_of_messages_no_turn_of_the_assistant_is_learned(template: str, tokenizer: PreTrainedTokenizerFast):
+    tokenizer.chat_template = template
+    text = tokenizer.apply_chat_template(_TALK, tokenize=False)
+    (row,) = pack([Document("talk", messages=_TALK, prompt=4)], tokenizer, len(tokenizer(text).input_ids))
+    learned = _learned([row], tokenizer).decode().lstrip(".")
+    assert learned in (f"ok{_EOS}", f"ok<end>{_EOS}")
+
+
+def test_an_example_shows_what_counts_in_lines_without_control_characters(
+    tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+):
+    tokenizer.chat_template = _PLAIN
+    talk = [{"role": "user", "content": f"quote {_EOS}\n"}, {"role": "assistant", "content": "yes " + "x" * 999}]
+    with caplog.at_level("INFO"):
+        list(pack([Document("row 7", messages=talk)] * 2, tokenizer, 8, masks=Masks("train", 8, example=True)))
+    shown = [each.getMessage() for each in caplog.records]
+    assert shown[0] == "an example, row 7: 1004 of 1041 tokens count, between ⟦ ⟧"
+    assert shown[1] == f"  | <user>quote {_EOS}"
+    assert shown[2].startswith("  | <assistant>⟦yes xxx") and " ... " in shown[2] and shown[2].endswith("x⟧")
+    assert shown[3].startswith("train: 2,008 of 2,082 tokens in 2 documents count; 2 are longer than --seq-len 8 and ")
+    assert len(shown) == 4
+
+
+def test_marks_of_a_template_that_leave_out_the_answer_are_a_warning(
+    tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+):
+    tokenizer.chat_template = _MARKED.replace("{{ m.content }}{% endgen", "{{ m.content[:1] }}{% endgen")
+    list(pack([Document("row 7", messages=_TALK)], tokenizer, 8, masks=Masks("train", 8)))
+    tokenizer.chat_template = f"{{% generation %}}{_PLAIN}{'!' * 200}{{% endgeneration %}}"
+    list(pack([Document("row 8", messages=_TALK)], tokenizer, 8, masks=Masks("train", 8)))
+    short, wide = (each.getMessage() for each in caplog.records if each.levelname == "WARNING")
+    assert short == "train: in 1 conversations the chat template leaves out some of the assistant's text (first: row 7)"
+    assert wide == "train: in 1 conversations the chat template counts more than the assistant's text (first: row 8)"
 
 
 def test_an_error_in_a_worker_reaches_the_reader(tokenizer: PreTrainedTokenizerFast):

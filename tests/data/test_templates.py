@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kdtrain.data import packing
-from kdtrain.data.corpus import Document
+from kdtrain.data.formats import Document
 from kdtrain.data.packing import pack
 from kdtrain.errors import UsageError
 

@@ -64,7 +64,7 @@ WORLD = {
     "empty file": ((*TEXT, "empty.txt"), ["empty.txt", "empty"]),
     "empty folder": ((*TEXT, "empty"), ["empty", "no text"]),
     "missing text": ((*TEXT, "nowhere.txt"), ["nowhere.txt", "no such file"]),
-    "missing column": ((*TEXT, "chat.jsonl"), ["chat.jsonl", "'text'", "messages"]),
+    "missing column": ((*TEXT, "chat.jsonl", "--text-column", "story"), ["chat.jsonl", "'story'", "messages"]),
     "too little text": ((*TEXT, "little.txt"), ["32 tokens", "--seq-len"]),
     "too long for the student": ((*TEXT, "corpus", "--seq-len", 129), ["--seq-len 129", "128"]),
     "too long for the teacher": ((*TEACHER, "--data", "corpus", "--seq-len", 129), ["--seq-len 129", "128"]),

@@ -68,6 +68,13 @@ def test_the_result_and_the_export_name_each_cache_with_its_share_and_losses(ben
     assert [each["digest"] for each in origin["caches"]] == digests
     bench.run("export", "whole", "--out", "exported").ok()
     assert json.loads((bench.root / "exported/kdtrain.json").read_text())["caches"] == origin["caches"]
+    for card in ((bench.root / each / "README.md").read_text() for each in ("whole/student", "exported")):
+        assert "distilled from teacher with kdtrain" in card and str(bench.root) not in card
+        for each in caches:
+            assert f"| cache of {each['name']} | {each['digest']} |" in card
+            assert f"| share of the draws of {each['name']} | {each['share']} |" in card
+            assert f"| text of {each['name']} | source corpus" in card
+        assert "| teacher of drawn | teacher |" in card and "| teacher of bare |" not in card
 
 
 def test_validation_is_by_cache_as_evaluate_measures_it_and_as_drawn(bench, whole):
@@ -103,6 +110,22 @@ def test_an_interrupted_run_of_several_caches_ends_with_the_same_bits(bench, who
         assert start(bench, run, "--micro-batch-size", 2, fault=fault).code == (-9 if ":kill:" in fault else 0)
     start(bench, run, "--micro-batch-size", 2).ok()
     assert_same(bench, run, "whole")
+
+
+def test_adapters_learn_from_several_caches_and_a_killed_run_ends_with_the_same_bits(bench):
+    pytest.importorskip("peft")
+    lora = ("--lora-rank", 2, "--lora-dropout", 0.1, "--micro-batch-size", 2)
+    result = start(bench, "lora", *lora, "--json").json
+    assert "LoRA of rank 2" in result["trained"] and [each["name"] for each in result["caches"]] == list(SIZES)
+    assert all(".lora_" in name for name in bench.tensors("lora") if name.startswith("student."))
+    assert start(bench, "lora-killed", *lora, fault="train.after-step:kill:5").code == -9
+    start(bench, "lora-killed", *lora).ok()
+    assert_same(bench, "lora-killed", "lora")
+    bench.run("export", "lora", "--out", "merged").ok()
+    origin = json.loads((bench.root / "merged/kdtrain.json").read_text())
+    assert [each["digest"] for each in origin["caches"]] == [each["digest"] for each in result["caches"]]
+    page = bench.run("inspect", "lora").ok().stdout
+    assert "LoRA of rank 2" in " ".join(page.split()) and all(name in page for name in SIZES)
 
 
 def test_two_ranks_take_the_steps_of_one_and_resume_with_the_same_bits(bench, whole):

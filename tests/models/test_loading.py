@@ -167,7 +167,7 @@ def test_a_failed_export_is_one_line_and_leaves_the_earlier_one_and_no_debris(tm
     write_model_folder(tmp_path / "m", tiny_model(seed=1))
     broken = tiny_model(seed=2)
 
-    def fail(folder):
+    def fail(folder, **options):
         (folder / "model.safetensors").write_text("half")
         raise error
 

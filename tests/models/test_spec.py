@@ -1,7 +1,10 @@
 """Specs: the names of models, their paths, and the line of each refusal."""
 
+from dataclasses import replace
+
 import pytest
 
+from kdtrain.config import LoraConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.spec import ModelSpec, paths_of, read_spec
 from kdtrain.testing import tiny_model, write_model_folder
@@ -37,6 +40,32 @@ def test_a_teacher_of_another_kind_needs_a_tokenizer_alone_and_has_options_of_it
     spec = read_spec(write(tmp_path, "kind = 'table'\ntokenizer = 'org/name'\n[options]\nseed = 3\n"))
     assert (spec.kind, spec.source, spec.options) == ("table", None, {"seed": 3})
     assert read_spec("org/name").kind == "local"
+
+
+def test_a_table_of_adapters_has_the_names_of_the_options_without_their_beginning(tmp_path):
+    text = "source = 'org/name'\n[lora]\nrank = 8\nalpha = 16\ntargets = ['q_proj', 'v_proj']\nlayers = 2\n"
+    lora = read_spec(write(tmp_path, text)).lora
+    assert lora == LoraConfig(lora_rank=8, lora_alpha=16, lora_targets="q_proj,v_proj", lora_layers=2)
+    whole = LoraConfig(lora_rank=8, lora_alpha=16, lora_dropout=0.0, lora_targets="q_proj,v_proj", lora_layers=2)
+    assert LoraConfig().over(lora) == whole
+    assert LoraConfig(lora_rank=4, lora_alpha=32).over(lora) == replace(whole, lora_rank=4, lora_alpha=32)
+    assert LoraConfig().over(None) is None
+
+
+@pytest.mark.parametrize(
+    "table, message",
+    [
+        ("lora = 8", "lora is a table with a rank"),
+        ("[lora]\nalpha = 8", "lora is a table with a rank"),
+        ("[lora]\nrank = 8\nrnk = 4", "unknown key 'rnk' in [lora]; perhaps you meant 'rank'"),
+        ("[lora]\nrank = 0", "[lora]: rank 0 must be at least 1"),
+        ("[lora]\nrank = 8\ndropout = 'much'", "[lora]: dropout 'much' is not a number"),
+    ],
+)
+def test_a_table_of_adapters_that_is_none_is_refused(tmp_path, table, message):
+    with pytest.raises(UsageError) as refused:
+        read_spec(write(tmp_path, f"source = 'org/name'\n{table}\n"))
+    assert message in refused.value.args[0]
 
 
 def test_a_configuration_without_init_starts_from_scratch(tmp_path):
@@ -89,6 +118,18 @@ def test_a_spec_that_is_not_a_file_a_folder_or_a_hub_id_is_refused_in_one_line(t
     with pytest.raises(UsageError) as caught:
         read_spec(spec)
     assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("beside", ["config.json", "checkpoints/step-00000001/state.json", "adapter_config.json"])
+def test_a_pattern_that_may_have_been_downloaded_is_refused_and_names_are_not(tmp_path, beside):
+    spec = write(tmp_path, "source = 'org/name'\n[lora]\nrank = 8\ntargets = '(a|a)*b'\n")
+    assert read_spec(spec).lora.lora_pattern == "(a|a)*b"
+    (tmp_path / beside).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / beside).write_text("{}")
+    with pytest.raises(UsageError, match=r"a regular expression as targets in \[lora\] must be in a spec of your own"):
+        read_spec(spec)
+    names = write(tmp_path, "source = 'org/name'\n[lora]\nrank = 8\ntargets = 'q_proj,v_proj'\n")
+    assert read_spec(names).lora.lora_names == ["q_proj", "v_proj"]
 
 
 @pytest.mark.parametrize(

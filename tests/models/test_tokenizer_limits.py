@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kdtrain.data.corpus import Document
+from kdtrain.data.formats import Document
 from kdtrain.data.packing import pack
 from kdtrain.errors import UsageError
 from kdtrain.models import tokenizer_limits

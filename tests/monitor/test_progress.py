@@ -76,6 +76,7 @@ def test_the_line_of_cross_entropy_alone_has_no_sum():
 def test_a_formula_has_the_terms_of_the_line():
     assert formula(0.9, "forward-kl", None) == ".9 kl + .1 ce" and formula(0.0, "jsd:0.5", None) == "ce"
     assert formula(1.0, "jsd:0.5", 2.0) == "jsd + 2 hidden"
+    assert formula(0.9, "forward-kl", None, True, 0.5) == ".9 kl + .1 ce + .9 ce of replay + .5 router"
 
 
 def test_the_line_of_a_validation_has_the_change_the_teacher_and_whether_it_is_best():

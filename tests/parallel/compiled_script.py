@@ -12,11 +12,10 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from wrap_script import CPU, VOCABULARY, batch
 
-from kdtrain.models.head import split
+from kdtrain.models.head import layers_of, split
 from kdtrain.models.loading import checkpoint_activations
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.parallel.parallelize import SingleProcess, parallelize, shard
-from kdtrain.precision.linear import layers_of
 from kdtrain.ranks import local, process_group
 from kdtrain.testing import tiny_model, tiny_tokenizer
 from kdtrain.training.reporter import Sampler

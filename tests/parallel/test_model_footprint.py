@@ -1,10 +1,14 @@
 """Sizes of models from their configurations alone, against the models themselves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import dynamic_module_utils
 
+from kdtrain.config import LoraConfig
 from kdtrain.errors import UsageError
+from kdtrain.models.adapters import inject
 from kdtrain.models.attention import CAUSAL
 from kdtrain.models.spec import ModelSpec
 from kdtrain.parallel import memory_plan
@@ -53,6 +57,22 @@ def test_a_forward_keeps_as_many_bytes_as_autograd_keeps_of_the_real_model(mode,
         model.base_model(input_ids=torch.zeros(sequences, seq_len, dtype=torch.int64), use_cache=False)
     real = sum(storage.nbytes() for storage in kept.values())
     assert found.kept * sequences * seq_len + found.kept_once == real
+
+
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+def test_a_student_with_adapters_has_their_sizes_and_keeps_what_they_keep(shape):
+    pytest.importorskip("peft")
+    lora, model = LoraConfig(lora_rank=4, lora_layers=1), tiny_model(shape)
+    found = model_footprint(replace(spec(shape), lora=lora), vocab_size=300, seq_len=16, mode="fp32", trained=True)
+    whole = model_footprint(spec(shape), vocab_size=300, seq_len=16, mode="fp32", trained=True)
+    inject(model, lora, seed=0)
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert (found.trained, found.frozen, found.frozen_head) == (trained, whole.parameters, True)
+    assert (whole.frozen, whole.frozen_head) == (0, False)
+    assert found.frozen_in_layers == whole.in_layers and found.in_layers == whole.in_layers + trained
+    assert found.kept < whole.kept
+    head = model_footprint(spec(shape), vocab_size=300, seq_len=16, mode="fp32", trained=True, freeze_head=True)
+    assert head.frozen == model.get_output_embeddings().weight.numel() and head.frozen_head
 
 
 @pytest.mark.parametrize("shape", ["mistral", "gemma2"])

@@ -23,6 +23,15 @@ class Model:
     kept_once: float = 0.0
     kept_once_by_checkpoints: float = 0.0
     weight_bytes: int = 4
+    frozen: int = 0
+    frozen_bytes: float = 4
+    frozen_in_layers: int = 0
+    frozen_head: bool = False
+    packed: bool = False
+
+    @property
+    def trained(self) -> int:
+        return self.parameters - self.frozen
 
 
 STUDENT = Model("small", 50_000_000, in_layers=49_000_000)
@@ -188,3 +197,26 @@ def test_on_a_cpu_the_copy_of_a_save_counts():
     assert plan.moment == "save" and plan.total == 24 * STUDENT.parameters
     plan = estimated(Plan("single", "none"), replace(CACHED, copies=True, snapshots=2), 1)
     assert plan.moment == "save" and plan.total == (36 + 12) * STUDENT.parameters
+
+
+@pytest.mark.parametrize("student, world", [("single", 1), ("ddp", 4), ("fsdp", 4)])
+def test_weights_that_are_not_trained_need_no_moments_gradients_or_copies(student, world):
+    shared = 4 if student == "fsdp" else 1
+    part = replace(STUDENT, frozen=48_000_000, frozen_in_layers=47_500_000, frozen_head=True)
+    job = replace(CACHED, copies=True, snapshots=2, student=part)
+    needs = estimated(Plan(student, "none"), job, world).needs
+    assert needs["weights and moments"] == (4 * 50e6 + 8 * 2e6) / shared
+    assert needs["snapshots"] == 2 * 12 * 2e6 / shared
+    whole = estimated(Plan(student, "none"), replace(job, student=STUDENT), world)
+    assert sum(needs.values()) < whole.total / 2
+
+
+def test_packed_weights_count_by_their_bytes_and_are_never_sharded():
+    part = replace(STUDENT, frozen=48_000_000, frozen_bytes=1.1, packed=True)
+    job = replace(JOB, student=part, teacher=replace(TEACHER, packed=True))
+    needs = estimated(Plan("ddp", "replicate"), job, 4).needs
+    assert needs["weights and moments"] == pytest.approx(12 * 2e6 + 1.1 * 48e6)
+    found = choose(ParallelConfig(), 4, online=True, job=job, free=1e12)
+    assert (found.student, found.teacher) == ("ddp", "replicate")
+    with pytest.raises(UsageError, match="student ddp, teacher replicate"):
+        choose(ParallelConfig(), 4, online=True, job=job, free=1e8)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kdtrain.checkpoint import shards
 from kdtrain.config import OptimizerConfig
 from kdtrain.errors import RunError, UsageError
-from kdtrain.models.head import split
+from kdtrain.models.head import layers_of, split
 from kdtrain.monitor.loggers import histograms
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
@@ -26,7 +26,6 @@ from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.parallel import parallelize
 from kdtrain.parallel.parallelize import SingleProcess, clip_norm_, mesh_of, peaks, shard
-from kdtrain.precision.linear import layers_of
 from kdtrain.ranks import all_gather_object, all_reduce_max, local, on_main, process_group, raise_on_all_ranks
 from kdtrain.testing import tiny_model
 from kdtrain.training.guards import guarded_step, non_finite
@@ -190,7 +189,7 @@ def norms_clipping_peaks_and_histograms_are_those_of_the_whole() -> None:
 def a_step_with_nan_on_one_rank_changes_no_bit_and_the_next_one_the_same_bits_on_all() -> None:
     for kind in KINDS:
         wrapped = parallelized(kind)
-        optimizer = make_optimizer(wrapped.module, OptimizerConfig(), temperature_lr=0.01)
+        optimizer = make_optimizer(wrapped.module, OptimizerConfig(lr=3e-4), temperature_lr=0.01)
         for broken in (False, True, False):
             before = [local(each.detach()).clone() for each in wrapped.model.parameters()]
             accumulate(wrapped, own())
@@ -208,7 +207,7 @@ def a_step_with_nan_on_one_rank_changes_no_bit_and_the_next_one_the_same_bits_on
 def a_state_is_loaded_into_parts_bit_by_bit_under_the_same_names() -> None:
     def state(kind: str) -> TrainState:
         wrapped = parallelized(kind)
-        optimizer = make_optimizer(wrapped.module, OptimizerConfig(), temperature_lr=0.01)
+        optimizer = make_optimizer(wrapped.module, OptimizerConfig(lr=3e-4), temperature_lr=0.01)
         numbers = own() if kind != "single" else range(MICROS * dist.get_world_size())
         accumulate(wrapped, numbers)
         optimizer.step()

@@ -2,9 +2,8 @@
 
 import torch
 
-from kdtrain.models.head import split
+from kdtrain.models.head import layers_of, split
 from kdtrain.precision.compiled import CompiledLayers
-from kdtrain.precision.linear import layers_of
 from kdtrain.testing import tiny_model
 
 

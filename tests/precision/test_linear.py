@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kdtrain.config import LoraConfig
+from kdtrain.models.adapters import restrict
 from kdtrain.models.head import split
 from kdtrain.precision.backends import Torchao, capability
 from kdtrain.precision.emulated import Recipe, quantized_linear
@@ -201,3 +203,33 @@ def state_of(student, optimizer) -> dict[str, torch.Tensor]:
     for name, parameter in student.named_parameters():
         state |= {f"{name}.{key}": value.clone() for key, value in optimizer.state[parameter].items()}
     return state
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_constant_weight_that_is_quantised_once_gives_the_same_bits(name):
+    layer, x, g = torch.nn.Linear(64, 48, bias=False).requires_grad_(False), torch.randn(32, 64), torch.randn(32, 48)
+    product = BACKENDS[name].product(layer, 64, 48)
+    for dtype in (torch.float32, torch.bfloat16):
+        for high_forward in (False, True):
+            found = []
+            for each in (product, product.of_constant(layer.weight)):
+                inputs = x.clone().requires_grad_()
+                result = each(inputs, layer.weight, dtype, high_forward)
+                result.float().backward(g)
+                found.append((result, inputs.grad))
+            assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_adapters_stay_high_and_frozen_weights_are_quantised_once():
+    pytest.importorskip("peft")
+    student, switch = split(tiny_model("llama")), Switch("quantized")
+    restrict(student, LoraConfig(lora_rank=4), freeze_head=False, seed=0)
+    done = convert(student.model, switch, Emulated(MXFP8), head=student.model.get_output_embeddings(), hold=True)
+    assert all(name.endswith(".base_layer") for name in done.quantized)
+    assert {*done.left.values()} == {"an adapter"} and all(".lora_" in name for name in done.left)
+    layers = [student.model.get_submodule(name) for name in done.quantized]
+    assert all(layer.product.held is not None for layer in layers)
+    held = gradients(student)
+    for layer in layers:
+        layer.product = Emulated(MXFP8)
+    assert all(torch.equal(each, held[name]) for name, each in gradients(student).items())

@@ -27,7 +27,7 @@ class Trained:
         self.student.loss.temperature = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64, device=device)
         with torch.no_grad():
             self.student.temperature.weight.fill_(0.5)
-        self.optimizer = make_optimizer(self.student, OptimizerConfig(), temperature_lr=0.01)
+        self.optimizer = make_optimizer(self.student, OptimizerConfig(lr=3e-4), temperature_lr=0.01)
 
     def parameters(self):
         return list(self.student.parameters())

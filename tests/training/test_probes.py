@@ -71,10 +71,10 @@ def test_a_student_overfits_towards_the_floor(workshop):
 def test_the_loss_that_is_overfitted_is_the_mean_over_all_its_micro_batches(workshop):
     with workshop.run() as run:
         parts = [run.stepper.source.read(np.arange(start, start + 2)) for start in (0, 2)]
-        optimizer = make_optimizer(run.student, OptimizerConfig(), 0.01)
+        optimizer = make_optimizer(run.student, OptimizerConfig(lr=3e-4), 0.01)
         whole = next(overfit(run.student, optimizer, [first(run)], run.config.optimizer))
     with workshop.run("again") as run:
-        optimizer = make_optimizer(run.student, OptimizerConfig(), 0.01)
+        optimizer = make_optimizer(run.student, OptimizerConfig(lr=3e-4), 0.01)
         cut = next(overfit(run.student, optimizer, parts, run.config.optimizer))
     assert cut == pytest.approx(whole, rel=1e-5)
 

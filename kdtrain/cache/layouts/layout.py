@@ -5,6 +5,7 @@ a time (`files`), whose columns are arrays of numbers of the right depth; all th
 (`rows`).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,7 @@ class LayoutOptions:
     segments_column: str | None = None
 
 
-class Layout:
+class Layout(ABC):
     """A layout; a subclass has `columns` and `decode`. Raises UsageError for options that it cannot use."""
 
     columns: Columns
@@ -102,9 +103,9 @@ class Layout:
         """How the entries were coded, in plain values for the manifest."""
         return {}
 
+    @abstractmethod
     def decode(self, record: Record, where: str) -> Entries:
         """The entries of a record. UsageError: names `where` and what does not fit."""
-        raise NotImplementedError
 
 
 Kind = TypeVar("Kind", bound=Callable[[LayoutOptions], Layout])

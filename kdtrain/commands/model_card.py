@@ -1,0 +1,198 @@
+"""The card of an exported student: a README.md for people, whose head the hub reads, and the recipe as TOML.
+
+What it says is taken from the checkpoint, from the run's config.toml, and from the manifests of the run's caches, as
+far as they are still there and are those that the checkpoint names. A run may have been downloaded, so every word of it
+is escaped, and options that a file cannot set, or that name a place on this machine, are left out or shortened.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import kdtrain
+from kdtrain.cache.card import CARD, license_lines, word
+from kdtrain.cache.manifest import Manifest, read_manifest, weights_line
+from kdtrain.commands.run_folder import to_toml
+from kdtrain.config import DistillConfig
+from kdtrain.config.values import fields_of, marked
+from kdtrain.errors import RunError, UsageError, printable
+from kdtrain.files import read_toml
+from kdtrain.models.spec import ModelSpec, is_hub_id, read_spec
+
+RECIPE = "recipe.toml"
+_DATA = re.compile(r"hf:(?:datasets/)?([\w.-]+/[\w.-]+)(?:[:@].*)?", re.ASCII)
+_CACHES = 20
+"""Caches of a mixture that a card lists."""
+_LOSSES = {
+    "best_loss": "best validation loss",
+    "last_loss": "last validation loss",
+    "first_loss": "validation loss at the start",
+    "teacher_loss": "the teacher's validation loss",
+}
+
+
+def recipe_of(run: Path, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The options of a run by section, as they may be published: no private ones, and of absolute paths the name."""
+    try:
+        tables = read_toml(run / "config.toml")
+    except (OSError, ValueError):
+        tables = state["options"]
+    private, kept = marked(DistillConfig, "private") | {"out", "config"}, dict[str, dict[str, Any]]()
+    for section, each in fields_of(DistillConfig):
+        table = tables.get(section)
+        if each.name not in private and isinstance(table, dict) and table.get(each.name) is not None:
+            kept.setdefault(section, {})[each.name] = public(table[each.name])
+    return kept
+
+
+def public(value: Any) -> Any:
+    """A value of a run as it may be published: of an absolute path the name, and no sign that steers a terminal."""
+    if isinstance(value, list):
+        return [public(each) for each in value]
+    if isinstance(value, str):
+        return printable(PurePath(value).name if PurePath(value).is_absolute() or value.startswith("~") else value)
+    return value if isinstance(value, bool | int | float) else printable(str(value))
+
+
+def card_files(
+    name: str,
+    run: Path,
+    state: Mapping[str, Any],
+    *,
+    parameters: int,
+    weights: str,
+    license: str | None = None,
+    adapter: bool = False,
+    base: ModelSpec | None = None,
+) -> dict[str, bytes]:
+    """README.md and recipe.toml of an export of a checkpoint with this state.
+
+    name: of the folder. weights: their number format, in words. license: of the student; None: not stated. adapter: the
+    folder holds adapters alone. base: the spec of the run's student; None: as the recipe names it.
+    """
+    recipe = recipe_of(run, state)
+    given = recipe.get("run", {})
+    manifests = _manifests(given.get("cache"), run, state)
+    hub_id = _hub_id(given.get("student"), base)
+    head = _head(given, recipe, list(manifests.values()), license, (hub_id, adapter))
+    rows = {"student": state["student"]["name"], "parameters": f"{parameters:,}", "weights": weights}
+    body = _body(name, given, state, manifests, rows, adapter)
+    toml = to_toml(recipe)
+    licence = "The licence is not stated" if license is None else f"The student's licence is {word(license)}"
+    lines = ["---", *head, "---", "", *body, "## Recipe", "", "```toml", *toml.rstrip().splitlines(), "```", ""]
+    lines += [
+        "## Licence",
+        "",
+        f"{licence}; those of the teacher, the text and the student's first weights may bind it.",
+    ]
+    return {CARD: "\n".join([*lines, ""]).encode(), RECIPE: toml.encode()}
+
+
+def _members(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The caches that a run mixed, or the one that it read, with their digests."""
+    return (state.get("caches") or [{"digest": state["cache"]}])[:_CACHES]
+
+
+def _manifests(cache: Any, run: Path, state: Mapping[str, Any]) -> dict[str, Manifest]:
+    """Those of the run's caches that are at hand, by digest."""
+    wanted, found = [each.get("digest") for each in _members(state)], dict[str, Manifest]()
+    places = [Path(each) for each in ([cache] if isinstance(cache, str) else cache or []) if isinstance(each, str)]
+    for place in [*places[:_CACHES], run / "data"]:
+        try:
+            manifest = read_manifest(place)
+        except (OSError, ValueError, UsageError, RunError):
+            continue
+        if manifest.digest in wanted:
+            found[manifest.digest] = manifest
+    return found
+
+
+def _hub_id(student: Any, spec: ModelSpec | None) -> str | None:
+    """The model on the hub from which the student began; None for another beginning."""
+    try:
+        spec = read_spec(student) if spec is None and isinstance(student, str) else spec
+    except (UsageError, RunError, OSError, ValueError):
+        return None
+    source = None if spec is None else spec.source
+    return source if source is not None and is_hub_id(source) and not Path(source).exists() else None
+
+
+def _head(
+    given: Mapping[str, Any],
+    recipe: Mapping[str, Mapping[str, Any]],
+    manifests: list[Manifest],
+    license: str | None,
+    kind: tuple[str | None, bool],
+) -> Iterator[str]:
+    base, adapter = kind
+    yield f"library_name: {'peft' if adapter else 'transformers'}"
+    yield "pipeline_tag: text-generation"
+    yield "tags: [kdtrain, knowledge-distillation]"
+    if base is not None:
+        yield f"base_model: {json.dumps(base)}"
+        yield f"base_model_relation: {'adapter' if adapter else 'finetune'}"
+    cache = given.get("cache")
+    texts = [*(each.settings.data.get("source") for each in manifests), recipe.get("data", {}).get("data")]
+    texts += [cache] if isinstance(cache, str) else cache or []
+    found = [match[1] for text in texts if isinstance(text, str) and (match := _DATA.fullmatch(text))]
+    if found:
+        yield f"datasets: {json.dumps(list(dict.fromkeys(found)))}"
+    if license is not None:
+        yield from license_lines(license)
+
+
+def _body(
+    name: str,
+    given: Mapping[str, Any],
+    state: Mapping[str, Any],
+    manifests: Mapping[str, Manifest],
+    rows: dict[str, Any],
+    adapter: bool,
+) -> Iterator[str]:
+    progress, teachers = state["progress"], dict[str, None]()
+    for each in _members(state):
+        of = f" of {each['name']}" if "name" in each else ""
+        manifest = manifests.get(str(each.get("digest")))
+        record: Mapping[str, Any] = (manifest and manifest.settings.teacher) or {}
+        if "share" in each:
+            rows[f"share of the draws{of}"] = each["share"]
+        if teacher := record.get("spec") or each.get("teacher") or given.get("teacher"):
+            rows[f"teacher{of}"] = public(teacher)
+            teachers[word(public(teacher))] = None
+        if record.get("weights_digest"):
+            rows[f"teacher's weights{of}"] = f"{record['weights_digest']} in {record.get('dtype')}"
+        if manifest is not None and manifest.weights_cost is not None:
+            rows[f"their cost{of}"] = weights_line(manifest.weights_cost)
+        rows[f"cache{of}"] = each.get("digest")
+        if manifest is not None:
+            data = manifest.settings.data.items()
+            rows[f"text{of}"] = ", ".join(f"{key} {public(value)}" for key, value in data if value is not None)
+    if "caches" in state:
+        rows["their mixture"] = state["cache"]
+    if (kind := state["student"].get("weights")) is not None:
+        rows["trained"] = (
+            f"adapters beside {kind} weights, of which the losses below are; merged they are another model"
+        )
+    rows |= {"step": f"{progress['step']:,}", "tokens": f"{progress['tokens']:,}"}
+    for key, words in _LOSSES.items():
+        if isinstance(progress.get(key), float):
+            rows[words] = f"{progress[key]:.4f} nats a token"
+    made = f"distilled from {' and '.join(teachers)}" if teachers else "trained by cross-entropy"
+    yield f"# {word(name)}"
+    yield ""
+    yield f"{'Adapters of a' if adapter else 'A'} language model, {made} with kdtrain {kdtrain.__version__}."
+    yield ""
+    yield from ("| | |", "|---|---|")
+    yield from (f"| {word(key)} | {word(value)} |" for key, value in rows.items())
+    yield ""
+    place = json.dumps(f"path/to/{name}")
+    yield "```python"
+    if adapter:
+        yield from ("from peft import AutoPeftModelForCausalLM", "")
+        yield f"model = AutoPeftModelForCausalLM.from_pretrained({place})"
+    else:
+        yield from ("from transformers import pipeline", "")
+        yield f'pipeline("text-generation", {place})("Once upon a time")'
+    yield from ("```", "")

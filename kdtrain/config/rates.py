@@ -1,0 +1,55 @@
+"""The rates of `--lr auto`: by what a run trains and how many parameters the student has. They stand only here.
+
+fresh       runs without `--lr` have always had this rate, and results rest on it, so it stays. Where a study knows a
+            better one (docs/quality.md), a search begins there, and the run says so.
+pretrained  all weights of a student that begins from some: what recipes for distillation and fine-tuning use, which
+            falls with size (1e-5 for 8 B).
+lora        adapters learn best at about ten times the rate of all weights, whatever their rank at a fixed alpha (arXiv
+            2106.09685; Thinking Machines, "LoRA Without Regret", 2025): so the size is the whole student's.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+Kind = Literal["fresh", "pretrained", "lora"]
+
+
+class Rate(NamedTuple):
+    """A row of the table."""
+
+    parameters: float
+    """It is for students of at most this many parameters."""
+    lr: float
+    """Peak learning rate of `--lr auto`."""
+    search: float | None = None
+    """Where `find-lr` begins instead, if a study found that better."""
+
+
+RATES: dict[Kind, tuple[Rate, ...]] = {
+    "fresh": (
+        Rate(2e6, 3e-4, search=2e-3),
+        Rate(1e7, 3e-4, search=1e-3),
+        Rate(math.inf, 3e-4),
+    ),
+    "pretrained": (
+        Rate(1e7, 5e-4),
+        Rate(1e8, 2e-4),
+        Rate(1e9, 5e-5),
+        Rate(5e9, 2e-5),
+        Rate(math.inf, 1e-5),
+    ),
+    "lora": (
+        Rate(1e7, 5e-3),
+        Rate(1e8, 2e-3),
+        Rate(1e9, 5e-4),
+        Rate(5e9, 2e-4),
+        Rate(math.inf, 1e-4),
+    ),
+}
+WORDS: dict[Kind, str] = {"fresh": "fresh weights", "pretrained": "pretrained weights", "lora": "adapters"}
+"""What a run trains, as its lines say it."""
+
+
+def rate_of(kind: Kind, parameters: float | None) -> Rate:
+    """The row for a student of `parameters`; None, where nobody knows, is taken for the largest."""
+    return next(each for each in RATES[kind] if (math.inf if parameters is None else parameters) <= each.parameters)

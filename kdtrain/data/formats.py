@@ -1,0 +1,259 @@
+"""What a row of a data set is: a text, a conversation, or a prompt with its completion.
+
+`row_format` chooses the format by the columns that a source has, or takes the one that was asked for:
+
+    text                a column of texts; every token counts in the loss
+    messages            lists of {role, content}; only the assistant's tokens count
+    sharegpt            lists of {from, value}, the names of the roles of ShareGPT; only the assistant's tokens count
+    alpaca              instruction, input and output, also system and history: a conversation of user and assistant
+    prompt-completion   two texts, or two lists of messages; only the completion counts
+
+A row that cannot be learned from is left out, with its reason (`LeftOut`); `Tally` counts the reasons, so that a
+command can say what it did not read. What it gives up: the names of its columns decide what a row is, not what they
+hold.
+"""
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kdtrain.errors import UsageError, printable
+
+Messages = list[dict[str, str]]
+
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bot"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation"), "tool"),
+}
+"""Names of roles beside `from`, and what chat templates call them."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, or one conversation (a list of `role` and `content`); `key` names it within its source.
+
+    prompt: how much of its beginning is not learned: characters of the text, or messages.
+    """
+
+    key: str
+    text: str | None = None
+    messages: Messages | None = None
+    prompt: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """What is asked for: a format, the column of texts, and that of conversations."""
+
+    format: str = "auto"
+    text: str = "text"
+    messages: str | None = None
+
+
+class LeftOut(Exception):
+    """A row that is not read; `reason` is one of a few, `detail` tells more about this row."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.detail = reason, detail
+
+
+Convert = Callable[[str, Mapping[str, Any]], Document]
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """A format with the columns that it reads: `convert` makes a document of a row, or raises `LeftOut`."""
+
+    name: str
+    columns: tuple[str, ...]
+    convert: Convert
+    holds: str = "conversation in which the assistant speaks"
+    other: str | None = None
+    """The format of the columns that are not read, if they are in one."""
+
+
+@dataclass
+class Tally:
+    """How many rows were read, and left out by reason."""
+
+    source: str
+    form: RowFormat
+    kept: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+
+    def leave_out(self, key: str, why: LeftOut) -> None:
+        """Count a row that is left out."""
+        self.reasons[why.reason] += 1
+        if why.reason not in self.first:
+            row = key.removeprefix(f"{self.source} ")
+            self.first[why.reason] = printable(f"{row}: {why.detail}" if why.detail else row)[:80]
+
+    def why(self) -> str:
+        """The reasons with their counts and the first row of each, the most frequent first; empty without any."""
+        return ", ".join(f"{n:,} {reason} (first: {self.first[reason]})" for reason, n in self.reasons.most_common())
+
+    def report(self) -> None:
+        """Log the format and what was left out; nothing of plain text that was all read."""
+        line = f"{self.source}: read as {self.form.name} ({', '.join(self.form.columns)}): "
+        line += f"{self.kept:,} of {self.kept + self.reasons.total():,} rows"
+        line += f"; left out {self.why()}" if self.reasons else ""
+        line += f"; its other columns are read with --format {self.form.other}" if self.form.other else ""
+        if self.reasons or self.form.other or self.form.name != "text":
+            _log_once(line)
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+    """Cached, because each split goes through the same rows."""
+    logging.getLogger("kdtrain").info("%s", line)
+
+
+def row_format(source: str, asked: Columns, names: Collection[str]) -> RowFormat:
+    """The format of a source whose rows have the columns `names`.
+
+    Raises:
+        UsageError: they lack a column, or are in none of the formats.
+    """
+    name = asked.format
+    if name == "auto":
+        name = _recognised(asked, names)
+    if name == "text":
+        _refuse_missing(source, names, asked.text, "--text-column")
+        other = _by_names(names) if asked.format == "auto" and asked.text == "text" else None
+        return RowFormat("text", (asked.text,), _texts(asked.text), "text", other)
+    if name in ("messages", "sharegpt"):
+        column = asked.messages or _conversations(name, names)
+        _refuse_missing(source, names, column, "--messages-column")
+        return RowFormat(
+            name, (column, *_present(names, *("system",) * (name == "sharegpt"))), _conversation_in(column)
+        )
+    needed, optional, convert = _COLUMNS[name]
+    for column in needed:
+        _refuse_missing(source, names, column, f"--format {name}")
+    return RowFormat(name, (*needed, *_present(names, *optional)), convert, f"{needed[0]} with {needed[1]}")
+
+
+def _recognised(asked: Columns, names: Collection[str]) -> str:
+    if asked.messages is not None:
+        return "messages"
+    if asked.text in names or asked.text != "text":
+        return "text"
+    return _by_names(names) or "text"
+
+
+def _by_names(names: Collection[str]) -> str | None:
+    if "messages" in names:
+        return "messages"
+    if "conversations" in names or "conversation" in names:
+        return "sharegpt"
+    if {"instruction", "output"} <= set(names):
+        return "alpaca"
+    return "prompt-completion" if {"prompt", "completion"} <= set(names) else None
+
+
+def _conversations(name: str, names: Collection[str]) -> str:
+    usual = ("messages", "conversations") if name == "messages" else ("conversations", "conversation", "messages")
+    return next((each for each in usual if each in names), usual[0])
+
+
+def _present(names: Collection[str], *optional: str) -> tuple[str, ...]:
+    return tuple(each for each in optional if each in names)
+
+
+def _refuse_missing(source: str, names: Collection[str], column: str, option: str) -> None:
+    if column not in names:
+        there = ", ".join(map(printable, names))
+        hint = f"{option} needs it; there are {there}" if " " in option else f"name one of {there} with {option}"
+        raise UsageError(f"{source}: has no column '{column}'; {hint}")
+
+
+def _texts(column: str) -> Convert:
+    return lambda key, row: text_document(key, row[column])
+
+
+def text_document(key: str, value: Any) -> Document:
+    """A text as a document. UsageError: it is none. LeftOut: it is blank."""
+    if value is not None and not isinstance(value, str):
+        raise UsageError(f"{key}: holds {type(value).__name__}, not text; name another column with --text-column")
+    if not value or not value.strip():
+        raise LeftOut("that are blank")
+    return Document(key, text=value)
+
+
+def _conversation_in(column: str) -> Convert:
+    def convert(key: str, row: Mapping[str, Any]) -> Document:
+        messages = _messages(row[column])
+        if _is_text(row.get("system")) and not any(each["role"] == "system" for each in messages):
+            messages = [{"role": "system", "content": row["system"]}, *messages]
+        return _answered(Document(key, messages=messages))
+
+    return convert
+
+
+def _alpaca(key: str, row: Mapping[str, Any]) -> Document:
+    if not _is_text(row["instruction"]) and not _is_text(row.get("input")):
+        raise LeftOut("without an instruction")
+    asked = "\n\n".join(str(each) for each in (row["instruction"], row.get("input")) if _is_text(each))
+    turns = [("system", row["system"])] if _is_text(row.get("system")) else []
+    for pair in row.get("history") or ():
+        if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_text, pair))):
+            raise LeftOut("whose history is not a list of question and answer")
+        turns += [("user", pair[0]), ("assistant", pair[1])]
+    if not _is_text(row["output"]):
+        raise LeftOut("without an answer")
+    turns += [("user", asked), ("assistant", row["output"])]
+    return Document(key, messages=[{"role": role, "content": content} for role, content in turns])
+
+
+def _completion(key: str, row: Mapping[str, Any]) -> Document:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        before, after = _messages(prompt), _messages(completion)
+        _answered(Document(key, messages=after))
+        return Document(key, messages=before + after, prompt=len(before))
+    if not (isinstance(prompt, str | None) and isinstance(completion, str | None)):
+        raise LeftOut("that are not two texts or two lists of messages", f"{type(prompt).__name__} as prompt")
+    if not _is_text(completion):
+        raise LeftOut("without an answer")
+    return Document(key, text=(prompt or "") + str(completion), prompt=len(prompt or ""))
+
+
+_COLUMNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Convert]] = {
+    "alpaca": (("instruction", "output"), ("input", "system", "history"), _alpaca),
+    "prompt-completion": (("prompt", "completion"), (), _completion),
+}
+"""The columns that a format needs, those that it also reads, and what makes a document of a row."""
+
+
+def _messages(value: Any) -> Messages:
+    """The messages of a conversation, in either spelling; keeps the text entries of each (role, content, name, ...)."""
+    found = []
+    for message in value if isinstance(value, list) else [None] if value is not None else []:
+        if not isinstance(message, dict):
+            raise LeftOut("that are no conversations", "is not a conversation; it needs lists of role and content")
+        if isinstance(message.get("role"), str) and isinstance(message.get("content"), str):
+            found.append({name: text for name, text in message.items() if isinstance(text, str)})
+        elif isinstance(name := message.get("from"), str) and isinstance(message.get("value"), str):
+            if name.lower() not in _ROLES:
+                raise LeftOut("with an unknown role", f"'{name}'")
+            found.append({"role": _ROLES[name.lower()], "content": message["value"]})
+        else:
+            raise LeftOut("that are no conversations", "is not a conversation; it needs lists of role and content")
+    return found
+
+
+def _answered(document: Document) -> Document:
+    if not any(each["role"] == "assistant" and each["content"].strip() for each in document.messages or ()):
+        raise LeftOut("without an answer")
+    return document
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())

@@ -1,0 +1,129 @@
+"""What of conversations and completions counts in the loss: checked, counted, and shown at one example."""
+
+import itertools
+import logging
+import threading
+from typing import Any
+
+import numpy as np
+
+from kdtrain.data.formats import Document
+from kdtrain.errors import UsageError
+
+_Array = np.ndarray[Any, np.dtype[Any]]
+
+OPENS, CLOSES = "⟦", "⟧"
+"""Around what counts in the loss, in an example."""
+_LONG, _SHOWN = 240, 40
+"""Characters of a piece from which on its middle is left out, and most lines of an example."""
+_BEYOND = 64
+"""Characters beyond the text of a turn that a template may count: the end of the turn, an empty block of reasoning."""
+_REFUSED = 1000
+"""Conversations of which a template may refuse each before it is an error."""
+
+log = logging.getLogger("kdtrain")
+
+
+class Masks:
+    """Is told of each document of which only a part is learned; may be called from several threads.
+
+    Args:
+        split: what the log calls it; empty: nothing is logged.
+        seq_len: positions of a sequence.
+        example: whether to log the first document, with what counts marked.
+    """
+
+    def __init__(self, split: str, seq_len: int, example: bool = False) -> None:
+        self._split, self._seq_len, self._example = split, seq_len, example and bool(split)
+        self._lock = threading.Lock()
+        self.documents = self.tokens = self.learned = self.long = self.refused = self.short = self.wide = 0
+        self._first: dict[str, str] = {}
+
+    def leave_out(self, error: UsageError) -> None:
+        """Count a conversation that the template refuses. UsageError: it refuses all."""
+        with self._lock:
+            self.refused += 1
+            self._first.setdefault("refused", str(error.args[0]))
+            if self.refused >= _REFUSED:
+                self.refuse_none()
+
+    def refuse_none(self) -> None:
+        """Raise the template's first refusal if it rendered no conversation."""
+        if self.refused and not self.documents:
+            raise UsageError(self._first["refused"])
+
+    def add(
+        self,
+        document: Document,
+        text: str,
+        starts: _Array,
+        stops: _Array,
+        label: _Array,
+        quoted: dict[str, str] | None = None,
+    ) -> None:
+        """Count a document that was tokenized.
+
+        Args:
+            document: its messages, or prompt and completion.
+            text: as the tokenizer read it.
+            starts, stops: in `text`, of the tokens that count.
+            label: of all tokens, also of those without text.
+            quoted: the special token behind a character of `text`.
+        """
+        counts = np.zeros(len(text) + 1, dtype=np.int8)
+        np.add.at(counts, starts, 1)
+        np.add.at(counts, stops, -1)
+        inside = np.cumsum(counts[:-1]) > 0
+        edges = [0, *np.flatnonzero(inside[1:] != inside[:-1]) + 1, len(text)]
+        runs = [(bool(inside[start]), text[start:stop]) for start, stop in itertools.pairwise(edges) if start < stop]
+        learned = [run for kept, run in runs if kept]
+        wanted = [
+            each["content"] for each in (document.messages or [])[document.prompt :] if each["role"] == "assistant"
+        ]
+        with self._lock:
+            self.documents += 1
+            self.tokens += len(label)
+            self.learned += int(label.sum())
+            self.long += len(label) > self._seq_len + 1
+            if any(content.strip() not in "\0".join(learned) for content in wanted):
+                self.short += 1
+                self._first.setdefault("short", document.key)
+            if wanted and sum(map(len, learned)) > sum(map(len, wanted)) + _BEYOND * len(wanted):
+                self.wide += 1
+                self._first.setdefault("wide", document.key)
+            shown, self._example = self._example, False
+        if shown:
+            _show(document.key, runs, label, quoted or {})
+
+    def report(self) -> None:
+        """Log how much was learned, what was left out, and masks that look wrong."""
+        if not self._split or not self.documents:
+            return
+        line = f"{self._split}: {self.learned:,} of {self.tokens:,} tokens in {self.documents:,} documents count"
+        if self.long:
+            line += f"; {self.long:,} are longer than --seq-len {self._seq_len} and go on in the next sequence"
+        if self.refused:
+            line += f"; left out {self.refused:,} that the chat template refuses (first: {self._first['refused']})"
+        log.info("%s", line)
+        if self.short:
+            text = "%s: in %s conversations the chat template leaves out some of the assistant's text (first: %s)"
+            log.warning(text, self._split, f"{self.short:,}", self._first["short"])
+        if self.wide:
+            text = "%s: in %s conversations the chat template counts more than the assistant's text (first: %s)"
+            log.warning(text, self._split, f"{self.wide:,}", self._first["wide"])
+
+
+def _show(key: str, runs: list[tuple[bool, str]], label: _Array, quoted: dict[str, str]) -> None:
+    log.info("an example, %s: %d of %d tokens count, between %s %s", key, label.sum(), len(label), OPENS, CLOSES)
+    shown = "".join(f"{OPENS}{_short(run, quoted)}{CLOSES}" if kept else _short(run, quoted) for kept, run in runs)
+    lines = shown.splitlines()
+    for line in lines[:_SHOWN]:
+        log.info("  | %s", line)
+    if len(lines) > _SHOWN:
+        log.info("  | ... and %d lines more", len(lines) - _SHOWN)
+
+
+def _short(run: str, quoted: dict[str, str]) -> str:
+    if len(run) > _LONG:
+        run = f"{run[: _LONG // 2]} ... {run[-_LONG // 2 :]}"
+    return "".join(quoted.get(each, each) for each in run)

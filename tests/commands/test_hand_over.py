@@ -1,0 +1,250 @@
+"""What an export hands over: the number format and files asked for, a card, a recipe, and the folder on the hub."""
+
+import json
+import re
+import tomllib
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from kdtrain.config import ExportConfig
+from kdtrain.errors import UsageError
+from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
+from tests.web import Repository
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+ENDS = {"eos_token_id": [299, 256, 260], "pad_token_id": 261, "do_sample": True, "temperature": 0.7, "top_k": 20}
+FIVE = {
+    **{shape: SHAPES[shape] for shape in ("llama", "qwen3", "gpt2")},
+    "gemma3": SHAPES["gemma2"] | {"model_type": "gemma3_text"},
+    "qwen3-moe": SHAPES["qwen3"]
+    | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+
+
+@pytest.fixture
+def run(workbench):
+    """A run of a tiny student of the tiny teacher."""
+    if not (workbench.root / "run").exists():
+        argv = ("distill", "--cache", "cache", "--student", "student.toml", "--out", "run", "--steps", 2)
+        workbench.json(*argv, *workbench.plain)
+    return workbench
+
+
+@pytest.mark.parametrize(
+    "dtype, wanted", [("bf16", torch.bfloat16), ("fp16", torch.float16), ("float32", torch.float32)]
+)
+def test_weights_are_written_in_the_format_and_in_files_of_the_size_asked_for(run, tmp_path, dtype, wanted):
+    found = run.json("export", "run", "--out", tmp_path / "out", "--dtype", dtype, "--shard-size", 2e-5)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert {each.dtype for each in model.parameters()} == {wanted}
+    whole = AutoModelForCausalLM.from_pretrained(run.root / "run" / "student")
+    for name, each in model.state_dict().items():
+        assert torch.equal(each, whole.state_dict()[name].to(wanted))
+    assert sum(each.numel() for each in model.parameters()) == found["parameters"]
+
+
+def test_int8_weights_load_in_transformers_and_nearly_answer_as_the_whole_ones(run, tmp_path):
+    pytest.importorskip("torchao")
+    out = tmp_path / "out"
+    run.json("export", "run", "--out", out, "--quantize", "int8")
+    model, whole = (AutoModelForCausalLM.from_pretrained(each).eval() for each in (out, run.root / "run" / "student"))
+    layer = model.model.layers[0].mlp.up_proj.weight
+    assert type(layer).__name__ == "Int8Tensor"
+    tokens = torch.arange(64)[None]
+    with torch.no_grad():
+        asked, exact = model(tokens).logits, whole(tokens).logits
+    assert 0 < (asked - exact).abs().max() < 0.05 * exact.abs().max()
+    assert sorted(path.name for path in out.glob("whole*")) == []
+    code, _, said = run.call("evaluate", "--student", out, "--cache", "cache")
+    assert code == 2 and "its weights are quantised" in said
+
+
+def test_quantisation_without_torchao_is_refused_in_one_line_before_anything_is_written(run, tmp_path, monkeypatch):
+    from kdtrain.models import int8
+
+    def missing(package, extra, what):
+        raise UsageError(f"{what} needs the package {package}; pip install 'kdtrain[{extra}]'")
+
+    monkeypatch.setattr(int8, "optional", missing)
+    code, _, said = run.call("export", "run", "--out", tmp_path / "out", "--quantize", "int8")
+    assert code == 2 and "--quantize int8 needs the package torchao; pip install 'kdtrain[fp8]'" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("shape", FIVE)
+def test_generation_settings_every_end_token_and_the_chat_template_are_the_students_own(workbench, tmp_path, shape):
+    model, tokenizer = tiny_model("llama", 300), tiny_tokenizer(300)
+    tokenizer.chat_template = TEMPLATE
+    model = AutoModelForCausalLM.from_config(_config(FIVE[shape]))
+    model.generation_config = GenerationConfig(**ENDS)
+    own = write_model_folder(tmp_path / "own", model, tokenizer)
+    argv = ("distill", "--cache", "cache", "--student", own, "--out", tmp_path / "run", "--steps", 1)
+    workbench.json(*argv, *workbench.plain)
+    workbench.json("export", tmp_path / "run", "--out", tmp_path / "out", "--dtype", "bf16")
+    for out in (tmp_path / "run" / "student", tmp_path / "out"):
+        before, after = (GenerationConfig.from_pretrained(each).to_dict() for each in (own, out))
+        assert {name: after[name] for name in ENDS} == ENDS
+        assert after == before
+        assert AutoTokenizer.from_pretrained(out).chat_template == TEMPLATE
+        loaded, first = (AutoModelForCausalLM.from_pretrained(each).config for each in (out, own))
+        assert {**loaded.to_dict(), "dtype": 0, "_name_or_path": 0} == {
+            **first.to_dict(),
+            "dtype": 0,
+            "_name_or_path": 0,
+        }
+
+
+def _config(table):
+    from transformers import AutoConfig
+
+    rest = {key: value for key, value in table.items() if key != "model_type"}
+    return AutoConfig.for_model(table["model_type"], vocab_size=300, **rest)
+
+
+def test_the_card_names_what_the_student_comes_from_and_nothing_of_this_machine(run, tmp_path):
+    out = tmp_path / "out"
+    run.json("export", run.root / "run", "--out", out, "--license", "apache-2.0", "--dtype", "bf16")
+    card, recipe = (out / "README.md").read_text(), (out / "recipe.toml").read_text()
+    head = yaml.safe_load(card.split("---\n")[1])
+    assert head["license"] == "apache-2.0" and head["library_name"] == "transformers"
+    assert head["tags"] == ["kdtrain", "knowledge-distillation"] and "base_model" not in head
+    manifest = json.loads((run.root / "cache" / "manifest.json").read_text())
+    result = json.loads((run.root / "run" / "result.json").read_text())
+    assert json.loads((out / "kdtrain.json").read_text())["cache"] == result["cache"] and result["cache"] in card
+    assert "| teacher | teacher |" in card and manifest["teacher"]["weights_digest"] in card
+    assert f"{result['best_validation_loss']:.4f} nats a token" in card and "bfloat16" in card
+    assert recipe in card and tomllib.loads(recipe)["run"]["steps"] == 2
+    assert str(run.root) not in card + recipe
+
+
+def test_a_card_of_a_changed_run_escapes_its_words_and_leaves_private_options_out(run, tmp_path):
+    import shutil
+
+    shutil.copytree(run.root / "run", tmp_path / "run", symlinks=True)
+    path = tmp_path / "run" / "config.toml"
+    text = path.read_text().replace('cache = "cache"', f'cache = "{tmp_path / "ada" / "cache"}"')
+    text = text.replace("[monitor]", '[monitor]\non_event = "echo hf_secret"').replace(
+        'student = "student.toml"', r'student = "a\u001b\n---\n<script>|x"'
+    )
+    assert "ada" in text and "hf_secret" in text and "script" in text
+    path.write_text(text)
+    run.json("export", tmp_path / "run", "--out", tmp_path / "out", "--license", "my: own")
+    card = (tmp_path / "out" / "README.md").read_text()
+    head = yaml.safe_load(card.split("---\n")[1])
+    assert (head["license"], head["license_name"]) == ("other", "my: own")
+    assert "ada" not in card and "hf_secret" not in card and "\x1b" not in card and "\n<script" not in card
+    assert tomllib.loads((tmp_path / "out" / "recipe.toml").read_text())["run"]["cache"] == "cache"
+
+
+@pytest.mark.parametrize(
+    "student, data, head",
+    [
+        ("Org/Base", "hf:Org/Text:subset", {"base_model": "Org/Base", "base_model_relation": "finetune"}),
+        ("student.toml", "text.txt", {}),
+    ],
+)
+def test_the_head_of_a_card_has_the_hubs_base_model_and_data_sets(run, monkeypatch, student, data, head):
+    from kdtrain.commands.model_card import card_files
+    from kdtrain.training.state import read_saved
+
+    path = run.root / "run" / "checkpoints"
+    state = read_saved(next(each for each in path.iterdir() if each.name.startswith("step-")))
+    state["options"]["data"]["data"] = data
+    state["options"]["run"]["student"] = student
+    files = card_files("x", run.root / "gone", state, parameters=1, weights="fp32")
+    found = yaml.safe_load(files["README.md"].decode().split("---\n")[1])
+    assert {key: found[key] for key in found if key.startswith("base_model")} == head
+    assert found.get("datasets") == (["Org/Text"] if head else None)
+    assert "The licence is not stated" in files["README.md"].decode()
+
+
+@pytest.mark.parametrize("private", [(), ("--private",)])
+def test_an_export_is_published_whole(run, hub, tmp_path, private):
+    out = tmp_path / "out"
+    found = run.json("export", "run", "--out", out, "--push", "hf:org/name", *private)
+    repository = hub.hub["org/name"]
+    assert found["url"] == f"{hub.url}/org/name" and repository.private == bool(private)
+    there = {path.name: path.read_bytes() for path in out.iterdir()}
+    commit, tree = repository.commits[-1]
+    assert len(repository.commits) == 2 and found["commit"] == commit  # one commit names all
+    assert {name: tree.get(name) for name in there} == there
+    assert {"README.md", "recipe.toml", "model.safetensors", "tokenizer.json", "kdtrain.json"} <= there.keys()
+
+
+def test_a_later_export_replaces_the_files_of_the_earlier_one_and_leaves_those_of_others(run, hub, tmp_path):
+    push = ("--overwrite", "--push", "hf:org/name")
+    run.json("export", "run", "--out", tmp_path / "out", "--shard-size", 2e-5, *push)
+    repository = hub.hub["org/name"]
+    assert "model.safetensors.index.json" in repository.commits[-1][1]
+    repository.commit({"mine.gguf": b"x"})
+    run.json("export", "run", "--out", tmp_path / "out", "--dtype", "bf16", *push)
+    tree = repository.commits[-1][1]
+    assert {*tree} == {path.name for path in (tmp_path / "out").iterdir()} | {".gitattributes", "mine.gguf"}
+    assert "bfloat16" in tree["README.md"].decode() and len(repository.commits) == 4
+    repository.commit({"README.md": b"# My own words"})
+    for _ in range(2):
+        _, _, said = run.call("export", "run", "--out", tmp_path / "out", *push)
+        assert "has a README.md that kdtrain did not write; it stays as it is" in said
+        assert repository.commits[-1][1]["README.md"] == b"# My own words"
+    assert len(repository.commits) == 7
+
+
+def test_a_repository_of_another_model_is_refused_and_one_with_a_card_alone_keeps_it(run, hub, tmp_path):
+    hub.hub["org/name"], hub.hub["org/new"] = Repository(), Repository()
+    hub.hub["org/name"].commit({"model.safetensors": b"mine", "README.md": b"# Mine"})
+    hub.hub["org/new"].commit({"README.md": b"# A plan"})
+    code, _, said = run.call("export", "run", "--out", tmp_path / "out", "--push", "hf:org/name")
+    assert code == 2 and "hf:org/name holds model.safetensors, which kdtrain did not publish" in said
+    assert len(hub.hub["org/name"].commits) == 2 and not (tmp_path / "out").exists()
+    run.json("export", "run", "--out", tmp_path / "new", "--push", "hf:org/new")
+    assert hub.hub["org/new"].commits[-1][1]["README.md"] == b"# A plan"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ("no token", "hf:org/name: no token for the hub; log in with hf auth login"),
+        ("wrong token", r"hf:org/name: the hub refuses it \(.*401.*\); check the name, and log in with hf auth login"),
+        ("public", "hf:org/name is public; leave --private out, or make it private on the hub first"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line_before_anything_is_written(run, hub, tmp_path, monkeypatch, change, message):
+    if change == "no token":
+        monkeypatch.delenv("HF_TOKEN")
+    if change == "wrong token":
+        monkeypatch.setenv("HF_TOKEN", "hf_bad")
+    if change == "public":
+        hub.hub["org/name"] = Repository()
+    code, _, said = run.call("export", "run", "--out", tmp_path / "out", "--push", "hf:org/name", "--private")
+    (line,) = (each for each in said.splitlines() if each.startswith("kdtrain: "))
+    assert code == 2 and re.search(message, line)
+    assert not (tmp_path / "out").exists()
+    assert all(len(each.commits) == 1 for each in hub.hub.values())  # nothing was uploaded
+
+
+@pytest.mark.parametrize("when", ["from the beginning", "at the upload"])
+def test_a_hub_that_does_not_answer_is_a_failed_run_that_leaves_what_is_written(run, hub, tmp_path, monkeypatch, when):
+    if when == "at the upload":
+        hub.fail("/commit/main", "503", times=99)
+    else:
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    code, _, said = run.call("export", "run", "--out", tmp_path / "out", "--push", "hf:org/name")
+    assert code == 1 and "hf:org/name: the hub does not answer" in said
+    assert (f"{tmp_path / 'out'} is written" in said) == (when == "at the upload")
+    assert (tmp_path / "out" / "model.safetensors").exists() == (when == "at the upload")
+
+
+def test_an_address_that_is_none_and_options_without_effect_are_refused():
+    for where in ("org/name", "hf:name", "hf:org/name/more", "hf:../x", "hf:org/na me"):
+        with pytest.raises(UsageError, match="names no repository of the hub; write hf:ORG/NAME"):
+            ExportConfig(run="run", out="out", push=where)
+    for whole in ({"quantize": "int8"}, {"shard_size": 1.0}):
+        with pytest.raises(UsageError, match="is for whole models; leave it or --adapter out"):
+            ExportConfig(run="run", out="out", adapter=True, **whole)
+    with pytest.raises(UsageError, match="--private has no effect without --push"):
+        ExportConfig(run="run", out="out", private=True)

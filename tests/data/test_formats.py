@@ -1,0 +1,246 @@
+"""Rows as people have them: the columns decide the format, and what cannot be learned from is left out by reason."""
+
+import csv
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+from datasets import Dataset
+
+from kdtrain.config import DataConfig
+from kdtrain.data import formats
+from kdtrain.data.corpus import documents
+from kdtrain.data.formats import Columns, Document, row_format
+from kdtrain.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+    formats._log_once.cache_clear()
+
+
+def _read(source: Path, **asked: str | None) -> list[Document]:
+    """All documents of a source of which none is withheld."""
+    return [document for split in ("train", "validation", "test") for document in _of(source, split, **asked)]
+
+
+def _of(source: Path, split: str, **asked: str | None) -> list[Document]:
+    try:
+        return list(documents(str(source), split, Columns(**asked)))  # type: ignore[arg-type]
+    except UsageError as error:
+        if split == "train" or "give at least 3 documents" not in str(error):
+            raise
+        return []
+
+
+def _talk(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def _sharegpt(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"from": role, "value": content} for role, content in turns]
+
+
+WANTED = _talk(("user", "why?"), ("assistant", "because"))
+SYSTEM = _talk(("system", "be kind"))
+ROWS = {
+    "messages": ({"messages": WANTED}, Document("", messages=WANTED)),
+    "sharegpt": (
+        {"conversations": _sharegpt(("human", "why?"), ("GPT", "because")), "id": "7"},
+        Document("", messages=WANTED),
+    ),
+    "sharegpt with a system prompt": (
+        {"conversations": _sharegpt(("human", "why?"), ("gpt", "because")), "system": "be kind"},
+        Document("", messages=SYSTEM + WANTED),
+    ),
+    "alpaca": (
+        {"instruction": "why?", "input": "it\nis", "output": "because"},
+        Document("", messages=_talk(("user", "why?\n\nit\nis"), ("assistant", "because"))),
+    ),
+    "alpaca without input": ({"instruction": "why?", "input": "", "output": "because"}, Document("", messages=WANTED)),
+    "alpaca with all": (
+        {"instruction": "c", "output": "d", "system": "be kind", "history": [["a", "b"]]},
+        Document("", messages=SYSTEM + _talk(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))),
+    ),
+    "prompt and completion": (
+        {"prompt": "1 + 1 =", "completion": " 2"},
+        Document("", text="1 + 1 = 2", prompt=7),
+    ),
+    "prompt and completion of messages": (
+        {"prompt": SYSTEM + WANTED + _talk(("user", "so?")), "completion": _talk(("assistant", "so"))},
+        Document("", messages=SYSTEM + WANTED + _talk(("user", "so?"), ("assistant", "so")), prompt=4),
+    ),
+    "text": ({"text": "plain"}, Document("", text="plain")),
+    "text beside a conversation": ({"text": "plain", "messages": WANTED}, Document("", text="plain")),
+}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "arrow"])
+@pytest.mark.parametrize("name", ROWS)
+def test_what_a_row_is_follows_from_its_columns(name: str, suffix: str, tmp_path: Path):
+    row, wanted = ROWS[name]
+    path, rows = tmp_path / f"a.{suffix}", [row] * 3
+    if suffix == "parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    elif suffix == "arrow":
+        Dataset.from_list(rows).save_to_disk(path := tmp_path / "saved")
+    elif suffix == "json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    found = _read(path)
+    assert [(each.text, each.messages, each.prompt) for each in found] == [
+        (wanted.text, wanted.messages, wanted.prompt)
+    ] * 3
+
+
+@pytest.mark.parametrize("suffix, sep", [("csv", ","), ("tsv", "\t")])
+def test_the_cells_of_csv_and_tsv_are_the_text_that_they_are(suffix: str, sep: str, tmp_path: Path):
+    pairs = [
+        ("a, b\tc", "NA"),
+        ("1", "2.50"),
+        ('say "hi"\nnow', "null"),
+        ("é", "true"),
+        ("q", ""),
+        ("long", "x" * 2**18),
+    ]
+    for name, encoding in (("a", "utf-8"), ("b", "utf-8-sig")):
+        with (tmp_path / f"{name}.{suffix}").open("w", newline="", encoding=encoding) as file:
+            csv.writer(file, delimiter=sep).writerows([("id", "prompt", "completion"), *((7, *pair) for pair in pairs)])
+    wanted, limit = [(prompt + answer, len(prompt)) for prompt, answer in pairs if answer] * 2, csv.field_size_limit()
+    assert sorted((each.text, each.prompt) for each in _read(tmp_path)) == sorted(wanted)
+    next(documents(str(tmp_path), "train"))
+    assert csv.field_size_limit() == limit, "of the process, for others"
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({"a.csv": "prompt,prompt\nx,y\n"}, r"a\.csv: its first line does not name columns, each once"),
+        ({"a.csv": "prompt,\nx,y\n"}, r"a\.csv: its first line does not name columns, each once"),
+        ({"a.csv": "text\nx\n", "b.csv": "body\nx\n"}, r"b\.csv: its columns are not those of a\.csv"),
+        ({"a.csv": "text,n\nx,1,2,3\n"}, r"a\.csv: line 2 has 4 cells and the first line names 2 columns; put"),
+        ({"a.csv": "text,n\nx\n"}, r"a\.csv: line 2 has 1 cells and the first line names 2 columns; put"),
+        ({"a.csv": 'text\n"x\n'}, r"a\.csv: cannot be read: unexpected end of data"),
+        ({"a.csv": b"text\ncaf\xe9\n"}, r"a\.csv: cannot be read: .*can't decode byte 0xe9"),
+        ({"a.csv": "body\nx\n"}, r"has no column 'text'; name one of body with --text-column"),
+    ],
+)
+def test_a_csv_that_cannot_be_read_is_one_line(files: dict[str, str | bytes], message: str, tmp_path: Path):
+    for name, text in files.items():
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UsageError, match=message) as caught:
+        list(documents(str(tmp_path if len(files) > 1 else tmp_path / "a.csv"), "train"))
+    assert "\n" not in str(caught.value)
+
+
+def test_json_and_csv_beside_rows_or_text_are_left_out_of_a_folder_as_before(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "row"}\n' * 3)
+    (tmp_path / "info.json").write_text('[{"text": "about"}]')
+    assert [each.text for each in _read(tmp_path)] == ["row"] * 3
+    (tmp_path / "a.jsonl").unlink()
+    (tmp_path / "a.txt").write_text("one\ntwo\nthree")
+    assert "".join(each.text or "" for each in _read(tmp_path)) == "one\ntwo\nthree"
+
+
+def test_what_is_left_out_is_counted_by_reason_with_its_first_row(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    good = {"conversations": _sharegpt(("human", "why?"), ("gpt", "because"))}
+    rows = [
+        *[{"conversations": [*good["conversations"], {"from": "human", "value": f"{n}?"}]} for n in range(30)],
+        {"conversations": _sharegpt(("human", "why?"), ("gpt", " "))},
+        {"conversations": []},
+        {"conversations": None},
+        {"conversations": _sharegpt(("human", "why?"), ("narra\x1btor", "x"))},
+        {"conversations": [{"from": "human", "value": None}]},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with caplog.at_level("INFO"):
+        assert len(_read(tmp_path / "a.jsonl")) == 30
+    (said,) = (each.getMessage() for each in caplog.records)
+    assert said == (
+        f"{tmp_path}/a.jsonl: read as sharegpt (conversations): 30 of 35 rows; left out 3 without an answer "
+        "(first: row 30), 1 with an unknown role (first: row 33: 'narra\\x1btor'), 1 that are no conversations "
+        "(first: row 34: is not a conversation; it needs lists of role and content)"
+    )
+
+
+def test_a_source_of_which_every_row_is_left_out_is_refused_with_the_reasons(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"instruction": "x", "output": ""}\n' * 3)
+    with pytest.raises(UsageError, match=r"holds no instruction with output for the train split: 3 without an answer"):
+        documents(str(tmp_path / "a.jsonl"), "train")
+
+
+def test_few_rows_with_a_prompt_are_never_cut_at_line_ends(tmp_path: Path):
+    row = {"prompt": "a\nb\nc\nd\n", "completion": "e\nf\ng\nh"}
+    (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * 2)
+    assert {(each.text, each.prompt) for each in _of(tmp_path / "a.jsonl", "train")} == {("a\nb\nc\nd\ne\nf\ng\nh", 8)}
+
+
+@pytest.mark.parametrize(
+    "asked, names, message",
+    [
+        (
+            Columns(format="sharegpt"),
+            ["chat"],
+            "has no column 'conversations'; name one of chat with --messages-column",
+        ),
+        (Columns(format="alpaca"), ["instruction", "response"], "has no column 'output'; --format alpaca needs it"),
+        (Columns(format="prompt-completion"), ["prompt", "chosen"], "has no column 'completion'; --format prompt-comp"),
+        (Columns(messages="chat"), ["text"], "has no column 'chat'; name one of text with --messages-column"),
+        (Columns(text="body"), ["messages"], "has no column 'body'; name one of messages with --text-column"),
+    ],
+)
+def test_a_format_without_its_columns_is_refused_with_those_that_there_are(
+    asked: Columns, names: list[str], message: str
+):
+    with pytest.raises(UsageError, match=message):
+        row_format("rows", asked, names)
+
+
+@pytest.mark.parametrize(
+    "asked, names, wanted",
+    [
+        (Columns(format="messages"), ["conversations", "text"], ("messages", ("conversations",))),
+        (Columns(format="sharegpt"), ["messages"], ("sharegpt", ("messages",))),
+        (
+            Columns(format="alpaca"),
+            ["text", "output", "input", "instruction"],
+            ("alpaca", ("instruction", "output", "input")),
+        ),
+        (Columns(messages="chat"), ["chat", "text", "system"], ("messages", ("chat",))),
+        (Columns(), ["text", "instruction", "output"], ("text", ("text",))),
+    ],
+)
+def test_an_option_goes_before_what_the_columns_say(
+    asked: Columns, names: list[str], wanted: tuple[str, tuple[str, ...]]
+):
+    found = row_format("rows", asked, names)
+    assert (found.name, found.columns) == wanted
+
+
+def test_columns_that_a_format_does_not_read_and_formats_of_plain_text_are_refused(tmp_path: Path):
+    with pytest.raises(UsageError, match="--messages-column has no effect with --format alpaca"):
+        DataConfig(format="alpaca", messages_column="chat")
+    with pytest.raises(UsageError, match="--text-column has no effect with --format sharegpt"):
+        DataConfig(format="sharegpt", text_column="body")
+    for source in ("stdlib", str(tmp_path)):
+        (tmp_path / "a.txt").write_text("x")
+        with pytest.raises(UsageError, match="text has no columns; leave out --format alpaca"):
+            documents(source, "train", Columns(format="alpaca"))
+
+
+def test_an_invocation_of_before_formats_has_the_identity_that_it_had(tmp_path: Path):
+    from kdtrain.cache.codec import CodecSpec
+    from kdtrain.commands.build_cache import _settings
+    from kdtrain.testing import tiny_tokenizer
+
+    def identity(**options: str) -> dict[str, object]:
+        data = DataConfig(data="chat.jsonl", **options)  # type: ignore[arg-type]
+        return _settings(data, tiny_tokenizer(300), CodecSpec(kind="tokens", vocab_size=300), {}).data
+
+    before = {"source": "chat.jsonl", "split": "train", "text_column": "text", "messages_column": "messages"}
+    assert identity(messages_column="messages") == before
+    assert identity() == before | {"messages_column": None}
+    assert identity(format="alpaca") == before | {"messages_column": None, "format": "alpaca"}
