@@ -10,6 +10,7 @@ from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.view import build_view
 from kdtrain.cache.writer import write_cache
+from kdtrain.data.cells import Cells
 from kdtrain.data.corpus import Document
 from kdtrain.data.packing import pack
 from kdtrain.errors import RunError, UsageError
@@ -152,3 +153,10 @@ def test_cells_that_disagree_too_often_are_refused(cache, tmp_path, monkeypatch)
     monkeypatch.setattr(views, "merge", lambda cells, *_: dataclasses.replace(cells, of_teacher=cells.of_teacher[::-1]))
     with pytest.raises(UsageError, match=r"in different cells at .* use --cross-tokenizer chunks"):
         build_view(tmp_path / "data", cache, train("gpt2", 1200))
+
+
+def test_what_the_cells_keep_is_measured_without_an_array_of_rows_and_cells(cache):
+    size = cache.manifest.vocab_size
+    every = np.arange(size) * 2**22
+    assert views._entropy_kept(cache["train"], Cells(every, every, size * 2**22)) == pytest.approx(1.0)
+    assert views._entropy_kept(cache["train"], Cells(every * 0, every * 0, 1)) < 0.5
