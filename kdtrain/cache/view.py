@@ -19,6 +19,7 @@ Shapes: n rows, T positions, V entries of the teacher's tokenizer, S of the stud
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -51,6 +52,7 @@ _ROWS = 1024
 _MERGED_FROM = 2_000_000
 _MEASURED_ROWS = 64
 _AT_ONCE = 256
+_TALLIES = ("labels", "boundaries", "disagree", "in_chunks", "documents", "left_out")
 
 
 def row_type(seq_len: int) -> np.dtype[Any]:
@@ -79,7 +81,7 @@ class ViewRecord:
     """sha256 of cells.npy, teacher and student (entries), count (C)."""
     tallies: dict[str, dict[str, int]]
     """By split: labels of the student that count; boundaries, those with a source; disagree, those whose two own tokens
-    are in different cells; chunks."""
+    are in different cells; in_chunks, those in chunks; documents, and left_out of these."""
     events: list[str]
     """The table of special tokens, for people."""
     entropy_kept: float
@@ -142,6 +144,7 @@ class _Maker:
             read += len(documents)
             if read >= _MERGED_FROM:
                 break
+        worker.refuse_loss(*worker.count())
         return merge(found, *np.concatenate(pairs, 1)) if pairs else found
 
 
@@ -163,13 +166,15 @@ def build_view(
     *,
     events: dict[str, str] | None = None,
     seq_len: int | None = None,
+    splits: Sequence[str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> "View":
     """The view in `folder` for the student's `tokenizer`, made or completed where it is not there.
 
-    events: see `Events.match`. seq_len: T of a row; by default the cache's. progress: gets the rows done.
+    events: see `Events.match`. seq_len: T of a row; by default the cache's. splits: by default all of the cache.
+    progress: gets the rows done.
 
-    UsageError: `ByteTokenizer`, `Events`, `Transcoder`, or the folder holds another view, or cells disagree too often.
+    UsageError: `ByteTokenizer`, `Events`, `Transcoder`, or the folder holds another view.
     RunError: a shard is damaged, the disk is full.
     """
     maker = _Maker(cache, tokenizer, events, seq_len)
@@ -188,15 +193,15 @@ def build_view(
         else:
             publish_json(folder / SETTINGS, maker.settings, "view.settings")
         copy_tokenizer(tokenizer, folder / cache_format.TOKENIZER)
-        joined = {split: is_joined(_tokens(cache[split])) for split in cache}
+        wanted = [split for split in cache if splits is None or split in splits]
+        joined = {split: is_joined(_tokens(cache[split])) for split in {"train", *wanted}}
         cells = maker.cells(cache["train"], joined["train"])
         both = np.concatenate([cells.of_teacher, cells.of_student]).astype(np.int32)
         with published(folder / CELLS, "view.cells") as path, open(path, "wb") as file:
             np.save(file, both, allow_pickle=False)
         shards, tallies = {}, {}
-        for split in cache:
+        for split in wanted:
             shards[split], tallies[split] = _build_split(folder, maker, cache[split], joined[split], cells, progress)
-            _refuse_disagreement(tallies[split])
         record = ViewRecord(
             settings=maker.settings,
             shards=shards,
@@ -223,15 +228,6 @@ def _refuse_other(folder: Path, there: dict[str, Any], wanted: dict[str, Any]) -
         )
 
 
-def _refuse_disagreement(tally: dict[str, int]) -> None:
-    share = tally["disagree"] / max(1, tally["boundaries"])
-    if share > MOST_DISAGREEMENT:
-        raise UsageError(
-            f"teacher's and student's own tokens lie in different cells at {share:.1%} of the common boundaries, and "
-            f"at most {MOST_DISAGREEMENT:.0%} are right; use --cross-tokenizer chunks"
-        )
-
-
 def _build_split(
     folder: Path,
     maker: _Maker,
@@ -242,12 +238,13 @@ def _build_split(
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Publish the shards of a split that are missing; what view.json states of all."""
     found: list[dict[str, Any]] = []
-    total, next_token, skipped = dict.fromkeys(("labels", "boundaries", "disagree", "chunks"), 0), 0, 0
+    total, next_token, skipped, after = dict.fromkeys(_TALLIES, 0), 0, 0, -1
     digest = json_digest(maker.settings)
     while (record := _finished(folder, reader.split, len(found), digest)) is not None:
         found.append({"sequences": record["sequences"], "sha256": record["sha256"]})
         total = {name: each + record["tally"][name] for name, each in total.items()}
         next_token, skipped = record["next"]
+        after = next_token
         if record["last"]:
             return found, total
     worker = maker.transcoder()
@@ -278,8 +275,10 @@ def _build_split(
             "labels": int(stored["loss_mask"].sum()),
             "boundaries": int(at.sum()),
             "disagree": int(((one != other) & (one >= 0)).sum()),
-            "chunks": int((stored["length"] > 0).sum()),
+            "in_chunks": int(stored["length"].sum()),
         }
+        tally["documents"], tally["left_out"] = worker.count(after, math.inf if last else next_token)
+        after = next_token
         record = {"settings": digest, "sequences": len(taken), "sha256": file_digest(path), "last": last}
         record |= {"tally": tally, "next": [next_token, place]}
         publish_json(path.with_suffix(".json"), record, "view.sidecar")
@@ -288,6 +287,7 @@ def _build_split(
         faults.point("view.after-shard")
         if progress:
             progress(sum(each["sequences"] for each in found))
+    worker.refuse_loss(total["documents"], total["left_out"])
     return found, total
 
 
@@ -369,17 +369,32 @@ class View:
 
     def lines(self) -> list[str]:
         """What it costs to read the cache with another tokenizer, for people."""
-        tally, (one, other) = self.record.tallies["train"], self.record.sizes
-        share, apart = (
-            tally[name] / max(1, tally[of]) for name, of in (("boundaries", "labels"), ("disagree", "boundaries"))
-        )
+        facts = self.facts()
+        left_out = f"; {facts['left_out']:,} of {facts['documents']:,} documents are left out: their bytes change"
         return [
-            f"teacher's tokenizer {one:,} entries, student's {other:,}: {self.cells.count:,} cells",
-            f"{share:.1%} of the student's labels begin where one of the teacher's does; at {apart:.2%} of these both "
-            f"lie in different cells (at most {MOST_DISAGREEMENT:.0%}); the cells keep {self.record.entropy_kept:.1%} "
-            "of the entropy",
-            f"events: {'; '.join(self.record.events)}",
+            f"tokenizers of {facts['teacher']:,} (teacher) and {facts['student']:,} entries: {facts['cells']:,} cells",
+            f"{facts['boundaries']:.1%} of the student's labels begin where one of the teacher's does, and "
+            f"{facts['in_chunks']:.1%} lie in chunks{left_out * bool(facts['left_out'])}",
+            f"at {facts['disagreement']:.2%} of the common places both tokens lie in different cells (at most "
+            f"{MOST_DISAGREEMENT:.0%}); the cells keep {facts['entropy_kept']:.1%} of the entropy",
+            f"events: {'; '.join(facts['events'])}",
         ]
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of the alignment: the cache's digest, entries of both tokenizers, cells; of the first split
+        the shares of labels at common boundaries and in chunks, and of boundaries that disagree; documents."""
+        record, (teacher, student) = self.record, self.record.sizes
+        tally = next(iter(record.tallies.values()))
+        labels = max(1, tally["labels"])
+        return {
+            "cache": record.settings["cache"],
+            **{"teacher": teacher, "student": student, "cells": self.cells.count},
+            **{name: tally[name] / labels for name in ("boundaries", "in_chunks")},
+            "disagreement": tally["disagree"] / max(1, tally["boundaries"]),
+            "entropy_kept": record.entropy_kept,
+            **{name: tally[name] for name in ("documents", "left_out")},
+            "events": record.events,
+        }
 
     def __getitem__(self, split: str) -> "ViewReader":
         return ViewReader(self, split)
@@ -402,6 +417,8 @@ class ViewReader:
     """One split of a view: batches of the student's rows with the teacher's numbers.
 
     cells, chunks: which terms the targets have.
+
+    UsageError: the cache has no numbers for cells, or these disagree with the text too often.
     """
 
     def __init__(self, view: View, split: str, *, cells: bool = True, chunks: bool = True) -> None:
@@ -419,6 +436,11 @@ class ViewReader:
         if cells and codec.kind != "sparse":
             raise UsageError(
                 f"cells need samples or a top-k, and {view.cache.name} keeps {codec.kind}: use --cross-tokenizer chunks"
+            )
+        if cells and (apart := view.facts()["disagreement"]) > MOST_DISAGREEMENT:
+            raise UsageError(
+                f"teacher's and student's own tokens lie in different cells at {apart:.1%} of the common boundaries, "
+                f"and at most {MOST_DISAGREEMENT:.0%} are right; use --cross-tokenizer chunks"
             )
         self._of_teacher = torch.from_numpy(view.cells.of_teacher.copy()) if cells else None
         identity = view.cells.identity
@@ -443,7 +465,7 @@ class ViewReader:
         rows = self.rows(indices)
         length = self.reader.manifest.settings.seq_len
         source, chunk, others = (rows[name].astype(np.int64).ravel() for name in ("source", "length", "others"))
-        ends = np.flatnonzero(chunk) if self.chunks else np.empty(0, np.int64)
+        ends = np.flatnonzero(chunk)
         begins = source[ends - chunk[ends] + 1]
         needed = np.concatenate([source[source >= 0], begins, begins + others[ends] - 1])
         if len(needed) and (needed.min() < 0 or needed.max() >= len(self.reader) * length):
@@ -475,6 +497,7 @@ class ViewReader:
             at_boundary=at >= 0,
             near=near,
             cells=None if self._identity or near is None else self._index,
+            chunks=self.chunks,
         )
         return Batch(
             tokens=torch.from_numpy(rows["tokens"].astype(np.int64)),

@@ -24,7 +24,7 @@ from kdtrain.commands.build_cache import build_tokens, holds_tokens
 from kdtrain.commands.run_folder import deciding, restarted, saved_attention, saved_rate
 from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
-from kdtrain.config.commands import TERMS
+from kdtrain.config.commands import TERMS, partners
 from kdtrain.config.rates import WORDS, Kind, Rate, rate_of
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
@@ -318,7 +318,8 @@ def _across(config: DistillConfig, student: ModelSpec) -> Facts | None:
 def _align(config: DistillConfig, student: ModelSpec) -> None:
     """Make the view of the cache in the student's tokens, in the folder of the run."""
     cache = Cache(config.cache[0], local_limit=config.local_limit)
-    for line in build_view(config.out / "data", cache, load_tokenizer(student)).lines():
+    events = partners(config.special_tokens)
+    for line in build_view(config.out / "data", cache, load_tokenizer(student), events=events).lines():
         log.info("%s", line)
 
 
@@ -437,7 +438,7 @@ def _with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) 
     used += [objective.temperature_end] if objective.schedules_temperature else []
     learnable = objective.learns_temperature
     used += [low, high] if learnable else []
-    if facts is not None and facts.across:
+    if facts is not None and facts.alignment is not None:
         if {*used} != {1.0}:
             raise UsageError("across tokenizers the targets are right at T = 1 only; use --temperature 1")
         if "sampled" not in DIVERGENCES.get(parse(objective.divergence)[0]).accepts:

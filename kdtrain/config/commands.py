@@ -42,6 +42,26 @@ def _check_terms(name: str) -> None:
     refuse(name not in TERMS, f"--cross-tokenizer '{name[:80]}' is unknown; use {', '.join(TERMS)}")
 
 
+def _check_pairs(pairs: tuple[str, ...]) -> None:
+    for each in pairs:
+        refuse(
+            each.find("=") < 1,
+            f"--special-tokens '{each[:80]}' is not TEACHER'S=STUDENT'S; leave the second out, "
+            "as '<pad>=', for a token that is dropped",
+        )
+
+
+_SPECIAL: dict[str, Any] = {
+    **{"several": True, "later": True, "needs": "cross_tokenizer"},
+    **{"check": _check_pairs, "shown": "A=B"},
+}
+
+
+def partners(pairs: tuple[str, ...]) -> dict[str, str]:
+    """The student's special token for each of the teacher's that `--special-tokens` names; empty: it is left out."""
+    return {one: other for one, _, other in (each.partition("=") for each in pairs)}
+
+
 def _check_device(name: str) -> None:
     known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", name)
     refuse(known is None, f"--device '{name[:80]}' is unknown; use auto, cpu, cuda or cuda:N")
@@ -168,6 +188,8 @@ class DistillConfig(Options):
     """GB of caches from elsewhere that are kept here."""
     cross_tokenizer: str | None = option(None, later=True, needs="cache", check=_check_terms, shown="TERMS")
     """For a student with another tokenizer than the cache's: cells, chunks, both, or auto (both where it can)."""
+    special_tokens: tuple[str, ...] = option((), **_SPECIAL)
+    """What a special token of the teacher is for the student, as '<|eot_id|>=<|im_end|>'; the log shows the rest."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a folder, a hub id, or self (docs/lora.md)."""
     teacher_weights: Weights | None = option(None, needs="teacher")
@@ -325,6 +347,10 @@ class EvaluateConfig(Options):
     """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, once=True, reads="teacher spec")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
+    cross_tokenizer: str | None = option(None, needs="cache", check=_check_terms, shown="TERMS")
+    """For a student with another tokenizer than the cache's, as distill has it: auto, cells, chunks, or both."""
+    special_tokens: tuple[str, ...] = option((), **_SPECIAL)
+    """What a special token of the teacher is for the student, as '<|eot_id|>=<|im_end|>'."""
     config: Path | None = option(None, per_rank=True, once=True)
     """TOML file with the same options, grouped in sections; a flag wins over it."""
     batch_size: int = option(16, least=1)

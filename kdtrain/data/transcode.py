@@ -13,8 +13,9 @@ that the student's tokenizer rewrites (`bytes`), is left out and counted.
 Shapes: N tokens of the teacher, M of the student.
 """
 
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,8 @@ begins. place: the token's number in its document."""
 _BATCH = 1 << 18
 _LONGEST = 256
 """Most bytes of a token in the mean over many: published ones have three to five, and at most 128 or so in one."""
+_ENOUGH = 1000
+"""Documents after which a share of them that is left out means something."""
 
 
 def teacher_stream(rows: Iterable[PackedRow], joined: bool, teacher: ByteTokenizer, first: int = 0) -> Iterator[_Array]:
@@ -104,16 +107,16 @@ class Transcoder:
     """Encodes documents of a teacher's tokens in a student's.
 
     UsageError (of a call): a special token of the teacher is not in the table of events, a token is not in its
-    tokenizer, or more than one document in a hundred is left out; the message has an example.
+    tokenizer, or more than one of a thousand or more documents in a hundred is left out.
     """
 
     teacher: ByteTokenizer
     student: ByteTokenizer
     events: Events
-    documents: int = 0
-    left_out: int = 0
-    """Of the documents."""
-    _example: str = ""
+    seen: list[tuple[int, bool]] = field(default_factory=list)
+    """Of each document: where in the teacher's stream it begins, and whether it is left out."""
+    example: str = ""
+    """What is wrong with the first that is left out."""
 
     def __call__(self, first: int, stream: _Array) -> _Array:
         """The student's stream [M], TRANSCODED, of documents [N], TAUGHT, that begin at `first` of the teacher's."""
@@ -158,14 +161,25 @@ class Transcoder:
         out["source"], out["taught"], out["label"] = -1, -1, common.counts
         out["source"][where], out["taught"][where] = stream["position"][from_N], tokens[from_N]
         out["length"], out["others"] = common.length, common.others
-        out["document"] = first + np.flatnonzero(stream["start"])[out["document"]]
-        self.documents += len(bad)
-        self.left_out += int(bad.sum())
-        if self.left_out > self.documents // 100 + 1:
-            raise UsageError(
-                f"{self.left_out:,} of {self.documents:,} documents cannot be carried over; the first: {self._example}"
-            )
+        begin = first + np.flatnonzero(stream["start"])
+        out["document"] = begin[out["document"]]
+        self.seen += zip(begin.tolist(), bad.tolist(), strict=True)
+        if len(self.seen) >= _ENOUGH:
+            self.refuse_loss(*self.count())
         return out
+
+    def count(self, after: float = -1.0, until: float = math.inf) -> tuple[int, int]:
+        """How many documents begin in (after, until], and how many of these are left out."""
+        found = [bad for begin, bad in self.seen if after < begin <= until]
+        return len(found), sum(found)
+
+    def refuse_loss(self, documents: int, left_out: int) -> None:
+        """UsageError: more than one document in a hundred (of a few: more than one) is left out."""
+        if left_out > max(1, documents // 100):
+            raise UsageError(
+                f"{left_out:,} of {documents:,} documents cannot be carried over, and at most one in a hundred may be "
+                f"left out{'; the first: ' * bool(self.example)}{self.example}"
+            )
 
     def _refuse(self, tokens: _Array) -> None:
         own = self.teacher.bytes
@@ -191,9 +205,9 @@ class Transcoder:
         good = np.array([text is not None for text in texts], bool)
         for part, (text, ids) in enumerate(zip(texts, encoded, strict=True)):
             if text and (joined := self.student.bytes.join(np.array(ids, np.int64)).tobytes()) != text.encode():
-                good[part], self._example = False, self._example or self.student.altered(text.encode(), joined)
+                good[part], self.example = False, self.example or self.student.altered(text.encode(), joined)
             elif text is None:
-                self._example = self._example or "the text is not UTF-8"
+                self.example = self.example or "the text is not UTF-8"
         return encoded, good
 
     def _join(

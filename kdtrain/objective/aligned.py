@@ -65,6 +65,8 @@ class AlignedTargets(Targets):
     """Over cells; None without that term."""
     cells: CellIndex | None
     """The student's; None where cells are tokens."""
+    chunks: bool = True
+    """Whether chunks count in the loss; without it their numbers are there to be reported."""
     beyond: Window | None = None
 
     width = None
@@ -91,7 +93,12 @@ class AlignedTargets(Targets):
     @property
     def reach(self) -> int:  # type: ignore[override]
         """Rows that a chunk of rows needs to see around it."""
-        return REACH
+        return REACH if self.chunks else 0
+
+    @property
+    def has_divergence(self) -> bool:  # type: ignore[override]
+        """Of the cells."""
+        return self.near is not None
 
     def __len__(self) -> int:
         return self.length.shape[0]
@@ -141,8 +148,18 @@ class AlignedTargets(Targets):
 
     def measured(self, measure: Callable[[Events], Tensor], tail: str, statistics: Statistics, beta: Tensor) -> Tensor:
         """Both terms of each row, [R] in nats."""
-        chunks_R = self.chunk_divergence(statistics.label - statistics.lse)
-        return chunks_R if self.near is None else measure(self.events(tail, statistics, beta)) + chunks_R
+        cells_R = torch.zeros_like(statistics.lse)
+        if self.near is not None:
+            cells_R = measure(self.events(tail, statistics, beta))
+        return cells_R + self.chunk_divergence(statistics.label - statistics.lse) if self.chunks else cells_R
+
+    def common(self) -> Tensor:
+        return self.at_boundary
+
+    def spans(self, values_N: Tensor) -> Tensor:
+        sums = torch.cat([values_N.new_zeros(1), values_N.cumsum(0)])
+        end = torch.arange(1, len(values_N) + 1, device=values_N.device)
+        return sums[end] - sums[(end - self.length).clamp(min=0)]
 
     def window(self, rows: slice, before: Tensor, after: Tensor) -> AlignedTargets:
         """The rows `rows`, with the label's log q of the neighbours before and behind them."""

@@ -74,6 +74,8 @@ class Targets(ABC):
     """True where every beta that is asked for is 1 (`at_one`)."""
     has_top = True
     """True for targets that know the teacher's most likely token."""
+    has_divergence = True
+    """True for targets that have entries to compare, besides the label's log p."""
     forward_only = False
     """True for targets from which forward KL alone can be computed, whatever else they say."""
     reach = 0
@@ -171,6 +173,14 @@ class Targets(ABC):
     def measured(self, measure: Callable[[Events], Tensor], tail: str, statistics: Statistics, beta: Tensor) -> Tensor:
         """The distance from the teacher of each row, [R] in nats: `measure` of the events."""
         return measure(self.events(tail, statistics, beta))
+
+    def common(self) -> Tensor | None:
+        """[N] bool, of a teacher with another tokenizer: where it speaks of the label's first byte. Else None."""
+        return None
+
+    def spans(self, values_N: Tensor) -> Tensor:
+        """The sum [N] of a number of each label over the labels that `label_logprob` speaks of: here, its own."""
+        return values_N
 
     def window(self, rows: slice, before: Tensor, after: Tensor) -> Targets:
         """The rows `rows`, given the label's log q of `reach` rows before and behind them, or as many as there are."""

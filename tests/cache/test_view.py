@@ -8,7 +8,7 @@ from kdtrain.cache import view as views
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.reader import Cache
-from kdtrain.cache.view import build_view
+from kdtrain.cache.view import ViewReader, build_view
 from kdtrain.cache.writer import write_cache
 from kdtrain.data.cells import Cells
 from kdtrain.data.corpus import Document
@@ -150,9 +150,13 @@ def test_a_view_of_something_else_and_a_damaged_one_are_refused(cache, tmp_path)
 
 
 def test_cells_that_disagree_too_often_are_refused(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(views, "merge", lambda cells, *_: dataclasses.replace(cells, of_teacher=cells.of_teacher[::-1]))
+    monkeypatch.setattr(
+        views, "merge", lambda cells, *_: dataclasses.replace(cells, of_teacher=cells.of_teacher[::-1].copy())
+    )
+    view = build_view(tmp_path / "data", cache, train("gpt2", 1200))
     with pytest.raises(UsageError, match=r"in different cells at .* use --cross-tokenizer chunks"):
-        build_view(tmp_path / "data", cache, train("gpt2", 1200))
+        view["train"]
+    assert len(ViewReader(view, "train", cells=False)) == len(ViewReader(view, "train", cells=False, chunks=False))
 
 
 def test_what_the_cells_keep_is_measured_without_an_array_of_rows_and_cells(cache):

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from kdtrain.testing import END_OF_TEXT
 from tests.token_kinds import train
 
 RUN = ("distill", "--cache", "cache", "--student", "other.toml", "--steps", 6, "--eval-freq", 3, "--checkpoint-freq", 3)
@@ -60,8 +61,46 @@ def test_the_same_tokenizer_is_the_ordinary_run_to_the_bit(bench):
         (("--cross-tokenizer", "both", "--temperature", 2), "right at T = 1 only"),
         (("--cross-tokenizer", "both", "--divergence", "reverse-kl"), "cannot be computed"),
         (("--cross-tokenizer", "both", "--cache", "cache"), "--cross-tokenizer reads one cache"),
+        (("--special-tokens", "a=b"), "--special-tokens has no effect without --cross-tokenizer"),
+        (("--cross-tokenizer", "both", "--special-tokens", "a"), "--special-tokens 'a' is not TEACHER'S=STUDENT'S"),
     ],
 )
 def test_what_is_impossible_across_tokenizers_is_one_line(bench, options, message):
     code, _, err = distil(bench, "impossible", *options)
     assert code == 2 and message in err and "Traceback" not in err
+
+
+def bits(bench, *argv):
+    return bench.json("evaluate", *argv)
+
+
+def test_bits_per_byte_compare_a_student_with_the_teacher_of_another_tokenizer(bench):
+    code, _, err = distil(bench, "bits", "--cross-tokenizer", "cells", "--lr", 3e-3)
+    assert code == 0, err
+    result = json.loads(Path("bits/result.json").read_text())
+    last = json.loads(Path("bits/metrics.jsonl").read_text().splitlines()[-1])
+    last = {name.removeprefix("validation/"): value for name, value in last.items()}
+    assert f"{last['bits_per_byte']:.3f} bits/byte teacher {last['teacher_bits_per_byte']:.3f}" in err
+    assert result["last_bits_per_byte"] == pytest.approx(last["bits_per_byte"])
+    assert result["teacher_bits_per_byte"] == pytest.approx(last["teacher_bits_per_byte"])
+    # the teacher's own tokens of this text, without the student's
+    teacher = bits(bench, "--student", "teacher", "--cache", "cache")
+    assert result["teacher_bits_per_byte"] == pytest.approx(teacher["bits_per_byte"], rel=0.02)
+    assert teacher["teacher_bits_per_byte"] == pytest.approx(teacher["bits_per_byte"], rel=1e-3)  # cached in 16 bits
+    again = bits(bench, "--student", "bits/student", "--cache", "cache", "--cross-tokenizer", "auto")
+    assert again["bits_per_byte"] == pytest.approx(min(result["best_bits_per_byte"], again["bits_per_byte"]))
+    assert again["teacher_bits_per_byte"] == pytest.approx(result["teacher_bits_per_byte"])
+    assert 0 < again["boundaries"] <= 1 and again["kl"] > 0 and 0 < again["entropy_kept"] <= 1
+    assert result["alignment"]["terms"] == ["cells"] and result["alignment"]["entropy_kept"] == again["entropy_kept"]
+    code, out, _ = bench.call("compare", "bits", "--json")
+    (group,) = json.loads(out)["groups"]
+    for name in ("bits_per_byte", "teacher_bits_per_byte", "boundaries", "entropy_kept", "kl"):
+        assert group["numbers"][name]["mean"] > 0
+
+
+def test_the_table_of_special_tokens_can_be_given(bench):
+    given = ("--special-tokens", f"{END_OF_TEXT}=<|im_end|>")
+    code, _, err = distil(bench, "given", "--cross-tokenizer", "auto", "--alpha", 0.1, *given)
+    assert code == 0 and f"given: {END_OF_TEXT} is <|im_end|>" in err
+    code, _, err = distil(bench, "unknown", "--cross-tokenizer", "auto", "--special-tokens", f"{END_OF_TEXT}=nothing")
+    assert code == 2 and "'nothing' is not a special token of" in err

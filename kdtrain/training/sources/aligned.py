@@ -38,7 +38,7 @@ def aligned_facts(cache: Cache, size: int, terms: tuple[bool, bool] | None) -> t
         top_k=codec.top_k if cells and not codec.num_samples else 0,
         num_samples=codec.num_samples if cells else 1,
         temperature_range=(1.0, 1.0),
-        across=True,
+        alignment={},
         teacher=settings.teacher or {},
     )
     return facts, (cells, chunks)
@@ -53,11 +53,13 @@ class AlignedSource:
     def __init__(self, view: View, split: str, terms: tuple[bool, bool] | None) -> None:
         facts, (cells, chunks) = aligned_facts(view.cache, view.record.sizes[1], terms)
         self.reader = ViewReader(view, split, cells=cells, chunks=chunks)
+        named = [name for name, used in (("cells", cells), ("chunks", chunks)) if used]
         self.facts = replace(
             facts,
             identity=f"{identity_of(view)}{'-cells' * cells}{'-chunks' * chunks}",
             tokenizer_digest=view.record.settings["tokenizer"],
             tokenizer=view.folder / "tokenizer",
+            alignment={"terms": named, **view.facts()},
         )
 
     def __len__(self) -> int:

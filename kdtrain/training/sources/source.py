@@ -48,8 +48,8 @@ class Facts:
     """The lowest and the highest T at which the targets are right."""
     teacher: Mapping[str, Any] = field(default_factory=dict)
     """Of the teacher that made the targets: `spec`, its name, and where they are known `weights_digest` and `dtype`."""
-    across: bool = False
-    """The teacher has another tokenizer: the targets are right at T = 1 and for forward KL only."""
+    alignment: Mapping[str, Any] | None = None
+    """Of a teacher with another tokenizer, what is known of the alignment; then forward KL at T = 1 is all there is."""
     members: Mapping[str, "Facts"] = field(default_factory=dict)
     """Of a mixture, its members by short names, in order."""
     mixture: Mixture | None = None
