@@ -275,8 +275,11 @@ def _entropy_kept(reader: Rows, cells: Cells) -> float:
     targets = batch.targets.resolved()[: 1 << 14]
     ids, mass = targets.listed()
     mask = batch.loss_mask.flatten()[: len(ids)]
+    ids, mass = ids[mask], mass[mask].double()
     place = torch.from_numpy(cells.of_teacher)[ids.clamp(max=len(cells.of_teacher) - 1)]
-    mass = mass.double().where((ids < len(cells.of_teacher)) & (place >= 0), 0.0)
-    by_cell = torch.zeros(len(ids), cells.count + 1, dtype=torch.float64).scatter_add_(1, place.clamp(min=0), mass)
-    whole, kept = (-(each * each.clamp(min=1e-30).log()).sum(1)[mask].sum().item() for each in (mass, by_cell))
+    mass = mass.where((ids < len(cells.of_teacher)) & (place >= 0), 0.0)
+    row = torch.arange(len(ids))[:, None] * (cells.count + 1)
+    _, group = (row + place.clamp(min=0)).unique(return_inverse=True)  # an array of rows and cells may take all memory
+    by_cell = torch.bincount(group.flatten(), mass.flatten())
+    whole, kept = (-(each * each.clamp(min=1e-30).log()).sum().item() for each in (mass, by_cell))
     return kept / whole if whole else 1.0

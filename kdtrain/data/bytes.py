@@ -20,7 +20,7 @@ import copy
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _Array = np.ndarray[Any, np.dtype[Any]]
+_Spell = Callable[[str], bytes]
 
 _PLAIN = (
     *("a", "A b C", " two  spaces\n\n\tand a tab \r\n", "1234567 8.5", "na\u00efve \u00e9t\u00e9 \u00df"),
@@ -39,8 +40,10 @@ _PLAIN = (
 )
 """Texts that every tokenizer must give back; all are in NFC."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_MOST = 2**22
-"""Highest id of a token; the largest vocabulary known has 2^18."""
+MAX_IDS = 2**22
+"""Ids of a tokenizer; the largest vocabulary known has 2^18."""
+_AT_ONCE = 1 << 13
+"""Texts that are encoded at once: what the backend keeps of each takes far more memory than its ids."""
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>", "<|eom_id|>")
 """Tokens that end a turn in published chat templates."""
 
@@ -73,22 +76,24 @@ class TokenBytes:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise UsageError(f"{name} has no fast backend; use one whose folder holds a tokenizer.json")
-        content = json.loads(backend.to_str())
-        spell = _spelling(name, content)
-        added = {each["id"]: each for each in content["added_tokens"]}
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        size = max([*vocabulary.values(), *added], default=-1) + 1
-        if not 0 < size <= _MOST:
-            raise UsageError(f"{name} has ids up to {size - 1:,}; at most {_MOST:,} tokens are supported")
+        if len({*vocabulary.values()}) < len(vocabulary):
+            raise UsageError(f"{name} has two tokens of one id; mend its vocabulary")
+        size = max(vocabulary.values(), default=-1) + 1
+        if not 0 < size <= MAX_IDS:  # before `to_str`, which takes memory for every id
+            raise UsageError(f"{name} has ids up to {size - 1:,}; at most {MAX_IDS:,} tokens are supported")
+        content = json.loads(backend.to_str())
+        spell, spell_added = _spelling(name, content)
+        added = {each["id"]: each for each in content["added_tokens"]}
         pieces = [b""] * size
         for text, number in vocabulary.items():
             pieces[number] = spell(text)
         special = np.zeros(size, bool)
         for number, each in added.items():
             special[number] = each["special"]
-            pieces[number] = b"" if each["special"] else each["content"].encode()
+            pieces[number] = b"" if each["special"] else spell_added(each["content"])
         for number in tokenizer.all_special_ids:
-            if 0 <= number < size:
+            if number is not None and 0 <= number < size:
                 special[number], pieces[number] = True, b""
         starts = np.concatenate([[0], np.cumsum([len(each) for each in pieces])]).astype(np.int64)
         return cls(name, np.frombuffer(b"".join(pieces), np.uint8), starts, special)
@@ -126,9 +131,11 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
             left += [step for key in ("normalizers", "pretokenizers", "decoders") for step in each.get(key) or ()]
 
 
-def _spelling(name: str, content: dict[str, Any]) -> Any:
-    """The function from a token's spelling to its bytes. UsageError: there is none."""
+def _spelling(name: str, content: dict[str, Any]) -> tuple[_Spell, _Spell]:
+    """The functions from the spelling of a token, and of an added one, to its bytes. UsageError: there is none."""
     model, kind = content["model"], content["model"].get("type")
+    if model.get("dropout"):
+        raise UsageError(f"{name} cuts a text at random (dropout = {model['dropout']}); take its dropout out")
     before = [*_steps(content["normalizer"]), *_steps(content["pre_tokenizer"])]
     if kind in ("WordPiece", "WordLevel"):
         raise UsageError(
@@ -144,7 +151,7 @@ def _spelling(name: str, content: dict[str, Any]) -> Any:
             except KeyError:  # a token that no text is cut into
                 return b""
 
-        return of_letters
+        return of_letters, str.encode
     marks = [step.get("replacement") for step in before if step.get("type") == "Metaspace"]
     marks += [step["content"] for step in before if step.get("pattern") == {"String": " "} and "content" in step]
     if not marks or not isinstance(marks[-1], str) or not marks[-1]:
@@ -163,7 +170,8 @@ def _spelling(name: str, content: dict[str, Any]) -> Any:
         found = _BYTE.fullmatch(text)
         return bytes([int(found[1], 16)]) if found else text.replace(mark, " ").encode("utf-8", "replace")
 
-    return of_pieces
+    # an added token of marks (Gemma has runs of them) is what spaces are cut into
+    return of_pieces, of_pieces
 
 
 class ByteTokenizer:
@@ -192,8 +200,10 @@ class ByteTokenizer:
     def cut(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each text, without special ones. UsageError: the tokenizer cannot take one."""
         with panics_refused(f"{self.bytes.name} cannot take this text"):
-            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [each.ids for each in found]
+            parts = (list(texts[start : start + _AT_ONCE]) for start in range(0, len(texts), _AT_ONCE))
+            return [
+                each.ids for part in parts for each in self._backend.encode_batch_fast(part, add_special_tokens=False)
+            ]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each text. UsageError: their bytes are not those of the text (named by an example)."""

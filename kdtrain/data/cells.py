@@ -15,7 +15,7 @@ cells are merged from the text itself (`merge`), which costs information; both a
 Shape suffixes: V entries of the teacher's tokenizer, S of the student's, C cells.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,12 +72,7 @@ def prefix_cells(
     for start in [each for each in starts if each] + [each[:1] for each in own if each]:
         places.setdefault(start, len(places))
     of_teacher = np.array([places[each] if each else -1 for each in starts], np.int64)
-    longest = max(map(len, places), default=0)
-    of_student = np.full(len(own), -1, np.int64)
-    for token, text in enumerate(own):
-        if text:
-            lengths = range(min(len(text), longest), 0, -1)
-            of_student[token] = next(places[text[:size]] for size in lengths if text[:size] in places)
+    of_student = _longest_prefixes(places, own)
     count = len(places)
     for special in np.flatnonzero(events >= 0).tolist():
         partner = events[special]
@@ -85,6 +80,24 @@ def prefix_cells(
             of_student[partner], count = count, count + 1
         of_teacher[special] = of_student[partner]
     return _numbered(of_teacher, of_student)
+
+
+def _longest_prefixes(places: Mapping[bytes, int], texts: Sequence[bytes]) -> _Array:
+    """int64 [S] the place of the longest key that begins each text; -1 for an empty text. Each has a key.
+
+    In the order of bytes a text stands behind its prefixes, and between it and them are texts that they begin: so one
+    pass with a stack takes time in proportion to the bytes, however long a stranger's tokens are.
+    """
+    found, above = np.full(len(texts), -1, np.int64), [b""]
+    numbered = ((text, number) for number, text in enumerate(texts) if text)
+    for text, number in sorted([*((key, -1) for key in places), *numbered]):
+        while not text.startswith(above[-1]):
+            above.pop()
+        if number < 0:
+            above.append(text)
+        else:
+            found[number] = places[above[-1]]
+    return found
 
 
 def _equal(one: TokenBytes, other: TokenBytes) -> bool:

@@ -42,6 +42,8 @@ TRANSCODED = np.dtype(
 ends; the teacher's positions follow the source of its first token. document: where in the teacher's stream its document
 begins. place: the token's number in its document."""
 _BATCH = 1 << 18
+_LONGEST = 256
+"""Most bytes of a token in the mean over many: published ones have three to five, and at most 128 or so in one."""
 _ENOUGH = 1000
 """Documents after which a share of them that is left out means something."""
 
@@ -127,19 +129,22 @@ class Transcoder:
         begins = stream["start"] | special
         begins[1:] |= special[:-1]
         begins[:1] = True
-        part_of, firsts = np.cumsum(begins) - 1, np.flatnonzero(begins)
+        firsts = np.flatnonzero(begins)
         counts = stream["label"].copy()
 
         ends = np.cumsum(own.lengths[tokens])
+        if len(tokens) and ends[-1] > _LONGEST * len(tokens):
+            raise UsageError(f"the tokens of {own.name} in the cache have more than {_LONGEST} bytes in the mean")
         flat = own.join(tokens)
-        stops = ends[np.append(firsts[1:], len(tokens)) - 1]
+        after = np.append(firsts[1:], len(tokens))
+        stops = ends[after - 1]
         starts = np.append(0, stops[:-1])
         texts: list[str | None] = []
         for part, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
             whole = flat[start:stop].tobytes()
             text, lead, trail = _text(whole)
             if lead or trail:
-                where = np.flatnonzero(part_of == part)
+                where = np.arange(firsts[part], after[part])
                 _trim(sizes, counts, where, lead)
                 _trim(sizes, counts, where[::-1], trail)
             texts.append(text)

@@ -13,6 +13,7 @@ from kdtrain.cache.view import build_view
 from kdtrain.cache.view_rows import ViewReader
 from kdtrain.cache.writer import write_cache
 from kdtrain.data import alignment as alignments
+from kdtrain.data.cells import Cells
 from kdtrain.data.corpus import Document
 from kdtrain.data.packing import pack
 from kdtrain.errors import RunError, UsageError
@@ -185,3 +186,10 @@ def test_an_aligned_split_is_a_data_set_whose_items_have_the_loss_of_the_batch(c
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True)) and found[0][1] > 0
     with pytest.raises(UsageError, match="this process has not opened"):
         CellIndex.by_key(5)
+
+
+def test_what_the_cells_keep_is_measured_without_an_array_of_rows_and_cells(cache):
+    size = cache.manifest.vocab_size
+    every = np.arange(size) * 2**22
+    assert views._entropy_kept(cache["train"], Cells(every, every, size * 2**22)) == pytest.approx(1.0)
+    assert views._entropy_kept(cache["train"], Cells(every * 0, every * 0, 1)) < 0.5

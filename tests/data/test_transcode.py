@@ -9,7 +9,7 @@ from kdtrain.data.corpus import Document
 from kdtrain.data.packing import PackedRow, pack, rows_of
 from kdtrain.data.transcode import TAUGHT, Transcoder, documents_of, is_joined, teacher_stream
 from kdtrain.errors import UsageError
-from tests.token_kinds import TEXTS, random_texts, train
+from tests.token_kinds import KINDS, TEXTS, random_texts, train
 
 
 def rows(kind, texts, seq_len=16, **options):
@@ -52,6 +52,28 @@ def test_the_students_rows_have_the_bytes_and_the_ends_of_the_documents(teacher,
         assert whole[:-1] == [text.encode() for text in texts[: len(whole) - 1]]
         assert len(whole) > 250
     assert worker.count() == (len(whole), 0)
+
+
+@pytest.mark.parametrize("seed, teacher", [*enumerate(KINDS)])
+def test_ten_thousand_random_documents_keep_their_bytes_with_characters_split_by_both(seed, teacher):
+    texts = [plain(text) for text in random_texts(2500, seed)]  # of each of the four
+    worker = transcoder(teacher, KINDS[seed - 1])
+    ends = worker.teacher.tokenizer.eos_token_id, worker.student.tokenizer.eos_token_id
+    stream = np.zeros(sum(map(len, ids := [[*each, ends[0]] for each in worker.teacher.encode(texts)])), TAUGHT)
+    stream["token"], stream["label"], stream["position"] = np.concatenate(ids), True, np.arange(len(stream)) - 1
+    stream["start"][np.cumsum([0, *map(len, ids[:-1])])] = True
+    out = np.concatenate([worker(first, part) for first, part in documents_of([stream])])
+    assert worker.count() == (len(texts), 0)
+    whole = "".join(texts).encode()
+    stops = np.cumsum([len(text.encode()) for text in texts])
+    for tokenizer, tokens, eos in zip(
+        (worker.teacher, worker.student), (stream["token"], out["token"]), ends, strict=True
+    ):
+        assert text_of(tokenizer, tokens).tobytes() == whole
+        assert (np.cumsum(tokenizer.bytes.lengths[tokens])[tokens == eos] == stops).all()
+    mine = worker.student.bytes
+    within = mine.flat[np.minimum(mine.starts[out["token"]], len(mine.flat) - 1)] & 0xC0 == 0x80
+    assert (within & (out["source"] >= 0)).sum() > 100, "common boundaries within a character"
 
 
 def test_a_source_is_the_position_whose_label_begins_with_the_same_byte():
