@@ -17,7 +17,8 @@ from kdtrain.teaching.teacher import Teacher
 from kdtrain.training.sources.aligned import AlignedSource, aligned_facts
 from kdtrain.training.sources.source import Facts, Source
 
-_TOKENS = CodecSpec(kind="tokens", vocab_size=1)
+_TOKENS = CodecSpec(kind="tokens", vocab_size=2)
+"""Of an online teacher's own tokens."""
 
 
 def across(config: DistillConfig, student: ModelSpec, teacher: Teacher | None) -> Facts | None:
