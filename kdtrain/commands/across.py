@@ -7,7 +7,7 @@ from kdtrain.cache.reader import Cache
 from kdtrain.cache.view import OtherViewError, build_view
 from kdtrain.cache.view_rows import View
 from kdtrain.config import DistillConfig
-from kdtrain.config.commands import TERMS, partners
+from kdtrain.config.across import TERMS, partners
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
 from kdtrain.models.loading import digest_of, load_tokenizer, tokenizer_digest

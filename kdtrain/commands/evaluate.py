@@ -21,7 +21,7 @@ from kdtrain.cache.view import build_view
 from kdtrain.commands.build_cache import build_tokens
 from kdtrain.commands.export import open_student
 from kdtrain.config import EvaluateConfig
-from kdtrain.config.commands import TERMS, partners
+from kdtrain.config.across import TERMS, partners
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.loading import check_fits, digest_of, load_tokenizer
 from kdtrain.models.spec import read_spec

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from kdtrain.config.across import SPECIAL_TOKENS, check_terms, refuse_across
 from kdtrain.config.cache_commands import ImportConfig, MergeConfig, PushConfig, SubsetConfig, refuse_own
 from kdtrain.config.choices import SOURCES
 from kdtrain.config.sections import (
@@ -26,9 +27,6 @@ from kdtrain.config.sections import (
 )
 from kdtrain.config.values import LOCAL_LIMIT, Options, option, refuse
 
-TERMS = {"auto": None, "cells": (True, False), "chunks": (False, True), "both": (True, True)}
-"""Of the loss across tokenizers: whether it has cells, and chunks; None: what the cache has numbers for."""
-
 
 def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | None, data: DataConfig, to: str) -> None:
     refuse(bool(cache) and teacher is not None, "--cache and --teacher exclude each other; give one")
@@ -36,30 +34,6 @@ def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | No
     refuse(not cache and data.data is None, f"nothing to {to} on; give --cache FOLDER or --data SOURCE")
     if cache:
         data.refuse_changes()
-
-
-def _check_terms(name: str) -> None:
-    refuse(name not in TERMS, f"--cross-tokenizer '{name[:80]}' is unknown; use {', '.join(TERMS)}")
-
-
-def _check_pairs(pairs: tuple[str, ...]) -> None:
-    for each in pairs:
-        refuse(
-            each.find("=") < 1,
-            f"--special-tokens '{each[:80]}' is not TEACHER'S=STUDENT'S; leave the second out, "
-            "as '<pad>=', for a token that is dropped",
-        )
-
-
-_SPECIAL: dict[str, Any] = {
-    **{"several": True, "later": True, "needs": "cross_tokenizer"},
-    **{"check": _check_pairs, "shown": "A=B"},
-}
-
-
-def partners(pairs: tuple[str, ...]) -> dict[str, str]:
-    """The student's special token for each of the teacher's that `--special-tokens` names; empty: it is left out."""
-    return {one: other for one, _, other in (each.partition("=") for each in pairs)}
 
 
 def _check_device(name: str) -> None:
@@ -186,9 +160,9 @@ class DistillConfig(Options):
     """What a step draws of each --cache, as 3,1; by default in proportion to their sequences."""
     local_limit: float = option(LOCAL_LIMIT, free=True, per_rank=True, above=0)
     """GB of caches from elsewhere that are kept here."""
-    cross_tokenizer: str | None = option(None, later=True, check=_check_terms, shown="TERMS")
+    cross_tokenizer: str | None = option(None, later=True, check=check_terms, shown="TERMS")
     """For a student with another tokenizer than the teacher's: cells, chunks, both, or auto (both where it can)."""
-    special_tokens: tuple[str, ...] = option((), **_SPECIAL)
+    special_tokens: tuple[str, ...] = option((), **SPECIAL_TOKENS)
     """What a special token of the teacher is for the student, as '<|eot_id|>=<|im_end|>'; the log shows the rest."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a folder, a hub id, or self (docs/lora.md)."""
@@ -245,16 +219,8 @@ class DistillConfig(Options):
         if self.source == "cache" or self.cache:
             _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
         many = len(self.cache)
-        refuse(
-            self.cross_tokenizer is not None
-            and (many > 1 or self.source != "cache" or not (self.cache or self.teacher)),
-            "--cross-tokenizer reads one cache; give one --cache (or --teacher with --data), without --source",
-        )
-        refuse(
-            self.cross_tokenizer is not None and self.objective.hidden_loss != "none",
-            f"--hidden-loss {self.objective.hidden_loss} compares states token by token, which --cross-tokenizer "
-            "cannot; leave one of them out",
-        )
+        sources = many if self.source == "cache" else 2
+        refuse_across(self.cross_tokenizer, sources or self.teacher is not None, self.objective.hidden_loss)
         given = len(self.cache_weights)
         refuse(given > 0 and many < 2, "--cache-weights is for several --cache; leave it out, or give another cache")
         refuse(
@@ -353,9 +319,9 @@ class EvaluateConfig(Options):
     """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, once=True, reads="teacher spec")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
-    cross_tokenizer: str | None = option(None, needs="cache", check=_check_terms, shown="TERMS")
+    cross_tokenizer: str | None = option(None, needs="cache", check=check_terms, shown="TERMS")
     """For a student with another tokenizer than the cache's, as distill has it: auto, cells, chunks, or both."""
-    special_tokens: tuple[str, ...] = option((), **_SPECIAL)
+    special_tokens: tuple[str, ...] = option((), **SPECIAL_TOKENS)
     """What a special token of the teacher is for the student, as '<|eot_id|>=<|im_end|>'."""
     config: Path | None = option(None, per_rank=True, once=True)
     """TOML file with the same options, grouped in sections; a flag wins over it."""
