@@ -42,6 +42,6 @@ def refuse_across(terms: str | None, sources: int, hidden_loss: str) -> None:
     )
     refuse(
         terms is not None and hidden_loss != "none",
-        f"--hidden-loss {hidden_loss} compares states token by token, which --cross-tokenizer cannot; leave one of them "
-        "out",
+        f"--hidden-loss {hidden_loss} compares states token by token, which --cross-tokenizer cannot; leave one "
+        "of them out",
     )
