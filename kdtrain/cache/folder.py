@@ -141,7 +141,7 @@ def _write_settings(folder: Path, settings: CacheSettings, tokenizer: Any) -> No
         publish_json(folder / cache_format.SETTINGS, settings.to_json(), "cache.settings")
     if tokenizer is not None:
         with writing(folder / cache_format.TOKENIZER):
-            _copy_tokenizer(tokenizer, folder / cache_format.TOKENIZER)
+            copy_tokenizer(tokenizer, folder / cache_format.TOKENIZER)
 
 
 def lock(folder: Path, rank: int) -> Lock:
@@ -171,7 +171,7 @@ def _refuse_others(folder: Path, there: dict[str, Any], settings: CacheSettings,
         )
 
 
-def _copy_tokenizer(tokenizer: Any, target: Path) -> None:
+def copy_tokenizer(tokenizer: Any, target: Path) -> None:
     """Put the tokenizer's files into the folder `target`; other files there are moved aside."""
     with hidden_folder(target) as hidden:
         if hasattr(tokenizer, "save_pretrained"):

@@ -3,6 +3,7 @@
 Loss and perplexity compare with the text; KL, agreement and acceptance with the teacher. These are exact with an online
 teacher or a dense cache. A cache with a top-k gives them over its entries and one bucket: a lower bound of KL, an upper
 bound of acceptance. One of samples estimates KL without bias; samples alone have no agreement and acceptance.
+Bits per byte compare students and teachers with different tokenizers on the same text.
 """
 
 import math
@@ -16,19 +17,22 @@ import torch
 
 from kdtrain.cache.manifest import refuse_tokenizer, refuse_vocabulary
 from kdtrain.cache.reader import Cache
+from kdtrain.cache.view import build_view
 from kdtrain.commands.build_cache import build_tokens
 from kdtrain.commands.export import open_student
 from kdtrain.config import EvaluateConfig
+from kdtrain.config.across import TERMS, partners
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.loading import check_fits, digest_of, load_tokenizer
 from kdtrain.models.spec import read_spec
-from kdtrain.monitor.progress import bar, setup_logging
+from kdtrain.monitor.progress import bar, log, setup_logging
 from kdtrain.monitor.tables import show
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
 from kdtrain.teaching.teacher import Teacher, open_teacher
+from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.sources.build import build_source
 from kdtrain.training.sources.cache import CachedSource
 from kdtrain.training.sources.source import Source
@@ -83,6 +87,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         if metrics.tokens and loss is not None and not math.isfinite(loss):
             raise RunError(f"--student {config.student} has a loss of {loss}; look at its weights")
         found = {"student": config.student, "sequences": len(source), **summary(metrics)}
+        aligned = facts.alignment or {}
+        found |= {name: aligned[name] for name in ("disagreement", "entropy_kept") if name in aligned}
     return found | {"calibration": calibration(metrics)}
 
 
@@ -92,9 +98,17 @@ def _source(
 ) -> Iterator[Source]:
     """Yield the data to measure on: a split of a cache, or text packed into a temporary folder."""
     if config.cache is not None:
-        yield build_source(
-            CachedSource(Cache(config.cache, local_limit=config.local_limit)[config.data.split]), device, vocab_size
-        )
+        cache, split = Cache(config.cache, local_limit=config.local_limit), config.data.split
+        own = None if config.cross_tokenizer is None else digest_of(tokenizer)
+        if own is None or own == cache.manifest.settings.tokenizer_digest:
+            yield build_source(CachedSource(cache[split]), device, vocab_size)
+            return
+        with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
+            events, loaded = partners(config.special_tokens), load_tokenizer(tokenizer or "")
+            view = build_view(Path(folder) / "view", cache, loaded, events=events, splits=(split,))
+            for line in view.lines():
+                log.info("%s", line)
+            yield build_source(AlignedSource(view, split, TERMS[config.cross_tokenizer or "auto"]), device, vocab_size)
         return
     teacher: Teacher | None = None
     if config.teacher is not None:

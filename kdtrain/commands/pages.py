@@ -130,6 +130,9 @@ def _last_numbers(result: Mapping[str, Any], record: RunRecord) -> str:
     last = record.validations[-1] if record.validations else {}
     kl, told = last.get("validation/kl", math.nan), result.get("temperature")
     parts = [f"KL to the teacher {_three(kl)}"] if math.isfinite(kl) else []
+    if (bits := last.get("validation/bits_per_byte")) is not None and math.isfinite(bits):
+        teacher = last.get("validation/teacher_bits_per_byte")
+        parts.append(f"{_three(bits)} bits per byte" + ("" if teacher is None else f" (teacher {_three(teacher)})"))
     for name, share in (("next token right", last.get("validation/accuracy")), ("ECE", last.get("validation/ece"))):
         parts += [f"{name} {100 * share:.1f} %"] if share is not None and math.isfinite(share) else []
     parts += [f"T {_three(told)}"] if told not in (None, 1.0) else []

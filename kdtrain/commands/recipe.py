@@ -19,6 +19,7 @@ import torch
 from kdtrain.cache.address import parse_address
 from kdtrain.cache.look import look
 from kdtrain.cache.reader import Cache
+from kdtrain.commands.across import across, align, open_view
 from kdtrain.commands.build_cache import TEXT, build_tokens, holds_tokens
 from kdtrain.commands.run_folder import deciding, restarted, saved_attention, saved_rate
 from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig
@@ -35,7 +36,7 @@ from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.monitor.tables import short
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.divergence import refuse
+from kdtrain.objective.divergence import parse, refuse
 from kdtrain.parallel.memory_plan import (
     Job,
     Plan,
@@ -187,8 +188,11 @@ def resolve(
             held = given.teacher_weights, "--teacher-weights", given.parallel.teacher_parallel
             taught_by = with_weights(taught_by, *held)
         teacher = None if taught_by is None else open_teacher(taught_by, device, formats.high)
-        sources = {} if given.data.data is not None else open_sources(given, given.cache if live is None else [live])
-        facts = sources["train"].facts if sources else None
+        apart = across(given, student, teacher)
+        sources = {}
+        if given.data.data is None and apart is None:
+            sources = open_sources(given, given.cache if live is None else [live])
+        facts = sources["train"].facts if sources else apart
         seq_len, size = (given.data.seq_len, None) if facts is None else (facts.seq_len, facts.vocab_size)
         masked, compiles = given.data.document_mask if facts is None else facts.document_mask, _compiles(given, device)
         attention = (saved if student.attention == "auto" else None) or student.attention
@@ -201,6 +205,11 @@ def resolve(
         job = job_of(given, formats.high, device, student, seq_len, size, asked)
         micro = _micro_batch(given, job, free)
         plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
+        if apart is not None and teacher is not None and plan.teacher == "fsdp":
+            raise UsageError(
+                "a teacher with another tokenizer reads other numbers of rows on each rank, and cannot be sharded; use "
+                "--teacher-parallel replicate, or a cache"
+            )
         objective = _with_bounds(given.objective, facts, teacher is not None)
         measured = None if job is None else job.student
         if job is None and teacher is not None and given.optimizer.lr == "auto" and rate is None:
@@ -215,6 +224,12 @@ def resolve(
         with raise_on_all_ranks():  # before its text is packed, which may take hours
             teacher.load(sharded=plan.teacher == "fsdp")
             teacher.check(seq_len, masked)
+    if apart is not None:
+        if teacher is not None:
+            on_main(lambda: str(_tokens(config, student, teacher, resumed)))
+        on_main(lambda: align(config, student, resumed))
+        with raise_on_all_ranks():
+            sources = open_view(config)
     if not sources:
         folder = on_main(lambda: str(_tokens(config, student, teacher, resumed)))
         with raise_on_all_ranks():
@@ -224,7 +239,7 @@ def resolve(
                 config = replace(config, objective=objective)
     if teacher is not None:
         with raise_on_all_ranks():
-            rows = sources["validation"]
+            rows = sources["validation"] if apart is None else open_sources(given, [config.out / "data"])["validation"]
             teacher.pack(_first_rows(rows, micro) if is_main() else (), document_mask=rows.facts.document_mask)
     return Recipe(
         given=given,
@@ -411,6 +426,13 @@ def _with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) 
     used += [objective.temperature_end] if objective.schedules_temperature else []
     learnable = objective.learns_temperature
     used += [low, high] if learnable else []
+    if facts is not None and facts.alignment is not None:
+        if {*used} != {1.0}:
+            raise UsageError("across tokenizers the targets are right at T = 1 only; use --temperature 1")
+        if "sampled" not in DIVERGENCES.get(parse(objective.divergence)[0]).accepts:
+            raise UsageError(
+                f"--divergence {objective.divergence} cannot be computed across tokenizers; use forward-kl"
+            )
     members = [] if facts is None else [each for each in facts.members.values() if each.targets != "none"] or [facts]
     counts_only = any(each.targets == "sparse" and not each.top_k for each in members)
     more = ", or build a cache with --top-k, which serves others" if counts_only else ""

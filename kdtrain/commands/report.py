@@ -39,7 +39,10 @@ CURVES = (
 )
 _MOST_CACHES = 50
 """Most caches of a mixture that a page describes."""
-QUALITY = ("best_validation_loss", "last_validation_loss", "kl", "teacher_validation_loss", "last_training_loss")
+QUALITY = (
+    *("best_validation_loss", "last_validation_loss", "bits_per_byte", "kl", "teacher_validation_loss"),
+    *("teacher_bits_per_byte", "boundaries", "entropy_kept", "last_training_loss"),
+)
 CALIBRATION = ("ece", "accuracy", "temperature")
 COST = ("tokens", "seconds", "tokens_per_second", "peak_memory_mb", "quantized_share", "rollbacks", "skipped_steps")
 _TEXT, _EVENTS, _PROMPTS, _SAMPLED = 600, 12, 3, 8
@@ -191,7 +194,10 @@ def _caches(runs: Sequence[Run]) -> dict[str, str]:
             path, mixed = run.options.get("cache"), run.record.environment.get("caches")
             named = " + ".join(map(str, path)) if isinstance(path, list) else path
             head = f"<h3>{_safe(named or 'text packed by the run')}</h3>"
-            head += f"<p>digest {_safe(run.cache[:16])}, read by {_safe(users)}</p>"
+            aligned = run.record.environment.get("alignment")
+            digest = str(aligned.get("cache")) if isinstance(aligned, dict) else run.cache
+            head += f"<p>digest {_safe(digest[:16])}, read by {_safe(users)}</p>"
+            head += "<p>In the student's own tokens, beside the run.</p>" if isinstance(aligned, dict) else ""
             if isinstance(mixed, list):
                 members = [each for each in mixed[:_MOST_CACHES] if isinstance(each, dict)]
                 own = "".join(
@@ -200,7 +206,7 @@ def _caches(runs: Sequence[Run]) -> dict[str, str]:
                     for each in members
                 )
             else:
-                own = _cache(Path(str(path)) if path else run.folder / "data", run.cache)
+                own = _cache(Path(str(path)) if path else run.folder / "data", digest)
             found[run.cache] = f"<div>{head}{own}</div>"
     return found
 

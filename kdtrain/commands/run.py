@@ -92,6 +92,8 @@ class Run:
             },
             "cache": recipe.facts.identity,
             **({"caches": recipe.members} if recipe.members else {}),
+            "tokenizer": recipe.facts.tokenizer_digest,
+            **({} if recipe.facts.alignment is None else {"alignment": dict(recipe.facts.alignment)}),
             "device": str(student.device),
             "mode": self.mode,
             "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
@@ -262,6 +264,9 @@ class Run:
             "best_step": progress.best_step,
             "last_validation_loss": progress.last_loss,
             "teacher_validation_loss": progress.teacher_loss,
+            "best_bits_per_byte": progress.bits_per_byte(best),
+            "last_bits_per_byte": progress.bits_per_byte(progress.last_loss),
+            "teacher_bits_per_byte": progress.bits_per_byte(progress.teacher_loss),
             "cross_entropy_validation_loss": None if plain is None else plain[1],
             "cross_entropy_run": None if plain is None else plain[0],
             "better_than_start": below(best, progress.first_loss),
@@ -279,6 +284,8 @@ class Run:
         }
         if recipe.teacher is not None and recipe.teacher.cost is not None:
             result["teacher_weights"] = recipe.teacher.cost
+        if recipe.facts.alignment is not None:
+            result["alignment"] = dict(recipe.facts.alignment)
         if recipe.members:
             result["caches"] = [{**each, **self._of_member(each)} for each in recipe.members]
         if trainer.state.adaptive is not None:

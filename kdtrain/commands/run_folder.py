@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from kdtrain.cache.view_rows import holds_view
 from kdtrain.commands.build_cache import OWN, holds_own
 from kdtrain.commands.kinds import LOCK as LOCK
 from kdtrain.commands.kinds import is_environment
@@ -67,7 +68,7 @@ _SECTIONS = {"run", *(each.name for each in dataclasses.fields(DistillConfig) if
 _MAY_LACK = {"data", "server"}
 """Those that it may not have: a run from a cache has no text, and earlier versions had no servers."""
 
-_LEFT = re.compile(rf"{re.escape(LOCK)}|data\.left-[0-9]+")
+_LEFT = re.compile(rf"{re.escape(LOCK)}|(data|view)\.left-[0-9]+")
 """Files, besides tokens and temporary ones, that an attempt leaves when it dies before it becomes a run."""
 _LINKS = ("checkpoints/best", "checkpoints/latest")
 """The links that a run makes."""
@@ -186,7 +187,9 @@ def check_out(out: Path) -> bool:
         return True
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     foreign = [name for name in names if not _LEFT.fullmatch(name) and not temporary_of(name)]
-    foreign = [name for name in foreign if name not in OWN or not holds_own(out / name)]
+    for name in (*OWN, "view"):
+        if name in foreign and (holds_view(out / name) or holds_own(out / name)):
+            foreign.remove(name)
     if "environment.json" in foreign and is_environment(out / "environment.json"):
         foreign.remove("environment.json")
     if foreign:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from kdtrain.config.across import SPECIAL_TOKENS, check_terms, refuse_across
 from kdtrain.config.cache_commands import (
     CacheTeacherConfig,
     ImportConfig,
@@ -82,6 +83,10 @@ class DistillConfig(Options):
     """What a step draws of each --cache, as 3,1; by default in proportion to their sequences."""
     local_limit: float = option(LOCAL_LIMIT, free=True, per_rank=True, above=0)
     """GB of caches from elsewhere that are kept here."""
+    cross_tokenizer: str | None = option(None, later=True, check=check_terms, shown="TERMS")
+    """For a student with another tokenizer than the teacher's: cells, chunks, both, or auto (both where it can)."""
+    special_tokens: tuple[str, ...] = option((), **SPECIAL_TOKENS)
+    """What a special token of the teacher is for the student, as '<|eot_id|>=<|im_end|>'; the log shows the rest."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a folder, a hub id, or self (docs/lora.md)."""
     teacher_weights: Weights | None = option(None, needs="teacher")
@@ -140,6 +145,8 @@ class DistillConfig(Options):
         if self.source == "cache" or self.cache:
             _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
         many = len(self.cache)
+        sources = many if self.source == "cache" else 2
+        refuse_across(self.cross_tokenizer, sources or self.teacher is not None, self.objective.hidden_loss)
         given = len(self.cache_weights)
         refuse(given > 0 and many < 2, "--cache-weights is for several --cache; leave it out, or give another cache")
         refuse(
@@ -192,6 +199,11 @@ class DistillConfig(Options):
             "--server-num-samples are instead of --server-top-k; give one",
         )
         refuse(objective.hidden_loss != "none", "--hidden-loss needs a teacher that runs here; leave it out")
+        refuse(
+            self.cross_tokenizer is not None,
+            "--cross-tokenizer needs the whole cache before training; capture the server's answers with cache-teacher, "
+            "and give --cache",
+        )
 
     OLD: ClassVar[dict[str, tuple[str, _Renewal | None]]] = {
         "auto_resume": ("is now --yes", _renamed("yes")),
@@ -261,6 +273,10 @@ class EvaluateConfig(Options):
     """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, once=True, reads="teacher spec")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
+    cross_tokenizer: str | None = option(None, needs="cache", check=check_terms, shown="TERMS")
+    """For a student with another tokenizer than the cache's, as distill has it: auto, cells, chunks, or both."""
+    special_tokens: tuple[str, ...] = option((), **SPECIAL_TOKENS)
+    """What a special token of the teacher is for the student, as '<|eot_id|>=<|im_end|>'."""
     config: Path | None = option(None, per_rank=True, once=True)
     """TOML file with the same options, grouped in sections; a flag wins over it."""
     batch_size: int = option(16, least=1)

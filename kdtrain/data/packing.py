@@ -161,7 +161,8 @@ _BATCH_PIECES = 256
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 # One token of the stream: the token, whether it may be a label, and whether it starts a document.
-_STREAM = np.dtype([("token", np.int32), ("label", np.bool_), ("start", np.bool_)])
+_FIELDS = {"token": np.int32, "label": np.bool_, "start": np.bool_}
+STREAM = np.dtype([*_FIELDS.items()])
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -217,22 +218,29 @@ def _packed(
     encoder: "Encoder", batches: Iterator[list["_Piece"]], num_workers: int, seq_len: int, document_mask: bool
 ) -> Iterator[PackedRow]:
     try:
-        yield from _rows(_in_order(encoder, batches, num_workers), seq_len, document_mask)
+        yield from rows_of(_in_order(encoder, batches, num_workers), seq_len, document_mask)
         encoder.masks.refuse_none()
     finally:
         encoder.close()
 
 
-def _rows(stream: Iterable[_Array], seq_len: int, document_mask: bool) -> Iterator[PackedRow]:
-    left = np.empty(0, dtype=_STREAM)
+def rows_of(stream: Iterable[_Array], seq_len: int, document_mask: bool) -> Iterator[PackedRow]:
+    """Cut parts of a stream of tokens, arrays with the fields of `STREAM`, into rows.
+
+    Other fields are in `PackedRow.kept`, [T] each: at t what the stream says of the label tokens[t+1].
+    """
+    left: _Array | None = None
     for part in stream:
-        left = np.concatenate([left, part])
+        left = part if left is None else np.concatenate([left, part])
         end = (len(left) - 1) // seq_len * seq_len if len(left) else 0
+        others = [name for name in left.dtype.names or () if name not in _FIELDS]
         for at in range(0, end, seq_len):
             row = left[at : at + seq_len + 1]
             label, start = row["label"][1:], row["start"]
             mask = label & ~start[1:] if document_mask else label.copy()
-            yield PackedRow(row["token"].copy(), mask, np.cumsum(start[:-1], dtype=np.int32) - np.int32(start[0]))
+            segments = np.cumsum(start[:-1], dtype=np.int32) - np.int32(start[0])
+            kept = {name: row[name][1:].copy() for name in others}
+            yield PackedRow(row["token"].copy(), mask, segments, kept)
         left = left[end:]
 
 
@@ -255,14 +263,24 @@ def _pieces(document: Document) -> Iterator[_Piece]:
     if document.messages is not None:
         yield _Piece(document)
         return
-    text, start = document.text or "", 0
+    texts = split_text(document.text or "")
+    start = 0
+    for place, text in enumerate(texts):
+        prompt = max(0, document.prompt - start)
+        yield _Piece(document, text, first=place == 0, last=place == len(texts) - 1, prompt=prompt)
+        start += len(text)
+
+
+def split_text(text: str) -> list[str]:
+    """A text in pieces that are tokenized at once, cut at line ends; none of an empty text."""
+    found, start = [], 0
     while start < len(text):
         stop = start + _PIECE_CHARACTERS
         if stop < len(text):
             stop = text.rfind("\n", start, stop) + 1 or stop
-        prompt = max(0, document.prompt - start)
-        yield _Piece(document, text[start:stop], first=start == 0, last=stop >= len(text), prompt=prompt)
+        found.append(text[start:stop])
         start = stop
+    return found
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[_Piece]]:
@@ -300,7 +318,7 @@ def _in_order(
 
 
 def _stream(tokens: list[int], label: bool = True) -> _Array:
-    stream = np.zeros(len(tokens), dtype=_STREAM)
+    stream = np.zeros(len(tokens), dtype=STREAM)
     stream["token"], stream["label"] = tokens, label
     return stream
 
@@ -355,7 +373,7 @@ class Encoder:
             if piece.document.prompt:
                 self._mask_prompt(piece, stream, len(self._bos) * piece.first, written)
             streams.append(stream)
-        return np.concatenate(streams) if streams else np.empty(0, dtype=_STREAM)
+        return np.concatenate(streams) if streams else np.empty(0, dtype=STREAM)
 
     def _mask_prompt(self, piece: _Piece, stream: _Array, bos: int, written: bool) -> None:
         """Take the tokens of the prompt out of the labels; one that reaches into the completion stays."""
@@ -377,7 +395,7 @@ class Encoder:
             spans = _after(spans, messages, prompt, key)
         except _RowRefused as error:
             self.masks.leave_out(error)
-            return np.empty(0, dtype=_STREAM)
+            return np.empty(0, dtype=STREAM)
         with panics_refused(f"{self._name} cannot take this text"):
             ids, starts, stops = self._encode(text, quoted)
         stream = _stream(ids, label=False)

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from kdtrain.data.bytes import MAX_IDS
 from kdtrain.errors import UsageError
 from kdtrain.files import LARGE, MEDIUM, parse_json, read_bytes, read_text
 
@@ -50,13 +51,14 @@ _TAKES_SOMETHING = re.compile(
 
 
 class _Model(msgspec.Struct):
+    vocab: Any = None
     max_input_chars_per_word: Any = None
     continuing_subword_prefix: Any = None
     end_of_word_suffix: Any = None
 
 
 class _Tokenizer(msgspec.Struct):
-    """What is checked; the vocabulary, which is most of the file, is skipped."""
+    """What is checked."""
 
     added_tokens: Any = None
     normalizer: Any = None
@@ -84,6 +86,10 @@ def refuse_endless(path: Path) -> None:
     if (entries := sum(1 for _ in _values(found.post_processor))) > MAX_TEMPLATE:
         raise UsageError(f"{path}: its post_processor has {entries:,} entries; at most {MAX_TEMPLATE:,} are supported")
     model = found.model or _Model()
+    # when `tokenizers` writes a tokenizer, it takes time and memory for every id, gaps too
+    ids = model.vocab.values() if isinstance(model.vocab, dict) else ()
+    if any(isinstance(each, int) and each >= MAX_IDS for each in ids):
+        raise UsageError(f"{path}: its vocabulary has ids above {MAX_IDS:,}; use another tokenizer")
     if isinstance(model.max_input_chars_per_word, int) and model.max_input_chars_per_word > MAX_WORD:
         raise UsageError(f"{path}: max_input_chars_per_word is above {MAX_WORD:,}; use another tokenizer")
     for affix in (model.continuing_subword_prefix, model.end_of_word_suffix):

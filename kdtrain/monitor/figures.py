@@ -42,6 +42,7 @@ TITLES = {
     "validation/ece": ("Calibration error (ECE), validation", "share"),
     "validation/accuracy": ("Next token right, validation", "share"),
     "validation/perplexity": ("Perplexity, validation", ""),
+    "validation/bits_per_byte": ("Validation, bits per byte", "bits per byte"),
     "validation/teacher_loss": ("The teacher's validation loss", "nats a token"),
     "loss": ("Training loss", "nats a token"),
     "loss_avg": ("Training loss, average", "nats a token"),

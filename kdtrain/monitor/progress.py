@@ -326,7 +326,11 @@ def validation_line(step: int, numbers: Mapping[str, float], before: float | Non
     loss, teacher = numbers["validation/loss"], numbers.get("validation/teacher_loss")
     change = "" if before is None else f" ({loss - before:+.3f})"
     text = f"val @{step} {loss:.3f}{change}" if abs(loss) < 1e6 else f"val @{step} {loss:.4g}"
-    return text + ("" if teacher is None else f" teacher {teacher:.3f}") + (" best" if best else "")
+    text += ("" if teacher is None else f" teacher {teacher:.3f}") + (" best" if best else "")
+    if "validation/boundaries" in numbers and (bits := numbers.get("validation/bits_per_byte")) is not None:
+        own = numbers.get("validation/teacher_bits_per_byte")
+        text += f", {bits:.3f} bits/byte" + ("" if own is None else f" teacher {own:.3f}")
+    return text
 
 
 def members_line(step: int, numbers: Mapping[str, float], members: Iterable[str]) -> str:

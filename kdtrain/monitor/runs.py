@@ -66,8 +66,12 @@ def _share(value: float) -> str:
 MEASURES = {
     "best_validation_loss": Measure("best validation loss, nats", _loss),
     "last_validation_loss": Measure("last validation loss, nats", _loss),
+    "bits_per_byte": Measure("best validation, bits per byte", _loss),
     "kl": Measure("KL to the teacher, last, nats", _loss),
     "teacher_validation_loss": Measure("the teacher's loss, nats", _loss, tested=False),
+    "teacher_bits_per_byte": Measure("the teacher's bits per byte", _loss, tested=False),
+    "boundaries": Measure("tokens at a common boundary", _share, tested=False),
+    "entropy_kept": Measure("entropy that the cells keep", _share, tested=False),
     "accuracy": Measure("next token right, last", _share),
     "ece": Measure("calibration error (ECE), last", _share),
     "last_training_loss": Measure("training loss (average), last", _loss, tested=False),
@@ -124,6 +128,12 @@ class Run:
     def cache(self) -> str | None:
         """The digest of the cache it learned from."""
         found = self.record.environment.get("cache") or (self.record.result or {}).get("cache")
+        return found if isinstance(found, str) else None
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The digest of the tokenizer of its training tokens, where the run states it."""
+        found = self.record.environment.get("tokenizer")
         return found if isinstance(found, str) else None
 
     @property
@@ -286,11 +296,16 @@ def _measured(record: RunRecord) -> dict[str, float | None]:
         return _number(found[-1][1]) if found else None
 
     best = _number(result.get("best_validation_loss"))
+    bits = [value for _, value in record.curve("validation/bits_per_byte") if _number(value) is not None]
     found: dict[str, float | None] = {
         "best_validation_loss": min(losses, default=None) if best is None else best,
         "last_validation_loss": losses[-1] if losses else _number(result.get("last_validation_loss")),
+        "bits_per_byte": min(bits, default=_number(result.get("best_bits_per_byte"))),
         "kl": _number(last.get("validation/kl")),
         "teacher_validation_loss": latest("validation/teacher_loss"),
+        "teacher_bits_per_byte": latest("validation/teacher_bits_per_byte"),
+        "boundaries": _number(last.get("validation/boundaries")),
+        "entropy_kept": _number(_table(record.environment.get("alignment")).get("entropy_kept")),
         "accuracy": _number(last.get("validation/accuracy")),
         "ece": _number(last.get("validation/ece")),
         "last_training_loss": latest("loss_avg"),
@@ -373,6 +388,8 @@ def caution(groups: Sequence[Group]) -> list[str]:
     open_runs = [run.name for each in groups for run in each.runs if run.record.result is None]
     if open_runs:
         notes.append(f"not ended, or killed: {', '.join(open_runs)}")
+    if len({run.tokenizer for each in groups for run in each.runs} - {None}) > 1:
+        notes.append("the students have different tokenizers: bits per byte compare, losses in nats a token do not")
     if len({run.cache for each in groups for run in each.runs}) > 1:
         notes.append("the runs learned from different caches: losses compare only where their validation text is one")
     return notes

@@ -144,6 +144,7 @@ def _run(this: Pass, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor
     for start in range(0, len(hidden_ND), this.chunk):
         part = slice(start, start + this.chunk)
         hidden_RD = hidden_ND[part]
+        measure.look_around(student, hidden_ND, part)
         loss, sums, dbeta, dz_RV = measure(student(hidden_RD), part, student.narrow(start, len(hidden_RD)))
         found.append((loss, sums, dbeta))
         if dz_RV is not None:
@@ -210,6 +211,9 @@ class _WholeRows:
         assert this.request.rows.targets is not None
         self.reader = this.request.rows.targets.reader(this.chunk, this.request.compile)
 
+    def look_around(self, student: ChunkLogits, hidden_ND: Tensor, part: slice) -> None:
+        """A row is a whole."""
+
     def __call__(self, z_RV: Tensor, part: slice, into_RV: Tensor | None) -> Chunk:
         this, request, compiled = self.this, self.this.request, self.this.request.compile
         rows = request.rows[part].harmless(request.vocab_size)
@@ -250,11 +254,47 @@ class _Entries:
             rows = replace(rows, targets=targets)
         self.rows, self.at_one = rows, rows.targets is not None and rows.targets.known_at_one
         self.lines = torch.arange(this.chunk, device=rows.labels.device)[:, None]
+        cells = None if rows.targets is None else rows.targets.cells
+        self.cells = None if cells is None else cells.to(rows.labels.device)
+        self.around: tuple[Tensor, Tensor] | None = None
+
+    def look_around(self, student: ChunkLogits, hidden_ND: Tensor, part: slice) -> None:
+        """Find the label's log q of the rows around a chunk, for targets that need it."""
+        reach = 0 if self.rows.targets is None else self.rows.targets.reach
+        if not reach or len(hidden_ND) <= self.this.chunk:
+            return
+        before, after = slice(max(0, part.start - reach), part.start), slice(part.stop, part.stop + reach)
+        self.around = self._label_logprobs(student, hidden_ND, before), self._label_logprobs(student, hidden_ND, after)
+
+    def _label_logprobs(self, student: ChunkLogits, hidden_ND: Tensor, part: slice) -> Tensor:
+        found = [hidden_ND.new_empty(0, dtype=student.dtype)]
+        labels_R, hidden_RD = self.rows.labels[part], hidden_ND[part]
+        for some in (slice(start, start + student.chunk) for start in range(0, len(labels_R), student.chunk)):
+            z_RV = student(hidden_RD[some])  # the next product takes the same memory
+            found.append(z_RV.gather(1, labels_R[some, None]).squeeze(1) - z_RV.logsumexp(1))
+        return torch.cat(found)
 
     def __call__(self, z_RV: Tensor, part: slice, into_RV: Tensor | None) -> Chunk:
-        this, request, rows = self.this, self.this.request, self.rows[part]
-        entries = self.entries[part].take(z_RV)
-        fused = request.compile and kernels.chosen(z_RV, into_RV, self.slopes, this.head.softcap)
+        rows, entries = self.rows[part], self.entries[part]
+        if self.around is not None and self.rows.targets is not None:
+            rows = replace(rows, targets=self.rows.targets.window(part, *self.around))
+        if self.cells is None:
+            return self._walk(z_RV, rows, entries.take(z_RV), into_RV, self.this.head)
+        grouped = self.cells.reduce(z_RV)
+        entries = entries.take(grouped.y, z_RV.gather(1, rows.labels[:, None]).squeeze(1))
+        loss, sums, dbeta, dy_RW = self._walk(grouped.y, rows, entries, None, OutputHead())
+        if dy_RW is None:
+            return loss, sums, dbeta, None
+        slope = self.this.head.slope(z_RV)
+        dz_RV = z_RV if into_RV is None else into_RV
+        grouped.spread(dy_RW, rows.labels, slope, dz_RV)
+        return loss, sums, dbeta, dz_RV
+
+    def _walk(
+        self, z_RV: Tensor, rows: Supervision, entries: Entries, into_RV: Tensor | None, head: OutputHead
+    ) -> Chunk:
+        this, request = self.this, self.this.request
+        fused = request.compile and kernels.chosen(z_RV, into_RV, self.slopes, head.softcap)
         reduce = kernels.tail_stats if fused else maybe_compiled(reduce_logits, request.compile)
         tail = reduce(z_RV, self.beta_z, self.distils and not self.at_one, self.slopes)
         if not this.wanted:
@@ -262,14 +302,14 @@ class _Entries:
             return *request.sparse_loss(statistics, self.beta, rows.double()), torch.zeros_like(self.beta), None
         dz_RV = z_RV if into_RV is None else into_RV
         found = maybe_compiled(differentiate, this.compile_small(z_RV.device))(
-            request.sparse_loss, tail, self.beta, rows, entries, self.slopes, this.head, dz_RV.dtype
+            request.sparse_loss, tail, self.beta, rows, entries, self.slopes, head, dz_RV.dtype
         )
         shares = Shares(tail.top, found.share, found.share_beta if self.distils else None)
         if fused:
-            kernels.tail_grad(z_RV, self.beta_z, shares, entries.ids, found.at_entries, this.head, dz_RV)
+            kernels.tail_grad(z_RV, self.beta_z, shares, entries.ids, found.at_entries, head, dz_RV)
         else:
             spread = maybe_compiled(spread_gradients, request.compile)
-            spread(z_RV, self.beta_z, shares, this.head, into_RV, self.at_one)
+            spread(z_RV, self.beta_z, shares, head, into_RV, self.at_one)
             if dz_RV.device.type == "cpu":
                 bits = torch.int16 if dz_RV.itemsize == 2 else dz_RV.dtype  # in bf16 it copies the whole matrix twice
                 dz_RV.view(bits).scatter_(1, entries.ids, found.at_entries.view(bits))

@@ -245,7 +245,7 @@ class _Recipe:
         if rows.targets is None:
             return self._joined(beta, rows.mask, cross_entropy_R, None, None)
         measure = DIVERGENCES.get(self.divergence).of
-        kd_R = measure(rows.targets.events(self.tail, statistics, beta), self.parameter)
+        kd_R = rows.targets.measured(lambda each: measure(each, self.parameter), self.tail, statistics, beta)
         if not self.at_one or rows.targets.known_at_one:
             return self._joined(beta, rows.mask, cross_entropy_R, kd_R, kd_R if self.at_one else None)
         with torch.no_grad():
@@ -302,6 +302,11 @@ def _check(targets: Targets | None, divergence: str, tail: str, vocab_size: int)
     if targets is None:
         return
     refuse(divergence, tail, top_k=targets.top_k, num_samples=targets.num_samples, dense=not targets.has_tail)
+    if targets.forward_only and ("sampled" not in DIVERGENCES.get(parse(divergence)[0]).accepts or tail != "ghost"):
+        raise UsageError(
+            f"--divergence {divergence} with --tail {tail} cannot be computed across tokenizers; use forward-kl, and "
+            "leave --tail out"
+        )
     if targets.width not in (None, vocab_size):
         raise UsageError(
             f"the dense targets have {targets.width} columns and the vocabulary has {vocab_size}; use a teacher "

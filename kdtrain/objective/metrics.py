@@ -9,6 +9,9 @@ acceptance              sum_j min(p_j, q_j), the rate at which speculative decod
                         tokens (Leviathan et al. 2023, arXiv 2211.17192); needs a top-k; with its tail bucket it is
                         an upper bound.
 ECE                     expected calibration error over 15 equal bins of confidence (Guo et al. 2017).
+bits per byte           the sum of log-probabilities over the bytes of the same text: it compares tokenizers.
+
+With a teacher of another tokenizer (`aligned`) the KL is that of groups of tokens, at common boundaries.
 """
 
 from __future__ import annotations
@@ -25,6 +28,10 @@ from kdtrain.objective.logits import chunk_logits, chunk_rows, whole_head
 from kdtrain.objective.targets import Supervision, Targets
 
 BINS = 15
+_MAY_BE_UNKNOWN = (
+    *("kl", "teacher_cross_entropy", "agreement", "acceptance"),
+    *("bytes", "teacher_bytes", "boundaries"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +47,12 @@ class Metrics:
     agreement: float | None = 0.0
     """Tokens for which teacher and student have the same most likely token."""
     acceptance: float | None = 0.0
+    bytes: float | None = 0.0
+    """Of the text that the tokens are; special tokens have none."""
+    teacher_bytes: float | None = 0.0
+    """Of the text that `teacher_cross_entropy` is over."""
+    boundaries: float | None = 0.0
+    """Tokens that begin where one of a teacher with another tokenizer does; the KL is over these."""
     bin_count: tuple[float, ...] = (0.0,) * BINS
     """Tokens by the student's confidence, [15]."""
     bin_confidence: tuple[float, ...] = (0.0,) * BINS
@@ -64,7 +77,7 @@ class Metrics:
         names = [f.name for f in fields(cls)]
         plain, bins = names[:-3], names[-3:]
         sums: dict[str, object] = dict(zip(plain, vector, strict=False))
-        for name in ("kl", "teacher_cross_entropy", "agreement", "acceptance"):
+        for name in _MAY_BE_UNKNOWN:
             sums[name] = None if math.isnan(sums[name]) else sums[name]  # type: ignore[arg-type]
         for i, name in enumerate(bins):
             sums[name] = tuple(vector[len(plain) + i * BINS : len(plain) + (i + 1) * BINS])
@@ -74,6 +87,28 @@ class Metrics:
         """The sum `name` divided by the number of tokens; None if it is unknown, NaN without tokens."""
         total = getattr(self, name)
         return None if total is None else total / self.tokens if self.tokens else math.nan
+
+    def divergence(self) -> float | None:
+        """The mean KL, nats: over tokens, or across tokenizers over common boundaries."""
+        if self.kl is None or self.boundaries is None:
+            return self.mean("kl")
+        return self.kl / self.boundaries if self.boundaries else math.nan
+
+    def bits_per_byte(self) -> float | None:
+        """The student's; None where the bytes are unknown, or there are none."""
+        return self.cross_entropy / self.bytes / math.log(2) if self.bytes else None
+
+    def teacher_bits_per_byte(self) -> float | None:
+        """The teacher's on the same text."""
+        unknown = self.teacher_cross_entropy is None or not self.teacher_bytes
+        return None if unknown else self.teacher_cross_entropy / self.teacher_bytes / math.log(2)  # type: ignore[operator]
+
+    def teacher_loss(self) -> float | None:
+        """The teacher's cross-entropy, nats for each token; across tokenizers for each of the student's."""
+        if self.boundaries is None:
+            return self.mean("teacher_cross_entropy")
+        bits = self.teacher_bits_per_byte()
+        return None if bits is None or not self.bytes else bits * math.log(2) * self.bytes / self.tokens
 
     def perplexity(self) -> float:
         """exp of the mean cross-entropy."""
@@ -97,35 +132,57 @@ def measure(
     *,
     vocab_size: int,
     chunk: int | None = None,
+    bytes_N: Tensor | None = None,
 ) -> Metrics:
-    """Metrics of N tokens; the arguments are those of `loss.distillation_loss`.
+    """Metrics of N tokens; the arguments are those of `loss.distillation_loss`, and the bytes of each label.
 
     Sums that the targets do not contain are None. It waits for the device once.
     """
     if targets is not None and targets.parts:
         head, sizes = whole_head(head), [rows for rows, _ in targets.parts]
-        split = zip(hidden_ND.split(sizes), labels_N.split(sizes), mask_N.split(sizes), targets.parts, strict=True)
-        each = (measure(h, head, n, m, part, vocab_size=vocab_size, chunk=chunk) for h, n, m, (_, part) in split)
-        return sum(each, Metrics())
+        lengths: list[Tensor | None] = [None] * len(sizes) if bytes_N is None else [*bytes_N.split(sizes)]
+        rest = labels_N.split(sizes), mask_N.split(sizes), targets.parts, lengths
+        return sum(
+            (
+                measure(h, head, n, m, part, vocab_size=vocab_size, chunk=chunk, bytes_N=b)
+                for h, n, m, (_, part), b in zip(hidden_ND.split(sizes), *rest, strict=True)
+            ),
+            Metrics(),
+        )
     chunk = chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
     rows, head = Supervision(labels_N, mask_N, targets), whole_head(head)
     if hidden_ND.is_cuda and head.weight is not None:
         # once for all chunks, as in training: operands of two dtypes would be multiplied in fp32, far more slowly
         head = replace(head, weight=head.weight.to(hidden_ND.dtype))
-    nothing, top = (None if targets is None else 0.0), (0.0 if targets is not None and targets.has_top else None)
-    unknown = Metrics(kl=nothing, teacher_cross_entropy=nothing, agreement=top, acceptance=top)
+    extra = _text_columns(bytes_N, targets)
+    known = {
+        "kl": targets is not None and targets.has_divergence,
+        "teacher_cross_entropy": targets is not None,
+        "agreement": targets is not None and targets.has_top,
+        "acceptance": targets is not None and targets.has_top,
+        **{name: each is not None for name, each in extra.items()},
+    }
+    unknown = replace(Metrics(), **{name: None for name, each in known.items() if not each})  # type: ignore[arg-type]
     total = torch.tensor(unknown.vector(), dtype=torch.float64)
     parts = []
     with torch.autocast(hidden_ND.device.type, enabled=False):
         for start in range(0, hidden_ND.shape[0], chunk):
             part = slice(start, start + chunk)
-            parts.append(_chunk_sums(chunk_logits(hidden_ND[part], head, vocab_size), rows[part].harmless(vocab_size)))
+            own = [None if each is None else each[part] for each in extra.values()]
+            z_RV = chunk_logits(hidden_ND[part], head, vocab_size)
+            parts.append(_chunk_sums(z_RV, rows[part].harmless(vocab_size), own))
     if parts:
         total += torch.stack(parts).double().cpu().sum(0)
     return Metrics.from_vector(total.tolist())
 
 
-def _chunk_sums(z_RV: Tensor, rows: Supervision) -> Tensor:
+def _text_columns(bytes_N: Tensor | None, targets: Targets | None) -> dict[str, Tensor | None]:
+    """Of each token: its bytes, those that the teacher's log p is over, and whether it is at a common boundary."""
+    spanned = None if bytes_N is None or targets is None else targets.spans(bytes_N)
+    return {"bytes": bytes_N, "teacher_bytes": spanned, "boundaries": None if targets is None else targets.common()}
+
+
+def _chunk_sums(z_RV: Tensor, rows: Supervision, more: list[Tensor | None]) -> Tensor:
     """The vector of `Metrics` for a chunk, with 0 for unknown sums."""
     top_logit_R, top_R = z_RV.max(dim=-1)
     lse_R = torch.logsumexp(z_RV, dim=-1)
@@ -133,7 +190,8 @@ def _chunk_sums(z_RV: Tensor, rows: Supervision) -> Tensor:
     correct_R = (top_R == rows.labels).to(z_RV.dtype)
     cross_entropy_R = lse_R - z_RV.gather(1, rows.labels[:, None]).squeeze(1)
     ones_R = torch.ones_like(lse_R)
-    columns = [ones_R, cross_entropy_R, correct_R, *_teacher_columns(z_RV, top_R, rows)]
+    more_R = [torch.zeros_like(ones_R) if each is None else each.to(ones_R.dtype) for each in more]
+    columns = [ones_R, cross_entropy_R, correct_R, *_teacher_columns(z_RV, top_R, rows), *more_R]
     sums = torch.stack([x.masked_fill(~rows.mask, 0.0).sum() for x in columns])
     bins_R = (confidence_R * BINS).long().clamp(0, BINS - 1)
     # A product with one-hot bins, because an indexed sum has no fixed order on a GPU.

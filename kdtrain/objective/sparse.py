@@ -139,6 +139,8 @@ def differentiate(
     tail_label_R = spread_RE[:, -1]
     if entries.top_k:
         tail_label_R = tail_label_R.masked_fill((is_label_RK & in_top_k_K).any(1), 0.0)
+    if entries.apart is not None:
+        tail_label_R = tail_label_R.masked_fill(entries.apart, 0.0)
     label_R = g_label_R + (is_label_RK * g_kept_RK).sum(1) + tail_label_R
     at_RE = torch.cat([kept_RK, label_R[:, None]], dim=1)
     if head.scale != 1.0 or head.softcap is not None:

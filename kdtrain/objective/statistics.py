@@ -74,6 +74,8 @@ class Entries:
     top_k: int
     z: Tensor | None = None
     """[R,K+1] the logits of these entries, made by `take`."""
+    apart: Tensor | None = None
+    """[R] bool, True where the label is not among the columns (`cells`): its column is a place for its gradient."""
 
     @classmethod
     def of_labels(cls, labels_R: Tensor) -> Entries:
@@ -81,11 +83,17 @@ class Entries:
         return cls(labels_R[:, None], labels_R.new_zeros(len(labels_R), 0, dtype=torch.bool), 0)
 
     def __getitem__(self, rows: slice) -> Entries:
-        return Entries(self.ids[rows], self.absent[rows], self.top_k)
+        apart = None if self.apart is None else self.apart[rows]
+        return Entries(self.ids[rows], self.absent[rows], self.top_k, apart=apart)
 
-    def take(self, z_RV: Tensor) -> Entries:
-        """The same with the logits of these entries; the top-k logits in `z_RV` become `NEVER`."""
+    def take(self, z_RV: Tensor, label_R: Tensor | None = None) -> Entries:
+        """The same with the logits of these entries; the top-k logits in `z_RV` become `NEVER`.
+
+        label_R: the logits of labels that are apart.
+        """
         z_RE = z_RV.gather(1, self.ids)
+        if self.apart is not None and label_R is not None:
+            z_RE[:, -1] = torch.where(self.apart, label_R, z_RE[:, -1])
         if self.top_k:
             z_RV.scatter_(1, self.ids[:, : self.top_k], NEVER)
         return replace(self, z=z_RE)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from kdtrain.config.choices import TAILS
 from kdtrain.models.output_head import OutputHead
+from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.logits import ChunkLogits, chunk_logits
 from kdtrain.objective.statistics import Entries, Events, Statistics
 
@@ -73,6 +74,14 @@ class Targets(ABC):
     """True where every beta that is asked for is 1 (`at_one`)."""
     has_top = True
     """True for targets that know the teacher's most likely token."""
+    has_divergence = True
+    """True for targets that have entries to compare, besides the label's log p."""
+    forward_only = False
+    """True for targets from which forward KL alone can be computed, whatever else they say."""
+    reach = 0
+    """Rows around a chunk of rows whose label's log q it needs (`window`)."""
+    cells: CellIndex | None = None
+    """Groups of tokens that `entries` are, in place of tokens."""
     parts: tuple[tuple[int, Targets | None], ...] = ()
     """Of several kinds of targets, each by itself (`objective.mixed`): a number of rows and their targets."""
 
@@ -160,6 +169,22 @@ class Targets(ABC):
     def events(self, tail: str, statistics: Statistics, beta: Tensor) -> Events:
         """What the tail rule `tail` (`tails.resolve_tail`) compares at `beta`; absent entries have weight 0."""
         raise NotImplementedError
+
+    def measured(self, measure: Callable[[Events], Tensor], tail: str, statistics: Statistics, beta: Tensor) -> Tensor:
+        """The distance from the teacher of each row, [R] in nats: `measure` of the events."""
+        return measure(self.events(tail, statistics, beta))
+
+    def common(self) -> Tensor | None:
+        """[N] bool, of a teacher with another tokenizer: where it speaks of the label's first byte. Else None."""
+        return None
+
+    def spans(self, values_N: Tensor) -> Tensor:
+        """The sum [N] of a number of each label over the labels that `label_logprob` speaks of: here, its own."""
+        return values_N
+
+    def window(self, rows: slice, before: Tensor, after: Tensor) -> Targets:
+        """The rows `rows`, given the label's log q of `reach` rows before and behind them, or as many as there are."""
+        return self[rows]
 
     def reader(self, chunk: int, compile: bool) -> ChunkLogits | None:
         """What `row_logprobs` needs to compute chunks of at most `chunk` rows, if anything."""

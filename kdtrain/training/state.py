@@ -8,6 +8,7 @@ A checkpoint also holds the snapshots in memory that adaptive quantisation may r
 otherwise a run that resumes between the ends of two windows would restore another state than an uninterrupted run.
 """
 
+import math
 import random
 import re
 from collections import deque
@@ -108,6 +109,12 @@ class Progress:
     """The step at which a plateau began the decay of `wsd` early."""
     members: dict[str, dict[str, float | None]] = field(default_factory=dict)
     """Of a mixture: the first, the last and the teacher's validation cross-entropy of each member, nats."""
+    bytes_per_token: float | None = None
+    """Of the validation text, where its tokenizer tells bytes."""
+
+    def bits_per_byte(self, loss: float | None) -> float | None:
+        """A validation loss of this run, nats a token, in bits per byte; None where either is unknown."""
+        return None if loss is None or self.bytes_per_token is None else loss / self.bytes_per_token / math.log(2)
 
 
 class _Student(TypedDict):

@@ -240,6 +240,7 @@ class Trainer:
         guards.stopping.validated(loss)
         progress.first_loss = loss if progress.first_loss is None else progress.first_loss
         progress.last_loss, progress.teacher_loss = loss, numbers.get("validation/teacher_loss")
+        progress.bytes_per_token = metrics.mean("bytes") or None
         for member in (name for name, own in members.items() if own.tokens):
             own_loss, teacher = (numbers.get(f"validation/{member}/{name}") for name in ("loss", "teacher_loss"))
             first = progress.members.get(member, {}).get("first_loss", own_loss)

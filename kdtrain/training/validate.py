@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,9 @@ import torch
 from einops import rearrange
 
 from kdtrain import faults
+from kdtrain.data.bytes import TokenBytes
+from kdtrain.errors import RunError, UsageError
+from kdtrain.models.loading import load_tokenizer
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.metrics import Metrics, measure
 from kdtrain.ranks import all_reduce_sum, rank, world_size
@@ -40,6 +44,7 @@ def validate(
         part: the sequences of a member of a mixture instead of the whole split.
     """
     total, part = Metrics(), part or range(len(source))
+    lengths_V = None if source.facts.tokenizer is None else _byte_lengths(source.facts.tokenizer)
     count = len(part) if batches is None else min(len(part), batches * micro)
     with torch.no_grad():
         for start in range(rank() * micro, count + rank() * micro, world_size() * micro):
@@ -48,18 +53,43 @@ def validate(
             batch = read(partial(source.read, part.start + np.minimum(indices, count - 1)))
             if batch is None:
                 return None
+            labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
             mask_BT = batch.loss_mask & torch.as_tensor(indices < count, device=batch.loss_mask.device)[:, None]
             total = total + measure(
                 student.hidden_eager(batch),
                 student.model.head,
-                rearrange(batch.tokens[:, 1:], "B T -> (B T)"),
+                labels_N,
                 rearrange(mask_BT, "B T -> (B T)"),
                 batch.targets,
                 vocab_size=student.vocab_size,
+                bytes_N=None if lengths_V is None else _looked_up(lengths_V, labels_N),
             )
     if world_size() == 1:
         return total
     return Metrics.from_vector(all_reduce_sum(torch.tensor(total.vector(), dtype=torch.float64)).tolist())
+
+
+def _byte_lengths(folder: Path) -> torch.Tensor | None:
+    """The bytes of each token of a tokenizer, int64 [V]; None where its tokens do not say them, or it is not there."""
+    try:
+        written = (folder / "tokenizer.json").stat()
+    except OSError:
+        return None
+    return _read_byte_lengths(folder.resolve(), written.st_mtime_ns)
+
+
+@cache
+def _read_byte_lengths(folder: Path, written_ns: int) -> torch.Tensor | None:
+    try:
+        return torch.from_numpy(TokenBytes.of(load_tokenizer(folder)).lengths.copy())
+    except (UsageError, RunError):
+        return None
+
+
+def _looked_up(lengths_V: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """The bytes of each label; 0 for one that the tokenizer does not have."""
+    padded = torch.cat([lengths_V, lengths_V.new_zeros(1)]).to(labels_N.device)
+    return padded[labels_N.clamp(0, len(lengths_V))]
 
 
 def validate_members(student: Student, source: Source, **options: Any) -> tuple[Metrics, dict[str, Metrics]] | None:
@@ -87,17 +117,22 @@ def summary(metrics: Metrics) -> dict[str, float | None]:
     """Return the means by their names in logs and tables; None for what the targets do not contain.
 
     loss, kl, teacher_loss: nats a token; agreement: share of tokens where student and teacher have the same most likely
-    entry; acceptance: sum of min(p, q), the share of draft tokens that speculative decoding would accept.
+    entry; acceptance: sum of min(p, q), the share of draft tokens that speculative decoding would accept;
+    bits_per_byte, teacher_bits_per_byte: of the same text, which compares tokenizers. With a teacher of another
+    tokenizer kl is that of groups of tokens at common boundaries, and boundaries the share of tokens there.
     """
     return {
         "loss": metrics.mean("cross_entropy"),
         "perplexity": metrics.perplexity(),
         "accuracy": metrics.mean("correct"),
         "ece": metrics.ece(),
-        "kl": metrics.mean("kl"),
+        "kl": metrics.divergence(),
         "agreement": metrics.mean("agreement"),
         "acceptance": metrics.mean("acceptance"),
-        "teacher_loss": metrics.mean("teacher_cross_entropy"),
+        "teacher_loss": metrics.teacher_loss(),
+        "bits_per_byte": metrics.bits_per_byte(),
+        "teacher_bits_per_byte": metrics.teacher_bits_per_byte(),
+        "boundaries": metrics.mean("boundaries"),
         "tokens": metrics.tokens,
     }
 

@@ -50,6 +50,8 @@ class Facts:
     """Of the teacher that made the targets: `spec`, its name, and where they are known `weights_digest` and `dtype`."""
     end_tokens: tuple[int, ...] = ()
     """What ends the texts, where the teacher wrote them."""
+    alignment: Mapping[str, Any] | None = None
+    """Of a teacher with another tokenizer, what is known of the alignment; then forward KL at T = 1 is all there is."""
     members: Mapping[str, "Facts"] = field(default_factory=dict)
     """Of a mixture, its members by short names, in order."""
     mixture: Mixture | None = None

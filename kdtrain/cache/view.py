@@ -1,0 +1,285 @@
+"""A cache in the rows of a student with another tokenizer: a view beside the run; the cache stays as it is.
+
+    FOLDER/settings.json     what the view is made from: the cache's digest, the tokenizer, events, length of a row
+    FOLDER/cells.npy         int32, the cell of each token of the teacher, then of the student (`data.cells`)
+    FOLDER/train-00000.npy   rows, structured (`row_type`); .json beside it: its SHA-256, where the next one begins
+    FOLDER/tokenizer/        the student's
+    FOLDER/view.json         at the end, sealed: the digests, and what was measured
+
+A row has the student's tokens, and for each label where in the cache the teacher speaks of the same bytes; its
+numbers stay in the cache, and `ViewReader` joins both when it reads. Shards are published one by one, and a killed
+build goes on behind the last: the shards are the same, as the rows are a pure function of the cache and the settings.
+
+Cells that conflict are merged from the first two million tokens of the training text; what that costs is measured on
+the teacher's numbers of a few rows, and what still disagrees on the whole text. Above 5 % the view is refused.
+
+Given up: one process builds it. A row of the student needs the teacher's numbers of two or three rows of the cache.
+
+Shapes: n rows, T positions, V entries of the teacher's tokenizer, S of the student's, C cells, K entries.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kdtrain import faults
+from kdtrain.cache import format as cache_format
+from kdtrain.cache.folder import copy_tokenizer
+from kdtrain.cache.view_rows import CELLS, SETTINGS, VIEW, Rows, Splits, View, ViewRecord, row_type, sealed_record
+from kdtrain.data.alignment import Alignment
+from kdtrain.data.cells import Cells
+from kdtrain.data.packing import PackedRow, rows_of
+from kdtrain.data.transcode import documents_of, is_joined, teacher_stream
+from kdtrain.errors import UsageError, making
+from kdtrain.files import Lock, file_digest, json_digest, publish_json, published, read_sealed, sweep
+from kdtrain.models.loading import load_tokenizer, tokenizer_digest
+
+_ROWS = 1024
+_MERGED_FROM = 2_000_000
+_MEASURED_ROWS = 64
+_AT_ONCE = 256
+_TALLIES = ("labels", "boundaries", "disagree", "in_chunks", "documents", "left_out")
+
+
+class OtherViewError(UsageError):
+    """The folder holds a view of something else."""
+
+
+class _Maker:
+    """Everything that the builds of splits share."""
+
+    def __init__(self, cache: Splits, tokenizer: Any, given: Mapping[str, str] | None, seq_len: int | None) -> None:
+        if cache.remote is not None:
+            cache.remote.bring_tokenizer()
+        self.cache = cache
+        self.alignment = Alignment(load_tokenizer(cache.folder / cache_format.TOKENIZER), tokenizer, given)
+        stated = cache.manifest.settings
+        self.document_mask, self.seq_len = stated.document_mask, seq_len or stated.seq_len
+        self.settings = {
+            "version": 1,
+            "cache": cache.manifest.digest,
+            "tokenizer": tokenizer_digest(tokenizer),
+            "events": [[int(one), int(other)] for one, other in self.alignment.table.table.items()],
+            "seq_len": self.seq_len,
+            "rows": _ROWS,
+        }
+
+    def stream(self, reader: Rows, joined: bool, token: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+        """Documents of a split from the one on that begins at `token` of the teacher's stream."""
+        length = reader.manifest.settings.seq_len + (not joined)
+        # in joined rows, a row's first token is the last of the row before
+        first = max(0, token - joined) // length
+        parts = teacher_stream(_rows(reader, first), joined, self.alignment.tokenizers[0], first)
+        for at, documents in documents_of(parts, first * length):
+            skipped = max(0, token - at)
+            if skipped < len(documents):
+                yield at + skipped, documents[skipped:]
+
+    def cells(self, reader: Rows, joined: bool) -> Cells:
+        """The cells, merged from the beginning of the text."""
+        worker, pairs, read = self.alignment.transcoder(), [], 0
+        for first, documents in self.stream(reader, joined):
+            out = worker(first, documents)
+            out = out[out["source"] >= 0]
+            pairs.append(np.stack([out["taught"], out["token"]]))
+            read += len(documents)
+            if read >= _MERGED_FROM:
+                break
+        worker.refuse_loss(*worker.count())
+        return self.alignment.merged(*np.concatenate(pairs, 1)) if pairs else self.alignment.cells
+
+
+def _rows(reader: Rows, first: int = 0) -> Iterator[PackedRow]:
+    for start in range(first, len(reader), _AT_ONCE):
+        text = reader.text(range(start, min(start + _AT_ONCE, len(reader))))
+        yield from (PackedRow(*row) for row in zip(*text.values(), strict=True))
+
+
+def _tokens(reader: Rows) -> Iterator[np.ndarray]:
+    for start in range(0, len(reader), _AT_ONCE):
+        yield reader.text(range(start, min(start + _AT_ONCE, len(reader))))["tokens"]
+
+
+def build_view(
+    folder: Path,
+    cache: Splits,
+    tokenizer: Any,
+    *,
+    events: Mapping[str, str] | None = None,
+    seq_len: int | None = None,
+    splits: Sequence[str] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> "View":
+    """The view in `folder` for the student's `tokenizer`, made or completed where it is not there.
+
+    events: see `Events.match`. seq_len: T of a row; by default the cache's. splits: by default all of the cache.
+    progress: gets the rows done.
+
+    UsageError: `Alignment`, `Transcoder`, or the folder holds another view.
+    RunError: a shard is damaged, the disk is full.
+    """
+    maker = _Maker(cache, tokenizer, events, seq_len)
+    with making(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    lock = Lock(folder / ".building", f"another process is making the view {folder} now; wait for it")
+    try:
+        sweep(folder)
+        if (folder / VIEW).exists():
+            view = View(folder, cache)
+            _refuse_other(folder, view.record.settings, maker.settings)
+            return view
+        if (folder / SETTINGS).exists():
+            stored = sealed_record(folder / SETTINGS)
+            _refuse_other(folder, {key: each for key, each in stored.items() if key != "digest"}, maker.settings)
+        else:
+            publish_json(folder / SETTINGS, maker.settings, "view.settings")
+        copy_tokenizer(tokenizer, folder / cache_format.TOKENIZER)
+        wanted = [split for split in cache if splits is None or split in splits]
+        joined = {split: is_joined(_tokens(cache[split])) for split in {"train", *wanted}}
+        cells = maker.cells(cache["train"], joined["train"])
+        both = np.concatenate([cells.of_teacher, cells.of_student]).astype(np.int32)
+        with published(folder / CELLS, "view.cells") as path, open(path, "wb") as file:
+            np.save(file, both, allow_pickle=False)
+        shards, tallies = {}, {}
+        for split in wanted:
+            shards[split], tallies[split] = _build_split(folder, maker, cache[split], joined[split], cells, progress)
+        record = ViewRecord(
+            settings=maker.settings,
+            shards=shards,
+            cells={
+                "sha256": file_digest(folder / CELLS),
+                "teacher": len(cells.of_teacher),
+                "student": len(cells.of_student),
+                "count": cells.count,
+            },
+            tallies=tallies,
+            events=maker.alignment.events,
+            entropy_kept=_entropy_kept(cache["train"], cells),
+        )
+        publish_json(folder / VIEW, asdict(record), "view.record")
+        return View(folder, cache)
+    finally:
+        lock.release()
+
+
+def _refuse_other(folder: Path, there: dict[str, Any], wanted: dict[str, Any]) -> None:
+    if changed := [key for key in wanted if there.get(key) != wanted[key]]:
+        raise OtherViewError(
+            f"{folder} holds the view of another run (another {', '.join(changed)}); name another --out, or remove it"
+        )
+
+
+def _build_split(
+    folder: Path,
+    maker: _Maker,
+    reader: Rows,
+    joined: bool,
+    cells: Cells,
+    progress: Callable[[int], None] | None,
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Publish the shards of a split that are missing; what view.json states of all."""
+    found: list[dict[str, Any]] = []
+    total, next_token, skipped, after = dict.fromkeys(_TALLIES, 0), 0, 0, -1
+    digest = json_digest(maker.settings)
+    while (record := _finished(folder, reader.split, len(found), digest)) is not None:
+        found.append({"sequences": record["sequences"], "sha256": record["sha256"]})
+        total = {name: each + record["tally"][name] for name, each in total.items()}
+        next_token, skipped = record["next"]
+        after = next_token
+        if record["last"]:
+            return found, total
+    worker = maker.alignment.transcoder()
+
+    def student_stream() -> Iterator[np.ndarray]:
+        nonlocal skipped
+        for first, documents in maker.stream(reader, joined, next_token):
+            out, ahead = worker(first, documents), skipped
+            skipped = max(0, ahead - len(out))
+            yield out[ahead:]
+
+    rows = rows_of(student_stream(), maker.seq_len, maker.document_mask)
+    last = False
+    while not last:
+        taken = list(islice(rows, _ROWS))
+        last = len(taken) < _ROWS
+        if taken:
+            next_token, place = int(taken[-1].kept["document"][-1]), int(taken[-1].kept["place"][-1])
+        else:
+            place = skipped
+        path = folder / f"{reader.split}-{len(found):05d}.npy"
+        with published(path, "view.shard") as temporary, open(temporary, "wb") as file:
+            np.save(file, stored := _stored(taken, maker.seq_len), allow_pickle=False)
+        at = stored["source"] >= 0
+        taught = np.stack([row.kept["taught"] for row in taken])[at] if taken else np.empty(0, np.int64)
+        one, other = cells.of_teacher[taught], cells.of_student[stored["tokens"][:, 1:][at]]
+        tally = {
+            "labels": int(stored["loss_mask"].sum()),
+            "boundaries": int(at.sum()),
+            "disagree": int(((one != other) & (one >= 0)).sum()),
+            "in_chunks": int(stored["length"].sum()),
+        }
+        tally["documents"], tally["left_out"] = worker.count(after, math.inf if last else next_token)
+        after = next_token
+        record = {"settings": digest, "sequences": len(taken), "sha256": file_digest(path), "last": last}
+        record |= {"tally": tally, "next": [next_token, place]}
+        publish_json(path.with_suffix(".json"), record, "view.sidecar")
+        found.append({"sequences": len(taken), "sha256": record["sha256"]})
+        total = {name: each + tally[name] for name, each in total.items()}
+        faults.point("view.after-shard")
+        if progress:
+            progress(sum(each["sequences"] for each in found))
+    worker.refuse_loss(total["documents"], total["left_out"])
+    return found, total
+
+
+def _stored(rows: Sequence[PackedRow], seq_len: int) -> np.ndarray:
+    out = np.zeros(len(rows), row_type(seq_len))
+    place_T = np.arange(1, seq_len + 1)
+    for each, row in zip(out, rows, strict=True):
+        each["tokens"], each["loss_mask"], each["segments"] = row.tokens, row.loss_mask, row.segments
+        # of a chunk that began in the row before, this one has not all tokens
+        kept_T = row.loss_mask & (row.kept["length"] <= place_T)
+        each["length"], each["others"] = row.kept["length"] * kept_T, row.kept["others"] * kept_T
+        each["source"] = np.where(row.loss_mask, row.kept["source"], -1)
+        begin_T = np.flatnonzero(each["length"])
+        first = begin_T - each["length"][begin_T] + 1
+        unusable = begin_T[each["source"][first] < 0]
+        each["length"][unusable] = each["others"][unusable] = 0
+    return out
+
+
+def _finished(folder: Path, split: str, number: int, digest: str) -> dict[str, Any] | None:
+    """The sidecar of a shard that is there and whole."""
+    path = folder / f"{split}-{number:05d}.npy"
+    try:
+        record = read_sealed(path.with_suffix(".json"))
+        if record["settings"] == digest and file_digest(path) == record["sha256"]:
+            return record
+    except (OSError, ValueError, KeyError):
+        pass
+    return None
+
+
+def _entropy_kept(reader: Rows, cells: Cells) -> float:
+    """Entropy of the kept entries by cell, as a share of that by token, over some rows; 1 without targets."""
+    count = min(_MEASURED_ROWS, len(reader))
+    batch = reader.read(np.linspace(0, len(reader) - 1, count).astype(int).tolist())
+    if batch.targets is None or batch.targets.width is not None:
+        return 1.0
+    targets = batch.targets.resolved()[: 1 << 14]
+    ids, mass = targets.listed()
+    mask = batch.loss_mask.flatten()[: len(ids)]
+    ids, mass = ids[mask], mass[mask].double()
+    place = torch.from_numpy(cells.of_teacher)[ids.clamp(max=len(cells.of_teacher) - 1)]
+    mass = mass.where((ids < len(cells.of_teacher)) & (place >= 0), 0.0)
+    row = torch.arange(len(ids))[:, None] * (cells.count + 1)
+    _, group = (row + place.clamp(min=0)).unique(return_inverse=True)  # an array of rows and cells may take all memory
+    by_cell = torch.bincount(group.flatten(), mass.flatten())
+    whole, kept = (-(each * each.clamp(min=1e-30).log()).sum().item() for each in (mass, by_cell))
+    return kept / whole if whole else 1.0

@@ -1,0 +1,47 @@
+"""The options of training across tokenizers."""
+
+from typing import Any
+
+from kdtrain.config.values import refuse
+
+TERMS = {"auto": None, "cells": (True, False), "chunks": (False, True), "both": (True, True)}
+"""Of the loss across tokenizers: whether it has cells, and chunks; None: what there are numbers for."""
+
+
+def check_terms(name: str) -> None:
+    """UsageError: no such terms."""
+    refuse(name not in TERMS, f"--cross-tokenizer '{name[:80]}' is unknown; use {', '.join(TERMS)}")
+
+
+def _check_pairs(pairs: tuple[str, ...]) -> None:
+    for each in pairs:
+        refuse(
+            each.find("=") < 1,
+            f"--special-tokens '{each[:80]}' is not TEACHER'S=STUDENT'S; leave the second out, "
+            "as '<pad>=', for a token that is dropped",
+        )
+
+
+SPECIAL_TOKENS: dict[str, Any] = {
+    **{"several": True, "later": True, "needs": "cross_tokenizer"},
+    **{"check": _check_pairs, "shown": "A=B"},
+}
+"""Attributes of the option `special_tokens`."""
+
+
+def partners(pairs: tuple[str, ...]) -> dict[str, str]:
+    """The student's special token for each of the teacher's that `--special-tokens` names; empty: it is left out."""
+    return {one: other for one, _, other in (each.partition("=") for each in pairs)}
+
+
+def refuse_across(terms: str | None, sources: int, hidden_loss: str) -> None:
+    """UsageError: a run across tokenizers has other than one source, or a loss of hidden states."""
+    refuse(
+        terms is not None and sources != 1,
+        "--cross-tokenizer reads one cache; give one --cache (or --teacher with --data), without --source",
+    )
+    refuse(
+        terms is not None and hidden_loss != "none",
+        f"--hidden-loss {hidden_loss} compares states token by token, which --cross-tokenizer cannot; leave one "
+        "of them out",
+    )

@@ -1,0 +1,266 @@
+"""Documents in a teacher's tokens, encoded again in a student's.
+
+The bytes of a document are those of its tokens; between two events (special tokens) they are one text, which the
+student's tokenizer cuts. The result is a stream that `packing.rows_of` cuts into rows, whose tokens know what the
+teacher's stream says about the same bytes. A token counts in the loss if all its bytes belong to labels that count.
+
+A cache's rows are one stream if each begins with the last token of the row before; else each row stands alone, and a
+document begins where its part in the row begins.
+
+Given up: a character that is cut off at the end of a row that stands alone is dropped. A document that is not UTF-8, or
+that the student's tokenizer rewrites (`bytes`), is left out and counted.
+
+Shapes: N tokens of the teacher, M of the student.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kdtrain.data.boundaries import common_boundaries
+from kdtrain.data.bytes import ByteTokenizer, Events, spelled
+from kdtrain.data.packing import STREAM, PackedRow, split_text
+from kdtrain.errors import UsageError
+
+_Array = np.ndarray[Any, np.dtype[Any]]
+
+TAUGHT = np.dtype([*STREAM.descr, ("position", "<i8")])
+"""The teacher's stream: besides the packer's fields the position of the cache, row * T + t, whose label the token is;
+-1 for a first token, which is no label."""
+TRANSCODED = np.dtype(
+    [
+        *STREAM.descr,
+        *(("source", "<i8"), ("taught", "<i4"), ("length", "u1"), ("others", "u1")),
+        *(("document", "<i8"), ("place", "<i4")),
+    ]
+)
+"""The student's stream. source: the position of the cache whose label begins with the same byte; taught: that label;
+-1: none that counts. length, others: tokens of student and teacher in the chunk that ends with this one, 0 where none
+ends; the teacher's positions follow the source of its first token. document: where in the teacher's stream its document
+begins. place: the token's number in its document."""
+_BATCH = 1 << 18
+_LONGEST = 256
+"""Most bytes of a token in the mean over many: published ones have three to five, and at most 128 or so in one."""
+_ENOUGH = 1000
+"""Documents after which a share of them that is left out means something."""
+
+
+def teacher_stream(rows: Iterable[PackedRow], joined: bool, teacher: ByteTokenizer, first: int = 0) -> Iterator[_Array]:
+    """The stream behind rows of T + 1 tokens, row by row; a loss mask is 1 where the label counts.
+
+    joined: each row begins with the last token of the row before. first: the number of the first row.
+    """
+    bos = teacher.tokenizer.bos_token_id if teacher.writes_bos else None
+    for number, row in enumerate(rows, first):
+        length = len(row.loss_mask)
+        part = np.zeros(length + 1, TAUGHT)
+        part["token"] = row.tokens
+        part["label"][1:] = row.loss_mask == 1
+        part["position"] = np.arange(-1, length) + number * length
+        part["start"][1:-1] = row.segments[1:] != row.segments[:-1]
+        if joined:  # no segment says whether a document begins with a row's last token
+            before, last = row.tokens[-2:]
+            part["start"][-1] = before == teacher.tokenizer.eos_token_id if bos is None else last == bos
+        if number == first or not joined:
+            part["position"][0], part["start"][0] = -1, True
+        yield part[1:] if joined and number > first else part
+
+
+def is_joined(tokens_nT1: Iterable[_Array]) -> bool:
+    """Whether every row begins with the last token of the row before; arrays [n,T+1], in order."""
+    last = None
+    for tokens in tokens_nT1:
+        if (last is not None and tokens[0, 0] != last) or (tokens[1:, 0] != tokens[:-1, -1]).any():
+            return False
+        last = tokens[-1, -1]
+    return True
+
+
+def documents_of(stream: Iterable[_Array], first: int = 0) -> Iterator[tuple[int, _Array]]:
+    """Whole documents, a quarter of a million tokens at a time, and where in the stream they begin.
+
+    first: where in the whole stream this one begins.
+    """
+    parts: list[_Array] = []
+    size, least = 0, _BATCH
+    for part in stream:
+        parts.append(part)
+        size += len(part)
+        if size < least:
+            continue
+        whole = np.concatenate(parts)
+        begins = np.flatnonzero(whole["start"])
+        end = int(begins[-1]) if len(begins) else 0
+        if end:
+            yield first, whole[:end]
+        parts, size, first = [whole[end:]], len(whole) - end, first + end
+        least = max(_BATCH, 2 * size)  # a long document is joined a few times, not once a row
+    if size:
+        yield first, np.concatenate(parts)
+
+
+@dataclass
+class Transcoder:
+    """Encodes documents of a teacher's tokens in a student's.
+
+    UsageError (of a call): a special token of the teacher is not in the table of events, a token is not in its
+    tokenizer, or more than one of a thousand or more documents in a hundred is left out.
+    """
+
+    teacher: ByteTokenizer
+    student: ByteTokenizer
+    events: Events
+    seen: list[tuple[int, bool]] = field(default_factory=list)
+    """Of each document: where in the teacher's stream it begins, and whether it is left out."""
+    example: str = ""
+    """What is wrong with the first that is left out."""
+
+    def __call__(self, first: int, stream: _Array) -> _Array:
+        """The student's stream [M], TRANSCODED, of documents [N], TAUGHT, that begin at `first` of the teacher's."""
+        tokens = stream["token"].astype(np.int64)
+        self._refuse(tokens)
+        own = self.teacher.bytes
+        special, mapped = own.special[tokens], self.events.lookup(len(own))[tokens]
+        document = np.cumsum(stream["start"]) - 1
+        sizes = np.where(special, mapped >= 0, own.lengths[tokens])
+        begins = stream["start"] | special
+        begins[1:] |= special[:-1]
+        begins[:1] = True
+        firsts = np.flatnonzero(begins)
+        counts = stream["label"].copy()
+
+        ends = np.cumsum(own.lengths[tokens])
+        if len(tokens) and ends[-1] > _LONGEST * len(tokens):
+            raise UsageError(f"the tokens of {own.name} in the cache have more than {_LONGEST} bytes in the mean")
+        flat = own.join(tokens)
+        after = np.append(firsts[1:], len(tokens))
+        stops = ends[after - 1]
+        starts = np.append(0, stops[:-1])
+        texts: list[str | None] = []
+        for part, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
+            whole = flat[start:stop].tobytes()
+            text, lead, trail = _text(whole)
+            if lead or trail:
+                where = np.arange(firsts[part], after[part])
+                _trim(sizes, counts, where, lead)
+                _trim(sizes, counts, where[::-1], trail)
+            texts.append(text)
+        encoded, good = self._encode(texts)
+        bad = np.zeros(int(document[-1]) + 1 if len(document) else 0, bool)
+        bad[document[firsts[~good]]] = True
+        out, wide = self._join(encoded, special[firsts], mapped[firsts], document[firsts], bad)
+        keep = ~bad[document]
+        common = common_boundaries(sizes[keep], wide, counts[keep])
+        at = common.source >= 0
+        from_N = np.flatnonzero(keep)[common.source[at]]
+        real = counts[from_N] & common.counts[at] & (stream["position"][from_N] >= 0)
+        where, from_N = np.flatnonzero(at)[real], from_N[real]
+        out["source"], out["taught"], out["label"] = -1, -1, common.counts
+        out["source"][where], out["taught"][where] = stream["position"][from_N], tokens[from_N]
+        out["length"], out["others"] = common.length, common.others
+        begin = first + np.flatnonzero(stream["start"])
+        out["document"] = begin[out["document"]]
+        self.seen += zip(begin.tolist(), bad.tolist(), strict=True)
+        if len(self.seen) >= _ENOUGH:
+            self.refuse_loss(*self.count())
+        return out
+
+    def count(self, after: float = -1.0, until: float = math.inf) -> tuple[int, int]:
+        """How many documents begin in (after, until], and how many of these are left out."""
+        found = [bad for begin, bad in self.seen if after < begin <= until]
+        return len(found), sum(found)
+
+    def refuse_loss(self, documents: int, left_out: int) -> None:
+        """UsageError: more than one document in a hundred (of a few: more than one) is left out."""
+        if left_out > max(1, documents // 100):
+            raise UsageError(
+                f"{left_out:,} of {documents:,} documents cannot be carried over, and at most one in a hundred may be "
+                f"left out{'; the first: ' * bool(self.example)}{self.example}"
+            )
+
+    def _refuse(self, tokens: _Array) -> None:
+        own = self.teacher.bytes
+        if len(tokens) and (worst := int(tokens.max())) >= len(own):
+            raise UsageError(
+                f"the cache holds token {worst}, and {own.name} ends at {len(own) - 1}; use the tokenizer that the "
+                "cache was made with"
+            )
+        known = self.events.lookup(len(own))
+        unknown = np.unique(tokens[own.special[tokens] & (known[tokens] == -2)])
+        if len(unknown):
+            raise UsageError(
+                f"the text holds {spelled(self.teacher, int(unknown[0]))}, a special token of the teacher without a "
+                f"partner in the student's tokenizer ({'; '.join(self.events.lines())}); name one in the table of "
+                "events, or leave it out there"
+            )
+
+    def _encode(self, texts: list[str | None]) -> tuple[list[list[int]], _Array]:
+        """The student's tokens of each part, and whether they have its bytes."""
+        pieces = [split_text(text or "") for text in texts]
+        cut = iter(self.student.cut([piece for each in pieces for piece in each]))
+        encoded = [[token for _ in each for token in next(cut)] for each in pieces]
+        good = np.array([text is not None for text in texts], bool)
+        for part, (text, ids) in enumerate(zip(texts, encoded, strict=True)):
+            if text and (joined := self.student.bytes.join(np.array(ids, np.int64)).tobytes()) != text.encode():
+                good[part], self.example = False, self.example or self.student.altered(text.encode(), joined)
+            elif text is None:
+                self.example = self.example or "the text is not UTF-8"
+        return encoded, good
+
+    def _join(
+        self, encoded: list[list[int]], special: _Array, mapped: _Array, document: _Array, bad: _Array
+    ) -> tuple[_Array, _Array]:
+        """The student's stream with the fields token, start, document (its number here) and place, and bytes [M]."""
+        bos = self.student.tokenizer.bos_token_id
+        ids: list[int] = []
+        sizes: list[_Array] = []
+        counts: dict[int, int] = {}
+        for part, own in enumerate(encoded):
+            number = int(document[part])
+            if bad[number]:
+                continue
+            found = [int(mapped[part])] * int(mapped[part] >= 0) if special[part] else own
+            lengths = np.ones(len(found), np.int64) if special[part] else self.student.bytes.lengths[found]
+            if number not in counts and self.student.writes_bos and found[:1] != [bos]:
+                found, lengths = [bos, *found], np.append(0, lengths)
+            counts[number] = counts.get(number, 0) + len(found)
+            ids += found
+            sizes.append(lengths.astype(np.int64))
+        out = np.zeros(len(ids), TRANSCODED)
+        out["token"] = ids
+        amount = np.array(list(counts.values()), np.int64)
+        out["document"] = np.repeat(np.array(list(counts), np.int64), amount)
+        begins = np.cumsum(amount) - amount
+        out["start"][begins[amount > 0]] = True
+        out["place"] = np.arange(len(ids)) - np.repeat(begins, amount)
+        return out, np.concatenate(sizes) if sizes else np.empty(0, np.int64)
+
+
+def _text(whole: bytes) -> tuple[str | None, int, int]:
+    """Bytes as text, and how many of a cut character were dropped in front and behind; None: it is not UTF-8."""
+    try:
+        return whole.decode(), 0, 0
+    except UnicodeDecodeError:
+        pass
+    lead = next((n for n, byte in enumerate(whole[:4]) if byte & 0xC0 != 0x80), len(whole[:4]))
+    lead = lead if lead < 4 else 0
+    for trail in range(4):
+        try:
+            return whole[lead : len(whole) - trail].decode(), lead, trail
+        except UnicodeDecodeError:
+            continue
+    return None, 0, 0
+
+
+def _trim(sizes: _Array, counts: _Array, where: _Array, number: int) -> None:
+    """Take `number` bytes from the tokens `where`, in this order; a token that loses one does not count."""
+    for place in where:
+        if not number:
+            return
+        taken = min(number, int(sizes[place]))
+        if taken:
+            sizes[place] -= taken
+            counts[place], number = False, number - taken

@@ -1,0 +1,323 @@
+"""Targets of a teacher with another tokenizer, at the positions of the student's own tokens.
+
+Two terms, right at T = 1, each 0 where the student says what the teacher says:
+
+cells   at common boundaries: KL between the masses that both give to groups of tokens (`cells`, `data.cells`). From
+        samples it is an unbiased estimate of the coarse forward cross-entropy, up to a constant, with an unbiased
+        gradient; from a top-k the rest is one event, and what of it lies in kept cells counts as rest.
+chunks  between common boundaries: teacher's and student's log p of the same bytes. With the sums a, b of log p of the
+        chunk's tokens under both, and P = exp(a / tau), Q = exp(b / tau), it is tau KL(P || Q) of two outcomes, the
+        binarised KL of ALM (Minixhofer et al. 2025, arXiv 2503.20083, section 3) times tau = 100. The gradient in b
+        is about a / b - 1. It stands at the chunk's last token.
+
+A chunk may cross the border between two of the engine's chunks. So the engine computes the label's log q of a few rows
+around each of its chunks, without gradient (`window`).
+
+Shape suffixes: N tokens, R rows of a chunk, K entries, V vocabulary of the teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from kdtrain.objective.cells import CellIndex
+from kdtrain.objective.statistics import Entries, Events, Statistics
+from kdtrain.objective.targets import FLOOR, Comparison, DenseTargets, SparseTargets, Targets
+
+TAU = 100.0
+"""Of the chunks' term: large enough that its gradient is that of the limit, a / b - 1."""
+MOST_CELLS = 64
+"""Cells of a whole distribution that are kept; the others are one event."""
+REACH = 32
+"""Most tokens of the student in a chunk."""
+_LEAST = -1e-6
+_ABSENT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Window:
+    """The label's log q around R rows, without gradient, and the chunks that end behind them."""
+
+    before: Tensor
+    """[b] of the rows before."""
+    after: Tensor
+    """[a] of the rows behind."""
+    length: Tensor
+    """[a] as `AlignedTargets.length`, of the rows behind."""
+    label_logprob: Tensor
+    """[a] likewise."""
+
+
+@dataclass(frozen=True)
+class AlignedTargets(Targets):
+    """What a teacher with another tokenizer said about the text of N tokens of the student."""
+
+    length: Tensor
+    """[N] int64. Tokens of the chunk that ends with the label, up to `REACH`; 0 where none ends, or without chunks."""
+    label_logprob: Tensor
+    """[N] fp32, nats. The teacher's log p of that chunk; 0 where none ends."""
+    at_boundary: Tensor
+    """[N] bool. Where a token of the teacher begins with the label's first byte; elsewhere `near` does not count."""
+    near: SparseTargets | None
+    """Over cells; None without that term."""
+    cells: CellIndex | None
+    """The student's; None where cells are tokens."""
+    chunks: bool = True
+    """Whether chunks count in the loss; without it their numbers are there to be reported."""
+    beyond: Window | None = None
+
+    width = None
+    has_tail = True
+    only_at_one = True
+    forward_only = True
+    has_top = False
+
+    @property
+    def top_k(self) -> int:  # type: ignore[override]
+        """Of the cells."""
+        return 0 if self.near is None else self.near.top_k
+
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]
+        """Of the cells; 1 for chunks alone, whose text is a sample of one."""
+        return 1 if self.near is None else self.near.num_samples
+
+    @property
+    def known_at_one(self) -> bool:  # type: ignore[override]
+        """As the cells."""
+        return self.near is None or self.near.known_at_one
+
+    @property
+    def reach(self) -> int:  # type: ignore[override]
+        """Rows that a chunk of rows needs to see around it."""
+        return REACH if self.chunks else 0
+
+    @property
+    def has_divergence(self) -> bool:  # type: ignore[override]
+        """Of the cells."""
+        return self.near is not None
+
+    def __len__(self) -> int:
+        return self.length.shape[0]
+
+    def map(self, change: Callable[[str, Tensor], Tensor]) -> Self:
+        near = None if self.near is None else self.near.map(change)
+        own: dict[str, Any] = {name: change(name, each) for name, each in self._tensors().items()}
+        return replace(self, near=near, **own)
+
+    def fields(self, shape: tuple[int, int]) -> dict[str, Tensor]:
+        """Those of the targets over cells, and chunk_length, chunk_logprob, at_boundary [B,T]; of each sequence
+        alignment [2]: the key of its cells (0: they are tokens), and whether chunks count."""
+        near = {} if self.near is None else self.near.fields(shape)
+        own = {"chunk_length": self.length, "chunk_logprob": self.label_logprob, "at_boundary": self.at_boundary}
+        stated = [0 if self.cells is None else self.cells.key, int(self.chunks)]
+        alignment = torch.tensor(stated, dtype=torch.float64).expand(shape[0], -1)
+        return near | {name: each.unflatten(0, shape) for name, each in own.items()} | {"alignment": alignment}
+
+    def _near(self, change: Callable[[SparseTargets], SparseTargets]) -> AlignedTargets:
+        return self if self.near is None else replace(self, near=change(self.near))
+
+    def where(self, keep_N: Tensor) -> AlignedTargets:
+        length_N = self.length.masked_fill(~keep_N, 0)
+        label_N = self.label_logprob.masked_fill(~keep_N, 0.0)
+        kept = replace(self, length=length_N, label_logprob=label_N, at_boundary=self.at_boundary & keep_N)
+        return kept._near(lambda near: near.where(keep_N))
+
+    def without_absent(self, vocab_size: int) -> AlignedTargets:
+        return self._near(lambda near: near.without_absent(vocab_size if self.cells is None else self.cells.count))
+
+    def double(self) -> AlignedTargets:
+        return replace(self, label_logprob=self.label_logprob.double())._near(lambda near: near.double())
+
+    def at(self, beta: Tensor) -> AlignedTargets:
+        return self._near(lambda near: near.at(beta))
+
+    def at_one(self) -> AlignedTargets:
+        return self._near(lambda near: near.at_one())
+
+    def log_partition(self, beta: Tensor | float, keep_N: Tensor | None = None) -> Tensor:
+        return torch.zeros_like(self.label_logprob)
+
+    def entries(self, labels_N: Tensor, vocab_size: int) -> Entries:
+        if self.near is None:
+            return Entries.of_labels(labels_N)
+        if self.cells is None:
+            return self.near.entries(labels_N, vocab_size)
+        cells = self.cells.to(labels_N.device)
+        return cells.entries(self.near.entries(labels_N, cells.count), labels_N)
+
+    def events(self, tail: str, statistics: Statistics, beta: Tensor) -> Events:
+        assert self.near is not None
+        events = self.near.events(tail, statistics, beta)
+        weight_RE = events.teacher.exp() if events.weight is None else events.weight
+        return replace(events, weight=weight_RE.masked_fill(~self.at_boundary[:, None], 0.0))
+
+    def measured(self, measure: Callable[[Events], Tensor], tail: str, statistics: Statistics, beta: Tensor) -> Tensor:
+        """Both terms of each row, [R] in nats."""
+        cells_R = torch.zeros_like(statistics.lse)
+        if self.near is not None:
+            cells_R = measure(self.events(tail, statistics, beta))
+        return cells_R + self.chunk_divergence(statistics.label - statistics.lse) if self.chunks else cells_R
+
+    def common(self) -> Tensor:
+        return self.at_boundary
+
+    def spans(self, values_N: Tensor) -> Tensor:
+        sums = torch.cat([values_N.new_zeros(1), values_N.cumsum(0)])
+        end = torch.arange(1, len(values_N) + 1, device=values_N.device)
+        return sums[end] - sums[(end - self.length).clamp(min=0)]
+
+    def window(self, rows: slice, before: Tensor, after: Tensor) -> AlignedTargets:
+        """The rows `rows`, with the label's log q of the neighbours before and behind them."""
+        behind = slice(rows.stop, rows.stop + len(after))
+        beyond = Window(before, after, self.length[behind], self.label_logprob[behind])
+        return replace(self[rows], beyond=beyond)
+
+    def chunk_divergence(self, label_R: Tensor) -> Tensor:
+        """tau times the binarised KL of each chunk, at its last row, [R]; `label_R` is the label's log q.
+
+        A chunk that ends behind these rows gives its gradient here and its value there.
+        """
+        length, teacher, before = self.length, self.label_logprob, 0
+        every = label_R
+        if self.beyond is not None:
+            every = torch.cat([self.beyond.before.to(label_R.dtype), label_R, self.beyond.after.to(label_R.dtype)])
+            length = torch.cat([length, self.beyond.length])
+            teacher = torch.cat([teacher, self.beyond.label_logprob.to(teacher.dtype)])
+            before = len(self.beyond.before)
+        sums = torch.cat([every.new_zeros(1), every.cumsum(0)])
+        end = torch.arange(before + 1, before + 1 + len(length), device=length.device)
+        start = end - length
+        whole = (length > 0) & (start >= 0)
+        student = torch.where(whole, sums[end] - sums[start.clamp(min=0)], -1.0)
+        found = binarised_kl(teacher.to(student.dtype).where(whole, -1.0), student).where(whole, 0.0)
+        own_R, behind = found[: len(label_R)], found[len(label_R) :]
+        if not len(behind):
+            return own_R
+        return torch.cat([own_R[:-1], own_R[-1:] + (behind - behind.detach()).sum()])
+
+    def compare(self, z_RV: Tensor, labels_R: Tensor) -> Comparison:
+        if self.near is None:
+            nothing = Events(z_RV.new_zeros(len(z_RV), 1), z_RV.new_zeros(len(z_RV), 1))
+            return Comparison(nothing, nothing, None)
+        label_R, entries = z_RV.gather(1, labels_R[:, None]).squeeze(1), self.entries(labels_R, z_RV.shape[1])
+        y_RW = z_RV if self.cells is None else self.cells.to(z_RV.device).reduce(z_RV).y
+        kept_RK, label_R = entries.take(y_RW, label_R).logits(y_RW.dtype)
+        tail_R = torch.logsumexp(y_RW, 1)
+        statistics = Statistics(tail_R, tail_R, kept_RK, label_R, self.near.top_k)
+        rule = "sampled" if self.near.num_samples else "ghost"
+        events = self.events(rule, statistics, torch.ones((), dtype=z_RV.dtype, device=z_RV.device))
+        return Comparison(events, events, None)
+
+
+def binarised_kl(teacher: Tensor, student: Tensor) -> Tensor:
+    """tau KL between (P, 1 - P) and (Q, 1 - Q), with log P = teacher / tau and log Q = student / tau, both below 0."""
+    p, q = teacher.clamp(max=_LEAST) / TAU, student.clamp(max=_LEAST) / TAU
+    missed_p = -torch.expm1(p)
+    return TAU * (p.exp() * (p - q) + missed_p * (missed_p.log() - (-torch.expm1(q)).log()))
+
+
+def at_rows(targets: SparseTargets, source_N: Tensor) -> SparseTargets:
+    """The rows `source_N` of targets over tokens of both; below 0: a row of finite numbers, to be left out."""
+
+    def chosen(name: str, each: Tensor) -> Tensor:
+        found, known_N = each[source_N.clamp(min=0)], source_N >= 0
+        if name == "ids":  # valid ones: the student's sums are over them
+            return found
+        blank = FLOOR if name == "logprobs" else 0.0
+        return found.where(known_N if found.ndim == 1 else known_N[:, None], blank)
+
+    return targets.map(chosen)
+
+
+def condensed(targets: DenseTargets, of_teacher_V: Tensor, count: int) -> SparseTargets:
+    """The `MOST_CELLS` likeliest cells of whole distributions over the teacher's tokens, and the rest, at T = 1.
+
+    of_teacher_V: int64, the cell of each token, 0 .. count - 1; -1: none, whose mass is left out, and the rest scaled
+    to 1.
+    """
+    size = min(targets.logprobs.shape[1], len(of_teacher_V))
+    mass_NV = targets.logprobs[:, :size].float().exp()
+    place_V = of_teacher_V[:size].to(mass_NV.device)
+    place_V = torch.where(place_V < 0, count, place_V)
+    by_cell_NC = mass_NV.new_zeros(len(mass_NV), count + 1).index_add_(1, place_V, mass_NV)[:, :count]
+    by_cell_NC /= by_cell_NC.sum(1, keepdim=True).clamp(min=torch.finfo(mass_NV.dtype).tiny)
+    mass_NK, cell_NK = by_cell_NC.topk(min(MOST_CELLS, count), dim=1)
+    rest_N = by_cell_NC.scatter(1, cell_NK, 0.0).sum(1)
+    none_N = torch.zeros_like(rest_N)
+    return SparseTargets(
+        ids=cell_NK,
+        logprobs=mass_NK.log().clamp_min(FLOOR),
+        counts=torch.zeros_like(mass_NK),
+        tail=torch.stack([rest_N.log().clamp_min(FLOOR), none_N], 1),
+        label_logprob=none_N,
+        logit_mean=none_N,
+        logit_std=none_N,
+        top_k=mass_NK.shape[1],
+        num_samples=0,
+        knots=(1.0,),
+    )
+
+
+def coarsened(targets: SparseTargets, of_teacher_V: Tensor, source_N: Tensor) -> SparseTargets:
+    """Targets over cells for the rows `source_N` of targets over tokens of the teacher, at T = 1.
+
+    of_teacher_V: int64, the cell of each token; -1: none, whose mass is left out (and of a top-k the rest scaled to 1).
+    source_N: int64; below 0: a row that
+    nothing is known about, to be left out by `at_boundary`.
+
+    Samples give samples, a top-k gives a top-k of the same width; both together give weights, as of samples.
+    """
+    rows = targets[:0] if not len(targets) else targets.map(lambda _, each: each[source_N.clamp(min=0)])
+    size = len(of_teacher_V)
+    present = (rows.ids < size) & (source_N >= 0)[:, None]
+    cell_NK = torch.where(present, of_teacher_V[rows.ids.clamp(max=size - 1)], -1)
+    one = torch.ones((), dtype=torch.float64)
+    shift_N1 = rows.logprobs.new_zeros(len(rows), 1)
+    if not rows.num_samples:
+        mass_NK = rows.logprobs.exp()
+    elif rows.only_at_one:
+        mass_NK = rows.counts / rows.num_samples
+        most_N1 = mass_NK.argmax(1, keepdim=True)
+        shift_N1 = rows.logprobs.gather(1, most_N1) - mass_NK.gather(1, most_N1).log()
+    else:
+        drawn_ND = rows.drawn_weights(one).float()
+        mass_NK = torch.cat([rows.top_logprobs(one).exp().float(), drawn_ND], 1)
+    present &= (cell_NK >= 0) & (mass_NK > 0)
+    cell_NK = torch.where(present, cell_NK, _ABSENT)
+    cell_NK, order_NK = cell_NK.sort(dim=1, stable=True)
+    mass_NK = mass_NK.where(present, 0.0).gather(1, order_NK)
+    begins_NK = torch.ones_like(cell_NK, dtype=torch.bool)
+    begins_NK[:, 1:] = cell_NK[:, 1:] != cell_NK[:, :-1]
+    group_NK = begins_NK.cumsum(1) - 1
+    mass_NK = torch.zeros_like(mass_NK).scatter_add_(1, group_NK, mass_NK)
+    cell_NK = torch.full_like(cell_NK, _ABSENT).scatter_(1, group_NK, cell_NK)
+    mass_NK, order_NK = mass_NK.masked_fill(cell_NK == _ABSENT, 0.0).sort(dim=1, descending=True, stable=True)
+    cell_NK = cell_NK.gather(1, order_NK)
+    logprobs_NK = (mass_NK.log() + shift_N1).masked_fill(cell_NK == _ABSENT, FLOOR)
+    none_N = rows.label_logprob.new_zeros(len(rows))
+    tail_N2 = none_N[:, None].expand(-1, 2)
+    top_k = 0 if rows.num_samples else rows.top_k
+    if top_k:
+        tail_N2 = torch.stack([rows.log_tail(1.0), none_N], 1).masked_fill((source_N < 0)[:, None], 0.0)
+        # a row of absent entries has no first one, whose id the others take
+        blank_N1 = (source_N < 0)[:, None] | (cell_NK[:, :1] == _ABSENT)
+        cell_NK = torch.where(blank_N1, 0, cell_NK)
+        cell_NK[:, 1:] = cell_NK[:, 1:].masked_fill(blank_N1, _ABSENT)
+    return SparseTargets(
+        ids=cell_NK,
+        logprobs=logprobs_NK,
+        counts=mass_NK * rows.num_samples,
+        tail=tail_N2,
+        label_logprob=none_N,
+        logit_mean=none_N,
+        logit_std=none_N,
+        top_k=top_k,
+        num_samples=rows.num_samples,
+        knots=(1.0,),
+    )

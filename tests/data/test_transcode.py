@@ -1,0 +1,199 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kdtrain.data.alignment import Alignment
+from kdtrain.data.bytes import ByteTokenizer, Events
+from kdtrain.data.corpus import Document
+from kdtrain.data.packing import PackedRow, pack, rows_of
+from kdtrain.data.transcode import TAUGHT, Transcoder, documents_of, is_joined, teacher_stream
+from kdtrain.errors import UsageError
+from tests.token_kinds import KINDS, TEXTS, random_texts, train
+
+
+def rows(kind, texts, seq_len=16, **options):
+    return list(pack([Document(f"{n}", text=text) for n, text in enumerate(texts)], train(kind), seq_len, **options))
+
+
+def plain(text):
+    """Without a mark of a space, and without the name of a special token, which the packer takes for one."""
+    return text.replace("▁", "_").replace("</s>", "")
+
+
+def transcoder(teacher, student, given=None):
+    one, other = ByteTokenizer(train(teacher)), ByteTokenizer(train(student))
+    return Transcoder(one, other, Events.match(one, other, given))
+
+
+def carried(worker, taught, joined=True):
+    stream = np.concatenate(list(teacher_stream(taught, joined, worker.teacher)))
+    parts = [worker(first, part) for first, part in documents_of([stream])]
+    return stream, np.concatenate(parts)
+
+
+def text_of(tokenizer, tokens):
+    return tokenizer.bytes.join(np.array(tokens, np.int64))
+
+
+@pytest.mark.parametrize("teacher, student", [("gpt2", "gemma"), ("gemma", "qwen"), ("qwen", "llama3")])
+def test_the_students_rows_have_the_bytes_and_the_ends_of_the_documents(teacher, student):
+    texts = [plain(text) for text in random_texts(300)] + list(TEXTS)
+    taught = rows(teacher, texts)
+    worker = transcoder(teacher, student)
+    stream, out = carried(worker, taught)
+    for tokenizer, tokens in ((worker.teacher, stream["token"]), (worker.student, out["token"])):
+        eos = tokens == tokenizer.tokenizer.eos_token_id
+        found = [
+            text_of(tokenizer, part[part != tokenizer.tokenizer.eos_token_id])
+            for part in np.split(tokens, np.flatnonzero(eos) + 1)
+        ]
+        whole = [each.tobytes() for each in found]
+        assert whole[:-1] == [text.encode() for text in texts[: len(whole) - 1]]
+        assert len(whole) > 250
+    assert worker.count() == (len(whole), 0)
+
+
+@pytest.mark.parametrize("seed, teacher", [*enumerate(KINDS)])
+def test_ten_thousand_random_documents_keep_their_bytes_with_characters_split_by_both(seed, teacher):
+    texts = [plain(text) for text in random_texts(2500, seed)]  # of each of the four
+    worker = transcoder(teacher, KINDS[seed - 1])
+    ends = worker.teacher.tokenizer.eos_token_id, worker.student.tokenizer.eos_token_id
+    stream = np.zeros(sum(map(len, ids := [[*each, ends[0]] for each in worker.teacher.encode(texts)])), TAUGHT)
+    stream["token"], stream["label"], stream["position"] = np.concatenate(ids), True, np.arange(len(stream)) - 1
+    stream["start"][np.cumsum([0, *map(len, ids[:-1])])] = True
+    out = np.concatenate([worker(first, part) for first, part in documents_of([stream])])
+    assert worker.count() == (len(texts), 0)
+    whole = "".join(texts).encode()
+    stops = np.cumsum([len(text.encode()) for text in texts])
+    for tokenizer, tokens, eos in zip(
+        (worker.teacher, worker.student), (stream["token"], out["token"]), ends, strict=True
+    ):
+        assert text_of(tokenizer, tokens).tobytes() == whole
+        assert (np.cumsum(tokenizer.bytes.lengths[tokens])[tokens == eos] == stops).all()
+    mine = worker.student.bytes
+    within = mine.flat[np.minimum(mine.starts[out["token"]], len(mine.flat) - 1)] & 0xC0 == 0x80
+    assert (within & (out["source"] >= 0)).sum() > 100, "common boundaries within a character"
+
+
+def test_a_source_is_the_position_whose_label_begins_with_the_same_byte():
+    worker = transcoder("llama3", "gpt2")
+    taught = rows("llama3", TEXTS)
+    stream, out = carried(worker, taught)
+    label = np.concatenate([row.tokens[1:] for row in taught])  # by position
+    at = np.flatnonzero(out["source"] >= 0)
+    assert len(at) > len(out) / 2
+    ends = {
+        "teacher": np.cumsum(worker.teacher.bytes.lengths[stream["token"]]),
+        "student": np.cumsum(worker.student.bytes.lengths[out["token"]]),
+    }
+    for place in at:
+        position = out["source"][place]
+        assert label[position] == stream["token"][position + 1]
+        own = ends["teacher"][position + 1] - worker.teacher.bytes.lengths[label[position]]
+        assert own == ends["student"][place] - worker.student.bytes.lengths[out["token"][place]]
+    for place in np.flatnonzero(out["length"]):
+        length, others = int(out["length"][place]), int(out["others"][place])
+        first = out["source"][place - length + 1]
+        mine, theirs = out["token"][place - length + 1 : place + 1], label[first : first + others]
+        eos = [theirs[0] == worker.teacher.tokenizer.eos_token_id, mine[0] == worker.student.tokenizer.eos_token_id]
+        assert text_of(worker.teacher, theirs).tobytes() == text_of(worker.student, mine).tobytes() and eos[0] == eos[1]
+
+
+def test_the_same_tokenizer_gives_the_same_rows():
+    taught = rows("llama3", TEXTS * 3)
+    _, out = carried(transcoder("llama3", "llama3"), taught)
+    again = list(rows_of([out], 16, False))
+    assert len(again) >= len(taught) - 1  # the last text is cut off, and may be cut into other tokens
+    for one, other in zip(taught[:-1], again, strict=False):
+        assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.segments, other.segments)
+        assert np.array_equal(one.loss_mask, other.loss_mask)
+    source = np.concatenate([row.kept["source"] for row in again])
+    assert np.array_equal(source[:-16], np.arange(len(source) - 16))
+
+
+def test_masks_are_carried_over_by_bytes():
+    worker = transcoder("llama3", "qwen")
+    taught = rows("llama3", TEXTS)
+    chance = np.random.RandomState(0)
+    taught = [PackedRow(row.tokens, chance.rand(len(row.loss_mask)) < 0.7, row.segments) for row in taught]
+    stream, out = carried(worker, taught)
+    sizes = [each.bytes.lengths for each in (worker.teacher, worker.student)]
+    by_byte = np.repeat(stream["label"], sizes[0][stream["token"]])
+    ends = np.cumsum(sizes[1][out["token"]])
+    for token, stop, counts in list(zip(out["token"], ends, out["label"], strict=True))[:-8]:  # the last may be cut
+        if size := sizes[1][token]:
+            assert counts == by_byte[stop - size : stop].all()
+    assert not out["label"][out["length"] > 0].sum() < (out["length"] > 0).sum()
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 9), st.integers(0, 10**6))
+def test_rows_that_stand_alone_lose_the_cut_characters_at_their_ends_and_no_more(seq_len, seed):
+    worker = transcoder("gpt2", "gemma")
+    taught = rows("gpt2", [plain(text) for text in random_texts(20, seed)], seq_len)[::2]
+    _, out = carried(worker, taught, joined=False)
+    whole = text_of(worker.student, out["token"]).tobytes().decode()
+    expected = "".join(text_of(worker.teacher, row.tokens).tobytes().decode("utf-8", "ignore") for row in taught)
+    assert worker.count()[1] or whole == expected
+    assert (out["source"] < len(taught) * seq_len).all()
+
+
+def test_rows_are_joined_if_each_begins_with_the_end_of_the_one_before():
+    taught = np.stack([row.tokens for row in rows("gpt2", TEXTS)])
+    assert (
+        is_joined([taught[:3], taught[3:]]) and not is_joined([taught[::2]]) and not is_joined([taught[:2], taught[3:]])
+    )
+
+
+def test_an_event_without_a_partner_is_refused_with_the_table_and_can_be_left_out():
+    tokenizer = train("llama3")
+    stream = np.zeros(4, TAUGHT)
+    stream["token"] = [tokenizer.bos_token_id, *tokenizer.convert_tokens_to_ids(["a", "b"]), tokenizer.eos_token_id]
+    stream["position"], stream["start"][0], stream["label"][1:] = np.arange(-1, 3), True, True
+    with pytest.raises(
+        UsageError, match=r"holds <s>, a special token of the teacher without a partner in .* .document end"
+    ):
+        transcoder("llama3", "gpt2")(0, stream)
+    out = transcoder("llama3", "gpt2", {"<s>": ""})(0, stream)
+    assert out["token"][-1] == train("gpt2").eos_token_id and out["source"][-1] == 2 and out["length"][-1] == 1
+
+
+def test_a_tokenizer_that_rewrites_more_than_one_document_in_a_hundred_is_refused_with_an_example():
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    worker = transcoder("gpt2", "qwen")
+    carried(worker, rows("gpt2", [decomposed, *[composed] * 20], 8))
+    worker.refuse_loss(*worker.count())
+    assert worker.count()[1] == 1
+    worker = transcoder("gpt2", "qwen")
+    carried(worker, rows("gpt2", [decomposed] * 5 + [composed], 8))
+    refused = pytest.raises(UsageError, match=r"documents cannot be carried over.*the first: .*rewrites a text")
+    with refused:
+        worker.refuse_loss(*worker.count())
+    with refused:  # and before the end of a long text
+        carried(transcoder("gpt2", "qwen"), rows("gpt2", [decomposed, *[composed] * 9] * 110, 8))
+
+
+def test_an_alignment_holds_a_text_in_the_tokens_of_two_tokenizers():
+    one, other = train("llama3"), train("gemma")
+    text = TEXTS[0] + TEXTS[4]
+    tokens = [*one.encode(text), one.eos_token_id, *one.encode(TEXTS[2])]
+    alignment = Alignment(one, other)
+    found = alignment.align(tokens)
+    assert other.decode(found.tokens) == text + "</s>" + TEXTS[2]
+    assert alignment.events[0] == "document end: </s> is </s>"
+    for place in np.flatnonzero(found.source >= 0):
+        token = tokens[found.source[place]]
+        assert one.decode(tokens[: found.source[place]]) == other.decode(found.tokens[:place])
+        assert token == one.eos_token_id or alignment.teacher[token][0] == alignment.student[found.tokens[place]][0]
+    assert (found.source >= 0).sum() > 10
+    for end in np.flatnonzero(found.length):
+        begin = end - found.length[end] + 1
+        theirs = tokens[found.source[begin] : found.source[begin] + found.others[end]]
+        assert one.decode(theirs) == other.decode(found.tokens[begin : end + 1])
+    with pytest.raises(UsageError, match="is not a special token of"):
+        Alignment(one, other, {"</s>": "nothing"})
+    with pytest.raises(UsageError, match=r"rewrites a text before it cuts it"):
+        Alignment(train("gpt2"), train("qwen")).align(train("gpt2").encode("cafe\u0301"))
+    with pytest.raises(UsageError, match="the shape"):
+        alignment.align([[1], [2]])

@@ -1,0 +1,351 @@
+"""Targets of another tokenizer: against enumeration, against autograd, and against the ordinary objective."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from objective_cases import run, targets_for
+from objective_reference import problem, sparse
+
+from kdtrain.data.boundaries import common_boundaries
+from kdtrain.data.bytes import TokenBytes
+from kdtrain.data.cells import prefix_cells
+from kdtrain.errors import UsageError
+from kdtrain.models.output_head import OutputHead
+from kdtrain.objective import aligned
+from kdtrain.objective.aligned import TAU, AlignedTargets, coarsened, condensed
+from kdtrain.objective.cells import CellIndex
+from kdtrain.objective.loss import distillation_loss
+from kdtrain.objective.metrics import measure
+from kdtrain.objective.targets import FLOOR, DenseTargets
+
+TEACHER = ["a", "b", "ab", "ba", "bb", "aab"]
+STUDENT = ["b", "a", "aa", "ab", "bab", "abb"]
+BYTES = ["a", "b"]
+TEXTS = ["".join(each) for size in range(1, 5) for each in itertools.product("ab", repeat=size)]
+
+
+def token_bytes(vocabulary):
+    flat = np.frombuffer("".join(vocabulary).encode(), np.uint8)
+    starts = np.cumsum([0, *map(len, vocabulary)]).astype(np.int64)
+    return TokenBytes("it", flat, starts, np.zeros(len(vocabulary), bool))
+
+
+def greedy(text, vocabulary):
+    tokens = []
+    while text:
+        best = max((each for each in vocabulary if text.startswith(each)), key=len)
+        tokens.append(vocabulary.index(best))
+        text = text[len(best) :]
+    return tokens
+
+
+def log_softmax_at(text, size, seed):
+    """A model: log p of each token after a text."""
+    state = np.random.RandomState([seed, *text.encode(), len(text)])
+    return torch.log_softmax(torch.from_numpy(2 * state.randn(size)), 0)
+
+
+def positions(vocabulary):
+    """Every position of all texts: number of the text, the text before it, and its label."""
+    found = []
+    for number, text in enumerate(TEXTS):
+        before = ""
+        for token in greedy(text, vocabulary):
+            found.append((number, before, token))
+            before += vocabulary[token]
+    return found
+
+
+def whole(energies, labels):
+    """All six entries kept, and a tail that is empty, as a cache states it."""
+    found = sparse(energies, labels, top_k=6, dtype=torch.float64)
+    return found.map(lambda name, each: each.nan_to_num(neginf=FLOOR) if name == "tail" else each)
+
+
+def brute_force(student, cell_of, wide):
+    """Chunks' and cells' terms of all texts from the definitions, with a student [N,V] of logits."""
+    theirs, own = positions(TEACHER), positions(wide)
+    q = torch.log_softmax(student, 1)
+    chunks = cells = torch.zeros((), dtype=torch.float64)
+    for number in range(len(TEXTS)):
+        rows_T = [place for place, each in enumerate(theirs) if each[0] == number]
+        rows_S = [place for place, each in enumerate(own) if each[0] == number]
+        begins_T = {len(theirs[place][1]): place for place in rows_T}
+        begins_S = {len(own[place][1]): place for place in rows_S}
+        common = sorted(begins_T.keys() & begins_S.keys())
+        for start, stop in itertools.pairwise([*common, len(TEXTS[number])]):
+            log_p = sum(
+                log_softmax_at(theirs[place][1], 6, 1)[theirs[place][2]]
+                for place in rows_T
+                if start <= len(theirs[place][1]) < stop
+            )
+            log_q = sum(q[place, own[place][2]] for place in rows_S if start <= len(own[place][1]) < stop)
+            p, r = (log_p / TAU).exp(), (log_q / TAU).exp()
+            chunks = chunks + TAU * (p * (p / r).log() + (1 - p) * ((1 - p) / (1 - r)).log())
+        for start in common:
+            p = log_softmax_at(theirs[begins_T[start]][1], 6, 1).exp()
+            for cell in {cell_of(each) for each in TEACHER}:
+                mass_p = sum(p[n] for n, each in enumerate(TEACHER) if cell_of(each) == cell)
+                mass_q = sum(q[begins_S[start], n].exp() for n, each in enumerate(wide) if cell_of(each) == cell)
+                cells = cells + mass_p * (mass_p / mass_q).log()
+    return chunks, cells
+
+
+def aligned_of_texts(wide, cut):
+    """The targets of all texts by the library's own passes."""
+    theirs, own = positions(TEACHER), positions(wide)
+    sizes = [
+        np.array([len(vocabulary[each[2]]) for each in rows]) for rows, vocabulary in ((theirs, TEACHER), (own, wide))
+    ]
+    common = common_boundaries(*sizes, np.ones(len(theirs), bool))
+    energies = torch.stack([log_softmax_at(before, 6, 1) for _, before, _ in theirs])
+    labels = torch.tensor([token for *_, token in theirs])
+    targets = whole(energies, labels)
+    cells = prefix_cells(token_bytes(TEACHER), token_bytes(wide), cut, np.full(6, -2))
+    length, others = (torch.from_numpy(each.astype(np.int64)) for each in (common.length, common.others))
+    sums = torch.cat([torch.zeros(1, dtype=torch.float64), targets.label_logprob.cumsum(0)])
+    source = torch.from_numpy(common.source)
+    ends = torch.arange(len(own))
+    start = source[(ends - length + 1).clamp(min=0)]
+    label_logprob = torch.where(length > 0, sums[start + others] - sums[start], 0.0)
+    index = CellIndex.of(torch.from_numpy(cells.of_student), cells.count)
+    near = coarsened(targets, torch.from_numpy(cells.of_teacher), source)
+    return AlignedTargets(length, label_logprob, source >= 0, near, index), torch.tensor([each[2] for each in own])
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("terms", ["both", "chunks", "cells"])
+@pytest.mark.parametrize("kind", ["first bytes", "a student of bytes", "prefixes"])
+def test_both_terms_equal_the_enumeration_of_all_texts_up_to_four_bytes(kind, terms, chunk):
+    wide = BYTES if kind == "a student of bytes" else STUDENT
+
+    def letters(texts):
+        return [[wide.index(text[0])] for text in texts]
+
+    cut = (lambda texts: [greedy(text, wide) for text in texts]) if kind == "prefixes" else letters
+    targets, labels = aligned_of_texts(wide, cut)
+    student = torch.randn(len(labels), len(wide), dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    student.requires_grad_()
+    starts = sorted({wide[cut([each])[0][0]] for each in TEACHER} | {"a", "b"}, key=len, reverse=True)
+
+    def cell_of(text):
+        return next(each for each in starts if text.startswith(each))
+
+    def teacher_cell_of(text):
+        return wide[cut([text])[0][0]]
+
+    assert all(cell_of(each) == teacher_cell_of(each) for each in TEACHER)
+    chunks, cells = brute_force(student, cell_of, wide)
+    assert chunks > 0.1 and cells > 0.1
+    expected = {"both": chunks + cells, "chunks": chunks, "cells": cells}[terms]
+    if terms == "chunks":
+        targets = AlignedTargets(targets.length, targets.label_logprob, targets.at_boundary, None, None)
+    if terms == "cells":
+        nothing = torch.zeros_like(targets.length)
+        targets = AlignedTargets(nothing, targets.label_logprob, targets.at_boundary, targets.near, targets.cells)
+    out = distillation_loss(
+        student,
+        OutputHead(),
+        labels,
+        torch.ones(len(labels), dtype=torch.bool),
+        targets,
+        temperature=1.0,
+        alpha=1.0,
+        vocab_size=len(wide),
+        normalizer=1.0,
+        chunk=chunk,
+    )
+    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-9)
+    (got,), (want,) = (torch.autograd.grad(each, student) for each in (out.loss, expected))
+    assert (got - want).norm() <= 1e-9 * want.norm()
+
+
+def test_labels_shifted_by_one_make_the_cells_worse():
+    own = torch.stack([log_softmax_at(before, 6, 1) for _, before, _ in positions(TEACHER)])
+    source = torch.arange(len(own))
+    near = coarsened(whole(own, own.argmax(1)), torch.arange(6), source)
+    right, shifted = (
+        run_aligned(own, AlignedTargets(source * 0, own[:, 0] * 0, source >= 0, each, None))
+        for each in (near, near.map(lambda _, tensor: tensor.roll(1, 0)))
+    )
+    assert right < 1e-9 < 0.1 < shifted
+
+
+def run_aligned(logits, targets):
+    mask = torch.ones(len(logits), dtype=torch.bool)
+    options = {"temperature": 1.0, "alpha": 1.0, "vocab_size": logits.shape[1], "normalizer": float(len(logits))}
+    return distillation_loss(logits, OutputHead(), mask.long(), mask, targets, **options).loss.item()
+
+
+def wrapped(p, near, cells=None):
+    nothing = torch.zeros(len(p.labels), dtype=torch.int64)
+    return AlignedTargets(nothing, near.label_logprob * 0, torch.ones_like(p.mask), near, cells)
+
+
+@pytest.mark.parametrize("rule", ["sampled-headless", "sampled", "ghost"])
+@pytest.mark.parametrize("through", ["tokens", "cells of one token"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_equal_tokenizers_have_the_ordinary_objective_to_the_bit(rule, through, dtype):
+    p = problem(n=40, padding=3, bias=dtype == torch.float64)
+    near = targets_for(p, rule, torch.float32)
+    cells = None if through == "tokens" else CellIndex.of(torch.arange(p.vocab_size), p.vocab_size)
+    found = []
+    for targets in (near, wrapped(p, near, cells)):
+        ours = p.cast(dtype)
+        out = run(ours, targets, 1.0, rule, chunk=16)
+        found.append([out.loss, out.ce, out.kd, *torch.autograd.grad(out.loss, ours.leaves())])
+    for one, other in zip(*found, strict=True):
+        if through == "tokens":
+            assert torch.equal(one, other)
+        else:  # sums over two columns more, which are 0
+            bound = {torch.float32: 1e-5, torch.float64: 1e-9, torch.bfloat16: 1e-2}[dtype]
+            assert (one - other).norm() <= bound * one.norm()
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("rule", ["sampled-headless", "sampled", "ghost"])
+def test_cells_of_several_tokens_agree_with_autograd_over_all_logits(rule, softcap):
+    p = problem(n=40, vocab=23, scale=0.8, softcap=softcap).cast(torch.float64)
+    cells = torch.arange(23) * 7 // 23
+    cells[[3, 20]] = 7  # no cell
+    teacher = torch.arange(23) * 7 // 23
+    teacher[5] = -1
+    targets = targets_for(p, rule)
+    source = torch.arange(40)
+    source[[2, 9, 30]] = -1
+    near = coarsened(targets, teacher, source)
+    aligned = AlignedTargets(
+        torch.zeros(40, dtype=torch.int64), p.energies[:, 0] * 0, source >= 0, near, CellIndex.of(cells, 7)
+    )
+    out = run(p, aligned, 1.0, "sampled" if "sampled" in rule else rule, chunk=16)
+    q = torch.log_softmax(p.logits(), 1)
+    mass_q = torch.stack([q[:, cells == each].logsumexp(1) for each in range(7)], 1)
+    one = torch.ones((), dtype=torch.float64)
+    if rule == "ghost":
+        weights = targets.top_logprobs(one).exp()
+    else:
+        weights = torch.cat([targets.top_logprobs(one).exp(), targets.drawn_weights(one)], 1)
+    kd = torch.zeros((), dtype=torch.float64)
+    for row in range(40):
+        mass = torch.zeros(7, dtype=torch.float64)
+        for token, weight in zip(targets.ids[row].tolist(), weights[row].tolist(), strict=True):
+            if token < 23 and teacher[token] >= 0:
+                mass[teacher[token]] += weight
+        if not p.mask[row] or source[row] < 0:
+            continue
+        kept = mass > 0
+        tail = targets.log_tail(1.0)[row].exp()
+        if rule == "ghost":  # what has no cell is left out, and the rest is the whole
+            mass, tail = mass / (mass.sum() + tail), tail / (mass.sum() + tail)
+        kd = kd - (mass[kept] * mass_q[row, kept]).sum()
+        if rule == "ghost":
+            rest = 1 - mass_q[row, kept].exp().sum()
+            kd = kd - tail * rest.log()
+    ce = -(q.gather(1, p.labels[:, None]).squeeze(1) * p.mask).sum()
+    expected = (0.3 * ce + 0.7 * kd) / 11.0
+    got, want = (torch.autograd.grad(each, p.leaves()) for each in (out.loss, expected))
+    assert out.ce.item() == pytest.approx(ce.item(), rel=1e-12)
+    for one_grad, other in zip(got, want, strict=True):
+        assert (one_grad - other).norm() <= 1e-6 * other.norm()  # the cells' masses are stored in fp32
+
+
+def test_samples_give_an_unbiased_gradient_as_the_loss_is_linear_in_their_counts():
+    p = problem(n=6, vocab=9).cast(torch.float64)
+    cells = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 3])
+    index, places = CellIndex.of(cells, 4), torch.arange(6)
+
+    def gradient(counts):
+        targets = sparse(p.energies, p.labels, top_k=0, num_samples=4, dtype=torch.float64)
+        whole = torch.arange(9).expand(6, -1)
+        targets = AlignedTargets(
+            places * 0,
+            p.energies[:, 0] * 0,
+            places >= 0,
+            coarsened(
+                type(targets)(
+                    ids=whole,
+                    logprobs=(counts / 4).clamp(min=1e-9).log(),
+                    counts=counts,
+                    tail=torch.zeros(6, 2, dtype=torch.float64),
+                    label_logprob=p.energies[:, 0],
+                    logit_mean=p.energies[:, 0],
+                    logit_std=p.energies[:, 0],
+                    top_k=0,
+                    num_samples=4,
+                    knots=(1.0,),
+                ),
+                cells,
+                places,
+            ),
+            index,
+        )
+        return torch.autograd.grad(run(p, targets, 1.0, "sampled", alpha=1.0).loss, p.leaves())[0]
+
+    exact = gradient(4 * p.energies.exp())
+    draws = 0
+    for first in range(9):  # every outcome of four equal samples, with its probability
+        counts = torch.zeros(6, 9, dtype=torch.float64)
+        counts[:, first] = 4.0
+        draws = draws + gradient(counts) * p.energies.exp()[:, first, None]
+    assert (draws - exact).norm() <= 1e-6 * exact.norm()
+
+
+def test_what_is_right_at_forward_kl_and_one_temperature_alone_is_refused_otherwise():
+    p = problem()
+    near = targets_for(p, "ghost")
+    with pytest.raises(UsageError, match="cannot be computed across tokenizers"):
+        run(p, wrapped(p, near), 1.0, "ghost", divergence="reverse-kl")
+    assert wrapped(p, near).only_at_one
+
+
+def test_metrics_of_equal_tokenizers_are_the_ordinary_ones():
+    p = problem(n=40).cast(torch.float32)
+    near = targets_for(p, "sampled-headless", torch.float32)
+    cells = CellIndex.of(torch.arange(p.vocab_size), p.vocab_size)
+    plain, ours = (
+        measure(p.hidden, p.head, p.labels, p.mask, each, vocab_size=p.vocab_size)
+        for each in (near, wrapped(p, near, cells))
+    )
+    assert math.isclose(plain.kl, ours.kl, rel_tol=1e-6) and plain.cross_entropy == ours.cross_entropy
+
+
+def test_of_whole_distributions_the_likeliest_cells_are_kept_and_the_rest_is_one_event(monkeypatch):
+    p = problem(n=30).cast(torch.float32)
+    of_teacher = torch.tensor([0, 1, 2, -1, 2, 3, 0, 4, 1][: p.vocab_size])
+    of_teacher = torch.cat([of_teacher, torch.full((max(0, p.vocab_size - len(of_teacher)),), 4)])
+    mass = torch.zeros(30, 5, dtype=torch.float64)
+    for token, cell in enumerate(of_teacher.tolist()):
+        if cell >= 0:
+            mass[:, cell] += p.energies[:, token].double().exp()
+    mass /= mass.sum(1, keepdim=True)
+    dense = DenseTargets(p.energies.half(), torch.zeros(30))
+    found = condensed(dense, of_teacher, 5)
+    assert torch.allclose(found.logprobs.exp().double(), mass.gather(1, found.ids), atol=2e-3)
+    assert found.top_k == 5 and (found.tail[:, 0] < -8).all()
+    monkeypatch.setattr(aligned, "MOST_CELLS", 2)
+    found = condensed(dense, of_teacher, 5)
+    assert torch.equal(found.ids, mass.topk(2, dim=1).indices)
+    assert torch.allclose(found.log_tail(1.0).exp().double(), 1 - mass.gather(1, found.ids).sum(1), atol=2e-3)
+
+
+def test_a_teachers_bytes_are_those_of_its_chunks():
+    p = problem(n=4)
+    length, at = torch.tensor([0, 2, 0, 1]), torch.tensor([True, True, False, True])
+    targets = AlignedTargets(length, torch.tensor([0.0, -3.0, 0.0, -1.0]), at, None, None)
+    found = measure(
+        p.hidden,
+        p.head,
+        p.labels,
+        torch.ones(4, dtype=torch.bool),
+        targets,
+        vocab_size=p.vocab_size,
+        chunk=3,
+        bytes_N=torch.tensor([3, 1, 2, 4]),
+    )
+    assert (found.bytes, found.teacher_bytes, found.boundaries, found.kl) == (10, 8, 3, None)
+    assert found.teacher_bits_per_byte() == pytest.approx(4 / 8 / math.log(2))
+    assert found.teacher_loss() == pytest.approx(4 / 8 * 10 / 4)
+    assert found.bits_per_byte() == pytest.approx(found.cross_entropy / 10 / math.log(2))
