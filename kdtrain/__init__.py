@@ -3,6 +3,7 @@
 The library, every name of which is imported when it is first used:
 
     Cache, collate, Mixture       a teacher's cached distributions, as data sets of dicts of tensors, alone or mixed
+    Alignment                     two tokenizers on the same bytes; a cache's split for another one is `aligned`
     CacheWriter                   writes a cache from the logits of any teacher, one sequence after the other
     DistillationLoss              (1 - alpha) CE + alpha T^2 KD, with its temperature: fixed, scheduled or learned
     Student                       a causal language model and its loss as one module, for any training loop
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from kdtrain.commands.cache_teacher import cache_teacher
     from kdtrain.commands.distill import distill
     from kdtrain.config import CacheTeacherConfig, DistillConfig
+    from kdtrain.data.alignment import Alignment
     from kdtrain.data.corpus import register_text
     from kdtrain.errors import RunError, UsageError
     from kdtrain.models.output_head import Head
@@ -66,6 +68,7 @@ _HOME = {
     "kdtrain.commands.cache_teacher": ("cache_teacher",),
     "kdtrain.commands.distill": ("distill",),
     "kdtrain.config": ("CacheTeacherConfig", "DistillConfig"),
+    "kdtrain.data.alignment": ("Alignment",),
     "kdtrain.data.corpus": ("register_text",),
     "kdtrain.errors": ("RunError", "UsageError"),
     "kdtrain.models.output_head": ("Head",),
@@ -89,6 +92,7 @@ _HOME = {
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [
     "AdversarialTemperature",
+    "Alignment",
     "Cache",
     "CacheTeacherConfig",
     "CacheWriter",

@@ -19,11 +19,20 @@ from kdtrain import errors
 from kdtrain.cache.manifest import refuse_vocabulary
 from kdtrain.config import CheckpointConfig, CodecConfig, DataConfig, MonitorConfig, OptimizerConfig, PrecisionConfig
 from kdtrain.testing import tiny_model, tiny_tokenizer
+from tests.token_kinds import train
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "cache" / "sparse"
 WITH_AN_EXAMPLE = (
-    *("Cache", "CheckpointStore", "DistillationLoss", "LikelihoodTemperature", "PrecisionController", "Student"),
+    *(
+        "Alignment",
+        "Cache",
+        "CheckpointStore",
+        "DistillationLoss",
+        "LikelihoodTemperature",
+        "PrecisionController",
+        "Student",
+    ),
     "quantize_",
 )
 
@@ -63,6 +72,8 @@ def test_the_python_of_a_page_runs_as_it_stands(page, tmp_path, monkeypatch):
     shutil.copytree(GOLDEN, tmp_path / "cache" / "t")
     tiny_model("llama", 300, seed=3).save_pretrained(tmp_path / "path" / "to" / "model")
     tiny_tokenizer(300).save_pretrained(tmp_path / "path" / "to" / "model")
+    tiny_tokenizer(300).save_pretrained(tmp_path / "cache" / "t" / "tokenizer")
+    train("gpt2", 400).save_pretrained(tmp_path / "path" / "to" / "other")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
     names = {}

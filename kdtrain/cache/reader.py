@@ -12,16 +12,19 @@ What it gives up: the first read from a shard reads all of it, once a reader; in
 `MAX_OPEN` shards a random read has to open one, which takes as long as twenty sequences (larger shards help).
 """
 
+import atexit
 import math
 import operator
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -41,6 +44,9 @@ from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError, as_path
 from kdtrain.files import file_digest
 from kdtrain.objective.batch import Batch
+
+if TYPE_CHECKING:
+    from kdtrain.cache.view_rows import ViewReader
 
 MAX_OPEN = 16
 """Shards kept open at once. Each holds 0.6 MiB of HDF5's own, which no setting lowers, and its lists: 0.25 MiB at
@@ -159,6 +165,39 @@ class CacheReader(Dataset[dict[str, Tensor]]):
                 with self._reading(shard) as opened:
                     parts.append(opened.text(part))
         return {name: np.concatenate([part[name] for part in parts])[place] for name in parts[0]}
+
+    def aligned(
+        self,
+        tokenizer: Any,
+        *,
+        folder: Path | str | None = None,
+        cells: bool = True,
+        chunks: bool = True,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> "ViewReader":
+        """This split in the rows of a student with another tokenizer: a data set whose items any loop takes.
+
+        Args:
+            tokenizer: the student's, or its folder or hub id.
+            folder: where the rows are made and kept, of every split, and found again; by default a folder that goes
+                with the process.
+            cells, chunks: the terms of the loss (docs/tokenizers.md).
+            special_tokens: see `kdtrain.Alignment`.
+
+        UsageError: the tokenizers do not fit together, the folder holds something else, or the cache has no numbers for
+            a term.
+        """
+        from kdtrain.cache.view import build_view  # needs transformers
+        from kdtrain.cache.view_rows import ViewReader
+        from kdtrain.models.loading import load_tokenizer
+
+        given = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+        kept, splits = folder, None
+        if kept is None:
+            kept, splits = tempfile.mkdtemp(prefix="kdtrain-"), (self.split,)
+            atexit.register(shutil.rmtree, kept, ignore_errors=True)
+        view = build_view(Path(kept), Cache(self.name), given, events=special_tokens, splits=splits)
+        return ViewReader(view, self.split, cells=cells, chunks=chunks)
 
     def rows(self) -> Iterator[PackedRow]:
         """The text of all sequences, in order."""

@@ -19,12 +19,11 @@ import torch
 from kdtrain.cache.address import parse_address
 from kdtrain.cache.look import look
 from kdtrain.cache.reader import Cache
-from kdtrain.cache.view import View, build_view
+from kdtrain.commands.across import across, align, open_view
 from kdtrain.commands.build_cache import build_tokens, holds_tokens
 from kdtrain.commands.run_folder import deciding, restarted, saved_attention, saved_rate
 from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
-from kdtrain.config.commands import TERMS, partners
 from kdtrain.config.rates import WORDS, Kind, Rate, rate_of
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
@@ -32,7 +31,7 @@ from kdtrain.imports import optional
 from kdtrain.models.adapters import is_adapter, read_adapter
 from kdtrain.models.attention import resolve_attention
 from kdtrain.models.frozen import refuse_weights
-from kdtrain.models.loading import digest_of, is_model_folder, load_tokenizer, with_weights_of
+from kdtrain.models.loading import is_model_folder, load_tokenizer, with_weights_of
 from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.monitor.tables import short
@@ -52,7 +51,6 @@ from kdtrain.precision.modes import why_not_compile, why_not_tf32
 from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, reported, world_size
 from kdtrain.teaching.teacher import MEASURED, Teacher, open_teacher
 from kdtrain.training.schedule import total_steps
-from kdtrain.training.sources.aligned import AlignedSource, aligned_facts
 from kdtrain.training.sources.build import open_source
 from kdtrain.training.sources.mixture import mix
 from kdtrain.training.sources.source import Facts, Source, SourceRequest
@@ -185,9 +183,9 @@ def resolve(
             held = given.teacher_weights, "--teacher-weights", given.parallel.teacher_parallel
             taught_by = with_weights(taught_by, *held)
         teacher = None if taught_by is None else open_teacher(taught_by, device, formats.high)
-        across = _across(given, student)
-        sources = {} if given.data.data is not None or across is not None else open_sources(given, given.cache)
-        facts = sources["train"].facts if sources else across
+        apart = across(given, student, teacher)
+        sources = {} if given.data.data is not None or apart is not None else open_sources(given, given.cache)
+        facts = sources["train"].facts if sources else apart
         seq_len, size = (given.data.seq_len, None) if facts is None else (facts.seq_len, facts.vocab_size)
         masked, compiles = given.data.document_mask if facts is None else facts.document_mask, _compiles(given, device)
         attention = (saved if student.attention == "auto" else None) or student.attention
@@ -200,6 +198,11 @@ def resolve(
         job = job_of(given, formats.high, device, student, seq_len, size, asked)
         micro = _micro_batch(given, job, free)
         plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
+        if apart is not None and teacher is not None and plan.teacher == "fsdp":
+            raise UsageError(
+                "a teacher with another tokenizer reads other numbers of rows on each rank, and cannot be sharded; use "
+                "--teacher-parallel replicate, or a cache"
+            )
         objective = _with_bounds(given.objective, facts, teacher is not None)
         measured = None if job is None else job.student
         if job is None and teacher is not None and given.optimizer.lr == "auto" and rate is None:
@@ -214,10 +217,12 @@ def resolve(
         with raise_on_all_ranks():  # before its text is packed, which may take hours
             teacher.load(sharded=plan.teacher == "fsdp")
             teacher.check(seq_len, masked)
-    if across is not None:
-        on_main(lambda: _align(config, student))
+    if apart is not None:
+        if teacher is not None:
+            on_main(lambda: str(_tokens(config, student, teacher, resumed)))
+        on_main(lambda: align(config, student, resumed))
         with raise_on_all_ranks():
-            sources = _open_view(config)
+            sources = open_view(config)
     if not sources:
         folder = on_main(lambda: str(_tokens(config, student, teacher, resumed)))
         with raise_on_all_ranks():
@@ -227,7 +232,7 @@ def resolve(
                 config = replace(config, objective=objective)
     if teacher is not None:
         with raise_on_all_ranks():
-            rows = sources["validation"]
+            rows = sources["validation"] if apart is None else open_sources(given, [config.out / "data"])["validation"]
             teacher.pack(_first_rows(rows, micro) if is_main() else (), document_mask=rows.facts.document_mask)
     return Recipe(
         given=given,
@@ -302,31 +307,6 @@ def open_sources(config: DistillConfig, folders: Sequence[Path | str]) -> dict[s
     if len(caches) > 1:
         return mix(found, config.cache_weights or None)
     return {split: members[0] for split, members in found.items()}
-
-
-def _across(config: DistillConfig, student: ModelSpec) -> Facts | None:
-    """What is known of the data of a run across tokenizers; None without that option, or with one tokenizer."""
-    if config.cross_tokenizer is None:
-        return None
-    cache = Cache(config.cache[0], local_limit=config.local_limit)
-    if digest_of(student) != cache.manifest.settings.tokenizer_digest:
-        return aligned_facts(cache, len(load_tokenizer(student)), TERMS[config.cross_tokenizer])[0]
-    log.info("--cross-tokenizer %s: teacher and student have the same tokenizer", config.cross_tokenizer)
-    return None
-
-
-def _align(config: DistillConfig, student: ModelSpec) -> None:
-    """Make the view of the cache in the student's tokens, in the folder of the run."""
-    cache = Cache(config.cache[0], local_limit=config.local_limit)
-    events = partners(config.special_tokens)
-    for line in build_view(config.out / "data", cache, load_tokenizer(student), events=events).lines():
-        log.info("%s", line)
-
-
-def _open_view(config: DistillConfig) -> dict[str, Source]:
-    view = View(config.out / "data", Cache(config.cache[0], local_limit=config.local_limit))
-    terms = TERMS[config.cross_tokenizer or "auto"]
-    return {split: AlignedSource(view, split, terms) for split in ("train", "validation")}
 
 
 def _look(config: DistillConfig) -> None:

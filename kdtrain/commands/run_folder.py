@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from kdtrain.cache.view_rows import holds_view
 from kdtrain.commands.build_cache import holds_tokens
 from kdtrain.commands.kinds import LOCK as LOCK
 from kdtrain.commands.kinds import is_environment
@@ -65,7 +66,7 @@ TOKENIZER = "tokenizer"
 _SECTIONS = {"run", *(each.name for each in dataclasses.fields(DistillConfig) if dataclasses.is_dataclass(each.type))}
 """The tables of config.toml."""
 
-_LEFT = re.compile(rf"{re.escape(LOCK)}|data\.left-[0-9]+")
+_LEFT = re.compile(rf"{re.escape(LOCK)}|(data|view)\.left-[0-9]+")
 """Files, besides tokens and temporary ones, that an attempt leaves when it dies before it becomes a run."""
 _LINKS = ("checkpoints/best", "checkpoints/latest")
 """The links that a run makes."""
@@ -184,8 +185,9 @@ def check_out(out: Path) -> bool:
         return True
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     foreign = [name for name in names if not _LEFT.fullmatch(name) and not temporary_of(name)]
-    if "data" in foreign and holds_tokens(out / "data"):
-        foreign.remove("data")
+    for name in ("data", "view"):
+        if name in foreign and (holds_tokens(out / name) or holds_view(out / name)):
+            foreign.remove(name)
     if "environment.json" in foreign and is_environment(out / "environment.json"):
         foreign.remove("environment.json")
     if foreign:

@@ -12,6 +12,7 @@ from kdtrain.cache.look import look
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.remote import open_remote
 from kdtrain.cache.verify import repair, verify_cache
+from kdtrain.cache.view_rows import holds_view, verify_view
 from kdtrain.checkpoint.sealed import checkpoint_at, read_checkpoint
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands.audit import audit
@@ -96,6 +97,8 @@ def _problems(path: Path, kind: str) -> list[str]:
         return [damage] if damage else []
     store = Store(path / "checkpoints")
     tokens = verify_cache(path / "data") if holds_tokens(path / "data") else []
+    for view in (each for each in (path / "data", path / "view") if holds_view(each)):
+        tokens = verify_view(view) + (tokens if view.name == "view" else [])
     names = [entry.name for entry in store.entries(apart=True)]
     damaged = [(name, damage) for name in names if (damage := store.problem(name))]
     # a run that is training may have removed one meanwhile

@@ -186,8 +186,8 @@ class DistillConfig(Options):
     """What a step draws of each --cache, as 3,1; by default in proportion to their sequences."""
     local_limit: float = option(LOCAL_LIMIT, free=True, per_rank=True, above=0)
     """GB of caches from elsewhere that are kept here."""
-    cross_tokenizer: str | None = option(None, later=True, needs="cache", check=_check_terms, shown="TERMS")
-    """For a student with another tokenizer than the cache's: cells, chunks, both, or auto (both where it can)."""
+    cross_tokenizer: str | None = option(None, later=True, check=_check_terms, shown="TERMS")
+    """For a student with another tokenizer than the teacher's: cells, chunks, both, or auto (both where it can)."""
     special_tokens: tuple[str, ...] = option((), **_SPECIAL)
     """What a special token of the teacher is for the student, as '<|eot_id|>=<|im_end|>'; the log shows the rest."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
@@ -246,8 +246,14 @@ class DistillConfig(Options):
             _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
         many = len(self.cache)
         refuse(
-            self.cross_tokenizer is not None and (many > 1 or self.source != "cache"),
-            "--cross-tokenizer reads one cache; give one --cache, without --source",
+            self.cross_tokenizer is not None
+            and (many > 1 or self.source != "cache" or not (self.cache or self.teacher)),
+            "--cross-tokenizer reads one cache; give one --cache (or --teacher with --data), without --source",
+        )
+        refuse(
+            self.cross_tokenizer is not None and self.objective.hidden_loss != "none",
+            f"--hidden-loss {self.objective.hidden_loss} compares states token by token, which --cross-tokenizer "
+            "cannot; leave one of them out",
         )
         given = len(self.cache_weights)
         refuse(given > 0 and many < 2, "--cache-weights is for several --cache; leave it out, or give another cache")

@@ -27,10 +27,12 @@ from torch import Tensor
 
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.statistics import Entries, Events, Statistics
-from kdtrain.objective.targets import FLOOR, Comparison, SparseTargets, Targets
+from kdtrain.objective.targets import FLOOR, Comparison, DenseTargets, SparseTargets, Targets
 
 TAU = 100.0
 """Of the chunks' term: large enough that its gradient is that of the limit, a / b - 1."""
+MOST_CELLS = 64
+"""Cells of a whole distribution that are kept; the others are one event."""
 REACH = 32
 """Most tokens of the student in a chunk."""
 _LEAST = -1e-6
@@ -107,6 +109,15 @@ class AlignedTargets(Targets):
         near = None if self.near is None else self.near.map(change)
         own: dict[str, Any] = {name: change(name, each) for name, each in self._tensors().items()}
         return replace(self, near=near, **own)
+
+    def fields(self, shape: tuple[int, int]) -> dict[str, Tensor]:
+        """Those of the targets over cells, and chunk_length, chunk_logprob, at_boundary [B,T]; of each sequence
+        alignment [2]: the key of its cells (0: they are tokens), and whether chunks count."""
+        near = {} if self.near is None else self.near.fields(shape)
+        own = {"chunk_length": self.length, "chunk_logprob": self.label_logprob, "at_boundary": self.at_boundary}
+        stated = [0 if self.cells is None else self.cells.key, int(self.chunks)]
+        alignment = torch.tensor(stated, dtype=torch.float64).expand(shape[0], -1)
+        return near | {name: each.unflatten(0, shape) for name, each in own.items()} | {"alignment": alignment}
 
     def _near(self, change: Callable[[SparseTargets], SparseTargets]) -> AlignedTargets:
         return self if self.near is None else replace(self, near=change(self.near))
@@ -222,6 +233,35 @@ def at_rows(targets: SparseTargets, source_N: Tensor) -> SparseTargets:
         return found.where(known_N if found.ndim == 1 else known_N[:, None], blank)
 
     return targets.map(chosen)
+
+
+def condensed(targets: DenseTargets, of_teacher_V: Tensor, count: int) -> SparseTargets:
+    """The `MOST_CELLS` likeliest cells of whole distributions over the teacher's tokens, and the rest, at T = 1.
+
+    of_teacher_V: int64, the cell of each token, 0 .. count - 1; -1: none, whose mass is left out, and the rest scaled
+    to 1.
+    """
+    size = min(targets.logprobs.shape[1], len(of_teacher_V))
+    mass_NV = targets.logprobs[:, :size].float().exp()
+    place_V = of_teacher_V[:size].to(mass_NV.device)
+    place_V = torch.where(place_V < 0, count, place_V)
+    by_cell_NC = mass_NV.new_zeros(len(mass_NV), count + 1).index_add_(1, place_V, mass_NV)[:, :count]
+    by_cell_NC /= by_cell_NC.sum(1, keepdim=True).clamp(min=torch.finfo(mass_NV.dtype).tiny)
+    mass_NK, cell_NK = by_cell_NC.topk(min(MOST_CELLS, count), dim=1)
+    rest_N = by_cell_NC.scatter(1, cell_NK, 0.0).sum(1)
+    none_N = torch.zeros_like(rest_N)
+    return SparseTargets(
+        ids=cell_NK,
+        logprobs=mass_NK.log().clamp_min(FLOOR),
+        counts=torch.zeros_like(mass_NK),
+        tail=torch.stack([rest_N.log().clamp_min(FLOOR), none_N], 1),
+        label_logprob=none_N,
+        logit_mean=none_N,
+        logit_std=none_N,
+        top_k=mass_NK.shape[1],
+        num_samples=0,
+        knots=(1.0,),
+    )
 
 
 def coarsened(targets: SparseTargets, of_teacher_V: Tensor, source_N: Tensor) -> SparseTargets:

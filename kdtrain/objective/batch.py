@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from kdtrain.errors import UsageError
+from kdtrain.objective.aligned import AlignedTargets
+from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.mixed import MixedTargets
 from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
 
@@ -45,7 +47,7 @@ class Batch:
         trainers that count the tokens of the loss themselves. Sparse targets (`SparseTargets`): ids, logprobs
         [B, T, K], counts [B, T, D] of the last D columns, which were sampled, tail [B, T, 2G], label_logprob,
         logit_mean, logit_std [B, T], knots [B, G] and num_samples [B]. Dense targets: logprobs [B, T, V],
-        label_logprob [B, T].
+        label_logprob [B, T]. Of a teacher with another tokenizer: see `AlignedTargets.fields`.
         """
         size, length = self.loss_mask.shape
         unseen = torch.cat([self.loss_mask.new_ones(size, 1), ~self.loss_mask], 1)
@@ -62,21 +64,46 @@ class Batch:
         segments = fields.get("segments")
         batch = cls(tokens, loss_mask, torch.zeros_like(tokens[:, :-1]) if segments is None else segments, None)
         flat: dict[str, Any] = {name: value.flatten(0, 1) for name, value in fields.items() if name in _TARGETS}
+        alignment = fields.get("alignment", tokens.new_zeros(len(tokens), 0))
+        known: tuple[float, ...] = ()
+        sparse = None
         if "ids" in flat:
             if missing := {*_TARGETS, "knots", "num_samples"} - set(fields):
                 name = sorted(missing)[0]
                 raise UsageError(f"the batch has no tensor '{name}'; make batches by collate, of a cache's sequences")
             absent = flat["ids"].shape[1] - flat["counts"].shape[1]
             flat["counts"] = torch.nn.functional.pad(flat["counts"], (absent, 0))
-            codec = fields["knots"], fields["num_samples"], absent, flat["ids"].shape[1]
-            knots, num_samples = codecs.read(*codec)
+            stated = torch.cat([alignment.to(fields["knots"].dtype), fields["knots"]], 1)
+            knots, num_samples = codecs.read(stated, fields["num_samples"], absent, flat["ids"].shape[1])
+            known, knots = knots[: alignment.shape[1]], knots[alignment.shape[1] :]
             sparse = SparseTargets(**flat, top_k=absent, num_samples=num_samples, knots=knots)
+        elif alignment.shape[1]:
+            known, _ = codecs.read(alignment, torch.zeros_like(alignment[:, 0]), 0, 0)
+        if alignment.shape[1]:
+            return replace(batch, targets=_aligned(fields, sparse, known))
+        if sparse is not None:
             return replace(batch, targets=sparse)
         if "logprobs" in flat:
             return replace(batch, targets=DenseTargets(**flat))
         if "replay" in fields:  # of a mixture, and not of a loop that has lost the targets
             return replace(batch, targets=MixedTargets(((loss_mask.numel(), None),)))
         return batch
+
+
+def _aligned(fields: Mapping[str, Tensor], near: SparseTargets | None, known: tuple[float, ...]) -> AlignedTargets:
+    names = ("chunk_length", "chunk_logprob", "at_boundary")
+    if missing := [name for name in names if name not in fields]:
+        raise UsageError(f"the batch has no tensor '{missing[0]}'; make batches by collate, of an aligned data set")
+    length, logprob, at_boundary = (fields[name].flatten(0, 1) for name in names)
+    key, chunks = known
+    return AlignedTargets(
+        length=length,
+        label_logprob=logprob,
+        at_boundary=at_boundary,
+        near=near,
+        cells=CellIndex.by_key(int(key)) if key else None,
+        chunks=bool(chunks),
+    )
 
 
 class Codecs:

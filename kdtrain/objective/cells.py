@@ -15,13 +15,18 @@ Shape suffixes: R rows of a chunk, V vocabulary of the student, C cells, W = C +
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import functools
+import hashlib
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
+from kdtrain.errors import UsageError
 from kdtrain.objective.logits import NEVER
 from kdtrain.objective.statistics import Entries
+
+_KNOWN: dict[int, CellIndex] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +50,24 @@ class CellIndex:
     holds_rest: bool
     """Whether some token is in no cell."""
 
+    @functools.cached_property
+    def key(self) -> int:
+        """A digest of 48 bits, which a float of 64 holds: batches name their cells by it."""
+        content = self.column.cpu().numpy().tobytes() + self.count.to_bytes(8, "little")
+        return 1 + int.from_bytes(hashlib.sha256(content).digest()[:6], "little") % (2**48 - 1)
+
+    def known(self) -> CellIndex:
+        """Itself, and from now on found by its key in this process."""
+        _KNOWN[self.key] = self
+        return self
+
+    @staticmethod
+    def by_key(key: int) -> CellIndex:
+        """The cells of a key. UsageError: this process has not opened their data set."""
+        if key not in _KNOWN:
+            raise UsageError("the batch is of an aligned data set that this process has not opened; open it here too")
+        return _KNOWN[key]
+
     @classmethod
     def of(cls, cells_V: Tensor, count: int) -> CellIndex:
         """From the cell of each token, 0 .. count - 1, or count for none. ValueError: a cell has no token."""
@@ -62,7 +85,8 @@ class CellIndex:
         """The same on a device."""
         if self.column.device == device:
             return self
-        return replace(self, **{k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)})  # type: ignore[arg-type]
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(self, **{k: v.to(device) for k, v in own.items() if isinstance(v, Tensor)})  # type: ignore[arg-type]
 
     def entries(self, cells: Entries, labels_N: Tensor) -> Entries:
         """The entries of cells, with the column of each label last: its cell's, or C + 1."""

@@ -140,12 +140,13 @@ def measure(
     """
     if targets is not None and targets.parts:
         head, sizes = whole_head(head), [rows for rows, _ in targets.parts]
-        bytes_ = [None] * len(sizes) if bytes_N is None else bytes_N.split(sizes)
-        parts = zip(
-            hidden_ND.split(sizes), labels_N.split(sizes), mask_N.split(sizes), targets.parts, bytes_, strict=True
-        )
+        lengths: list[Tensor | None] = [None] * len(sizes) if bytes_N is None else [*bytes_N.split(sizes)]
+        rest = labels_N.split(sizes), mask_N.split(sizes), targets.parts, lengths
         return sum(
-            (measure(h, head, n, m, t, vocab_size=vocab_size, chunk=chunk, bytes_N=b) for h, n, m, (_, t), b in parts),
+            (
+                measure(h, head, n, m, part, vocab_size=vocab_size, chunk=chunk, bytes_N=b)
+                for h, n, m, (_, part), b in zip(hidden_ND.split(sizes), *rest, strict=True)
+            ),
             Metrics(),
         )
     chunk = chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
@@ -161,7 +162,7 @@ def measure(
         "acceptance": targets is not None and targets.has_top,
         **{name: each is not None for name, each in extra.items()},
     }
-    unknown = Metrics(**{name: 0.0 if each else None for name, each in known.items()})
+    unknown = replace(Metrics(), **{name: None for name, each in known.items() if not each})  # type: ignore[arg-type]
     total = torch.tensor(unknown.vector(), dtype=torch.float64)
     parts = []
     with torch.autocast(hidden_ND.device.type, enabled=False):

@@ -3,20 +3,26 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from kdtrain.cache import view as views
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import CacheSettings
-from kdtrain.cache.reader import Cache
-from kdtrain.cache.view import ViewReader, build_view
+from kdtrain.cache.reader import Cache, collate
+from kdtrain.cache.view import build_view
+from kdtrain.cache.view_rows import ViewReader
 from kdtrain.cache.writer import write_cache
+from kdtrain.data import alignment as alignments
 from kdtrain.data.cells import Cells
 from kdtrain.data.corpus import Document
 from kdtrain.data.packing import pack
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.loading import tokenizer_digest
 from kdtrain.models.output_head import OutputHead
-from kdtrain.objective.loss import distillation_loss
+from kdtrain.objective.cells import CellIndex
+from kdtrain.objective.loss import DistillationLoss, distillation_loss
+from kdtrain.testing import tiny_model
+from kdtrain.training.student import Student
 from tests.token_kinds import TEXTS, train
 
 SEQ_LEN = 12
@@ -151,12 +157,35 @@ def test_a_view_of_something_else_and_a_damaged_one_are_refused(cache, tmp_path)
 
 def test_cells_that_disagree_too_often_are_refused(cache, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        views, "merge", lambda cells, *_: dataclasses.replace(cells, of_teacher=cells.of_teacher[::-1].copy())
+        alignments, "merge", lambda cells, *_: dataclasses.replace(cells, of_teacher=cells.of_teacher[::-1].copy())
     )
     view = build_view(tmp_path / "data", cache, train("gpt2", 1200))
     with pytest.raises(UsageError, match=r"in different cells at .* use --cross-tokenizer chunks"):
         view["train"]
     assert len(ViewReader(view, "train", cells=False)) == len(ViewReader(view, "train", cells=False, chunks=False))
+
+
+@pytest.mark.parametrize("terms", [(True, True), (False, True), (True, False)], ids=["both", "chunks", "cells"])
+@pytest.mark.parametrize("student", ["gpt2", "llama3"])
+def test_an_aligned_split_is_a_data_set_whose_items_have_the_loss_of_the_batch(cache, tmp_path, student, terms):
+    cells, chunks = terms
+    data = cache["train"].aligned(train(student), cells=cells, chunks=chunks)
+    kept = cache["train"].aligned(train(student), folder=tmp_path / "kept", cells=cells, chunks=chunks)
+    assert len(data) == len(kept) and torch.equal(data[-1]["tokens"], kept[len(kept) - 1]["tokens"])
+    assert [*kept.view.record.shards] == ["train", "validation"] and [*data.view.record.shards] == ["train"]
+    loader = DataLoader(data, batch_size=3, collate_fn=collate, num_workers=1)
+    model = tiny_model("llama", len(train(student)), seed=0)
+    for start, named in zip((0, 3), loader, strict=False):
+        found = []
+        for inputs in (named, {"batch": data.read(range(start, start + 3))}):
+            learner = Student(model, DistillationLoss())
+            learner.zero_grad()
+            out = learner(**inputs)
+            out.loss.backward()
+            found.append([out.loss, out.kd, *(each.grad.clone() for each in learner.parameters())])
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True)) and found[0][1] > 0
+    with pytest.raises(UsageError, match="this process has not opened"):
+        CellIndex.by_key(5)
 
 
 def test_what_the_cells_keep_is_measured_without_an_array_of_rows_and_cells(cache):

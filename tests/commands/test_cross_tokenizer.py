@@ -104,3 +104,23 @@ def test_the_table_of_special_tokens_can_be_given(bench):
     assert code == 0 and f"given: {END_OF_TEXT} is <|im_end|>" in err
     code, _, err = distil(bench, "unknown", "--cross-tokenizer", "auto", "--special-tokens", f"{END_OF_TEXT}=nothing")
     assert code == 2 and "'nothing' is not a special token of" in err
+
+
+def test_an_online_teacher_of_another_tokenizer_teaches_by_the_same_door(bench):
+    run = ("distill", "--teacher", "teacher", "--student", "other.toml", *RUN[5:], *bench.text, *bench.plain)
+    more = ("--num-sequences", 40, "--alpha", 0.1, "--lr", 3e-3)
+    code, _, err = bench.call(*run, *more, "--cross-tokenizer", "both", "--out", "online")
+    assert code == 0, err
+    result = json.loads(Path("online/result.json").read_text())
+    cached = ("--cache", "cache", "--alpha", 0.1, "--lr", 3e-3)
+    code, _, err = bench.call(*RUN, *cached[2:], *bench.plain, "--cross-tokenizer", "both", "--out", "as-cached")
+    assert code == 0, err
+    # the same rows of the same text: the cache has 12 entries where the teacher has all of its cells
+    for name in ("tokens", "teacher_bits_per_byte", "first_validation_loss"):
+        assert result[name] == pytest.approx(json.loads(Path("as-cached/result.json").read_text())[name], rel=1e-3)
+    assert losses("online") == pytest.approx(losses("as-cached"), rel=0.05)
+    assert result["alignment"]["terms"] == ["cells", "chunks"] and (Path("online") / "view" / "view.json").is_file()
+    code, out, _ = bench.call("verify", "online", "--json")
+    assert code == 0, out
+    code, _, err = bench.call(*run, *more, "--cross-tokenizer", "both", "--out", "online", "--hidden-loss", "mse")
+    assert code == 2 and "compares states token by token" in err

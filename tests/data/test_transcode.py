@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kdtrain.data.alignment import Alignment
 from kdtrain.data.bytes import ByteTokenizer, Events
 from kdtrain.data.corpus import Document
 from kdtrain.data.packing import PackedRow, pack, rows_of
@@ -171,3 +172,29 @@ def test_a_tokenizer_that_rewrites_more_than_one_document_in_a_hundred_is_refuse
         worker.refuse_loss(*worker.count())
     with refused:  # and before the end of a long text
         carried(transcoder("gpt2", "qwen"), rows("gpt2", [decomposed, *[composed] * 9] * 110, 8))
+
+
+def test_an_alignment_holds_a_text_in_the_tokens_of_two_tokenizers():
+    one, other = train("llama3"), train("gemma")
+    text = TEXTS[0] + TEXTS[4]
+    tokens = [*one.encode(text), one.eos_token_id, *one.encode(TEXTS[2])]
+    alignment = Alignment(one, other)
+    found = alignment.align(tokens)
+    assert other.decode(found.tokens) == text + "</s>" + TEXTS[2]
+    assert alignment.events[0] == "document end: </s> is </s>"
+    spelled = one.convert_ids_to_tokens(tokens)
+    for place in np.flatnonzero(found.source >= 0):
+        token = tokens[found.source[place]]
+        assert one.decode(tokens[: found.source[place]]) == other.decode(found.tokens[:place])
+        assert token == one.eos_token_id or alignment.teacher[token][0] == alignment.student[found.tokens[place]][0]
+    assert (found.source >= 0).sum() > len(spelled) / 3
+    for end in np.flatnonzero(found.length):
+        begin = end - found.length[end] + 1
+        theirs = tokens[found.source[begin] : found.source[begin] + found.others[end]]
+        assert one.decode(theirs) == other.decode(found.tokens[begin : end + 1])
+    with pytest.raises(UsageError, match="is not a special token of"):
+        Alignment(one, other, {"</s>": "nothing"})
+    with pytest.raises(UsageError, match=r"rewrites a text before it cuts it"):
+        Alignment(train("gpt2"), train("qwen")).align(train("gpt2").encode("cafe\u0301"))
+    with pytest.raises(UsageError, match="the shape"):
+        alignment.align([[1], [2]])

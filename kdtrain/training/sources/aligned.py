@@ -1,65 +1,78 @@
-"""A cache of a teacher with another tokenizer, in the student's own tokens (`cache.view`)."""
+"""A cache of a teacher with another tokenizer, in the student's own tokens (`cache.view`), or such a teacher online.
 
+An online teacher answers on its own tokens of the same text: for a row of the student, on the two or three of its own
+rows that hold the same bytes.
+"""
+
+import copy
 from dataclasses import replace
 
 import numpy as np
+import torch
 
-from kdtrain.cache.reader import Cache
-from kdtrain.cache.view import View, ViewReader, identity_of
-from kdtrain.errors import UsageError
+from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.view_rows import View, ViewReader, identity_of
+from kdtrain.objective.aligned import MOST_CELLS
 from kdtrain.objective.batch import Batch
+from kdtrain.objective.targets import DenseTargets
+from kdtrain.teaching.teacher import Teacher
 from kdtrain.training.sources.source import Facts
 
+Terms = tuple[bool, bool]
+"""Whether the loss has cells, and chunks."""
 
-def aligned_facts(cache: Cache, size: int, terms: tuple[bool, bool] | None) -> tuple[Facts, tuple[bool, bool]]:
-    """What is known of a cache in the tokens of a student before they are made, and the terms of the loss.
 
-    size: entries of the student's tokenizer. terms: whether the loss has cells, and chunks; None: what the cache has
-    numbers for.
+def aligned_facts(
+    name: str, *, seq_len: int, document_mask: bool, size: int, codec: CodecSpec, terms: Terms | None
+) -> Facts:
+    """What is known of a text in the tokens of a student before they are made.
 
-    UsageError: the cache has no numbers for these terms.
+    size: entries of the student's tokenizer. codec: of the cache; tokens alone for an online teacher. terms: None is
+    both.
     """
-    settings, codec = cache.manifest.settings, cache.manifest.codec
-    if codec.kind == "tokens":
-        raise UsageError(f"{cache.name} holds no teacher's numbers; --cross-tokenizer needs them")
-    cells, chunks = terms or (codec.kind == "sparse", True)
-    if cells and codec.kind != "sparse":
-        raise UsageError(
-            f"cells need samples or a top-k, and {cache.name} keeps whole distributions; use --cross-tokenizer chunks"
-        )
-    facts = Facts(
-        name=cache.name,
-        identity=cache.manifest.digest,
-        seq_len=settings.seq_len,
+    cells, _ = terms or (True, True)
+    whole = codec.kind != "sparse"
+    return Facts(
+        name=name,
+        identity="",
+        seq_len=seq_len,
         vocab_size=size,
         tokenizer_size=size,
-        document_mask=settings.document_mask,
+        document_mask=document_mask,
         targets="sparse",
-        top_k=codec.top_k if cells and not codec.num_samples else 0,
-        num_samples=codec.num_samples if cells else 1,
+        top_k=0 if not cells else MOST_CELLS if whole else codec.top_k * (not codec.num_samples),
+        num_samples=1 if not cells else 0 if whole else codec.num_samples,
         temperature_range=(1.0, 1.0),
         alignment={},
-        teacher=settings.teacher or {},
     )
-    return facts, (cells, chunks)
 
 
 class AlignedSource:
-    """One split of a view, on the CPU."""
+    """One split of a view, on the CPU. UsageError: the cells disagree with the text."""
 
     overlaps = True
     repeatable = True
 
-    def __init__(self, view: View, split: str, terms: tuple[bool, bool] | None) -> None:
-        facts, (cells, chunks) = aligned_facts(view.cache, view.record.sizes[1], terms)
+    def __init__(self, view: View, split: str, terms: Terms | None) -> None:
+        stated, size = view.cache.manifest.settings, view.record.sizes[1]
+        cells, chunks = terms or (True, True)
         self.reader = ViewReader(view, split, cells=cells, chunks=chunks)
         named = [name for name, used in (("cells", cells), ("chunks", chunks)) if used]
+        facts = aligned_facts(
+            view.cache.name,
+            seq_len=view.seq_len,
+            document_mask=stated.document_mask,
+            size=size,
+            codec=stated.codec,
+            terms=terms,
+        )
         self.facts = replace(
             facts,
             identity=f"{identity_of(view)}{'-cells' * cells}{'-chunks' * chunks}",
             tokenizer_digest=view.record.settings["tokenizer"],
             tokenizer=view.folder / "tokenizer",
             alignment={"terms": named, **view.facts()},
+            teacher=stated.teacher or {},
         )
 
     def __len__(self) -> int:
@@ -68,3 +81,21 @@ class AlignedSource:
     def read(self, indices: np.ndarray) -> Batch:
         """Return the rows `indices`. RunError: a shard of the cache is missing or damaged (named)."""
         return self.reader.read(indices.tolist())
+
+    def taught_by(self, teacher: Teacher, device: torch.device) -> "AlignedSource":
+        """The same with an online teacher, loaded and prepared on `device`, that answers on its own tokens."""
+        taught, mask = copy.copy(self), self.facts.document_mask
+        width = min(teacher.vocab_size, self.reader.view.record.sizes[0])
+
+        def ask(batch: Batch) -> DenseTargets:
+            asked = batch.each(lambda tensor: tensor.to(device))
+            targets = teacher.targets(asked, width, document_mask=mask).targets
+            assert targets is not None
+            found = targets.resolved()
+            assert isinstance(found, DenseTargets)
+            return found
+
+        taught.reader = self.reader.asking(ask)
+        taught.overlaps = False  # the teacher and the student compete for the same cores
+        taught.facts = replace(self.facts, teacher={"spec": teacher.name})
+        return taught

@@ -5,6 +5,7 @@ import torch
 from kdtrain.config.choices import SOURCES
 from kdtrain.errors import UsageError
 from kdtrain.teaching.teacher import Teacher
+from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.sources.device import OnDevice
 from kdtrain.training.sources.online import OnlineSource
 from kdtrain.training.sources.source import Source, SourceRequest
@@ -38,5 +39,7 @@ def build_source(
         teacher: an online teacher, loaded and prepared, whose targets replace those of the source.
         layers: the teacher's layers that a hidden-state loss compares.
     """
+    if teacher is not None and isinstance(source, AlignedSource):
+        return OnDevice(source.taught_by(teacher, device), device, vocab_size)
     moved = OnDevice(source, device, vocab_size)
     return moved if teacher is None else OnlineSource(moved, teacher, vocab_size, layers)

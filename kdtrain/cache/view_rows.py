@@ -1,0 +1,355 @@
+"""Reads views: a cache in the rows of a student with another tokenizer, as `cache.view` makes them.
+
+Shapes: n rows, T positions, V entries of the teacher's tokenizer, S of the student's, C cells, K entries.
+"""
+
+import copy
+import hashlib
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from kdtrain.cache.manifest import Manifest
+from kdtrain.data.boundaries import MOST
+from kdtrain.data.cells import Cells
+from kdtrain.errors import RunError, UsageError
+from kdtrain.files import file_digest, json_digest, read_sealed, typed
+from kdtrain.objective.aligned import AlignedTargets, at_rows, coarsened, condensed
+from kdtrain.objective.batch import Batch
+from kdtrain.objective.cells import CellIndex
+from kdtrain.objective.targets import DenseTargets, SparseTargets
+
+SETTINGS, VIEW, CELLS = "settings.json", "view.json", "cells.npy"
+MOST_DISAGREEMENT = 0.05
+"""Share of the common boundaries at which teacher's and student's own tokens may lie in different cells."""
+
+
+class Rows(Protocol):
+    """A split of a cache, as `reader.CacheReader`."""
+
+    manifest: Manifest
+    split: str
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: Sequence[int]) -> Batch:
+        """Rows with the teacher's numbers."""
+        ...
+
+    def text(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """tokens, loss_mask and segments of rows."""
+        ...
+
+
+class Splits(Protocol):
+    """A cache, as `reader.Cache`."""
+
+    folder: Path
+    name: str
+    manifest: Manifest
+    remote: Any
+
+    def __getitem__(self, split: str) -> Rows: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+
+Ask = Callable[[Batch], DenseTargets]
+"""A teacher: its distributions at the positions of some of its own rows, on any device."""
+_ASKED = 4
+"""The teacher's rows in one of its forwards; whole logits of a row are T x V numbers."""
+
+
+def row_type(seq_len: int) -> np.dtype[Any]:
+    """A row: what `PackedRow` has, and source, length and others of `data.transcode` for each label."""
+    shape = (seq_len,)
+    return np.dtype(
+        [
+            ("tokens", "<i4", (seq_len + 1,)),
+            ("loss_mask", "?", shape),
+            ("segments", "<i4", shape),
+            ("source", "<i8", shape),
+            ("length", "u1", shape),
+            ("others", "u1", shape),
+        ]
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewRecord:
+    """What view.json states."""
+
+    settings: dict[str, Any]
+    shards: dict[str, list[dict[str, Any]]]
+    """By split: sequences and sha256 of each."""
+    cells: dict[str, Any]
+    """sha256 of cells.npy, teacher and student (entries), count (C)."""
+    tallies: dict[str, dict[str, int]]
+    """By split: labels of the student that count; boundaries, those with a source; disagree, those whose two own tokens
+    are in different cells; in_chunks, those in chunks; documents, and left_out of these."""
+    events: list[str]
+    """The table of special tokens, for people."""
+    entropy_kept: float
+    """Share of the entropy of the teacher's numbers that the cells keep."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Entries of both tokenizers."""
+        return int(self.cells["teacher"]), int(self.cells["student"])
+
+
+def sealed_record(path: Path) -> dict[str, Any]:
+    """A sealed record of a view. UsageError: it is damaged."""
+    try:
+        return read_sealed(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read ({error}); remove the folder, and the view is made anew") from error
+
+
+class View:
+    """A finished view, and the cache that it is of. UsageError: it is damaged, or of another cache."""
+
+    def __init__(self, folder: Path, cache: Splits) -> None:
+        self.folder, self.cache = folder, cache
+        stated = sealed_record(folder / VIEW)
+        try:
+            self.record = typed(stated, ViewRecord)
+            self.seq_len = int(self.record.settings["seq_len"])
+            sizes = [int(self.record.cells[name]) for name in ("teacher", "student", "count")]
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{folder / VIEW} is not the record of a view ({error}); remove the folder") from error
+        if self.record.settings.get("cache") != cache.manifest.digest:
+            raise UsageError(
+                f"{folder} is the view of another cache than {cache.name}; remove it, or name another --out"
+            )
+        both = _array(folder / CELLS, self.record.cells["sha256"], np.dtype("<i4"), (sizes[0] + sizes[1],))
+        wide = both.astype(np.int64)
+        if len(wide) and not (wide.min() >= -1 and wide.max() <= sizes[2]):
+            raise UsageError(f"{folder / CELLS} holds impossible cells; remove the folder")
+        self.cells = Cells(wide[: sizes[0]], wide[sizes[0] :], sizes[2])
+
+    def lines(self) -> list[str]:
+        """What it costs to read the cache with another tokenizer, for people."""
+        facts = self.facts()
+        left_out = f"; {facts['left_out']:,} of {facts['documents']:,} documents are left out: their bytes change"
+        return [
+            f"tokenizers of {facts['teacher']:,} (teacher) and {facts['student']:,} entries: {facts['cells']:,} cells",
+            f"{facts['boundaries']:.1%} of the student's labels begin where one of the teacher's does, and "
+            f"{facts['in_chunks']:.1%} lie in chunks{left_out * bool(facts['left_out'])}",
+            f"at {facts['disagreement']:.2%} of the common places both tokens lie in different cells (at most "
+            f"{MOST_DISAGREEMENT:.0%}); the cells keep {facts['entropy_kept']:.1%} of the entropy",
+            f"events: {'; '.join(facts['events'])}",
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of the alignment: the cache's digest, entries of both tokenizers, cells; of the first split
+        the shares of labels at common boundaries and in chunks, and of boundaries that disagree; documents."""
+        record, (teacher, student) = self.record, self.record.sizes
+        tally = next(iter(record.tallies.values()))
+        labels = max(1, tally["labels"])
+        return {
+            "cache": record.settings["cache"],
+            **{"teacher": teacher, "student": student, "cells": self.cells.count},
+            **{name: tally[name] / labels for name in ("boundaries", "in_chunks")},
+            "disagreement": tally["disagree"] / max(1, tally["boundaries"]),
+            "entropy_kept": record.entropy_kept,
+            **{name: tally[name] for name in ("documents", "left_out")},
+            "events": record.events,
+        }
+
+    def __getitem__(self, split: str) -> "ViewReader":
+        return ViewReader(self, split)
+
+
+def _array(path: Path, digest: str, kind: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """A stored array, mapped. RunError: it is not the one that was published."""
+    try:
+        if file_digest(path) != digest:
+            raise ValueError("its SHA-256 differs")
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        if found.dtype != kind or found.shape != shape:
+            raise ValueError("it has another shape")
+    except (OSError, ValueError, EOFError) as error:
+        raise RunError(f"{path} cannot be read ({error}): remove its folder, and the view is made anew") from error
+    return found  # type: ignore[no-any-return]
+
+
+class ViewReader(Dataset[dict[str, Tensor]]):
+    """One split of a view, a map-style data set: the student's rows with the teacher's numbers.
+
+    An item has the tensors of `Batch.fields`, `vocabulary`, the student's entries twice, and `temperature_range`, 1 and
+    1, as those of a cache.
+
+    cells, chunks: which terms the targets have.
+
+    UsageError: cells disagree with the text too often.
+    """
+
+    def __init__(self, view: View, split: str, *, cells: bool = True, chunks: bool = True) -> None:
+        self.view, self.split, self.chunks = view, split, chunks
+        self.reader = view.cache[split]
+        stated = view.record.shards[split]
+        self._firsts = np.cumsum([0, *(each["sequences"] for each in stated)])
+        self._parts = [
+            _array(
+                view.folder / f"{split}-{number:05d}.npy", each["sha256"], row_type(view.seq_len), (each["sequences"],)
+            )
+            for number, each in enumerate(stated)
+        ]
+        if cells and (apart := view.facts()["disagreement"]) > MOST_DISAGREEMENT:
+            raise UsageError(
+                f"teacher's and student's own tokens lie in different cells at {apart:.1%} of the common boundaries, "
+                f"and at most {MOST_DISAGREEMENT:.0%} are right; use --cross-tokenizer chunks"
+            )
+        self._of_teacher = torch.from_numpy(view.cells.of_teacher.copy()) if cells else None
+        self._index = CellIndex.of(torch.from_numpy(view.cells.of_student.copy()), view.cells.count).known()
+        self._identity = view.cells.identity
+        self._ask: Ask | None = None
+
+    def asking(self, ask: Ask) -> "ViewReader":
+        """The same with a teacher's answers on its own rows, a few at a time, instead of a cache's numbers."""
+        found = copy.copy(self)
+        found._ask = ask
+        return found
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return int(self._firsts[-1])
+
+    def __repr__(self) -> str:
+        return f"ViewReader of {self.view.cache.name}, '{self.split}': {len(self)} rows of {self.view.seq_len} tokens"
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One row as named tensors; -1 is the last."""
+        index = operator.index(index)
+        return self.__getitems__([index + len(self) if index < 0 else index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Several rows in one read; PyTorch's loaders call this."""
+        fields, size = self.read(indices).fields(), len(indices)
+        fields["vocabulary"] = torch.tensor([self.view.record.sizes[1]] * 2).expand(size, -1)
+        fields["temperature_range"] = torch.ones(size, 2, dtype=torch.float64)
+        return [{name: tensor[row] for name, tensor in fields.items()} for row in range(size)]
+
+    def rows(self, indices: Iterable[int]) -> np.ndarray:
+        """The rows as they are stored. IndexError: outside of the split."""
+        wanted = np.asarray(list(indices), np.int64)
+        if not len(wanted) or wanted.min() < 0 or wanted.max() >= len(self):
+            raise IndexError(f"sequences {wanted.tolist()} are not among the {len(self)} of {self.split}")
+        holders = np.searchsorted(self._firsts, wanted, side="right") - 1
+        found = [self._parts[part][row - self._firsts[part]] for part, row in zip(holders, wanted, strict=True)]
+        return np.stack(found)
+
+    def read(self, indices: Iterable[int]) -> Batch:
+        """The rows `indices`, in that order. RunError: a shard of the cache is damaged."""
+        rows = self.rows(indices)
+        length = self.reader.manifest.settings.seq_len
+        source, chunk, others = (rows[name].astype(np.int64).ravel() for name in ("source", "length", "others"))
+        ends = np.flatnonzero(chunk)
+        begins = source[ends - chunk[ends] + 1]
+        # of a chunk every row, also where rows are shorter than chunks
+        inside = [begins + np.minimum(step, others[ends] - 1) for step in (*range(0, MOST, length), MOST)]
+        needed = np.concatenate([source[source >= 0], *inside])
+        if len(needed) and (needed.min() < 0 or needed.max() >= len(self.reader) * length):
+            raise RunError(f"{self.view.folder} speaks of rows that the cache does not have; remove it")
+        numbers = np.unique(needed // length) if len(needed) else np.zeros(1, np.int64)
+        answer, label_N = self._answers(numbers)
+
+        def place(positions: np.ndarray) -> np.ndarray:
+            return np.searchsorted(numbers, positions // length) * length + positions % length
+
+        label = label_N.double().numpy()
+        sums = np.concatenate([[0.0], np.cumsum(np.nan_to_num(label))])
+        unknown = np.concatenate([[0], np.cumsum(np.isnan(label))])
+        first = place(begins)
+        last = first + others[ends]
+        known = unknown[last] == unknown[first]
+        lengths, label_logprob = np.zeros(len(source), np.int64), np.zeros(len(source), np.float32)
+        lengths[ends[known]] = chunk[ends[known]]
+        label_logprob[ends[known]] = (sums[last] - sums[first])[known]
+        at = torch.from_numpy(np.where(source >= 0, place(np.maximum(source, 0)), -1))
+        near = None if answer is None else answer(at)
+        targets = AlignedTargets(
+            length=torch.from_numpy(lengths),
+            label_logprob=torch.from_numpy(label_logprob),
+            at_boundary=at >= 0,
+            near=near,
+            cells=None if self._identity or near is None else self._index,
+            chunks=self.chunks,
+        )
+        return Batch(
+            tokens=torch.from_numpy(rows["tokens"].astype(np.int64)),
+            loss_mask=torch.from_numpy(rows["loss_mask"].copy()),
+            segments=torch.from_numpy(rows["segments"].astype(np.int64)),
+            targets=targets,
+        )
+
+    def _answers(self, numbers: np.ndarray) -> tuple[Callable[[Tensor], SparseTargets] | None, Tensor]:
+        """What gives the targets over cells of some of the teacher's positions, if they count, and its log p of the
+        labels of the rows `numbers`."""
+        of_teacher, parts = self._of_teacher, list[DenseTargets]()
+        if self._ask is None:
+            targets = self.reader.read(numbers.tolist()).targets
+            if targets is None:
+                raise UsageError(f"{self.view.cache.name} holds no teacher's numbers")
+            if isinstance(targets, SparseTargets):
+                if of_teacher is None:
+                    return None, targets.label_logprob
+                if self._identity:
+                    return lambda at: at_rows(targets, at), targets.label_logprob
+                return lambda at: coarsened(targets, of_teacher, at), targets.label_logprob
+            assert isinstance(targets, DenseTargets)
+            parts = [targets]
+        asked: Iterable[DenseTargets] = parts
+        if self._ask is not None:
+            groups = (numbers[start : start + _ASKED].tolist() for start in range(0, len(numbers), _ASKED))
+            asked = (self._ask(self.reader.read(each)) for each in groups)
+        near, labels = list[SparseTargets](), list[Tensor]()
+        for part in asked:
+            labels.append(part.label_logprob.cpu())
+            if of_teacher is not None:
+                near.append(condensed(part, of_teacher, self.view.cells.count).to("cpu"))
+        label_N = torch.cat(labels)
+        if not near:
+            return None, label_N
+        whole = near[0].map(lambda name, _: torch.cat([getattr(each, name) for each in near]))
+        return lambda at: at_rows(whole, at), label_N
+
+
+def holds_view(folder: Path) -> bool:
+    """Whether a folder is a view, finished or not."""
+    try:
+        return {"cache", "tokenizer", "events"} <= read_sealed(folder / SETTINGS).keys()
+    except (OSError, ValueError):
+        return False
+
+
+def verify_view(folder: Path) -> list[str]:
+    """Compare every digest of a finished view; a line for each problem."""
+    problems = []
+    try:
+        record = typed(sealed_record(folder / VIEW), ViewRecord)
+        stated = {CELLS: record.cells["sha256"]}
+        for split, shards in record.shards.items():
+            stated |= {f"{split}-{number:05d}.npy": each["sha256"] for number, each in enumerate(shards)}
+    except (UsageError, ValueError, TypeError, KeyError) as error:
+        return [f"{folder / VIEW}: {error}"]
+    for name, digest in stated.items():
+        try:
+            if file_digest(folder / name) != digest:
+                problems.append(f"{folder / name}: its SHA-256 differs from view.json's")
+        except OSError as error:
+            problems.append(f"{folder / name}: {error.strerror}")
+    return problems
+
+
+def identity_of(view: View) -> str:
+    """A digest of a view and its cache."""
+    return hashlib.sha256(json_digest(asdict(view.record)).encode()).hexdigest()
