@@ -1,4 +1,4 @@
-"""The records as tables in docs: `python -m benchmarks.tables [demo|objective|quality|prune|gpu]`, or all.
+"""The records as tables in docs: `python -m benchmarks.tables [demo|objective|quality|prune|tokenizers|gpu]`, or all.
 
 Everything between a page's two markers is a function of JSON files in `benchmarks/results`, and so is whether a goal is
 met. In the demo's table a cell is the value of one seed, or mean ± standard deviation over several. The goals on a GPU
@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.harness import RESULTS, ROOT, SECTIONS
 from benchmarks.harness.record import counts, find
-from benchmarks.science import quality_tables
+from benchmarks.science import quality_tables, tokenizer_tables
 from benchmarks.science.quality_tables import markdown
 from kdtrain.commands.demo_table import KINDS, rows, title, verdict
 
@@ -25,6 +25,7 @@ PAGES = {
     "objective": ROOT / "docs" / "objective.md",
     "quality": ROOT / "docs" / "quality.md",
     "prune": ROOT / "docs" / "prune.md",
+    "tokenizers": ROOT / "docs" / "tokenizers.md",
     "gpu": ROOT / "docs" / "performance.md",
 }
 COLUMNS = {
@@ -90,6 +91,9 @@ def current(name: str) -> dict[str, str]:
         return {"gpu-table": gpu(gpu_records())}
     if name == "prune":
         return {"prune-table": prune(_record("prune"))} if (RESULTS / "prune.json").exists() else {}
+    if name == "tokenizers":
+        there = [each if (RESULTS / f"{each}.json").exists() else None for each in ("tokenizers", "tokenizer_pairs")]
+        return tokenizer_tables.blocks(*(None if each is None else _record(each) for each in there))
     if name == "demo":
         return {"demo-table": demo(_record("demo"))}
     return {"objective-table": objective(_record("objective"), _record("step"))}

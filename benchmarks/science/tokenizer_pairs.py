@@ -31,10 +31,11 @@ from benchmarks.harness import RESULTS, ROOT, write
 from benchmarks.harness.command import options, stop
 from benchmarks.harness.machine import version
 from kdtrain.config.values import Options, option
-from kdtrain.data.bytes import ByteTokenizer, Events
-from kdtrain.data.cells import Cells, merge, prefix_cells
+from kdtrain.data.alignment import Alignment
+from kdtrain.data.bytes import ByteTokenizer
+from kdtrain.data.cells import Cells
 from kdtrain.data.corpus import documents
-from kdtrain.data.transcode import TAUGHT, Transcoder
+from kdtrain.data.transcode import TAUGHT
 from kdtrain.errors import UsageError
 
 PIECE = 2000
@@ -112,20 +113,18 @@ def measure(teacher: Any, student: Any, halves: dict[str, tuple[list[str], list[
     halves: of each text the documents that cells are merged on, and those that are measured.
     """
     try:
-        one, other = ByteTokenizer(teacher, keeps=False), ByteTokenizer(student)
-        events = Events.match(one, other)
+        alignment = Alignment(teacher, student)
     except UsageError as error:
         return {"refused": str(error)}
     begun = time.process_time()
-    cells = prefix_cells(one.bytes, other.bytes, other.cut, events.lookup(len(one.bytes)))
-    found: dict[str, Any] = {"cells": cells.count, "seconds_for_cells": round(time.process_time() - begun, 2)}
-    worker = Transcoder(one, other, events)
-    found["texts"] = {name: _text(worker, cells, *both) for name, both in halves.items()}
-    return found
+    cells = alignment.cells.count
+    found: dict[str, Any] = {"cells": cells, "seconds_for_cells": round(time.process_time() - begun, 2)}
+    return found | {"texts": {name: _text(alignment, *both) for name, both in halves.items()}}
 
 
-def _text(worker: Transcoder, cells: Cells, counted: list[str], measured: list[str]) -> dict[str, Any]:
+def _text(alignment: Alignment, counted: list[str], measured: list[str]) -> dict[str, Any]:
     """The figures of one text."""
+    worker, cells = alignment.transcoder(), alignment.cells
     try:
         streams = [_stream(worker.teacher, part) for part in (counted, measured)]
         begun = time.process_time()
@@ -133,12 +132,10 @@ def _text(worker: Transcoder, cells: Cells, counted: list[str], measured: list[s
         seconds = time.process_time() - begun
     except UsageError as error:
         return {"refused": str(error)}
-    finally:
-        documents, left_out = worker.count()
-        worker.seen.clear()
-    own, of_student = worker.teacher.bytes, worker.student.bytes
+    documents, left_out = worker.count()
+    own, of_student = alignment.teacher, alignment.student
     first = first[first["source"] >= 0]
-    merged = merge(cells, first["taught"], first["token"])
+    merged = alignment.merged(first["taught"], first["token"])
     labels = out[of_student.lengths[out["token"]] > 0]  # not the ends of documents, which all share
     at = labels[labels["source"] >= 0]
     ends = labels[labels["length"] > 0]

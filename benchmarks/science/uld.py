@@ -23,7 +23,7 @@ def train(out: Path, spec: Path, view: Path, cache: Path, steps: int, lr: float,
 
     import kdtrain as kd
     from kdtrain.cache.reader import Cache
-    from kdtrain.cache.view import View
+    from kdtrain.cache.view_rows import View
     from kdtrain.config.sections import OptimizerConfig
     from kdtrain.data import order
     from kdtrain.models.loading import export_model, load_student, tokenizer_files
