@@ -1,4 +1,4 @@
-"""The studies of tokenizers: what they measure of a pair, their tables, and the loss of others that they compare with."""
+"""The studies of tokenizers: what they measure of a pair, their tables, and the loss that they compare with."""
 
 import math
 
