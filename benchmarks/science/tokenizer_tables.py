@@ -6,6 +6,8 @@ from typing import Any
 from benchmarks.science.quality_tables import markdown
 
 Record = Mapping[str, Any]
+MOST_LEFT_OUT = 0.01
+"""Share of documents that the student's tokenizer may rewrite; above it a run is refused."""
 
 
 def blocks(study: Record | None, pairs: Record | None) -> dict[str, str]:
@@ -73,6 +75,8 @@ def _refused(pair: Record) -> list[str]:
 def _cell(figures: Record) -> str:
     if "refused" in figures:
         return "refused"
+    if figures["left_out"] > MOST_LEFT_OUT:
+        return f"{figures['left_out']:.0%} rewritten"
     return f"{figures['boundaries']:.0%}, {figures['disagreement']:.1%}, {figures['entropy_kept']:.0%}".replace("%", "")
 
 

@@ -35,9 +35,15 @@ def test_a_refused_pair_is_recorded_with_the_reason_and_shown():
     found = tokenizer_pairs.measure(train("llama3"), odd, HALVES)
     assert "rewrites a text" in found["refused"]
     fine = tokenizer_pairs.measure(train("llama3"), train("llama3"), HALVES)
+    fine["texts"]["other"] = {**fine["texts"]["text"], "left_out": 0.35}
     pairs = [{"teacher": "a", "student": "b", **found}, {"teacher": "a", "student": "c", **fine}]
-    shown = tokenizer_tables.between({"texts": {"text": [1, 1]}, "pairs": pairs})
-    assert "| a → c |" in shown and "100, 0.0, 100" in shown and "- a → b: " in shown and "rewrites a text" in shown
+    shown = tokenizer_tables.between({"texts": {"text": [1, 1], "other": [1, 1]}, "pairs": pairs})
+    assert (
+        "| a → c |" in shown
+        and "100, 0.0, 100 | 35% rewritten |" in shown
+        and "- a → b: " in shown
+        and "rewrites a text" in shown
+    )
 
 
 def test_a_text_is_cut_into_documents_that_take_turns():
