@@ -294,8 +294,12 @@ class ViewReader(Dataset[dict[str, Tensor]]):
     def _answers(self, numbers: np.ndarray) -> tuple[Callable[[Tensor], SparseTargets] | None, Tensor]:
         """What gives the targets over cells of some of the teacher's positions, if they count, and its log p of the
         labels of the rows `numbers`."""
-        of_teacher, parts = self._of_teacher, list[DenseTargets]()
-        if self._ask is None:
+        of_teacher, ask = self._of_teacher, self._ask
+        asked: Iterator[DenseTargets]
+        if ask is not None:
+            groups = (numbers[start : start + _ASKED].tolist() for start in range(0, len(numbers), _ASKED))
+            asked = map(ask, map(self.reader.read, groups))
+        else:
             targets = self.reader.read(numbers.tolist()).targets
             if targets is None:
                 raise UsageError(f"{self.view.cache.name} holds no teacher's numbers")
@@ -306,11 +310,7 @@ class ViewReader(Dataset[dict[str, Tensor]]):
                     return lambda at: at_rows(targets, at), targets.label_logprob
                 return lambda at: coarsened(targets, of_teacher, at), targets.label_logprob
             assert isinstance(targets, DenseTargets)
-            parts = [targets]
-        asked: Iterable[DenseTargets] = parts
-        if self._ask is not None:
-            groups = (numbers[start : start + _ASKED].tolist() for start in range(0, len(numbers), _ASKED))
-            asked = (self._ask(self.reader.read(each)) for each in groups)
+            asked = iter((targets,))
         near, labels = list[SparseTargets](), list[Tensor]()
         for part in asked:
             labels.append(part.label_logprob.cpu())

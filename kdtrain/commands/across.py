@@ -29,21 +29,19 @@ def across(config: DistillConfig, student: ModelSpec, teacher: Teacher | None) -
     if config.cross_tokenizer is None:
         return None
     terms, data = TERMS[config.cross_tokenizer], config.data
-    cache = None if teacher is not None else _cache(config)
-    theirs = tokenizer_digest(teacher.tokenizer) if teacher else cache and cache.manifest.settings.tokenizer_digest
+    if teacher is not None:
+        name, codec, theirs = str(data.data), _TOKENS, tokenizer_digest(teacher.tokenizer)
+        seq_len, document_mask = data.seq_len, data.document_mask
+    else:
+        cache = _cache(config)
+        name, stated = cache.name, cache.manifest.settings
+        codec, theirs = stated.codec, stated.tokenizer_digest
+        seq_len, document_mask = stated.seq_len, stated.document_mask
+        if codec.kind == "tokens":
+            raise UsageError(f"{name} holds no teacher's numbers; --cross-tokenizer needs them")
     if digest_of(student) != theirs:
-        options: dict[str, Any] = {"size": len(load_tokenizer(student)), "terms": terms}
-        if teacher is not None:
-            return aligned_facts(
-                str(data.data), seq_len=data.seq_len, document_mask=data.document_mask, codec=_TOKENS, **options
-            )
-        assert cache is not None
-        stated = cache.manifest.settings
-        if stated.codec.kind == "tokens":
-            raise UsageError(f"{cache.name} holds no teacher's numbers; --cross-tokenizer needs them")
-        return aligned_facts(
-            cache.name, seq_len=stated.seq_len, document_mask=stated.document_mask, codec=stated.codec, **options
-        )
+        size = len(load_tokenizer(student))
+        return aligned_facts(name, seq_len=seq_len, document_mask=document_mask, size=size, codec=codec, terms=terms)
     log.info("--cross-tokenizer %s: teacher and student have the same tokenizer", config.cross_tokenizer)
     return None
 

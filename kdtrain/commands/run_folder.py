@@ -186,7 +186,7 @@ def check_out(out: Path) -> bool:
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     foreign = [name for name in names if not _LEFT.fullmatch(name) and not temporary_of(name)]
     for name in ("data", "view"):
-        if name in foreign and (holds_tokens(out / name) or holds_view(out / name)):
+        if name in foreign and (holds_view(out / name) or holds_tokens(out / name)):
             foreign.remove(name)
     if "environment.json" in foreign and is_environment(out / "environment.json"):
         foreign.remove("environment.json")

@@ -96,9 +96,9 @@ def _problems(path: Path, kind: str) -> list[str]:
         damage = read_checkpoint(lambda: checkpoint_at(path), damage_of)
         return [damage] if damage else []
     store = Store(path / "checkpoints")
-    tokens = verify_cache(path / "data") if holds_tokens(path / "data") else []
-    for view in (each for each in (path / "data", path / "view") if holds_view(each)):
-        tokens = verify_view(view) + (tokens if view.name == "view" else [])
+    tokens: list[str] = []
+    for folder in (path / "data", path / "view"):
+        tokens += verify_view(folder) if holds_view(folder) else verify_cache(folder) if holds_tokens(folder) else []
     names = [entry.name for entry in store.entries(apart=True)]
     damaged = [(name, damage) for name in names if (damage := store.problem(name))]
     # a run that is training may have removed one meanwhile

@@ -26,7 +26,12 @@ from kdtrain.data.bytes import TokenBytes, whole_texts
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 CONFLICTS = 0.1
-"""Two cells are merged if they conflict in this share of the places of the rarer one."""
+"""Two cells are merged if they conflict in this share of the places of the rarer one.
+
+On text of the standard library, for BPE students of 1,024 to 8,192 entries, a tenth leaves a disagreement of 0.2 to
+0.4 % and 94 to 98 % of the entropy (of a bigram model); 0, every conflict, 0.05 % and 91 to 95 %; no merging 0.4 to 3 %
+and 94 to 99.8 %.
+"""
 
 
 @dataclass(frozen=True, eq=False)

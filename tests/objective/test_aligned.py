@@ -14,11 +14,12 @@ from kdtrain.data.bytes import TokenBytes
 from kdtrain.data.cells import prefix_cells
 from kdtrain.errors import UsageError
 from kdtrain.models.output_head import OutputHead
-from kdtrain.objective.aligned import TAU, AlignedTargets, coarsened
+from kdtrain.objective import aligned
+from kdtrain.objective.aligned import TAU, AlignedTargets, coarsened, condensed
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.metrics import measure
-from kdtrain.objective.targets import FLOOR
+from kdtrain.objective.targets import FLOOR, DenseTargets
 
 TEACHER = ["a", "b", "ab", "ba", "bb", "aab"]
 STUDENT = ["b", "a", "aa", "ab", "bab", "abb"]
@@ -309,3 +310,42 @@ def test_metrics_of_equal_tokenizers_are_the_ordinary_ones():
         for each in (near, wrapped(p, near, cells))
     )
     assert math.isclose(plain.kl, ours.kl, rel_tol=1e-6) and plain.cross_entropy == ours.cross_entropy
+
+
+def test_of_whole_distributions_the_likeliest_cells_are_kept_and_the_rest_is_one_event(monkeypatch):
+    p = problem(n=30).cast(torch.float32)
+    of_teacher = torch.tensor([0, 1, 2, -1, 2, 3, 0, 4, 1][: p.vocab_size])
+    of_teacher = torch.cat([of_teacher, torch.full((max(0, p.vocab_size - len(of_teacher)),), 4)])
+    mass = torch.zeros(30, 5, dtype=torch.float64)
+    for token, cell in enumerate(of_teacher.tolist()):
+        if cell >= 0:
+            mass[:, cell] += p.energies[:, token].double().exp()
+    mass /= mass.sum(1, keepdim=True)
+    dense = DenseTargets(p.energies.half(), torch.zeros(30))
+    found = condensed(dense, of_teacher, 5)
+    assert torch.allclose(found.logprobs.exp().double(), mass.gather(1, found.ids), atol=2e-3)
+    assert found.top_k == 5 and (found.tail[:, 0] < -8).all()
+    monkeypatch.setattr(aligned, "MOST_CELLS", 2)
+    found = condensed(dense, of_teacher, 5)
+    assert torch.equal(found.ids, mass.topk(2, dim=1).indices)
+    assert torch.allclose(found.log_tail(1.0).exp().double(), 1 - mass.gather(1, found.ids).sum(1), atol=2e-3)
+
+
+def test_a_teachers_bytes_are_those_of_its_chunks():
+    p = problem(n=4)
+    length, at = torch.tensor([0, 2, 0, 1]), torch.tensor([True, True, False, True])
+    targets = AlignedTargets(length, torch.tensor([0.0, -3.0, 0.0, -1.0]), at, None, None)
+    found = measure(
+        p.hidden,
+        p.head,
+        p.labels,
+        torch.ones(4, dtype=torch.bool),
+        targets,
+        vocab_size=p.vocab_size,
+        chunk=3,
+        bytes_N=torch.tensor([3, 1, 2, 4]),
+    )
+    assert (found.bytes, found.teacher_bytes, found.boundaries, found.kl) == (10, 8, 3, None)
+    assert found.teacher_bits_per_byte() == pytest.approx(4 / 8 / math.log(2))
+    assert found.teacher_loss() == pytest.approx(4 / 8 * 10 / 4)
+    assert found.bits_per_byte() == pytest.approx(found.cross_entropy / 10 / math.log(2))
