@@ -136,10 +136,11 @@ def _text(alignment: Alignment, counted: list[str], measured: list[str]) -> dict
     own, of_student = alignment.teacher, alignment.student
     first = first[first["source"] >= 0]
     merged = alignment.merged(first["taught"], first["token"])
+    out, measured_stream = out[1:], streams[1][1:]  # the first token of a text is no label
     labels = out[of_student.lengths[out["token"]] > 0]  # not the ends of documents, which all share
     at = labels[labels["source"] >= 0]
     ends = labels[labels["length"] > 0]
-    taught = streams[1][own.lengths[streams[1]["token"]] > 0]
+    taught = measured_stream[own.lengths[measured_stream["token"]] > 0]
     size = sum(len(text.encode()) for text in measured)
     return {
         "teacher_tokens": len(taught),

@@ -54,14 +54,14 @@ def test_a_text_is_cut_into_documents_that_take_turns():
     assert "".join(lines).startswith(both) and all(each.endswith("\n") for each in one)
 
 
-@pytest.mark.parametrize("digits, cut", [(True, ["1", "2", "3"]), (False, ["123"])])
-def test_tokenizers_of_the_study_take_digits_as_asked(digits, cut, monkeypatch):
+@pytest.mark.parametrize("digits", [True, False])
+def test_tokenizers_of_the_study_take_digits_as_asked(digits, monkeypatch):
     from kdtrain.data import corpus
 
     texts = [corpus.Document("a", text="x = 123 + 123\n" * 50)]
     monkeypatch.setattr(corpus, "documents", lambda *_: iter(texts))
     found = tokenizers._make(300, digits, 1000)
-    assert [found.decode(each) for each in found("x123").input_ids][1:] == cut
+    assert (len(found("123").input_ids) == 3) == digits
     assert len(tokenizers._make(257, False, 1000)) == 257
 
 
