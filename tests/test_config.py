@@ -207,6 +207,10 @@ REFUSED = [
         "--teacher-weights has no effect with --teacher-server",
     ),
     (
+        lambda: distill(cache=None, teacher="t", data=TEXT, cross_tokenizer="both", server=RUN_SERVER),
+        "--cross-tokenizer needs the whole cache before training; capture the server's answers with cache-teacher",
+    ),
+    (
         lambda: options.FindLrConfig(student="s", out="o", teacher="t", data=TEXT, server=RUN_SERVER),
         "find-lr does not ask a server; make a cache with cache-teacher",
     ),

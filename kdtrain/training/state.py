@@ -109,7 +109,7 @@ class Progress:
     """The step at which a plateau began the decay of `wsd` early."""
     members: dict[str, dict[str, float | None]] = field(default_factory=dict)
     """Of a mixture: the first, the last and the teacher's validation cross-entropy of each member, nats."""
-    bytes_per_token: float | None = None
+    bytes_per_token: Annotated[float, Meta(gt=0)] | None = None
     """Of the validation text, where its tokenizer tells bytes."""
 
     def bits_per_byte(self, loss: float | None) -> float | None:

@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 
 from kdtrain.checkpoint import shards
 from kdtrain.checkpoint.sealed import entry_of, problem
 from kdtrain.checkpoint.store import Store, load
+from kdtrain.files import typed
+from kdtrain.training.state import Progress
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint"
 STATE = {
@@ -57,6 +60,15 @@ def test_the_golden_checkpoint_reads_as_it_was_written_bit_by_bit() -> None:
         read = checkpoint.tensors[name]
         assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape), name
         assert read.reshape(-1).view(torch.uint8).tolist() == tensor.reshape(-1).view(torch.uint8).tolist(), name
+
+
+def test_the_golden_progress_is_of_a_run_before_bytes_were_counted_and_says_nothing_of_them() -> None:
+    stated = load(GOLDEN).state["progress"]
+    progress = typed(stated, Progress)
+    assert {name: getattr(progress, name) for name in stated} == stated
+    assert progress.bytes_per_token is None and progress.bits_per_byte(progress.best_loss) is None
+    with pytest.raises(ValueError, match="bytes_per_token"):
+        typed({**stated, "bytes_per_token": 0.0}, Progress)
 
 
 def test_the_golden_checkpoint_written_today_is_the_same_byte_by_byte(tmp_path: Path) -> None:

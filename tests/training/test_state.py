@@ -118,6 +118,15 @@ def test_progress_that_this_version_does_not_know_is_refused_by_name():
         made().load(state.tensors(), numbers)
 
 
+def test_progress_of_a_version_that_counted_no_bytes_loads_without_them():
+    state = stepped(made(), seed=0)
+    numbers = state.numbers()
+    del numbers["progress"]["bytes_per_token"]
+    other = made(1)
+    other.load(state.tensors(), numbers)
+    assert other.progress == state.progress and other.progress.bytes_per_token is None
+
+
 def test_only_matrices_decay_and_the_temperature_has_a_rate_of_its_own():
     state = made(shape="qwen3")
     named = dict(state.student.named_parameters())
