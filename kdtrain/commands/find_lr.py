@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from kdtrain.cache.format import MANIFEST
+from kdtrain.cache.view_rows import VIEW
 from kdtrain.commands.distill import train
 from kdtrain.commands.kinds import is_run
 from kdtrain.commands.recipe import open_sources, student_spec, table_rate
@@ -199,7 +201,8 @@ def _begin(config: FindLrConfig) -> _Record:
             raise UsageError(f"--out {config.out} holds another search ({', '.join(changed)}); name another --out")
         return found
     student = student_spec(config)
-    sources = {} if config.data.data is not None else open_sources(config, config.cache)
+    packed = config.data.data is not None or config.cross_tokenizer is not None  # by the first short run
+    sources = {} if packed else open_sources(config, config.cache)
     facts = sources["train"].facts if sources else None
     guess, told = own, "--lr"
     if isinstance(guess, str):
@@ -300,8 +303,9 @@ def short_run(config: FindLrConfig, out: Path, lr: float, steps: int, whole: int
 
 
 def _share_tokens(folder: Path, out: Path) -> None:
-    """Give a short run the packed text of another one, which has the same."""
-    made = next((each for each in sorted(folder.glob("lr-*/data")) if (each / "manifest.json").exists()), None)
+    """Give a short run the packed text of another one, or its view, which is the same."""
+    whole = (each.parent for name in (MANIFEST, VIEW) for each in sorted(folder.glob(f"lr-*/data/{name}")))
+    made = next(whole, None)
     if made is None or (out / "data").exists() or made.parent == out:
         return
     with writing(out / "data"), hidden_folder(out / "data") as hidden:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from kdtrain import faults
+from kdtrain.cache.reader import Cache
+from kdtrain.cache.view_rows import View
 from kdtrain.commands import find_lr
 from kdtrain.config import FindLrConfig, ObjectiveConfig, OptimizerConfig, rates
 from kdtrain.config.sections import QuantizationConfig
@@ -16,6 +18,7 @@ from kdtrain.errors import RunError
 from kdtrain.parallel import memory_plan
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.training.rate_search import Trained, next_run
+from tests.token_kinds import train
 
 OPTIONS = ("--cache", "cache", "--student", "student.toml", "--steps", 80, "--rung-steps", 4, "--eval-batches", 1)
 AROUND = ("--lr", 3e-2)
@@ -216,6 +219,19 @@ def test_text_is_packed_once_for_all_short_runs(workbench):
     assert code == 0, err
     files = {os.stat(path).st_ino for path in (workbench.root / "text").glob("lr-*/data/shards/train-00000.h5")}
     assert len(files) == 1 and len(list((workbench.root / "text").glob("lr-*/data"))) >= 5
+
+
+def test_the_rows_of_another_tokenizer_are_made_once_for_all_short_runs(workbench):
+    train("gpt2", 400, (workbench.root / "text.txt").read_text()).save_pretrained(workbench.root / "words")
+    student = (workbench.root / "student.toml").read_text().replace("'teacher'", "'words'")
+    (workbench.root / "words.toml").write_text(student)
+    options = ("--cache", "cache", "--student", "words.toml", "--cross-tokenizer", "chunks", "--rung-steps", 2)
+    code, _, err = workbench.call("find-lr", *options, "--epochs", 2, *workbench.plain, *AROUND, "--out", "across")
+    assert code == 0, err
+    files = {os.stat(path).st_ino for path in (workbench.root / "across").glob("lr-*/data/train-00000.npy")}
+    assert len(files) == 1 and len(list((workbench.root / "across").glob("lr-*/data"))) >= 5
+    rows = View(next((workbench.root / "across").glob("lr-*/data")), Cache("cache"))["train"]
+    assert of_run(workbench, "across", "find-lr.json")["planned"] == round(2 * len(rows) / 8)
 
 
 # The rate of `--lr auto` ---------------------------------------------------------------------------------------------
