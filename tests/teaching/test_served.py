@@ -269,7 +269,7 @@ def test_a_server_that_cannot_serve_the_teacher_is_refused_before_the_first_sequ
 
 
 def test_a_server_without_salts_and_tokenize_is_taken_and_its_only_model_whatever_its_name(server, capsys):
-    server.name, server.always, server.root = "somebody/else", "no-salt", "/home/me/weights"
+    server.name, server.always, server.root = "somebody/else", "no-salt", "/srv/me/weights"
     cache = capture(server)
     told = cache.manifest.settings.teacher
     assert (told["model"], told["root"], told["max_model_len"]) == ("somebody/else", "weights", 600)
