@@ -58,7 +58,9 @@ class _Maker:
         if cache.remote is not None:
             cache.remote.bring_tokenizer()
         self.cache = cache
-        self.alignment = Alignment(load_tokenizer(cache.folder / cache_format.TOKENIZER), tokenizer, given)
+        teacher = load_tokenizer(cache.folder / cache_format.TOKENIZER)
+        given = {**_filler(teacher, cache.manifest.end_tokens), **(given or {})}
+        self.alignment = Alignment(teacher, tokenizer, given)
         stated = cache.manifest.settings
         self.document_mask, self.seq_len = stated.document_mask, seq_len or stated.seq_len
         self.settings = {
@@ -93,6 +95,12 @@ class _Maker:
                 break
         worker.refuse_loss(*worker.count())
         return self.alignment.merged(*np.concatenate(pairs, 1)) if pairs else self.alignment.cells
+
+
+def _filler(tokenizer: Any, ends: Sequence[int]) -> dict[str, str]:
+    """What fills the rows behind the answers of a teacher that wrote the text (`models.ends`), to be left out."""
+    pad, kept = tokenizer.pad_token_id, {*ends, tokenizer.eos_token_id, tokenizer.bos_token_id}
+    return {} if not ends or pad is None or pad in kept else {tokenizer.pad_token: ""}
 
 
 def _rows(reader: Rows, first: int = 0) -> Iterator[PackedRow]:

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 
 import numpy as np
@@ -15,13 +16,14 @@ from kdtrain.cache.writer import write_cache
 from kdtrain.data import alignment as alignments
 from kdtrain.data.cells import Cells
 from kdtrain.data.corpus import Document
-from kdtrain.data.packing import pack
+from kdtrain.data.packing import PackedRow, pack
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.loading import tokenizer_digest
 from kdtrain.models.output_head import OutputHead
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
 from kdtrain.testing import tiny_model
+from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.student import Student
 from tests.token_kinds import TEXTS, train
 
@@ -90,6 +92,35 @@ def test_a_batch_has_the_teachers_numbers_for_the_same_bytes(cache, tmp_path):
         assert targets.label_logprob[end] == pytest.approx(theirs.item(), abs=1e-5)
         text = train("gpt2").decode(own[end - length + 1 : end + 1])
         assert text == train("llama3").decode(labels[first : first + others])
+
+
+def test_of_text_that_the_teacher_wrote_the_filler_is_left_out_and_the_end_is_the_students(tmp_path):
+    tokenizer, student = copy.deepcopy(train("llama3")), train("gpt2")
+    tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+    size, ends = len(tokenizer), [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    rows = []
+    for text in TEXTS[:2] * 2:
+        ids = [*tokenizer.encode(text, add_special_tokens=False)[:8], *ends]
+        tokens = np.full(SEQ_LEN + 1, tokenizer.pad_token_id, np.int32)
+        tokens[:9] = ids
+        mask = (np.arange(SEQ_LEN) >= 4) & (np.arange(SEQ_LEN) < 8)
+        rows.append(PackedRow(tokens, mask, np.zeros(SEQ_LEN, np.int32)))
+    settings = CacheSettings(
+        codec=CodecSpec(kind="sparse", vocab_size=size, top_k=5),
+        seq_len=SEQ_LEN,
+        tokenizer_size=size,
+        tokenizer_digest=tokenizer_digest(tokenizer),
+        data={"source": "texts", "generated": {"end_tokens": ends}},
+    )
+    table = torch.randn(size, size, generator=torch.Generator().manual_seed(1))
+    made = {"teacher": lambda tokens, _: table[tokens], "batch_size": 3, "tokenizer": tokenizer}
+    write_cache(tmp_path / "cache", settings, {"train": rows, "validation": rows}, **made)
+    view = build_view(tmp_path / "data", Cache(tmp_path / "cache"), student)
+    assert "given: <|pad|> is left out" in view.record.events
+    text = "".join(tokenizer.decode(row.tokens[:8]) + "<|im_end|>" for row in rows)
+    found = view["train"].rows(range(len(view["train"])))["tokens"]
+    assert len(found) > 1 and text.startswith(student.decode([found[0, 0], *found[:, 1:].ravel()]))
+    assert AlignedSource(view, "train", None).facts.end_tokens == (student.convert_tokens_to_ids("<|im_end|>"),)
 
 
 def test_the_same_tokenizer_gives_the_ordinary_loss_to_the_bit(cache, tmp_path):

@@ -66,8 +66,11 @@ class AlignedSource:
             codec=stated.codec,
             terms=terms,
         )
+        partner = dict(view.record.settings["events"])
+        ends = {partner.get(each, -1) for each in view.cache.manifest.end_tokens}
         self.facts = replace(
             facts,
+            end_tokens=tuple(sorted(each for each in ends if each >= 0)),
             identity=f"{identity_of(view)}{'-cells' * cells}{'-chunks' * chunks}",
             tokenizer_digest=view.record.settings["tokenizer"],
             tokenizer=view.folder / "tokenizer",
