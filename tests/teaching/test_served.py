@@ -7,7 +7,6 @@ recorded from vLLM.
 import json
 import random
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from kdtrain.cache.codec import CodecSpec
 from kdtrain.commands.captured import captured
 from kdtrain.config import CodecConfig, DataConfig, RunServerConfig, ServerConfig
 from kdtrain.models.loading import load_teacher, load_tokenizer
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.teaching.served.answers import Answers, Entry, Span, Wrong, spans_of
 from kdtrain.teaching.served.client import SMALL, Client
 from kdtrain.teaching.served.fingerprint import Fingerprint
@@ -364,7 +363,7 @@ def test_an_address_that_is_none_is_refused(options, words):
 
 @pytest.mark.parametrize("size", ["151936", True, 0, 1.5])
 def test_the_size_of_a_vocabulary_is_a_whole_number(size):
-    spec = replace(read_spec("stdlib-5m", "teachers"), options={"vocab_size": size})
+    spec = ModelSpec(name="m", kind="served", tokenizer="org/model", options={"vocab_size": size})
     with pytest.raises(kd.UsageError, match=r"vocab_size under \[options\] must be a whole number of at least 2"):
         ServedTeacher(spec, torch.device("cpu"), "fp32")
 
