@@ -148,7 +148,7 @@ def main(given: LoraStudy) -> None:
             for variant in VARIANTS
         ]
         varied = made(others)
-    head = [_head(rows, 64 if given.quick else 896, 64 if given.quick else 1024) for rows in (2048, 151_936)]
+    head = [_head(rows, 64 if given.quick else 896, 64 if given.quick else 256) for rows in (2048, 151_936)]
     record = {
         "environment": environment(given.out / "base"),
         "settings": {"base_steps": base_steps, "steps": steps, "sequences": sequences, "quick": given.quick},
