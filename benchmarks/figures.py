@@ -242,7 +242,7 @@ def draw_find_lr(record: Record, folder: Path) -> list[Path]:
                 axes.axvline(rate, color=color, linestyle=style, label=None if number else name)
         axes.set_xscale("log")
         finish(axes, kind, "peak rate", "validation loss, nats")
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16))
     return write_all(folder, find_lr=figure)
 
 

@@ -124,6 +124,10 @@ class StandIn:
             # what was computed for the last prompt with this beginning
             last, self._prompts[block] = self._prompts.get(block := tuple(tokens[:4]), logprobs), logprobs
             logprobs = torch.cat([last[: len(tokens)], logprobs[len(last) :]])
+        if fault == "drift":  # the same prompt again gives other numbers, whatever its salt
+            again = self._cached.setdefault(tuple(tokens), [])
+            again.append(0)
+            logprobs = (logprobs / (1 if len(again) == 1 else 1.7)).log_softmax(-1)
         found: list[Any] = [None]
         for position, label in enumerate(tokens[1:]):
             best = logprobs[position].topk(entries)
@@ -135,12 +139,6 @@ class StandIn:
             if fault == "processed":
                 values |= dict.fromkeys(ids[len(ids) // 2 :], -9999.0)
             found.append({str(each): self._entry(each, values[each], ranks[each]) for each in order})
-        if fault == "drift":  # the same prompt again gives other numbers, whatever its salt
-            again = self._cached.setdefault(tuple(tokens), [])
-            again.append(0)
-            for table in found[1:] if len(again) > 1 else ():
-                for entry in table.values():
-                    entry["logprob"] -= 0.7
         return found
 
     def _samples(self, tokens: list[int], asked: SampleRequest, fault: str) -> list[Any]:

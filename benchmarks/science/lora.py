@@ -103,7 +103,12 @@ def main(given: LoraStudy) -> None:
         def run(name: str, entry: Entry) -> dict[str, Any]:
             words = ("--student", f"{given.out / 'base'}", "--lr", f"{entry.rate}", "--seed", f"{entry.seed}")
             more = (word.replace("HALF", f"{steps // 2}") for word in VARIANTS.get(entry.variant, ()))
-            last = ("--steps", f"{entry.steps}", *more)
+            last = (
+                "--steps",
+                f"{entry.steps}",
+                *(("--eval-freq", f"{TURN}") if entry.variant == "speed" else ()),
+                *more,
+            )
             answer, _ = study.train(name, *words, *KINDS[entry.kind], *last, may_fail=True)
             of = {"kind": entry.kind, "lr": entry.rate, "seed": entry.seed, "variant": entry.variant}
             return {**of, "steps": entry.steps, **_measured(given.out / name, answer)}
@@ -125,7 +130,7 @@ def main(given: LoraStudy) -> None:
         again = [Entry(kind, rate, seed, steps) for kind, rate in best.items() for seed in range(1, seeds)]
         records += made(again)
         turns = [
-            Entry(kind, best[kind], number, min(steps, TURN), "speed")
+            Entry(kind, 1e-3, number, min(steps, TURN), "speed")
             for number in range(1 if given.quick else ROUNDS)
             for kind in ([*KINDS][::-1] if number % 2 else KINDS)
         ]
@@ -138,12 +143,12 @@ def main(given: LoraStudy) -> None:
         ]
         others += [
             Entry(kind, best[kind], seed, steps, variant)
+            for seed in range(seeds)
             for kind in VARIED
             for variant in VARIANTS
-            for seed in range(seeds)
         ]
         varied = made(others)
-    head = [_head(rows, 64 if given.quick else 896, 64 if given.quick else 1024) for rows in (2048, 151_936)]
+    head = [_head(rows, 64 if given.quick else 896, 64 if given.quick else 256) for rows in (2048, 151_936)]
     record = {
         "environment": environment(given.out / "base"),
         "settings": {"base_steps": base_steps, "steps": steps, "sequences": sequences, "quick": given.quick},

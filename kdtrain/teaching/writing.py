@@ -88,7 +88,7 @@ def continued(step: Step, rows: ShardRows, how: Writing, vocab_size: int) -> tup
             mask_BW = torch.cat([mask_BW, mask_BW.new_ones(len(at), 1)], 1)
             # A row that has ended stays inside: its own logits are not used, but a position beyond the model's has no
             # embedding, or changes the frequencies of all rows.
-            inside = _positions(mask_BW)[:, -1:].clamp(max=mask_BT.shape[1] - 1)
+            inside = _positions(mask_BW)[:, -1:].clamp(max=rows.loss_mask.shape[-1] - 1)
             seen = {"attention_mask": mask_BW, "position_ids": inside}
     assert logits_BTV is not None, "a prompt leaves room for a token"
     return replace(rows, tokens=tokens_BT1.numpy().astype(rows.tokens.dtype), loss_mask=mask_BT), logits_BTV

@@ -176,7 +176,7 @@ def test_ranks_that_are_stopped_resume_to_the_same_bits(base, how):
 def test_the_default_rate_and_a_frozen_head_are_spoken_of(base):
     planned = base.run(*RUN, *FP32, "--dry-run", "--out", "dry", "--json").json
     assert planned["student"]["trained_parameters"] < 0.2 * planned["student"]["parameters"]
-    assert planned["learning rate"].startswith("0.005 (auto: adapters, ")
+    assert planned["learning rate"].startswith("0.01 (auto: adapters, ")
     refused = base.run(*RUN, *FAST, "--freeze-head", "--out", "dry")
     assert refused.code == 2 and "--freeze-head has no effect with adapters" in refused.refusal()
     alone = base.run(*[each for each in RUN if each not in ("--lora-rank", 4)], *FAST, "--out", "dry")

@@ -3,12 +3,13 @@
 The runs are 30 steps of 6 sequences over 40: an epoch ends inside step 7. Checkpoints come every 4 steps,
 validations every 3. In a run with a rollback the losses of batches 24 to 26 are 30 times what they were: the spike is
 confirmed at step 26, the run goes back to step 20 and leaves batches 21 to 26 out, and it is broken off after that, or
-shortly before the spike. Runs are in fp32, quantised, in adaptive quantisation that falls back and returns, or train
-adapters: all ways in fp32, and of the others as many as it takes for each pair of values of two dimensions to come up.
+shortly before the spike. Runs are in fp32, quantised, or in adaptive quantisation that falls back and returns: all
+ways in fp32, and of the others as many as it takes for each pair of values of two dimensions to come up. Those that are
+quantised come again with adapters.
 """
 
 import itertools
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 STEPS, BATCH, VALIDATION = 30, 6, 8
 WHERE = ("mid-epoch", "epoch-end", "first-step", "validation", "twice", "before-the-spike")
@@ -23,8 +24,8 @@ FORMATS = {
         *("--precision", "mxfp4", "--time-resume", "--quant-rule", "loss+gap", "--quant-loss-threshold", "0.42"),
         *("--quant-window-size", "3", "--quant-probe-every", "2", "--quant-min-dwell", "2"),
     ),
-    "lora": ("--precision", "fp32", "--lora-rank", "4", "--lora-dropout", "0.1"),
 }
+ADAPTERS = {"lora": ("--precision", "fp32", "--lora-rank", "4", "--lora-dropout", "0.1")}
 Options = tuple[int, str, bool, str]
 """Accumulation, temperature, rollback and format."""
 SPIKE = "train.loss:x30:24-26"
@@ -74,7 +75,16 @@ def argv(options: Options, out: str, asynchronous: bool = True) -> list[str]:
     accumulation, temperature, _, form = options
     words = ["distill", "--cache", "cache", "--student", "student.toml", "--out", out, "--steps", str(STEPS)]
     words += ["--batch-size", str(BATCH), "--micro-batch-size", str(BATCH // accumulation), "--lr", "1e-2"]
-    words += ["--warmup-steps", "0", "--checkpoint-freq", "4", "--eval-freq", "3", "--no-compile", *FORMATS[form]]
+    words += [
+        "--warmup-steps",
+        "0",
+        "--checkpoint-freq",
+        "4",
+        "--eval-freq",
+        "3",
+        "--no-compile",
+        *(FORMATS | ADAPTERS)[form],
+    ]
     words += ["--log-to", "none", "--temperature", "2", "--temperature-mode", temperature]
     return words + ([] if asynchronous else ["--no-async-save"])
 
@@ -87,8 +97,7 @@ SELECTED: tuple[Options, ...] = (
     (1, "minimize", True, "mxfp4"),
     (3, "fixed", False, "adaptive"),
 )
-"""Options in which each value of each comes up, but adapters, which have a test of their own; both halves have all
-other formats, accumulations and rollbacks."""
+"""Options in which each value of each comes up; both halves have all formats, accumulations and rollbacks."""
 
 
 def selection() -> list[Case]:
@@ -110,6 +119,11 @@ def every_case() -> list[Case]:
 def _product() -> list[Case]:
     dimensions = WHERE, HOW, ACCUMULATION, TEMPERATURE, ROLLBACK, FORMATS
     return [Case(*each) for each in itertools.product(*dimensions)]
+
+
+def adapters() -> list[Case]:
+    """Runs that train adapters in fp32, broken off in the ways of the quantised ones of `pairwise`."""
+    return [replace(each, format="lora") for each in pairwise() if each.format == "mxfp4"]
 
 
 def pairwise() -> list[Case]:

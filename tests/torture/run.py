@@ -39,13 +39,13 @@ def main() -> int:
     """Run the matrix and the kills; 0 when every run ended equal and every fault fired."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--selection", action="store_true", help="each place with each way, over a few options")
-    parser.add_argument("--format", choices=matrix.FORMATS, help="the cases of this format alone")
+    parser.add_argument("--format", choices=matrix.FORMATS | matrix.ADAPTERS, help="the cases of this format alone")
     parser.add_argument("--kills", type=int, default=50, help="kills at random times")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     out = options.out.resolve()
-    cases = matrix.selection() if options.selection else matrix.every_case()
+    cases = matrix.selection() if options.selection else [*matrix.every_case(), *matrix.adapters()]
     cases = [case for case in cases if options.format in (None, case.format)]
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
