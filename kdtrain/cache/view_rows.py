@@ -323,12 +323,13 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         return lambda at: at_rows(whole, at), label_N
 
 
-def holds_view(folder: Path) -> bool:
-    """Whether a folder is a view, finished or not."""
+def viewed_cache(folder: Path) -> str | None:
+    """The digest of the cache that a view in `folder`, finished or not, is of; None: it is no view."""
     try:
-        return {"cache", "tokenizer", "events"} <= read_sealed(folder / SETTINGS).keys()
+        settings = read_sealed(folder / SETTINGS)
     except (OSError, ValueError):
-        return False
+        return None
+    return str(settings["cache"]) if {"cache", "tokenizer", "events"} <= settings.keys() else None
 
 
 def verify_view(folder: Path) -> list[str]:

@@ -30,7 +30,8 @@ def across(config: DistillConfig, student: ModelSpec, teacher: Teacher | None) -
         return None
     terms, data = TERMS[config.cross_tokenizer], config.data
     if teacher is not None:
-        name, codec, theirs = str(data.data), _TOKENS, tokenizer_digest(teacher.tokenizer)
+        name, codec = str(data.data), _TOKENS
+        theirs: str | None = tokenizer_digest(teacher.tokenizer)
         seq_len, document_mask = data.seq_len, data.document_mask
     else:
         cache = _cache(config)
@@ -40,7 +41,7 @@ def across(config: DistillConfig, student: ModelSpec, teacher: Teacher | None) -
         if codec.kind == "tokens":
             raise UsageError(f"{name} holds no teacher's numbers; --cross-tokenizer needs them")
     if digest_of(student) != theirs:
-        size = len(load_tokenizer(student))
+        size = 1 + max(load_tokenizer(student).get_vocab().values())  # ids may have gaps
         return aligned_facts(name, seq_len=seq_len, document_mask=document_mask, size=size, codec=codec, terms=terms)
     log.info("--cross-tokenizer %s: teacher and student have the same tokenizer", config.cross_tokenizer)
     return None

@@ -14,6 +14,7 @@ from typing import Any
 import kdtrain
 from kdtrain.cache.card import CARD, license_lines, word
 from kdtrain.cache.manifest import Manifest, read_manifest, weights_line
+from kdtrain.cache.view_rows import viewed_cache
 from kdtrain.commands.run_folder import to_toml
 from kdtrain.config import DistillConfig
 from kdtrain.config.values import fields_of, marked
@@ -97,14 +98,18 @@ def _members(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _manifests(cache: Any, run: Path, state: Mapping[str, Any]) -> dict[str, Manifest]:
     """Those of the run's caches that are at hand, by digest."""
-    wanted, found = [each.get("digest") for each in _members(state)], dict[str, Manifest]()
+    wanted, found = {f"{each.get('digest')}": each.get("digest") for each in _members(state)}, dict[str, Manifest]()
+    if (viewed := viewed_cache(run / "data") or viewed_cache(run / "view")) is not None:
+        wanted = {state["cache"]: viewed}  # with another tokenizer the state names the view
     places = [Path(each) for each in ([cache] if isinstance(cache, str) else cache or []) if isinstance(each, str)]
     for place in [*places[:_CACHES], run / "data"]:
         try:
             manifest = read_manifest(place)
         except (OSError, ValueError, UsageError, RunError):
             continue
-        found |= {digest: manifest for digest in wanted if digest is not None and manifest.is_known_as(digest)}
+        found |= {
+            name: manifest for name, digest in wanted.items() if digest is not None and manifest.is_known_as(digest)
+        }
     return found
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.view_rows import holds_view
+from kdtrain.cache.view_rows import viewed_cache
 from kdtrain.commands.build_cache import OWN, holds_own
 from kdtrain.commands.kinds import LOCK as LOCK
 from kdtrain.commands.kinds import is_environment
@@ -188,7 +188,7 @@ def check_out(out: Path) -> bool:
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     foreign = [name for name in names if not _LEFT.fullmatch(name) and not temporary_of(name)]
     for name in (*OWN, "view"):
-        if name in foreign and (holds_view(out / name) or holds_own(out / name)):
+        if name in foreign and (viewed_cache(out / name) or holds_own(out / name)):
             foreign.remove(name)
     if "environment.json" in foreign and is_environment(out / "environment.json"):
         foreign.remove("environment.json")

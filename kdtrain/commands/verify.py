@@ -12,7 +12,7 @@ from kdtrain.cache.look import look
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.remote import open_remote
 from kdtrain.cache.verify import repair, verify_cache
-from kdtrain.cache.view_rows import holds_view, verify_view
+from kdtrain.cache.view_rows import verify_view, viewed_cache
 from kdtrain.checkpoint.sealed import checkpoint_at, read_checkpoint
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands.audit import audit
@@ -98,7 +98,7 @@ def _problems(path: Path, kind: str) -> list[str]:
     store = Store(path / "checkpoints")
     caches: list[str] = []
     for folder in (path / name for name in (*OWN, "view")):
-        caches += verify_view(folder) if holds_view(folder) else verify_cache(folder) if holds_own(folder) else []
+        caches += verify_view(folder) if viewed_cache(folder) else verify_cache(folder) if holds_own(folder) else []
     names = [entry.name for entry in store.entries(apart=True)]
     damaged = [(name, damage) for name in names if (damage := store.problem(name))]
     # a run that is training may have removed one meanwhile

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from kdtrain.cache import download
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import KNOTS, CodecSpec
 from kdtrain.cache.manifest import CacheSettings, read_manifest
 from kdtrain.cache.writer import write_cache
 from kdtrain.data.packing import PackedRow
+from tests.fetched import files_of
+from tests.web import Repository, Web, serving
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -115,3 +118,31 @@ def whole(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "cache"
     assert workshop.run(folder).returncode == 0
     return folder
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KDTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(download, "WAIT", 0.001)
+    monkeypatch.setattr(download, "TIMEOUT", (1.0, 1.0))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def web(whole: Path, home: Path) -> Iterator[Web]:
+    with serving(whole) as found:
+        yield found
+
+
+@pytest.fixture
+def hub(whole: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    """A stand-in of the hub with the cache as the data set org/cache."""
+    from huggingface_hub import constants
+
+    with serving() as found:
+        monkeypatch.setenv("HF_ENDPOINT", found.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        found.hub["org/cache"] = Repository()
+        found.hub["org/cache"].commit(files_of(whole))
+        yield found

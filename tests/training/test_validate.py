@@ -23,7 +23,8 @@ def measured(workshop):
 def test_the_result_does_not_depend_on_the_size_of_a_forward(measured, micro):
     whole, cut = summary(measured()), summary(measured(micro=micro))
     assert cut["tokens"] == whole["tokens"]
-    assert cut == pytest.approx(whole, rel=1e-5)
+    known = {name: each for name, each in whole.items() if each is not None}
+    assert {name: each for name, each in cut.items() if each is not None} == pytest.approx(known, rel=1e-5)
 
 
 def test_every_forward_has_the_same_shape(measured, workshop):

@@ -1,0 +1,162 @@
+"""What is asked of a server before its first sequence, and which servers and options are refused."""
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import kdtrain as kd
+from kdtrain.config import CodecConfig, DataConfig, ServerConfig
+from kdtrain.models.spec import ModelSpec
+from kdtrain.teaching.served import preflight
+from kdtrain.teaching.served.teacher import ServedTeacher
+from tests.captures import WRITES, capture, content
+from tests.stand_in import standing_in
+
+
+def test_stale_prompts_are_kept_away_by_a_salt_and_found_without_one(server, whole):
+    server.faults = dict.fromkeys(range(200), "stale")
+    capture(server)
+    assert content("cache") == whole
+    server.bodies.clear()
+    server.always = "no-salt"
+    with pytest.raises(kd.UsageError, match="cached prompts give stale ones"):
+        capture(server, "other")
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"name": "other", "server_model": "stdlib-5m"}, "serves other, not stdlib-5m; give --server-model NAME"),
+        ({"max_model_len": 20}, "takes 20 tokens, and a row needs 25 .* --max-model-len 26, or use --seq-len 18"),
+        ({"max_logprobs": 8}, "max allowed: 8 .*; start the server with --max-logprobs 16, or use a smaller --top-k"),
+        ({"key": "secret"}, r"says: Unauthorized \(401\); set KDTRAIN_SERVER_KEY"),
+        ({"always": "processed-mode"}, "returns processed log-probabilities: temperature and top-p move them"),
+        ({"always": "processed"}, "processed log-probabilities|processed_logprobs|raw_logprobs"),
+        ({"always": "tokenizer"}, "has another tokenizer: .* the first other one is number 1"),
+        ({"always": "drift"}, "nats apart: cached prompts give stale ones; start .* --no-enable-prefix-caching"),
+        ({"always": "stale"}, "nats apart: cached prompts give stale ones; start .* --no-enable-prefix-caching"),
+        ({"always": "bos"}, "it counts [0-9]+ tokens, [0-9]+ were sent: it adds or drops some"),
+        ({"always": "none"}, "nothing for token 2"),
+        ({"always": "low"}, "not log-probabilities: .* leave more probability than 2,048 entries can have; .* raw_"),
+        ({"always": "redirect:http://example.com/v1"}, "it redirects to http://example.com/v1, which is not followed"),
+    ],
+)
+def test_a_server_that_cannot_serve_the_teacher_is_refused_before_the_first_sequence(server, change, words):
+    model = change.pop("server_model", None)
+    for name, value in change.items():
+        setattr(server, name, value)
+    with pytest.raises(kd.UsageError, match=words) as caught:
+        capture(server, server_patience=0.3, **({"server_model": model} if model else {}))
+    assert "\n" not in str(caught.value) and not Path("cache").exists()
+
+
+def test_a_server_without_salts_and_tokenize_is_taken_and_its_only_model_whatever_its_name(server, capsys):
+    server.name, server.always, server.root = "somebody/else", "no-salt", "/srv/me/weights"
+    cache = capture(server)
+    told = cache.manifest.settings.teacher
+    assert (told["model"], told["root"], told["max_model_len"]) == ("somebody/else", "weights", 600)
+    assert "cache_salt" not in server.bodies[-1]
+    server.always = "no-tokenize"
+    capture(server, "other")
+    assert "/tokenize is not there (404); " in capsys.readouterr().err
+
+
+def test_an_address_that_is_silent_is_not_waited_for_as_an_answer_is(server, monkeypatch):
+    monkeypatch.setattr(preflight, "_SILENT", 0.1)
+    began = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(kd.UsageError, match=r"/v1: .*, for \d s"):
+        capture(f"http://127.0.0.1:{silent.getsockname()[1]}", server_timeout=60.0, server_patience=0.2)
+    assert time.monotonic() - began < 30
+
+
+def test_entries_about_the_token_after_the_next_are_found_whatever_the_batches_and_shards(server):
+    server.always = "ahead"  # batches and shards of four
+    with pytest.raises(kd.RunError, match=r"as the server answers: shifted by \+1"):
+        capture(server)
+
+
+def test_a_server_with_the_least_length_is_enough(server):
+    server.max_model_len = 18
+    assert len(capture(server, seq_len=16)["train"]) == 10
+
+
+def test_numbers_that_are_processed_in_what_a_server_writes_are_refused_before_the_first_text(server):
+    server.always = "processed-text"
+    with pytest.raises(kd.UsageError, match=r"processed log-probabilities of what it writes: .* raw_logprobs"):
+        capture(server, **WRITES)
+    assert len([body for body in server.bodies if "return_token_ids" in body]) == 1
+
+
+def test_a_text_that_ends_at_a_token_of_the_servers_own_is_asked_for_once_and_the_remedy_is_named(server):
+    server.ends = [*range(1, 2048)]
+    with pytest.raises(kd.UsageError, match=r"the server ends a text at \d+, and .* add it to eos_token_id in gen"):
+        capture(server, **WRITES)
+    assert len([body for body in server.bodies if "return_token_ids" in body]) == 1
+
+
+def test_the_key_comes_from_the_environment_and_is_written_nowhere(server, monkeypatch, capsys, tmp_path):
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password of-netrc\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    monkeypatch.setenv("OPENAI_API_KEY", "of-openai")
+    capture(server, "open")
+    assert {*server.authorized} == {None}
+    monkeypatch.setenv("KDTRAIN_SERVER_KEY", "the-secret")
+    server.key = "the-secret"
+    server.authorized.clear()
+    capture(server)
+    assert {*server.authorized} == {"Bearer the-secret"}
+    assert b"the-secret" not in b"".join(content("cache").values()) and "the-secret" not in capsys.readouterr().err
+    with pytest.raises(kd.UsageError, match="KDTRAIN_SERVER_KEY would be sent unencrypted; give https://"):
+        capture("http://llm.example.com/v1")
+    with standing_in(server.model, server.tokenizer) as second:
+        server.always = f"redirect:{second.url}/completions"
+        with pytest.raises(kd.UsageError, match=r"it redirects to .* which is not followed"):
+            capture(server, "redirected")
+        assert second.authorized == [] == second.bodies
+
+
+def test_an_address_that_nothing_listens_at_is_refused_soon(server):
+    server.close()
+    with pytest.raises(kd.UsageError, match=r"http://127.0.0.1:\d+/v1: the connection was refused"):
+        capture(server, server_patience=0.3)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"teacher_server": "host:8000"}, "host:8000 is not an address; give one such as http://HOST:8000/v1"),
+        ({"teacher_server": "http://me:word@host/v1"}, "a password would end in logs; use KDTRAIN_SERVER_KEY"),
+        ({"teacher_server": "http://host/v1?key=1"}, "leave out what follows"),
+        ({"teacher_server": ("http://host", "http://host")}, "one address is given twice"),
+        ({"teacher_server": ("http://host:8000", "HTTP://Host:8000/v1/")}, "one address is given twice"),
+        ({"teacher_server": "http://[::1/v1"}, r"http://\[::1/v1 is not an address"),
+        ({"teacher_server": "http://[foo]/v1"}, "is not an address"),
+        ({"teacher_server": "http://host:abc/v1"}, "http://host:abc/v1 is not an address"),
+        ({"teacher_server": "http://host:99999999"}, "is not an address"),
+        ({"teacher_server": "me:word@host/v1"}, "a password would end in logs"),
+        ({"server_model": "m"}, "--server-model has no effect without --teacher-server"),
+    ],
+)
+def test_an_address_that_is_none_is_refused(options, words):
+    with pytest.raises(kd.UsageError, match=words) as caught:
+        ServerConfig(**options)
+    assert "word" not in str(caught.value).replace("password", "")
+
+
+@pytest.mark.parametrize("size", ["151936", True, 0, 1.5])
+def test_the_size_of_a_vocabulary_is_a_whole_number(size):
+    spec = ModelSpec(name="m", kind="served", tokenizer="org/model", options={"vocab_size": size})
+    with pytest.raises(kd.UsageError, match=r"vocab_size under \[options\] must be a whole number of at least 2"):
+        ServedTeacher(spec, torch.device("cpu"), "fp32")
+
+
+def test_options_that_a_server_cannot_serve_are_refused():
+    server = ServerConfig(teacher_server="http://host/v1")
+    for codec in (CodecConfig(dense=True), CodecConfig(top_k=8, num_samples=24)):
+        with pytest.raises(kd.UsageError, match="gives --top-k, or --num-samples alone where the server has"):
+            kd.CacheTeacherConfig(teacher="t", out="c", data=DataConfig(data="text.txt"), codec=codec, server=server)
+    with pytest.raises(kd.UsageError, match="exclude each other"):
+        kd.CacheTeacherConfig(teacher="t", out="c", from_logprobs="f", codec=CodecConfig(top_k=4), server=server)
