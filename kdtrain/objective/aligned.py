@@ -205,10 +205,11 @@ class AlignedTargets(Targets):
         if self.near is None:
             nothing = Events(z_RV.new_zeros(len(z_RV), 1), z_RV.new_zeros(len(z_RV), 1))
             return Comparison(nothing, nothing, None)
-        label_R, entries = z_RV.gather(1, labels_R[:, None]).squeeze(1), self.entries(labels_R, z_RV.shape[1])
-        y_RW = z_RV if self.cells is None else self.cells.to(z_RV.device).reduce(z_RV).y
-        kept_RK, label_R = entries.take(y_RW, label_R).logits(y_RW.dtype)
-        tail_R = torch.logsumexp(y_RW, 1)
+        entries = self.entries(labels_R, z_RV.shape[1])
+        cells = None if self.cells is None else self.cells.to(z_RV.device)
+        entries = entries.take(z_RV) if cells is None else cells.fold(z_RV, entries, labels_R).entries
+        kept_RK, label_R = entries.logits(z_RV.dtype)
+        tail_R = torch.logsumexp(z_RV, 1)
         statistics = Statistics(tail_R, tail_R, kept_RK, label_R, self.near.top_k)
         rule = "sampled" if self.near.num_samples else "ghost"
         events = self.events(rule, statistics, torch.ones((), dtype=z_RV.dtype, device=z_RV.device))

@@ -1,16 +1,16 @@
-"""Cells of a student's vocabulary: logits of groups of tokens, for targets over groups.
+"""Cells of a student's vocabulary: groups of tokens as entries, for targets over groups.
 
 A teacher with another tokenizer says what the text goes on with, not which token (`data.cells`). Its events are cells,
 disjoint groups of the student's tokens, and a cell's logit is the log of its tokens' sum of exp(z): the softmax over
-cells is then that of the tokens, summed. So the engine reduces a chunk of logits to one column a cell, walks these as
-it walks a vocabulary (`sparse`, `kernels`), and spreads the gradient back over the tokens, dz_v = dy_c exp(z_v - y_c).
-A cell of one token is that token's logit, to the bit. The label stays a token: where its cell has others, it takes an
-entry of its own beside the cells.
+cells is then that of the tokens, summed. Only the cells that a row's targets name need a logit of their own; to the
+sums over all others each token is as good as its cell. So the engine folds a chunk of logits (`CellIndex.fold`): the
+tokens of a named cell become one, in the column of its first, and the others are masked. It then walks the chunk as any
+other (`sparse`, `kernels`), and unfolds the gradient, dz_v = dy_c exp(z_v - y_c). A cell of one token is that token, to
+the bit. The label stays a token: in a folded cell it keeps a logit and a gradient of its own.
 
-Given up: a cell of several tokens, all of them 1e37 times less likely than the likeliest token in such a cell, counts
-as being that likely, without gradient.
+What is folded depends on the targets, so on a GPU its size is read back, once a chunk.
 
-Shape suffixes: R rows of a chunk, V vocabulary of the student, C cells, W = C + 2 columns, M tokens that share a cell.
+Shape suffixes: R rows of a chunk, V vocabulary of the student, C cells, K entries, E = K + 1, P tokens that are folded.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kdtrain.errors import UsageError
+from kdtrain.models.output_head import OutputHead
 from kdtrain.objective.logits import NEVER
 from kdtrain.objective.statistics import Entries
 
@@ -34,21 +35,15 @@ class CellIndex:
     """Which cell each token of the student is in; build it with `of`. All indices are int64."""
 
     count: int
-    """C. Column C holds the tokens of no cell, column C + 1 the label where it has an entry of its own."""
+    """C."""
     column: Tensor
-    """[V] the column of each token, 0 .. C."""
-    single: Tensor
-    """[V] bool, whether its column has no other token."""
-    first: Tensor
-    """[C+1] a token of each column; 0 where there is none."""
+    """[V] the cell of each token, 0 .. C; C: none."""
+    size: Tensor
+    """[C+1] tokens of each cell."""
+    start: Tensor
+    """[C+1] where its tokens begin in `member`."""
     member: Tensor
-    """[M] the tokens in columns of several, column by column."""
-    place: Tensor
-    """[M] the number of their column in `wide`."""
-    wide: Tensor
-    """The columns of several tokens, ascending."""
-    holds_rest: bool
-    """Whether some token is in no cell."""
+    """[V] the tokens, cell by cell."""
 
     @functools.cached_property
     def key(self) -> int:
@@ -71,15 +66,10 @@ class CellIndex:
     @classmethod
     def of(cls, cells_V: Tensor, count: int) -> CellIndex:
         """From the cell of each token, 0 .. count - 1, or count for none. ValueError: a cell has no token."""
-        size_C1 = torch.bincount(cells_V, minlength=count + 1)
-        if len(size_C1) != count + 1 or (size_C1[:count] == 0).any():
+        size = torch.bincount(cells_V, minlength=count + 1)
+        if len(size) != count + 1 or (size[:count] == 0).any():
             raise ValueError("each cell needs a token of the student, and each token one of the cells or none")
-        order = cells_V.argsort(stable=True)
-        first = torch.cat([size_C1.new_zeros(1), size_C1.cumsum(0)[:-1]]).clamp(max=len(cells_V) - 1)
-        several_V = size_C1[cells_V] > 1
-        member = order[several_V[order]]
-        wide, place = cells_V[member].unique_consecutive(return_inverse=True)
-        return cls(count, cells_V, ~several_V, order[first], member, place, wide, bool(size_C1[count]))
+        return cls(count, cells_V, size, size.cumsum(0) - size, cells_V.argsort(stable=True))
 
     def to(self, device: torch.device) -> CellIndex:
         """The same on a device."""
@@ -88,52 +78,72 @@ class CellIndex:
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         return replace(self, **{k: v.to(device) for k, v in own.items() if isinstance(v, Tensor)})  # type: ignore[arg-type]
 
-    def entries(self, cells: Entries, labels_N: Tensor) -> Entries:
-        """The entries of cells, with the column of each label last: its cell's, or C + 1."""
-        apart_N = ~self.single[labels_N]
-        label_N = self.column[labels_N].masked_fill(apart_N, self.count + 1)
-        return Entries(torch.cat([cells.ids[:, :-1], label_N[:, None]], 1), cells.absent, cells.top_k, apart=apart_N)
+    def entries(self, cells: Entries, labels_R: Tensor) -> Entries:
+        """The entries of cells, by the first token of each, and the labels."""
+        cell_RK = cells.ids[:, :-1]
+        first_RK, own_R = self.member[self.start[cell_RK]], self.column[labels_R]
+        named_R = ((cell_RK == own_R[:, None]) & ~cells.absent).any(1)
+        folded_R = named_R & (own_R < self.count) & (self.size[own_R] > 1)
+        label_R = torch.where(folded_R, first_RK[:, 0], labels_R)
+        return Entries(torch.cat([first_RK, label_R[:, None]], 1), cells.absent, cells.top_k, apart=folded_R)
 
-    def reduce(self, z_RV: Tensor) -> Grouped:
-        """The logits of the columns."""
-        y_RW = z_RV.new_full((len(z_RV), self.count + 2), NEVER)
-        columns = self.count + self.holds_rest
-        y_RW[:, :columns] = _columns(z_RV, self.first[:columns])
-        if not len(self.member):
-            return Grouped(self, y_RW, None, None)
-        share_RM = _columns(z_RV, self.member)
-        top_R1 = share_RM.amax(1, keepdim=True)
-        share_RM.sub_(top_R1).exp_()
-        mass_R = share_RM.new_zeros(len(z_RV), len(self.wide))
-        mass_R.scatter_add_(1, self.place.expand(len(z_RV), -1), share_RM)
-        mass_R.clamp_(min=torch.finfo(mass_R.dtype).tiny)
-        y_RW.scatter_(1, self.wide.expand(len(z_RV), -1), top_R1 + mass_R.log())
-        return Grouped(self, y_RW, share_RM, mass_R)
+    def fold(self, z_RV: Tensor, entries: Entries, labels_R: Tensor) -> Folded:
+        """Fold the cells of the entries in place, and take the entries' logits."""
+        ids_RK, apart_R = entries.ids[:, :-1], entries.apart
+        assert apart_R is not None
+        rows, kept = ids_RK.shape
+        cell_RK = self.column[ids_RK]
+        size_RK = self.size[cell_RK].masked_fill(entries.absent, 0)
+        size_RK = size_RK.masked_fill(size_RK == 1, 0)
+        sizes = size_RK.flatten()
+        group_P = torch.repeat_interleave(torch.arange(rows * kept, device=z_RV.device), sizes)
+        place_P = torch.arange(len(group_P), device=z_RV.device) - (sizes.cumsum(0) - sizes)[group_P]
+        token_P = self.member[self.start[cell_RK.flatten()][group_P] + place_P]
+        row_P = group_P // max(1, kept)
+
+        z_P = z_RV[row_P, token_P]
+        top = z_RV.new_full((rows * kept,), NEVER).scatter_reduce_(0, group_P, z_P, "amax")
+        shifted_P = (z_P - top[group_P]).exp_()
+        mass = z_RV.new_zeros(rows * kept).index_add_(0, group_P, shifted_P)
+        label_R = z_RV.gather(1, labels_R[:, None]).squeeze(1)
+        z_RK = torch.where(size_RK > 0, (top + mass.log()).view(rows, kept), z_RV.gather(1, ids_RK))
+        z_RK = torch.where(entries.absent, z_RK[:, :1], z_RK)  # these have its column
+        z_RV[row_P, token_P] = NEVER
+        z_RV.scatter_(1, ids_RK, z_RK)
+        several_RK = torch.where(entries.absent, size_RK[:, :1] > 0, size_RK > 0)
+        taken = replace(entries.take(z_RV, label_R), several=torch.nn.functional.pad(several_RK, (0, 1)))
+        return Folded(taken, labels_R, row_P, token_P, group_P, z_P, shifted_P.div_(mass[group_P]))
 
 
 @dataclass(frozen=True, eq=False)
-class Grouped:
-    """A chunk of logits by columns."""
+class Folded:
+    """What `CellIndex.fold` did to a chunk of logits."""
 
-    index: CellIndex
-    y: Tensor
-    """[R,W]; columns that hold nothing are `NEVER`."""
-    share: Tensor | None
-    """[R,M] exp(z) of tokens in columns of several, up to a factor a row."""
-    mass: Tensor | None
-    """Their sums by column."""
+    entries: Entries
+    """With their logits."""
+    labels: Tensor
+    """[R] the labels as tokens."""
+    row: Tensor
+    """[P] of each token that was folded."""
+    token: Tensor
+    """[P] its column."""
+    group: Tensor
+    """[P] the number of its entry among R times K."""
+    z: Tensor
+    """[P] its logit."""
+    share: Tensor
+    """[P] exp(z) of it, as a share of its cell's."""
 
-    def spread(self, dy_RW: Tensor, labels_R: Tensor, slope: Tensor | float, into_RV: Tensor) -> None:
-        """Write the gradient in u, given that in `y` and the slope of z in u, to `into_RV`."""
-        index, labels_R1 = self.index, labels_R[:, None]
-        dz_RV = _columns(dy_RW, index.column)
-        if self.share is not None and self.mass is not None:
-            scaled = _columns(dy_RW, index.wide).div_(self.mass)
-            shared_RM = _columns(scaled, index.place).mul_(self.share)
-            dz_RV.scatter_(1, index.member.expand(len(dz_RV), -1), shared_RM)
-        dz_RV.scatter_(1, labels_R1, dz_RV.gather(1, labels_R1) + dy_RW[:, -1:])
-        into_RV.copy_(dz_RV if isinstance(slope, float) and slope == 1.0 else dz_RV * slope)
+    def unfold(self, dz_RV: Tensor, at_RE: Tensor, apart_R: Tensor, head: OutputHead) -> None:
+        """Carry the gradient of entries, `at_RE`, on to the tokens of their cells, and write that of labels there.
 
-
-def _columns(x_RV: Tensor, columns_C: Tensor) -> Tensor:
-    return x_RV.gather(1, columns_C.expand(len(x_RV), -1))
+        apart_R: the gradient in the logit of a label whose cell is folded.
+        """
+        dz_P = at_RE[:, :-1].flatten()[self.group] * self.share
+        dz_RV[self.row, self.token] = (dz_P * head.slope(self.z)).to(dz_RV.dtype)
+        own_R = self.entries.apart
+        assert own_R is not None and self.entries.z is not None
+        row = own_R.nonzero().squeeze(1)
+        place = row, self.labels[row]
+        slope = head.slope(self.entries.z[row, -1])
+        dz_RV[place] = (dz_RV[place].to(apart_R.dtype) + apart_R[row] * slope).to(dz_RV.dtype)

@@ -278,22 +278,9 @@ class _Entries:
         rows, entries = self.rows[part], self.entries[part]
         if self.around is not None and self.rows.targets is not None:
             rows = replace(rows, targets=self.rows.targets.window(part, *self.around))
-        if self.cells is None:
-            return self._walk(z_RV, rows, entries.take(z_RV), into_RV, self.this.head)
-        grouped = self.cells.reduce(z_RV)
-        entries = entries.take(grouped.y, z_RV.gather(1, rows.labels[:, None]).squeeze(1))
-        loss, sums, dbeta, dy_RW = self._walk(grouped.y, rows, entries, None, OutputHead())
-        if dy_RW is None:
-            return loss, sums, dbeta, None
-        slope = self.this.head.slope(z_RV)
-        dz_RV = z_RV if into_RV is None else into_RV
-        grouped.spread(dy_RW, rows.labels, slope, dz_RV)
-        return loss, sums, dbeta, dz_RV
-
-    def _walk(
-        self, z_RV: Tensor, rows: Supervision, entries: Entries, into_RV: Tensor | None, head: OutputHead
-    ) -> Chunk:
-        this, request = self.this, self.this.request
+        folded = None if self.cells is None else self.cells.fold(z_RV, entries, rows.labels)
+        entries = entries.take(z_RV) if folded is None else folded.entries
+        this, request, head = self.this, self.this.request, self.this.head
         fused = request.compile and kernels.chosen(z_RV, into_RV, self.slopes, head.softcap)
         reduce = kernels.tail_stats if fused else maybe_compiled(reduce_logits, request.compile)
         tail = reduce(z_RV, self.beta_z, self.distils and not self.at_one, self.slopes)
@@ -301,8 +288,9 @@ class _Entries:
             statistics, _ = tail.statistics(entries, self.beta)
             return *request.sparse_loss(statistics, self.beta, rows.double()), torch.zeros_like(self.beta), None
         dz_RV = z_RV if into_RV is None else into_RV
+        at_type = dz_RV.dtype if folded is None else z_RV.dtype  # a cell's is not rounded twice
         found = maybe_compiled(differentiate, this.compile_small(z_RV.device))(
-            request.sparse_loss, tail, self.beta, rows, entries, self.slopes, head, dz_RV.dtype
+            request.sparse_loss, tail, self.beta, rows, entries, self.slopes, head, at_type
         )
         shares = Shares(tail.top, found.share, found.share_beta if self.distils else None)
         if fused:
@@ -312,7 +300,9 @@ class _Entries:
             spread(z_RV, self.beta_z, shares, head, into_RV, self.at_one)
             if dz_RV.device.type == "cpu":
                 bits = torch.int16 if dz_RV.itemsize == 2 else dz_RV.dtype  # in bf16 it copies the whole matrix twice
-                dz_RV.view(bits).scatter_(1, entries.ids, found.at_entries.view(bits))
+                dz_RV.view(bits).scatter_(1, entries.ids, found.at_entries.to(dz_RV.dtype).view(bits))
             else:
-                dz_RV[self.lines[: len(z_RV)], entries.ids] = found.at_entries
+                dz_RV[self.lines[: len(z_RV)], entries.ids] = found.at_entries.to(dz_RV.dtype)
+        if folded is not None and found.apart is not None:
+            folded.unfold(dz_RV, found.at_entries, found.apart, head)
         return found.loss, found.sums, found.beta, dz_RV

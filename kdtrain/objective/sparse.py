@@ -66,6 +66,8 @@ class Differentiated(NamedTuple):
     """As in `Shares`; 0 without a teacher."""
     at_entries: Tensor
     """[R,K+1] the whole gradient in u at `Entries.ids`, equal where ids are, in its dtype."""
+    apart: Tensor | None
+    """[R] the gradient in the logit of a label that is apart, 0 for others, in that dtype; None where none can be."""
     beta: Tensor
     """Scalar; 0 where it is not wanted."""
 
@@ -131,6 +133,8 @@ def differentiate(
     heated_RE = plain_RE if at_one else (beta * shifted_RE).exp()
     spread_RE = share_R[:, None] * plain_RE + share_beta_R[:, None] * heated_RE
     is_label_RK = entries.ids[:, :-1] == entries.ids[:, -1:]
+    if entries.apart is not None:
+        is_label_RK = is_label_RK & ~entries.apart[:, None]
     in_top_k_K = torch.arange(is_label_RK.shape[1], device=z_RE.device) < entries.top_k
     g_kept_RK = g_kept_RK.masked_fill(entries.absent, 0.0)
     kept_RK = g_kept_RK + is_label_RK * g_label_R[:, None]
@@ -139,14 +143,20 @@ def differentiate(
     tail_label_R = spread_RE[:, -1]
     if entries.top_k:
         tail_label_R = tail_label_R.masked_fill((is_label_RK & in_top_k_K).any(1), 0.0)
-    if entries.apart is not None:
-        tail_label_R = tail_label_R.masked_fill(entries.apart, 0.0)
     label_R = g_label_R + (is_label_RK * g_kept_RK).sum(1) + tail_label_R
+    apart_R = None
+    if entries.apart is not None:
+        apart_R = g_label_R.masked_fill(~entries.apart, 0.0).to(dtype)
     at_RE = torch.cat([kept_RK, label_R[:, None]], dim=1)
     if head.scale != 1.0 or head.softcap is not None:
-        at_RE = at_RE * head.slope(z_RE)
+        slope_RE = head.slope(z_RE)
+        at_RE = at_RE * (slope_RE if entries.several is None else torch.where(entries.several, 1.0, slope_RE))
+    if entries.apart is not None:  # the column is the first entry's
+        at_RE = torch.cat(
+            [kept_RK := at_RE[:, :-1], torch.where(entries.apart, kept_RK[:, 0], at_RE[:, -1])[:, None]], 1
+        )
     share_R, share_beta_R = share_R.to(tail.mass.dtype), share_beta_R.to(tail.mass.dtype)
-    return Differentiated(total, sums, share_R, share_beta_R, at_RE.to(dtype), g_beta)
+    return Differentiated(total, sums, share_R, share_beta_R, at_RE.to(dtype), apart_R, g_beta)
 
 
 def spread_gradients(

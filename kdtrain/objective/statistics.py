@@ -75,7 +75,9 @@ class Entries:
     z: Tensor | None = None
     """[R,K+1] the logits of these entries, made by `take`."""
     apart: Tensor | None = None
-    """[R] bool, True where the label is not among the columns (`cells`): its column is a place for its gradient."""
+    """[R] bool, True where the label lies within a group of tokens (`cells`): its column is that of the first entry."""
+    several: Tensor | None = None
+    """[R,K+1] bool, True where the entry is a group of several tokens, whose logit is no product with the weight."""
 
     @classmethod
     def of_labels(cls, labels_R: Tensor) -> Entries:

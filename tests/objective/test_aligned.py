@@ -207,22 +207,22 @@ def test_equal_tokenizers_have_the_ordinary_objective_to_the_bit(rule, through, 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
 @pytest.mark.parametrize("rule", ["sampled-headless", "sampled", "ghost"])
-def test_cells_of_several_tokens_agree_with_autograd_over_all_logits(rule, softcap):
+def test_cells_of_one_and_of_several_tokens_agree_with_autograd_over_all_logits(rule, softcap):
     p = problem(n=40, vocab=23, scale=0.8, softcap=softcap).cast(torch.float64)
-    cells = torch.arange(23) * 7 // 23
-    cells[[3, 20]] = 7  # no cell
-    teacher = torch.arange(23) * 7 // 23
+    teacher = torch.cat([torch.arange(4), 4 + torch.arange(19) * 5 // 19])  # four cells of one token
+    cells = teacher.clone()
+    cells[[7, 20]] = 9  # no cell
     teacher[5] = -1
     targets = targets_for(p, rule)
     source = torch.arange(40)
     source[[2, 9, 30]] = -1
     near = coarsened(targets, teacher, source)
     aligned = AlignedTargets(
-        torch.zeros(40, dtype=torch.int64), p.energies[:, 0] * 0, source >= 0, near, CellIndex.of(cells, 7)
+        torch.zeros(40, dtype=torch.int64), p.energies[:, 0] * 0, source >= 0, near, CellIndex.of(cells, 9)
     )
     out = run(p, aligned, 1.0, "sampled" if "sampled" in rule else rule, chunk=16)
     q = torch.log_softmax(p.logits(), 1)
-    mass_q = torch.stack([q[:, cells == each].logsumexp(1) for each in range(7)], 1)
+    mass_q = torch.stack([q[:, cells == each].logsumexp(1) for each in range(9)], 1)
     one = torch.ones((), dtype=torch.float64)
     if rule == "ghost":
         weights = targets.top_logprobs(one).exp()
@@ -230,7 +230,7 @@ def test_cells_of_several_tokens_agree_with_autograd_over_all_logits(rule, softc
         weights = torch.cat([targets.top_logprobs(one).exp(), targets.drawn_weights(one)], 1)
     kd = torch.zeros((), dtype=torch.float64)
     for row in range(40):
-        mass = torch.zeros(7, dtype=torch.float64)
+        mass = torch.zeros(9, dtype=torch.float64)
         for token, weight in zip(targets.ids[row].tolist(), weights[row].tolist(), strict=True):
             if token < 23 and teacher[token] >= 0:
                 mass[teacher[token]] += weight
