@@ -58,6 +58,8 @@ class TokenizerStudy(Options):
     """Peak learning rate of all runs."""
     alphas: tuple[float, ...] = option((0.9,), several=True)
     """Weights of the teacher: of several, all are tried with the first seed, and the best is taken for the others."""
+    at_once: int = option(1, least=1)
+    """Runs beside each other; give each a core (OMP_NUM_THREADS)."""
     quick: bool = False
     """Little text, few steps, one seed: to see that it works."""
     minutes: float = option(1e9, above=0)
@@ -85,7 +87,7 @@ def main(given: TokenizerStudy) -> None:
     claim(given.out, settings)
     length = ("--seq-len", f"{SEQ_LEN}", "--validation-sequences", "8" if given.quick else "256")
     words = ("--teacher", TEACHER, "--data", "stdlib", "--num-sequences", f"{settings.sequences}", *length)
-    common = ("--batch-size", f"{BATCH}", "--precision", "fp32", "--no-compile", "--log-to", "none")
+    common = ("--batch-size", f"{BATCH}", "--precision", "bf16", "--log-to", "none")
     common += ("--steps", f"{steps}", "--warmup-steps", f"{min(100, steps // 2)}", "--lr", f"{given.lr}")
     common += ("--eval-freq", f"{max(1, steps // 4)}", "--checkpoint-freq", f"{steps}", "--keep-rolling", "1")
     with Kdtrain() as kdtrain:
@@ -100,12 +102,12 @@ def main(given: TokenizerStudy) -> None:
 
         first = [(kind, method, alpha, 0) for kind, method in _kinds(specs) for alpha in _tried(method, given.alphas)]
         grid = {_name(each): each for each in first}
-        records = study.records(grid, run, minutes=given.minutes)
+        records = study.records(grid, run, given.at_once, given.minutes)
         best = {(kind, method): _best(records, kind, method) for kind, method in _kinds(specs)}
         seeds = range(1, 1 if given.quick else given.seeds)
         again = [(*each, alpha, seed) for seed in seeds for each, alpha in best.items() if alpha is not None]
         grid |= {_name(each): each for each in again}
-        records = study.records(grid, run, minutes=given.minutes)
+        records = study.records(grid, run, given.at_once, given.minutes)
     if records:
         wanted = len(first) + len(seeds) * len(best)
         write(given.result, _record(given, settings, specs, best, records, wanted - len(records)))

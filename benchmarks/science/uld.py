@@ -6,7 +6,7 @@ with teacher's and student's probabilities sorted, whichever tokens they belong 
 number; here they are those at common boundaries, which the method does not ask for and which can only help it. The
 teacher's p are the shares of a cache's samples, so that its sorted vector is a noisy one with at most 50 entries above
 0: of the student's the 50 largest are compared with them, and the rest with 0, which is the same sum. Optimizer, rate,
-order of the data and number of tokens are those of the command.
+order of the data, number of tokens and number format are those of the command.
 """
 
 import shutil
@@ -58,7 +58,8 @@ def _loss(model: Any, rows: Any, taught: Any) -> Any:
     length = taught.manifest.settings.seq_len
     tokens_BT = torch.from_numpy(rows["tokens"].astype(np.int64))
     mask_N = torch.from_numpy(rows["loss_mask"].ravel().copy())
-    logits_BTV = model(input_ids=tokens_BT[:, :-1]).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        logits_BTV = model(input_ids=tokens_BT[:, :-1]).logits
     logprobs_NV = logits_BTV.flatten(0, 1).float().log_softmax(-1)
     own_N = -logprobs_NV.gather(1, tokens_BT[:, 1:].reshape(-1, 1)).squeeze(1)
     loss = own_N[mask_N].mean()
