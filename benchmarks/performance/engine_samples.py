@@ -3,8 +3,9 @@
 Servers of the shipped teacher run already, `vllm serve teachers/stdlib-5m --served-model-name stdlib-5m --max-logprobs
 64`: one with kdtrain's plugin (`--url`) and, to see what the plugin costs other requests, one without (`--plain`). They
 answer the same rows in turn with nothing but a token (`none`), with the most likely 16 and 64 entries, and with 50
-samples. Each side answers all rows once a round; a figure is the median over the rounds. Bytes are those of the body of
-an answer. Prompts are salted, so that none comes from a prefix cache.
+samples. Each side answers all rows once a round; a figure is the median over the rounds. Two processes of one server
+differ by a tenth in speed: start both anew and measure again, and the record keeps each time. Bytes are those of the
+body of an answer. Prompts are salted, so that none comes from a prefix cache.
 
 `--students FOLDER` measures what students learn from it instead: one text, captured as 50 samples of the server with
 the plugin, as 50 samples of the local teacher, and as the 64 most likely entries of the other server, all in fp32; and
@@ -78,7 +79,8 @@ def main(settings: Settings) -> None:
     print(json.dumps(found, indent=1))
     if settings.save:
         known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        write(RESULTS, {**known, name: {**found, "cpu": cpu_model()}})
+        found |= {"cpu": cpu_model()}
+        write(RESULTS, {**known, name: found if settings.students else [*known.get(name, []), found]})
 
 
 def _students(settings: Settings, out: Path) -> dict[str, Any]:
@@ -137,7 +139,8 @@ def _throughput(settings: Settings) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     size: dict[str, float] = {}
     for number in range(-1, settings.rounds):  # the first warms up
-        for name, (url, parameters) in sides.items():
+        order = list(sides.items())[:: -1 if number % 2 else 1]  # what ran before must not favour a side
+        for name, (url, parameters) in order:
             started = time.monotonic()
             with ThreadPoolExecutor(settings.at_once) as threads:
                 bodies = [
