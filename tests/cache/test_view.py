@@ -147,6 +147,32 @@ def test_the_same_tokenizer_gives_the_ordinary_loss_to_the_bit(cache, tmp_path):
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_student_of_labels_shifted_by_one_ends_with_worse_cells(cache, tmp_path, monkeypatch, seed):
+    right = build_view(tmp_path / "data", cache, train("gpt2"))["train"]
+    shifted, rows = copy.copy(right), right.rows
+    right.chunks = shifted.chunks = False
+
+    def one_later(indices):
+        found = rows(indices).copy()
+        found["source"] = np.where(found["source"] > 0, found["source"] - 1, -1)
+        found["length"] = 0
+        return found
+
+    monkeypatch.setattr(shifted, "rows", one_later)
+    every, losses = range(len(right)), []
+    for data in (right, shifted):
+        learner = Student(tiny_model("llama", len(train("gpt2")), seed=seed), DistillationLoss(alpha=1.0))
+        optimizer, batch = torch.optim.AdamW(learner.parameters(), 1e-2), data.read(every)
+        for _ in range(30):
+            optimizer.zero_grad()
+            learner(batch=batch).loss.backward()
+            optimizer.step()
+        with torch.no_grad():
+            losses.append(learner(batch=right.read(every)).loss.item())
+    assert losses[0] + 0.1 < losses[1]
+
+
 def test_a_killed_build_resumes_to_the_same_files(cache, tmp_path, monkeypatch):
     whole = build_view(tmp_path / "whole", cache, train("gemma"))
     assert len(whole["train"]) > 3 * ROWS
