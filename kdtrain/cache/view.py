@@ -35,7 +35,7 @@ from kdtrain.cache.view_rows import CELLS, SETTINGS, VIEW, Rows, Splits, View, V
 from kdtrain.data.alignment import Alignment
 from kdtrain.data.cells import Cells
 from kdtrain.data.packing import PackedRow, rows_of
-from kdtrain.data.transcode import documents_of, is_joined, teacher_stream
+from kdtrain.data.transcode import Transcoder, documents_of, is_joined, teacher_stream
 from kdtrain.errors import UsageError, making
 from kdtrain.files import Lock, file_digest, json_digest, publish_json, published, read_sealed, sweep
 from kdtrain.models.loading import load_tokenizer, tokenizer_digest
@@ -61,6 +61,8 @@ class _Maker:
         teacher = load_tokenizer(cache.folder / cache_format.TOKENIZER)
         given = {**_filler(teacher, cache.manifest.end_tokens), **(given or {})}
         self.alignment = Alignment(teacher, tokenizer, given)
+        self.begun: tuple[Transcoder, dict[int, np.ndarray]] = self.alignment.transcoder(), {}
+        """What made the beginning of the training text, and its streams by where they begin."""
         stated = cache.manifest.settings
         self.document_mask, self.seq_len = stated.document_mask, seq_len or stated.seq_len
         self.settings = {
@@ -77,7 +79,7 @@ class _Maker:
         length = reader.manifest.settings.seq_len + (not joined)
         # in joined rows, a row's first token is the last of the row before
         first = max(0, token - joined) // length
-        parts = teacher_stream(_rows(reader, first), joined, self.alignment.tokenizers[0], first)
+        parts = teacher_stream(_texts(reader, first), joined, self.alignment.tokenizers[0], first)
         for at, documents in documents_of(parts, first * length):
             skipped = max(0, token - at)
             if skipped < len(documents):
@@ -86,8 +88,9 @@ class _Maker:
     def cells(self, reader: Rows, joined: bool) -> Cells:
         """The cells, merged from the beginning of the text."""
         worker, pairs, read = self.alignment.transcoder(), [], 0
+        self.begun = worker, {}
         for first, documents in self.stream(reader, joined):
-            out = worker(first, documents)
+            out = self.begun[1][first] = worker(first, documents)
             out = out[out["source"] >= 0]
             pairs.append(np.stack([out["taught"], out["token"]]))
             read += len(documents)
@@ -103,15 +106,9 @@ def _filler(tokenizer: Any, ends: Sequence[int]) -> dict[str, str]:
     return {} if not ends or pad is None or pad in kept else {tokenizer.pad_token: ""}
 
 
-def _rows(reader: Rows, first: int = 0) -> Iterator[PackedRow]:
+def _texts(reader: Rows, first: int = 0) -> Iterator[dict[str, np.ndarray]]:
     for start in range(first, len(reader), _AT_ONCE):
-        text = reader.text(range(start, min(start + _AT_ONCE, len(reader))))
-        yield from (PackedRow(*row) for row in zip(*text.values(), strict=True))
-
-
-def _tokens(reader: Rows) -> Iterator[np.ndarray]:
-    for start in range(0, len(reader), _AT_ONCE):
-        yield reader.text(range(start, min(start + _AT_ONCE, len(reader))))["tokens"]
+        yield reader.text(range(start, min(start + _AT_ONCE, len(reader))))
 
 
 def build_view(
@@ -149,7 +146,7 @@ def build_view(
             publish_json(folder / SETTINGS, maker.settings, "view.settings")
         copy_tokenizer(tokenizer, folder / cache_format.TOKENIZER)
         wanted = [split for split in cache if splits is None or split in splits]
-        joined = {split: is_joined(_tokens(cache[split])) for split in {"train", *wanted}}
+        joined = {split: is_joined(each["tokens"] for each in _texts(cache[split])) for split in {"train", *wanted}}
         cells = maker.cells(cache["train"], joined["train"])
         both = np.concatenate([cells.of_teacher, cells.of_student]).astype(np.int32)
         with published(folder / CELLS, "view.cells") as path, open(path, "wb") as file:
@@ -202,12 +199,13 @@ def _build_split(
         after = next_token
         if record["last"]:
             return found, total
-    worker = maker.alignment.transcoder()
+    worker, begun = maker.begun if reader.split == "train" and not found else (maker.alignment.transcoder(), {})
 
     def student_stream() -> Iterator[np.ndarray]:
         nonlocal skipped
         for first, documents in maker.stream(reader, joined, next_token):
-            out, ahead = worker(first, documents), skipped
+            out, ahead = begun.pop(first, None), skipped
+            out = worker(first, documents) if out is None else out
             skipped = max(0, ahead - len(out))
             yield out[ahead:]
 

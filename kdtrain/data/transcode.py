@@ -14,7 +14,7 @@ Shapes: N tokens of the teacher, M of the student.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from kdtrain.data.boundaries import common_boundaries
 from kdtrain.data.bytes import ByteTokenizer, Events, spelled
-from kdtrain.data.packing import STREAM, PackedRow, split_text
+from kdtrain.data.packing import STREAM, split_text
 from kdtrain.errors import UsageError
 
 _Array = np.ndarray[Any, np.dtype[Any]]
@@ -48,25 +48,32 @@ _ENOUGH = 1000
 """Documents after which a share of them that is left out means something."""
 
 
-def teacher_stream(rows: Iterable[PackedRow], joined: bool, teacher: ByteTokenizer, first: int = 0) -> Iterator[_Array]:
-    """The stream behind rows of T + 1 tokens, row by row; a loss mask is 1 where the label counts.
+def teacher_stream(
+    rows: Iterable[Mapping[str, _Array]], joined: bool, teacher: ByteTokenizer, first: int = 0
+) -> Iterator[_Array]:
+    """The stream behind rows of T + 1 tokens, some at a time; a loss mask is 1 where the label counts.
 
-    joined: each row begins with the last token of the row before. first: the number of the first row.
+    rows: tokens [n,T+1], loss_mask and segments [n,T] of some, in order. joined: each row begins with the last token of
+    the row before. first: the number of the first row.
     """
     bos = teacher.tokenizer.bos_token_id if teacher.writes_bos else None
-    for number, row in enumerate(rows, first):
-        length = len(row.loss_mask)
-        part = np.zeros(length + 1, TAUGHT)
-        part["token"] = row.tokens
-        part["label"][1:] = row.loss_mask == 1
-        part["position"] = np.arange(-1, length) + number * length
-        part["start"][1:-1] = row.segments[1:] != row.segments[:-1]
+    number = first
+    for each in rows:
+        tokens, segments = each["tokens"], each["segments"]
+        count, length = segments.shape
+        part = np.zeros((count, length + 1), TAUGHT)
+        part["token"] = tokens
+        part["label"][:, 1:] = each["loss_mask"] == 1
+        part["position"] = np.arange(-1, length) + (number + np.arange(count)[:, None]) * length
+        part["start"][:, 1:-1] = segments[:, 1:] != segments[:, :-1]
         if joined:  # no segment says whether a document begins with a row's last token
-            before, last = row.tokens[-2:]
-            part["start"][-1] = before == teacher.tokenizer.eos_token_id if bos is None else last == bos
-        if number == first or not joined:
-            part["position"][0], part["start"][0] = -1, True
-        yield part[1:] if joined and number > first else part
+            before, last = tokens[:, -2], tokens[:, -1]
+            part["start"][:, -1] = before == teacher.tokenizer.eos_token_id if bos is None else last == bos
+        begins = slice(0, 1 if joined and number == first else 0 if joined else count)
+        part["position"][begins, 0], part["start"][begins, 0] = -1, True
+        whole = part[:, 1:].ravel() if joined else part.ravel()
+        yield np.concatenate([part[begins, 0], whole]) if joined else whole
+        number += count
 
 
 def is_joined(tokens_nT1: Iterable[_Array]) -> bool:

@@ -27,7 +27,10 @@ def transcoder(teacher, student, given=None):
 
 
 def carried(worker, taught, joined=True):
-    stream = np.concatenate(list(teacher_stream(taught, joined, worker.teacher)))
+    names = ("tokens", "loss_mask", "segments")
+    some = (taught[start : start + 3] for start in range(0, len(taught), 3))
+    read = ({name: np.stack([getattr(row, name) for row in each]) for name in names} for each in some)
+    stream = np.concatenate(list(teacher_stream(read, joined, worker.teacher)))
     parts = [worker(first, part) for first, part in documents_of([stream])]
     return stream, np.concatenate(parts)
 
