@@ -43,6 +43,8 @@ from kdtrain.models.loading import load_tokenizer, tokenizer_digest
 _ROWS = 1024
 _MERGED_FROM = 2_000_000
 _MEASURED_ROWS = 64
+_MEASURED = 1 << 22
+"""Entries that are measured."""
 _AT_ONCE = 256
 _TALLIES = ("labels", "boundaries", "disagree", "in_chunks", "documents", "left_out")
 
@@ -272,16 +274,17 @@ def _finished(folder: Path, split: str, number: int, digest: str) -> dict[str, A
     return None
 
 
-def _entropy_kept(reader: Rows, cells: Cells) -> float:
-    """Entropy of the kept entries by cell, as a share of that by token, over some rows; 1 without targets."""
-    count = min(_MEASURED_ROWS, len(reader))
+def _entropy_kept(reader: Rows, cells: Cells) -> float | None:
+    """Entropy of the kept entries by cell, as a share of that by token, over some rows; None without targets."""
+    count = min(1 if reader.manifest.settings.codec.kind == "dense" else _MEASURED_ROWS, len(reader))
     batch = reader.read(np.linspace(0, len(reader) - 1, count).astype(int).tolist())
-    if batch.targets is None or batch.targets.width is not None:
-        return 1.0
-    targets = batch.targets.resolved()[: 1 << 14]
-    ids, mass = targets.listed()
-    mask = batch.loss_mask.flatten()[: len(ids)]
-    ids, mass = ids[mask], mass[mask].double()
+    if batch.targets is None:
+        return None
+    at = batch.loss_mask.flatten().nonzero().squeeze(1)
+    ids, _ = batch.targets[:1].resolved().listed()
+    at = at[:: max(1, len(at) * ids.shape[1] // _MEASURED)]
+    ids, mass = batch.targets.map(lambda _, each: each[at]).resolved().listed()
+    mass = mass.double()
     place = torch.from_numpy(cells.of_teacher)[ids.clamp(max=len(cells.of_teacher) - 1)]
     mass = mass.where((ids < len(cells.of_teacher)) & (place >= 0), 0.0)
     row = torch.arange(len(ids))[:, None] * (cells.count + 1)

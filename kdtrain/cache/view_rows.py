@@ -24,7 +24,7 @@ from kdtrain.files import file_digest, json_digest, read_sealed, typed
 from kdtrain.objective.aligned import AlignedTargets, at_rows, coarsened, condensed
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.cells import CellIndex
-from kdtrain.objective.targets import DenseTargets, SparseTargets
+from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
 
 SETTINGS, VIEW, CELLS = "settings.json", "view.json", "cells.npy"
 MOST_DISAGREEMENT = 0.05
@@ -61,10 +61,12 @@ class Splits(Protocol):
     def __iter__(self) -> Iterator[str]: ...
 
 
-Ask = Callable[[Batch], DenseTargets]
-"""A teacher: its distributions at the positions of some of its own rows, on any device."""
+Ask = Callable[[Batch], Targets]
+"""A teacher: its distributions at the positions of some of its own rows, on any device, of all entries."""
 _ASKED = 4
-"""The teacher's rows in one of its forwards; whole logits of a row are T x V numbers."""
+"""The teacher's rows in one of its forwards."""
+_AT_ONCE = 128
+"""Positions whose whole distributions are held at once, in fp32, on their way to cells."""
 
 
 def row_type(seq_len: int) -> np.dtype[Any]:
@@ -96,8 +98,8 @@ class ViewRecord:
     are in different cells; in_chunks, those in chunks; documents, and left_out of these."""
     events: list[str]
     """The table of special tokens, for people."""
-    entropy_kept: float
-    """Share of the entropy of the teacher's numbers that the cells keep."""
+    entropy_kept: float | None
+    """Share of the entropy of the teacher's numbers that the cells keep; None of a teacher that is to be asked."""
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -138,13 +140,14 @@ class View:
     def lines(self) -> list[str]:
         """What it costs to read the cache with another tokenizer, for people."""
         facts = self.facts()
+        kept = "" if facts["entropy_kept"] is None else f"; the cells keep {facts['entropy_kept']:.1%} of the entropy"
         left_out = f"; {facts['left_out']:,} of {facts['documents']:,} documents are left out: their bytes change"
         return [
             f"tokenizers of {facts['teacher']:,} (teacher) and {facts['student']:,} entries: {facts['cells']:,} cells",
             f"{facts['boundaries']:.1%} of the student's labels begin where one of the teacher's does, and "
             f"{facts['in_chunks']:.1%} lie in chunks{left_out * bool(facts['left_out'])}",
             f"at {facts['disagreement']:.2%} of the common places both tokens lie in different cells (at most "
-            f"{MOST_DISAGREEMENT:.0%}); the cells keep {facts['entropy_kept']:.1%} of the entropy",
+            f"{MOST_DISAGREEMENT:.0%}){kept}",
             f"events: {'; '.join(facts['events'])}",
         ]
 
@@ -295,10 +298,10 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         """What gives the targets over cells of some of the teacher's positions, if they count, and its log p of the
         labels of the rows `numbers`."""
         of_teacher, ask = self._of_teacher, self._ask
-        asked: Iterator[DenseTargets]
+        whole: Iterator[Targets]
         if ask is not None:
             groups = (numbers[start : start + _ASKED].tolist() for start in range(0, len(numbers), _ASKED))
-            asked = map(ask, map(self.reader.read, groups))
+            whole = map(ask, map(self.reader.read, groups))
         else:
             targets = self.reader.read(numbers.tolist()).targets
             if targets is None:
@@ -309,18 +312,19 @@ class ViewReader(Dataset[dict[str, Tensor]]):
                 if self._identity:
                     return lambda at: at_rows(targets, at), targets.label_logprob
                 return lambda at: coarsened(targets, of_teacher, at), targets.label_logprob
-            assert isinstance(targets, DenseTargets)
-            asked = iter((targets,))
+            whole = iter((targets,))
         near, labels = list[SparseTargets](), list[Tensor]()
-        for part in asked:
-            labels.append(part.label_logprob.cpu())
+        for part in (each[start : start + _AT_ONCE] for each in whole for start in range(0, len(each), _AT_ONCE)):
+            dense = part.resolved()
+            assert isinstance(dense, DenseTargets)
+            labels.append(dense.label_logprob.cpu())
             if of_teacher is not None:
-                near.append(condensed(part, of_teacher, self.view.cells.count).to("cpu"))
+                near.append(condensed(dense, of_teacher, self.view.cells.count).to("cpu"))
         label_N = torch.cat(labels)
         if not near:
             return None, label_N
-        whole = near[0].map(lambda name, _: torch.cat([getattr(each, name) for each in near]))
-        return lambda at: at_rows(whole, at), label_N
+        joined = near[0].map(lambda name, _: torch.cat([getattr(each, name) for each in near]))
+        return lambda at: at_rows(joined, at), label_N
 
 
 def viewed_cache(folder: Path) -> str | None:

@@ -1,10 +1,11 @@
 """Targets of a teacher with another tokenizer, at the positions of the student's own tokens.
 
-Two terms, right at T = 1, each 0 where the student says what the teacher says:
+Two terms, right at T = 1, each least where the student says what the teacher says, and there 0 but for samples:
 
 cells   at common boundaries: KL between the masses that both give to groups of tokens (`cells`, `data.cells`). From
-        samples it is an unbiased estimate of the coarse forward cross-entropy, up to a constant, with an unbiased
-        gradient; from a top-k the rest is one event, and what of it lies in kept cells counts as rest.
+        samples it is the KL from their shares: an unbiased gradient, and a value that is too large by how much less
+        entropy they have than the teacher, in the mean, whatever the student. From a top-k the rest is one event, and
+        what of it lies in kept cells counts as rest.
 chunks  between common boundaries: teacher's and student's log p of the same bytes. With the sums a, b of log p of the
         chunk's tokens under both, and P = exp(a / tau), Q = exp(b / tau), it is tau KL(P || Q) of two outcomes, the
         binarised KL of ALM (Minixhofer et al. 2025, arXiv 2503.20083, section 3) times tau = 100. The gradient in b
@@ -190,11 +191,12 @@ class AlignedTargets(Targets):
             length = torch.cat([length, self.beyond.length])
             teacher = torch.cat([teacher, self.beyond.label_logprob.to(teacher.dtype)])
             before = len(self.beyond.before)
-        sums = torch.cat([every.new_zeros(1), every.cumsum(0)])
         end = torch.arange(before + 1, before + 1 + len(length), device=length.device)
-        start = end - length
-        whole = (length > 0) & (start >= 0)
-        student = torch.where(whole, sums[end] - sums[start.clamp(min=0)], -1.0)
+        whole = (length > 0) & (end >= length)
+        back = torch.arange(REACH, device=length.device)
+        place = (end[:, None] - 1 - back).clamp(min=0)  # not a cumulative sum, which a GPU adds up in any order
+        student = torch.where(back < length[:, None], every[place], 0.0).sum(1)
+        student = torch.where(whole, student, -1.0)
         found = binarised_kl(teacher.to(student.dtype).where(whole, -1.0), student).where(whole, 0.0)
         own_R, behind = found[: len(label_R)], found[len(label_R) :]
         if not len(behind):
@@ -207,7 +209,10 @@ class AlignedTargets(Targets):
             return Comparison(nothing, nothing, None)
         entries = self.entries(labels_R, z_RV.shape[1])
         cells = None if self.cells is None else self.cells.to(z_RV.device)
-        entries = entries.take(z_RV) if cells is None else cells.fold(z_RV, entries, labels_R).entries
+        if cells is None or not cells.folds:
+            entries = entries.take(z_RV)
+        else:
+            entries = cells.fold(z_RV, entries, labels_R).entries
         kept_RK, label_R = entries.logits(z_RV.dtype)
         tail_R = torch.logsumexp(z_RV, 1)
         statistics = Statistics(tail_R, tail_R, kept_RK, label_R, self.near.top_k)
@@ -269,23 +274,18 @@ def coarsened(targets: SparseTargets, of_teacher_V: Tensor, source_N: Tensor) ->
     """Targets over cells for the rows `source_N` of targets over tokens of the teacher, at T = 1.
 
     of_teacher_V: int64, the cell of each token; -1: none, whose mass is left out (and of a top-k the rest scaled to 1).
-    source_N: int64; below 0: a row that
-    nothing is known about, to be left out by `at_boundary`.
+    source_N: int64; below 0: a row that nothing is known about, to be left out by `at_boundary`.
 
-    Samples give samples, a top-k gives a top-k of the same width; both together give weights, as of samples.
+    Samples give samples, a top-k gives a top-k of the same width; both together give weights, as of samples. What a
+    cache of samples knows of the entropy of tokens does not say that of cells, so theirs is that of the samples.
     """
     rows = targets[:0] if not len(targets) else targets.map(lambda _, each: each[source_N.clamp(min=0)])
     size = len(of_teacher_V)
     present = (rows.ids < size) & (source_N >= 0)[:, None]
     cell_NK = torch.where(present, of_teacher_V[rows.ids.clamp(max=size - 1)], -1)
     one = torch.ones((), dtype=torch.float64)
-    shift_N1 = rows.logprobs.new_zeros(len(rows), 1)
-    if not rows.num_samples:
-        mass_NK = rows.logprobs.exp()
-    elif rows.only_at_one:
-        mass_NK = rows.counts / rows.num_samples
-        most_N1 = mass_NK.argmax(1, keepdim=True)
-        shift_N1 = rows.logprobs.gather(1, most_N1) - mass_NK.gather(1, most_N1).log()
+    if not rows.num_samples or rows.only_at_one:
+        mass_NK = rows.listed()[1]
     else:
         drawn_ND = rows.drawn_weights(one).float()
         mass_NK = torch.cat([rows.top_logprobs(one).exp().float(), drawn_ND], 1)
@@ -300,7 +300,7 @@ def coarsened(targets: SparseTargets, of_teacher_V: Tensor, source_N: Tensor) ->
     cell_NK = torch.full_like(cell_NK, _ABSENT).scatter_(1, group_NK, cell_NK)
     mass_NK, order_NK = mass_NK.masked_fill(cell_NK == _ABSENT, 0.0).sort(dim=1, descending=True, stable=True)
     cell_NK = cell_NK.gather(1, order_NK)
-    logprobs_NK = (mass_NK.log() + shift_N1).masked_fill(cell_NK == _ABSENT, FLOOR)
+    logprobs_NK = mass_NK.log().masked_fill(cell_NK == _ABSENT, FLOOR)
     none_N = rows.label_logprob.new_zeros(len(rows))
     tail_N2 = none_N[:, None].expand(-1, 2)
     top_k = 0 if rows.num_samples else rows.top_k

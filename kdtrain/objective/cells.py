@@ -44,6 +44,8 @@ class CellIndex:
     """[C+1] where its tokens begin in `member`."""
     member: Tensor
     """[V] the tokens, cell by cell."""
+    folds: bool
+    """Whether some cell has several tokens."""
 
     @functools.cached_property
     def key(self) -> int:
@@ -69,7 +71,8 @@ class CellIndex:
         size = torch.bincount(cells_V, minlength=count + 1)
         if len(size) != count + 1 or (size[:count] == 0).any():
             raise ValueError("each cell needs a token of the student, and each token one of the cells or none")
-        return cls(count, cells_V, size, size.cumsum(0) - size, cells_V.argsort(stable=True))
+        folds = bool((size[:count] > 1).any())
+        return cls(count, cells_V, size, size.cumsum(0) - size, cells_V.argsort(stable=True), folds)
 
     def to(self, device: torch.device) -> CellIndex:
         """The same on a device."""
@@ -81,11 +84,16 @@ class CellIndex:
     def entries(self, cells: Entries, labels_R: Tensor) -> Entries:
         """The entries of cells, by the first token of each, and the labels."""
         cell_RK = cells.ids[:, :-1]
-        first_RK, own_R = self.member[self.start[cell_RK]], self.column[labels_R]
-        named_R = ((cell_RK == own_R[:, None]) & ~cells.absent).any(1)
+        first_RK = self.member[self.start[cell_RK]]
+        if not self.folds:
+            return replace(cells, ids=torch.cat([first_RK, labels_R[:, None]], 1))
+        # a cell comes once in a row: a masked row has 0 throughout, and none of it is worth a fold but the first
+        again_RK = torch.nn.functional.pad(cell_RK[:, 1:] == cell_RK[:, :1], (1, 0))
+        absent_RK, own_R = cells.absent | again_RK, self.column[labels_R]
+        named_R = ((cell_RK == own_R[:, None]) & ~absent_RK).any(1)
         folded_R = named_R & (own_R < self.count) & (self.size[own_R] > 1)
         label_R = torch.where(folded_R, first_RK[:, 0], labels_R)
-        return Entries(torch.cat([first_RK, label_R[:, None]], 1), cells.absent, cells.top_k, apart=folded_R)
+        return Entries(torch.cat([first_RK, label_R[:, None]], 1), absent_RK, cells.top_k, apart=folded_R)
 
     def fold(self, z_RV: Tensor, entries: Entries, labels_R: Tensor) -> Folded:
         """Fold the cells of the entries in place, and take the entries' logits."""

@@ -278,7 +278,7 @@ class _Entries:
         rows, entries = self.rows[part], self.entries[part]
         if self.around is not None and self.rows.targets is not None:
             rows = replace(rows, targets=self.rows.targets.window(part, *self.around))
-        folded = None if self.cells is None else self.cells.fold(z_RV, entries, rows.labels)
+        folded = None if self.cells is None or not self.cells.folds else self.cells.fold(z_RV, entries, rows.labels)
         entries = entries.take(z_RV) if folded is None else folded.entries
         this, request, head = self.this, self.this.request, self.this.head
         fused = request.compile and kernels.chosen(z_RV, into_RV, self.slopes, head.softcap)

@@ -312,6 +312,38 @@ def test_metrics_of_equal_tokenizers_are_the_ordinary_ones():
     assert math.isclose(plain.kl, ours.kl, rel_tol=1e-6) and plain.cross_entropy == ours.cross_entropy
 
 
+def test_from_samples_the_divergence_over_cells_is_too_large_by_the_entropy_that_they_lack():
+    size, count, draws = 60, 4000, 20
+    energies = torch.log_softmax(-1.2 * torch.arange(1, size + 1).double().log(), 0).expand(count, -1)
+    cells = torch.arange(size) // 3
+    drawn = torch.multinomial(energies.exp(), draws, replacement=True, generator=torch.Generator().manual_seed(0))
+    counts = torch.zeros(count, size).scatter_add_(1, drawn, torch.ones(drawn.shape))
+    none = torch.zeros(count)
+    targets = type(targets_for(problem(), "sampled-headless"))(
+        ids=torch.arange(size).expand(count, -1),
+        logprobs=(counts / draws).log().clamp_min(-1e4) - 0.3,  # the tokens' own entropy, which says nothing of cells'
+        counts=counts,
+        tail=none[:, None].expand(-1, 2),
+        label_logprob=none,
+        logit_mean=none,
+        logit_std=none,
+        top_k=0,
+        num_samples=draws,
+        knots=(1.0,),
+    )
+    every = torch.arange(count)
+    aligned = AlignedTargets(
+        every * 0, none, every >= 0, coarsened(targets, cells, every), CellIndex.of(cells, size // 3), chunks=False
+    )
+    head, mask = OutputHead(), torch.ones(count, dtype=torch.bool)
+    found = measure(energies.float(), head, every % size, mask, aligned, vocab_size=size).divergence()
+    shares = torch.zeros(count, size // 3).index_add_(1, cells, counts / draws).double()
+    lacking = (
+        torch.special.entr(energies[:1].exp().view(20, 3).sum(1)).sum() - torch.special.entr(shares).sum(1)
+    ).mean()
+    assert found == pytest.approx(lacking.item(), abs=0.02) and found > 0.1
+
+
 def test_of_whole_distributions_the_likeliest_cells_are_kept_and_the_rest_is_one_event(monkeypatch):
     p = problem(n=30).cast(torch.float32)
     of_teacher = torch.tensor([0, 1, 2, -1, 2, 3, 0, 4, 1][: p.vocab_size])

@@ -14,7 +14,7 @@ from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.view_rows import View, ViewReader, identity_of
 from kdtrain.objective.aligned import MOST_CELLS
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.targets import DenseTargets
+from kdtrain.objective.targets import Targets
 from kdtrain.teaching.teacher import Teacher
 from kdtrain.training.sources.source import Facts
 
@@ -90,13 +90,11 @@ class AlignedSource:
         taught, mask = copy.copy(self), self.facts.document_mask
         width = min(teacher.vocab_size, self.reader.view.record.sizes[0])
 
-        def ask(batch: Batch) -> DenseTargets:
+        def ask(batch: Batch) -> Targets:
             asked = batch.each(lambda tensor: tensor.to(device))
             targets = teacher.targets(asked, width, document_mask=mask).targets
             assert targets is not None
-            found = targets.resolved()
-            assert isinstance(found, DenseTargets)
-            return found
+            return targets
 
         taught.reader = self.reader.asking(ask)
         taught.overlaps = False  # the teacher and the student compete for the same cores
