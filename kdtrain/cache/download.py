@@ -157,7 +157,7 @@ def _ask(session: "requests.Session", url: str, headers: dict[str, str], what: s
             target = urljoin(url, answer.headers.get("Location", ""))
             read = is_allowed(target) and (urlsplit(url).scheme != "https" or urlsplit(target).scheme == "https")
             hidden = not inside and is_private(target)  # what only this machine reaches is not a stranger's to name
-        except requests.RequestException:
+        except (requests.RequestException, UsageError):
             raise
         except ValueError as error:
             raise UsageError(f"{what}: the server redirects to no URL ({printable(str(error))[:200]})") from None

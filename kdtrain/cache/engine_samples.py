@@ -193,7 +193,7 @@ def read_samples(
         found = listed.get(int(label)) if listed is not None and len(listed) == 1 else None
         if found is None or found.rank != receipt:
             raise ValueError(
-                f"position {t} was not sampled by kdtrain as asked: is kdtrain installed where the server runs, and "
+                f"position {t} not sampled by kdtrain as asked: is kdtrain installed where the server runs, and "
                 "vLLM of a version that its plugin knows? The server's log says so at its start"
             )
         if found.decoded_token == _BROKEN or not found.logprob <= _MOST_LOGPROB:  # NaN is not either

@@ -9,6 +9,8 @@ from typing import Any
 import requests
 from requests.adapters import HTTPAdapter
 
+from kdtrain.errors import UsageError, printable
+
 
 class Session(requests.Session):
     """A session that reads no body by itself, and whose requests can be ended from outside."""
@@ -63,3 +65,9 @@ class _Adapter(HTTPAdapter):
 
             pool.ConnectionCls = make
         return pool
+
+    def cert_verify(self, *args: Any, **options: Any) -> None:
+        try:
+            super().cert_verify(*args, **options)
+        except OSError as error:
+            raise UsageError(f"{printable(str(error))}; set REQUESTS_CA_BUNDLE to a file of certificates") from None

@@ -67,6 +67,18 @@ def test_a_key_goes_unencrypted_into_private_networks_only(monkeypatch, url, ope
         Client([url], concurrency=1, timeout=5, patience=0)
 
 
+def test_certificates_that_are_not_there_are_one_line(server, monkeypatch, tmp_path):
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/nowhere/certificates.pem")
+    assert ask(server)["object"] == "list"
+    url = server.url.replace("http:", "https:")
+    client = Client([url], concurrency=1, timeout=5, patience=0)
+    words = "invalid path: /nowhere/certificates.pem; set REQUESTS_CA_BUNDLE"
+    with pytest.raises(kd.UsageError, match=words):
+        client.get(client.hosts[0], f"{url}/models", dict)
+    with pytest.raises(kd.UsageError, match=words):
+        fetch(url, tmp_path / "part", what="it", most=100, exact=False)
+
+
 def test_a_proxy_of_the_environment_sees_no_key(server, monkeypatch):
     monkeypatch.setenv("KDTRAIN_SERVER_KEY", KEY)
     monkeypatch.setenv("KDTRAIN_ALLOW_HTTP", "1")

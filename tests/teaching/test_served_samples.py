@@ -76,7 +76,7 @@ def test_a_server_that_comes_back_without_the_plugin_is_refused(plugin, monkeypa
         return tables(*given)
 
     monkeypatch.setattr(plugin, "tables", forgetting)
-    with pytest.raises(kd.RunError, match="was not sampled by kdtrain as asked"):
+    with pytest.raises(kd.RunError, match="not sampled by kdtrain as asked"):
         samples_of(plugin, server_patience=0.3)
     monkeypatch.setattr(plugin, "tables", tables)
     plugin.plugin = True
@@ -84,7 +84,7 @@ def test_a_server_that_comes_back_without_the_plugin_is_refused(plugin, monkeypa
 
 
 @pytest.mark.parametrize(
-    "fault, words", [("row", "was not sampled by kdtrain as asked"), ("broken", "no distribution at position 3")]
+    "fault, words", [("row", "not sampled by kdtrain as asked"), ("broken", "no distribution at position 3")]
 )
 def test_samples_that_are_wrong_once_are_asked_for_again_and_always_end_the_capture(plugin, fault, words):
     plugin.faults = {PREFLIGHT + 5: fault, PREFLIGHT + 11: fault}

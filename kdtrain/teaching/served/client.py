@@ -352,6 +352,8 @@ class Client:
             if kind == "final":
                 raise Refused(0, words) from None
             raise _Passing(_LATE if time.monotonic() > deadline else words) from None
+        except UsageError:
+            raise
         except ValueError as error:  # its text may quote the key
             raise Refused(0, f"the request cannot be sent ({type(error).__name__})") from None
         self._sessions.put(session)  # one that failed is not used again
