@@ -193,9 +193,10 @@ class AlignedTargets(Targets):
             before = len(self.beyond.before)
         end = torch.arange(before + 1, before + 1 + len(length), device=length.device)
         whole = (length > 0) & (end >= length)
-        back = torch.arange(REACH, device=length.device)
-        place = (end[:, None] - 1 - back).clamp(min=0)  # not a cumulative sum, which a GPU adds up in any order
-        student = torch.where(back < length[:, None], every[place], 0.0).sum(1)
+        # windows, not a cumulative sum, which a GPU adds up in any order
+        back = torch.arange(REACH - 1, -1, -1, device=length.device)
+        last = torch.nn.functional.pad(every, (REACH - 1, 0)).unfold(0, REACH, 1)[before:]
+        student = (last * (back < length[:, None])).sum(1)
         student = torch.where(whole, student, -1.0)
         found = binarised_kl(teacher.to(student.dtype).where(whole, -1.0), student).where(whole, 0.0)
         own_R, behind = found[: len(label_R)], found[len(label_R) :]
