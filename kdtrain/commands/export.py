@@ -14,7 +14,7 @@ from kdtrain.cache.hub import make_repository, names_in, upload
 from kdtrain.cache.remote import read_small
 from kdtrain.checkpoint.sealed import checkpoint_at, is_checkpoint, problem, read_checkpoint
 from kdtrain.checkpoint.store import Store
-from kdtrain.commands.model_card import card_files, public
+from kdtrain.commands.model_card import cache_of, card_files, public
 from kdtrain.commands.result import read_result
 from kdtrain.commands.run_folder import TOKENIZER, is_run, refuse_no_folder
 from kdtrain.config import ExportConfig
@@ -157,7 +157,7 @@ def _write(config: ExportConfig, path: Path, student: SplitModel, state: dict[st
     weights = config.torch_dtype if config.quantize is None else f"int8, the rest {config.torch_dtype}"
     about: dict[str, Any] = {"parameters": parameters, "weights": weights, "adapter": config.adapter}
     card = card_files(out.name, run, state, license=config.license, **about)
-    given: dict[str, Any] = {"dtype": config.torch_dtype, "origin": origin_of(state), "beside": card}
+    given: dict[str, Any] = {"dtype": config.torch_dtype, "origin": origin_of(run, state), "beside": card}
     if config.adapter:
         aside = export_adapter(student, base, tokenizer, out, **given)
     else:
@@ -204,10 +204,10 @@ def written_parameters(student: SplitModel, adapter: bool = False) -> int:
     return sum(each.numel() for each in student.parameters() if student.lora is None or each.requires_grad == adapter)
 
 
-def origin_of(state: Mapping[str, Any]) -> dict[str, Any]:
+def origin_of(run: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     """Where the student of a state of a run comes from, for the exported folder: of a mixture each cache."""
     members = [{key: public(value) for key, value in each.items()} for each in state.get("caches", ())]
-    return {"cache": state["cache"], "step": state["progress"]["step"]} | ({"caches": members} if members else {})
+    return {"cache": cache_of(run, state), "step": state["progress"]["step"]} | ({"caches": members} if members else {})
 
 
 def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | str | None]:

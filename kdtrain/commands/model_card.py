@@ -6,6 +6,7 @@ is escaped, and options that a file cannot set, or that name a place on this mac
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
@@ -79,7 +80,7 @@ def card_files(
     hub_id = _hub_id(given.get("student"), base)
     head = _head(given, recipe, list(manifests.values()), license, (hub_id, adapter))
     rows = {"student": state["student"]["name"], "parameters": f"{parameters:,}", "weights": weights}
-    body = _body(name, given, state, manifests, rows, adapter)
+    body = _body(name, run, given, state, manifests, rows, adapter)
     toml = to_toml(recipe)
     licence = "The licence is not stated" if license is None else f"The student's licence is {word(license)}"
     lines = ["---", *head, "---", "", *body, "## Recipe", "", "```toml", *toml.rstrip().splitlines(), "```", ""]
@@ -91,25 +92,26 @@ def card_files(
     return {CARD: "\n".join([*lines, ""]).encode(), RECIPE: toml.encode()}
 
 
-def _members(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+def cache_of(run: Path, state: Mapping[str, Any]) -> str:
+    """The digest of the cache that a run read; across tokenizers its state names the view."""
+    return str(viewed_cache(run / "data") or viewed_cache(run / "view") or state["cache"])
+
+
+def _members(run: Path, state: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The caches that a run mixed, or the one that it read, with their digests."""
-    return (state.get("caches") or [{"digest": state["cache"]}])[:_CACHES]
+    return (state.get("caches") or [{"digest": cache_of(run, state)}])[:_CACHES]
 
 
 def _manifests(cache: Any, run: Path, state: Mapping[str, Any]) -> dict[str, Manifest]:
     """Those of the run's caches that are at hand, by digest."""
-    wanted, found = {f"{each.get('digest')}": each.get("digest") for each in _members(state)}, dict[str, Manifest]()
-    if (viewed := viewed_cache(run / "data") or viewed_cache(run / "view")) is not None:
-        wanted = {state["cache"]: viewed}  # with another tokenizer the state names the view
+    wanted, found = [each.get("digest") for each in _members(run, state)], dict[str, Manifest]()
     places = [Path(each) for each in ([cache] if isinstance(cache, str) else cache or []) if isinstance(each, str)]
     for place in [*places[:_CACHES], run / "data"]:
         try:
             manifest = read_manifest(place)
         except (OSError, ValueError, UsageError, RunError):
             continue
-        found |= {
-            name: manifest for name, digest in wanted.items() if digest is not None and manifest.is_known_as(digest)
-        }
+        found |= {digest: manifest for digest in wanted if digest is not None and manifest.is_known_as(digest)}
     return found
 
 
@@ -149,6 +151,7 @@ def _head(
 
 def _body(
     name: str,
+    run: Path,
     given: Mapping[str, Any],
     state: Mapping[str, Any],
     manifests: Mapping[str, Manifest],
@@ -156,7 +159,7 @@ def _body(
     adapter: bool,
 ) -> Iterator[str]:
     progress, teachers = state["progress"], dict[str, None]()
-    for each in _members(state):
+    for each in _members(run, state):
         of = f" of {each['name']}" if "name" in each else ""
         manifest = manifests.get(str(each.get("digest")))
         record: Mapping[str, Any] = (manifest and manifest.settings.teacher) or {}
@@ -183,6 +186,8 @@ def _body(
     for key, words in _LOSSES.items():
         if isinstance(progress.get(key), float):
             rows[words] = f"{progress[key]:.4f} nats a token"
+            if size := progress.get("bytes_per_token"):
+                rows[words] += f", {progress[key] / size / math.log(2):.4f} bits a byte"
     made = f"distilled from {' and '.join(teachers)}" if teachers else "trained by cross-entropy"
     yield f"# {word(name)}"
     yield ""

@@ -202,7 +202,7 @@ class Run:
                 if os.path.lexists(out) and not is_export(out):
                     moved = set_aside(out.parent, out.name, "old")
                     trainer.writers.warning("export", step, f"{out} was not written by kdtrain, and is now {moved}")
-            if aside := export_model(student, tokenizer, out, origin=origin_of(saved), beside=card):
+            if aside := export_model(student, tokenizer, out, origin=origin_of(self.out, saved), beside=card):
                 trainer.writers.warning("export", step, f"{out} held more than an export, and is now {aside}")
         if packed is None:
             return {}

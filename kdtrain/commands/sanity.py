@@ -123,7 +123,7 @@ class Checks:
         """The logits of teacher and student on a batch."""
         name, found = "teacher-student correlation", correlation(self.student, self._batch(taught=True))
         if found is None:
-            return Check(name, "-", "there are no targets to compare", "", {})
+            return Check(name, "-", "there are no logits of the same tokens to compare", "", {})
         values = {"correlation": found, "aligned": found > ALIGNED}
         if self.recipe.student.init != "pretrained":
             return Check(name, "-", f"{found:.3f}", "nothing: the student is untrained", values)

@@ -126,8 +126,9 @@ class Run:
 
     @property
     def cache(self) -> str | None:
-        """The digest of the cache it learned from."""
-        found = self.record.environment.get("cache") or (self.record.result or {}).get("cache")
+        """The digest of the cache it learned from; across tokenizers not that of the view."""
+        viewed = _table(self.record.environment.get("alignment")).get("cache")
+        found = viewed or self.record.environment.get("cache") or (self.record.result or {}).get("cache")
         return found if isinstance(found, str) else None
 
     @property

@@ -86,10 +86,11 @@ def correlation(student: Student, batch: Batch, most: int = 256) -> float | None
     """Return the correlation of the teacher's and the student's logits, -1 to 1: a mean over unmasked tokens.
 
     It covers the first `most` tokens and the top-k entries, or the drawn ones where there is no top-k, each side less
-    its mean over the whole vocabulary: Pearson's with dense targets. None without targets.
+    its mean over the whole vocabulary: Pearson's with dense targets. None without targets, or with those of a teacher
+    with another tokenizer.
     """
     targets = batch.targets
-    if targets is None:
+    if targets is None or targets.common() is not None:
         return None
     with _probing(student), torch.no_grad():
         hidden_ND = student.hidden_eager(batch)[:most]

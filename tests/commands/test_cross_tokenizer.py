@@ -98,6 +98,22 @@ def test_bits_per_byte_compare_a_student_with_the_teacher_of_another_tokenizer(b
         assert group["numbers"][name]["mean"] > 0
 
 
+def test_runs_of_one_cache_compare_and_the_card_names_the_cache_and_bits(bench):
+    for terms in ("cells", "chunks"):
+        code, _, err = distil(bench, f"of-{terms}", "--cross-tokenizer", terms, "--alpha", 0.1, "--lr", 3e-3)
+        assert code == 0, err
+    assert "different caches" not in bench.call("compare", "of-cells", "of-chunks")[1]
+    digest = json.loads(Path("cache/manifest.json").read_text())["digest"]
+    card = Path("of-cells/student/README.md").read_text()
+    assert f"| cache | {digest} |" in card and "bits a byte" in card and "| text |" in card
+    assert json.loads(Path("of-cells/student/kdtrain.json").read_text())["cache"] == digest
+
+
+def test_the_sanity_checks_of_a_run_across_tokenizers_leave_out_what_has_no_meaning_there(bench):
+    code, out, err = distil(bench, "sane", "--cross-tokenizer", "both", "--sanity", "--json")
+    assert code in (0, 1) and "no logits of the same tokens to compare" in out, err
+
+
 def test_the_table_of_special_tokens_can_be_given(bench):
     given = ("--special-tokens", f"{END_OF_TEXT}=<|im_end|>")
     code, _, err = distil(bench, "given", "--cross-tokenizer", "auto", "--alpha", 0.1, *given)
