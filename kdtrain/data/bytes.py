@@ -142,6 +142,12 @@ def _spelling(name: str, content: dict[str, Any]) -> tuple[_Spell, _Spell]:
             f"{name} is a {kind} vocabulary, which drops the spaces between words: its tokens do not give the text "
             "back; use a byte-level tokenizer, or one of SentencePiece with byte fallback"
         )
+    for affix in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(affix):
+            raise UsageError(
+                f"{name} writes '{printable(str(model[affix]))}' into its tokens ({affix}), which no text has: they do "
+                "not give the text back; use a tokenizer without it"
+            )
     if any(step.get("type") == "ByteLevel" for step in before):
         letters = byte_letters()
 
