@@ -398,10 +398,9 @@ class ViewReader(Dataset[dict[str, Tensor]]):
 def viewed_cache(folder: Path) -> str | None:
     """The digest of the cache that a view in `folder`, finished or not, is of; None: it is no view."""
     try:
-        settings = read_sealed(folder / SETTINGS)
+        return typed(read_sealed(folder / SETTINGS), ViewSettings)["cache"]
     except (OSError, ValueError):
         return None
-    return str(settings["cache"]) if {"cache", "tokenizer", "events"} <= settings.keys() else None
 
 
 def verify_view(folder: Path) -> list[str]:
