@@ -566,7 +566,11 @@ class Lock:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 with self._file:
-                    return self._file.read(SMALL)
+                    if not (holder := self._file.read(SMALL)):
+                        time.sleep(_POLL / 4)  # it may be about to write its name
+                        self._file.seek(0)
+                        holder = self._file.read(SMALL)
+                    return holder
             except OSError:
                 return None
             if self._stands():

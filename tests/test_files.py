@@ -4,6 +4,7 @@ That nothing else in the project removes, replaces or renames is read off the sy
 """
 
 import ast
+import fcntl
 import os
 import signal
 import subprocess
@@ -338,6 +339,16 @@ def test_a_lock_ends_with_its_process(tmp_path):
     assert files.is_locked(path) is False
     files.Lock(path, "busy").release()
     assert not path.exists()
+
+
+def test_a_holder_that_has_not_written_its_name_yet_is_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "lock"
+    with open(path, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        later = [lambda: (held.write("me"), held.flush()), held.close]
+        monkeypatch.setattr(files.time, "sleep", lambda seconds: later.pop(0)())
+        files.Lock(path, "busy", "me", wait=60).release()
+    assert not later
 
 
 def test_a_lock_of_a_file_with_the_same_number_on_another_disk_is_another_lock(tmp_path, monkeypatch):

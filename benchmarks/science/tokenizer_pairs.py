@@ -132,7 +132,7 @@ def _text(alignment: Alignment, counted: list[str], measured: list[str]) -> dict
         seconds = time.process_time() - begun
     except UsageError as error:
         return {"refused": str(error)}
-    documents, left_out = worker.count()
+    documents, left_out = worker.documents, worker.left_out
     own, of_student = alignment.teacher, alignment.student
     first = first[first["source"] >= 0]
     merged = alignment.merged(first["taught"], first["token"])

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -31,13 +31,28 @@ import torch
 from kdtrain import faults
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.folder import copy_tokenizer
-from kdtrain.cache.view_rows import CELLS, SETTINGS, VIEW, Rows, Splits, View, ViewRecord, row_type, sealed_record
+from kdtrain.cache.view_rows import (
+    CELLS,
+    SETTINGS,
+    VIEW,
+    Counted,
+    Rows,
+    Splits,
+    Tally,
+    View,
+    ViewRecord,
+    ViewSettings,
+    ViewShard,
+    ViewSidecar,
+    row_type,
+    sealed_record,
+)
 from kdtrain.data.alignment import Alignment
 from kdtrain.data.cells import Cells
 from kdtrain.data.packing import PackedRow, rows_of
 from kdtrain.data.transcode import Transcoder, documents_of, is_joined, teacher_stream
 from kdtrain.errors import UsageError, making
-from kdtrain.files import Lock, file_digest, json_digest, publish_json, published, read_sealed, sweep
+from kdtrain.files import Lock, file_digest, json_digest, publish_json, published, read_sealed, sweep, typed
 from kdtrain.models.loading import load_tokenizer, tokenizer_digest
 
 _ROWS = 1024
@@ -46,7 +61,11 @@ _MEASURED_ROWS = 64
 _MEASURED = 1 << 22
 """Entries that are measured."""
 _AT_ONCE = 256
-_TALLIES = ("labels", "boundaries", "disagree", "in_chunks", "documents", "left_out")
+_ENOUGH = 1000
+"""Documents after which a share of them that is left out means something."""
+_LOCK = ".building-0"
+"""As that of a cache (`cache.folder`): a folder that holds no more is nobody's."""
+_COUNTED: tuple[Counted, ...] = get_args(Counted)
 
 
 class OtherViewError(UsageError):
@@ -63,11 +82,11 @@ class _Maker:
         teacher = load_tokenizer(cache.folder / cache_format.TOKENIZER)
         given = {**_filler(teacher, cache.manifest.end_tokens), **(given or {})}
         self.alignment = Alignment(teacher, tokenizer, given)
-        self.begun: tuple[Transcoder, dict[int, np.ndarray]] = self.alignment.transcoder(), {}
-        """What made the beginning of the training text, and its streams by where they begin."""
+        self.begun: tuple[Transcoder, bool, dict[int, np.ndarray]] = self.alignment.transcoder(), False, {}
+        """What made the beginning of the training text, whether that is joined, and its streams by where they begin."""
         stated = cache.manifest.settings
         self.document_mask, self.seq_len = stated.document_mask, seq_len or stated.seq_len
-        self.settings = {
+        self.settings: ViewSettings = {
             "version": 1,
             "cache": cache.manifest.digest,
             "tokenizer": tokenizer_digest(tokenizer),
@@ -87,18 +106,19 @@ class _Maker:
             if skipped < len(documents):
                 yield at + skipped, documents[skipped:]
 
-    def cells(self, reader: Rows, joined: bool) -> Cells:
-        """The cells, merged from the beginning of the text."""
+    def cells(self, reader: Rows) -> Cells:
+        """The cells, merged from the beginning of the text: the same whether or not the split is wanted whole."""
         worker, pairs, read = self.alignment.transcoder(), [], 0
-        self.begun = worker, {}
+        joined = _joined(reader, -(-_MERGED_FROM // reader.manifest.settings.seq_len))
+        self.begun = worker, joined, {}
         for first, documents in self.stream(reader, joined):
-            out = self.begun[1][first] = worker(first, documents)
+            out = self.begun[2][first] = worker(first, documents)
             out = out[out["source"] >= 0]
             pairs.append(np.stack([out["taught"], out["token"]]))
             read += len(documents)
             if read >= _MERGED_FROM:
                 break
-        worker.refuse_loss(*worker.count())
+        worker.refuse_loss(worker.documents, worker.left_out)
         return self.alignment.merged(*np.concatenate(pairs, 1)) if pairs else self.alignment.cells
 
 
@@ -108,9 +128,14 @@ def _filler(tokenizer: Any, ends: Sequence[int]) -> dict[str, str]:
     return {} if not ends or pad is None or pad in kept else {tokenizer.pad_token: ""}
 
 
-def _texts(reader: Rows, first: int = 0) -> Iterator[dict[str, np.ndarray]]:
-    for start in range(first, len(reader), _AT_ONCE):
-        yield reader.text(range(start, min(start + _AT_ONCE, len(reader))))
+def _texts(reader: Rows, first: int = 0, stop: int | None = None) -> Iterator[dict[str, np.ndarray]]:
+    stop = len(reader) if stop is None else min(stop, len(reader))
+    for start in range(first, stop, _AT_ONCE):
+        yield reader.text(range(start, min(start + _AT_ONCE, stop)))
+
+
+def _joined(reader: Rows, stop: int | None = None) -> bool:
+    return is_joined(each["tokens"] for each in _texts(reader, stop=stop))
 
 
 def build_view(
@@ -128,34 +153,35 @@ def build_view(
     events: see `Events.match`. seq_len: T of a row; by default the cache's. splits: by default all of the cache.
     progress: gets the rows done.
 
+    A finished view is opened without a lock; a process that makes the same one is waited for.
+
     UsageError: `Alignment`, `Transcoder`, or the folder holds another view.
     RunError: a shard is damaged, the disk is full.
     """
     maker = _Maker(cache, tokenizer, events, seq_len)
     with making(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    lock = Lock(folder / ".building", f"another process is making the view {folder} now; wait for it")
+    if (view := _opened(folder, cache, maker.settings)) is not None:
+        return view
+    message = f"another process is making another view in {folder} now; wait for it, or name another folder"
+    lock = Lock(folder / _LOCK, message, json_digest(maker.settings), math.inf)
     try:
         sweep(folder)
-        if (folder / VIEW).exists():
-            view = View(folder, cache)
-            _refuse_other(folder, view.record.settings, maker.settings)
+        if (view := _opened(folder, cache, maker.settings)) is not None:
             return view
         if (folder / SETTINGS).exists():
             stored = sealed_record(folder / SETTINGS)
             _refuse_other(folder, {key: each for key, each in stored.items() if key != "digest"}, maker.settings)
         else:
-            publish_json(folder / SETTINGS, maker.settings, "view.settings")
+            publish_json(folder / SETTINGS, {**maker.settings}, "view.settings")
         copy_tokenizer(tokenizer, folder / cache_format.TOKENIZER)
-        wanted = [split for split in cache if splits is None or split in splits]
-        joined = {split: is_joined(each["tokens"] for each in _texts(cache[split])) for split in {"train", *wanted}}
-        cells = maker.cells(cache["train"], joined["train"])
+        cells = maker.cells(cache["train"])
         both = np.concatenate([cells.of_teacher, cells.of_student]).astype(np.int32)
         with published(folder / CELLS, "view.cells") as path, open(path, "wb") as file:
             np.save(file, both, allow_pickle=False)
         shards, tallies = {}, {}
-        for split in wanted:
-            shards[split], tallies[split] = _build_split(folder, maker, cache[split], joined[split], cells, progress)
+        for split in cache if splits is None else splits:
+            shards[split], tallies[split] = _build_split(folder, maker, cache[split], cells, progress)
         record = ViewRecord(
             settings=maker.settings,
             shards=shards,
@@ -175,7 +201,16 @@ def build_view(
         lock.release()
 
 
-def _refuse_other(folder: Path, there: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _opened(folder: Path, cache: Splits, settings: ViewSettings) -> View | None:
+    """The view that is there and finished."""
+    if not (folder / VIEW).exists():
+        return None
+    view = View(folder, cache)
+    _refuse_other(folder, view.record.settings, settings)
+    return view
+
+
+def _refuse_other(folder: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     if changed := [key for key in wanted if there.get(key) != wanted[key]]:
         raise OtherViewError(
             f"{folder} holds the view of another run (another {', '.join(changed)}); name another --out, or remove it"
@@ -186,13 +221,12 @@ def _build_split(
     folder: Path,
     maker: _Maker,
     reader: Rows,
-    joined: bool,
     cells: Cells,
     progress: Callable[[int], None] | None,
-) -> tuple[list[dict[str, Any]], dict[str, int]]:
+) -> tuple[list[ViewShard], Tally]:
     """Publish the shards of a split that are missing; what view.json states of all."""
-    found: list[dict[str, Any]] = []
-    total, next_token, skipped, after = dict.fromkeys(_TALLIES, 0), 0, 0, -1
+    found: list[ViewShard] = []
+    total, next_token, skipped, after = dict.fromkeys(_COUNTED, 0), 0, 0, -1
     digest = json_digest(maker.settings)
     while (record := _finished(folder, reader.split, len(found), digest)) is not None:
         found.append({"sequences": record["sequences"], "sha256": record["sha256"]})
@@ -201,7 +235,9 @@ def _build_split(
         after = next_token
         if record["last"]:
             return found, total
-    worker, begun = maker.begun if reader.split == "train" and not found else (maker.alignment.transcoder(), {})
+    joined, (worker, begins_joined, begun) = _joined(reader), maker.begun
+    if reader.split != "train" or found or begins_joined != joined:
+        worker, begun = maker.alignment.transcoder(), {}
 
     def student_stream() -> Iterator[np.ndarray]:
         nonlocal skipped
@@ -226,23 +262,32 @@ def _build_split(
         at = stored["source"] >= 0
         taught = np.stack([row.kept["taught"] for row in taken])[at] if taken else np.empty(0, np.int64)
         one, other = cells.of_teacher[taught], cells.of_student[stored["tokens"][:, 1:][at]]
-        tally = {
+        documents, left_out = worker.count(after, math.inf if last else next_token)
+        tally: Tally = {
             "labels": int(stored["loss_mask"].sum()),
             "boundaries": int(at.sum()),
             "disagree": int(((one != other) & (one >= 0)).sum()),
             "in_chunks": int(stored["length"].sum()),
+            "documents": documents,
+            "left_out": left_out,
         }
-        tally["documents"], tally["left_out"] = worker.count(after, math.inf if last else next_token)
-        after = next_token
-        record = {"settings": digest, "sequences": len(taken), "sha256": file_digest(path), "last": last}
-        record |= {"tally": tally, "next": [next_token, place]}
-        publish_json(path.with_suffix(".json"), record, "view.sidecar")
+        after, total = next_token, {name: each + tally[name] for name, each in total.items()}
+        # by shards, and not as soon as a worker sees them: where a build is refused, one that was killed is, too
+        if last or total["documents"] >= _ENOUGH:
+            worker.refuse_loss(total["documents"], total["left_out"])
+        record = {
+            "settings": digest,
+            "sequences": len(taken),
+            "sha256": file_digest(path),
+            "last": last,
+            "tally": tally,
+            "next": (next_token, place),
+        }
+        publish_json(path.with_suffix(".json"), {**record}, "view.sidecar")
         found.append({"sequences": len(taken), "sha256": record["sha256"]})
-        total = {name: each + tally[name] for name, each in total.items()}
         faults.point("view.after-shard")
         if progress:
             progress(sum(each["sequences"] for each in found))
-    worker.refuse_loss(total["documents"], total["left_out"])
     return found, total
 
 
@@ -262,14 +307,14 @@ def _stored(rows: Sequence[PackedRow], seq_len: int) -> np.ndarray:
     return out
 
 
-def _finished(folder: Path, split: str, number: int, digest: str) -> dict[str, Any] | None:
+def _finished(folder: Path, split: str, number: int, digest: str) -> ViewSidecar | None:
     """The sidecar of a shard that is there and whole."""
     path = folder / f"{split}-{number:05d}.npy"
     try:
-        record = read_sealed(path.with_suffix(".json"))
+        record = typed(read_sealed(path.with_suffix(".json")), ViewSidecar)
         if record["settings"] == digest and file_digest(path) == record["sha256"]:
             return record
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError):
         pass
     return None
 

@@ -4,23 +4,24 @@ Shapes: n rows, T positions, V entries of the teacher's tokenizer, S of the stud
 """
 
 import copy
-import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypedDict
 
 import numpy as np
 import torch
+from msgspec import Meta
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from kdtrain.cache.manifest import Manifest
+from kdtrain.cache.manifest import Count, Digest, Manifest
 from kdtrain.data.boundaries import MOST
+from kdtrain.data.bytes import MAX_IDS
 from kdtrain.data.cells import Cells
-from kdtrain.errors import RunError, UsageError
-from kdtrain.files import file_digest, json_digest, read_sealed, typed
+from kdtrain.errors import RunError, UsageError, printable
+from kdtrain.files import MEDIUM, file_digest, json_digest, read_sealed, typed
 from kdtrain.objective.aligned import AlignedTargets, at_rows, coarsened, condensed
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.cells import CellIndex
@@ -84,18 +85,64 @@ def row_type(seq_len: int) -> np.dtype[Any]:
     )
 
 
+_Entries = Annotated[int, Meta(ge=1, le=MAX_IDS)]
+
+
+class ViewSettings(TypedDict):
+    """What settings.json states: what decides the content of a view."""
+
+    version: Literal[1]
+    cache: Digest
+    tokenizer: str
+    events: list[Annotated[list[int], Meta(min_length=2, max_length=2)]]
+    """The student's token for a token of the teacher; -1: it is left out."""
+    seq_len: Annotated[int, Meta(ge=1, le=2**24)]
+    rows: Count
+    """Of a shard."""
+
+
+class ViewShard(TypedDict):
+    """A shard in view.json."""
+
+    sequences: Annotated[int, Meta(ge=0, lt=2**31)]
+    sha256: Digest
+
+
+Counted = Literal["labels", "boundaries", "disagree", "in_chunks", "documents", "left_out"]
+Tally = Annotated[dict[Counted, Count], Meta(min_length=6)]
+"""Of a shard or a split: labels of the student that count; boundaries, those with a source; disagree, those whose two
+own tokens are in different cells; in_chunks, those in chunks; documents, and left_out of these."""
+
+
+class ViewSidecar(ViewShard):
+    """The sealed record beside a shard."""
+
+    settings: Digest
+    last: bool
+    tally: Tally
+    next: tuple[Count, Count]
+    """Where the next shard begins: the document, by its first token in the teacher's stream, and the place in it."""
+
+
+class _StatedCells(TypedDict):
+    sha256: Digest
+    teacher: _Entries
+    student: _Entries
+    count: _Entries
+    """C."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ViewRecord:
     """What view.json states."""
 
-    settings: dict[str, Any]
-    shards: dict[str, list[dict[str, Any]]]
-    """By split: sequences and sha256 of each."""
-    cells: dict[str, Any]
-    """sha256 of cells.npy, teacher and student (entries), count (C)."""
-    tallies: dict[str, dict[str, int]]
-    """By split: labels of the student that count; boundaries, those with a source; disagree, those whose two own tokens
-    are in different cells; in_chunks, those in chunks; documents, and left_out of these."""
+    settings: ViewSettings
+    shards: Annotated[dict[str, list[ViewShard]], Meta(min_length=1)]
+    """By split."""
+    cells: _StatedCells
+    """The digest of cells.npy, entries of both tokenizers, and cells."""
+    tallies: dict[str, Tally]
+    """By split, the same as those of shards."""
     events: list[str]
     """The table of special tokens, for people."""
     entropy_kept: float | None
@@ -104,13 +151,13 @@ class ViewRecord:
     @property
     def sizes(self) -> tuple[int, int]:
         """Entries of both tokenizers."""
-        return int(self.cells["teacher"]), int(self.cells["student"])
+        return self.cells["teacher"], self.cells["student"]
 
 
 def sealed_record(path: Path) -> dict[str, Any]:
     """A sealed record of a view. UsageError: it is damaged."""
     try:
-        return read_sealed(path)
+        return read_sealed(path, MEDIUM)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read ({error}); remove the folder, and the view is made anew") from error
 
@@ -120,22 +167,19 @@ class View:
 
     def __init__(self, folder: Path, cache: Splits) -> None:
         self.folder, self.cache = folder, cache
-        stated = sealed_record(folder / VIEW)
-        try:
-            self.record = typed(stated, ViewRecord)
-            self.seq_len = int(self.record.settings["seq_len"])
-            sizes = [int(self.record.cells[name]) for name in ("teacher", "student", "count")]
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{folder / VIEW} is not the record of a view ({error}); remove the folder") from error
-        if self.record.settings.get("cache") != cache.manifest.digest:
+        self.record = _record(folder)
+        if self.record.settings["cache"] != cache.manifest.digest:
             raise UsageError(
                 f"{folder} is the view of another cache than {cache.name}; remove it, or name another --out"
             )
-        both = _array(folder / CELLS, self.record.cells["sha256"], np.dtype("<i4"), (sizes[0] + sizes[1],))
-        wide = both.astype(np.int64)
-        if len(wide) and not (wide.min() >= -1 and wide.max() <= sizes[2]):
+        self.seq_len, count, (size, _) = self.record.settings["seq_len"], self.record.cells["count"], self.record.sizes
+        both = _array(folder / CELLS, self.record.cells["sha256"], np.dtype("<i4"), (sum(self.record.sizes),))
+        cells = Cells(both[:size].astype(np.int64), both[size:].astype(np.int64), count)
+        theirs, own = cells.of_teacher, cells.of_student
+        fits = theirs.min() >= -1 and theirs.max() < count and own.min() >= 0 and own.max() <= count
+        if not fits or not np.bincount(own, minlength=count)[:count].all():
             raise UsageError(f"{folder / CELLS} holds impossible cells; remove the folder")
-        self.cells = Cells(wide[: sizes[0]], wide[sizes[0] :], sizes[2])
+        self.cells = cells
 
     def lines(self) -> list[str]:
         """What it costs to read the cache with another tokenizer, for people."""
@@ -164,11 +208,24 @@ class View:
             "disagreement": tally["disagree"] / max(1, tally["boundaries"]),
             "entropy_kept": record.entropy_kept,
             **{name: tally[name] for name in ("documents", "left_out")},
-            "events": record.events,
+            "events": [printable(each) for each in record.events],
         }
 
     def __getitem__(self, split: str) -> "ViewReader":
         return ViewReader(self, split)
+
+
+def _record(folder: Path) -> ViewRecord:
+    """What view.json states. UsageError: it is not the record of a view."""
+    stated = sealed_record(folder / VIEW)
+    try:
+        record = typed(stated, ViewRecord)
+        if record.shards.keys() != record.tallies.keys():
+            raise ValueError("shards and tallies are of different splits")
+    except ValueError as error:
+        problem = printable(str(error))
+        raise UsageError(f"{folder / VIEW} is not the record of a view ({problem}); remove the folder") from error
+    return record
 
 
 def _array(path: Path, digest: str, kind: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
@@ -176,12 +233,13 @@ def _array(path: Path, digest: str, kind: np.dtype[Any], shape: tuple[int, ...])
     try:
         if file_digest(path) != digest:
             raise ValueError("its SHA-256 differs")
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        found = np.lib.format.open_memmap(path, mode="r")
         if found.dtype != kind or found.shape != shape:
             raise ValueError("it has another shape")
-    except (OSError, ValueError, EOFError) as error:
-        raise RunError(f"{path} cannot be read ({error}): remove its folder, and the view is made anew") from error
-    return found  # type: ignore[no-any-return]
+    except Exception as error:  # the header is a stranger's, and numpy's parser raises what it likes
+        why = printable(str(error)) or type(error).__name__
+        raise RunError(f"{path} cannot be read ({why}): remove its folder, and the view is made anew") from error
+    return found
 
 
 class ViewReader(Dataset[dict[str, Tensor]]):
@@ -192,13 +250,15 @@ class ViewReader(Dataset[dict[str, Tensor]]):
 
     cells, chunks: which terms the targets have.
 
-    UsageError: cells disagree with the text too often.
+    UsageError: the view has not this split, or no row of it; cells disagree with the text too often.
     """
 
     def __init__(self, view: View, split: str, *, cells: bool = True, chunks: bool = True) -> None:
         self.view, self.split, self.chunks = view, split, chunks
         self.reader = view.cache[split]
-        stated = view.record.shards[split]
+        stated = view.record.shards.get(split)
+        if stated is None:
+            raise UsageError(f"{view.folder} has no split '{split}'; remove the folder, and the view is made anew")
         self._firsts = np.cumsum([0, *(each["sequences"] for each in stated)])
         self._parts = [
             _array(
@@ -206,6 +266,11 @@ class ViewReader(Dataset[dict[str, Tensor]]):
             )
             for number, each in enumerate(stated)
         ]
+        if not len(self):
+            raise UsageError(
+                f"the text of '{split}' in {view.cache.name} is less than one row of {view.seq_len} tokens of the "
+                "student's tokenizer; use a larger cache"
+            )
         if cells and (apart := view.facts()["disagreement"]) > MOST_DISAGREEMENT:
             raise UsageError(
                 f"teacher's and student's own tokens lie in different cells at {apart:.1%} of the common boundaries, "
@@ -242,13 +307,20 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         return [{name: tensor[row] for name, tensor in fields.items()} for row in range(size)]
 
     def rows(self, indices: Iterable[int]) -> np.ndarray:
-        """The rows as they are stored. IndexError: outside of the split."""
+        """The rows as they are stored. IndexError: outside of the split. RunError: they hold impossible numbers."""
         wanted = np.asarray(list(indices), np.int64)
         if not len(wanted) or wanted.min() < 0 or wanted.max() >= len(self):
             raise IndexError(f"sequences {wanted.tolist()} are not among the {len(self)} of {self.split}")
         holders = np.searchsorted(self._firsts, wanted, side="right") - 1
-        found = [self._parts[part][row - self._firsts[part]] for part, row in zip(holders, wanted, strict=True)]
-        return np.stack(found)
+        parts = zip(holders, wanted, strict=True)
+        found = np.stack([self._parts[part][row - self._firsts[part]] for part, row in parts])
+        tokens, segments, length = (found[name] for name in ("tokens", "segments", "length"))
+        fits = tokens.min() >= 0 and tokens.max() < self.view.record.sizes[1]
+        fits &= segments.min() >= 0 and segments.max() < self.view.seq_len
+        fits &= max(length.max(), found["others"].max()) <= MOST and found["loss_mask"].view(np.uint8).max() <= 1
+        if not fits or (length > np.arange(1, self.view.seq_len + 1)).any():
+            raise RunError(f"{self.view.folder} holds impossible rows of '{self.split}'; remove it, to make it anew")
+        return found
 
     def read(self, indices: Iterable[int]) -> Batch:
         """The rows `indices`, in that order. RunError: a shard of the cache is damaged."""
@@ -330,31 +402,31 @@ class ViewReader(Dataset[dict[str, Tensor]]):
 def viewed_cache(folder: Path) -> str | None:
     """The digest of the cache that a view in `folder`, finished or not, is of; None: it is no view."""
     try:
-        settings = read_sealed(folder / SETTINGS)
+        return typed(read_sealed(folder / SETTINGS), ViewSettings)["cache"]
     except (OSError, ValueError):
         return None
-    return str(settings["cache"]) if {"cache", "tokenizer", "events"} <= settings.keys() else None
 
 
 def verify_view(folder: Path) -> list[str]:
     """Compare every digest of a finished view; a line for each problem."""
     problems = []
     try:
-        record = typed(sealed_record(folder / VIEW), ViewRecord)
-        stated = {CELLS: record.cells["sha256"]}
-        for split, shards in record.shards.items():
-            stated |= {f"{split}-{number:05d}.npy": each["sha256"] for number, each in enumerate(shards)}
-    except (UsageError, ValueError, TypeError, KeyError) as error:
-        return [f"{folder / VIEW}: {error}"]
+        record = _record(folder)
+    except UsageError as error:
+        return [str(error)]
+    stated = {CELLS: record.cells["sha256"]}
+    for split, shards in record.shards.items():
+        stated |= {f"{split}-{number:05d}.npy": each["sha256"] for number, each in enumerate(shards)}
     for name, digest in stated.items():
         try:
             if file_digest(folder / name) != digest:
                 problems.append(f"{folder / name}: its SHA-256 differs from view.json's")
-        except OSError as error:
-            problems.append(f"{folder / name}: {error.strerror}")
+        except (OSError, ValueError) as error:  # ValueError: a folder or a pipe
+            problems.append(f"{folder / name}: {getattr(error, 'strerror', None) or error}")
     return problems
 
 
 def identity_of(view: View) -> str:
-    """A digest of a view and its cache."""
-    return hashlib.sha256(json_digest(asdict(view.record)).encode()).hexdigest()
+    """A digest of a view and its cache: not of what was measured, whose last bits depend on the machine."""
+    record = view.record
+    return json_digest({"settings": record.settings, "shards": record.shards, "cells": record.cells["sha256"]})

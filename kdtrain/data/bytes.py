@@ -3,8 +3,8 @@
 A byte-level vocabulary spells each byte as a character (Radford et al. 2019; GPT-2, Llama 3, Qwen). One in the manner
 of SentencePiece (Kudo & Richardson 2018, arXiv 1808.06226; Llama 2, Gemma) spells a space as `▁`, and a byte of a
 character that it lacks as `<0x0A>`. The bytes of a text are then those of its tokens, one after the other, and a token
-may begin or end within a character. WordPiece drops the spaces between words, and other vocabularies drop characters:
-they are refused.
+may begin or end within a character. WordPiece drops the spaces between words, other vocabularies drop characters, or
+write the ends of words into their tokens (CLIP's `</w>`): they are refused.
 
 A tokenizer may rewrite a text before it cuts it: into lower case, to NFC or NFKC, with a space in front. What it does
 to a text is seen by encoding it: `ByteTokenizer` refuses one that rewrites plain texts, and `encode` compares the bytes
@@ -142,6 +142,12 @@ def _spelling(name: str, content: dict[str, Any]) -> tuple[_Spell, _Spell]:
             f"{name} is a {kind} vocabulary, which drops the spaces between words: its tokens do not give the text "
             "back; use a byte-level tokenizer, or one of SentencePiece with byte fallback"
         )
+    for affix in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(affix):
+            raise UsageError(
+                f"{name} writes '{printable(str(model[affix]))}' into its tokens ({affix}), which no text has: they do "
+                "not give the text back; use a tokenizer without it"
+            )
     if any(step.get("type") == "ByteLevel" for step in before):
         letters = byte_letters()
 

@@ -13,7 +13,7 @@ that the student's tokenizer rewrites (`bytes`), is left out and counted.
 Shapes: N tokens of the teacher, M of the student.
 """
 
-import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,8 +44,6 @@ begins. place: the token's number in its document."""
 _BATCH = 1 << 18
 _LONGEST = 256
 """Most bytes of a token in the mean over many: published ones have three to five, and at most 128 or so in one."""
-_ENOUGH = 1000
-"""Documents after which a share of them that is left out means something."""
 
 
 def teacher_stream(
@@ -113,15 +111,19 @@ def documents_of(stream: Iterable[_Array], first: int = 0) -> Iterator[tuple[int
 class Transcoder:
     """Encodes documents of a teacher's tokens in a student's.
 
-    UsageError (of a call): a special token of the teacher is not in the table of events, a token is not in its
-    tokenizer, or more than one of a thousand or more documents in a hundred is left out.
+    UsageError (of a call): a special token of the teacher is not in the table of events, or a token is not in its
+    tokenizer.
     """
 
     teacher: ByteTokenizer
     student: ByteTokenizer
     events: Events
-    seen: list[tuple[int, bool]] = field(default_factory=list)
-    """Of each document: where in the teacher's stream it begins, and whether it is left out."""
+    documents: int = 0
+    """Encoded so far."""
+    left_out: int = 0
+    """Of these."""
+    seen: deque[tuple[int, bool]] = field(default_factory=deque)
+    """Of each that is not counted yet: where in the teacher's stream it begins, and whether it is left out."""
     example: str = ""
     """What is wrong with the first that is left out."""
 
@@ -170,15 +172,20 @@ class Transcoder:
         out["length"], out["others"] = common.length, common.others
         begin = first + np.flatnonzero(stream["start"])
         out["document"] = begin[out["document"]]
+        self.documents, self.left_out = self.documents + len(bad), self.left_out + int(bad.sum())
         self.seen += zip(begin.tolist(), bad.tolist(), strict=True)
-        if len(self.seen) >= _ENOUGH:
-            self.refuse_loss(*self.count())
         return out
 
-    def count(self, after: float = -1.0, until: float = math.inf) -> tuple[int, int]:
-        """How many documents begin in (after, until], and how many of these are left out."""
-        found = [bad for begin, bad in self.seen if after < begin <= until]
-        return len(found), sum(found)
+    def count(self, after: float, until: float) -> tuple[int, int]:
+        """How many documents begin in (after, until], and how many of these are left out; each is counted once.
+
+        until: grows from call to call.
+        """
+        documents = left_out = 0
+        while self.seen and self.seen[0][0] <= until:
+            begin, bad = self.seen.popleft()
+            documents, left_out = documents + (begin > after), left_out + (begin > after and bad)
+        return documents, left_out
 
     def refuse_loss(self, documents: int, left_out: int) -> None:
         """UsageError: more than one document in a hundred (of a few: more than one) is left out."""

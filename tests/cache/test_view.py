@@ -1,5 +1,9 @@
 import copy
 import dataclasses
+import os
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -8,16 +12,19 @@ from torch.utils.data import DataLoader
 
 from kdtrain.cache import view as views
 from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.folder import holds_nothing
 from kdtrain.cache.manifest import CacheSettings
-from kdtrain.cache.reader import Cache, collate
+from kdtrain.cache.reader import Cache, CacheReader, collate
 from kdtrain.cache.view import build_view
-from kdtrain.cache.view_rows import ViewReader
+from kdtrain.cache.view_rows import View, ViewReader, identity_of, sealed_record, verify_view
 from kdtrain.cache.writer import write_cache
 from kdtrain.data import alignment as alignments
+from kdtrain.data import transcode
 from kdtrain.data.cells import Cells
 from kdtrain.data.corpus import Document
 from kdtrain.data.packing import PackedRow, pack
 from kdtrain.errors import RunError, UsageError
+from kdtrain.files import Lock, file_digest, publish_json, read_sealed
 from kdtrain.models.loading import tokenizer_digest
 from kdtrain.models.output_head import OutputHead
 from kdtrain.objective.cells import CellIndex
@@ -61,7 +68,7 @@ def cache(request, tmp_path_factory):
 
 
 def files_of(folder):
-    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".building"}
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_batch_has_the_teachers_numbers_for_the_same_bytes(cache, tmp_path):
@@ -210,6 +217,242 @@ def test_a_view_of_something_else_and_a_damaged_one_are_refused(cache, tmp_path)
     (folder / "view.json").write_text("{}")
     with pytest.raises(UsageError, match=r"view.json cannot be read"):
         build_view(folder, cache, train("gpt2"))
+
+
+def test_a_build_that_is_killed_before_its_first_record_leaves_a_folder_that_is_nobodys(cache, tmp_path, monkeypatch):
+    left = []
+
+    def stop(path, *_):
+        left.extend(each.name for each in path.parent.iterdir())
+        assert holds_nothing(path.parent)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(views, "publish_json", stop)
+    with pytest.raises(KeyboardInterrupt):
+        build_view(tmp_path / "data", cache, train("gpt2"))
+    assert len(left) == 1
+
+
+def test_a_finished_view_needs_no_lock_and_a_builder_of_the_same_one_is_waited_for(cache, tmp_path, monkeypatch):
+    folder, real, waiting = tmp_path / "data", views.copy_tokenizer, []
+    with ThreadPoolExecutor(1) as pool:
+
+        def begun(*given):
+            waiting.append(pool.submit(build_view, folder, Cache(cache.folder), train("gpt2")))
+            with pytest.raises(UsageError, match="another process is making another view"):
+                build_view(folder, cache, train("gpt2"), seq_len=SEQ_LEN + 1)
+            time.sleep(0.2)
+            return real(*given)
+
+        monkeypatch.setattr(views, "copy_tokenizer", begun)
+        made = build_view(folder, cache, train("gpt2"))
+        assert waiting[0].result().record == made.record
+    assert len(waiting) == 1
+    held = Lock(folder / ".building-0", "held")
+    assert build_view(folder, cache, train("gpt2")).record == made.record
+    held.release()
+
+
+def test_a_view_of_very_many_shards_is_read(tmp_path):
+    shards = [{"sequences": 1024, "sha256": "0" * 64}] * 12_000
+    publish_json(tmp_path / "view.json", {"shards": {"train": shards}}, "x")
+    assert (tmp_path / "view.json").stat().st_size > 2**20
+    assert sealed_record(tmp_path / "view.json")["shards"]["train"] == shards
+
+
+def test_a_split_without_a_row_of_the_student_is_refused(cache, tmp_path):
+    view = build_view(tmp_path / "data", cache, train("gpt2"), seq_len=4000)
+    with pytest.raises(UsageError, match=r"the text of 'train' in .* is less than one row of 4000 tokens"):
+        view["train"]
+
+
+def test_two_views_that_were_measured_in_other_last_bits_are_the_same(cache, tmp_path, monkeypatch):
+    one = build_view(tmp_path / "one", cache, train("gpt2"))
+    monkeypatch.setattr(views, "_entropy_kept", lambda *_: 0.25)
+    other = build_view(tmp_path / "other", cache, train("gpt2"))
+    assert one.record != other.record and identity_of(one) == identity_of(other)
+    assert identity_of(one) != identity_of(build_view(tmp_path / "third", cache, train("gemma")))
+
+
+def header(text):
+    """A file of numpy that begins as this says."""
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
+SHARD, CELLS = "train-00000.npy", "cells.npy"
+
+
+def of_cells(change):
+    def changed(folder, record):
+        both = np.load(folder / CELLS)
+        change(both, record["cells"]["teacher"])
+        np.save(folder / CELLS, both)
+
+    return changed
+
+
+def of_rows(change):
+    def changed(folder, record):
+        rows = np.load(folder / SHARD)
+        change(rows)
+        np.save(folder / SHARD, rows)
+
+    return changed
+
+
+def written(content, name=SHARD):
+    return lambda folder, record: (folder / name).write_bytes(content)
+
+
+HOSTILE = {
+    "no shards": lambda folder, record: record.update(shards={}, tallies={}),
+    "a shard without digest": lambda folder, record: record["shards"].update(train=[{}]),
+    "no training text": lambda folder, record: [record[name].pop("train") for name in ("shards", "tallies")],
+    "no tallies": lambda folder, record: record.update(tallies={}),
+    "a tally without labels": lambda folder, record: record["tallies"]["train"].pop("labels"),
+    "a trillion cells": lambda folder, record: record["cells"].update(count=10**12),
+    "a huge row": lambda folder, record: record["settings"].update(seq_len=2**40),
+    "an event alone": lambda folder, record: record["settings"].update(events=[[1]]),
+    "a cell below 0": of_cells(lambda both, size: both.__setitem__(size, -1)),
+    "an empty cell": of_cells(lambda both, size: both.__setitem__(both == 3, 2)),
+    "a zip": written(b"PK\x05\x06" + b"\0" * 18),
+    "a cut header": written(header("{'descr': '<i4', 'shape': (")),
+    "a shape of 10^22": written(header(f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({10**22},)}}\n")),
+    "cells of a zip": written(b"PK\x05\x06" + b"\0" * 18, CELLS),
+    "a token below 0": of_rows(lambda rows: rows["tokens"].__setitem__((0, 1), -1)),
+    "a token of nobody": of_rows(lambda rows: rows["tokens"].__setitem__((0, 1), 2**20)),
+    "a segment of nobody": of_rows(lambda rows: rows["segments"].__setitem__((0, 1), -(2**30))),
+    "a mask of 7": of_rows(lambda rows: rows["loss_mask"].view(np.uint8).__setitem__((0, 1), 7)),
+    "a long chunk": of_rows(lambda rows: rows["others"].__setitem__((0, 1), 200)),
+    "a chunk that begins before its row": of_rows(lambda rows: rows["length"].__setitem__((0, 1), 30)),
+    "a source of nobody": of_rows(lambda rows: rows["source"].__setitem__((0, 1), 2**62)),
+}
+
+
+@pytest.fixture(scope="module")
+def sound(cache, tmp_path_factory):
+    """A view that nobody changed."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(views, "_ROWS", ROWS)
+        return build_view(tmp_path_factory.mktemp("sound") / "data", cache, train("gpt2"))
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=[name.replace(" ", "-") for name in HOSTILE])
+def test_a_strangers_view_is_refused_in_one_line(sound, tmp_path, change):
+    folder, cache = tmp_path / "data", sound.cache
+    shutil.copytree(sound.folder, folder)
+    record = read_sealed(folder / "view.json")
+    change(folder, record)
+    record["cells"]["sha256"] = file_digest(folder / CELLS)
+    if record["shards"].get("train", [{}])[0]:
+        record["shards"]["train"][0]["sha256"] = file_digest(folder / SHARD)
+    publish_json(folder / "view.json", record, "x")
+    with pytest.raises((UsageError, RunError)) as refused:
+        View(folder, cache)["train"].read([0])
+    assert "\n" not in str(refused.value) and str(folder) in str(refused.value)
+
+
+def test_a_strangers_record_of_a_shard_is_made_anew(sound, tmp_path):
+    folder = tmp_path / "data"
+    shutil.copytree(sound.folder, folder)
+    (folder / "view.json").unlink()
+    record = read_sealed(folder / "train-00001.json")
+    del record["tally"]["labels"]
+    publish_json(folder / "train-00001.json", record, "x")
+    build_view(folder, sound.cache, train("gpt2"))
+    assert files_of(folder) == files_of(sound.folder)
+
+
+def test_verify_names_a_folder_and_a_pipe_in_the_place_of_shards(sound, tmp_path):
+    folder = tmp_path / "data"
+    shutil.copytree(sound.folder, folder)
+    assert verify_view(folder) == []
+    for name in (SHARD, "train-00001.npy", CELLS):
+        (folder / name).unlink()
+    (folder / SHARD).mkdir()
+    os.mkfifo(folder / "train-00001.npy")
+    problems = verify_view(folder)
+    assert [each.split(": ", 1)[1] for each in sorted(problems)] == [
+        "No such file or directory",
+        *["it is not a regular file"] * 2,
+    ]
+
+
+@pytest.fixture
+def rewritten(tmp_path):
+    """Builds a cache of texts in the manner of GPT-2; a student of Qwen's kind rewrites those with loose accents."""
+    tokenizer = train("gpt2")
+    settings = CacheSettings(
+        codec=CodecSpec(kind="tokens", vocab_size=len(tokenizer)),
+        seq_len=SEQ_LEN,
+        tokenizer_size=len(tokenizer),
+        tokenizer_digest=tokenizer_digest(tokenizer),
+        data={"source": "texts"},
+    )
+
+    def build(texts):
+        found = [Document(f"{n}", text="cafe\u0301" if each else "caf\u00e9 au lait") for n, each in enumerate(texts)]
+        splits = {split: pack(found, tokenizer, SEQ_LEN) for split in ("train", "validation")}
+        write_cache(tmp_path / "cache", settings, splits, teacher=None, tokenizer=tokenizer)
+        return Cache(tmp_path / "cache")
+
+    return build
+
+
+def killed_after(number, *given):
+    real, left = views.publish_json, [number]
+
+    def stop(path, record, label):
+        done = real(path, record, label)
+        left[0] -= label == "view.sidecar"
+        if not left[0]:
+            raise KeyboardInterrupt
+        return done
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(views, "publish_json", stop)
+        with pytest.raises(KeyboardInterrupt):
+            build_view(*given)
+
+
+def test_documents_left_out_are_counted_over_the_whole_text_also_after_a_kill(rewritten, tmp_path, monkeypatch):
+    monkeypatch.setattr(views, "_ENOUGH", 50)
+    monkeypatch.setattr(views, "_ROWS", 4 * ROWS)
+    monkeypatch.setattr(transcode, "_BATCH", 256)
+    cache = rewritten([False] * 300 + [True, False] * 3 + [False] * 60)
+    whole = build_view(tmp_path / "whole", cache, train("qwen"))
+    assert whole.record.tallies["train"]["left_out"] == 3
+    killed_after(len(whole.record.shards["train"]) * 3 // 4, tmp_path / "killed", cache, train("qwen"))
+    build_view(tmp_path / "killed", cache, train("qwen"))
+    assert files_of(tmp_path / "whole") == files_of(tmp_path / "killed")
+
+
+def test_a_text_of_which_too_much_is_left_out_is_refused_before_its_end_and_again(rewritten, tmp_path, monkeypatch):
+    monkeypatch.setattr(views, "_ENOUGH", 50)
+    monkeypatch.setattr(views, "_MERGED_FROM", 256)
+    monkeypatch.setattr(transcode, "_BATCH", 256)
+    cache = rewritten([False] * 100 + [True] + [False] * 20 + [True] + [False] * 300)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"2 of 1.. documents cannot be carried over.*rewrites a text"):
+            build_view(tmp_path / "data", cache, train("qwen"))
+    assert not (tmp_path / "data" / "view.json").exists()
+
+
+def test_of_training_text_that_is_not_wanted_only_what_cells_are_merged_from_is_read(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(views, "_AT_ONCE", 2)
+    monkeypatch.setattr(views, "_MERGED_FROM", 3 * SEQ_LEN)
+    monkeypatch.setattr(transcode, "_BATCH", 2 * SEQ_LEN)
+    real, read = CacheReader.text, []
+
+    def text(reader, indices):
+        read.extend(indices if reader.split == "train" else [])
+        return real(reader, indices)
+
+    monkeypatch.setattr(CacheReader, "text", text)
+    part = build_view(tmp_path / "part", cache, train("gpt2"), splits=("validation",))
+    assert [*part.record.shards] == ["validation"] and max(read) < len(cache["train"]) / 2
+    whole = build_view(tmp_path / "whole", cache, train("gpt2"))
+    assert np.array_equal(part.cells.of_student, whole.cells.of_student) and max(read) == len(cache["train"]) - 1
 
 
 def test_cells_that_disagree_too_often_are_refused(cache, tmp_path, monkeypatch):

@@ -32,6 +32,15 @@ def test_a_student_of_another_tokenizer_is_refused_without_the_option_which_is_n
     assert code == 2 and "another tokenizer" in err and "--cross-tokenizer auto" in err
 
 
+def test_a_cache_of_less_than_one_row_of_the_student_is_one_line(bench):
+    words = ("cache-teacher", "--teacher", "teacher", "--top-k", 4, *bench.text, "--precision", "fp32")
+    code, _, err = bench.call(*words, "--out", "short", "--num-sequences", 40, "--validation-sequences", 1)
+    assert code == 0, err
+    run = ("distill", "--cache", "short", *RUN[3:], *bench.plain)
+    code, _, err = bench.call(*run, "--out", "less", "--cross-tokenizer", "auto")
+    assert code == 2 and "the text of 'validation' in short is less than one row of" in err and "Traceback" not in err
+
+
 @pytest.mark.parametrize("terms", ["auto", "chunks", "cells"])
 def test_a_student_of_another_tokenizer_learns_from_the_cache(bench, terms):
     # the teacher is a random one, so that the text alone makes the validation better

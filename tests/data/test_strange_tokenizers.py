@@ -123,12 +123,19 @@ def with_a_gap(content):
         (lambda content: content["model"]["vocab"].update(xx=2**22), r"has ids up to 4,194,30\d; at most"),
         (without_a_letter, r"rewrites a text before it cuts it: '.*' comes back as '"),
         (with_a_gap, "has two tokens of one id"),
+        (lambda content: content["model"].update(end_of_word_suffix="</w>"), "writes '</w>' into its tokens"),
+        (lambda content: content["model"].update(continuing_subword_prefix="##"), "writes '##' into its tokens"),
     ],
-    ids=["random cuts", "a huge id", "a byte without a token", "two tokens of one id"],
+    ids=["random cuts", "a huge id", "a byte without a token", "two tokens of one id", "an end of words", "a prefix"],
 )
 def test_a_vocabulary_that_cannot_be_is_refused(change, message):
     with pytest.raises(UsageError, match=message):
         ByteTokenizer(edited(byte_level(), change))
+
+
+def test_a_teacher_whose_tokens_have_the_ends_of_words_in_them_is_refused():
+    with pytest.raises(UsageError, match=r"writes '</w>' into its tokens .end_of_word_suffix., which no text has"):
+        ByteTokenizer(edited(byte_level(), lambda content: content["model"].update(end_of_word_suffix="</w>")), False)
 
 
 def test_a_student_without_an_end_is_refused():
@@ -168,4 +175,7 @@ def test_characters_cut_off_in_many_places_cost_no_more_than_the_text():
     start = time.process_time()
     out = worker(0, stream)
     assert time.process_time() - start < 2.5
-    assert student.bytes.join(out["token"]).tobytes() == b"a" * 2**15 and worker.count() == (2**15, 0)
+    assert student.bytes.join(out["token"]).tobytes() == b"a" * 2**15 and (worker.documents, worker.left_out) == (
+        2**15,
+        0,
+    )

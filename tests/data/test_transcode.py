@@ -54,7 +54,7 @@ def test_the_students_rows_have_the_bytes_and_the_ends_of_the_documents(teacher,
         whole = [each.tobytes() for each in found]
         assert whole[:-1] == [text.encode() for text in texts[: len(whole) - 1]]
         assert len(whole) > 250
-    assert worker.count() == (len(whole), 0)
+    assert (worker.documents, worker.left_out) == (len(whole), 0)
 
 
 @pytest.mark.parametrize("seed, teacher", [*enumerate(KINDS)])
@@ -66,7 +66,7 @@ def test_ten_thousand_random_documents_keep_their_bytes_with_characters_split_by
     stream["token"], stream["label"], stream["position"] = np.concatenate(ids), True, np.arange(len(stream)) - 1
     stream["start"][np.cumsum([0, *map(len, ids[:-1])])] = True
     out = np.concatenate([worker(first, part) for first, part in documents_of([stream])])
-    assert worker.count() == (len(texts), 0)
+    assert (worker.documents, worker.left_out) == (len(texts), 0)
     whole = "".join(texts).encode()
     stops = np.cumsum([len(text.encode()) for text in texts])
     for tokenizer, tokens, eos in zip(
@@ -138,7 +138,7 @@ def test_rows_that_stand_alone_lose_the_cut_characters_at_their_ends_and_no_more
     _, out = carried(worker, taught, joined=False)
     whole = text_of(worker.student, out["token"]).tobytes().decode()
     expected = "".join(text_of(worker.teacher, row.tokens).tobytes().decode("utf-8", "ignore") for row in taught)
-    assert worker.count()[1] or whole == expected
+    assert worker.left_out or whole == expected
     assert (out["source"] < len(taught) * seq_len).all()
 
 
@@ -166,15 +166,20 @@ def test_a_tokenizer_that_rewrites_more_than_one_document_in_a_hundred_is_refuse
     composed, decomposed = "caf\u00e9", "cafe\u0301"
     worker = transcoder("gpt2", "qwen")
     carried(worker, rows("gpt2", [decomposed, *[composed] * 20], 8))
-    worker.refuse_loss(*worker.count())
-    assert worker.count()[1] == 1
+    assert (worker.documents, worker.left_out) == (21, 1)
+    worker.refuse_loss(21, 1)
     worker = transcoder("gpt2", "qwen")
     carried(worker, rows("gpt2", [decomposed] * 5 + [composed], 8))
-    refused = pytest.raises(UsageError, match=r"documents cannot be carried over.*the first: .*rewrites a text")
-    with refused:
-        worker.refuse_loss(*worker.count())
-    with refused:  # and before the end of a long text
-        carried(transcoder("gpt2", "qwen"), rows("gpt2", [decomposed, *[composed] * 9] * 110, 8))
+    with pytest.raises(UsageError, match=r"documents cannot be carried over.*the first: .*rewrites a text"):
+        worker.refuse_loss(worker.documents, worker.left_out)
+
+
+def test_documents_are_counted_once_by_where_they_begin():
+    worker = transcoder("gpt2", "qwen")
+    stream, _ = carried(worker, rows("gpt2", ["cafe\u0301", *["a b c"] * 9], 8))
+    begins = np.flatnonzero(stream["start"])
+    assert worker.count(-1, begins[3]) == (4, 1) and worker.count(begins[5], begins[6]) == (1, 0)
+    assert worker.count(begins[6], np.inf) == (len(begins) - 7, 0) and not worker.seen
 
 
 def test_an_alignment_holds_a_text_in_the_tokens_of_two_tokenizers():

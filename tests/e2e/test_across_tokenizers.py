@@ -71,7 +71,8 @@ def test_a_killed_rank_ends_the_other_and_the_same_command_finishes_with_the_sam
 
 
 def test_a_view_killed_while_it_is_made_is_completed_and_is_the_same(whole):
-    for number, fault in enumerate(("view.after-shard:kill:1", "view.record.before-rename:kill:1")):
+    points = ("settings.before-rename", "after-shard", "record.before-rename")
+    for number, fault in enumerate(f"view.{point}:kill:1" for point in points):
         out = f"view-{number}"
         assert whole.run(*RUN, "--out", out, fault=fault).code == -signal.SIGKILL
         assert not (whole.root / out / "data" / "view.json").exists()

@@ -66,7 +66,7 @@ class AlignedSource:
             codec=stated.codec,
             terms=terms,
         )
-        partner = dict(view.record.settings["events"])
+        partner = {pair[0]: pair[1] for pair in view.record.settings["events"]}
         ends = {partner.get(each, -1) for each in view.cache.manifest.end_tokens}
         self.facts = replace(
             facts,
