@@ -17,7 +17,6 @@ What it gives up: one teacher, one text, one learning rate for all, students of 
 """
 
 import json
-import shutil
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -148,8 +147,6 @@ def _train(study: Study, specs: dict[str, Path], settings: Settings, name: str, 
         "tokens_per_second": answer.get("tokens_per_second"),
         "alignment": answer.get("alignment"),
     }
-    if method != ALONE and (study.out / name / "data").is_dir():  # views and checkpoints are large
-        shutil.rmtree(study.out / name / "data")
     return record
 
 

@@ -9,7 +9,6 @@ teacher's p are the shares of a cache's samples, so that its sorted vector is a 
 order of the data, number of tokens and number format are those of the command.
 """
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,6 @@ def train(out: Path, spec: Path, view: Path, cache: Path, steps: int, lr: float,
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, config)
         optimizer.step()
-    if out.exists():
-        shutil.rmtree(out)
     export_model(model, tokenizer_files(view / "tokenizer"), out)
     return out
 

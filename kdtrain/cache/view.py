@@ -321,8 +321,10 @@ def _finished(folder: Path, split: str, number: int, digest: str) -> ViewSidecar
 
 def _entropy_kept(reader: Rows, cells: Cells) -> float | None:
     """Entropy of the kept entries by cell, as a share of that by token, over some rows; None without targets."""
-    count = min(1 if reader.manifest.settings.codec.kind == "dense" else _MEASURED_ROWS, len(reader))
-    batch = reader.read(np.linspace(0, len(reader) - 1, count).astype(int).tolist())
+    stated = reader.manifest.settings
+    most = min(len(reader), -(-_MERGED_FROM // stated.seq_len))  # of a cache elsewhere no other shards are needed
+    count = min(1 if stated.codec.kind == "dense" else _MEASURED_ROWS, most)
+    batch = reader.read(np.linspace(0, most - 1, count).astype(int).tolist())
     if batch.targets is None:
         return None
     at = batch.loss_mask.flatten().nonzero().squeeze(1)
