@@ -80,6 +80,7 @@ def main(given: Pairs) -> None:
             continue
         for name in (teacher, student):
             opened[name] = opened.get(name) or _load(folders[name])
+            opened[name].name_or_path = name  # a record has no places of a machine
             record["tokenizers"][name] = _about(opened[name])
         found = measure(opened[teacher], opened[student], halves)
         record["pairs"].append({"teacher": teacher, "student": student, **found})

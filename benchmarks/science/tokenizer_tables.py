@@ -55,17 +55,19 @@ def rows(record: Record) -> str:
 
 def between(record: Record) -> str:
     """Pairs of published tokenizers by text: labels at common boundaries, disagreement, entropy kept, in per cent."""
-    texts, shown, refused = list(record["texts"]), [], []
+    texts, shown, refused = list(record["texts"]), [], dict[str, list[str]]()
     for pair in record["pairs"]:
         name = f"{pair['teacher']} → {pair['student']}"
         if "refused" in pair:
-            refused.append(f"- {name}: {_line(pair['refused'])}")
+            refused.setdefault(_line(pair["refused"]), []).append(name)
             continue
         shown.append([name, f"{pair['cells']:,}", *(_cell(pair["texts"][text]) for text in texts)])
         reasons = {_line(each["refused"]) for each in pair["texts"].values() if "refused" in each}
-        refused += [f"- {name}, {', '.join(_refused(pair))}: {reason}" for reason in sorted(reasons)[:1]]
+        for reason in sorted(reasons)[:1]:
+            refused.setdefault(reason, []).append(f"{name} ({', '.join(_refused(pair))})")
     lines = [markdown(["teacher → student", "cells", *texts], shown)] if shown else []
-    return "\n".join([*lines, *(["", "Refused:", "", *refused] if refused else [])])
+    listed = [f"- {', '.join(names)}: {reason}" for reason, names in refused.items()]
+    return "\n".join([*lines, *(["", "Refused:", "", *listed] if listed else [])])
 
 
 def _refused(pair: Record) -> list[str]:

@@ -68,6 +68,10 @@ _LOCK = ".building-0"
 _COUNTED: tuple[Counted, ...] = get_args(Counted)
 
 
+_CALLED = {"events": "table of special tokens", "seq_len": "length of rows", "rows": "size of shards"}
+"""Keys of the settings in messages."""
+
+
 class OtherViewError(UsageError):
     """The folder holds a view of something else."""
 
@@ -211,9 +215,9 @@ def _opened(folder: Path, cache: Splits, settings: ViewSettings) -> View | None:
 
 
 def _refuse_other(folder: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    if changed := [key for key in wanted if there.get(key) != wanted[key]]:
+    if changed := [_CALLED.get(key, key) for key in wanted if there.get(key) != wanted[key]]:
         raise OtherViewError(
-            f"{folder} holds the view of another run (another {', '.join(changed)}); name another --out, or remove it"
+            f"{folder} holds the view of another {' and another '.join(changed)}; name another folder, or remove it"
         )
 
 
