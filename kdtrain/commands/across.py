@@ -1,7 +1,6 @@
 """What `--cross-tokenizer` does before a student reads: the view of the text in the student's tokens."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from kdtrain.cache.codec import CodecSpec
@@ -98,7 +97,7 @@ def align(config: DistillConfig, student: ModelSpec, resumed: bool) -> None:
 def open_view(config: DistillConfig) -> dict[str, Source]:
     """The splits of the view that `align` made. UsageError: cells are asked for, and disagree."""
     view = View(config.out / ("data" if config.cache else "view"), _cache(config))
-    terms = terms_of(config.cross_tokenizer, view, partial(warn_early, "cross-tokenizer"))
+    terms = terms_of(config.cross_tokenizer, view, lambda text: warn_early("cross-tokenizer", text))
     return {split: AlignedSource(view, split, terms) for split in ("train", "validation")}
 
 
