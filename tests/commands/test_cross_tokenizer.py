@@ -132,6 +132,21 @@ def test_auto_takes_chunks_alone_where_the_cells_are_wrong_also_when_it_goes_on(
     assert code == 2 and "use --cross-tokenizer chunks" in err
 
 
+def words_model():
+    """A model folder with the tokenizer of words."""
+    if not Path("words-model").exists():
+        tokenizer = AutoTokenizer.from_pretrained("words")
+        write_model_folder(Path("words-model"), tiny_model("llama", len(tokenizer), seed=2), tokenizer)
+
+
+def test_a_student_of_the_layers_of_a_model_has_its_tokenizer(bench):
+    words_model()
+    Path("layers.toml").write_text("init = 'teacher-layers'\nteacher = 'words-model'\nlayers = [0]\n")
+    config = DistillConfig(student="layers.toml", out=Path("never"), cache=("cache",), cross_tokenizer="auto")
+    facts = across(config, read_spec("layers.toml"), None)
+    assert facts is not None and facts.vocab_size == len(AutoTokenizer.from_pretrained("words"))
+
+
 @pytest.mark.parametrize("spec", ["init = 'teacher-layers'\nteacher = 'teacher'\nlayers = [0]\n", None])
 def test_a_student_of_the_teachers_layers_or_without_a_tokenizer_takes_the_ordinary_path(bench, spec):
     spec = spec or Path("student.toml").read_text().replace("tokenizer = 'teacher'", "")
@@ -173,11 +188,7 @@ def test_bits_per_byte_compare_a_student_with_the_teacher_of_another_tokenizer(b
 def test_a_student_and_an_online_teacher_of_another_tokenizer_are_measured_on_the_same_text(bench):
     text = ("--data", "text.txt", "--seq-len", 32, "--num-workers", 0, "--split", "train")
     both = ("--student", "words-model", "--teacher", "teacher", *text)
-    if not Path("words-model").exists():
-        size = len(AutoTokenizer.from_pretrained("words"))
-        write_model_folder(
-            Path("words-model"), tiny_model("llama", size, seed=2), AutoTokenizer.from_pretrained("words")
-        )
+    words_model()
     code, _, err = bench.call("evaluate", *both)
     assert code == 2 and "different tokenizers; add --cross-tokenizer auto" in err
     found = bits(bench, *both, "--cross-tokenizer", "auto")
