@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -196,7 +196,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         if kept is None:
             kept, splits = tempfile.mkdtemp(prefix="kdtrain-"), (self.split,)
             atexit.register(shutil.rmtree, kept, ignore_errors=True)
-        view = build_view(Path(kept), Cache(self.name), given, events=special_tokens, splits=splits)
+        view = build_view(Path(kept), Cache._of(self), given, events=special_tokens, splits=splits)
         return ViewReader(view, self.split, cells=cells, chunks=chunks)
 
     def rows(self) -> Iterator[PackedRow]:
@@ -332,6 +332,14 @@ class Cache:
         self.name = str(folder if self.remote is None else self.remote.address)
         self._splits: dict[str, CacheReader] = {}
         self.manifest: Manifest = self.remote.manifest if self.remote else read_manifest(self.folder)
+
+    @classmethod
+    def _of(cls, reader: CacheReader) -> "Cache":
+        """The cache of a split that is open, with what brings its shards."""
+        found = cls.__new__(cls)
+        found.remote, found.folder, found.name = cast(Any, reader.remote), reader.folder, reader.name
+        found.manifest, found._splits = reader.manifest, {reader.split: reader}
+        return found
 
     def __getitem__(self, split: str) -> "CacheReader":
         """The split `train` or `validation`. UsageError: see `CacheReader`."""

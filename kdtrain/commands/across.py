@@ -1,20 +1,22 @@
-"""What a run with `--cross-tokenizer` does before it trains: its view of the text in the student's tokens."""
+"""What `--cross-tokenizer` does before a student reads: the view of the text in the student's tokens."""
 
+from collections.abc import Callable
 from typing import Any
 
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.view import OtherViewError, build_view
-from kdtrain.cache.view_rows import View
-from kdtrain.config import DistillConfig
+from kdtrain.cache.view_rows import MOST_DISAGREEMENT, View
+from kdtrain.config import DistillConfig, EvaluateConfig
 from kdtrain.config.across import TERMS, partners
+from kdtrain.config.values import refuse
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
 from kdtrain.models.loading import digest_of, load_tokenizer, tokenizer_digest
 from kdtrain.models.spec import ModelSpec
-from kdtrain.monitor.progress import bar, log
+from kdtrain.monitor.progress import bar, log, warn_early
 from kdtrain.teaching.teacher import Teacher
-from kdtrain.training.sources.aligned import AlignedSource, aligned_facts
+from kdtrain.training.sources.aligned import AlignedSource, Terms, aligned_facts
 from kdtrain.training.sources.source import Facts, Source
 
 _TOKENS = CodecSpec(kind="tokens", vocab_size=2)
@@ -24,7 +26,7 @@ _TOKENS = CodecSpec(kind="tokens", vocab_size=2)
 def across(config: DistillConfig, student: ModelSpec, teacher: Teacher | None) -> Facts | None:
     """What is known of the data of a run across tokenizers; None without that option, or with one tokenizer.
 
-    UsageError: the cache has no numbers for the terms.
+    UsageError: the cache has no teacher's numbers, or `differ`.
     """
     if config.cross_tokenizer is None:
         return None
@@ -40,11 +42,37 @@ def across(config: DistillConfig, student: ModelSpec, teacher: Teacher | None) -
         seq_len, document_mask = stated.seq_len, stated.document_mask
         if codec.kind == "tokens":
             raise UsageError(f"{name} holds no teacher's numbers; --cross-tokenizer needs them")
-    if digest_of(student) != theirs:
-        size = 1 + max(load_tokenizer(student).get_vocab().values())  # ids may have gaps
-        return aligned_facts(name, seq_len=seq_len, document_mask=document_mask, size=size, codec=codec, terms=terms)
-    log.info("--cross-tokenizer %s: teacher and student have the same tokenizer", config.cross_tokenizer)
-    return None
+    if not differ(config, digest_of(student), theirs):
+        return None
+    size = 1 + max(load_tokenizer(student).get_vocab().values())  # ids may have gaps
+    return aligned_facts(name, seq_len=seq_len, document_mask=document_mask, size=size, codec=codec, terms=terms)
+
+
+def differ(config: DistillConfig | EvaluateConfig, own: str | None, theirs: str | None) -> bool:
+    """Whether the digests of the tokenizers of student and teacher differ; a student without one has the teacher's.
+
+    UsageError: they do not, and special tokens are matched.
+    """
+    if own not in (None, theirs):
+        return True
+    why = "teacher and student have the same tokenizer" if own else "the student has no tokenizer but the teacher's"
+    refuse(bool(config.special_tokens), f"--special-tokens has no effect: {why}; leave it out")
+    log.info("--cross-tokenizer %s: %s", config.cross_tokenizer, why)
+    return False
+
+
+def terms_of(option: str | None, view: View, warn: Callable[[str], None]) -> Terms:
+    """The terms that `--cross-tokenizer` names; of auto, by the view alone, chunks where the cells would be refused."""
+    terms = TERMS[option or "auto"]
+    if terms is not None:
+        return terms
+    if (apart := view.facts()["disagreement"]) <= MOST_DISAGREEMENT:
+        return True, True
+    warn(
+        f"--cross-tokenizer auto takes chunks alone: at {apart:.1%} of the common places both tokens lie in different "
+        f"cells, and at most {MOST_DISAGREEMENT:.0%} are right"
+    )
+    return False, True
 
 
 def align(config: DistillConfig, student: ModelSpec, resumed: bool) -> None:
@@ -67,9 +95,9 @@ def align(config: DistillConfig, student: ModelSpec, resumed: bool) -> None:
 
 
 def open_view(config: DistillConfig) -> dict[str, Source]:
-    """The splits of the view that `align` made. UsageError: it has no numbers for the terms, or cells disagree."""
+    """The splits of the view that `align` made. UsageError: cells are asked for, and disagree."""
     view = View(config.out / ("data" if config.cache else "view"), _cache(config))
-    terms = TERMS[config.cross_tokenizer or "auto"]
+    terms = terms_of(config.cross_tokenizer, view, lambda text: warn_early("cross-tokenizer", text))
     return {split: AlignedSource(view, split, terms) for split in ("train", "validation")}
 
 

@@ -18,10 +18,11 @@ import torch
 from kdtrain.cache.manifest import refuse_tokenizer, refuse_vocabulary
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.view import build_view
+from kdtrain.commands.across import differ, terms_of
 from kdtrain.commands.build_cache import build_tokens
 from kdtrain.commands.export import open_student
 from kdtrain.config import EvaluateConfig
-from kdtrain.config.across import TERMS, partners
+from kdtrain.config.across import partners
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.loading import check_fits, digest_of, load_tokenizer
 from kdtrain.models.spec import read_spec
@@ -87,7 +88,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         if metrics.tokens and loss is not None and not math.isfinite(loss):
             raise RunError(f"--student {config.student} has a loss of {loss}; look at its weights")
         found = {"student": config.student, "sequences": len(source), **summary(metrics)}
-        aligned = facts.alignment or {}
+        aligned = {name: each for name, each in (facts.alignment or {}).items() if each is not None}
         found |= {name: aligned[name] for name in ("disagreement", "entropy_kept") if name in aligned}
     return found | {"calibration": calibration(metrics)}
 
@@ -97,35 +98,50 @@ def _source(
     config: EvaluateConfig, tokenizer: Path | str | None, device: torch.device, mode: str, vocab_size: int
 ) -> Iterator[Source]:
     """Yield the data to measure on: a split of a cache, or text packed into a temporary folder."""
+    across, own = config.cross_tokenizer is not None, digest_of(tokenizer)
+    if across and (tokenizer is None or own is None):
+        raise UsageError(f"--student {config.student} has no tokenizer to match; leave --cross-tokenizer out")
     if config.cache is not None:
         cache, split = Cache(config.cache, local_limit=config.local_limit), config.data.split
-        own = None if config.cross_tokenizer is None else digest_of(tokenizer)
-        if own is None or own == cache.manifest.settings.tokenizer_digest:
+        apart = across and differ(config, own, cache.manifest.settings.tokenizer_digest)
+        if tokenizer is None or not apart:
             yield build_source(CachedSource(cache[split]), device, vocab_size)
             return
         with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
-            events, loaded = partners(config.special_tokens), load_tokenizer(tokenizer or "")
-            view = build_view(Path(folder) / "view", cache, loaded, events=events, splits=(split,))
-            for line in view.lines():
-                log.info("%s", line)
-            yield build_source(AlignedSource(view, split, TERMS[config.cross_tokenizer or "auto"]), device, vocab_size)
+            yield build_source(_aligned(config, Path(folder), cache, split, tokenizer), device, vocab_size)
         return
     teacher: Teacher | None = None
+    apart = False
     if config.teacher is not None:
         spec = read_spec(config.teacher, "teachers")
         teacher = open_teacher(spec, device, mode)
         teacher.load()
         teacher.check(config.data.seq_len, config.data.document_mask)
         teacher.prepare()
-        own, theirs = digest_of(tokenizer), digest_of(spec)
-        if own is not None and theirs is not None and own != theirs:
-            raise UsageError(f"--student {config.student} and --teacher {spec.name} have different tokenizers")
+        theirs = digest_of(spec)
+        apart = across and differ(config, own, theirs)
+        if not apart and None not in (own, theirs) and own != theirs:
+            raise UsageError(
+                f"--student {config.student} and --teacher {spec.name} have different tokenizers; add "
+                "--cross-tokenizer auto"
+            )
         tokenizer = tokenizer or spec.tokenizer or spec.source
     if tokenizer is None:
         raise UsageError(f"--student {config.student} comes without a tokenizer; give --teacher, or --cache")
-    loaded = load_tokenizer(tokenizer)
+    loaded = teacher.tokenizer if teacher is not None and apart else load_tokenizer(tokenizer)
     width = len(loaded) if teacher is None else teacher.vocab_size
+    split = "train" if apart else "validation"  # where cells are merged from
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
-        build_tokens(Path(folder) / "data", config.data, loaded, width, {"validation": config.data.num_sequences})
-        packed = CachedSource(Cache(Path(folder) / "data")["validation"])
-        yield build_source(packed, device, vocab_size, teacher)
+        build_tokens(Path(folder) / "data", config.data, loaded, width, {split: config.data.num_sequences})
+        packed = Cache(Path(folder) / "data")
+        aligned = _aligned(config, Path(folder), packed, split, tokenizer) if apart else None
+        yield build_source(aligned or CachedSource(packed[split]), device, vocab_size, teacher)
+
+
+def _aligned(config: EvaluateConfig, folder: Path, cache: Cache, split: str, tokenizer: Path | str) -> AlignedSource:
+    """A split of a cache in the student's tokens, made in `folder`."""
+    events = partners(config.special_tokens)
+    view = build_view(folder / "view", cache, load_tokenizer(tokenizer), events=events, splits=(split,))
+    for line in view.lines():
+        log.info("%s", line)
+    return AlignedSource(view, split, terms_of(config.cross_tokenizer, view, log.warning))

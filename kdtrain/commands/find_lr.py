@@ -303,14 +303,14 @@ def short_run(config: FindLrConfig, out: Path, lr: float, steps: int, whole: int
 
 
 def _share_tokens(folder: Path, out: Path) -> None:
-    """Give a short run the packed text of another one, or its view, which is the same."""
-    whole = (each.parent for name in (MANIFEST, VIEW) for each in sorted(folder.glob(f"lr-*/data/{name}")))
-    made = next(whole, None)
-    if made is None or (out / "data").exists() or made.parent == out:
-        return
-    with writing(out / "data"), hidden_folder(out / "data") as hidden:
-        shutil.copytree(made, hidden, dirs_exist_ok=True, copy_function=_link)
-        swap_in(hidden, out / "data", "find-lr.data")
+    """Give a short run the packed text of another one, and its view, which are the same."""
+    for name, record in (("data", MANIFEST), ("data", VIEW), ("view", VIEW)):
+        made = next((each.parent for each in sorted(folder.glob(f"lr-*/{name}/{record}"))), None)
+        if made is None or (out / name).exists():
+            continue
+        with writing(out / name), hidden_folder(out / name) as hidden:
+            shutil.copytree(made, hidden, dirs_exist_ok=True, copy_function=_link)
+            swap_in(hidden, out / name, "find-lr.data")
 
 
 def _link(source: str, target: str) -> None:

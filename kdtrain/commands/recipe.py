@@ -429,9 +429,10 @@ def _with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) 
     if facts is not None and facts.alignment is not None:
         if {*used} != {1.0}:
             raise UsageError("across tokenizers the targets are right at T = 1 only; use --temperature 1")
-        if "sampled" not in DIVERGENCES.get(parse(objective.divergence)[0]).accepts:
+        if "sampled" not in DIVERGENCES.get(parse(objective.divergence)[0]).accepts or objective.tail != "ghost":
             raise UsageError(
-                f"--divergence {objective.divergence} cannot be computed across tokenizers; use forward-kl"
+                f"--divergence {objective.divergence} with --tail {objective.tail} cannot be computed across "
+                "tokenizers; use forward-kl, and leave --tail out"
             )
     members = [] if facts is None else [each for each in facts.members.values() if each.targets != "none"] or [facts]
     counts_only = any(each.targets == "sparse" and not each.top_k for each in members)

@@ -5,7 +5,7 @@ from typing import Any
 from kdtrain.config.values import refuse
 
 TERMS = {"auto": None, "cells": (True, False), "chunks": (False, True), "both": (True, True)}
-"""Of the loss across tokenizers: whether it has cells, and chunks; None: what there are numbers for."""
+"""Of the loss across tokenizers: whether it has cells, and chunks; None: both, or chunks where cells disagree."""
 
 
 def check_terms(name: str) -> None:
@@ -34,10 +34,10 @@ def partners(pairs: tuple[str, ...]) -> dict[str, str]:
     return {one: other for one, _, other in (each.partition("=") for each in pairs)}
 
 
-def refuse_across(terms: str | None, sources: int, hidden_loss: str) -> None:
-    """UsageError: a run across tokenizers has other than one source, or a loss of hidden states."""
+def refuse_across(terms: str | None, one_text: bool, hidden_loss: str) -> None:
+    """UsageError: a run across tokenizers does not read one cache or packed text, or has a loss of hidden states."""
     refuse(
-        terms is not None and sources != 1,
+        terms is not None and not one_text,
         "--cross-tokenizer reads one cache; give one --cache (or --teacher with --data), without --source",
     )
     refuse(

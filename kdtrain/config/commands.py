@@ -84,7 +84,7 @@ class DistillConfig(Options):
     local_limit: float = option(LOCAL_LIMIT, free=True, per_rank=True, above=0)
     """GB of caches from elsewhere that are kept here."""
     cross_tokenizer: str | None = option(None, later=True, check=check_terms, shown="TERMS")
-    """For a student with another tokenizer than the teacher's: cells, chunks, both, or auto (both where it can)."""
+    """For a student of another tokenizer than the teacher's: cells, chunks, both, or auto (chunks if cells fail)."""
     special_tokens: tuple[str, ...] = option((), **SPECIAL_TOKENS)
     """What a special token of the teacher is for the student, as '<|eot_id|>=<|im_end|>'; the log shows the rest."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
@@ -145,8 +145,8 @@ class DistillConfig(Options):
         if self.source == "cache" or self.cache:
             _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
         many = len(self.cache)
-        sources = many if self.source == "cache" else 2
-        refuse_across(self.cross_tokenizer, sources or self.teacher is not None, self.objective.hidden_loss)
+        one_text = self.source == "cache" and (many == 1 or self.teacher is not None)
+        refuse_across(self.cross_tokenizer, one_text, self.objective.hidden_loss)
         given = len(self.cache_weights)
         refuse(given > 0 and many < 2, "--cache-weights is for several --cache; leave it out, or give another cache")
         refuse(
@@ -273,8 +273,8 @@ class EvaluateConfig(Options):
     """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, once=True, reads="teacher spec")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
-    cross_tokenizer: str | None = option(None, needs="cache", check=check_terms, shown="TERMS")
-    """For a student with another tokenizer than the cache's, as distill has it: auto, cells, chunks, or both."""
+    cross_tokenizer: str | None = option(None, check=check_terms, shown="TERMS")
+    """For a student with another tokenizer than the teacher's, as distill has it: auto, cells, chunks, or both."""
     special_tokens: tuple[str, ...] = option((), **SPECIAL_TOKENS)
     """What a special token of the teacher is for the student, as '<|eot_id|>=<|im_end|>'."""
     config: Path | None = option(None, per_rank=True, once=True)
@@ -292,6 +292,10 @@ class EvaluateConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         _refuse_wrong_source(self.cache, self.teacher, replace(self.data, split="train"), "evaluate")
+        refuse(
+            self.cross_tokenizer is not None and self.cache is None and self.teacher is None,
+            "--cross-tokenizer has no effect without a teacher; add --cache or --teacher, or leave it out",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

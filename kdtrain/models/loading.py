@@ -308,7 +308,11 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 def digest_of(tokenizer: ModelSpec | Path | str | None) -> str | None:
     """Return the digest of the tokenizer of a spec, in a folder or on the hub; None for a model without one."""
-    where = tokenizer.tokenizer or tokenizer.source if isinstance(tokenizer, ModelSpec) else tokenizer
+    where: Path | str | None
+    if isinstance(tokenizer, ModelSpec):
+        where = tokenizer.tokenizer or tokenizer.source or tokenizer.teacher
+    else:
+        where = tokenizer
     if where is None or (Path(where).is_dir() and not (Path(where) / "tokenizer.json").is_file()):
         return None
     return tokenizer_digest(load_tokenizer(tokenizer or where))

@@ -138,6 +138,7 @@ class DistillationLoss(nn.Module):
         **options: Any,
     ) -> LossOutput:
         if targets is not None and targets.only_at_one and not self.temperature.stays_one:
+            _refuse_across(targets)
             raise UsageError(
                 "samples without a top-k are right at T = 1 only; use a --temperature of 1, or a cache with a --top-k"
             )
@@ -200,6 +201,8 @@ def distillation_loss(
     _check_numbers(alpha, temperature, normalizer)
     targets = targets if alpha else None
     _check(targets, divergence, tail, vocab_size)
+    if targets is not None and not isinstance(temperature, Tensor) and temperature != 1:
+        _refuse_across(targets)
     name, parameter = parse(divergence)
     recipe = _Recipe(
         alpha=scalar(alpha if targets is not None else 0.0, hidden_ND.device, torch.float64),
@@ -292,6 +295,12 @@ def _check_numbers(alpha: float, temperature: Tensor | float, normalizer: Tensor
         raise UsageError(f"--temperature {temperature} is not above 0")
     if not isinstance(normalizer, Tensor) and not 0 <= normalizer < math.inf:
         raise UsageError(f"normalizer {normalizer} is not a number of tokens")
+
+
+def _refuse_across(targets: Targets) -> None:
+    """UsageError: they are of a teacher with another tokenizer, and the temperature is not 1."""
+    if targets.forward_only:
+        raise UsageError("across tokenizers the targets are right at T = 1 only; use a --temperature of 1")
 
 
 def _described(tensor: Tensor) -> str:

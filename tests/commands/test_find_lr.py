@@ -234,6 +234,16 @@ def test_the_rows_of_another_tokenizer_are_made_once_for_all_short_runs(workbenc
     assert of_run(workbench, "across", "find-lr.json")["planned"] == round(2 * len(rows) / 8)
 
 
+def test_the_text_and_the_rows_of_an_online_teacher_of_another_tokenizer_are_shared(tmp_path):
+    for name, record in (("data", "manifest.json"), ("view", "view.json")):
+        (tmp_path / "lr-1-2" / name).mkdir(parents=True)
+        (tmp_path / "lr-1-2" / name / record).write_text(name)
+    for out in ("lr-1-2", "lr-2-2"):  # the run itself has nothing to take
+        find_lr._share_tokens(tmp_path, tmp_path / out)
+    for name in ("data/manifest.json", "view/view.json"):
+        assert os.path.samefile(tmp_path / "lr-1-2" / name, tmp_path / "lr-2-2" / name)
+
+
 # The rate of `--lr auto` ---------------------------------------------------------------------------------------------
 
 

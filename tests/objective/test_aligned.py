@@ -17,7 +17,7 @@ from kdtrain.models.output_head import OutputHead
 from kdtrain.objective import aligned
 from kdtrain.objective.aligned import TAU, AlignedTargets, coarsened, condensed
 from kdtrain.objective.cells import CellIndex
-from kdtrain.objective.loss import distillation_loss
+from kdtrain.objective.loss import DistillationLoss, distillation_loss
 from kdtrain.objective.metrics import measure
 from kdtrain.objective.targets import FLOOR, DenseTargets
 
@@ -298,7 +298,15 @@ def test_what_is_right_at_forward_kl_and_one_temperature_alone_is_refused_otherw
     near = targets_for(p, "ghost")
     with pytest.raises(UsageError, match="cannot be computed across tokenizers"):
         run(p, wrapped(p, near), 1.0, "ghost", divergence="reverse-kl")
-    assert wrapped(p, near).only_at_one
+    for loss in (  # the function with a number, and the module with its own temperature
+        lambda: run(p, wrapped(p, near), 2.0, "ghost"),
+        lambda: DistillationLoss(temperature=2.0)(
+            p.hidden, p.head, p.labels, p.mask, wrapped(p, near), vocab_size=p.vocab_size, normalizer=1.0
+        ),
+    ):
+        with pytest.raises(UsageError, match="across tokenizers the targets are right at T = 1 only") as error:
+            loss()
+        assert "top-k" not in str(error.value)
 
 
 def test_metrics_of_equal_tokenizers_are_the_ordinary_ones():
