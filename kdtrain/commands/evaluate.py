@@ -65,10 +65,10 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     student, tokenizer = open_student(config.student, device)
     with _source(config, tokenizer, device, mode, student.vocab_size) as source:
         facts = source.facts
-        refuse_vocabulary(student.vocab_size, facts.vocab_size, facts.tokenizer_size)
-        check_fits(student, config.student, facts.seq_len, facts.document_mask)
         if config.cache is not None:
             refuse_tokenizer(digest_of(tokenizer), facts.tokenizer_digest)
+        refuse_vocabulary(student.vocab_size, facts.vocab_size, facts.tokenizer_size)
+        check_fits(student, config.student, facts.seq_len, facts.document_mask)
         measured = Student(
             student,
             DistillationLoss(),

@@ -183,6 +183,8 @@ def test_bits_per_byte_compare_a_student_with_the_teacher_of_another_tokenizer(b
     teacher = bits(bench, "--student", "teacher", "--cache", "cache")
     assert result["teacher_bits_per_byte"] == pytest.approx(teacher["bits_per_byte"], rel=0.02)
     assert teacher["teacher_bits_per_byte"] == pytest.approx(teacher["bits_per_byte"], rel=1e-3)  # cached in 16 bits
+    code, _, err = bench.call("evaluate", "--student", "bits/student", "--cache", "cache")
+    assert code == 2 and "--cross-tokenizer auto" in err
     again = bits(bench, "--student", "bits/student", "--cache", "cache", "--cross-tokenizer", "auto")
     assert again["bits_per_byte"] == pytest.approx(result["best_bits_per_byte"], rel=1e-5)
     assert again["teacher_bits_per_byte"] == pytest.approx(result["teacher_bits_per_byte"])
