@@ -223,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json({})
         if self.path == "/v1/models":
             served = self.server_of
-            model = {"id": served.name, "object": "model", "owned_by": served.owner}
+            model: dict[str, Any] = {"id": served.name, "object": "model", "owned_by": served.owner}
             model |= {} if served.max_model_len is None else {"max_model_len": served.max_model_len}
             model |= {} if served.root is None else {"root": served.root}
             return self._json({"object": "list", "data": [model]})
