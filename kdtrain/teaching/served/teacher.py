@@ -182,6 +182,8 @@ class ServedTeacher(Teacher):
         self._allowed = self._fingerprint.allowed(self._tolerance)
         self._flight.model = self._facts["model"]
         self._client.patience = self._server.server_patience
+        for host in self._hosts:
+            host.scores = True  # on the ranks that have not asked, too
 
     def _samples(self) -> Answers | None:
         if not (number := self._codec.samples):
