@@ -35,7 +35,7 @@ class StandIn:
         *,
         name: str = "stdlib-5m",
         max_logprobs: int = 64,
-        max_model_len: int = 600,
+        max_model_len: int | None = 600,
         key: str | None = None,
         port: int = 0,
     ) -> None:
@@ -43,6 +43,9 @@ class StandIn:
         self.max_logprobs, self.max_model_len = max_logprobs, max_model_len
         self.root: str | None = None
         """Where its weights are."""
+        self.version: Any = {"version": VERSION}
+        """What /version says; None: there is none."""
+        self.owner = "vllm"
         self.ends: list[int] = []
         """Tokens at which it stops, asked or not."""
         self.faults: dict[int, str] = {}
@@ -214,13 +217,14 @@ class _Handler(BaseHTTPRequestHandler):
         if (raw := self.server_of.raw) is not None:
             self.close_connection = True
             return raw(self.connection)
-        if self.path == "/version":
-            return self._json({"version": VERSION})
+        if self.path == "/version" and self.server_of.version is not None:
+            return self._json(self.server_of.version)
         if self.path == "/health":
             return self._json({})
         if self.path == "/v1/models":
             served = self.server_of
-            model = {"id": served.name, "object": "model", "owned_by": "vllm", "max_model_len": served.max_model_len}
+            model: dict[str, Any] = {"id": served.name, "object": "model", "owned_by": served.owner}
+            model |= {} if served.max_model_len is None else {"max_model_len": served.max_model_len}
             model |= {} if served.root is None else {"root": served.root}
             return self._json({"object": "list", "data": [model]})
         self._json({"detail": "Not Found"}, 404)
@@ -271,6 +275,7 @@ class _Handler(BaseHTTPRequestHandler):
         prompt = body["prompt"]
         prompts = prompt if isinstance(prompt[0], list) else [prompt]
         entries, salt = body.get("prompt_logprobs"), body.get("cache_salt")
+        entries = None if fault == "unscored" else entries
         entries = entries - 1 if fault == "fewer" else entries
         choices = []
         for index, tokens in enumerate(prompts):
@@ -348,6 +353,8 @@ class _Handler(BaseHTTPRequestHandler):
         if body["model"] != served.name:
             words = f"The model `{body['model']}` does not exist. Valid aliases: {served.name}."
             return _error(words, "NotFoundError", "model", 404)
+        if served.always == "no-scores":
+            return _error("prompt_logprobs is not supported", "BadRequestError", None, 400)
         if "cache_salt" in body and served.always == "no-salt":
             return _error("Extra inputs are not permitted: cache_salt", "BadRequestError", None, 400)
         if (asked := body.get("prompt_logprobs") or 0) > served.max_logprobs:
@@ -356,7 +363,7 @@ class _Handler(BaseHTTPRequestHandler):
                 f"(parameter=prompt_logprobs, value={asked})"
             )
             return _error(words, "BadRequestError", "prompt_logprobs", 400)
-        if len(flat) + 1 > served.max_model_len:
+        if served.max_model_len is not None and len(flat) + 1 > served.max_model_len:
             words = (
                 f"This model's maximum context length is {served.max_model_len} tokens. However, your prompt contains "
                 f"{len(flat)} input tokens, which exceeds this limit even without any output tokens. Please reduce the "

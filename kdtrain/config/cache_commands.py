@@ -87,9 +87,12 @@ class CacheTeacherConfig(Options):
             recorded and (codec.dense or codec.samples > 0 or codec.top_k < 1),
             "--from-logprobs has the most likely entries only; use --top-k, without --num-samples and --dense",
         )
+        served = bool(self.server.teacher_server)
+        use = "--top-k, or --num-samples where the server has kdtrain's plugin"
+        refuse(served and codec.dense, f"--dense: no server gives whole distributions; leave it out, and use {use}")
         refuse(
-            bool(self.server.teacher_server) and (codec.dense or bool(codec.samples and codec.top_k)),
-            "--teacher-server gives --top-k, or --num-samples alone where the server has kdtrain's plugin",
+            served and bool(codec.samples and codec.top_k),
+            f"--top-k and --num-samples exclude each other with --teacher-server; use either {use}",
         )
 
     EXAMPLES = ("kdtrain cache-teacher --teacher teachers/stdlib-5m.toml --data stdlib --out cache/t",)

@@ -7,7 +7,7 @@ from kdtrain.config.values import Options, option, refuse
 from kdtrain.errors import printable
 
 DEFAULT_PROMPT = 64
-"""Tokens of a prompt, where nothing else is asked for; at most half of a sequence."""
+"""Tokens of a prompt, where nothing else is asked for, or half of a sequence where that is less."""
 
 KEY = "KDTRAIN_SERVER_KEY"
 """The environment variable of a server's API key. Not OPENAI_API_KEY: that of another service would go to any host."""
@@ -20,7 +20,8 @@ class TextConfig(Options):
     generate: bool = option(False, brief="Let the teacher continue the text, and cache that.")
     """Let the teacher continue prompts of the data, and cache what it writes with its distributions, in one pass."""
     prompt_tokens: int | None = option(None, least=1, needs="generate")
-    """First tokens of each sequence that are the prompt [64, or half]; of conversations all before the last answer."""
+    """First tokens of each sequence that are the prompt; by default 64, or half of --seq-len where that is less. Of
+    conversations it is all before the last answer."""
     max_new_tokens: int | None = option(None, least=1, needs="generate")
     """Tokens that the teacher writes at most; by default as many as fit into a sequence behind its prompt."""
     gen_temperature: float = option(1.0, least=0, most=100, needs="generate")

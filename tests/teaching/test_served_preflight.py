@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kdtrain as kd
+from kdtrain.commands import build_cache
 from kdtrain.config import CodecConfig, DataConfig, ServerConfig
 from kdtrain.models.spec import ModelSpec
 from kdtrain.teaching.served import preflight
@@ -51,6 +52,40 @@ def test_a_server_that_cannot_serve_the_teacher_is_refused_before_the_first_sequ
     with pytest.raises(kd.UsageError, match=words) as caught:
         capture(server, server_patience=0.3, **({"server_model": model} if model else {}))
     assert "\n" not in str(caught.value) and not Path("cache").exists()
+
+
+@pytest.mark.parametrize(
+    "fault, said", [("no-scores", r"not supported \(400\)"), ("unscored", "an answer without prompt_")]
+)
+@pytest.mark.parametrize("version, owner", [(None, "library"), ({"name": "x"}, "library"), ({"version": "1"}, "me")])
+def test_a_server_that_is_not_vllm_is_named_as_such_at_once(server, capsys, fault, said, version, owner):
+    server.version, server.owner, server.always, server.max_model_len = version, owner, fault, None
+    words = (
+        f"{server.url} does not look like vLLM: .*{said}.*; kdtrain needs vLLM's completions endpoint with prompt_log"
+    )
+    with pytest.raises(kd.UsageError, match=words) as caught:
+        capture(server)
+    assert (
+        "\n" not in str(caught.value)
+        and len(server.bodies) == 1
+        and "asking again" not in (log := capsys.readouterr().err)
+    )
+    assert "serves stdlib-5m, and does not tell its length" in log
+
+
+def test_a_proxy_before_vllm_needs_no_version_of_its_own(server):
+    server.version, server.owner, server.max_model_len = None, "proxy", None
+    cache = capture(server)
+    told = cache.manifest.settings.teacher
+    assert "version" not in told and "max_model_len" not in told and len(cache["train"]) == 10
+
+
+def test_a_page_of_html_is_named_with_the_address_to_check(server):
+    page = b"<!doctype html><p>welcome"
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(page)}\r\n\r\n".encode()
+    server.raw = lambda connection: connection.sendall(head + page)
+    with pytest.raises(kd.UsageError, match=r"\(a page of HTML\); asked 3 times; check the address, which ends in /v1"):
+        capture(server)
 
 
 def test_a_server_without_salts_and_tokenize_is_taken_and_its_only_model_whatever_its_name(server, capsys):
@@ -97,6 +132,14 @@ def test_a_text_that_ends_at_a_token_of_the_servers_own_is_asked_for_once_and_th
     assert len([body for body in server.bodies if "return_token_ids" in body]) == 1
 
 
+@pytest.mark.parametrize("ends", [(2047,), tuple(range(1, 901))], ids=["cut", "ended"])
+def test_texts_that_were_all_cut_are_one_warning(server, capsys, monkeypatch, ends):
+    monkeypatch.setattr(build_cache, "ends_of", lambda *_: ends)
+    ended = sum(each["stop"] for each in capture(server, **WRITES).manifest.generated.values())
+    assert (ended == 0) == (len(ends) == 1)
+    assert ("all were cut: nothing teaches the student to stop" in capsys.readouterr().err) == (ended == 0)
+
+
 def test_the_key_comes_from_the_environment_and_is_written_nowhere(server, monkeypatch, capsys, tmp_path):
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password of-netrc\n")
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
@@ -120,8 +163,10 @@ def test_the_key_comes_from_the_environment_and_is_written_nowhere(server, monke
 
 def test_an_address_that_nothing_listens_at_is_refused_soon(server):
     server.close()
-    with pytest.raises(kd.UsageError, match=r"http://127.0.0.1:\d+/v1: the connection was refused"):
+    words = r"http://127.0.0.1:\d+/v1: the connection was refused, for \d s; check the address and the port, and that"
+    with pytest.raises(kd.UsageError, match=words) as caught:
         capture(server, server_patience=0.3)
+    assert "what is here stays" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -153,10 +198,19 @@ def test_the_size_of_a_vocabulary_is_a_whole_number(size):
         ServedTeacher(spec, torch.device("cpu"), "fp32")
 
 
+def test_a_tokenizer_without_a_configuration_asks_for_the_size_of_the_vocabulary(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    spec = ModelSpec(name="m", kind="served", tokenizer=str(tmp_path))
+    words = r"not known: .* has no config.json; add vocab_size = N under \[options\] of a TOML with kind = 'served'$"
+    with pytest.raises(kd.UsageError, match=words):
+        _ = ServedTeacher(spec, torch.device("cpu"), "fp32").vocab_size
+
+
 def test_options_that_a_server_cannot_serve_are_refused():
     server = ServerConfig(teacher_server="http://host/v1")
-    for codec in (CodecConfig(dense=True), CodecConfig(top_k=8, num_samples=24)):
-        with pytest.raises(kd.UsageError, match="gives --top-k, or --num-samples alone where the server has"):
+    refused = {"--dense: no server gives whole": {"dense": True}, "exclude each other": {"top_k": 8, "num_samples": 24}}
+    for words, codec in ((words, CodecConfig(**given)) for words, given in refused.items()):
+        with pytest.raises(kd.UsageError, match=f"{words}.* use .*--top-k, or --num-samples where the server has kdtr"):
             kd.CacheTeacherConfig(teacher="t", out="c", data=DataConfig(data="text.txt"), codec=codec, server=server)
     with pytest.raises(kd.UsageError, match="exclude each other"):
         kd.CacheTeacherConfig(teacher="t", out="c", from_logprobs="f", codec=CodecConfig(top_k=4), server=server)

@@ -80,7 +80,11 @@ class _Passing(Exception):
 
 
 class Unanswered(RunError):
-    """No server answered, however often it was asked."""
+    """No server answered, however often it was asked. problem: without what to do."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}; what is here stays: run the same command again")
+        self.problem = problem
 
 
 class WrittenEntries(msgspec.Struct):
@@ -135,6 +139,8 @@ class Host:
     """It was away, and may be another one now."""
     answered: bool = False
     """It has answered since it was last looked at."""
+    scores: bool = False
+    """It has given prompt_logprobs."""
     checking: threading.Lock = field(default_factory=threading.Lock)
 
     def __str__(self) -> str:
@@ -168,9 +174,9 @@ class Client:
         for host in self.hosts if self._key else ():
             _refuse_open(host.url)
 
-    def get(self, host: Host, url: str, kind: type[T]) -> T:
-        """A small record. Refused: by the server. RunError: it does not answer, or not with a `kind`."""
-        return self.ask(lambda host: _typed(self._exchange(host, "GET", url, None, SMALL), kind), host)
+    def get(self, host: Host, url: str, kind: type[T], tries: int = WRONG) -> T:
+        """A small record. Refused: by the server. RunError: it does not answer, or `tries` times not with a `kind`."""
+        return self.ask(lambda host: _typed(self._exchange(host, "GET", url, None, SMALL), kind), host, tries)
 
     def post(self, host: Host, url: str, body: dict[str, Any], kind: type[T]) -> T:
         """As `get`, for a small record that needs a request."""
@@ -191,6 +197,10 @@ class Client:
             # a second try would find what the first one left in the cache of prompts
             sent = {**body, "cache_salt": f"{self._salt}-{next(self._salts)}"} if self.salted else body
             answer = _typed(self._exchange(at, "POST", f"{at.url}/completions", sent, most), Completion)
+            if "prompt_logprobs" in body and not at.scores:
+                if all(each.prompt_logprobs is None for each in answer.choices):
+                    raise Refused(0, "an answer without prompt_logprobs")
+                at.scores = True
             if answer.model != body["model"]:
                 raise Wrong(f"an answer of the model {printable(answer.model)[:100]}")
             counted = None if answer.usage is None else answer.usage.prompt_tokens
@@ -202,15 +212,15 @@ class Client:
             if "prompt_logprobs" not in body:
                 return read(answer)
             if found is None:
-                raise Wrong("no prompt_logprobs: it is not vLLM, or a version that does not return them")
+                raise Wrong("no prompt_logprobs, which it gave before")
             if len(found) != len(prompt):
                 raise Wrong(f"prompt_logprobs of {len(found)} tokens, {len(prompt)} were sent")
             return read(answer)
 
         return self.ask(once, host)
 
-    def ask(self, once: Callable[[Host], T], host: Host | None = None) -> T:
-        """Call `once` with a server until it returns."""
+    def ask(self, once: Callable[[Host], T], host: Host | None = None, tries: int = WRONG) -> T:
+        """Call `once` with a server until it returns, or its answers were wrong `tries` times."""
         wrong, began = 0, None
         while True:
             at = self._take(host)
@@ -224,7 +234,7 @@ class Client:
                 return found
             except Wrong as problem:
                 wrong += 1
-                if wrong >= WRONG:
+                if wrong >= tries:
                     raise RunError(f"{at} answers with {problem}; asked {wrong} times") from None
                 self._rest(at, _Passing(f"it answers with {problem}", _WRONG_WAIT * (wrong - 1), away=False))
             except _Passing as problem:
@@ -232,9 +242,7 @@ class Client:
                 began = now if began is None else began
                 wait = self._rest(at, problem)
                 if now + min(wait, 1.0) - began > self.patience:
-                    raise Unanswered(
-                        f"{at}: {problem}, for {now - began:.0f} s; what is here stays: run the same command again"
-                    ) from None
+                    raise Unanswered(f"{at}: {problem}, for {now - began:.0f} s") from None
             finally:
                 with self._lock:
                     at.busy -= 1
@@ -435,7 +443,8 @@ def _typed(content: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         words = printable(str(error)).replace("`", "")[:_WORDS]
-        raise Wrong(f"what is not the JSON that was asked for ({words})") from None
+        page = content.lstrip()[:1] == b"<"
+        raise Wrong(f"what is not the JSON that was asked for ({'a page of HTML' if page else words})") from None
 
 
 def _words_of(content: bytes) -> str:

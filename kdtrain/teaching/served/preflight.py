@@ -55,6 +55,7 @@ class _Model(msgspec.Struct):
     id: str
     max_model_len: int | None = None
     root: str | None = None
+    owned_by: Any = None
 
 
 class _Models(msgspec.Struct):
@@ -133,8 +134,7 @@ class Preflight:
 
     def refusal(self, host: Host | str, refused: Refused) -> str:
         """A server's refusal in words, with the remedy."""
-        known = (remedy for words, remedy in _REMEDIES if words in refused.words)
-        remedy = next(known, _CODES.get(refused.code, "see the server's log"))
+        remedy = _remedy(refused) or _CODES.get(refused.code, "see the server's log")
         filled = remedy.format(entries=self.entries, length=self.length + 1)
         code = f" ({refused.code})" if refused.code else ""
         return f"{host} says: {refused.words}{code}; {filled}"
@@ -145,7 +145,17 @@ class Preflight:
             longest = served.max_model_len
             facts = {"model": self.model, **self._version(host), **_told(served)}
             tokens = probe_tokens(self._tokenize, longest)
-            self._check_entries(host, tokens[0], facts)
+            try:
+                self._check_entries(host, tokens[0], facts)
+            except Refused as refused:
+                # a proxy may hide both, but what stands behind it answers
+                if ("version" in facts and served.owned_by == "vllm") or _remedy(refused) or refused.code in (401, 403):
+                    raise
+                code = f" ({refused.code})" if refused.code else ""
+                raise UsageError(
+                    f"{host} does not look like vLLM: asked for prompt_logprobs it says: {refused.words}{code}; "
+                    "kdtrain needs vLLM's completions endpoint with prompt_logprobs: serve the teacher with vLLM"
+                ) from None
             if self.samples is not None:
                 self._check_samples(host, tokens[0], self.samples)
             found = self._fingerprint(host, tokens)
@@ -157,7 +167,11 @@ class Preflight:
             raise UsageError(self.refusal(host, refused)) from None
         except Unanswered as error:
             without = f"; or leave --teacher-server {host} out" if len(self.client.hosts) > 1 else ""
-            raise (RunError if self.again else UsageError)(f"{error.args[0]}{without}") from None
+            if self.again:
+                raise RunError(f"{error}{without}") from None
+            raise UsageError(
+                f"{error.problem}; check the address and the port, and that the server has started{without}"
+            ) from None
         except RunError as error:
             raise UsageError(f"{error.args[0]}") from None
         return facts, found
@@ -169,6 +183,10 @@ class Preflight:
             self.client.timeout = min(patient, _SILENT)
         try:
             found = self.client.get(host, f"{host.url}/models", _Models).data
+        except Unanswered:
+            raise
+        except RunError as error:
+            raise UsageError(f"{error}; {_CODES[404]}") from None
         finally:
             self.client.timeout = patient
         listed = [each for each in found if each.id.isprintable() and len(each.id) <= _LONGEST_NAME]
@@ -182,7 +200,8 @@ class Preflight:
         self.model = model
         chosen = next(each for each in listed if each.id == model)
         longest = chosen.max_model_len
-        log.info("server: %s serves %s, up to %s tokens", host, model, longest or "unknown many")
+        length = "and does not tell its length" if longest is None else f"up to {longest} tokens"
+        log.info("server: %s serves %s, %s", host, model, length)
         if longest is not None and longest < self.length + 1:
             raise UsageError(
                 f"{host} takes {longest} tokens, and a row needs {self.length} and one more; start the server with "
@@ -192,7 +211,7 @@ class Preflight:
 
     def _version(self, host: Host) -> dict[str, Any]:
         try:
-            version = self.client.get(host, f"{host.root}/version", _Version).version
+            version = self.client.get(host, f"{host.root}/version", _Version, tries=1).version
         except (Refused, RunError):
             return {}
         return {"version": printable(version)[:100]}
@@ -327,6 +346,11 @@ class Preflight:
                 f"'{printable(_texts(self.tokenizer, wrong[0])[0])[:40]}'; {other}"
             )
         log.info("server: %s: %s; %d of %d ids read as here", host, how, len(read) - len(wrong), len(read))
+
+
+def _remedy(refused: Refused) -> str | None:
+    """What to do by a server's words; None: they are not vLLM's about its options or the request."""
+    return next((remedy for words, remedy in _REMEDIES if words in refused.words), None)
 
 
 def _told(served: _Model) -> dict[str, Any]:

@@ -102,11 +102,15 @@ class ServedTeacher(Teacher):
         if stated is not None:
             assert isinstance(stated, int), "__init__ has refused all others"
             return stated
+        source = self.spec.source or self.spec.tokenizer
         try:
-            return vocabulary(replace(self.spec, source=self.spec.source or self.spec.tokenizer))
+            return vocabulary(replace(self.spec, source=source))
         except UsageError as error:
+            bare = source and os.path.isdir(source) and not os.path.exists(os.path.join(source, "config.json"))
+            why = f"{source} has no config.json" if bare else error
             raise UsageError(
-                f"{self.name}: the size of its vocabulary is not known ({error}); add vocab_size = N under [options]"
+                f"{self.name}: the size of its vocabulary is not known: {why}; add vocab_size = N under [options] of "
+                "a TOML with kind = 'served'"
             ) from None
 
     @property
@@ -178,6 +182,8 @@ class ServedTeacher(Teacher):
         self._allowed = self._fingerprint.allowed(self._tolerance)
         self._flight.model = self._facts["model"]
         self._client.patience = self._server.server_patience
+        for host in self._hosts:
+            host.scores = True  # on the ranks that have not asked, too
 
     def _samples(self) -> Answers | None:
         if not (number := self._codec.samples):
