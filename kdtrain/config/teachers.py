@@ -20,8 +20,7 @@ class TextConfig(Options):
     generate: bool = option(False, brief="Let the teacher continue the text, and cache that.")
     """Let the teacher continue prompts of the data, and cache what it writes with its distributions, in one pass."""
     prompt_tokens: int | None = option(None, least=1, needs="generate")
-    """First tokens of each sequence that are the prompt; by default 64, or half of --seq-len where that is less. Of
-    conversations it is all before the last answer."""
+    """First tokens of plain text that are its prompt; by default 64, or half of --seq-len where that is less."""
     max_new_tokens: int | None = option(None, least=1, needs="generate")
     """Tokens that the teacher writes at most; by default as many as fit into a sequence behind its prompt."""
     gen_temperature: float = option(1.0, least=0, most=100, needs="generate")

@@ -79,7 +79,7 @@ def test_the_numbers_of_single_tokens_and_the_metrics_are_those_of_the_dense_tar
     found, expected = (
         measure(p.hidden, p.head, p.labels, p.mask, targets, vocab_size=23, chunk=7) for targets in (online, dense)
     )
-    assert found.vector() == pytest.approx(expected.vector(), rel=1e-6)
+    assert found.vector() == pytest.approx(expected.vector(), rel=1e-6, nan_ok=True)
 
 
 def test_no_tensor_as_large_as_all_logits_of_student_or_teacher_is_made():
