@@ -43,7 +43,7 @@ _CELLS = 2**22  # entries that are compared at once
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alignment:
+class DetectedShift:
     """What the rows say; lists are by `SHIFTS`."""
 
     shift: int | None
@@ -89,7 +89,7 @@ class Alignment:
         )
 
 
-def detect(batches: Iterable[Batch]) -> Alignment:
+def detect(batches: Iterable[Batch]) -> DetectedShift:
     """Compare the shifts over the rows of all batches, whatever their codec; rows without targets are passed over."""
     found = [_read(batch) for batch in batches if batch.targets is not None and batch.tokens.shape[1] >= 4]
     none = torch.zeros(0, dtype=torch.int64)
@@ -114,7 +114,7 @@ def detect(batches: Iterable[Batch]) -> Alignment:
         shift = None
     if shift and not mass[SHIFTS.index(shift)] >= max(LEAST_MASS, MARGIN * mass[SHIFTS.index(0)]):
         shift = None
-    return Alignment(
+    return DetectedShift(
         shift=shift,
         rows=len(row_L.unique()),
         labels=len(row_L),

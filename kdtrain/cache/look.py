@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdtrain.cache.alignment import SHIFTS, Alignment, detect
+from kdtrain.cache.alignment import SHIFTS, DetectedShift, detect
 from kdtrain.cache.codec import grid_offset
 from kdtrain.cache.compression import FINENESS
 from kdtrain.cache.diagnose import OTHER_ROWS, other_row
@@ -47,7 +47,7 @@ class Look:
     """What is wrong, a line each."""
     notes: tuple[str, ...]
     """What is odd and may be right."""
-    alignment: Alignment
+    alignment: DetectedShift
     teacher_loss: float
     """-log p of the label, nats, mean over positions that count."""
     entropy: float | None

@@ -36,7 +36,7 @@ from kdtrain.cache.view_rows import (
     SETTINGS,
     VIEW,
     Counted,
-    Rows,
+    SplitReader,
     Splits,
     Tally,
     View,
@@ -99,7 +99,7 @@ class _Maker:
             "rows": _ROWS,
         }
 
-    def stream(self, reader: Rows, joined: bool, token: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+    def stream(self, reader: SplitReader, joined: bool, token: int = 0) -> Iterator[tuple[int, np.ndarray]]:
         """Documents of a split from the one on that begins at `token` of the teacher's stream."""
         length = reader.manifest.settings.seq_len + (not joined)
         # in joined rows, a row's first token is the last of the row before
@@ -110,7 +110,7 @@ class _Maker:
             if skipped < len(documents):
                 yield at + skipped, documents[skipped:]
 
-    def cells(self, reader: Rows) -> Cells:
+    def cells(self, reader: SplitReader) -> Cells:
         """The cells, merged from the beginning of the text: the same whether or not the split is wanted whole."""
         worker, pairs, read = self.alignment.transcoder(), [], 0
         joined = _joined(reader, -(-_MERGED_FROM // reader.manifest.settings.seq_len))
@@ -132,13 +132,13 @@ def _filler(tokenizer: Any, ends: Sequence[int]) -> dict[str, str]:
     return {} if not ends or pad is None or pad in kept else {tokenizer.pad_token: ""}
 
 
-def _texts(reader: Rows, first: int = 0, stop: int | None = None) -> Iterator[dict[str, np.ndarray]]:
+def _texts(reader: SplitReader, first: int = 0, stop: int | None = None) -> Iterator[dict[str, np.ndarray]]:
     stop = len(reader) if stop is None else min(stop, len(reader))
     for start in range(first, stop, _AT_ONCE):
         yield reader.text(range(start, min(start + _AT_ONCE, stop)))
 
 
-def _joined(reader: Rows, stop: int | None = None) -> bool:
+def _joined(reader: SplitReader, stop: int | None = None) -> bool:
     return is_joined(each["tokens"] for each in _texts(reader, stop=stop))
 
 
@@ -154,7 +154,7 @@ def build_view(
 ) -> "View":
     """The view in `folder` for the student's `tokenizer`, made or completed where it is not there.
 
-    events: see `Events.match`. seq_len: T of a row; by default the cache's. splits: by default all of the cache.
+    events: see `SpecialTokens.match`. seq_len: T of a row; by default the cache's. splits: by default all of the cache.
     progress: gets the rows done.
 
     A finished view is opened without a lock; a process that makes the same one is waited for.
@@ -224,7 +224,7 @@ def _refuse_other(folder: Path, there: Mapping[str, Any], wanted: Mapping[str, A
 def _build_split(
     folder: Path,
     maker: _Maker,
-    reader: Rows,
+    reader: SplitReader,
     cells: Cells,
     progress: Callable[[int], None] | None,
 ) -> tuple[list[ViewShard], Tally]:
@@ -323,7 +323,7 @@ def _finished(folder: Path, split: str, number: int, digest: str) -> ViewSidecar
     return None
 
 
-def _entropy_kept(reader: Rows, cells: Cells) -> float | None:
+def _entropy_kept(reader: SplitReader, cells: Cells) -> float | None:
     """Entropy of the kept entries by cell, as a share of that by token, over some rows; None without targets."""
     stated = reader.manifest.settings
     most = min(len(reader), -(-_MERGED_FROM // stated.seq_len))  # of a cache elsewhere no other shards are needed

@@ -32,7 +32,7 @@ MOST_DISAGREEMENT = 0.05
 """Share of the common boundaries at which teacher's and student's own tokens may lie in different cells."""
 
 
-class Rows(Protocol):
+class SplitReader(Protocol):
     """A split of a cache, as `reader.CacheReader`."""
 
     manifest: Manifest
@@ -57,7 +57,7 @@ class Splits(Protocol):
     manifest: Manifest
     remote: Any
 
-    def __getitem__(self, split: str) -> Rows: ...
+    def __getitem__(self, split: str) -> SplitReader: ...
 
     def __iter__(self) -> Iterator[str]: ...
 

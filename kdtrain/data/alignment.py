@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kdtrain.data.bytes import ByteTokenizer, Events, TokenBytes
+from kdtrain.data.bytes import ByteTokenizer, SpecialTokens, TokenBytes
 from kdtrain.data.cells import Cells, merge, prefix_cells
 from kdtrain.data.transcode import TAUGHT, Transcoder, documents_of
 from kdtrain.errors import UsageError
@@ -62,7 +62,7 @@ class Alignment:
     ) -> None:
         self._teacher = ByteTokenizer(teacher_tokenizer, keeps=False)
         self._student = ByteTokenizer(student_tokenizer)
-        self.table = Events.match(self._teacher, self._student, special_tokens)
+        self.table = SpecialTokens.match(self._teacher, self._student, special_tokens)
 
     @property
     def teacher(self) -> TokenBytes:

@@ -10,8 +10,8 @@ A tokenizer may rewrite a text before it cuts it: into lower case, to NFC or NFK
 to a text is seen by encoding it: `ByteTokenizer` refuses one that rewrites plain texts, and `encode` compares the bytes
 of each text, so that NFC is refused on a text with decomposed accents and not on others.
 
-A special token has no bytes: it is an event (a document begins or ends, a turn ends). `Events` is the table of what
-one tokenizer's events are in the other; it is printed, and can be given.
+A special token has no bytes: it is an event (a document begins or ends, a turn ends). `SpecialTokens` is the table of
+what one tokenizer's events are in the other; it is printed, and can be given.
 
 Shape suffix: V entries of a tokenizer.
 """
@@ -231,7 +231,7 @@ class ByteTokenizer:
 
 
 @dataclass(frozen=True)
-class Events:
+class SpecialTokens:
     """What the special tokens of one tokenizer, the teacher's, are in another, the student's."""
 
     table: dict[int, int]
@@ -240,7 +240,9 @@ class Events:
     """Event, the teacher's token, the student's or nothing; in the order of the table."""
 
     @classmethod
-    def match(cls, teacher: ByteTokenizer, student: ByteTokenizer, given: Mapping[str, str] | None = None) -> "Events":
+    def match(
+        cls, teacher: ByteTokenizer, student: ByteTokenizer, given: Mapping[str, str] | None = None
+    ) -> "SpecialTokens":
         """The ends of documents, their beginnings where both tokenizers write one, and the ends of turns.
 
         given: more of them, by the names of the tokens, which go before these; an empty name leaves a token of the

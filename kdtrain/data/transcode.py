@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from kdtrain.data.boundaries import common_boundaries
-from kdtrain.data.bytes import ByteTokenizer, Events, spelled
+from kdtrain.data.bytes import ByteTokenizer, SpecialTokens, spelled
 from kdtrain.data.packing import STREAM, split_text
 from kdtrain.errors import UsageError
 
@@ -117,7 +117,7 @@ class Transcoder:
 
     teacher: ByteTokenizer
     student: ByteTokenizer
-    events: Events
+    events: SpecialTokens
     documents: int = 0
     """Encoded so far."""
     left_out: int = 0

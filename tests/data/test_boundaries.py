@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdtrain.data.boundaries import MOST, common_boundaries
-from kdtrain.data.bytes import ByteTokenizer, Events
+from kdtrain.data.bytes import ByteTokenizer, SpecialTokens
 from kdtrain.data.cells import Cells, conflicts, merge, prefix_cells
 from tests.token_kinds import train
 
@@ -66,7 +66,7 @@ def test_a_million_tokens_take_less_than_a_second_of_one_core():
 
 def both(one, other):
     teacher, student = ByteTokenizer(train(*one)), ByteTokenizer(train(*other))
-    events = Events.match(teacher, student).lookup(len(teacher.bytes))
+    events = SpecialTokens.match(teacher, student).lookup(len(teacher.bytes))
     return teacher, student, prefix_cells(teacher.bytes, student.bytes, student.cut, events)
 
 

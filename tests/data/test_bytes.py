@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain.data.bytes import ByteTokenizer, Events, TokenBytes, byte_letters
+from kdtrain.data.bytes import ByteTokenizer, SpecialTokens, TokenBytes, byte_letters
 from kdtrain.errors import UsageError
 from tests.token_kinds import KINDS, random_texts, train
 
@@ -99,11 +99,11 @@ def test_vocabularies_that_drop_text_are_refused():
 
 def test_the_table_of_events_is_printed_and_can_be_given():
     teacher, student = ByteTokenizer(train("llama3")), ByteTokenizer(train("gemma"))
-    events = Events.match(teacher, student)
+    events = SpecialTokens.match(teacher, student)
     assert events.lines() == ["document end: </s> is </s>", "turn end: <|im_end|> is <|im_end|>"]
-    given = Events.match(teacher, student, {"<|im_end|>": "</s>", "<s>": ""})
+    given = SpecialTokens.match(teacher, student, {"<|im_end|>": "</s>", "<s>": ""})
     assert given.lines()[:2] == ["given: <|im_end|> is </s>", "given: <s> is left out"]
     lookup = given.lookup(len(teacher.bytes))
     assert lookup[teacher.tokenizer.bos_token_id] == -1 and lookup[5] == -2
     with pytest.raises(UsageError, match="'the' is not a special token"):
-        Events.match(teacher, student, {"the": "</s>"})
+        SpecialTokens.match(teacher, student, {"the": "</s>"})

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdtrain.data.alignment import Alignment
-from kdtrain.data.bytes import ByteTokenizer, Events
+from kdtrain.data.bytes import ByteTokenizer, SpecialTokens
 from kdtrain.data.corpus import Document
 from kdtrain.data.packing import PackedRow, pack, rows_of
 from kdtrain.data.transcode import TAUGHT, Transcoder, documents_of, is_joined, teacher_stream
@@ -23,7 +23,7 @@ def plain(text):
 
 def transcoder(teacher, student, given=None):
     one, other = ByteTokenizer(train(teacher)), ByteTokenizer(train(student))
-    return Transcoder(one, other, Events.match(one, other, given))
+    return Transcoder(one, other, SpecialTokens.match(one, other, given))
 
 
 def carried(worker, taught, joined=True):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.alignment import SHIFTS, Alignment, detect
+from kdtrain.cache.alignment import SHIFTS, DetectedShift, detect
 from kdtrain.cache.codec import CodecSpec, decode
 from kdtrain.cache.layouts.files import SourceFile
 from kdtrain.cache.layouts.layout import Record
@@ -52,7 +52,7 @@ def sample(files: Sequence[SourceFile], names: Sequence[str] | None = None) -> I
             first -= size
 
 
-def try_sample(files: Sequence[SourceFile], cutter: Cutter) -> tuple[Alignment, Tally]:
+def try_sample(files: Sequence[SourceFile], cutter: Cutter) -> tuple[DetectedShift, Tally]:
     """What the detector says about a sample as it would be stored, and its tally.
 
     UsageError: the entries are not about the next token, are no log-probabilities, or were renormalised.
