@@ -266,7 +266,8 @@ def _members(environment: Mapping[str, Any], record: RunRecord) -> Iterator[Part
 
 def _objective(record: RunRecord) -> str:
     options = _table(record.options.get("objective"))
-    alpha, divergence = options.get("alpha"), options.get("divergence")
+    alpha, terms = options.get("alpha"), _table(record.environment.get("alignment")).get("terms")
+    divergence = "+".join(map(str, terms[:2])) if isinstance(terms, list) else options.get("divergence")
     distils = any(_table(record.options.get("run")).get(each) for each in ("cache", "teacher"))
     weight = float(alpha) if distils and isinstance(alpha, int | float) else 0.0
     own = options.get("hidden_weight", 1.0)

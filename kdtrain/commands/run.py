@@ -141,7 +141,8 @@ class Run:
         objective = config.objective
         hidden = None if objective.hidden_loss == "none" else objective.hidden_weight
         alpha, replays = objective.alpha if recipe.distils else 0.0, recipe.distils and recipe.facts.replays
-        summed = formula(alpha, objective.divergence, hidden, replays, trainer.student.router_weight)
+        term = recipe.facts.term(objective.divergence)
+        summed = formula(alpha, term, hidden, replays, trainer.student.router_weight)
         scale = "" if summed == "ce" else " (compare val with val alone)"
         lines.append(f"loss = {summed}; val = ce of withheld text{scale}")
         if recipe.lr_from is not None:

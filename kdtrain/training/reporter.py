@@ -131,9 +131,12 @@ class Reporter:
         student: the module in training.
         total: planned steps of the run.
         reads_ahead: whether the training data is read while the step before computes.
+        term: what the teacher's part of the loss is called; by default the divergence.
     """
 
-    def __init__(self, config: DistillConfig, student: Student, total: int, reads_ahead: bool = True) -> None:
+    def __init__(
+        self, config: DistillConfig, student: Student, total: int, reads_ahead: bool = True, term: str | None = None
+    ) -> None:
         self.config, self.student, self.total = config, student, total
         self.writers: Writers = SilentWriters(config.monitor)
         self.bar, self.rate = Bar("distill", total, every=math.inf), Rate(total)
@@ -147,7 +150,7 @@ class Reporter:
         objective = config.objective
         hidden = objective.hidden_weight if student.hidden_loss is not None else None
         learned = any(each.requires_grad for each in student.temperature.parameters())
-        self.text = StepText(objective.alpha, objective.divergence, hidden, learned, student.router_weight)
+        self.text = StepText(objective.alpha, term or objective.divergence, hidden, learned, student.router_weight)
         self.watches = False
         self.wrong: dict[str, str] = {}
         """What is wrong now, by the kind of the warning."""

@@ -83,7 +83,8 @@ class Trainer:
         guards = Guards(config.guards, config.stopping, fp16=student.mode == "fp16")
         optimizer = make_optimizer(student, config.optimizer, config.objective.temperature_lr)
         self.state = TrainState(student, optimizer, guards=guards, adaptive=adaptive)
-        self.reporter = Reporter(config, student, total_steps, train.overlaps)
+        term = train.facts.term(config.objective.divergence)
+        self.reporter = Reporter(config, student, total_steps, train.overlaps, term)
         self.checkpoints = Checkpoints(config, self.state, self.reporter, identity or {})
         self.stepper = Stepper(
             config=config,

@@ -64,6 +64,8 @@ def test_a_student_of_another_tokenizer_learns_from_the_cache(bench, terms):
     result = json.loads((Path(terms) / "result.json").read_text())
     assert result["stop_reason"] == "done" and result["last_validation_loss"] < result["first_validation_loss"]
     assert "of the student's labels begin where one of the teacher's does" in err
+    named = "cells+chunks" if terms == "auto" else terms
+    assert f"loss = .1 {named} + .9 ce" in err and f".1 {named} + .9 ce of one" in bench.call("inspect", terms)[1]
     assert (Path(terms) / "student" / "tokenizer.json").read_text() == Path("words/tokenizer.json").read_text()
     assert (Path(terms) / "data" / "view.json").is_file()
 

@@ -57,6 +57,10 @@ class Facts:
     mixture: Mixture | None = None
     """The order in which a mixture's members take turns; its sizes are those of the split."""
 
+    def term(self, divergence: str) -> str:
+        """What the teacher's part of the loss is called: the divergence, or across tokenizers what is compared."""
+        return "+".join((self.alignment or {}).get("terms", ())) or divergence
+
     @property
     def replays(self) -> bool:
         """Whether a mixture has members without a teacher beside others with one."""
