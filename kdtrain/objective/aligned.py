@@ -11,6 +11,9 @@ chunks  between common boundaries: teacher's and student's log p of the same byt
         binarised KL of ALM (Minixhofer et al. 2025, arXiv 2503.20083, section 3) times tau = 100. The gradient in b
         is about a / b - 1. It stands at the chunk's last token.
 
+A token of which neither says anything has the label's cross-entropy in their place, so that it weighs as one without a
+teacher: alpha divides between teacher and text only where there are both.
+
 A chunk may cross the border between two of the engine's chunks. So the engine computes the label's log q of a few rows
 around each of its chunks, without gradient (`window`).
 
@@ -159,11 +162,26 @@ class AlignedTargets(Targets):
         return replace(events, weight=weight_RE.masked_fill(~self.at_boundary[:, None], 0.0))
 
     def measured(self, measure: Callable[[Events], Tensor], tail: str, statistics: Statistics, beta: Tensor) -> Tensor:
-        """Both terms of each row, [R] in nats."""
-        cells_R = torch.zeros_like(statistics.lse)
+        """Both terms of each row, [R] in nats; the label's cross-entropy where neither says anything of the token."""
+        label_R = statistics.label - statistics.lse
+        found_R = torch.zeros_like(statistics.lse)
         if self.near is not None:
-            cells_R = measure(self.events(tail, statistics, beta))
-        return cells_R + self.chunk_divergence(statistics.label - statistics.lse) if self.chunks else cells_R
+            found_R = measure(self.events(tail, statistics, beta))
+        if self.chunks:
+            found_R = found_R + self.chunk_divergence(label_R)
+        return torch.where(self._spoken_of(), found_R, -label_R)
+
+    def _spoken_of(self) -> Tensor:
+        """[R] bool, whether a term of the loss says something of the token."""
+        spoken_R = torch.zeros_like(self.at_boundary) if self.near is None else self.at_boundary
+        if not self.chunks:
+            return spoken_R
+        length = self.length if self.beyond is None else torch.cat([self.length, self.beyond.length])
+        end, ends = torch.arange(1, len(length) + 1, device=length.device), (length > 0).long()
+        edges = (
+            length.new_zeros(len(length) + 1).index_add_(0, (end - length).clamp(min=0), ends).index_add_(0, end, -ends)
+        )
+        return spoken_R | (edges.cumsum(0)[: len(spoken_R)] > 0)
 
     def common(self) -> Tensor:
         return self.at_boundary
