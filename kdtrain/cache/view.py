@@ -64,7 +64,7 @@ _AT_ONCE = 256
 _ENOUGH = 1000
 """Documents after which a share of them that is left out means something."""
 _LOCK = ".building-0"
-"""As that of a cache (`cache.folder`): a folder that holds no more is nobody's."""
+"""As that of a cache (`cache.folder`): a folder that holds nothing else belongs to no run."""
 _COUNTED: tuple[Counted, ...] = get_args(Counted)
 
 

@@ -219,7 +219,7 @@ def test_a_view_of_something_else_and_a_damaged_one_are_refused(cache, tmp_path)
         build_view(folder, cache, train("gpt2"))
 
 
-def test_a_build_that_is_killed_before_its_first_record_leaves_a_folder_that_is_nobodys(cache, tmp_path, monkeypatch):
+def test_a_build_killed_before_its_first_record_leaves_a_folder_that_belongs_to_no_run(cache, tmp_path, monkeypatch):
     left = []
 
     def stop(path, *_):
