@@ -19,6 +19,7 @@ import contextlib
 import difflib
 import errno
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -239,17 +240,27 @@ _EXPLANATIONS = {
 Answer = TypeVar("Answer")
 
 
+_asking_lock = threading.Lock()
+_inside: list[int] = []  # one for each caller of never_asking, the first one's is what to restore
+
+
 @contextlib.contextmanager
 def never_asking() -> Iterator[None]:
     """transformers asks nothing on stdin inside: it refuses the code of a model that nobody trusted, at once.
 
-    An argument is not enough, because it does not reach the parts of composite models.
+    An argument is not enough, because it does not reach the parts of composite models. Threads may be inside side by
+    side: the last to leave restores what the first one found.
     """
-    before, dynamic_module_utils.TIME_OUT_REMOTE_CODE = dynamic_module_utils.TIME_OUT_REMOTE_CODE, 0
+    with _asking_lock:
+        _inside.append(_inside[0] if _inside else dynamic_module_utils.TIME_OUT_REMOTE_CODE)
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     try:
         yield
     finally:
-        dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
+        with _asking_lock:
+            before = _inside.pop()
+            if not _inside:
+                dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
 
 
 def ask(source: str, load: Callable[[], Answer]) -> Answer:

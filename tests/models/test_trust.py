@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import dynamic_module_utils
 
 from kdtrain.errors import UsageError
 from kdtrain.models import hub, scratch
@@ -393,7 +394,6 @@ def test_a_call_that_does_not_state_it_is_found(code, found):
 
 
 def test_transformers_never_asks_on_stdin_and_fetches_no_kernels():
-    from transformers import dynamic_module_utils
     from transformers.integrations import hub_kernels
 
     def resolve():
@@ -403,6 +403,17 @@ def test_transformers_never_asks_on_stdin_and_fetches_no_kernels():
     with pytest.raises(UsageError, match="m: it brings its own code"):
         hub.ask("m", resolve)
     assert dynamic_module_utils.TIME_OUT_REMOTE_CODE == 15  # the default of transformers, for the user's own calls
+
+
+def test_two_threads_that_load_side_by_side_leave_what_they_found():
+    first, second = hub.never_asking(), hub.never_asking()
+    before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert dynamic_module_utils.TIME_OUT_REMOTE_CODE == 0 < before  # the second one is still inside
+    second.__exit__(None, None, None)
+    assert before == dynamic_module_utils.TIME_OUT_REMOTE_CODE
 
 
 def test_a_hub_id_is_loaded_at_the_revision_of_its_spec(monkeypatch):
