@@ -11,8 +11,9 @@ chunks  between common boundaries: teacher's and student's log p of the same byt
         binarised KL of ALM (Minixhofer et al. 2025, arXiv 2503.20083, section 3) times tau = 100. The gradient in b
         is about a / b - 1. It stands at the chunk's last token.
 
-A token of which neither says anything has the label's cross-entropy in their place, so that it weighs as one without a
-teacher: alpha divides between teacher and text only where there are both.
+What neither says anything of has the label's cross-entropy in its place, so that it weighs as without a teacher: alpha
+divides between teacher and text only where there are both. That is a token at which no term speaks, and, of cells
+without chunks, -log q(label | its cell), which the teacher's share of the cell does not tell.
 
 A chunk may cross the border between two of the engine's chunks. So the engine computes the label's log q of a few rows
 around each of its chunks, without gradient (`window`).
@@ -148,25 +149,29 @@ class AlignedTargets(Targets):
         return torch.zeros_like(self.label_logprob)
 
     def entries(self, labels_N: Tensor, vocab_size: int) -> Entries:
+        return self._entries(labels_N, vocab_size, None if self.chunks else self.at_boundary)
+
+    def _entries(self, labels_N: Tensor, vocab_size: int, within_N: Tensor | None) -> Entries:
         if self.near is None:
             return Entries.of_labels(labels_N)
         if self.cells is None:
             return self.near.entries(labels_N, vocab_size)
         cells = self.cells.to(labels_N.device)
-        return cells.entries(self.near.entries(labels_N, cells.count), labels_N)
+        return cells.entries(self.near.entries(labels_N, cells.count), labels_N, within_N)
 
     def events(self, tail: str, statistics: Statistics, beta: Tensor) -> Events:
         assert self.near is not None
-        events = self.near.events(tail, statistics, beta)
+        named = replace(statistics, kept=statistics.kept[:, : self.near.ids.shape[1]])
+        events = self.near.events(tail, named, beta)
         weight_RE = events.teacher.exp() if events.weight is None else events.weight
         return replace(events, weight=weight_RE.masked_fill(~self.at_boundary[:, None], 0.0))
 
     def measured(self, measure: Callable[[Events], Tensor], tail: str, statistics: Statistics, beta: Tensor) -> Tensor:
-        """Both terms of each row, [R] in nats; the label's cross-entropy where neither says anything of the token."""
+        """Both terms of each row, [R] in nats; the label's cross-entropy of what neither says anything of."""
         label_R = statistics.label - statistics.lse
         found_R = torch.zeros_like(statistics.lse)
         if self.near is not None:
-            found_R = measure(self.events(tail, statistics, beta))
+            found_R = measure(self.events(tail, statistics, beta)) + _within_groups(statistics)
         if self.chunks:
             found_R = found_R + self.chunk_divergence(label_R)
         return torch.where(self._spoken_of(), found_R, -label_R)
@@ -226,7 +231,7 @@ class AlignedTargets(Targets):
         if self.near is None:
             nothing = Events(z_RV.new_zeros(len(z_RV), 1), z_RV.new_zeros(len(z_RV), 1))
             return Comparison(nothing, nothing, None)
-        entries = self.entries(labels_R, z_RV.shape[1])
+        entries = self._entries(labels_R, z_RV.shape[1], None)
         cells = None if self.cells is None else self.cells.to(z_RV.device)
         if cells is None or not cells.folds:
             entries = entries.take(z_RV)
@@ -238,6 +243,15 @@ class AlignedTargets(Targets):
         rule = "sampled" if self.near.num_samples else "ghost"
         events = self.events(rule, statistics, torch.ones((), dtype=z_RV.dtype, device=z_RV.device))
         return Comparison(events, events, None)
+
+
+def _within_groups(statistics: Statistics) -> Tensor | float:
+    """-log q of the label given the group of tokens that it lies within, [R] in nats; 0 where that is not asked for."""
+    group_R = statistics.group
+    if group_R is None:
+        return 0.0
+    logit_R = statistics.kept.gather(1, group_R.clamp(min=0)[:, None]).squeeze(1)
+    return (logit_R - statistics.label).where(group_R >= 0, 0.0)
 
 
 def binarised_kl(teacher: Tensor, student: Tensor) -> Tensor:

@@ -81,8 +81,12 @@ class CellIndex:
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         return replace(self, **{k: v.to(device) for k, v in own.items() if isinstance(v, Tensor)})  # type: ignore[arg-type]
 
-    def entries(self, cells: Entries, labels_R: Tensor) -> Entries:
-        """The entries of cells, by the first token of each, and the labels."""
+    def entries(self, cells: Entries, labels_R: Tensor, within_R: Tensor | None = None) -> Entries:
+        """The entries of cells, by the first token of each, and the labels.
+
+        within_R: bool, where the label's own cell is wanted, if it has other tokens; it gets a column behind the cells,
+        which is absent where one of these is it.
+        """
         cell_RK = cells.ids[:, :-1]
         first_RK = self.member[self.start[cell_RK]]
         if not self.folds:
@@ -90,10 +94,19 @@ class CellIndex:
         # a cell comes once in a row: a masked row has 0 throughout, and none of it is worth a fold but the first
         again_RK = torch.nn.functional.pad(cell_RK[:, 1:] == cell_RK[:, :1], (1, 0))
         absent_RK, own_R = cells.absent | again_RK, self.column[labels_R]
-        named_R = ((cell_RK == own_R[:, None]) & ~absent_RK).any(1)
-        folded_R = named_R & (own_R < self.count) & (self.size[own_R] > 1)
-        label_R = torch.where(folded_R, first_RK[:, 0], labels_R)
-        return Entries(torch.cat([first_RK, label_R[:, None]], 1), absent_RK, cells.top_k, apart=folded_R)
+        named_RK = (cell_RK == own_R[:, None]) & ~absent_RK
+        several_R = (own_R < self.count) & (self.size[own_R] > 1)
+        folded_R, group_R = named_RK.any(1) & several_R, None
+        if within_R is not None:
+            wanted_R = within_R & several_R & ~absent_RK[:, 0]
+            added_R = wanted_R & ~folded_R
+            column_R = torch.where(added_R, cell_RK.shape[1], named_RK.long().argmax(1))
+            group_R, folded_R = torch.where(wanted_R, column_R, -1), folded_R | added_R
+            added_token_R = torch.where(added_R, self.member[self.start[own_R]], first_RK[:, 0])
+            first_RK = torch.cat([first_RK, added_token_R[:, None]], 1)
+            absent_RK = torch.cat([absent_RK, ~added_R[:, None]], 1)
+        ids_RE = torch.cat([first_RK, torch.where(folded_R, first_RK[:, 0], labels_R)[:, None]], 1)
+        return Entries(ids_RE, absent_RK, cells.top_k, apart=folded_R, group=group_R)
 
     def fold(self, z_RV: Tensor, entries: Entries, labels_R: Tensor) -> Folded:
         """Fold the cells of the entries in place, and take the entries' logits."""

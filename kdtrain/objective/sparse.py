@@ -11,6 +11,7 @@ Shape suffixes: R rows of a chunk, V vocabulary, K kept entries, E = K + 1 (`Ent
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ class TailSums(NamedTuple):
         top_R, mass_R, mass_beta_R, moment_R = (x.to(beta.dtype) for x in self)
         tail_beta_R = beta * top_R + mass_beta_R.log()
         kept_RK, label_R = entries.logits(beta.dtype)
-        found = Statistics(top_R + mass_R.log(), tail_beta_R, kept_RK, label_R, entries.top_k)
+        found = Statistics(top_R + mass_R.log(), tail_beta_R, kept_RK, label_R, entries.top_k, entries.group)
         return found, top_R + moment_R / mass_beta_R
 
 
@@ -116,7 +117,7 @@ def differentiate(
         tail_R: Tensor, tail_beta_R: Tensor, kept_RK: Tensor, label_R: Tensor, moving: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         moving_R = tail_beta_R + mean_R * (moving - beta) if slopes else tail_beta_R
-        total, sums = loss(Statistics(tail_R, moving_R, kept_RK, label_R, entries.top_k), moving, rows)
+        total, sums = loss(replace(found, tail=tail_R, tail_beta=moving_R, kept=kept_RK, label=label_R), moving, rows)
         return total, (total, sums)
 
     inputs = (found.tail, found.tail_beta, found.kept, found.label, beta)

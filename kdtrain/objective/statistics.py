@@ -45,6 +45,8 @@ class Statistics:
     label: Tensor
     """[R] z at the label."""
     top_k: int
+    group: Tensor | None = None
+    """As `Entries.group`."""
 
     @property
     def lse(self) -> Tensor:
@@ -78,6 +80,8 @@ class Entries:
     """[R] bool, True where the label lies within a group of tokens (`cells`): its column is that of the first entry."""
     several: Tensor | None = None
     """[R,K+1] bool, True where the entry is a group of several tokens, whose logit is no product with the weight."""
+    group: Tensor | None = None
+    """[R] int64, the column of the group of tokens that the label lies within, where the loss asks for it; else -1."""
 
     @classmethod
     def of_labels(cls, labels_R: Tensor) -> Entries:
@@ -85,8 +89,8 @@ class Entries:
         return cls(labels_R[:, None], labels_R.new_zeros(len(labels_R), 0, dtype=torch.bool), 0)
 
     def __getitem__(self, rows: slice) -> Entries:
-        apart = None if self.apart is None else self.apart[rows]
-        return Entries(self.ids[rows], self.absent[rows], self.top_k, apart=apart)
+        apart, group = (None if each is None else each[rows] for each in (self.apart, self.group))
+        return Entries(self.ids[rows], self.absent[rows], self.top_k, apart=apart, group=group)
 
     def take(self, z_RV: Tensor, label_R: Tensor | None = None) -> Entries:
         """The same with the logits of these entries; the top-k logits in `z_RV` become `NEVER`.

@@ -141,10 +141,16 @@ def test_both_terms_equal_the_enumeration_of_all_texts_up_to_four_bytes(kind, te
     assert all(cell_of(each) == teacher_cell_of(each) for each in TEACHER)
     chunks, cells = brute_force(student, cell_of, wide)
     assert chunks > 0.1 and cells > 0.1
-    # where no term speaks of a token its text does; chunks speak of all here
+    # where no term speaks of a token, or tells it from others of its cell, its text does; chunks speak of all here
     text = -torch.log_softmax(student, 1).gather(1, labels[:, None]).squeeze(1)[~targets.at_boundary].sum()
     assert text > 1
-    expected = {"both": chunks + cells, "chunks": chunks, "cells": cells + text}[terms]
+    within = student.new_zeros(())
+    for row in targets.at_boundary.nonzero().flatten().tolist():
+        own = next(each for each in starts if wide[labels[row]].startswith(each))
+        members = [n for n, each in enumerate(wide) if cell_of(each) == own]
+        within = within - torch.log_softmax(student[row, members], 0)[members.index(labels[row])]
+    assert (within > 1) == (kind != "a student of bytes")
+    expected = {"both": chunks + cells, "chunks": chunks, "cells": cells + text + within}[terms]
     if terms == "chunks":
         targets = AlignedTargets(targets.length, targets.label_logprob, targets.at_boundary, None, None)
     if terms == "cells":
@@ -210,7 +216,8 @@ def test_equal_tokenizers_have_the_ordinary_objective_to_the_bit(rule, through, 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
 @pytest.mark.parametrize("rule", ["sampled-headless", "sampled", "ghost"])
-def test_cells_of_one_and_of_several_tokens_agree_with_autograd_over_all_logits(rule, softcap):
+@pytest.mark.parametrize("chunks", [True, False])
+def test_cells_of_one_and_of_several_tokens_agree_with_autograd_over_all_logits(rule, softcap, chunks):
     p = problem(n=40, vocab=23, scale=0.8, softcap=softcap).cast(torch.float64)
     teacher = torch.cat([torch.arange(4), 4 + torch.arange(19) * 5 // 19])  # four cells of one token
     cells = teacher.clone()
@@ -221,7 +228,7 @@ def test_cells_of_one_and_of_several_tokens_agree_with_autograd_over_all_logits(
     source[[2, 9, 30]] = -1
     near = coarsened(targets, teacher, source)
     aligned = AlignedTargets(
-        torch.zeros(40, dtype=torch.int64), p.energies[:, 0] * 0, source >= 0, near, CellIndex.of(cells, 9)
+        torch.zeros(40, dtype=torch.int64), p.energies[:, 0] * 0, source >= 0, near, CellIndex.of(cells, 9), chunks
     )
     out = run(p, aligned, 1.0, "sampled" if "sampled" in rule else rule, chunk=16)
     q = torch.log_softmax(p.logits(), 1)
@@ -231,7 +238,7 @@ def test_cells_of_one_and_of_several_tokens_agree_with_autograd_over_all_logits(
         weights = targets.top_logprobs(one).exp()
     else:
         weights = torch.cat([targets.top_logprobs(one).exp(), targets.drawn_weights(one)], 1)
-    kd = torch.zeros((), dtype=torch.float64)
+    kd, named, unnamed = torch.zeros((), dtype=torch.float64), 0, 0
     for row in range(40):
         mass = torch.zeros(9, dtype=torch.float64)
         for token, weight in zip(targets.ids[row].tolist(), weights[row].tolist(), strict=True):
@@ -246,9 +253,14 @@ def test_cells_of_one_and_of_several_tokens_agree_with_autograd_over_all_logits(
         if rule == "ghost":  # what has no cell is left out, and the rest is the whole
             mass, tail = mass / (mass.sum() + tail), tail / (mass.sum() + tail)
         kd = kd - (mass[kept] * mass_q[row, kept]).sum()
+        if not chunks and (own := cells[p.labels[row]]) < 9:  # the text tells the label from others of its cell
+            named += int(kept[own])
+            unnamed += int(not kept[own])
+            kd = kd + mass_q[row, own] - q[row, p.labels[row]]
         if rule == "ghost":
             rest = 1 - mass_q[row, kept].exp().sum()
             kd = kd - tail * rest.log()
+    assert chunks or (named and unnamed)
     ce = -(q.gather(1, p.labels[:, None]).squeeze(1) * p.mask).sum()
     expected = (0.3 * ce + 0.7 * kd) / 11.0
     got, want = (torch.autograd.grad(each, p.leaves()) for each in (out.loss, expected))
