@@ -172,7 +172,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         *,
         folder: Path | str | None = None,
         cells: bool = True,
-        chunks: bool = True,
+        chunks: bool = False,
         special_tokens: Mapping[str, str] | None = None,
     ) -> "ViewReader":
         """This split in the rows of a student with another tokenizer: a data set whose items any loop takes.

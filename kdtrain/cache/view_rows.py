@@ -253,7 +253,7 @@ class ViewReader(Dataset[dict[str, Tensor]]):
     UsageError: the view has not this split, or no row of it; cells disagree with the text too often.
     """
 
-    def __init__(self, view: View, split: str, *, cells: bool = True, chunks: bool = True) -> None:
+    def __init__(self, view: View, split: str, *, cells: bool = True, chunks: bool = False) -> None:
         self.view, self.split, self.chunks = view, split, chunks
         self.reader = view.cache[split]
         stated = view.record.shards.get(split)

@@ -30,7 +30,7 @@ def across(config: DistillConfig, student: ModelSpec, teacher: Teacher | None) -
     """
     if config.cross_tokenizer is None:
         return None
-    terms, data = TERMS[config.cross_tokenizer], config.data
+    cells, data = TERMS[config.cross_tokenizer] != (False, True), config.data
     if teacher is not None:
         name, codec = str(data.data), _TOKENS
         theirs: str | None = tokenizer_digest(teacher.tokenizer)
@@ -45,7 +45,7 @@ def across(config: DistillConfig, student: ModelSpec, teacher: Teacher | None) -
     if not differ(config, digest_of(student), theirs):
         return None
     size = 1 + max(load_tokenizer(student).get_vocab().values())  # ids may have gaps
-    return aligned_facts(name, seq_len=seq_len, document_mask=document_mask, size=size, codec=codec, terms=terms)
+    return aligned_facts(name, seq_len=seq_len, document_mask=document_mask, size=size, codec=codec, cells=cells)
 
 
 def differ(config: DistillConfig | EvaluateConfig, own: str | None, theirs: str | None) -> bool:
@@ -62,12 +62,12 @@ def differ(config: DistillConfig | EvaluateConfig, own: str | None, theirs: str 
 
 
 def terms_of(option: str | None, view: View, warn: Callable[[str], None]) -> Terms:
-    """The terms that `--cross-tokenizer` names; of auto, by the view alone, chunks where the cells would be refused."""
+    """The terms that `--cross-tokenizer` names; auto: cells, or chunks where the view says that cells are refused."""
     terms = TERMS[option or "auto"]
     if terms is not None:
         return terms
     if (apart := view.facts()["disagreement"]) <= MOST_DISAGREEMENT:
-        return True, True
+        return True, False
     warn(
         f"--cross-tokenizer auto takes chunks alone: at {apart:.1%} of the common places both tokens lie in different "
         f"cells, and at most {MOST_DISAGREEMENT:.0%} are right"

@@ -5,7 +5,7 @@ from typing import Any
 from kdtrain.config.values import refuse
 
 TERMS = {"auto": None, "cells": (True, False), "chunks": (False, True), "both": (True, True)}
-"""Of the loss across tokenizers: whether it has cells, and chunks; None: both, or chunks where cells disagree."""
+"""Of the loss across tokenizers: whether it has cells, and chunks; None: cells, or chunks where cells disagree."""
 
 
 def check_terms(name: str) -> None:

@@ -127,7 +127,7 @@ def test_of_text_that_the_teacher_wrote_the_filler_is_left_out_and_the_end_is_th
     text = "".join(tokenizer.decode(row.tokens[:8]) + "<|im_end|>" for row in rows)
     found = view["train"].rows(range(len(view["train"])))["tokens"]
     assert len(found) > 1 and text.startswith(student.decode([found[0, 0], *found[:, 1:].ravel()]))
-    assert AlignedSource(view, "train", None).facts.end_tokens == (student.convert_tokens_to_ids("<|im_end|>"),)
+    assert AlignedSource(view, "train", (True, True)).facts.end_tokens == (student.convert_tokens_to_ids("<|im_end|>"),)
 
 
 def test_the_same_tokenizer_gives_the_ordinary_loss_to_the_bit(cache, tmp_path):

@@ -55,7 +55,7 @@ def test_a_cache_of_less_than_one_row_of_the_student_is_one_line(bench):
     assert code == 2 and "the text of 'validation' in short is less than one row of" in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("terms", ["auto", "chunks", "cells"])
+@pytest.mark.parametrize("terms", ["auto", "chunks", "both"])
 def test_a_student_of_another_tokenizer_learns_from_the_cache(bench, terms):
     # the teacher is a random one, so that the text alone makes the validation better
     code, _, err = distil(bench, terms, "--cross-tokenizer", terms, "--alpha", 0.1, "--lr", 3e-3)
@@ -64,7 +64,7 @@ def test_a_student_of_another_tokenizer_learns_from_the_cache(bench, terms):
     result = json.loads((Path(terms) / "result.json").read_text())
     assert result["stop_reason"] == "done" and result["last_validation_loss"] < result["first_validation_loss"]
     assert "of the student's labels begin where one of the teacher's does" in err
-    named = "cells+chunks" if terms == "auto" else terms
+    named = {"auto": "cells", "chunks": "chunks", "both": "cells+chunks"}[terms]
     assert f"loss = .1 {named} + .9 ce" in err and f".1 {named} + .9 ce of one" in bench.call("inspect", terms)[1]
     assert (Path(terms) / "student" / "tokenizer.json").read_text() == Path("words/tokenizer.json").read_text()
     assert (Path(terms) / "data" / "view.json").is_file()

@@ -22,15 +22,12 @@ Terms = tuple[bool, bool]
 """Whether the loss has cells, and chunks."""
 
 
-def aligned_facts(
-    name: str, *, seq_len: int, document_mask: bool, size: int, codec: CodecSpec, terms: Terms | None
-) -> Facts:
+def aligned_facts(name: str, *, seq_len: int, document_mask: bool, size: int, codec: CodecSpec, cells: bool) -> Facts:
     """What is known of a text in the tokens of a student before they are made.
 
-    size: entries of the student's tokenizer. codec: of the cache; tokens alone for an online teacher. terms: None is
-    both.
+    size: entries of the student's tokenizer. codec: of the cache; tokens alone for an online teacher. cells: whether
+    they are among the terms.
     """
-    cells, _ = terms or (True, True)
     whole = codec.kind != "sparse"
     return Facts(
         name=name,
@@ -53,9 +50,9 @@ class AlignedSource:
     overlaps = True
     repeatable = True
 
-    def __init__(self, view: View, split: str, terms: Terms | None) -> None:
+    def __init__(self, view: View, split: str, terms: Terms) -> None:
         stated, size = view.cache.manifest.settings, view.record.sizes[1]
-        cells, chunks = terms or (True, True)
+        cells, chunks = terms
         self.reader = ViewReader(view, split, cells=cells, chunks=chunks)
         named = [name for name, used in (("cells", cells), ("chunks", chunks)) if used]
         facts = aligned_facts(
@@ -64,7 +61,7 @@ class AlignedSource:
             document_mask=stated.document_mask,
             size=size,
             codec=stated.codec,
-            terms=terms,
+            cells=cells,
         )
         partner = {pair[0]: pair[1] for pair in view.record.settings["events"]}
         ends = {partner.get(each, -1) for each in view.cache.manifest.end_tokens}
