@@ -231,6 +231,8 @@ def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | st
         student = read_checkpoint(lambda: checkpoint_of(path, "best"), lambda found: student_at(found, device))
         return student, tokenizer_of_run(path)
     spec = read_spec(name)
+    if spec.init == "scratch":
+        log.warning("%s is a spec of fresh weights, which nothing has trained; of a run, name its folder", name)
     return split(load_student(spec, vocab_size=None, seed=0, device=str(device))), spec.tokenizer or spec.source
 
 

@@ -1,5 +1,7 @@
 """`kdtrain generate` continues a text with the student of a run, an export or a spec."""
 
+import json
+
 import pytest
 import torch
 
@@ -24,8 +26,16 @@ def test_a_text_is_continued_and_the_same_seed_continues_it_alike(run, student):
     assert first == again and first["prompt"] == "7 squared is" and 0 < first["tokens"] <= 6
     code, out, err = run.call(*argv, "--seed", 3)
     assert code == 0 and out.startswith("7 squared is") and "\x00" not in out, err
+    assert "fresh weights" not in err
     other = [run.json(*argv, "--seed", seed)["text"] for seed in (4, 5)]
     assert other != [first["text"]] * 2
+
+
+def test_a_spec_that_nothing_has_trained_is_said_to_be_so(run):
+    size = json.loads((run.root / "teacher" / "config.json").read_text())["vocab_size"]
+    (run.root / "fresh.toml").write_text((run.root / "student.toml").read_text() + f"vocab_size = {size}\n")
+    code, _, err = run.call("generate", "fresh.toml", "7", "--max-tokens", 2)
+    assert code == 0 and "fresh.toml is a spec of fresh weights, which nothing has trained" in err, err
 
 
 def test_a_shipped_name_is_the_shipped_student_and_its_path_the_folder_of_a_run(run, monkeypatch):

@@ -12,7 +12,7 @@ from kdtrain.cache.view_rows import View
 from tests.token_kinds import train
 
 RUN = (
-    *("distill", "--cache", "cache", "--student", "other.toml", "--cross-tokenizer", "both", "--steps", 10),
+    *("distill", "--cache", "cache", "--student", "other.toml", "--cross-tokenizer", "auto", "--steps", 10),
     *("--batch-size", 6, "--micro-batch-size", 1, "--lr", 1e-2, "--warmup-steps", 2, "--eval-freq", 5, "--alpha", 0.1),
     *("--checkpoint-freq", 5, "--log-to", "none", "--log-freq", 1, "--no-compile", "--precision", "fp32"),
 )
@@ -45,14 +45,18 @@ def view_of(folder):
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
 
 
-def test_two_ranks_train_what_one_process_trains(whole):
-    first, second = whole.tensors("whole-1"), whole.tensors("whole-2")
+@pytest.mark.parametrize("terms", ["cells", "both"])
+def test_two_ranks_train_what_one_process_trains(whole, terms):
+    runs = [f"whole-{ranks}{'-both' * (terms == 'both')}" for ranks in (1, 2)]
+    for ranks, out in enumerate(runs, 1) if terms == "both" else ():
+        whole.ok(ranks, *RUN, "--cross-tokenizer", "both", "--out", out)
+    first, second = map(whole.tensors, runs)
     names = [name for name in first if not name.startswith("optimizer.")]
     assert max(float((first[name] - second[name]).abs().max()) for name in names) <= 1e-5
-    for line, other in zip(whole.lines("whole-1"), whole.lines("whole-2"), strict=True):
+    for line, other in zip(*map(whole.lines, runs), strict=True):
         for name in line.keys() & {"loss", "kd", "validation/bits_per_byte", "validation/kl", "validation/boundaries"}:
             assert other[name] == pytest.approx(line[name], rel=1e-4), (line["step"], name)
-    assert whole.lines("whole-1")[-1]["validation/bits_per_byte"] > 0
+    assert whole.lines(runs[0])[-1]["validation/bits_per_byte"] > 0
 
 
 @pytest.mark.parametrize("fault", ["train.after-micro-batch:kill:45", "checkpoint.write:kill:30000"])
