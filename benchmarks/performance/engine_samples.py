@@ -2,8 +2,8 @@
 
 Servers of the shipped teacher run already, `vllm serve teachers/stdlib-5m --served-model-name stdlib-5m --max-logprobs
 64`: one with kdtrain's plugin (`--url`) and, to see what the plugin costs other requests, one without (`--plain`). They
-answer the same rows in turn with nothing but a token (`none`), with the most likely 16 and 64 entries, and with 50
-samples. Each side answers all rows once a round; a figure is the median over the rounds. Two processes of one server
+answer the same rows in turn with nothing but a token (`none`), with the label's log p alone (`top-0`), with the most
+likely 16 and 64 entries, and with 50 samples. Each side answers all rows once a round; a figure is the median over the rounds. Two processes of one server
 differ by a tenth in speed: start both anew and measure again, and the record keeps each time. Bytes are those of the
 body of an answer. Prompts are salted, so that none comes from a prefix cache.
 
@@ -37,7 +37,8 @@ from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
 
 RESULTS = Path(__file__).parents[1] / "results" / "engine_samples.json"
-TOP = (16, 64)
+TOP = (0, 16, 64)
+"""Entries beside the label's log p; 0 is the least that a server gives of log-probabilities."""
 SAMPLES = 50
 FP32 = ("--precision", "fp32", "--device", "cpu")
 

@@ -3,73 +3,25 @@
 It needs a vLLM in an environment of its own (0.32 on a CPU is what was tried), and takes a minute to start.
 """
 
-import os
-import signal
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import requests
 import torch
 
 import kdtrain as kd
 from kdtrain.config import CodecConfig, DataConfig, ServerConfig, TextConfig
-from kdtrain.models.loading import load_teacher, load_tokenizer
+from kdtrain.models.loading import load_teacher
 from kdtrain.models.spec import read_spec
+from tests.vllm_server import NAME, TEACHER, free_port, vllm, worn
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
-ROOT = Path(__file__).resolve().parents[2]
-NAME = "stdlib-5m"
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-@contextmanager
-def vllm(model: Path, port: int, *options: str) -> Iterator[str]:
-    """A server of `model` for the block; the address of its API."""
-    command = [os.environ["KDTRAIN_VLLM"], "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", "float32", "--max-model-len", "600", "--max-logprobs", "64", "--enforce-eager"]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    server = subprocess.Popen(
-        [*command, "--served-model-name", NAME, *options],
-        env={**os.environ, **environment},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        until = time.monotonic() + 400
-        while time.monotonic() < until and server.poll() is None:
-            try:
-                if requests.get(f"http://127.0.0.1:{port}/health", timeout=2).ok:
-                    break
-            except requests.RequestException:
-                time.sleep(1)
-        else:
-            pytest.fail("vLLM does not start")
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait()
 
 
 @pytest.fixture(scope="module")
-def port() -> int:
-    return free_port()
-
-
-@pytest.fixture(scope="module")
-def url(port: int) -> Iterator[str]:
-    with vllm(ROOT / "teachers" / NAME, port) as url:
-        yield url
+def url(tmp_path_factory) -> Iterator[str]:
+    with vllm(tmp_path_factory.mktemp("vllm"), TEACHER) as server:
+        yield f"{server.url}/v1"
 
 
 def asked(**options) -> dict:
@@ -112,23 +64,20 @@ def test_what_vllm_refuses_is_quoted_with_the_remedy(url, tmp_path, monkeypatch)
 
 def test_a_vllm_that_comes_back_with_another_model_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    spec, port = read_spec(NAME, "teachers"), free_port()
-    with vllm(ROOT / "teachers" / NAME, port) as url:
+    port = free_port()
+    with vllm(tmp_path, TEACHER, port=port) as server:
+        url = f"{server.url}/v1"
         whole = served(url, "whole")
         served(url, "cache")
     for path in [Path("cache/manifest.json"), *Path("cache/shards").glob("train-0000[12].*")]:
         path.unlink()
-    model = load_teacher(spec, "cpu")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            scale = parameter.float().abs().amax(-1, keepdim=True) / 127
-            parameter.copy_((parameter.float() / scale).round() * scale)  # as in 8 bits
-    model.save_pretrained("worn")
-    load_tokenizer(spec).save_pretrained("worn")
-    with vllm(Path("worn").resolve(), port) as url, pytest.raises(kd.UsageError, match="its fingerprint is") as caught:
+    with (
+        vllm(tmp_path, worn(tmp_path / "worn"), port=port),
+        pytest.raises(kd.UsageError, match="its fingerprint is") as caught,
+    ):
         served(url, "cache")
     print(caught.value)
-    with vllm(ROOT / "teachers" / NAME, port) as url:
+    with vllm(tmp_path, TEACHER, port=port):
         resumed = served(url, "cache")
     assert [len(resumed[each]) for each in resumed] == [len(whole[each]) for each in whole]
 

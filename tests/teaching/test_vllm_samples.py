@@ -5,15 +5,11 @@
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -25,11 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kdtrain.cache.codec import CodecSpec, encode_sequences
 from kdtrain.cache.engine_samples import SampleRequest, read_samples
+from tests.vllm_server import NAME, ROOT, TEACHER, Vllm, free_port, vllm, worn
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
-ROOT = Path(__file__).resolve().parents[2]
-TEACHER = ROOT / "teachers/stdlib-5m"
 ROWS, LENGTH, SAMPLES = 24, 200, 50
 SPEC = CodecSpec(kind="sparse", vocab_size=2048, num_samples=SAMPLES)
 
@@ -41,13 +36,13 @@ class Entry(msgspec.Struct):
 
 
 class Served:
-    """A running server."""
+    """What a server answers."""
 
-    def __init__(self, url: str, log: Path) -> None:
-        self.url, self.log = url, log
+    def __init__(self, server: Vllm) -> None:
+        self.url, self.log = server.url, server.log
 
     def post(self, tokens: list[int], **more: object) -> requests.Response:
-        body = {"model": "served", "prompt": tokens, "max_tokens": 1, "temperature": 1.0} | more
+        body = {"model": NAME, "prompt": tokens, "max_tokens": 1, "temperature": 1.0} | more
         return requests.post(f"{self.url}/v1/completions", json=body, timeout=120)
 
     def lists(self, tokens: list[int], **more: object) -> list[dict[int, Entry] | None]:
@@ -68,57 +63,13 @@ def asked_for(row: int) -> SampleRequest:
     return SampleRequest(number=SAMPLES, seed=0, split="train", row=row)
 
 
-@contextmanager
-def serving(folder: Path, model: Path, *options: str, plugin: bool = True) -> Iterator[Served]:
-    """vLLM serves a model; with the plugin it sees this clone as an installed kdtrain."""
-    site = folder / "site" / "kdtrain-0.dist-info"
-    site.mkdir(parents=True, exist_ok=True)
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in found.items()) for group, found in points.items()]
-    (site / "entry_points.txt").write_text("\n".join(lines))
-    (site / "METADATA").write_text("Metadata-Version: 2.1\nName: kdtrain\nVersion: 0\n")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment |= {"OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = f"{site.parent}{os.pathsep}{ROOT}" if plugin else ""
-    how = ["--dtype", "float32", "--max-model-len", "600", "--enforce-eager", "--served-model-name", "served"]
-    log = folder / f"server-{port}.log"
-    with log.open("w") as said:
-        command = [os.environ["KDTRAIN_VLLM"], "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
-        process = subprocess.Popen(
-            [*command, *how, *options], env=environment, stdout=said, stderr=said, cwd=folder, start_new_session=True
-        )
-    try:
-        until = time.monotonic() + 400
-        url = f"http://127.0.0.1:{port}"
-        while not _healthy(url):
-            assert process.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
-            time.sleep(1)
-        yield Served(url, log)
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _healthy(url: str) -> bool:
-    try:
-        return requests.get(f"{url}/health", timeout=5).status_code == 200
-    except requests.RequestException:
-        return False
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Served]:
     """One with the plugin that cuts every prompt into chunks and keeps prefixes."""
     chunks = ["--enable-chunked-prefill", "--max-num-batched-tokens", "64", "--max-num-seqs", "8"]
-    with serving(tmp_path_factory.mktemp("vllm"), TEACHER, *chunks, "--enable-prefix-caching") as served:
-        yield served
+    chunks += ["--enable-prefix-caching"]
+    with vllm(tmp_path_factory.mktemp("vllm"), TEACHER, *chunks, plugin=True) as server:
+        yield Served(server)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +144,8 @@ def check_top_k(lists: list[dict[int, Entry] | None], tokens: list[int]) -> None
 
 
 def test_requests_of_others_get_what_a_server_without_the_plugin_gives(server, rows, tmp_path):
-    with serving(tmp_path, TEACHER, plugin=False) as plain:
+    with vllm(tmp_path, TEACHER) as started:
+        plain = Served(started)
         for more in ({"prompt_logprobs": 5}, {"max_tokens": 12, "logprobs": 3}):
             more |= {"temperature": 0.0}
             theirs, ours = plain.post(rows[2], **more).json(), server.post(rows[2], **more).json()
@@ -281,10 +233,62 @@ def test_text_of_an_exported_student_is_that_of_transformers(tmp_path, rows):
     )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32).eval()
     prompts = [row[:32] for row in rows[:20]]
-    with serving(tmp_path, tmp_path / "exported", plugin=False) as served:
+    with vllm(tmp_path, tmp_path / "exported") as server:
         for prompt in prompts:
-            answer = served.post(prompt, max_tokens=32, temperature=0.0, ignore_eos=True, return_token_ids=True)
+            answer = Served(server).post(prompt, max_tokens=32, temperature=0.0, ignore_eos=True, return_token_ids=True)
             theirs = answer.json()["choices"][0]["token_ids"]
             with torch.no_grad():
                 ours = model.generate(torch.tensor([prompt]), max_new_tokens=32, min_new_tokens=32, do_sample=False)
             assert theirs == ours[0, 32:].tolist()
+
+
+CAPTURE = ("--teacher", NAME, "--data", "stdlib", "--seq-len", "128", "--num-sequences", "64", "--num-samples", "50")
+CAPTURE += ("--validation-sequences", "8", "--sequences-per-shard", "8", "--server-concurrency", "1")
+
+
+def capture(folder: Path, url: str, out: str) -> subprocess.Popen:
+    """`kdtrain cache-teacher` as it is typed, which waits for a server that is away."""
+    command = [sys.executable, "-m", "kdtrain", "cache-teacher", *CAPTURE, "--server-patience", "400"]
+    command += ["--teacher-server", f"{url}/v1", "--out", out]
+    return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "shards").iterdir()}
+
+
+def wait_for_shards(folder: Path, number: int) -> dict[str, bytes]:
+    """What is published as soon as so many shards are."""
+    until = time.monotonic() + 300
+    while len(found := [*folder.glob("shards/*.json")]) < number:
+        assert time.monotonic() < until, f"{len(found)} shards"
+        time.sleep(0.05)
+    return {path.name: path.read_bytes() for each in found for path in (each, each.with_suffix(".h5"))}
+
+
+def test_a_capture_survives_its_servers_deaths_and_refuses_one_that_came_back_as_another(tmp_path):
+    port, out = free_port(), tmp_path / "cache"
+    with vllm(tmp_path, TEACHER, plugin=True, port=port) as server:
+        assert capture(tmp_path, server.url, "whole").wait() == 0
+        running = capture(tmp_path, server.url, "cache")
+        kept = wait_for_shards(out, 2)
+        server.kill()
+    with vllm(tmp_path, worn(tmp_path / "worn"), plugin=True, port=port):
+        _, said = running.communicate()
+        print(said.splitlines()[-1])
+        assert running.returncode == 1 and "its fingerprint is" in said.splitlines()[-1]
+    for name, bytes_ in content(out).items():
+        assert name.endswith(".tmp") or kept.setdefault(name, bytes_) == content(tmp_path / "whole")[name]
+    with vllm(tmp_path, TEACHER, port=port) as server:
+        refused = capture(tmp_path, server.url, "cache")
+        _, said = refused.communicate()
+        print(said.splitlines()[-1])
+        assert refused.returncode == 2 and "is kdtrain installed where the server runs" in said
+    with vllm(tmp_path, TEACHER, plugin=True, port=port) as server:
+        running = capture(tmp_path, server.url, "cache")
+        wait_for_shards(out, len(kept) // 2 + 2)
+        server.kill()
+    with vllm(tmp_path, TEACHER, plugin=True, port=port):
+        _, said = running.communicate()
+        assert running.returncode == 0, said
+    assert content(out) == content(tmp_path / "whole")
