@@ -3,9 +3,10 @@
 Servers of the shipped teacher run already, `vllm serve teachers/stdlib-5m --served-model-name stdlib-5m --max-logprobs
 64`: one with kdtrain's plugin (`--url`) and, to see what the plugin costs other requests, one without (`--plain`). They
 answer the same rows in turn with nothing but a token (`none`), with the label's log p alone (`top-0`), with the most
-likely 16 and 64 entries, and with 50 samples. Each side answers all rows once a round; a figure is the median over the rounds. Two processes of one server
-differ by a tenth in speed: start both anew and measure again, and the record keeps each time. Bytes are those of the
-body of an answer. Prompts are salted, so that none comes from a prefix cache.
+likely 16 and 64 entries, and with 50 samples. Each side answers all rows once a round; a figure is the median over the
+rounds. Two processes of one server differ by a tenth in speed: start both anew and measure again, and the record keeps
+each time. Bytes are those of the body of an answer. Prompts are salted, so that none comes from a prefix cache.
+`--model NAME` is another model that is served: its vocabulary must hold the shipped one's ids, which are sent.
 
 `--students FOLDER` measures what students learn from it instead: one text, captured as 50 samples of the server with
 the plugin, as 50 samples of the local teacher, and as the 64 most likely entries of the other server, all in fp32; and

@@ -30,7 +30,8 @@ import torch
 
 from kdtrain import faults
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.folder import copy_tokenizer
+from kdtrain.cache.folder import copy_tokenizer, holds_nothing
+from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.view_rows import (
     CELLS,
     SETTINGS,
@@ -44,15 +45,27 @@ from kdtrain.cache.view_rows import (
     ViewSettings,
     ViewShard,
     ViewSidecar,
+    array_digest,
     row_type,
     sealed_record,
+    viewed_cache,
 )
 from kdtrain.data.alignment import Alignment
 from kdtrain.data.cells import Cells
 from kdtrain.data.packing import PackedRow, rows_of
 from kdtrain.data.transcode import Transcoder, documents_of, is_joined, teacher_stream
 from kdtrain.errors import UsageError, making
-from kdtrain.files import Lock, file_digest, json_digest, publish_json, published, read_sealed, sweep, typed
+from kdtrain.files import (
+    Lock,
+    file_digest,
+    json_digest,
+    publish_json,
+    published,
+    read_sealed,
+    refuse_links,
+    sweep,
+    typed,
+)
 from kdtrain.models.loading import load_tokenizer, tokenizer_digest
 
 _ROWS = 1024
@@ -159,9 +172,10 @@ def build_view(
 
     A finished view is opened without a lock; a process that makes the same one is waited for.
 
-    UsageError: `Alignment`, `Transcoder`, or the folder holds another view.
+    UsageError: `Alignment`, `Transcoder`, or the folder is a link, holds other files, or another view.
     RunError: a shard is damaged, the disk is full.
     """
+    _refuse_foreign(folder)
     maker = _Maker(cache, tokenizer, events, seq_len)
     with making(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -205,6 +219,22 @@ def build_view(
         lock.release()
 
 
+def _refuse_foreign(folder: Path) -> None:
+    """UsageError: the folder is a link, or holds links or files that no builder of a view made."""
+    if folder.is_symlink():
+        raise UsageError(f"{folder} is a link, and nothing is written through links; name the folder itself")
+    refuse_links(folder)
+    if not folder.is_dir() or viewed_cache(folder) is not None or holds_nothing(folder):
+        return
+    try:
+        packed = CacheSettings.from_json(read_sealed(folder / SETTINGS)).codec.kind == "tokens"
+    except (OSError, ValueError):
+        packed = False
+    if packed:
+        raise OtherViewError(f"{folder} holds packed text, and not a view; name another folder, or remove it")
+    raise UsageError(f"{folder} holds files that are not a view; name another folder")
+
+
 def _opened(folder: Path, cache: Splits, settings: ViewSettings) -> View | None:
     """The view that is there and finished."""
     if not (folder / VIEW).exists():
@@ -232,7 +262,7 @@ def _build_split(
     found: list[ViewShard] = []
     total, next_token, skipped, after = dict.fromkeys(_COUNTED, 0), 0, 0, -1
     digest = json_digest(maker.settings)
-    while (record := _finished(folder, reader.split, len(found), digest)) is not None:
+    while (record := _finished(folder, reader.split, len(found), maker.seq_len, digest)) is not None:
         found.append({"sequences": record["sequences"], "sha256": record["sha256"]})
         total = {name: each + record["tally"][name] for name, each in total.items()}
         next_token, skipped = record["next"]
@@ -311,12 +341,13 @@ def _stored(rows: Sequence[PackedRow], seq_len: int) -> np.ndarray:
     return out
 
 
-def _finished(folder: Path, split: str, number: int, digest: str) -> ViewSidecar | None:
+def _finished(folder: Path, split: str, number: int, seq_len: int, digest: str) -> ViewSidecar | None:
     """The sidecar of a shard that is there and whole."""
     path = folder / f"{split}-{number:05d}.npy"
     try:
         record = typed(read_sealed(path.with_suffix(".json")), ViewSidecar)
-        if record["settings"] == digest and file_digest(path) == record["sha256"]:
+        form = row_type(seq_len), (record["sequences"],)
+        if record["settings"] == digest and array_digest(path, *form) == record["sha256"]:
             return record
     except (OSError, ValueError):
         pass

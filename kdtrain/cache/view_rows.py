@@ -4,6 +4,7 @@ Shapes: n rows, T positions, V entries of the teacher's tokenizer, S of the stud
 """
 
 import copy
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,9 @@ _ASKED = 4
 """The teacher's rows in one of its forwards."""
 _AT_ONCE = 128
 """Positions whose whole distributions are held at once, in fp32, on their way to cells."""
+_CELL = np.dtype("<i4")
+_HEADER = 2**16
+"""Bytes that numpy may write before an array, at most."""
 
 
 def row_type(seq_len: int) -> np.dtype[Any]:
@@ -173,7 +177,7 @@ class View:
                 f"{folder} is the view of another cache than {cache.name}; remove it, or name another --out"
             )
         self.seq_len, count, (size, _) = self.record.settings["seq_len"], self.record.cells["count"], self.record.sizes
-        both = _array(folder / CELLS, self.record.cells["sha256"], np.dtype("<i4"), (sum(self.record.sizes),))
+        both = _array(folder / CELLS, self.record.cells["sha256"], _CELL, (sum(self.record.sizes),))
         cells = Cells(both[:size].astype(np.int64), both[size:].astype(np.int64), count)
         theirs, own = cells.of_teacher, cells.of_student
         fits = theirs.min() >= -1 and theirs.max() < count and own.min() >= 0 and own.max() <= count
@@ -228,10 +232,18 @@ def _record(folder: Path) -> ViewRecord:
     return record
 
 
+def array_digest(path: Path, kind: np.dtype[Any], shape: tuple[int, ...]) -> str:
+    """SHA-256 of a stored array. OSError, ValueError: it is no regular file, or larger than the array."""
+    most = math.prod(shape) * kind.itemsize + _HEADER
+    if path.is_file() and path.stat().st_size > most:  # a stranger's sparse file takes no disk, and hours to read
+        raise ValueError(f"it has {path.stat().st_size} bytes, and at most {most} are right")
+    return file_digest(path)
+
+
 def _array(path: Path, digest: str, kind: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
     """A stored array, mapped. RunError: it is not the one that was published."""
     try:
-        if file_digest(path) != digest:
+        if array_digest(path, kind, shape) != digest:
             raise ValueError("its SHA-256 differs")
         found = np.lib.format.open_memmap(path, mode="r")
         if found.dtype != kind or found.shape != shape:
@@ -414,12 +426,16 @@ def verify_view(folder: Path) -> list[str]:
         record = _record(folder)
     except UsageError as error:
         return [str(error)]
-    stated = {CELLS: record.cells["sha256"]}
+    stated: dict[str, tuple[str, np.dtype[Any], tuple[int, ...]]] = {
+        CELLS: (record.cells["sha256"], _CELL, (sum(record.sizes),))
+    }
     for split, shards in record.shards.items():
-        stated |= {f"{split}-{number:05d}.npy": each["sha256"] for number, each in enumerate(shards)}
-    for name, digest in stated.items():
+        for number, each in enumerate(shards):
+            kind = row_type(record.settings["seq_len"])
+            stated[f"{split}-{number:05d}.npy"] = each["sha256"], kind, (each["sequences"],)
+    for name, (digest, *form) in stated.items():
         try:
-            if file_digest(folder / name) != digest:
+            if array_digest(folder / name, *form) != digest:
                 problems.append(f"{folder / name}: its SHA-256 differs from view.json's")
         except (OSError, ValueError) as error:  # ValueError: a folder or a pipe
             problems.append(f"{folder / name}: {getattr(error, 'strerror', None) or error}")

@@ -178,7 +178,9 @@ class AlignedTargets(Targets):
 
     def _spoken_of(self) -> Tensor:
         """[R] bool, whether a term of the loss says something of the token."""
-        spoken_R = torch.zeros_like(self.at_boundary) if self.near is None else self.at_boundary
+        spoken_R = torch.zeros_like(self.at_boundary)
+        if self.near is not None:  # all that the teacher expects may be in no cell
+            spoken_R = self.at_boundary & (self.near.logprobs > FLOOR).any(1)
         if not self.chunks:
             return spoken_R
         length = self.length if self.beyond is None else torch.cat([self.length, self.beyond.length])

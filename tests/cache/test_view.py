@@ -219,6 +219,50 @@ def test_a_view_of_something_else_and_a_damaged_one_are_refused(cache, tmp_path)
         build_view(folder, cache, train("gpt2"))
 
 
+def test_a_view_is_made_in_no_folder_of_other_files_and_through_no_link(cache, tmp_path):
+    mine = tmp_path / "mine"
+    (mine / "tokenizer").mkdir(parents=True)
+    for name in ("cells.npy", "train-00000.npy", "tokenizer/notes.txt", ".train-00000.npy.1.tmp"):
+        (mine / name).write_text("mine")
+    before = files_of(mine)
+    linked, inside = tmp_path / "linked", tmp_path / "inside"
+    linked.symlink_to(mine)
+    inside.mkdir()
+    (inside / "tokenizer").symlink_to(mine)
+    with pytest.raises(UsageError, match="mine holds files that are not a view; name another folder"):
+        build_view(mine, cache, train("gpt2"))
+    for folder in (linked, inside):
+        with pytest.raises(UsageError, match="is a link, and nothing is written through links"):
+            build_view(folder, cache, train("gpt2"))
+    settings, tokens = cache.manifest.settings, CodecSpec(kind="tokens", vocab_size=2048)
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    publish_json(packed / "settings.json", dataclasses.replace(settings, codec=tokens, teacher=None).to_json(), "x")
+    with pytest.raises(views.OtherViewError, match="packed holds packed text, and not a view"):
+        build_view(packed, cache, train("gpt2"))
+    publish_json(packed / "settings.json", settings.to_json(), "x")
+    with pytest.raises(UsageError, match="packed holds files that are not a view") as refused:
+        build_view(packed, cache, train("gpt2"))
+    assert not isinstance(refused.value, views.OtherViewError)  # a cache is not moved aside
+    assert files_of(mine) == before
+
+
+def test_an_array_larger_than_stated_is_not_read_to_its_end(sound, tmp_path):
+    """Strangers' sparse files take no disk, and hours to read."""
+    folder = tmp_path / "data"
+    shutil.copytree(sound.folder, folder)
+    for name in (SHARD, CELLS):
+        with open(folder / name, "r+b") as file:
+            file.truncate(2**40)
+    assert [each.split(": ")[1][:22] for each in verify_view(folder)] == ["it has 1099511627776 b"] * 2
+    with pytest.raises(RunError, match=r"cells.npy cannot be read .it has 1099511627776 bytes"):
+        View(folder, sound.cache)
+    (folder / "view.json").unlink()
+    os.truncate(folder / CELLS, 0)
+    build_view(folder, sound.cache, train("gpt2"))
+    assert files_of(folder) == files_of(sound.folder)
+
+
 def test_a_build_killed_before_its_first_record_leaves_a_folder_that_belongs_to_no_run(cache, tmp_path, monkeypatch):
     left = []
 
