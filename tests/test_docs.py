@@ -18,6 +18,7 @@ from benchmarks.performance import scaling
 from kdtrain import cli
 from kdtrain.config import CacheTeacherConfig, DistillConfig
 from kdtrain.config.values import fields_of, flag, marked
+from kdtrain.models.loading import load_student, load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.health import RULES
 from kdtrain.monitor.on_event import EVENTS
@@ -191,6 +192,18 @@ def test_the_example_of_a_student_is_a_spec(tmp_path):
     (tmp_path / "students" / "small.toml").write_text(example)
     spec = read_spec(str(tmp_path / "students" / "small.toml"))
     assert (spec.name, spec.init) == ("small", "scratch")
+
+
+def test_the_example_of_a_student_with_a_tokenizer_of_its_own_works(tmp_path, monkeypatch):
+    page = ROOT / "docs" / "tokenizers.md"
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text(page.read_text())
+    exec(blocks(page, "python")[0])
+    Path("students/other.toml").write_text(blocks(page, "toml")[0])
+    student = read_spec("students/other.toml")
+    vocabulary = len(load_tokenizer(student))
+    model = load_student(student, vocab_size=vocabulary, seed=0, device="cpu")
+    assert 256 < vocabulary <= 4096 and model.get_input_embeddings().weight.shape == (vocabulary, 128)
 
 
 def test_the_flags_of_torchrun_are_torchruns():

@@ -60,7 +60,6 @@ def main(settings: Settings) -> None:
     found: dict[str, Any] = {
         "entries": [len(cells.of_teacher), len(cells.of_student)],
         "cells": cells.count,
-        "in_cells_of_several": len(index.member) / len(cells.of_student),
         "tokens": settings.tokens,
         "threads": torch.get_num_threads(),
         "compile": settings.compile,

@@ -216,7 +216,7 @@ def written_lines(manifest: Manifest) -> Iterator[str]:
         yield "text by teachers, each written as the cache that it comes from states"
     for split, each in (manifest.generated or {}).items():
         ended, cut, tokens = (each.get(name, 0) for name in ("stop", "length", "tokens"))
-        yield f"{split}: {_count(tokens, 'token')} by the teacher; {ended:,} texts ended, {cut:,} were cut"
+        yield f"{split}: {_count(tokens, 'token')} by the teacher; {_count(ended, 'text')} ended, {cut:,} cut"
 
 
 def _parent(parent: Parent) -> Iterator[str]:

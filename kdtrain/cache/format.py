@@ -29,6 +29,8 @@ SPLITS = ("train", "validation", "test")
 MANIFEST = "manifest.json"
 SETTINGS = "settings.json"
 INDEX = "index.h5"
+CELLS = "cells.npy"
+"""In the place of shards: a view in a student's tokens (`cache.view`)."""
 SHARDS = "shards"
 TOKENIZER = "tokenizer"
 DICTIONARY = "dictionary"

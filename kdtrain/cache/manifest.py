@@ -321,6 +321,11 @@ def read_manifest(folder: Path | str) -> Manifest:
     folder = Path(folder)
     path = folder / cache_format.MANIFEST
     if not path.exists():
+        if (folder / cache_format.CELLS).exists():
+            raise UsageError(
+                f"{folder} is no cache, but the text of one in a student's tokens; `kdtrain verify` looks at it with "
+                "the run that it is of"
+            )
         if any((folder / cache_format.SHARDS).glob("*.h5*")):  # a temporary one too
             raise UsageError(
                 f"the cache {folder} is unfinished; run the same cache-teacher command again to finish it, "

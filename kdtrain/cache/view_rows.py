@@ -17,6 +17,7 @@ from msgspec import Meta
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from kdtrain.cache import format as cache_format
 from kdtrain.cache.manifest import Count, Digest, Manifest
 from kdtrain.data.boundaries import MOST
 from kdtrain.data.bytes import MAX_IDS
@@ -28,7 +29,7 @@ from kdtrain.objective.batch import Batch
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
 
-SETTINGS, VIEW, CELLS = "settings.json", "view.json", "cells.npy"
+SETTINGS, VIEW, CELLS = cache_format.SETTINGS, "view.json", cache_format.CELLS
 MOST_DISAGREEMENT = 0.05
 """Share of the common boundaries at which teacher's and student's own tokens may lie in different cells."""
 
@@ -192,8 +193,8 @@ class View:
         left_out = f"; {facts['left_out']:,} of {facts['documents']:,} documents are left out: their bytes change"
         return [
             f"tokenizers of {facts['teacher']:,} (teacher) and {facts['student']:,} entries: {facts['cells']:,} cells",
-            f"{facts['boundaries']:.1%} of the student's labels begin where one of the teacher's does, and "
-            f"{facts['in_chunks']:.1%} lie in chunks{left_out * bool(facts['left_out'])}",
+            f"{facts['boundaries']:.1%} of the student's labels of '{facts['split']}' begin where one of the teacher's "
+            f"does, and {facts['in_chunks']:.1%} lie in chunks{left_out * bool(facts['left_out'])}",
             f"at {facts['disagreement']:.2%} of the common places both tokens lie in different cells (at most "
             f"{MOST_DISAGREEMENT:.0%}){kept}",
             f"events: {'; '.join(facts['events'])}",
@@ -203,11 +204,11 @@ class View:
         """What is known of the alignment: the cache's digest, entries of both tokenizers, cells; of the first split
         the shares of labels at common boundaries and in chunks, and of boundaries that disagree; documents."""
         record, (teacher, student) = self.record, self.record.sizes
-        tally = next(iter(record.tallies.values()))
+        split, tally = next(iter(record.tallies.items()))
         labels = max(1, tally["labels"])
         return {
             "cache": record.settings["cache"],
-            **{"teacher": teacher, "student": student, "cells": self.cells.count},
+            **{"teacher": teacher, "student": student, "cells": self.cells.count, "split": split},
             **{name: tally[name] / labels for name in ("boundaries", "in_chunks")},
             "disagreement": tally["disagree"] / max(1, tally["boundaries"]),
             "entropy_kept": record.entropy_kept,

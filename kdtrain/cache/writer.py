@@ -339,7 +339,8 @@ def _not_empty(split: str, rows: Iterable[PackedRow], settings: CacheSettings) -
     for first in remaining:
         return chain([first], remaining)
     source = settings.data.get("source") or settings.data.get("logprobs")
+    named = settings.data.get("split") or split if split == "train" else split  # as the data call it
     raise UsageError(
-        f"{source}: the {split} data give no whole sequence of {settings.seq_len} tokens; use more data or a smaller "
-        "--seq-len"
+        f"{source}: the {named} data give no whole sequence of {settings.seq_len} tokens; use more data, a smaller "
+        "--seq-len, or another --split"
     )

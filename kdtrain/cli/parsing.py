@@ -178,7 +178,8 @@ class _Line:
         meant = option_meant(name, self.options)
         elsewhere = next((other for other, kind in self.others.items() if name in options_of(kind)), None)
         if meant is None and elsewhere is not None:
-            hint = f"; it is one of kdtrain {elsewhere}"
+            near = [f"; there is {flag(each)} here" for each in self.options if each.endswith(f"_{name}")]
+            hint = f"; it is one of kdtrain {elsewhere}{''.join(near[:1])}"
         else:
             hint = self._perhaps(meant) if meant else ""
         if hint:

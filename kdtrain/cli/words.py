@@ -42,6 +42,7 @@ _NAMES = {
     "seq_len": "max_length max_seq_length max_seq_len block_size context_length sequence_length seq_length cutoff_len"
     " sequence_len ctx_len max_len",
     "num_sequences": "max_samples max_train_samples limit num_examples train_samples n_samples sequences",
+    "validation_sequences": "num_validation num_validation_sequences max_eval_samples eval_samples validation_samples",
     "num_workers": "workers dataloader_num_workers num_proc preprocessing_num_workers",
     "alpha": "kd_weight distill_weight kd_ratio lmbda lambda kd_alpha distillation_weight kl_weight kd_coef",
     "divergence": "kd_loss loss loss_type loss_fn distill_loss kl criterion distance",

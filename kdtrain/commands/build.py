@@ -99,7 +99,8 @@ def _load_student(recipe: Recipe) -> SplitModel:
         pack_student(student, spec.weights, recipe.device)
     refuse_vocabulary(student.vocab_size, facts.vocab_size, facts.tokenizer_size)
     check_fits(student, spec.name, facts.seq_len, facts.document_mask)
-    with recipe.allowing("tokenizer"):
+    meaning = "the ids are taken to mean the same, and the student gets the teacher's tokenizer"
+    with recipe.allowing("tokenizer", meaning):
         own = digest_of(spec if spec.tokenizer or spec.init == "pretrained" else None)
         refuse_tokenizer(own, facts.tokenizer_digest)
     if not student.fused:

@@ -65,9 +65,9 @@ def _build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> None:
         if wait:
             on_main(lambda: None)
     if config.text.generate and is_main():
-        written = (Cache(config.out).manifest.generated or {}).values()
-        if not any(each.get("stop") for each in written):
-            log.warning("no text that the teacher wrote ended, all were cut: nothing teaches the student to stop")
+        written = (Cache(config.out).manifest.generated or {}).get("train", {})
+        if not written.get("stop"):
+            log.warning("no text of the training split ended, all were cut: nothing teaches the student to stop")
 
 
 def build(config: CacheTeacherConfig, device: torch.device, live: LiveCache | None = None) -> None:

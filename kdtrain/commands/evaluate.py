@@ -87,7 +87,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         loss = summary(metrics)["loss"]
         if metrics.tokens and loss is not None and not math.isfinite(loss):
             raise RunError(f"--student {config.student} has a loss of {loss}; look at its weights")
-        found = {"student": config.student, "sequences": len(source), **summary(metrics)}
+        read_from = {"split": config.data.split, "sequences": len(source)}
+        found = {"student": config.student, **read_from, **summary(metrics)}
         aligned = {name: each for name, each in (facts.alignment or {}).items() if each is not None}
         found |= {name: aligned[name] for name in ("disagreement", "entropy_kept") if name in aligned}
     return found | {"calibration": calibration(metrics)}

@@ -19,6 +19,7 @@ import torch
 from kdtrain.cache.address import parse_address
 from kdtrain.cache.look import look
 from kdtrain.cache.reader import Cache
+from kdtrain.cache.view_rows import viewed_cache
 from kdtrain.commands.across import across, align, open_view
 from kdtrain.commands.build_cache import TEXT, build_tokens, holds_tokens
 from kdtrain.commands.run_folder import deciding, restarted, saved_attention, saved_rate
@@ -143,15 +144,18 @@ class Recipe:
         return None if path is None or is_model_folder(path) else path
 
     @contextmanager
-    def allowing(self, name: str) -> Iterator[None]:
-        """Turn a refusal inside into a warning with `--allow-mismatch NAME`, and mention that option without it."""
+    def allowing(self, name: str, meaning: str = "") -> Iterator[None]:
+        """Turn a refusal inside into a warning with `--allow-mismatch NAME`, and mention that option without it.
+
+        meaning: what then happens.
+        """
         try:
             yield
         except UsageError as error:
             if name in self.config.allow_mismatch:
-                warn_early("mismatch", f"--allow-mismatch {name}: {error}")
+                warn_early("mismatch", f"--allow-mismatch {name}: {error}{meaning and f'; {meaning}'}")
             elif name in ("tokenizer", "cache"):
-                raise UsageError(f"{error}; or add --allow-mismatch {name}") from None
+                raise UsageError(f"{error}; or add --allow-mismatch {name}{meaning and f': {meaning}'}") from None
             else:
                 raise
 
@@ -489,6 +493,8 @@ def _tokens(config: DistillConfig, student: ModelSpec, teacher: Teacher | None, 
     tokenizer = load_tokenizer(student) if teacher is None else teacher.tokenizer
     width = len(tokenizer) if teacher is None else teacher.vocab_size
     folder = config.out / TEXT
+    if not resumed and viewed_cache(folder) is not None:  # of an earlier attempt across tokenizers
+        set_aside(config.out, folder.name, "left")
     try:
         build_tokens(folder, config.data, tokenizer, width)
     except UsageError:

@@ -14,12 +14,14 @@ def check_terms(name: str) -> None:
 
 
 def _check_pairs(pairs: tuple[str, ...]) -> None:
-    for each in pairs:
+    for number, each in enumerate(pairs):
         refuse(
             each.find("=") < 1,
             f"--special-tokens '{each[:80]}' is not TEACHER'S=STUDENT'S; leave the second out, "
             "as '<pad>=', for a token that is dropped",
         )
+        token = each.partition("=")[0]
+        refuse(token in partners(pairs[:number]), f"--special-tokens gives '{token[:80]}' twice; give it one partner")
 
 
 SPECIAL_TOKENS: dict[str, Any] = {

@@ -118,7 +118,7 @@ class CacheTeacherConfig(Options):
             )
             return
         refuse(
-            (text.prompt_tokens or 0) > data.seq_len,
+            (text.prompt_tokens or 0) >= data.seq_len,
             f"--prompt-tokens {text.prompt_tokens} leaves no room in --seq-len {data.seq_len}; use less, or a longer "
             "sequence",
         )

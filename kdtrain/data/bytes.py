@@ -22,6 +22,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,6 +74,8 @@ class TokenBytes:
     def of(cls, tokenizer: "PreTrainedTokenizerFast") -> "TokenBytes":
         """Read them off a tokenizer's vocabulary. UsageError: its tokens do not say their bytes, or its ids are odd."""
         name = _name(tokenizer)
+        if isinstance(tokenizer, str | Path):
+            raise UsageError(f"'{printable(str(tokenizer))[:120]}' is a path; give AutoTokenizer.from_pretrained of it")
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise UsageError(f"{name} has no fast backend; use one whose folder holds a tokenizer.json")

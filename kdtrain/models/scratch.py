@@ -136,7 +136,7 @@ def configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
     if vocab_size is not None:
         table.setdefault("vocab_size", vocab_size)
     if "vocab_size" not in table:
-        raise UsageError(f"{spec.name}: [config] has no vocab_size, and there is no cache to take it from; add it")
+        raise UsageError(f"{spec.name}: [config] has no vocab_size, which no cache gives here; add it")
     if type(table["vocab_size"]) is not int:
         raise UsageError(f"{spec.name}: [config] vocab_size = {table['vocab_size']!r} is not a whole number")
     return config_of(spec.name, model_type, _special_tokens(spec, table) | table)

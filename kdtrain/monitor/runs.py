@@ -38,6 +38,8 @@ class Measure:
     text: Callable[[float], str]
     tested: bool = True
     """Whether differences are held against the spread of seeds."""
+    by_token: bool = False
+    """Whether it is of tokens, so that those of two tokenizers do not compare."""
 
 
 def count(value: float) -> str:
@@ -64,17 +66,17 @@ def _share(value: float) -> str:
 
 
 MEASURES = {
-    "best_validation_loss": Measure("best validation loss, nats", _loss),
-    "last_validation_loss": Measure("last validation loss, nats", _loss),
+    "best_validation_loss": Measure("best validation loss, nats", _loss, by_token=True),
+    "last_validation_loss": Measure("last validation loss, nats", _loss, by_token=True),
     "bits_per_byte": Measure("best validation, bits per byte", _loss),
-    "kl": Measure("KL to the teacher, last, nats", _loss),
-    "teacher_validation_loss": Measure("the teacher's loss, nats", _loss, tested=False),
+    "kl": Measure("KL to the teacher, last, nats", _loss, by_token=True),
+    "teacher_validation_loss": Measure("the teacher's loss, nats", _loss, tested=False, by_token=True),
     "teacher_bits_per_byte": Measure("the teacher's bits per byte", _loss, tested=False),
     "boundaries": Measure("tokens at a common boundary", _share, tested=False),
     "entropy_kept": Measure("entropy that the cells keep", _share, tested=False),
-    "accuracy": Measure("next token right, last", _share),
+    "accuracy": Measure("next token right, last", _share, by_token=True),
     "ece": Measure("calibration error (ECE), last", _share),
-    "last_training_loss": Measure("training loss (average), last", _loss, tested=False),
+    "last_training_loss": Measure("training loss (average), last", _loss, tested=False, by_token=True),
     "temperature": Measure("temperature T, last", lambda value: f"{value:.3f}", tested=False),
     "tokens": Measure("tokens", count, tested=False),
     "seconds": Measure("time of its steps", duration, tested=False),
@@ -359,9 +361,14 @@ def spread(groups: Sequence[Group], name: str) -> tuple[float, int] | None:
 
 
 def difference(groups: Sequence[Group], group: Group, name: str) -> tuple[float, bool | None] | None:
-    """A group's mean less that of the first one, and whether it is beyond the seeds' spread; None: nobody knows."""
+    """A group's mean less that of the first one, and whether it is beyond the seeds' spread; None: nobody knows.
+
+    Of numbers by token nobody does where tokenizers differ.
+    """
     own, first = group.values(name), groups[0].values(name)
     if not own or not first or group is groups[0]:
+        return None
+    if MEASURES[name].by_token and len(_tokenizers([group, groups[0]])) > 1:
         return None
     off = statistics.fmean(own) - statistics.fmean(first)
     if not MEASURES[name].tested or (known := spread(groups, name)) is None:
@@ -371,9 +378,16 @@ def difference(groups: Sequence[Group], group: Group, name: str) -> tuple[float,
     return off, abs(off) > quantile * deviation * math.sqrt(1 / len(own) + 1 / len(first))
 
 
+def _tokenizers(groups: Sequence[Group]) -> set[Any]:
+    """What is known of the tokenizers of the runs."""
+    return {run.tokenizer for each in groups for run in each.runs} - {None}
+
+
 def caution(groups: Sequence[Group]) -> list[str]:
     """What a reader of the comparison must know: seeds, tokens, and runs that have not ended."""
-    notes = []
+    notes, apart = [], len(_tokenizers(groups)) > 1
+    if apart:
+        notes.append("the students have different tokenizers: bits per byte compare, losses in nats a token do not")
     seeds = [len(each.values("last_validation_loss")) for each in groups]
     if max(seeds, default=0) < 2:
         notes.append(
@@ -382,15 +396,13 @@ def caution(groups: Sequence[Group]) -> list[str]:
     elif min(seeds) < 2:
         notes.append("some runs have one seed only; the spread is that of the groups with more")
     tokens = [value for each in groups for run in each.runs if (value := run.numbers["tokens"]) is not None]
-    if tokens and max(tokens) > 1.01 * min(tokens):
+    if not apart and tokens and max(tokens) > 1.01 * min(tokens):
         notes.append(
             f"the runs have seen different amounts of text: {count(min(tokens))} to {count(max(tokens))} tokens"
         )
     open_runs = [run.name for each in groups for run in each.runs if run.record.result is None]
     if open_runs:
         notes.append(f"not ended, or killed: {', '.join(open_runs)}")
-    if len({run.tokenizer for each in groups for run in each.runs} - {None}) > 1:
-        notes.append("the students have different tokenizers: bits per byte compare, losses in nats a token do not")
     if len({run.cache for each in groups for run in each.runs}) > 1:
         notes.append("the runs learned from different caches: losses compare only where their validation text is one")
     return notes

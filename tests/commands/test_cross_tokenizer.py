@@ -63,7 +63,7 @@ def test_a_student_of_another_tokenizer_learns_from_the_cache(bench, terms):
     assert losses(terms)[-1] < losses(terms)[0]
     result = json.loads((Path(terms) / "result.json").read_text())
     assert result["stop_reason"] == "done" and result["last_validation_loss"] < result["first_validation_loss"]
-    assert "of the student's labels begin where one of the teacher's does" in err
+    assert "of the student's labels of 'train' begin where one of the teacher's does" in err
     named = {"auto": "cells", "chunks": "chunks", "both": "cells+chunks"}[terms]
     assert f"loss = .1 {named} + .9 ce" in err and f".1 {named} + .9 ce of one" in bench.call("inspect", terms)[1]
     assert (Path(terms) / "student" / "tokenizer.json").read_text() == Path("words/tokenizer.json").read_text()
@@ -203,6 +203,15 @@ def test_runs_of_one_cache_compare_and_the_card_names_the_cache_and_bits(bench):
         code, _, err = distil(bench, f"of-{terms}", "--cross-tokenizer", terms, "--alpha", 0.1, "--lr", 3e-3)
         assert code == 0, err
     assert "different caches" not in bench.call("compare", "of-cells", "of-chunks")[1]
+    argv = [*RUN]
+    argv[4] = "student.toml"
+    code, _, err = bench.call(*argv, "--out", "of-its-own", *bench.plain)
+    assert code == 0, err
+    compared = json.loads(bench.call("compare", "of-its-own", "of-cells", "--json")[1])
+    numbers = compared["groups"][1]["numbers"]
+    assert numbers["bits_per_byte"]["difference"] is not None and "different tokenizers" in compared["notes"][0]
+    for name in ("best_validation_loss", "kl", "accuracy"):
+        assert numbers[name]["mean"] is not None and numbers[name]["difference"] is None
     digest = json.loads(Path("cache/manifest.json").read_text())["digest"]
     card = Path("of-cells/student/README.md").read_text()
     assert f"| cache | {digest} |" in card and "bits a byte" in card and "| text |" in card

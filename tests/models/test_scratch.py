@@ -79,7 +79,7 @@ def test_old_and_renamed_entries_of_a_configuration_are_accepted():
 
 
 def test_without_a_cache_the_configuration_must_state_the_size_of_the_vocabulary():
-    with pytest.raises(UsageError, match=r"\[config\] has no vocab_size, and there is no cache"):
+    with pytest.raises(UsageError, match=r"\[config\] has no vocab_size, which no cache gives"):
         student(scratch(), vocab_size=None)
 
 

@@ -291,7 +291,7 @@ def test_options_that_do_not_go_with_text_by_the_teacher_are_refused_by_name():
     chat = DataConfig(data="text.jsonl", messages_column="messages")
     for refused, make in {
         "--prompt-tokens has no effect without --generate": lambda: TextConfig(prompt_tokens=3),
-        "--prompt-tokens 33 leaves no room": lambda: asked({"prompt_tokens": 33}, data=data),
+        "--prompt-tokens 32 leaves no room": lambda: asked({"prompt_tokens": 32}, data=data),
         "--prompt-tokens has no effect with --messages-column": lambda: asked({"prompt_tokens": 3}, data=chat),
         "--document-mask has no effect": lambda: asked({}, data=DataConfig(data="a", document_mask=True)),
         "--refine takes its text from its cache": lambda: asked({}, refine="cache"),

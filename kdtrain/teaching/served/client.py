@@ -61,6 +61,7 @@ _jitter = random.Random()  # not the generator of a run that trains meanwhile
 _WORDS = 400
 """Characters of a server's words that are shown."""
 _LATE = "the answer takes too long"
+_HTML = "a page of HTML"
 
 
 class Refused(Exception):
@@ -443,8 +444,7 @@ def _typed(content: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         words = printable(str(error)).replace("`", "")[:_WORDS]
-        page = content.lstrip()[:1] == b"<"
-        raise Wrong(f"what is not the JSON that was asked for ({'a page of HTML' if page else words})") from None
+        raise Wrong(f"what is not the JSON that was asked for ({_HTML if _is_page(content) else words})") from None
 
 
 def _words_of(content: bytes) -> str:
@@ -452,4 +452,8 @@ def _words_of(content: bytes) -> str:
     with suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         found = msgspec.json.decode(content, type=_Error).error
         return found if isinstance(found, str) else found.message
-    return content[:SMALL].decode("utf-8", "replace")
+    return _HTML if _is_page(content) else content[:SMALL].decode("utf-8", "replace")
+
+
+def _is_page(content: bytes) -> bool:
+    return content.lstrip()[:1] == b"<"
