@@ -8,7 +8,8 @@ A cache's rows are one stream if each begins with the last token of the row befo
 document begins where its part in the row begins.
 
 Given up: a character that is cut off at the end of a row that stands alone is dropped. A document that is not UTF-8, or
-that the student's tokenizer rewrites (`bytes`), is left out and counted.
+that the student's tokenizer rewrites (`bytes`), is left out and counted. A document is encoded whole, in memory, some
+300 bytes for each of its tokens; one of more than `MOST_TOKENS` is refused.
 
 Shapes: N tokens of the teacher, M of the student.
 """
@@ -41,6 +42,8 @@ TRANSCODED = np.dtype(
 -1: none that counts. length, others: tokens of student and teacher in the chunk that ends with this one, 0 where none
 ends; the teacher's positions follow the source of its first token. document: where in the teacher's stream its document
 begins. place: the token's number in its document."""
+MOST_TOKENS = 1 << 24
+"""The teacher's tokens of the longest document."""
 _BATCH = 1 << 18
 _LONGEST = 256
 """Most bytes of a token in the mean over many: published ones have three to five, and at most 128 or so in one."""
@@ -88,6 +91,8 @@ def documents_of(stream: Iterable[_Array], first: int = 0) -> Iterator[tuple[int
     """Whole documents, a quarter of a million tokens at a time, and where in the stream they begin.
 
     first: where in the whole stream this one begins.
+
+    UsageError: one has more than `MOST_TOKENS`.
     """
     parts: list[_Array] = []
     size, least = 0, _BATCH
@@ -102,6 +107,11 @@ def documents_of(stream: Iterable[_Array], first: int = 0) -> Iterator[tuple[int
         if end:
             yield first, whole[:end]
         parts, size, first = [whole[end:]], len(whole) - end, first + end
+        if size > MOST_TOKENS:
+            raise UsageError(
+                f"a document of the cache has more than {MOST_TOKENS:,} tokens, which a view across tokenizers cannot "
+                "hold; make the cache of shorter documents"
+            )
         least = max(_BATCH, 2 * size)  # a long document is joined a few times, not once a row
     if size:
         yield first, np.concatenate(parts)
@@ -211,46 +221,48 @@ class Transcoder:
                 "events, or leave it out there"
             )
 
-    def _encode(self, texts: list[str | None]) -> tuple[list[list[int]], _Array]:
+    def _encode(self, texts: list[str | None]) -> tuple[list[_Array], _Array]:
         """The student's tokens of each part, and whether they have its bytes."""
         pieces = [split_text(text or "") for text in texts]
         cut = iter(self.student.cut([piece for each in pieces for piece in each]))
-        encoded = [[token for _ in each for token in next(cut)] for each in pieces]
+        none = np.empty(0, np.int32)
+        encoded = [np.concatenate([none, *(np.array(next(cut), np.int32) for _ in each)]) for each in pieces]
         good = np.array([text is not None for text in texts], bool)
         for part, (text, ids) in enumerate(zip(texts, encoded, strict=True)):
-            if text and (joined := self.student.bytes.join(np.array(ids, np.int64)).tobytes()) != text.encode():
+            if text and (joined := self.student.bytes.join(ids).tobytes()) != text.encode():
                 good[part], self.example = False, self.example or self.student.altered(text.encode(), joined)
             elif text is None:
                 self.example = self.example or "the text is not UTF-8"
         return encoded, good
 
     def _join(
-        self, encoded: list[list[int]], special: _Array, mapped: _Array, document: _Array, bad: _Array
+        self, encoded: list[_Array], special: _Array, mapped: _Array, document: _Array, bad: _Array
     ) -> tuple[_Array, _Array]:
         """The student's stream with the fields token, start, document (its number here) and place, and bytes [M]."""
         bos = self.student.tokenizer.bos_token_id
-        ids: list[int] = []
-        sizes: list[_Array] = []
+        ids: list[_Array] = [np.empty(0, np.int32)]
+        sizes: list[_Array] = [np.empty(0, np.int64)]
         counts: dict[int, int] = {}
         for part, own in enumerate(encoded):
             number = int(document[part])
             if bad[number]:
                 continue
-            found = [int(mapped[part])] * int(mapped[part] >= 0) if special[part] else own
+            found = mapped[part : part + 1][mapped[part : part + 1] >= 0] if special[part] else own
             lengths = np.ones(len(found), np.int64) if special[part] else self.student.bytes.lengths[found]
-            if number not in counts and self.student.writes_bos and found[:1] != [bos]:
-                found, lengths = [bos, *found], np.append(0, lengths)
+            if number not in counts and self.student.writes_bos and found[:1].tolist() != [bos]:
+                found, lengths = np.append(bos, found), np.append(0, lengths)
             counts[number] = counts.get(number, 0) + len(found)
-            ids += found
+            ids.append(found.astype(np.int32))
             sizes.append(lengths.astype(np.int64))
-        out = np.zeros(len(ids), TRANSCODED)
-        out["token"] = ids
+        token = np.concatenate(ids)
+        out = np.zeros(len(token), TRANSCODED)
+        out["token"] = token
         amount = np.array(list(counts.values()), np.int64)
         out["document"] = np.repeat(np.array(list(counts), np.int64), amount)
         begins = np.cumsum(amount) - amount
         out["start"][begins[amount > 0]] = True
-        out["place"] = np.arange(len(ids)) - np.repeat(begins, amount)
-        return out, np.concatenate(sizes) if sizes else np.empty(0, np.int64)
+        out["place"] = np.arange(len(token)) - np.repeat(begins, amount)
+        return out, np.concatenate(sizes)
 
 
 def _text(whole: bytes) -> tuple[str | None, int, int]:

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kdtrain.data import transcode
 from kdtrain.data.alignment import Alignment
 from kdtrain.data.bytes import ByteTokenizer, SpecialTokens
 from kdtrain.data.corpus import Document
@@ -205,3 +206,15 @@ def test_an_alignment_holds_a_text_in_the_tokens_of_two_tokenizers():
         Alignment(train("gpt2"), train("qwen")).align(train("gpt2").encode("cafe\u0301"))
     with pytest.raises(UsageError, match="the shape"):
         alignment.align([[1], [2]])
+
+
+def test_a_document_that_would_take_all_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(transcode, "_BATCH", 8)
+    monkeypatch.setattr(transcode, "MOST_TOKENS", 40)
+    parts = [np.zeros(5, TAUGHT) for _ in range(20)]
+    parts[0]["start"][0] = True
+    with pytest.raises(UsageError, match="a document of the cache has more than 40 tokens"):
+        list(documents_of(parts))
+    for part in parts[::4]:
+        part["start"][0] = True
+    assert sum(len(found) for _, found in documents_of(parts)) == 100
