@@ -105,6 +105,7 @@ def test_the_rows_of_a_view_of_the_same_tokenizer_train_to_the_bits_of_the_ordin
         (("--cross-tokenizer", "both", "--cache", "cache"), "--cross-tokenizer reads one cache"),
         (("--special-tokens", "a=b"), "--special-tokens has no effect without --cross-tokenizer"),
         (("--cross-tokenizer", "both", "--special-tokens", "a"), "--special-tokens 'a' is not TEACHER'S=STUDENT'S"),
+        (("--cross-tokenizer", "both", "--special-tokens", "a=b", "--special-tokens", "a="), "gives 'a' twice"),
     ],
 )
 def test_what_is_impossible_across_tokenizers_is_one_line(bench, options, message):
@@ -216,6 +217,22 @@ def test_runs_of_one_cache_compare_and_the_card_names_the_cache_and_bits(bench):
     card = Path("of-cells/student/README.md").read_text()
     assert f"| cache | {digest} |" in card and "bits a byte" in card and "| text |" in card
     assert json.loads(Path("of-cells/student/kdtrain.json").read_text())["cache"] == digest
+
+
+def test_packed_text_takes_the_place_of_a_view_that_was_begun_and_a_view_is_no_cache(bench, monkeypatch):
+    monkeypatch.setattr(faults, "_faults", {"view.after-shard": ("enospc", "1")})
+    monkeypatch.setattr(faults, "_calls", Counter())
+    code, _, _ = distil(bench, "mixed", "--cross-tokenizer", "auto")
+    assert code == 1 and Path("mixed/data/cells.npy").is_file()
+    monkeypatch.setattr(faults, "_faults", {})
+    for command in ("verify", "inspect"):
+        code, out, err = bench.call(command, "mixed/data")
+        assert code != 0 and "is no cache, but the text of one in a student's tokens" in out + err
+    text = ("distill", *bench.text, "--num-sequences", 40, *RUN[3:])
+    code, _, err = bench.call(*text, "--out", "mixed", *bench.plain)
+    assert code == 0, err
+    assert Path("mixed/data/manifest.json").is_file() and not Path("mixed/data/cells.npy").exists()
+    assert Path("mixed/data.left-1/cells.npy").is_file()
 
 
 def test_the_sanity_checks_of_a_run_across_tokenizers_leave_out_what_has_no_meaning_there(bench):
