@@ -101,18 +101,18 @@ def main(given: TokenizerStudy) -> None:
         def run(name: str, entry: Entry) -> dict[str, Any]:
             return _train(study, specs, settings, name, entry)
 
-        first = [(kind, method, alpha, 0) for kind, method in _kinds(specs) for alpha in _tried(method, given.alphas)]
+        kinds = {each: _tried(each[1], given.alphas) for each in _kinds(specs)}
+        first = [(*each, alpha, 0) for each, alphas in kinds.items() for alpha in alphas if len(alphas) > 1]
         grid = {_name(each): each for each in first}
         records = study.records(grid, run, given.at_once, given.minutes)
-        best = {(kind, method): _best(records, kind, method) for kind, method in _kinds(specs)}
-        seeds = range(1, 1 if given.quick else given.seeds)
+        best = {each: alphas[0] if len(alphas) == 1 else _best(records, *each) for each, alphas in kinds.items()}
+        seeds = range(1 if given.quick else given.seeds)
         again = [(*each, alpha, seed) for seed in seeds for each, alpha in best.items() if alpha is not None]
         again.sort(key=lambda entry: entry[1] not in HEADLINE)  # where time runs out, these have all their seeds
         grid |= {_name(each): each for each in again}
         records = study.records(grid, run, given.at_once, given.minutes)
     if records:
-        wanted = len(first) + len(seeds) * len(best)
-        write(given.result, _record(given, settings, specs, best, records, wanted - len(records)))
+        write(given.result, _record(given, settings, specs, best, records, len(grid) - len(records)))
 
 
 def _kinds(specs: Iterable[str]) -> list[tuple[str, str]]:
