@@ -434,9 +434,9 @@ def verify_view(folder: Path) -> list[str]:
         for number, each in enumerate(shards):
             kind = row_type(record.settings["seq_len"])
             stated[f"{split}-{number:05d}.npy"] = each["sha256"], kind, (each["sequences"],)
-    for name, (digest, *form) in stated.items():
+    for name, (digest, kind, shape) in stated.items():
         try:
-            if array_digest(folder / name, *form) != digest:
+            if array_digest(folder / name, kind, shape) != digest:
                 problems.append(f"{folder / name}: its SHA-256 differs from view.json's")
         except (OSError, ValueError) as error:  # ValueError: a folder or a pipe
             problems.append(f"{folder / name}: {getattr(error, 'strerror', None) or error}")
