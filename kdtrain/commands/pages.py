@@ -136,7 +136,6 @@ def _last_numbers(result: Mapping[str, Any], record: RunRecord) -> str:
     for name, share in (("next token right", last.get("validation/accuracy")), ("ECE", last.get("validation/ece"))):
         parts += [f"{name} {100 * share:.1f} %"] if share is not None and math.isfinite(share) else []
     parts += [f"T {_three(told)}"] if told not in (None, 1.0) else []
-    parts = [f"last: {', '.join(parts)}"] if parts else []
     peak = result.get("peak_memory_mb")
     return ", ".join([*parts, f"peak memory {size(peak)}"] if peak else parts)
 
