@@ -158,7 +158,8 @@ def _sparse(logprobs_NV: Tensor, spec: CodecSpec, points_ND: Tensor | None) -> d
     if top_k:
         top_NJ, ids_NJ = logprobs_NV.topk(min(top_k + 1, vocab_size), -1)
     else:  # eight times as fast on a CPU
-        top_NJ, ids_NJ = logprobs_NV.amax(-1, keepdim=True), torch.empty(len(logprobs_NV), 0, dtype=torch.int64)
+        top_NJ = logprobs_NV.amax(-1, keepdim=True)
+        ids_NJ = torch.empty(len(logprobs_NV), 0, dtype=torch.int64, device=logprobs_NV.device)
     ids_NK, kept_NK = ids_NJ[:, :top_k], top_NJ[:, :top_k]
     parts = {"logit_mean": mean_N, "logit_std": std_N}
     if top_k == vocab_size:

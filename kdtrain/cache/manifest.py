@@ -323,8 +323,8 @@ def read_manifest(folder: Path | str) -> Manifest:
     if not path.exists():
         if (folder / cache_format.CELLS).exists():
             raise UsageError(
-                f"{folder} is no cache, but the text of one in a student's tokens; `kdtrain verify` looks at it with "
-                "the run that it is of"
+                f"{folder} is not a cache but a view of one, in a student's tokens; run kdtrain verify on the run that "
+                "it belongs to"
             )
         if any((folder / cache_format.SHARDS).glob("*.h5*")):  # a temporary one too
             raise UsageError(

@@ -227,7 +227,7 @@ def test_packed_text_takes_the_place_of_a_view_that_was_begun_and_a_view_is_no_c
     monkeypatch.setattr(faults, "_faults", {})
     for command in ("verify", "inspect"):
         code, out, err = bench.call(command, "mixed/data")
-        assert code != 0 and "is no cache, but the text of one in a student's tokens" in out + err
+        assert code != 0 and "is not a cache but a view of one, in a student's tokens" in out + err
     text = ("distill", *bench.text, "--num-sequences", 40, *RUN[3:])
     code, _, err = bench.call(*text, "--out", "mixed", *bench.plain)
     assert code == 0, err
