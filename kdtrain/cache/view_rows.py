@@ -21,11 +21,12 @@ from kdtrain.cache import format as cache_format
 from kdtrain.cache.manifest import Count, Digest, Manifest
 from kdtrain.data.boundaries import MOST
 from kdtrain.data.bytes import MAX_IDS
-from kdtrain.data.cells import Cells
+from kdtrain.data.cells import Cells, Rests
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import MEDIUM, file_digest, json_digest, read_sealed, typed
-from kdtrain.objective.aligned import AlignedTargets, at_rows, coarsened, condensed
+from kdtrain.objective.aligned import AlignedTargets
 from kdtrain.objective.batch import Batch
+from kdtrain.objective.cell_targets import TeacherCells, at_rows, coarsened, condensed
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
 
@@ -76,7 +77,7 @@ _HEADER = 2**16
 
 
 def row_type(seq_len: int) -> np.dtype[Any]:
-    """A row: what `PackedRow` has, and source, length and others of `data.transcode` for each label."""
+    """A row: what `PackedRow` has, and source, inside, length and others of `data.transcode` for each label."""
     shape = (seq_len,)
     return np.dtype(
         [
@@ -84,6 +85,7 @@ def row_type(seq_len: int) -> np.dtype[Any]:
             ("loss_mask", "?", shape),
             ("segments", "<i4", shape),
             ("source", "<i8", shape),
+            ("inside", "<i4", shape),
             ("length", "u1", shape),
             ("others", "u1", shape),
         ]
@@ -96,7 +98,7 @@ _Entries = Annotated[int, Meta(ge=1, le=MAX_IDS)]
 class ViewSettings(TypedDict):
     """What settings.json states: what decides the content of a view."""
 
-    version: Literal[1]
+    version: Literal[2]
     cache: Digest
     tokenizer: str
     events: list[Annotated[list[int], Meta(min_length=2, max_length=2)]]
@@ -113,10 +115,11 @@ class ViewShard(TypedDict):
     sha256: Digest
 
 
-Counted = Literal["labels", "boundaries", "disagree", "in_chunks", "documents", "left_out"]
-Tally = Annotated[dict[Counted, Count], Meta(min_length=6)]
-"""Of a shard or a split: labels of the student that count; boundaries, those with a source; disagree, those whose two
-own tokens are in different cells; in_chunks, those in chunks; documents, and left_out of these."""
+Counted = Literal["labels", "boundaries", "disagree", "inside", "disagree_inside", "in_chunks", "documents", "left_out"]
+Tally = Annotated[dict[Counted, Count], Meta(min_length=8)]
+"""Of a shard or a split: labels of the student that count; boundaries, those that begin with a label of the teacher
+that counts; disagree, those of them whose two own tokens are in different cells; inside and disagree_inside, the same
+of those that begin within one; in_chunks, those in chunks; documents, and left_out of these."""
 
 
 class ViewSidecar(ViewShard):
@@ -135,6 +138,8 @@ class _StatedCells(TypedDict):
     student: _Entries
     count: _Entries
     """C."""
+    bytes: Annotated[int, Meta(ge=1, lt=2**31)]
+    """B, of the teacher's vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +163,12 @@ class ViewRecord:
         """Entries of both tokenizers."""
         return self.cells["teacher"], self.cells["student"]
 
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Lengths of the arrays of `Cells` and `Rests` that cells.npy holds one after the other."""
+        teacher, student, length = *self.sizes, self.cells["bytes"]
+        return teacher, student, teacher + 1, length, length
+
 
 def sealed_record(path: Path) -> dict[str, Any]:
     """A sealed record of a view. UsageError: it is damaged."""
@@ -177,14 +188,16 @@ class View:
             raise UsageError(
                 f"{folder} is the view of another cache than {cache.name}; remove it, or name another --out"
             )
-        self.seq_len, count, (size, _) = self.record.settings["seq_len"], self.record.cells["count"], self.record.sizes
-        both = _array(folder / CELLS, self.record.cells["sha256"], _CELL, (sum(self.record.sizes),))
-        cells = Cells(both[:size].astype(np.int64), both[size:].astype(np.int64), count)
-        theirs, own = cells.of_teacher, cells.of_student
+        self.seq_len, count = self.record.settings["seq_len"], self.record.cells["count"]
+        length, parts = self.record.cells["bytes"], self.record.parts
+        stored = _array(folder / CELLS, self.record.cells["sha256"], _CELL, (sum(parts),)).astype(np.int64)
+        theirs, own, starts, said, rest = np.split(stored, np.cumsum(parts)[:-1])
         fits = theirs.min() >= -1 and theirs.max() < count and own.min() >= 0 and own.max() <= count
+        fits &= starts[0] == 0 and starts[-1] == length and (np.diff(starts) >= 0).all()
+        fits &= rest.min(initial=-1) >= -1 and rest.max(initial=-1) < count
         if not fits or not np.bincount(own, minlength=count)[:count].all():
             raise UsageError(f"{folder / CELLS} holds impossible cells; remove the folder")
-        self.cells = cells
+        self.cells, self.rests = Cells(theirs, own, count), Rests(starts, said, rest)
 
     def lines(self) -> list[str]:
         """What it costs to read the cache with another tokenizer, for people."""
@@ -289,10 +302,16 @@ class ViewReader(Dataset[dict[str, Tensor]]):
                 f"teacher's and student's own tokens lie in different cells at {apart:.1%} of the common boundaries, "
                 f"and at most {MOST_DISAGREEMENT:.0%} are right; use --cross-tokenizer chunks"
             )
-        self._of_teacher = torch.from_numpy(view.cells.of_teacher.copy()) if cells else None
+        self._cells = TeacherCells.of(view.cells, view.rests) if cells else None
         self._index = CellIndex.of(torch.from_numpy(view.cells.of_student.copy()), view.cells.count).known()
         self._identity = view.cells.identity
         self._ask: Ask | None = None
+
+    @property
+    def _goes_inside(self) -> bool:
+        """Whether cells say something of labels within a token of the teacher's (`cell_targets`)."""
+        codec = self.reader.manifest.settings.codec
+        return not self._identity and (self._ask is not None or codec.kind == "dense" or codec.num_samples > 0)
 
     def asking(self, ask: Ask) -> "ViewReader":
         """The same with a teacher's answers on its own rows, a few at a time, instead of a cache's numbers."""
@@ -330,6 +349,7 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         tokens, segments, length = (found[name] for name in ("tokens", "segments", "length"))
         fits = tokens.min() >= 0 and tokens.max() < self.view.record.sizes[1]
         fits &= segments.min() >= 0 and segments.max() < self.view.seq_len
+        fits &= found["inside"].min() >= 0 and found["inside"].max() < self.view.record.cells["bytes"]
         fits &= max(length.max(), found["others"].max()) <= MOST and found["loss_mask"].view(np.uint8).max() <= 1
         if not fits or (length > np.arange(1, self.view.seq_len + 1)).any():
             raise RunError(f"{self.view.folder} holds impossible rows of '{self.split}'; remove it, to make it anew")
@@ -339,20 +359,24 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         """The rows `indices`, in that order. RunError: a shard of the cache is damaged."""
         rows = self.rows(indices)
         length = self.reader.manifest.settings.seq_len
-        source, chunk, others = (rows[name].astype(np.int64).ravel() for name in ("source", "length", "others"))
+        names = ("source", "inside", "length", "others")
+        source, inside, chunk, others = (rows[name].astype(np.int64).ravel() for name in names)
+        if not self._goes_inside:
+            source = np.where(inside > 0, -1, source)
         ends = np.flatnonzero(chunk)
         begins = source[ends - chunk[ends] + 1]
         # of a chunk every row, also where rows are shorter than chunks
-        inside = [begins + np.minimum(step, others[ends] - 1) for step in (*range(0, MOST, length), MOST)]
-        needed = np.concatenate([source[source >= 0], *inside])
+        within = [begins + np.minimum(step, others[ends] - 1) for step in (*range(0, MOST, length), MOST)]
+        needed = np.concatenate([source[source >= 0], *within])
         if len(needed) and (needed.min() < 0 or needed.max() >= len(self.reader) * length):
             raise RunError(f"{self.view.folder} speaks of rows that the cache does not have; remove it")
         numbers = np.unique(needed // length) if len(needed) else np.zeros(1, np.int64)
-        answer, label_N = self._answers(numbers)
 
         def place(positions: np.ndarray) -> np.ndarray:
             return np.searchsorted(numbers, positions // length) * length + positions % length
 
+        at = torch.from_numpy(np.where(source >= 0, place(np.maximum(source, 0)), -1))
+        near, label_N = self._answers(numbers, at, torch.from_numpy(np.where(source >= 0, inside, 0)))
         label = label_N.double().numpy()
         sums = np.concatenate([[0.0], np.cumsum(np.nan_to_num(label))])
         unknown = np.concatenate([[0], np.cumsum(np.isnan(label))])
@@ -362,12 +386,10 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         lengths, label_logprob = np.zeros(len(source), np.int64), np.zeros(len(source), np.float32)
         lengths[ends[known]] = chunk[ends[known]]
         label_logprob[ends[known]] = (sums[last] - sums[first])[known]
-        at = torch.from_numpy(np.where(source >= 0, place(np.maximum(source, 0)), -1))
-        near = None if answer is None else answer(at)
         targets = AlignedTargets(
             length=torch.from_numpy(lengths),
             label_logprob=torch.from_numpy(label_logprob),
-            at_boundary=at >= 0,
+            compared=at >= 0,
             near=near,
             cells=None if self._identity or near is None else self._index,
             chunks=self.chunks,
@@ -379,10 +401,10 @@ class ViewReader(Dataset[dict[str, Tensor]]):
             targets=targets,
         )
 
-    def _answers(self, numbers: np.ndarray) -> tuple[Callable[[Tensor], SparseTargets] | None, Tensor]:
-        """What gives the targets over cells of some of the teacher's positions, if they count, and its log p of the
-        labels of the rows `numbers`."""
-        of_teacher, ask = self._of_teacher, self._ask
+    def _answers(self, numbers: np.ndarray, at: Tensor, inside: Tensor) -> tuple[SparseTargets | None, Tensor]:
+        """Of the teacher's rows `numbers`: targets over cells at the positions `at` of them (below 0: none), where
+        `inside` says which bytes are said, if cells count; and its log p of all labels."""
+        cells, ask = self._cells, self._ask
         whole: Iterator[Targets]
         if ask is not None:
             groups = (numbers[start : start + _ASKED].tolist() for start in range(0, len(numbers), _ASKED))
@@ -392,24 +414,30 @@ class ViewReader(Dataset[dict[str, Tensor]]):
             if targets is None:
                 raise UsageError(f"{self.view.cache.name} holds no teacher's numbers")
             if isinstance(targets, SparseTargets):
-                if of_teacher is None:
+                if cells is None:
                     return None, targets.label_logprob
-                if self._identity:
-                    return lambda at: at_rows(targets, at), targets.label_logprob
-                return lambda at: coarsened(targets, of_teacher, at), targets.label_logprob
+                found = at_rows(targets, at) if self._identity else coarsened(targets, cells, at, inside)
+                return found, targets.label_logprob
             whole = iter((targets,))
-        near, labels = list[SparseTargets](), list[Tensor]()
+        near, labels, order = list[SparseTargets](), list[Tensor](), at.argsort(stable=True)
+        wanted, first = at[order], 0
         for part in (each[start : start + _AT_ONCE] for each in whole for start in range(0, len(each), _AT_ONCE)):
             dense = part.resolved()
             assert isinstance(dense, DenseTargets)
             labels.append(dense.label_logprob.cpu())
-            if of_teacher is not None:
-                near.append(condensed(dense, of_teacher, self.view.cells.count).to("cpu"))
-        label_N = torch.cat(labels)
-        if not near:
-            return None, label_N
+            if cells is not None:
+                begin, end = torch.searchsorted(wanted, torch.tensor([first, first + len(part)])).tolist()
+                # one at least, so that there is something to leave out
+                for rows in (order[begin:end] if end > begin or near else order[:1]).split(_AT_ONCE):
+                    place = (at[rows] - first).clamp(min=0)
+                    near.append(condensed(dense, cells, place, inside[rows]).to("cpu"))
+            first += len(part)
+        if cells is None:
+            return None, torch.cat(labels)
         joined = near[0].map(lambda name, _: torch.cat([getattr(each, name) for each in near]))
-        return lambda at: at_rows(joined, at), label_N
+        row = torch.empty_like(at)
+        row[order] = torch.arange(len(at)) - (len(at) - len(joined))
+        return at_rows(joined, row.masked_fill(at < 0, -1)), torch.cat(labels)
 
 
 def viewed_cache(folder: Path) -> str | None:
@@ -428,7 +456,7 @@ def verify_view(folder: Path) -> list[str]:
     except UsageError as error:
         return [str(error)]
     stated: dict[str, tuple[str, np.dtype[Any], tuple[int, ...]]] = {
-        CELLS: (record.cells["sha256"], _CELL, (sum(record.sizes),))
+        CELLS: (record.cells["sha256"], _CELL, (sum(record.parts),))
     }
     for split, shards in record.shards.items():
         for number, each in enumerate(shards):

@@ -105,9 +105,10 @@ class Alignment:
         parts = [worker(first, part) for first, part in documents_of([stream])]
         if worker.example:
             raise UsageError(worker.example)
-        names = {"tokens": "token", "source": "source", "length": "length", "others": "others"}
         none = np.empty(0, np.int64)
-        return Aligned(**{name: np.concatenate([none, *(part[own] for part in parts)]) for name, own in names.items()})
+        names = ("token", "source", "inside", "length", "others")
+        tokens, source, inside, *chunks = (np.concatenate([none, *(part[name] for part in parts)]) for name in names)
+        return Aligned(tokens, np.where(inside == 0, source, -1), *chunks)
 
     def transcoder(self) -> Transcoder:
         """Encodes streams of the teacher's tokens in the student's."""

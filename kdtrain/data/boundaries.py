@@ -24,7 +24,9 @@ class Common:
     """What the tokens of the second stream share with the first."""
 
     source: _Array
-    """int64 [M] the token of the first stream that begins at the same offset; -1 if there is none."""
+    """int64 [M] the token of the first stream that holds its first byte; -1 of a token without bytes."""
+    offset: _Array
+    """int64 [M] that token's bytes before it; 0 where both begin at the same offset."""
     length: _Array
     """uint8 [M] tokens of the second stream in the chunk that ends with this one; 0 where none ends."""
     others: _Array
@@ -47,13 +49,13 @@ def common_boundaries(sizes_N: _Array, sizes_M: _Array, counts_N: _Array) -> Com
         raise ValueError(f"one stream has {ends_N[-1:]} bytes, the other {total}")
     starts_N, starts_M = ends_N - sizes_N, ends_M - sizes_M
     real_N, real_M = sizes_N > 0, sizes_M > 0
-    at = np.full(total + 1, -1, np.int64)
-    at[starts_N[real_N]] = np.flatnonzero(real_N)
-    source_M = np.where(real_M, at[starts_M], -1)
+    holder = np.append(np.repeat(np.arange(len(sizes_N)), sizes_N), -1)
+    source_M = np.where(real_M, holder[starts_M], -1)
+    offset_M = np.where(real_M, starts_M - np.append(starts_N, 0)[source_M], 0)
     missed = np.concatenate([[0], np.cumsum(np.repeat(~counts_N, sizes_N), dtype=np.int64)])
     counts_M = real_M & (missed[ends_M] == missed[starts_M])
 
-    first = np.flatnonzero(source_M >= 0)
+    first = np.flatnonzero((source_M >= 0) & (offset_M == 0))
     length, others = np.zeros(len(sizes_M), np.uint8), np.zeros(len(sizes_M), np.uint8)
     if len(first):
         # a chunk ends with the last token that has bytes before the next boundary
@@ -65,7 +67,7 @@ def common_boundaries(sizes_N: _Array, sizes_M: _Array, counts_N: _Array) -> Com
         kept = (wide_M <= MOST) & (wide_N <= MOST)
         kept &= (bad_N[after_N] == bad_N[source_M[first]]) & (bad_M[after_M] == bad_M[first])
         length[after_M[kept] - 1], others[after_M[kept] - 1] = wide_M[kept], wide_N[kept]
-    return Common(source_M, length, others, counts_M)
+    return Common(source_M, offset_M, length, others, counts_M)
 
 
 def _last_real(real_N: _Array) -> _Array:

@@ -34,14 +34,15 @@ TAUGHT = np.dtype([*STREAM.descr, ("position", "<i8")])
 TRANSCODED = np.dtype(
     [
         *STREAM.descr,
-        *(("source", "<i8"), ("taught", "<i4"), ("length", "u1"), ("others", "u1")),
+        *(("source", "<i8"), ("taught", "<i4"), ("inside", "<i4"), ("length", "u1"), ("others", "u1")),
         *(("document", "<i8"), ("place", "<i4")),
     ]
 )
-"""The student's stream. source: the position of the cache whose label begins with the same byte; taught: that label;
--1: none that counts. length, others: tokens of student and teacher in the chunk that ends with this one, 0 where none
-ends; the teacher's positions follow the source of its first token. document: where in the teacher's stream its document
-begins. place: the token's number in its document."""
+"""The student's stream. source: the position of the cache whose label holds the token's first byte; taught: that label;
+-1: none that counts. inside: where in the bytes of the teacher's vocabulary (`TokenBytes.flat`) the label goes on with
+this token; 0 where it begins with it. length, others: tokens of student and teacher in the chunk that ends with this
+one, 0 where none ends; the teacher's positions follow the source of its first token. document: where in the teacher's
+stream its document begins. place: the token's number in its document."""
 MOST_TOKENS = 1 << 24
 """The teacher's tokens of the longest document."""
 _BATCH = 1 << 18
@@ -179,6 +180,8 @@ class Transcoder:
         where, from_N = np.flatnonzero(at)[real], from_N[real]
         out["source"], out["taught"], out["label"] = -1, -1, common.counts
         out["source"][where], out["taught"][where] = stream["position"][from_N], tokens[from_N]
+        offset = common.offset[where]
+        out["inside"][where] = np.where(offset > 0, own.starts[tokens[from_N]] + offset, 0)
         out["length"], out["others"] = common.length, common.others
         begin = first + np.flatnonzero(stream["start"])
         out["document"] = begin[out["document"]]

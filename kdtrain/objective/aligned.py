@@ -2,10 +2,10 @@
 
 Two terms, right at T = 1, each least where the student says what the teacher says, and there 0 but for samples:
 
-cells   at common boundaries: KL between the masses that both give to groups of tokens (`cells`, `data.cells`). From
-        samples it is the KL from their shares: an unbiased gradient, and a value that is too large by how much less
-        entropy they have than the teacher, in the mean, whatever the student. From a top-k the rest is one event, and
-        what of it lies in kept cells counts as rest.
+cells   where the teacher says what follows (`cell_targets`): KL between the masses that both give to groups of tokens
+        (`cells`, `data.cells`). From samples it is the KL from their shares: an unbiased gradient, and a value that is
+        too large by how much less entropy they have than the teacher, in the mean, whatever the student. From a top-k
+        the rest is one event, and what of it lies in kept cells counts as rest.
 chunks  between common boundaries: teacher's and student's log p of the same bytes. With the sums a, b of log p of the
         chunk's tokens under both, and P = exp(a / tau), Q = exp(b / tau), it is tau KL(P || Q) of two outcomes, the
         binarised KL of ALM (Minixhofer et al. 2025, arXiv 2503.20083, section 3) times tau = 100. The gradient in b
@@ -18,7 +18,7 @@ without chunks, -log q(label | its cell), which the teacher's share of the cell 
 A chunk may cross the border between two of the engine's chunks. So the engine computes the label's log q of a few rows
 around each of its chunks, without gradient (`window`).
 
-Shape suffixes: N tokens, R rows of a chunk, K entries, V vocabulary of the teacher.
+Shape suffixes: N tokens, R rows of a chunk, K entries, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,16 +32,13 @@ from torch import Tensor
 
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.statistics import Entries, Events, Statistics
-from kdtrain.objective.targets import FLOOR, Comparison, DenseTargets, SparseTargets, Targets
+from kdtrain.objective.targets import FLOOR, Comparison, SparseTargets, Targets
 
 TAU = 100.0
 """Of the chunks' term: large enough that its gradient is that of the limit, a / b - 1."""
-MOST_CELLS = 64
-"""Cells of a whole distribution that are kept; the others are one event."""
 REACH = 32
 """Most tokens of the student in a chunk."""
 _LEAST = -1e-6
-_ABSENT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,8 @@ class AlignedTargets(Targets):
     """[N] int64. Tokens of the chunk that ends with the label, up to `REACH`; 0 where none ends, or without chunks."""
     label_logprob: Tensor
     """[N] fp32, nats. The teacher's log p of that chunk; 0 where none ends."""
-    at_boundary: Tensor
-    """[N] bool. Where a token of the teacher begins with the label's first byte; elsewhere `near` does not count."""
+    compared: Tensor
+    """[N] bool. Where the teacher says what the label's first byte may be; elsewhere `near` does not count."""
     near: SparseTargets | None
     """Over cells; None without that term."""
     cells: CellIndex | None
@@ -116,10 +113,10 @@ class AlignedTargets(Targets):
         return replace(self, near=near, **own)
 
     def fields(self, shape: tuple[int, int]) -> dict[str, Tensor]:
-        """Those of the targets over cells, and chunk_length, chunk_logprob, at_boundary [B,T]; of each sequence
+        """Those of the targets over cells, and chunk_length, chunk_logprob, compared [B,T]; of each sequence
         alignment [2]: the key of its cells (0: they are tokens), and whether chunks count."""
         near = {} if self.near is None else self.near.fields(shape)
-        own = {"chunk_length": self.length, "chunk_logprob": self.label_logprob, "at_boundary": self.at_boundary}
+        own = {"chunk_length": self.length, "chunk_logprob": self.label_logprob, "compared": self.compared}
         stated = [0 if self.cells is None else self.cells.key, int(self.chunks)]
         alignment = torch.tensor(stated, dtype=torch.float64).expand(shape[0], -1)
         return near | {name: each.unflatten(0, shape) for name, each in own.items()} | {"alignment": alignment}
@@ -130,7 +127,7 @@ class AlignedTargets(Targets):
     def where(self, keep_N: Tensor) -> AlignedTargets:
         length_N = self.length.masked_fill(~keep_N, 0)
         label_N = self.label_logprob.masked_fill(~keep_N, 0.0)
-        kept = replace(self, length=length_N, label_logprob=label_N, at_boundary=self.at_boundary & keep_N)
+        kept = replace(self, length=length_N, label_logprob=label_N, compared=self.compared & keep_N)
         return kept._near(lambda near: near.where(keep_N))
 
     def without_absent(self, vocab_size: int) -> AlignedTargets:
@@ -149,7 +146,7 @@ class AlignedTargets(Targets):
         return torch.zeros_like(self.label_logprob)
 
     def entries(self, labels_N: Tensor, vocab_size: int) -> Entries:
-        return self._entries(labels_N, vocab_size, None if self.chunks else self.at_boundary)
+        return self._entries(labels_N, vocab_size, None if self.chunks else self.compared)
 
     def _entries(self, labels_N: Tensor, vocab_size: int, within_N: Tensor | None) -> Entries:
         if self.near is None:
@@ -164,7 +161,7 @@ class AlignedTargets(Targets):
         named = replace(statistics, kept=statistics.kept[:, : self.near.ids.shape[1]])
         events = self.near.events(tail, named, beta)
         weight_RE = events.teacher.exp() if events.weight is None else events.weight
-        return replace(events, weight=weight_RE.masked_fill(~self.at_boundary[:, None], 0.0))
+        return replace(events, weight=weight_RE.masked_fill(~self.compared[:, None], 0.0))
 
     def measured(self, measure: Callable[[Events], Tensor], tail: str, statistics: Statistics, beta: Tensor) -> Tensor:
         """Both terms of each row, [R] in nats; the label's cross-entropy of what neither says anything of."""
@@ -178,9 +175,9 @@ class AlignedTargets(Targets):
 
     def _spoken_of(self) -> Tensor:
         """[R] bool, whether a term of the loss says something of the token."""
-        spoken_R = torch.zeros_like(self.at_boundary)
+        spoken_R = torch.zeros_like(self.compared)
         if self.near is not None:  # all that the teacher expects may be in no cell
-            spoken_R = self.at_boundary & (self.near.logprobs > FLOOR).any(1)
+            spoken_R = self.compared & (self.near.logprobs > FLOOR).any(1)
         if not self.chunks:
             return spoken_R
         length = self.length if self.beyond is None else torch.cat([self.length, self.beyond.length])
@@ -191,7 +188,7 @@ class AlignedTargets(Targets):
         return spoken_R | (edges.cumsum(0)[: len(spoken_R)] > 0)
 
     def common(self) -> Tensor:
-        return self.at_boundary
+        return self.compared
 
     def spans(self, values_N: Tensor) -> Tensor:
         sums = torch.cat([values_N.new_zeros(1), values_N.cumsum(0)])
@@ -261,99 +258,3 @@ def binarised_kl(teacher: Tensor, student: Tensor) -> Tensor:
     p, q = teacher.clamp(max=_LEAST) / TAU, student.clamp(max=_LEAST) / TAU
     missed_p = -torch.expm1(p)
     return TAU * (p.exp() * (p - q) + missed_p * (missed_p.log() - (-torch.expm1(q)).log()))
-
-
-def at_rows(targets: SparseTargets, source_N: Tensor) -> SparseTargets:
-    """The rows `source_N` of targets over tokens of both; below 0: a row of finite numbers, to be left out."""
-
-    def chosen(name: str, each: Tensor) -> Tensor:
-        found, known_N = each[source_N.clamp(min=0)], source_N >= 0
-        if name == "ids":  # valid ones: the student's sums are over them
-            return found
-        blank = FLOOR if name == "logprobs" else 0.0
-        return found.where(known_N if found.ndim == 1 else known_N[:, None], blank)
-
-    return targets.map(chosen)
-
-
-def condensed(targets: DenseTargets, of_teacher_V: Tensor, count: int) -> SparseTargets:
-    """The `MOST_CELLS` likeliest cells of whole distributions over the teacher's tokens, and the rest, at T = 1.
-
-    of_teacher_V: int64, the cell of each token, 0 .. count - 1; -1: none, whose mass is left out, and the rest scaled
-    to 1.
-    """
-    size = min(targets.logprobs.shape[1], len(of_teacher_V))
-    mass_NV = targets.logprobs[:, :size].float().exp()
-    place_V = of_teacher_V[:size].to(mass_NV.device)
-    place_V = torch.where(place_V < 0, count, place_V)
-    by_cell_NC = mass_NV.new_zeros(len(mass_NV), count + 1).index_add_(1, place_V, mass_NV)[:, :count]
-    by_cell_NC /= by_cell_NC.sum(1, keepdim=True).clamp(min=torch.finfo(mass_NV.dtype).tiny)
-    mass_NK, cell_NK = by_cell_NC.topk(min(MOST_CELLS, count), dim=1)
-    rest_N = by_cell_NC.scatter(1, cell_NK, 0.0).sum(1)
-    none_N = torch.zeros_like(rest_N)
-    return SparseTargets(
-        ids=cell_NK,
-        logprobs=mass_NK.log().clamp_min(FLOOR),
-        counts=torch.zeros_like(mass_NK),
-        tail=torch.stack([rest_N.log().clamp_min(FLOOR), none_N], 1),
-        label_logprob=none_N,
-        logit_mean=none_N,
-        logit_std=none_N,
-        top_k=mass_NK.shape[1],
-        num_samples=0,
-        knots=(1.0,),
-    )
-
-
-def coarsened(targets: SparseTargets, of_teacher_V: Tensor, source_N: Tensor) -> SparseTargets:
-    """Targets over cells for the rows `source_N` of targets over tokens of the teacher, at T = 1.
-
-    of_teacher_V: int64, the cell of each token; -1: none, whose mass is left out (and of a top-k the rest scaled to 1).
-    source_N: int64; below 0: a row that nothing is known about, to be left out by `at_boundary`.
-
-    Samples give samples, a top-k gives a top-k of the same width; both together give weights, as of samples. What a
-    cache of samples knows of the entropy of tokens does not say that of cells, so theirs is that of the samples.
-    """
-    rows = targets[:0] if not len(targets) else targets.map(lambda _, each: each[source_N.clamp(min=0)])
-    size = len(of_teacher_V)
-    present = (rows.ids < size) & (source_N >= 0)[:, None]
-    cell_NK = torch.where(present, of_teacher_V[rows.ids.clamp(max=size - 1)], -1)
-    one = torch.ones((), dtype=torch.float64)
-    if not rows.num_samples or rows.only_at_one:
-        mass_NK = rows.listed()[1]
-    else:
-        drawn_ND = rows.drawn_weights(one).float()
-        mass_NK = torch.cat([rows.top_logprobs(one).exp().float(), drawn_ND], 1)
-    present &= (cell_NK >= 0) & (mass_NK > 0)
-    cell_NK = torch.where(present, cell_NK, _ABSENT)
-    cell_NK, order_NK = cell_NK.sort(dim=1, stable=True)
-    mass_NK = mass_NK.where(present, 0.0).gather(1, order_NK)
-    begins_NK = torch.ones_like(cell_NK, dtype=torch.bool)
-    begins_NK[:, 1:] = cell_NK[:, 1:] != cell_NK[:, :-1]
-    group_NK = begins_NK.cumsum(1) - 1
-    mass_NK = torch.zeros_like(mass_NK).scatter_add_(1, group_NK, mass_NK)
-    cell_NK = torch.full_like(cell_NK, _ABSENT).scatter_(1, group_NK, cell_NK)
-    mass_NK, order_NK = mass_NK.masked_fill(cell_NK == _ABSENT, 0.0).sort(dim=1, descending=True, stable=True)
-    cell_NK = cell_NK.gather(1, order_NK)
-    logprobs_NK = mass_NK.log().masked_fill(cell_NK == _ABSENT, FLOOR)
-    none_N = rows.label_logprob.new_zeros(len(rows))
-    tail_N2 = none_N[:, None].expand(-1, 2)
-    top_k = 0 if rows.num_samples else rows.top_k
-    if top_k:
-        tail_N2 = torch.stack([rows.log_tail(1.0), none_N], 1).masked_fill((source_N < 0)[:, None], 0.0)
-        # a row of absent entries has no first one, whose id the others take
-        blank_N1 = (source_N < 0)[:, None] | (cell_NK[:, :1] == _ABSENT)
-        cell_NK = torch.where(blank_N1, 0, cell_NK)
-        cell_NK[:, 1:] = cell_NK[:, 1:].masked_fill(blank_N1, _ABSENT)
-    return SparseTargets(
-        ids=cell_NK,
-        logprobs=logprobs_NK,
-        counts=mass_NK * rows.num_samples,
-        tail=tail_N2,
-        label_logprob=none_N,
-        logit_mean=none_N,
-        logit_std=none_N,
-        top_k=top_k,
-        num_samples=rows.num_samples,
-        knots=(1.0,),
-    )

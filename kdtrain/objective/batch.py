@@ -91,15 +91,15 @@ class Batch:
 
 
 def _aligned(fields: Mapping[str, Tensor], near: SparseTargets | None, known: tuple[float, ...]) -> AlignedTargets:
-    names = ("chunk_length", "chunk_logprob", "at_boundary")
+    names = ("chunk_length", "chunk_logprob", "compared")
     if missing := [name for name in names if name not in fields]:
         raise UsageError(f"the batch has no tensor '{missing[0]}'; make batches by collate, of an aligned data set")
-    length, logprob, at_boundary = (fields[name].flatten(0, 1) for name in names)
+    length, logprob, compared = (fields[name].flatten(0, 1) for name in names)
     key, chunks = known
     return AlignedTargets(
         length=length,
         label_logprob=logprob,
-        at_boundary=at_boundary,
+        compared=compared,
         near=near,
         cells=CellIndex.by_key(int(key)) if key else None,
         chunks=bool(chunks),

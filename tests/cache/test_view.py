@@ -20,6 +20,7 @@ from kdtrain.cache.view_rows import View, ViewReader, identity_of, sealed_record
 from kdtrain.cache.writer import write_cache
 from kdtrain.data import alignment as alignments
 from kdtrain.data import transcode
+from kdtrain.data.alignment import Alignment
 from kdtrain.data.cells import Cells
 from kdtrain.data.corpus import Document
 from kdtrain.data.packing import PackedRow, pack
@@ -79,14 +80,23 @@ def test_a_batch_has_the_teachers_numbers_for_the_same_bytes(cache, tmp_path):
     labels = whole.tokens[:, 1:].flatten()
     rows = reader.rows([3, 0])
     source = torch.from_numpy(rows["source"]).flatten()
-    targets = batch.targets
-    assert torch.equal(targets.at_boundary, source >= 0) and targets.at_boundary.float().mean() > 0.5
-    mass = whole.targets.listed()[1]
-    for place in torch.nonzero(targets.at_boundary).flatten().tolist():
+    targets, inside = batch.targets, torch.from_numpy(rows["inside"]).flatten()
+    said_too = cache.manifest.settings.codec.num_samples > 0  # a top-k says nothing of the rest within a token
+    assert torch.equal(targets.compared, (source >= 0) & ((inside == 0) | said_too))
+    assert targets.compared.float().mean() > 0.5 and (inside > 0).sum() > 1
+    mass, vocabulary = whole.targets.listed()[1], view.rests.starts
+    spelled = Alignment(train("llama3"), train("gpt2")).teacher
+    for place in torch.nonzero(targets.compared).flatten().tolist():
         by_cell = np.zeros(view.cells.count + 1)
-        ids = whole.targets.ids[source[place]]
-        known = ids < len(view.cells.of_teacher)
-        np.add.at(by_cell, view.cells.of_teacher[ids[known]], mass[source[place]][known])
+        skip = int(inside[place] - vocabulary[labels[source[place]]]) if inside[place] else 0
+        said = spelled[int(labels[source[place]])][:skip]
+        for token, share in zip(*(each[source[place]].tolist() for each in (whole.targets.ids, mass)), strict=True):
+            if token < len(view.cells.of_teacher) and not skip:
+                by_cell[view.cells.of_teacher[token]] += share
+            elif token < len(view.cells.of_teacher) and spelled[token].startswith(said) and spelled[token] != said:
+                by_cell[view.rests.cell[vocabulary[token] + skip]] += share
+        if skip and by_cell.any():
+            by_cell /= by_cell.sum()
         found = np.zeros_like(by_cell)
         kept = targets.near.ids[place] < view.cells.count
         found[targets.near.ids[place][kept]] = targets.near.resolved().listed()[1][place][kept]

@@ -80,7 +80,7 @@ def test_ten_thousand_random_documents_keep_their_bytes_with_characters_split_by
     assert (within & (out["source"] >= 0)).sum() > 100, "common boundaries within a character"
 
 
-def test_a_source_is_the_position_whose_label_begins_with_the_same_byte():
+def test_a_source_is_the_position_whose_label_holds_the_first_byte():
     worker = transcoder("llama3", "gpt2")
     taught = rows("llama3", TEXTS)
     stream, out = carried(worker, taught)
@@ -94,10 +94,15 @@ def test_a_source_is_the_position_whose_label_begins_with_the_same_byte():
     for place in at:
         position = out["source"][place]
         assert label[position] == stream["token"][position + 1]
-        own = ends["teacher"][position + 1] - worker.teacher.bytes.lengths[label[position]]
+        size, start = (array[label[position]] for array in (worker.teacher.bytes.lengths, worker.teacher.bytes.starts))
+        skip = out["inside"][place] - start if out["inside"][place] else 0
+        assert 0 <= skip < max(1, size)
+        own = ends["teacher"][position + 1] - size + skip
         assert own == ends["student"][place] - worker.student.bytes.lengths[out["token"][place]]
+    assert (out["inside"] > 0).sum() > 5 and (out["inside"][at] == 0).sum() > len(at) / 2
     for place in np.flatnonzero(out["length"]):
         length, others = int(out["length"][place]), int(out["others"][place])
+        assert not out["inside"][place - length + 1]
         first = out["source"][place - length + 1]
         mine, theirs = out["token"][place - length + 1 : place + 1], label[first : first + others]
         eos = [theirs[0] == worker.teacher.tokenizer.eos_token_id, mine[0] == worker.student.tokenizer.eos_token_id]

@@ -12,11 +12,12 @@ from objective_reference import problem, sparse
 
 from kdtrain.data.boundaries import common_boundaries
 from kdtrain.data.bytes import TokenBytes
-from kdtrain.data.cells import prefix_cells
+from kdtrain.data.cells import prefix_cells, rests
 from kdtrain.errors import UsageError
 from kdtrain.models.output_head import OutputHead
-from kdtrain.objective import aligned
-from kdtrain.objective.aligned import TAU, AlignedTargets, coarsened, condensed
+from kdtrain.objective import cell_targets
+from kdtrain.objective.aligned import TAU, AlignedTargets
+from kdtrain.objective.cell_targets import TeacherCells, coarsened, condensed
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
 from kdtrain.objective.metrics import measure
@@ -32,6 +33,18 @@ def token_bytes(vocabulary):
     flat = np.frombuffer("".join(vocabulary).encode(), np.uint8)
     starts = np.cumsum([0, *map(len, vocabulary)]).astype(np.int64)
     return TokenBytes("it", flat, starts, np.zeros(len(vocabulary), bool))
+
+
+def cells_of(of_token):
+    """Cells of a teacher within whose tokens nothing is known."""
+    none = torch.full((1,), -1)
+    starts = torch.tensor([0] * len(of_token) + [1])
+    return TeacherCells(of_token, int(of_token.max()) + 1, starts, none, none)
+
+
+def over(targets, of_token, source):
+    """`coarsened` at boundaries."""
+    return coarsened(targets, cells_of(of_token), source, source * 0)
 
 
 def greedy(text, vocabulary):
@@ -66,8 +79,11 @@ def whole(energies, labels):
     return found.map(lambda name, each: each.nan_to_num(neginf=FLOOR) if name == "tail" else each)
 
 
-def brute_force(student, cell_of, wide):
-    """Chunks' and cells' terms of all texts from the definitions, with a student [N,V] of logits."""
+def brute_force(student, cell_of, wide, inside):
+    """Chunks' and cells' terms of all texts from the definitions, with a student [N,V] of logits.
+
+    inside: whether cells speak of tokens within one of the teacher's, too.
+    """
     theirs, own = positions(TEACHER), positions(wide)
     q = torch.log_softmax(student, 1)
     chunks = cells = torch.zeros((), dtype=torch.float64)
@@ -86,17 +102,20 @@ def brute_force(student, cell_of, wide):
             log_q = sum(q[place, own[place][2]] for place in rows_S if start <= len(own[place][1]) < stop)
             p, r = (log_p / TAU).exp(), (log_q / TAU).exp()
             chunks = chunks + TAU * (p * (p / r).log() + (1 - p) * ((1 - p) / (1 - r)).log())
-        for start in common:
-            p = log_softmax_at(theirs[begins_T[start]][1], 6, 1).exp()
-            for cell in {cell_of(each) for each in TEACHER}:
-                mass_p = sum(p[n] for n, each in enumerate(TEACHER) if cell_of(each) == cell)
+        for start in begins_S if inside else common:
+            begin = max(each for each in begins_T if each <= start)
+            said = TEXTS[number][begin:start]
+            p = log_softmax_at(theirs[begins_T[begin]][1], 6, 1).exp()
+            longer = {n: each[len(said) :] for n, each in enumerate(TEACHER) if each.startswith(said) and each != said}
+            for cell in {cell_of(rest) for rest in longer.values()}:
+                mass_p = sum(p[n] for n, rest in longer.items() if cell_of(rest) == cell) / sum(p[n] for n in longer)
                 mass_q = sum(q[begins_S[start], n].exp() for n, each in enumerate(wide) if cell_of(each) == cell)
                 cells = cells + mass_p * (mass_p / mass_q).log()
     return chunks, cells
 
 
-def aligned_of_texts(wide, cut):
-    """The targets of all texts by the library's own passes."""
+def aligned_of_texts(wide, cut, inside):
+    """The targets of all texts by the library's own passes; a top-k, or whole distributions, also within tokens."""
     theirs, own = positions(TEACHER), positions(wide)
     sizes = [
         np.array([len(vocabulary[each[2]]) for each in rows]) for rows, vocabulary in ((theirs, TEACHER), (own, wide))
@@ -105,29 +124,38 @@ def aligned_of_texts(wide, cut):
     energies = torch.stack([log_softmax_at(before, 6, 1) for _, before, _ in theirs])
     labels = torch.tensor([token for *_, token in theirs])
     targets = whole(energies, labels)
-    cells = prefix_cells(token_bytes(TEACHER), token_bytes(wide), cut, np.full(6, -2))
+    vocabularies = token_bytes(TEACHER), token_bytes(wide)
+    cells = prefix_cells(*vocabularies, cut, np.full(6, -2))
     length, others = (torch.from_numpy(each.astype(np.int64)) for each in (common.length, common.others))
     sums = torch.cat([torch.zeros(1, dtype=torch.float64), targets.label_logprob.cumsum(0)])
-    source = torch.from_numpy(common.source)
+    source, offset = torch.from_numpy(common.source), torch.from_numpy(common.offset)
     ends = torch.arange(len(own))
     start = source[(ends - length + 1).clamp(min=0)]
     label_logprob = torch.where(length > 0, sums[start + others] - sums[start], 0.0)
     index = CellIndex.of(torch.from_numpy(cells.of_student), cells.count)
-    near = coarsened(targets, torch.from_numpy(cells.of_teacher), source)
+    if inside:
+        none = np.empty(0, np.int64)
+        every = TeacherCells.of(cells, rests(*vocabularies, cells, none, none))
+        place = torch.where(offset > 0, every.starts[labels[source]] + offset, 0)
+        near = condensed(DenseTargets(energies, targets.label_logprob), every, source, place)
+    else:
+        source = torch.where(offset == 0, source, -1)
+        near = over(targets, torch.from_numpy(cells.of_teacher), source)
     return AlignedTargets(length, label_logprob, source >= 0, near, index), torch.tensor([each[2] for each in own])
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "at boundaries"])
 @pytest.mark.parametrize("terms", ["both", "chunks", "cells"])
 @pytest.mark.parametrize("kind", ["first bytes", "a student of bytes", "prefixes"])
-def test_both_terms_equal_the_enumeration_of_all_texts_up_to_four_bytes(kind, terms, chunk):
+def test_both_terms_equal_the_enumeration_of_all_texts_up_to_four_bytes(kind, terms, inside, chunk):
     wide = BYTES if kind == "a student of bytes" else STUDENT
 
     def letters(texts):
         return [[wide.index(text[0])] for text in texts]
 
     cut = (lambda texts: [greedy(text, wide) for text in texts]) if kind == "prefixes" else letters
-    targets, labels = aligned_of_texts(wide, cut)
+    targets, labels = aligned_of_texts(wide, cut, inside)
     student = torch.randn(len(labels), len(wide), dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     student.requires_grad_()
     starts = sorted({wide[cut([each])[0][0]] for each in TEACHER} | {"a", "b"}, key=len, reverse=True)
@@ -139,20 +167,20 @@ def test_both_terms_equal_the_enumeration_of_all_texts_up_to_four_bytes(kind, te
         return wide[cut([text])[0][0]]
 
     assert all(cell_of(each) == teacher_cell_of(each) for each in TEACHER)
-    chunks, cells = brute_force(student, cell_of, wide)
+    chunks, cells = brute_force(student, cell_of, wide, inside)
     assert chunks > 0.1 and cells > 0.1
     # where no term speaks of a token, or tells it from others of its cell, its text does; chunks speak of all here
-    text = -torch.log_softmax(student, 1).gather(1, labels[:, None]).squeeze(1)[~targets.at_boundary].sum()
-    assert text > 1
+    text = -torch.log_softmax(student, 1).gather(1, labels[:, None]).squeeze(1)[~targets.compared].sum()
+    assert (text > 1) != inside
     within = student.new_zeros(())
-    for row in targets.at_boundary.nonzero().flatten().tolist():
+    for row in targets.compared.nonzero().flatten().tolist():
         own = next(each for each in starts if wide[labels[row]].startswith(each))
         members = [n for n, each in enumerate(wide) if cell_of(each) == own]
         within = within - torch.log_softmax(student[row, members], 0)[members.index(labels[row])]
     assert (within > 1) == (kind != "a student of bytes")
     expected = {"both": chunks + cells, "chunks": chunks, "cells": cells + text + within}[terms]
     if terms == "chunks":
-        targets = AlignedTargets(targets.length, targets.label_logprob, targets.at_boundary, None, None)
+        targets = AlignedTargets(targets.length, targets.label_logprob, targets.compared, None, None)
     if terms == "cells":
         targets = dataclasses.replace(targets, chunks=False)
     out = distillation_loss(
@@ -175,7 +203,7 @@ def test_both_terms_equal_the_enumeration_of_all_texts_up_to_four_bytes(kind, te
 def test_labels_shifted_by_one_make_the_cells_worse():
     own = torch.stack([log_softmax_at(before, 6, 1) for _, before, _ in positions(TEACHER)])
     source = torch.arange(len(own))
-    near = coarsened(whole(own, own.argmax(1)), torch.arange(6), source)
+    near = over(whole(own, own.argmax(1)), torch.arange(6), source)
     right, shifted = (
         run_aligned(own, AlignedTargets(source * 0, own[:, 0] * 0, source >= 0, each, None))
         for each in (near, near.map(lambda _, tensor: tensor.roll(1, 0)))
@@ -228,7 +256,7 @@ def test_cells_of_one_and_of_several_tokens_agree_with_autograd_over_all_logits(
     targets.ids[alone] = 5  # all that the teacher expects has no cell
     source = torch.arange(40)
     source[[2, 9, 30]] = -1
-    near = coarsened(targets, teacher, source)
+    near = over(targets, teacher, source)
     aligned = AlignedTargets(
         torch.zeros(40, dtype=torch.int64), p.energies[:, 0] * 0, source >= 0, near, CellIndex.of(cells, 9), chunks
     )
@@ -283,7 +311,7 @@ def test_samples_give_an_unbiased_gradient_as_the_loss_is_linear_in_their_counts
             places * 0,
             p.energies[:, 0] * 0,
             places >= 0,
-            coarsened(
+            over(
                 type(targets)(
                     ids=whole,
                     logprobs=(counts / 4).clamp(min=1e-9).log(),
@@ -360,7 +388,7 @@ def test_from_samples_the_divergence_over_cells_is_too_large_by_the_entropy_that
     )
     every = torch.arange(count)
     aligned = AlignedTargets(
-        every * 0, none, every >= 0, coarsened(targets, cells, every), CellIndex.of(cells, size // 3), chunks=False
+        every * 0, none, every >= 0, over(targets, cells, every), CellIndex.of(cells, size // 3), chunks=False
     )
     head, mask = OutputHead(), torch.ones(count, dtype=torch.bool)
     found = measure(energies.float(), head, every % size, mask, aligned, vocab_size=size).divergence()
@@ -381,11 +409,11 @@ def test_of_whole_distributions_the_likeliest_cells_are_kept_and_the_rest_is_one
             mass[:, cell] += p.energies[:, token].double().exp()
     mass /= mass.sum(1, keepdim=True)
     dense = DenseTargets(p.energies.half(), torch.zeros(30))
-    found = condensed(dense, of_teacher, 5)
+    found = condensed(dense, cells_of(of_teacher), torch.arange(30), torch.zeros(30, dtype=torch.int64))
     assert torch.allclose(found.logprobs.exp().double(), mass.gather(1, found.ids), atol=2e-3)
     assert found.top_k == 5 and (found.tail[:, 0] < -8).all()
-    monkeypatch.setattr(aligned, "MOST_CELLS", 2)
-    found = condensed(dense, of_teacher, 5)
+    monkeypatch.setattr(cell_targets, "MOST_CELLS", 2)
+    found = condensed(dense, cells_of(of_teacher), torch.arange(30), torch.zeros(30, dtype=torch.int64))
     assert torch.equal(found.ids, mass.topk(2, dim=1).indices)
     assert torch.allclose(found.log_tail(1.0).exp().double(), 1 - mass.gather(1, found.ids).sum(1), atol=2e-3)
 

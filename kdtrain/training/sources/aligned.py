@@ -12,8 +12,8 @@ import torch
 
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.view_rows import View, ViewReader, identity_of
-from kdtrain.objective.aligned import MOST_CELLS
 from kdtrain.objective.batch import Batch
+from kdtrain.objective.cell_targets import MOST_CELLS
 from kdtrain.objective.targets import Targets
 from kdtrain.teaching.teacher import Teacher
 from kdtrain.training.sources.source import Facts

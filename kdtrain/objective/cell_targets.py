@@ -1,0 +1,175 @@
+"""Targets over cells of a student's vocabulary, from what a teacher said over the tokens of its own, at T = 1.
+
+A token of the student's that begins with one of the teacher's gets the teacher's masses by cell. One that begins within
+a token of the teacher's gets the masses of what that token may be: the entries that begin with the bytes already said,
+by the cell of their rest, scaled to 1 (`data.cells`). A top-k says that of its own entries alone, and not of its rest:
+there such a token gets nothing.
+
+Shapes: N rows of the teacher's, M of the student's, K entries, V vocabulary of the teacher, B bytes of it, C cells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kdtrain.data.cells import Cells, Rests
+from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets
+
+MOST_CELLS = 64
+"""Cells of a whole distribution that are kept; the others are one event."""
+_ABSENT = 2**31 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherCells:
+    """The cells of a teacher's tokens and of their rests; all int64."""
+
+    of_token: Tensor
+    """[V] 0 .. C-1; -1: none."""
+    count: int
+    """C."""
+    starts: Tensor
+    """[V+1] as `Rests`."""
+    said: Tensor
+    """[B]"""
+    of_rest: Tensor
+    """[B]"""
+
+    @classmethod
+    def of(cls, cells: Cells, rests: Rests) -> TeacherCells:
+        """From arrays, on the CPU."""
+        arrays = (np.array(each, np.int64) for each in (cells.of_teacher, rests.starts, rests.said, rests.cell))
+        of_token, starts, said, of_rest = map(torch.from_numpy, arrays)
+        return cls(of_token, cells.count, starts, said, of_rest)
+
+    def to(self, device: torch.device) -> TeacherCells:
+        """The same on a device."""
+        own = (each.to(device) for each in (self.starts, self.said, self.of_rest))
+        return TeacherCells(self.of_token.to(device), self.count, *own)
+
+    def at(self, ids_MK: Tensor, inside_M: Tensor) -> Tensor:
+        """[M,K] the cells of tokens of which some bytes are said; -1: none, or its first bytes are others.
+
+        ids_MK: below V. inside_M: the place of the rest of the text's own token (`Rests.starts`); 0 where nothing is
+        said, which gives the cells of tokens.
+        """
+        own_M = torch.searchsorted(self.starts, inside_M, right=True) - 1
+        skip_M1 = (inside_M - self.starts[own_M])[:, None]
+        place_MK = self.starts[ids_MK] + skip_M1
+        fits_MK = place_MK < self.starts[ids_MK + 1]
+        place_MK = place_MK.where(fits_MK, 0)
+        fits_MK &= self.said[place_MK] == self.said[inside_M][:, None]
+        rest_MK = self.of_rest[place_MK].where(fits_MK, -1)
+        return torch.where(inside_M[:, None] > 0, rest_MK, self.of_token[ids_MK])
+
+
+def at_rows(targets: SparseTargets, source_M: Tensor) -> SparseTargets:
+    """The rows `source_M` of targets over tokens of both; below 0: a row of finite numbers, to be left out."""
+
+    def chosen(name: str, each: Tensor) -> Tensor:
+        found, known_M = each[source_M.clamp(min=0)], source_M >= 0
+        if name == "ids":  # valid ones: the student's sums are over them
+            return found
+        blank = FLOOR if name == "logprobs" else 0.0
+        return found.where(known_M if found.ndim == 1 else known_M[:, None], blank)
+
+    return targets.map(chosen)
+
+
+def condensed(targets: DenseTargets, cells: TeacherCells, source_M: Tensor, inside_M: Tensor) -> SparseTargets:
+    """The `MOST_CELLS` likeliest cells, and the rest, for the rows `source_M` of whole distributions over tokens.
+
+    source_M: int64. inside_M: see `TeacherCells.at`. Cells and targets may be on different devices.
+
+    Mass without a cell is left out, and the rest scaled to 1; where no mass has a cell, none is above `FLOOR`.
+    """
+    device = targets.logprobs.device
+    cells, source_M, inside_M = cells.to(device), source_M.to(device), inside_M.to(device)
+    logprobs_MV = targets.logprobs[source_M, : len(cells.of_token)]
+    mass_MV = logprobs_MV.to(torch.promote_types(logprobs_MV.dtype, torch.float32)).exp()
+    size, count = mass_MV.shape[1], cells.count
+    place_MV = cells.of_token[:size].expand(len(mass_MV), -1)
+    if len(some := (inside_M > 0).nonzero().squeeze(1)):
+        every = torch.arange(size, device=device).expand(len(some), -1)
+        place_MV = place_MV.index_copy(0, some, cells.at(every, inside_M[some]))
+    place_MV = torch.where(place_MV < 0, count, place_MV)
+    by_cell_MC = mass_MV.new_zeros(len(mass_MV), count + 1).scatter_add_(1, place_MV, mass_MV)[:, :count]
+    by_cell_MC /= by_cell_MC.sum(1, keepdim=True).clamp(min=torch.finfo(mass_MV.dtype).tiny)
+    mass_MK, cell_MK = by_cell_MC.topk(min(MOST_CELLS, count), dim=1)
+    rest_M = by_cell_MC.scatter(1, cell_MK, 0.0).sum(1)
+    none_M = torch.zeros_like(rest_M)
+    return SparseTargets(
+        ids=cell_MK,
+        logprobs=mass_MK.log().clamp_min(FLOOR),
+        counts=torch.zeros_like(mass_MK),
+        tail=torch.stack([rest_M.log().clamp_min(FLOOR), none_M], 1),
+        label_logprob=none_M,
+        logit_mean=none_M,
+        logit_std=none_M,
+        top_k=mass_MK.shape[1],
+        num_samples=0,
+        knots=(1.0,),
+    )
+
+
+def coarsened(targets: SparseTargets, cells: TeacherCells, source_M: Tensor, inside_M: Tensor) -> SparseTargets:
+    """Targets over cells for the rows `source_M` of targets over tokens of the teacher.
+
+    source_M: int64; below 0: a row that nothing is known about, to be left out by `AlignedTargets.compared`. inside_M:
+    see `TeacherCells.at`; 0 throughout for a top-k without samples.
+
+    Mass without a cell is left out (and of a top-k the rest scaled to 1). Samples give samples, a top-k gives a top-k
+    of the same width; both together give weights, as of samples. What a cache of samples knows of the entropy of
+    tokens does not say that of cells, so theirs is that of the samples.
+    """
+    rows = targets[:0] if not len(targets) else targets.map(lambda _, each: each[source_M.clamp(min=0)])
+    size = len(cells.of_token)
+    present = (rows.ids < size) & (source_M >= 0)[:, None]
+    cell_MK = torch.where(present, cells.at(rows.ids.clamp(max=size - 1), inside_M), -1)
+    one = torch.ones((), dtype=torch.float64)
+    if not rows.num_samples or rows.only_at_one:
+        mass_MK = rows.listed()[1]
+    else:
+        drawn_MD = rows.drawn_weights(one).float()
+        mass_MK = torch.cat([rows.top_logprobs(one).exp().float(), drawn_MD], 1)
+    present &= (cell_MK >= 0) & (mass_MK > 0)
+    kept_MK = mass_MK.where(present, 0.0)
+    if rows.num_samples:
+        share_M = kept_MK.sum(1) / mass_MK.sum(1)
+        kept_MK = torch.where(((inside_M > 0) & (share_M > 0))[:, None], kept_MK / share_M[:, None], kept_MK)
+    cell_MK = torch.where(present, cell_MK, _ABSENT)
+    cell_MK, order_MK = cell_MK.sort(dim=1, stable=True)
+    mass_MK = kept_MK.gather(1, order_MK)
+    begins_MK = torch.ones_like(cell_MK, dtype=torch.bool)
+    begins_MK[:, 1:] = cell_MK[:, 1:] != cell_MK[:, :-1]
+    group_MK = begins_MK.cumsum(1) - 1
+    mass_MK = torch.zeros_like(mass_MK).scatter_add_(1, group_MK, mass_MK)
+    cell_MK = torch.full_like(cell_MK, _ABSENT).scatter_(1, group_MK, cell_MK)
+    mass_MK, order_MK = mass_MK.masked_fill(cell_MK == _ABSENT, 0.0).sort(dim=1, descending=True, stable=True)
+    cell_MK = cell_MK.gather(1, order_MK)
+    logprobs_MK = mass_MK.log().masked_fill(cell_MK == _ABSENT, FLOOR)
+    none_M = rows.label_logprob.new_zeros(len(rows))
+    tail_M2 = none_M[:, None].expand(-1, 2)
+    top_k = 0 if rows.num_samples else rows.top_k
+    if top_k:
+        tail_M2 = torch.stack([rows.log_tail(1.0), none_M], 1).masked_fill((source_M < 0)[:, None], 0.0)
+        # a row of absent entries has no first one, whose id the others take
+        blank_M1 = (source_M < 0)[:, None] | (cell_MK[:, :1] == _ABSENT)
+        cell_MK = torch.where(blank_M1, 0, cell_MK)
+        cell_MK[:, 1:] = cell_MK[:, 1:].masked_fill(blank_M1, _ABSENT)
+    return SparseTargets(
+        ids=cell_MK,
+        logprobs=logprobs_MK,
+        counts=mass_MK * rows.num_samples,
+        tail=tail_M2,
+        label_logprob=none_M,
+        logit_mean=none_M,
+        logit_std=none_M,
+        top_k=top_k,
+        num_samples=rows.num_samples,
+        knots=(1.0,),
+    )
