@@ -32,7 +32,8 @@ from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
 
 SETTINGS, VIEW, CELLS = cache_format.SETTINGS, "view.json", cache_format.CELLS
 MOST_DISAGREEMENT = 0.05
-"""Share of the common boundaries at which teacher's and student's own tokens may lie in different cells."""
+"""Share of the common boundaries at which teacher's and student's own tokens may lie in different cells; where they do
+so at more of the places within the teacher's tokens, nothing is said there."""
 
 
 class SplitReader(Protocol):
@@ -98,7 +99,8 @@ _Entries = Annotated[int, Meta(ge=1, le=MAX_IDS)]
 class ViewSettings(TypedDict):
     """What settings.json states: what decides the content of a view."""
 
-    version: Literal[2]
+    version: Literal[1, 2]
+    """1: nothing was known within tokens."""
     cache: Digest
     tokenizer: str
     events: list[Annotated[list[int], Meta(min_length=2, max_length=2)]]
@@ -207,23 +209,27 @@ class View:
         return [
             f"tokenizers of {facts['teacher']:,} (teacher) and {facts['student']:,} entries: {facts['cells']:,} cells",
             f"{facts['boundaries']:.1%} of the student's labels of '{facts['split']}' begin where one of the teacher's "
-            f"does, and {facts['in_chunks']:.1%} lie in chunks{left_out * bool(facts['left_out'])}",
-            f"at {facts['disagreement']:.2%} of the common places both tokens lie in different cells (at most "
-            f"{MOST_DISAGREEMENT:.0%}){kept}",
+            f"does, {facts['inside']:.1%} within one; {facts['in_chunks']:.1%} lie in chunks"
+            f"{left_out * bool(facts['left_out'])}",
+            f"both tokens lie in different cells at {facts['disagreement']:.2%} of the common places (at most "
+            f"{MOST_DISAGREEMENT:.0%}) and at {facts['disagreement_inside']:.2%} of those within a token (above "
+            f"{MOST_DISAGREEMENT:.0%} these are not compared){kept}",
             f"events: {'; '.join(facts['events'])}",
         ]
 
     def facts(self) -> dict[str, Any]:
         """What is known of the alignment: the cache's digest, entries of both tokenizers, cells; of the first split
-        the shares of labels at common boundaries and in chunks, and of boundaries that disagree; documents."""
+        the shares of labels at common boundaries, within tokens of the teacher and in chunks; of the first two what
+        disagrees; documents."""
         record, (teacher, student) = self.record, self.record.sizes
         split, tally = next(iter(record.tallies.items()))
         labels = max(1, tally["labels"])
         return {
             "cache": record.settings["cache"],
             **{"teacher": teacher, "student": student, "cells": self.cells.count, "split": split},
-            **{name: tally[name] / labels for name in ("boundaries", "in_chunks")},
+            **{name: tally[name] / labels for name in ("boundaries", "inside", "in_chunks")},
             "disagreement": tally["disagree"] / max(1, tally["boundaries"]),
+            "disagreement_inside": tally["disagree_inside"] / max(1, tally["inside"]),
             "entropy_kept": record.entropy_kept,
             **{name: tally[name] for name in ("documents", "left_out")},
             "events": [printable(each) for each in record.events],
@@ -310,8 +316,10 @@ class ViewReader(Dataset[dict[str, Tensor]]):
     @property
     def _goes_inside(self) -> bool:
         """Whether cells say something of labels within a token of the teacher's (`cell_targets`)."""
+        if self._cells is None or self._identity or self.view.facts()["disagreement_inside"] > MOST_DISAGREEMENT:
+            return False
         codec = self.reader.manifest.settings.codec
-        return not self._identity and (self._ask is not None or codec.kind == "dense" or codec.num_samples > 0)
+        return self._ask is not None or codec.kind == "dense" or codec.num_samples > 0
 
     def asking(self, ask: Ask) -> "ViewReader":
         """The same with a teacher's answers on its own rows, a few at a time, instead of a cache's numbers."""

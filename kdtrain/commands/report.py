@@ -41,7 +41,7 @@ _MOST_CACHES = 50
 """Most caches of a mixture that a page describes."""
 QUALITY = (
     *("best_validation_loss", "last_validation_loss", "bits_per_byte", "kl", "teacher_validation_loss"),
-    *("teacher_bits_per_byte", "boundaries", "entropy_kept", "last_training_loss"),
+    *("teacher_bits_per_byte", "compared", "entropy_kept", "last_training_loss"),
 )
 CALIBRATION = ("ece", "accuracy", "temperature")
 COST = ("tokens", "seconds", "tokens_per_second", "peak_memory_mb", "quantized_share", "rollbacks", "skipped_steps")

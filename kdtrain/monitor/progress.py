@@ -327,7 +327,7 @@ def validation_line(step: int, numbers: Mapping[str, float], before: float | Non
     change = "" if before is None else f" ({loss - before:+.3f})"
     text = f"val @{step} {loss:.3f}{change}" if abs(loss) < 1e6 else f"val @{step} {loss:.4g}"
     text += ("" if teacher is None else f" teacher {teacher:.3f}") + (" best" if best else "")
-    if "validation/boundaries" in numbers and (bits := numbers.get("validation/bits_per_byte")) is not None:
+    if "validation/compared" in numbers and (bits := numbers.get("validation/bits_per_byte")) is not None:
         own = numbers.get("validation/teacher_bits_per_byte")
         text += f", {bits:.3f} bits/byte" + ("" if own is None else f" teacher {own:.3f}")
     return text

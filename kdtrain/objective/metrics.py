@@ -11,7 +11,7 @@ acceptance              sum_j min(p_j, q_j), the rate at which speculative decod
 ECE                     expected calibration error over 15 equal bins of confidence (Guo et al. 2017).
 bits per byte           the sum of log-probabilities over the bytes of the same text: it compares tokenizers.
 
-With a teacher of another tokenizer (`aligned`) the KL is that of groups of tokens, at common boundaries.
+With a teacher of another tokenizer (`aligned`) the KL is that of groups of tokens, where they can be compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kdtrain.objective.targets import Supervision, Targets
 BINS = 15
 _MAY_BE_UNKNOWN = (
     *("kl", "teacher_cross_entropy", "agreement", "acceptance"),
-    *("bytes", "teacher_bytes", "boundaries"),
+    *("bytes", "teacher_bytes", "compared"),
 )
 
 
@@ -51,8 +51,8 @@ class Metrics:
     """Of the text that the tokens are; special tokens have none."""
     teacher_bytes: float | None = 0.0
     """Of the text that `teacher_cross_entropy` is over."""
-    boundaries: float | None = 0.0
-    """Tokens that begin where one of a teacher with another tokenizer does; the KL is over these."""
+    compared: float | None = 0.0
+    """Tokens of which a teacher with another tokenizer says what they may be; the KL is over these."""
     bin_count: tuple[float, ...] = (0.0,) * BINS
     """Tokens by the student's confidence, [15]."""
     bin_confidence: tuple[float, ...] = (0.0,) * BINS
@@ -89,10 +89,10 @@ class Metrics:
         return None if total is None else total / self.tokens if self.tokens else math.nan
 
     def divergence(self) -> float | None:
-        """The mean KL, nats: over tokens, or across tokenizers over common boundaries."""
-        if self.kl is None or self.boundaries is None:
+        """The mean KL, nats: over tokens, or across tokenizers over tokens that are compared."""
+        if self.kl is None or self.compared is None:
             return self.mean("kl")
-        return self.kl / self.boundaries if self.boundaries else math.nan
+        return self.kl / self.compared if self.compared else math.nan
 
     def bits_per_byte(self) -> float | None:
         """The student's; None where the bytes are unknown, or there are none."""
@@ -105,7 +105,7 @@ class Metrics:
 
     def teacher_loss(self) -> float | None:
         """The teacher's cross-entropy, nats for each token; across tokenizers for each of the student's."""
-        if self.boundaries is None:
+        if self.compared is None:
             return self.mean("teacher_cross_entropy")
         bits = self.teacher_bits_per_byte()
         return None if bits is None or not self.bytes else bits * math.log(2) * self.bytes / self.tokens
@@ -177,9 +177,9 @@ def measure(
 
 
 def _text_columns(bytes_N: Tensor | None, targets: Targets | None) -> dict[str, Tensor | None]:
-    """Of each token: its bytes, those that the teacher's log p is over, and whether it is at a common boundary."""
+    """Of each token: its bytes, those that the teacher's log p is over, and whether it is compared."""
     spanned = None if bytes_N is None or targets is None else targets.spans(bytes_N)
-    return {"bytes": bytes_N, "teacher_bytes": spanned, "boundaries": None if targets is None else targets.common()}
+    return {"bytes": bytes_N, "teacher_bytes": spanned, "compared": None if targets is None else targets.common()}
 
 
 def _chunk_sums(z_RV: Tensor, rows: Supervision, more: list[Tensor | None]) -> Tensor:

@@ -119,7 +119,7 @@ def summary(metrics: Metrics) -> dict[str, float | None]:
     loss, kl, teacher_loss: nats a token; agreement: share of tokens where student and teacher have the same most likely
     entry; acceptance: sum of min(p, q), the share of draft tokens that speculative decoding would accept;
     bits_per_byte, teacher_bits_per_byte: of the same text, which compares tokenizers. With a teacher of another
-    tokenizer kl is that of groups of tokens at common boundaries, and boundaries the share of tokens there.
+    tokenizer kl is that of groups of tokens where both can be compared, and compared the share of tokens there.
     """
     return {
         "loss": metrics.mean("cross_entropy"),
@@ -132,7 +132,7 @@ def summary(metrics: Metrics) -> dict[str, float | None]:
         "teacher_loss": metrics.teacher_loss(),
         "bits_per_byte": metrics.bits_per_byte(),
         "teacher_bits_per_byte": metrics.teacher_bits_per_byte(),
-        "boundaries": metrics.mean("boundaries"),
+        "compared": metrics.mean("compared"),
         "tokens": metrics.tokens,
     }
 

@@ -28,6 +28,7 @@ from kdtrain.errors import RunError, UsageError
 from kdtrain.files import Lock, file_digest, publish_json, read_sealed
 from kdtrain.models.loading import tokenizer_digest
 from kdtrain.models.output_head import OutputHead
+from kdtrain.objective.cell_targets import MOST_CELLS
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
 from kdtrain.testing import tiny_model
@@ -72,6 +73,27 @@ def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def by_cell(view, whole, position, inside):
+    """The teacher's masses of cells at a position of the cache; of what goes on as the text does up to `inside`."""
+    masses, vocabulary = np.zeros(view.cells.count + 1), view.rests.starts
+    spelled = Alignment(train("llama3"), train("gpt2")).teacher
+    label = int(whole.tokens[:, 1:].flatten()[position])
+    skip = int(inside - vocabulary[label]) if inside else 0
+    said = spelled[label][:skip]
+    for token, mass in zip(*(each[position].tolist() for each in whole.targets.listed()), strict=True):
+        if token < len(view.cells.of_teacher) and not skip:
+            masses[view.cells.of_teacher[token]] += mass
+        elif token < len(view.cells.of_teacher) and spelled[token].startswith(said) and spelled[token] != said:
+            masses[view.rests.cell[vocabulary[token] + skip]] += mass
+    return (masses / masses.sum() if skip and masses.any() else masses)[:-1]
+
+
+def cells_at(view, targets, place):
+    found, kept = np.zeros(view.cells.count), targets.near.ids[place] < view.cells.count
+    found[targets.near.ids[place][kept]] = targets.near.resolved().listed()[1][place][kept]
+    return found
+
+
 def test_a_batch_has_the_teachers_numbers_for_the_same_bytes(cache, tmp_path):
     view = build_view(tmp_path / "data", cache, train("gpt2"))
     reader, plain = view["train"], cache["train"]
@@ -84,23 +106,9 @@ def test_a_batch_has_the_teachers_numbers_for_the_same_bytes(cache, tmp_path):
     said_too = cache.manifest.settings.codec.num_samples > 0  # a top-k says nothing of the rest within a token
     assert torch.equal(targets.compared, (source >= 0) & ((inside == 0) | said_too))
     assert targets.compared.float().mean() > 0.5 and (inside > 0).sum() > 1
-    mass, vocabulary = whole.targets.listed()[1], view.rests.starts
-    spelled = Alignment(train("llama3"), train("gpt2")).teacher
     for place in torch.nonzero(targets.compared).flatten().tolist():
-        by_cell = np.zeros(view.cells.count + 1)
-        skip = int(inside[place] - vocabulary[labels[source[place]]]) if inside[place] else 0
-        said = spelled[int(labels[source[place]])][:skip]
-        for token, share in zip(*(each[source[place]].tolist() for each in (whole.targets.ids, mass)), strict=True):
-            if token < len(view.cells.of_teacher) and not skip:
-                by_cell[view.cells.of_teacher[token]] += share
-            elif token < len(view.cells.of_teacher) and spelled[token].startswith(said) and spelled[token] != said:
-                by_cell[view.rests.cell[vocabulary[token] + skip]] += share
-        if skip and by_cell.any():
-            by_cell /= by_cell.sum()
-        found = np.zeros_like(by_cell)
-        kept = targets.near.ids[place] < view.cells.count
-        found[targets.near.ids[place][kept]] = targets.near.resolved().listed()[1][place][kept]
-        assert np.allclose(found[:-1], by_cell[:-1], atol=1e-6)
+        expected = by_cell(view, whole, int(source[place]), int(inside[place]))
+        assert np.allclose(cells_at(view, targets, place), expected, atol=1e-6)
     own = batch.tokens[:, 1:].flatten()
     for end in torch.nonzero(targets.length).flatten().tolist():
         length, others = int(targets.length[end]), int(rows["others"].ravel()[end])
@@ -138,6 +146,49 @@ def test_of_text_that_the_teacher_wrote_the_filler_is_left_out_and_the_end_is_th
     found = view["train"].rows(range(len(view["train"])))["tokens"]
     assert len(found) > 1 and text.startswith(student.decode([found[0, 0], *found[:, 1:].ravel()]))
     assert AlignedSource(view, "train", (True, True)).facts.end_tokens == (student.convert_tokens_to_ids("<|im_end|>"),)
+
+
+def test_whole_distributions_have_the_likeliest_cells_also_within_tokens(tmp_path):
+    tokenizer = train("llama3")
+    size = len(tokenizer)
+    settings = CacheSettings(
+        codec=CodecSpec(kind="dense", vocab_size=size),
+        seq_len=SEQ_LEN,
+        tokenizer_size=size,
+        tokenizer_digest=tokenizer_digest(tokenizer),
+        data={"source": "texts"},
+    )
+    rows = list(pack([Document(f"{n}", text=each) for n, each in enumerate(TEXTS)], tokenizer, SEQ_LEN))
+    table = 3 * torch.randn(size, size, generator=torch.Generator().manual_seed(1))
+    made = {"teacher": lambda tokens, _: table[tokens], "batch_size": 3, "tokenizer": tokenizer}
+    write_cache(tmp_path / "cache", settings, {"train": rows, "validation": rows[:1]}, **made)
+    cache = Cache(tmp_path / "cache")
+    view = build_view(tmp_path / "data", cache, train("gpt2"))
+    order = range(len(view["train"]) - 1, -1, -1)
+    stored, targets = view["train"].rows(order), view["train"].read(order).targets
+    source, inside = (stored[name].ravel() for name in ("source", "inside"))
+    assert torch.equal(targets.compared, torch.from_numpy(source >= 0)) and (inside > 0).sum() > 5
+    whole = cache["train"].read(range(len(cache["train"])))
+    for place in np.flatnonzero(source >= 0):
+        expected, found = by_cell(view, whole, source[place], inside[place]), cells_at(view, targets, place)
+        expected /= expected.sum()
+        least = np.sort(expected)[-MOST_CELLS:].min()
+        assert np.allclose(found[found > 0], expected[found > 0], rtol=1e-4) and (expected[found == 0] <= least).all()
+
+
+def test_within_tokens_nothing_is_compared_where_they_disagree_too_often(cache, tmp_path, monkeypatch):
+    view = build_view(tmp_path / "data", cache, train("gpt2"))
+    tally = view.record.tallies["train"]
+    inside = torch.from_numpy(view["train"].rows(range(len(view["train"])))["inside"]).flatten() > 0
+    assert inside.sum() == tally["inside"] > 0 and "within one" in view.lines()[1]
+    assert view.facts()["disagreement_inside"] == tally["disagree_inside"] / tally["inside"]
+    for apart, compared in ((0.05, cache.manifest.settings.codec.num_samples > 0), (0.06, False)):
+        monkeypatch.setattr(View, "facts", lambda self, apart=apart: {"disagreement": 0, "disagreement_inside": apart})
+        found = view["train"].read(range(len(view["train"]))).targets.compared
+        assert found[~inside].any() and found[inside].any() == compared
+        assert (
+            not ViewReader(view, "train", cells=False, chunks=True).read([0]).targets.compared[inside[:SEQ_LEN]].any()
+        )
 
 
 def test_the_same_tokenizer_gives_the_ordinary_loss_to_the_bit(cache, tmp_path):
@@ -336,11 +387,14 @@ def header(text):
 SHARD, CELLS = "train-00000.npy", "cells.npy"
 
 
-def of_cells(change):
+def of_cells(part, change):
+    """Change an array of cells.npy: the cells of the teacher's and of the student's tokens, then those of `Rests`."""
+
     def changed(folder, record):
-        both = np.load(folder / CELLS)
-        change(both, record["cells"]["teacher"])
-        np.save(folder / CELLS, both)
+        every = np.load(folder / CELLS)
+        teacher, student, size = (record["cells"][name] for name in ("teacher", "student", "bytes"))
+        change(np.split(every, np.cumsum([teacher, student, teacher + 1, size]))[part])
+        np.save(folder / CELLS, every)
 
     return changed
 
@@ -367,8 +421,12 @@ HOSTILE = {
     "a trillion cells": lambda folder, record: record["cells"].update(count=10**12),
     "a huge row": lambda folder, record: record["settings"].update(seq_len=2**40),
     "an event alone": lambda folder, record: record["settings"].update(events=[[1]]),
-    "a cell below 0": of_cells(lambda both, size: both.__setitem__(size, -1)),
-    "an empty cell": of_cells(lambda both, size: both.__setitem__(both == 3, 2)),
+    "a cell below 0": of_cells(1, lambda own: own.__setitem__(0, -1)),
+    "an empty cell": of_cells(1, lambda own: own.__setitem__(own == 3, 2)),
+    "tokens that begin behind their ends": of_cells(2, lambda starts: starts.__setitem__(5, 2**30)),
+    "a rest of no cell": of_cells(4, lambda cells: cells.__setitem__(3, 2**20)),
+    "fewer bytes": lambda folder, record: record["cells"].update(bytes=record["cells"]["bytes"] - 1),
+    "a token of no bytes' vocabulary": lambda folder, record: record["cells"].update(bytes=0),
     "a zip": written(b"PK\x05\x06" + b"\0" * 18),
     "a cut header": written(header("{'descr': '<i4', 'shape': (")),
     "a shape of 10^22": written(header(f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({10**22},)}}\n")),
@@ -379,6 +437,8 @@ HOSTILE = {
     "a mask of 7": of_rows(lambda rows: rows["loss_mask"].view(np.uint8).__setitem__((0, 1), 7)),
     "a long chunk": of_rows(lambda rows: rows["others"].__setitem__((0, 1), 200)),
     "a chunk that begins before its row": of_rows(lambda rows: rows["length"].__setitem__((0, 1), 30)),
+    "a place within no token": of_rows(lambda rows: rows["inside"].__setitem__((0, 1), 2**30)),
+    "a place before all tokens": of_rows(lambda rows: rows["inside"].__setitem__((0, 1), -1)),
     "a source of nobody": of_rows(lambda rows: rows["source"].__setitem__((0, 1), 2**62)),
 }
 

@@ -191,11 +191,11 @@ def test_bits_per_byte_compare_a_student_with_the_teacher_of_another_tokenizer(b
     again = bits(bench, "--student", "bits/student", "--cache", "cache", "--cross-tokenizer", "auto")
     assert again["bits_per_byte"] == pytest.approx(result["best_bits_per_byte"], rel=1e-5)
     assert again["teacher_bits_per_byte"] == pytest.approx(result["teacher_bits_per_byte"])
-    assert 0 < again["boundaries"] <= 1 and again["kl"] > 0 and 0 < again["entropy_kept"] <= 1
+    assert 0 < again["compared"] <= 1 and again["kl"] > 0 and 0 < again["entropy_kept"] <= 1
     assert result["alignment"]["terms"] == ["cells"] and result["alignment"]["entropy_kept"] == again["entropy_kept"]
     code, out, _ = bench.call("compare", "bits", "--json")
     (group,) = json.loads(out)["groups"]
-    for name in ("bits_per_byte", "teacher_bits_per_byte", "boundaries", "entropy_kept", "kl"):
+    for name in ("bits_per_byte", "teacher_bits_per_byte", "compared", "entropy_kept", "kl"):
         assert group["numbers"][name]["mean"] > 0
 
 
@@ -251,7 +251,7 @@ def test_a_student_and_an_online_teacher_of_another_tokenizer_are_measured_on_th
     assert found["bits_per_byte"] == pytest.approx(alone["words-model"], rel=0.02)
     assert found["teacher_bits_per_byte"] == pytest.approx(alone["teacher"], rel=0.02)
     assert abs(alone["teacher"] - alone["words-model"]) > 0.1 * alone["teacher"]
-    assert 0 < found["boundaries"] <= 1 and found["kl"] > 0
+    assert 0 < found["compared"] <= 1 and found["kl"] > 0
 
 
 @pytest.mark.parametrize(

@@ -432,7 +432,7 @@ def test_a_teachers_bytes_are_those_of_its_chunks():
         chunk=3,
         bytes_N=torch.tensor([3, 1, 2, 4]),
     )
-    assert (found.bytes, found.teacher_bytes, found.boundaries, found.kl) == (10, 8, 3, None)
+    assert (found.bytes, found.teacher_bytes, found.compared, found.kl) == (10, 8, 3, None)
     assert found.teacher_bits_per_byte() == pytest.approx(4 / 8 / math.log(2))
     assert found.teacher_loss() == pytest.approx(4 / 8 * 10 / 4)
     assert found.bits_per_byte() == pytest.approx(found.cross_entropy / 10 / math.log(2))
