@@ -135,11 +135,11 @@ def _text(alignment: Alignment, counted: list[str], measured: list[str]) -> dict
         return {"refused": str(error)}
     documents, left_out = worker.documents, worker.left_out
     own, of_student = alignment.teacher, alignment.student
-    first = first[(first["source"] >= 0) & (first["inside"] == 0)]
+    first = first[(first["source"] >= 0) & (first["said"] == 0)]
     merged = alignment.merged(first["taught"], first["token"])
     out, measured_stream = out[1:], streams[1][1:]  # the first token of a text is no label
     labels = out[of_student.lengths[out["token"]] > 0]  # not the ends of documents, which all share
-    at = labels[(labels["source"] >= 0) & (labels["inside"] == 0)]
+    at = labels[(labels["source"] >= 0) & (labels["said"] == 0)]
     ends = labels[labels["length"] > 0]
     taught = measured_stream[own.lengths[measured_stream["token"]] > 0]
     size = sum(len(text.encode()) for text in measured)

@@ -61,7 +61,7 @@ def _loss(model: Any, rows: Any, taught: Any) -> Any:
     own_N = -logprobs_NV.gather(1, tokens_BT[:, 1:].reshape(-1, 1)).squeeze(1)
     loss = own_N[mask_N].mean()
     source_N = rows["source"].ravel()
-    at = np.flatnonzero((source_N >= 0) & (rows["inside"].ravel() == 0))
+    at = np.flatnonzero((source_N >= 0) & (rows["said"].ravel() == 0))
     if not len(at):
         return loss
     numbers = np.unique(source_N[at] // length)

@@ -1,7 +1,7 @@
 """A cache in the rows of a student with another tokenizer: a view beside the run; the cache stays as it is.
 
     FOLDER/settings.json     what the view is made from: the cache's digest, the tokenizer, events, length of a row
-    FOLDER/cells.npy         int32, `Cells` and `Rests` of both vocabularies (`data.cells`), one array after the other
+    FOLDER/cells.npy         int32, `Cells` and `Spelling` (`data`) of both vocabularies, an array behind the other
     FOLDER/train-00000.npy   rows, structured (`row_type`); .json beside it: its SHA-256, where the next one begins
     FOLDER/tokenizer/        the student's
     FOLDER/view.json         at the end, sealed: the digests, and what was measured
@@ -51,7 +51,7 @@ from kdtrain.cache.view_rows import (
     viewed_cache,
 )
 from kdtrain.data.alignment import Alignment
-from kdtrain.data.cells import Cells, Rests, rests
+from kdtrain.data.cells import Cells
 from kdtrain.data.packing import PackedRow, rows_of
 from kdtrain.data.transcode import Transcoder, documents_of, is_joined, teacher_stream
 from kdtrain.errors import UsageError, making
@@ -128,23 +128,20 @@ class _Maker:
             if skipped < len(documents):
                 yield at + skipped, documents[skipped:]
 
-    def cells(self, reader: SplitReader) -> tuple[Cells, Rests]:
+    def cells(self, reader: SplitReader) -> Cells:
         """The cells, merged from the beginning of the text: the same whether or not the split is wanted whole."""
         worker, pairs, read = self.alignment.transcoder(), [], 0
         joined = _joined(reader, -(-_MERGED_FROM // reader.manifest.settings.seq_len))
         self.begun = worker, joined, {}
         for first, documents in self.stream(reader, joined):
             out = self.begun[2][first] = worker(first, documents)
-            out = out[out["source"] >= 0]
-            pairs.append(np.stack([out["taught"], out["token"], out["inside"]]))
+            out = out[(out["source"] >= 0) & (out["said"] == 0)]
+            pairs.append(np.stack([out["taught"], out["token"]]))
             read += len(documents)
             if read >= _MERGED_FROM:
                 break
         worker.refuse_loss(worker.documents, worker.left_out)
-        taught, token, inside = np.concatenate([np.empty((3, 0), np.int32), *pairs], 1)
-        cells = self.alignment.merged(taught[inside == 0], token[inside == 0])
-        place = inside > 0
-        return cells, rests(self.alignment.teacher, self.alignment.student, cells, inside[place], token[place])
+        return self.alignment.merged(*np.concatenate(pairs, 1)) if pairs else self.alignment.cells
 
 
 def _filler(tokenizer: Any, ends: Sequence[int]) -> dict[str, str]:
@@ -201,13 +198,13 @@ def build_view(
         else:
             publish_json(folder / SETTINGS, {**maker.settings}, "view.settings")
         copy_tokenizer(tokenizer, folder / cache_format.TOKENIZER)
-        cells, left = maker.cells(cache["train"])
-        parts = [cells.of_teacher, cells.of_student, left.starts, left.said, left.cell]
+        cells, spelling = maker.cells(cache["train"]), maker.alignment.spelling
+        parts = [cells.of_teacher, cells.of_student, spelling.starts, spelling.tokens, spelling.said]
         with published(folder / CELLS, "view.cells") as path, open(path, "wb") as file:
             np.save(file, np.concatenate(parts).astype(np.int32), allow_pickle=False)
         shards, tallies = {}, {}
         for split in cache if splits is None else splits:
-            shards[split], tallies[split] = _build_split(folder, maker, cache[split], (cells, left), progress)
+            shards[split], tallies[split] = _build_split(folder, maker, cache[split], cells, progress)
         record = ViewRecord(
             settings=maker.settings,
             shards=shards,
@@ -216,7 +213,7 @@ def build_view(
                 "teacher": len(cells.of_teacher),
                 "student": len(cells.of_student),
                 "count": cells.count,
-                "bytes": len(left.cell),
+                "spelled": len(spelling.tokens),
             },
             tallies=tallies,
             events=maker.alignment.events,
@@ -264,12 +261,11 @@ def _build_split(
     folder: Path,
     maker: _Maker,
     reader: SplitReader,
-    found_cells: tuple[Cells, Rests],
+    cells: Cells,
     progress: Callable[[int], None] | None,
 ) -> tuple[list[ViewShard], Tally]:
     """Publish the shards of a split that are missing; what view.json states of all."""
     found: list[ViewShard] = []
-    cells, left = found_cells
     total, next_token, skipped, after = dict.fromkeys(_COUNTED, 0), 0, 0, -1
     digest = json_digest(maker.settings)
     while (record := _finished(folder, reader.split, len(found), maker.seq_len, digest)) is not None:
@@ -305,16 +301,18 @@ def _build_split(
             np.save(file, stored := _stored(taken, maker.seq_len), allow_pickle=False)
         at = stored["source"] >= 0
         taught = np.stack([row.kept["taught"] for row in taken])[at] if taken else np.empty(0, np.int64)
-        inside = stored["inside"][at]
-        one = np.where(inside > 0, left.cell[inside], cells.of_teacher[taught])
-        apart = (one != cells.of_student[stored["tokens"][:, 1:][at]]) & (one >= 0)
+        said, own = stored["said"][at], cells.of_student[stored["tokens"][:, 1:][at]]
+        following = maker.alignment.spelling.next(taught, said)
+        inside = np.where(following < 0, -1, cells.of_student[following])
+        one = np.where(said > 0, inside, cells.of_teacher[taught])
+        apart = (one != own) & ((one >= 0) | (said > 0))
         documents, left_out = worker.count(after, math.inf if last else next_token)
         tally: Tally = {
             "labels": int(stored["loss_mask"].sum()),
-            "boundaries": int((inside == 0).sum()),
-            "disagree": int(apart[inside == 0].sum()),
-            "inside": int((inside > 0).sum()),
-            "disagree_inside": int(apart[inside > 0].sum()),
+            "boundaries": int((said == 0).sum()),
+            "disagree": int(apart[said == 0].sum()),
+            "inside": int((said > 0).sum()),
+            "disagree_inside": int(apart[said > 0].sum()),
             "in_chunks": int(stored["length"].sum()),
             "documents": documents,
             "left_out": left_out,
@@ -348,7 +346,7 @@ def _stored(rows: Sequence[PackedRow], seq_len: int) -> np.ndarray:
         kept_T = row.loss_mask & (row.kept["length"] <= place_T)
         each["length"], each["others"] = row.kept["length"] * kept_T, row.kept["others"] * kept_T
         each["source"] = np.where(row.loss_mask, row.kept["source"], -1)
-        each["inside"] = np.where(each["source"] >= 0, row.kept["inside"], 0)
+        each["said"] = np.where(each["source"] >= 0, row.kept["said"], 0)
         begin_T = np.flatnonzero(each["length"])
         first = begin_T - each["length"][begin_T] + 1
         unusable = begin_T[each["source"][first] < 0]

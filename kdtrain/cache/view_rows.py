@@ -21,14 +21,15 @@ from kdtrain.cache import format as cache_format
 from kdtrain.cache.manifest import Count, Digest, Manifest
 from kdtrain.data.boundaries import MOST
 from kdtrain.data.bytes import MAX_IDS
-from kdtrain.data.cells import Cells, Rests
+from kdtrain.data.cells import Cells
+from kdtrain.data.spelling import Spelling
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import MEDIUM, file_digest, json_digest, read_sealed, typed
 from kdtrain.objective.aligned import AlignedTargets
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.cell_targets import TeacherCells, at_rows, coarsened, condensed
 from kdtrain.objective.cells import CellIndex
-from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
+from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets, Targets
 
 SETTINGS, VIEW, CELLS = cache_format.SETTINGS, "view.json", cache_format.CELLS
 MOST_DISAGREEMENT = 0.05
@@ -78,7 +79,7 @@ _HEADER = 2**16
 
 
 def row_type(seq_len: int) -> np.dtype[Any]:
-    """A row: what `PackedRow` has, and source, inside, length and others of `data.transcode` for each label."""
+    """A row: what `PackedRow` has, and source, said, length and others of `data.transcode` for each label."""
     shape = (seq_len,)
     return np.dtype(
         [
@@ -86,7 +87,7 @@ def row_type(seq_len: int) -> np.dtype[Any]:
             ("loss_mask", "?", shape),
             ("segments", "<i4", shape),
             ("source", "<i8", shape),
-            ("inside", "<i4", shape),
+            ("said", "<i4", shape),
             ("length", "u1", shape),
             ("others", "u1", shape),
         ]
@@ -140,8 +141,8 @@ class _StatedCells(TypedDict):
     student: _Entries
     count: _Entries
     """C."""
-    bytes: Annotated[int, Meta(ge=1, lt=2**31)]
-    """B, of the teacher's vocabulary."""
+    spelled: Annotated[int, Meta(ge=1, lt=2**31)]
+    """L, tokens of the student that all of the teacher's are spelled with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +168,8 @@ class ViewRecord:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Lengths of the arrays of `Cells` and `Rests` that cells.npy holds one after the other."""
-        teacher, student, length = *self.sizes, self.cells["bytes"]
+        """Lengths of the arrays of `Cells` and `Spelling` that cells.npy holds one after the other."""
+        teacher, student, length = *self.sizes, self.cells["spelled"]
         return teacher, student, teacher + 1, length, length
 
 
@@ -191,15 +192,15 @@ class View:
                 f"{folder} is the view of another cache than {cache.name}; remove it, or name another --out"
             )
         self.seq_len, count = self.record.settings["seq_len"], self.record.cells["count"]
-        length, parts = self.record.cells["bytes"], self.record.parts
+        length, parts = self.record.cells["spelled"], self.record.parts
         stored = _array(folder / CELLS, self.record.cells["sha256"], _CELL, (sum(parts),)).astype(np.int64)
-        theirs, own, starts, said, rest = np.split(stored, np.cumsum(parts)[:-1])
+        theirs, own, starts, spelled, said = np.split(stored, np.cumsum(parts)[:-1])
         fits = theirs.min() >= -1 and theirs.max() < count and own.min() >= 0 and own.max() <= count
         fits &= starts[0] == 0 and starts[-1] == length and (np.diff(starts) >= 0).all()
-        fits &= rest.min(initial=-1) >= -1 and rest.max(initial=-1) < count
+        fits &= min(spelled.min(), said.min()) >= 0 and spelled.max() < len(own) and said.max() <= length
         if not fits or not np.bincount(own, minlength=count)[:count].all():
             raise UsageError(f"{folder / CELLS} holds impossible cells; remove the folder")
-        self.cells, self.rests = Cells(theirs, own, count), Rests(starts, said, rest)
+        self.cells, self.spelling = Cells(theirs, own, count), Spelling(starts, spelled, said, len(own))
 
     def lines(self) -> list[str]:
         """What it costs to read the cache with another tokenizer, for people."""
@@ -308,7 +309,7 @@ class ViewReader(Dataset[dict[str, Tensor]]):
                 f"teacher's and student's own tokens lie in different cells at {apart:.1%} of the common boundaries, "
                 f"and at most {MOST_DISAGREEMENT:.0%} are right; use --cross-tokenizer chunks"
             )
-        self._cells = TeacherCells.of(view.cells, view.rests) if cells else None
+        self._cells = TeacherCells.of(view.cells, view.spelling) if cells else None
         self._index = CellIndex.of(torch.from_numpy(view.cells.of_student.copy()), view.cells.count).known()
         self._identity = view.cells.identity
         self._ask: Ask | None = None
@@ -357,7 +358,7 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         tokens, segments, length = (found[name] for name in ("tokens", "segments", "length"))
         fits = tokens.min() >= 0 and tokens.max() < self.view.record.sizes[1]
         fits &= segments.min() >= 0 and segments.max() < self.view.seq_len
-        fits &= found["inside"].min() >= 0 and found["inside"].max() < self.view.record.cells["bytes"]
+        fits &= found["said"].min() >= 0 and found["said"].max() <= self.view.record.cells["spelled"]
         fits &= max(length.max(), found["others"].max()) <= MOST and found["loss_mask"].view(np.uint8).max() <= 1
         if not fits or (length > np.arange(1, self.view.seq_len + 1)).any():
             raise RunError(f"{self.view.folder} holds impossible rows of '{self.split}'; remove it, to make it anew")
@@ -367,10 +368,10 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         """The rows `indices`, in that order. RunError: a shard of the cache is damaged."""
         rows = self.rows(indices)
         length = self.reader.manifest.settings.seq_len
-        names = ("source", "inside", "length", "others")
-        source, inside, chunk, others = (rows[name].astype(np.int64).ravel() for name in names)
+        names = ("source", "said", "length", "others")
+        source, said, chunk, others = (rows[name].astype(np.int64).ravel() for name in names)
         if not self._goes_inside:
-            source = np.where(inside > 0, -1, source)
+            source = np.where(said > 0, -1, source)
         ends = np.flatnonzero(chunk)
         begins = source[ends - chunk[ends] + 1]
         # of a chunk every row, also where rows are shorter than chunks
@@ -384,7 +385,7 @@ class ViewReader(Dataset[dict[str, Tensor]]):
             return np.searchsorted(numbers, positions // length) * length + positions % length
 
         at = torch.from_numpy(np.where(source >= 0, place(np.maximum(source, 0)), -1))
-        near, label_N = self._answers(numbers, at, torch.from_numpy(np.where(source >= 0, inside, 0)))
+        near, label_N = self._answers(numbers, at, torch.from_numpy(np.where(source >= 0, said, 0)))
         label = label_N.double().numpy()
         sums = np.concatenate([[0.0], np.cumsum(np.nan_to_num(label))])
         unknown = np.concatenate([[0], np.cumsum(np.isnan(label))])
@@ -397,7 +398,7 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         targets = AlignedTargets(
             length=torch.from_numpy(lengths),
             label_logprob=torch.from_numpy(label_logprob),
-            compared=at >= 0,
+            compared=at >= 0 if near is None else (at >= 0) & (near.logprobs > FLOOR).any(1),
             near=near,
             cells=None if self._identity or near is None else self._index,
             chunks=self.chunks,
@@ -409,9 +410,9 @@ class ViewReader(Dataset[dict[str, Tensor]]):
             targets=targets,
         )
 
-    def _answers(self, numbers: np.ndarray, at: Tensor, inside: Tensor) -> tuple[SparseTargets | None, Tensor]:
-        """Of the teacher's rows `numbers`: targets over cells at the positions `at` of them (below 0: none), where
-        `inside` says which bytes are said, if cells count; and its log p of all labels."""
+    def _answers(self, numbers: np.ndarray, at: Tensor, said: Tensor) -> tuple[SparseTargets | None, Tensor]:
+        """Of the teacher's rows `numbers`: targets over cells at the positions `at` of them (below 0: none), behind the
+        tokens `said`, if cells count; and its log p of all labels."""
         cells, ask = self._cells, self._ask
         whole: Iterator[Targets]
         if ask is not None:
@@ -424,7 +425,7 @@ class ViewReader(Dataset[dict[str, Tensor]]):
             if isinstance(targets, SparseTargets):
                 if cells is None:
                     return None, targets.label_logprob
-                found = at_rows(targets, at) if self._identity else coarsened(targets, cells, at, inside)
+                found = at_rows(targets, at) if self._identity else coarsened(targets, cells, at, said)
                 return found, targets.label_logprob
             whole = iter((targets,))
         near, labels, order = list[SparseTargets](), list[Tensor](), at.argsort(stable=True)
@@ -438,7 +439,7 @@ class ViewReader(Dataset[dict[str, Tensor]]):
                 # one at least, so that there is something to leave out
                 for rows in (order[begin:end] if end > begin or near else order[:1]).split(_AT_ONCE):
                     place = (at[rows] - first).clamp(min=0)
-                    near.append(condensed(dense, cells, place, inside[rows]).to("cpu"))
+                    near.append(condensed(dense, cells, place, said[rows]).to("cpu"))
             first += len(part)
         if cells is None:
             return None, torch.cat(labels)

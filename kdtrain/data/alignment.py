@@ -9,6 +9,7 @@ import numpy as np
 
 from kdtrain.data.bytes import ByteTokenizer, SpecialTokens, TokenBytes
 from kdtrain.data.cells import Cells, merge, prefix_cells
+from kdtrain.data.spelling import Spelling
 from kdtrain.data.transcode import TAUGHT, Transcoder, documents_of
 from kdtrain.errors import UsageError
 
@@ -80,9 +81,15 @@ class Alignment:
         return self.table.lines()
 
     @functools.cached_property
+    def spelling(self) -> Spelling:
+        """Each of the teacher's tokens in the student's."""
+        return Spelling.of(self.teacher, self.student, self._student.cut)
+
+    @functools.cached_property
     def cells(self) -> Cells:
         """The cells of both vocabularies."""
-        return prefix_cells(self.teacher, self.student, self._student.cut, self.table.lookup(len(self.teacher)))
+        events = self.table.lookup(len(self.teacher))
+        return prefix_cells(self.teacher, self.student, self.spelling.firsts(), events)
 
     def merged(self, teacher_M: _Array, student_M: _Array) -> Cells:
         """The cells with those joined that conflict where both have these tokens of the same text."""
@@ -106,13 +113,13 @@ class Alignment:
         if worker.example:
             raise UsageError(worker.example)
         none = np.empty(0, np.int64)
-        names = ("token", "source", "inside", "length", "others")
-        tokens, source, inside, *chunks = (np.concatenate([none, *(part[name] for part in parts)]) for name in names)
-        return Aligned(tokens, np.where(inside == 0, source, -1), *chunks)
+        names = ("token", "source", "said", "length", "others")
+        tokens, source, said, *chunks = (np.concatenate([none, *(part[name] for part in parts)]) for name in names)
+        return Aligned(tokens, np.where(said == 0, source, -1), *chunks)
 
     def transcoder(self) -> Transcoder:
         """Encodes streams of the teacher's tokens in the student's."""
-        return Transcoder(self._teacher, self._student, self.table)
+        return Transcoder(self._teacher, self._student, self.table, self.spelling)
 
     @property
     def tokenizers(self) -> tuple[ByteTokenizer, ByteTokenizer]:

@@ -12,26 +12,19 @@ It is exact for first bytes. A longer x may be reached across the end of a short
 not show that: the teacher's and the student's own token at a boundary of a text then lie in different cells. Such
 cells are merged from the text itself (`merge`), which costs information; both are measured.
 
-A student's token may also begin within a teacher's token. Of the tokens that the teacher expects there, those that
-begin with the bytes that are already said go on with the text as the teacher expects it, given that one token holds the
-place. The cell of the rest of such a token is that of the token which the student has there most often in the text, or
-of its longest one that begins the rest (`rests`). Over texts of the teacher this target has the mean of their bytes.
-
-Shape suffixes: V entries of the teacher's tokenizer, S of the student's, C cells, B bytes of the teacher's vocabulary.
+Shape suffixes: V entries of the teacher's tokenizer, S of the student's, C cells.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kdtrain.data.bytes import TokenBytes, whole_texts
+from kdtrain.data.bytes import TokenBytes
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
-DEEP = 128
-"""Bytes of a token behind which nothing is known of its rest."""
 CONFLICTS = 0.1
 """Two cells are merged if they conflict in this share of the places of the rarer one.
 
@@ -59,26 +52,17 @@ class Cells:
         return bool(np.array_equal(self.of_teacher, same) and np.array_equal(self.of_student, same))
 
 
-def prefix_cells(
-    teacher: TokenBytes, student: TokenBytes, cut: Callable[[Sequence[str]], list[list[int]]], events: _Array
-) -> Cells:
+def prefix_cells(teacher: TokenBytes, student: TokenBytes, firsts: _Array, events: _Array) -> Cells:
     """The cells of two vocabularies.
 
-    cut: the student's tokens of each text. events: int64 [V] the student's token for a special token of the teacher;
-    below 0: none.
+    firsts: int64 [V] the student's first token of each of the teacher's (`Spelling.firsts`). events: int64 [V] the
+    student's token for a special token of the teacher; below 0: none.
     """
     if _equal(teacher, student):
         same = np.arange(len(teacher))
         return Cells(same, same, len(same))
-    whole = [teacher[token] for token in range(len(teacher))]
-    texts = whole_texts(whole)
-    known = [place for place, text in enumerate(texts) if text]
-    firsts = cut([texts[place] or "" for place in known])
-    starts = [each[:1] for each in whole]
-    for place, tokens in zip(known, firsts, strict=True):
-        found = student[tokens[0]] if tokens else b""
-        # a tokenizer may rewrite a text: then the first byte, which every cut of the bytes begins with
-        starts[place] = found if found and whole[place].startswith(found) else whole[place][:1]
+    # what is not spelled goes by its first byte, which every cut of the bytes begins with
+    starts = [teacher[token][:1] if first < 0 else student[first] for token, first in enumerate(firsts.tolist())]
     own = [student[token] for token in range(len(student))]
     places: dict[bytes, int] = {}
     for start in [each for each in starts if each] + [each[:1] for each in own if each]:
@@ -146,72 +130,6 @@ def merge(cells: Cells, teacher_M: _Array, student_M: _Array) -> Cells:
             parent[other] = one
     roots = np.array([root(cell) for cell in range(cells.count)] + [-1])
     return _numbered(roots[cells.of_teacher], roots[cells.of_student])
-
-
-@dataclass(frozen=True, eq=False)
-class Rests:
-    """What is left of each of the teacher's tokens behind its first bytes."""
-
-    starts: _Array
-    """int64 [V+1], as `TokenBytes.starts`: the rest of token t behind k bytes has the place starts[t] + k."""
-    said: _Array
-    """int64 [B] a number of the bytes of the token before each place: the same for the same bytes."""
-    cell: _Array
-    """int64 [B] the cell that the rest from each place on begins with; -1: none."""
-
-
-def rests(teacher: TokenBytes, student: TokenBytes, cells: Cells, inside_M: _Array, student_M: _Array) -> Rests:
-    """The cells of the rests of the teacher's tokens; none behind `DEEP` bytes.
-
-    inside_M, student_M: tokens of the student in a text, and the places of the rests that they begin (`Rests.starts`).
-    """
-    number_B, _ = _prefixes(teacher)
-    number_own, known = _prefixes(student)
-    cell_P = np.full(len(known) + 1, -1, np.int64)
-    ends = student.starts[1:] - 1
-    whole = (student.lengths > 0) & (student.lengths <= DEEP) & (cells.of_student < cells.count)
-    cell_P[number_own[ends[whole]]] = cells.of_student[whole]
-
-    said_B = np.concatenate([[0], number_B[:-1]])[: len(number_B)]
-    begins = teacher.starts[:-1][teacher.lengths > 0]
-    said_B[begins] = 0
-    end_B = np.repeat(teacher.starts[1:], teacher.lengths)
-    cell_B = np.full(len(number_B), -1, np.int64)
-    place = np.flatnonzero(np.arange(len(number_B)) - np.repeat(teacher.starts[:-1], teacher.lengths) < DEEP)
-    prefix = np.zeros(len(place), np.int64)
-    for depth in range(DEEP):
-        left = place + depth < end_B[place]
-        place, prefix = place[left], prefix[left]
-        key = prefix * 256 + teacher.flat[place + depth]
-        at = np.searchsorted(known, key)
-        found = known[np.minimum(at, len(known) - 1)] == key if len(known) else np.zeros(len(key), bool)
-        place, prefix = place[found], at[found] + 1
-        if not len(place):
-            break
-        cell_B[place] = np.where(cell_P[prefix] >= 0, cell_P[prefix], cell_B[place])
-    own_M = cells.of_student[student_M]
-    seen, often = np.unique(np.stack([inside_M, own_M])[:, own_M < cells.count], axis=1, return_counts=True)
-    (place, own), order = seen, np.argsort(often, kind="stable")  # of several values for a place the last one stays
-    cell_B[place[order]] = np.where(cell_B[place[order]] < 0, -1, own[order])
-    return Rests(teacher.starts, said_B, cell_B)
-
-
-def _prefixes(texts: TokenBytes) -> tuple[_Array, _Array]:
-    """All prefixes of the tokens, numbered from 1 on, shorter ones first: of each byte the number of its token up to it
-    (int64 [B]; 0 behind `DEEP` bytes), and of each prefix (the number of all but its last byte) * 256 + this byte,
-    ascending."""
-    number_B, before_V = np.zeros(len(texts.flat), np.int64), np.zeros(len(texts), np.int64)
-    known, count, tokens = [np.empty(0, np.int64)], 0, np.arange(len(texts))
-    for depth in range(DEEP):
-        tokens = tokens[texts.lengths[tokens] > depth]
-        if not len(tokens):
-            break
-        place = texts.starts[tokens] + depth
-        found, which = np.unique(before_V[tokens] * 256 + texts.flat[place], return_inverse=True)
-        before_V[tokens] = number_B[place] = count + 1 + which
-        known.append(found)
-        count += len(found)
-    return number_B, np.concatenate(known)
 
 
 def _numbered(of_teacher: _Array, of_student: _Array) -> Cells:

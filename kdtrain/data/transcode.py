@@ -24,6 +24,7 @@ import numpy as np
 from kdtrain.data.boundaries import common_boundaries
 from kdtrain.data.bytes import ByteTokenizer, SpecialTokens, spelled
 from kdtrain.data.packing import STREAM, split_text
+from kdtrain.data.spelling import Spelling
 from kdtrain.errors import UsageError
 
 _Array = np.ndarray[Any, np.dtype[Any]]
@@ -34,15 +35,15 @@ TAUGHT = np.dtype([*STREAM.descr, ("position", "<i8")])
 TRANSCODED = np.dtype(
     [
         *STREAM.descr,
-        *(("source", "<i8"), ("taught", "<i4"), ("inside", "<i4"), ("length", "u1"), ("others", "u1")),
+        *(("source", "<i8"), ("taught", "<i4"), ("said", "<i4"), ("length", "u1"), ("others", "u1")),
         *(("document", "<i8"), ("place", "<i4")),
     ]
 )
 """The student's stream. source: the position of the cache whose label holds the token's first byte; taught: that label;
--1: none that counts. inside: where in the bytes of the teacher's vocabulary (`TokenBytes.flat`) the label goes on with
-this token; 0 where it begins with it. length, others: tokens of student and teacher in the chunk that ends with this
-one, 0 where none ends; the teacher's positions follow the source of its first token. document: where in the teacher's
-stream its document begins. place: the token's number in its document."""
+-1: none that counts. said: a number of the student's tokens since that label began (`Spelling.said`); 0: it begins with
+this one. length, others: tokens of student and teacher in the chunk that ends with this one, 0 where none ends; the
+teacher's positions follow the source of its first token. document: where in the teacher's stream its document begins.
+place: the token's number in its document."""
 MOST_TOKENS = 1 << 24
 """The teacher's tokens of the longest document."""
 _BATCH = 1 << 18
@@ -129,6 +130,7 @@ class Transcoder:
     teacher: ByteTokenizer
     student: ByteTokenizer
     events: SpecialTokens
+    spelling: Spelling
     documents: int = 0
     """Encoded so far."""
     left_out: int = 0
@@ -174,14 +176,14 @@ class Transcoder:
         out, wide = self._join(encoded, special[firsts], mapped[firsts], document[firsts], bad)
         keep = ~bad[document]
         common = common_boundaries(sizes[keep], wide, counts[keep])
-        at = common.source >= 0
+        said = self.spelling.read(out["token"], common.source, common.offset)
+        at = said >= 0
         from_N = np.flatnonzero(keep)[common.source[at]]
         real = counts[from_N] & common.counts[at] & (stream["position"][from_N] >= 0)
         where, from_N = np.flatnonzero(at)[real], from_N[real]
         out["source"], out["taught"], out["label"] = -1, -1, common.counts
         out["source"][where], out["taught"][where] = stream["position"][from_N], tokens[from_N]
-        offset = common.offset[where]
-        out["inside"][where] = np.where(offset > 0, own.starts[tokens[from_N]] + offset, 0)
+        out["said"][where] = said[where]
         out["length"], out["others"] = common.length, common.others
         begin = first + np.flatnonzero(stream["start"])
         out["document"] = begin[out["document"]]

@@ -1,11 +1,12 @@
 """Targets over cells of a student's vocabulary, from what a teacher said over the tokens of its own, at T = 1.
 
 A token of the student's that begins with one of the teacher's gets the teacher's masses by cell. One that begins within
-a token of the teacher's gets the masses of what that token may be: the entries that begin with the bytes already said,
-by the cell of their rest, scaled to 1 (`data.cells`). A top-k says that of its own entries alone, and not of its rest:
-there such a token gets nothing.
+a token of the teacher's gets the masses of what that token may be: the entries that are spelled with the tokens already
+read, by the cell of the next one, scaled to 1 (`data.spelling`). A top-k says that of its own entries alone, and not of
+its rest: there such a token gets nothing. Over texts of the teacher the mean of such a target is that of their tokens.
 
-Shapes: N rows of the teacher's, M of the student's, K entries, V vocabulary of the teacher, B bytes of it, C cells.
+Shapes: N rows of the teacher's, M of the student's, K entries, V vocabulary of the teacher, L tokens that it is spelled
+with, C cells.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdtrain.data.cells import Cells, Rests
+from kdtrain.data.cells import Cells
+from kdtrain.data.spelling import Spelling
 from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets
 
 MOST_CELLS = 64
@@ -26,45 +28,48 @@ _ABSENT = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class TeacherCells:
-    """The cells of a teacher's tokens and of their rests; all int64."""
+    """The cells of a teacher's tokens, and of the student's that they are spelled with; all int64."""
 
     of_token: Tensor
     """[V] 0 .. C-1; -1: none."""
     count: int
     """C."""
     starts: Tensor
-    """[V+1] as `Rests`."""
+    """[V+1] as `Spelling`."""
     said: Tensor
-    """[B]"""
-    of_rest: Tensor
-    """[B]"""
+    """[L] as `Spelling`."""
+    depth: Tensor
+    """[L+1] as `Spelling`."""
+    of_spelled: Tensor
+    """[L] of each token of a spelling; -1: none."""
 
     @classmethod
-    def of(cls, cells: Cells, rests: Rests) -> TeacherCells:
+    def of(cls, cells: Cells, spelling: Spelling) -> TeacherCells:
         """From arrays, on the CPU."""
-        arrays = (np.array(each, np.int64) for each in (cells.of_teacher, rests.starts, rests.said, rests.cell))
-        of_token, starts, said, of_rest = map(torch.from_numpy, arrays)
-        return cls(of_token, cells.count, starts, said, of_rest)
+        spelled = cells.of_student[spelling.tokens]
+        spelled = np.where(spelled < cells.count, spelled, -1)
+        of_token, *arrays = (
+            torch.from_numpy(np.array(each, np.int64))
+            for each in (cells.of_teacher, spelling.starts, spelling.said, spelling.depth, spelled)
+        )
+        return cls(of_token, cells.count, *arrays)
 
     def to(self, device: torch.device) -> TeacherCells:
         """The same on a device."""
-        own = (each.to(device) for each in (self.starts, self.said, self.of_rest))
+        own = (each.to(device) for each in (self.starts, self.said, self.depth, self.of_spelled))
         return TeacherCells(self.of_token.to(device), self.count, *own)
 
-    def at(self, ids_MK: Tensor, inside_M: Tensor) -> Tensor:
-        """[M,K] the cells of tokens of which some bytes are said; -1: none, or its first bytes are others.
+    def at(self, ids_MK: Tensor, said_M: Tensor) -> Tensor:
+        """[M,K] the cells that tokens of the teacher go on with; -1: none, or it is not spelled with what is said.
 
-        ids_MK: below V. inside_M: the place of the rest of the text's own token (`Rests.starts`); 0 where nothing is
-        said, which gives the cells of tokens.
+        ids_MK: below V. said_M: numbers (`Spelling.said`); 0 where nothing is said, which gives the cells of tokens.
         """
-        own_M = torch.searchsorted(self.starts, inside_M, right=True) - 1
-        skip_M1 = (inside_M - self.starts[own_M])[:, None]
-        place_MK = self.starts[ids_MK] + skip_M1
+        place_MK = self.starts[ids_MK] + self.depth[said_M][:, None]
         fits_MK = place_MK < self.starts[ids_MK + 1]
         place_MK = place_MK.where(fits_MK, 0)
-        fits_MK &= self.said[place_MK] == self.said[inside_M][:, None]
-        rest_MK = self.of_rest[place_MK].where(fits_MK, -1)
-        return torch.where(inside_M[:, None] > 0, rest_MK, self.of_token[ids_MK])
+        fits_MK &= self.said[place_MK] == said_M[:, None]
+        rest_MK = self.of_spelled[place_MK].where(fits_MK, -1)
+        return torch.where(said_M[:, None] > 0, rest_MK, self.of_token[ids_MK])
 
 
 def at_rows(targets: SparseTargets, source_M: Tensor) -> SparseTargets:
@@ -80,22 +85,22 @@ def at_rows(targets: SparseTargets, source_M: Tensor) -> SparseTargets:
     return targets.map(chosen)
 
 
-def condensed(targets: DenseTargets, cells: TeacherCells, source_M: Tensor, inside_M: Tensor) -> SparseTargets:
+def condensed(targets: DenseTargets, cells: TeacherCells, source_M: Tensor, said_M: Tensor) -> SparseTargets:
     """The `MOST_CELLS` likeliest cells, and the rest, for the rows `source_M` of whole distributions over tokens.
 
-    source_M: int64. inside_M: see `TeacherCells.at`. Cells and targets may be on different devices.
+    source_M: int64. said_M: see `TeacherCells.at`. Cells and targets may be on different devices.
 
     Mass without a cell is left out, and the rest scaled to 1; where no mass has a cell, none is above `FLOOR`.
     """
     device = targets.logprobs.device
-    cells, source_M, inside_M = cells.to(device), source_M.to(device), inside_M.to(device)
+    cells, source_M, said_M = cells.to(device), source_M.to(device), said_M.to(device)
     logprobs_MV = targets.logprobs[source_M, : len(cells.of_token)]
     mass_MV = logprobs_MV.to(torch.promote_types(logprobs_MV.dtype, torch.float32)).exp()
     size, count = mass_MV.shape[1], cells.count
     place_MV = cells.of_token[:size].expand(len(mass_MV), -1)
-    if len(some := (inside_M > 0).nonzero().squeeze(1)):
+    if len(some := (said_M > 0).nonzero().squeeze(1)):
         every = torch.arange(size, device=device).expand(len(some), -1)
-        place_MV = place_MV.index_copy(0, some, cells.at(every, inside_M[some]))
+        place_MV = place_MV.index_copy(0, some, cells.at(every, said_M[some]))
     place_MV = torch.where(place_MV < 0, count, place_MV)
     by_cell_MC = mass_MV.new_zeros(len(mass_MV), count + 1).scatter_add_(1, place_MV, mass_MV)[:, :count]
     by_cell_MC /= by_cell_MC.sum(1, keepdim=True).clamp(min=torch.finfo(mass_MV.dtype).tiny)
@@ -116,10 +121,10 @@ def condensed(targets: DenseTargets, cells: TeacherCells, source_M: Tensor, insi
     )
 
 
-def coarsened(targets: SparseTargets, cells: TeacherCells, source_M: Tensor, inside_M: Tensor) -> SparseTargets:
+def coarsened(targets: SparseTargets, cells: TeacherCells, source_M: Tensor, said_M: Tensor) -> SparseTargets:
     """Targets over cells for the rows `source_M` of targets over tokens of the teacher.
 
-    source_M: int64; below 0: a row that nothing is known about, to be left out by `AlignedTargets.compared`. inside_M:
+    source_M: int64; below 0: a row that nothing is known about, to be left out by `AlignedTargets.compared`. said_M:
     see `TeacherCells.at`; 0 throughout for a top-k without samples.
 
     Mass without a cell is left out (and of a top-k the rest scaled to 1). Samples give samples, a top-k gives a top-k
@@ -129,7 +134,7 @@ def coarsened(targets: SparseTargets, cells: TeacherCells, source_M: Tensor, ins
     rows = targets[:0] if not len(targets) else targets.map(lambda _, each: each[source_M.clamp(min=0)])
     size = len(cells.of_token)
     present = (rows.ids < size) & (source_M >= 0)[:, None]
-    cell_MK = torch.where(present, cells.at(rows.ids.clamp(max=size - 1), inside_M), -1)
+    cell_MK = torch.where(present, cells.at(rows.ids.clamp(max=size - 1), said_M), -1)
     one = torch.ones((), dtype=torch.float64)
     if not rows.num_samples or rows.only_at_one:
         mass_MK = rows.listed()[1]
@@ -140,7 +145,7 @@ def coarsened(targets: SparseTargets, cells: TeacherCells, source_M: Tensor, ins
     kept_MK = mass_MK.where(present, 0.0)
     if rows.num_samples:
         share_M = kept_MK.sum(1) / mass_MK.sum(1)
-        kept_MK = torch.where(((inside_M > 0) & (share_M > 0))[:, None], kept_MK / share_M[:, None], kept_MK)
+        kept_MK = torch.where(((said_M > 0) & (share_M > 0))[:, None], kept_MK / share_M[:, None], kept_MK)
     cell_MK = torch.where(present, cell_MK, _ABSENT)
     cell_MK, order_MK = cell_MK.sort(dim=1, stable=True)
     mass_MK = kept_MK.gather(1, order_MK)

@@ -1,0 +1,123 @@
+"""The tokens of one tokenizer, each spelled in tokens of another.
+
+Where a student's token begins within a teacher's token, the teacher has said more than where it begins itself: of the
+tokens that it expects there, those that the student spells with the tokens it has already read go on as the teacher
+expects, given that one token holds the place. `Spelling` says which these are, and with which token of the student each
+goes on. That the student's own tokens are compared, and not their bytes alone, matters: a student that reads `re` and
+`turn` would have read `result` as `res` and `ult`, so that after `re` it can be ruled out.
+
+Given up: a token is spelled alone, and a neighbour may change how its end is cut. Tokens that are no text on their own
+(a part of a character) are not spelled.
+
+Shapes: V tokens of the teacher, L tokens of the student that they are spelled with, M tokens of a text.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kdtrain.data.bytes import TokenBytes, whole_texts
+
+_Array = np.ndarray[Any, np.dtype[Any]]
+
+DEEP = 128
+"""Tokens of the student in one of the teacher's, behind which the rest is not known."""
+_UNKNOWN = -2
+
+
+@dataclass(frozen=True, eq=False)
+class Spelling:
+    """Tokens of a teacher in tokens of a student."""
+
+    starts: _Array
+    """int64 [V+1] token t is spelled tokens[starts[t] : starts[t + 1]]; nothing where it is not text."""
+    tokens: _Array
+    """int64 [L]."""
+    said: _Array
+    """int64 [L] a number of those of a token before this one: 0 for none, else the same for the same tokens."""
+    size: int
+    """More than the student's ids."""
+
+    @classmethod
+    def of(
+        cls, teacher: TokenBytes, student: TokenBytes, cut: Callable[[Sequence[str]], list[list[int]]]
+    ) -> "Spelling":
+        """Spell them. cut: the student's tokens of each text."""
+        whole = [teacher[token] for token in range(len(teacher))]
+        texts = whole_texts(whole)
+        known = [place for place, text in enumerate(texts) if text]
+        spelled: list[list[int]] = [[]] * len(whole)
+        for place, tokens in zip(known, cut([texts[place] or "" for place in known]), strict=True):
+            rest, kept = whole[place], 0
+            for token in tokens[:DEEP]:  # a tokenizer may rewrite a text
+                own = student[token]
+                if not own or not rest.startswith(own):
+                    break
+                rest, kept = rest[len(own) :], kept + 1
+            spelled[place] = tokens[:kept]
+        lengths = np.array([len(each) for each in spelled], np.int64)
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        flat = np.array([token for each in spelled for token in each], np.int64)
+        said, before, count = np.zeros(len(flat), np.int64), np.zeros(len(whole), np.int64), 0
+        tokens_V = np.arange(len(whole))
+        for depth in range(int(lengths.max(initial=0))):
+            tokens_V = tokens_V[lengths[tokens_V] > depth]
+            place_V = starts[tokens_V] + depth
+            said[place_V] = before[tokens_V]
+            found, which = np.unique(before[tokens_V] * len(student) + flat[place_V], return_inverse=True)
+            before[tokens_V] = count + 1 + which
+            count += len(found)
+        return cls(starts, flat, said, len(student))
+
+    def firsts(self) -> _Array:
+        """int64 [V] the first token of each; -1 where it is not spelled."""
+        found = np.full(len(self.starts) - 1, -1, np.int64)
+        some = np.diff(self.starts) > 0
+        found[some] = self.tokens[self.starts[:-1][some]]
+        return found
+
+    @functools.cached_property
+    def depth(self) -> _Array:
+        """int64 [L+1] how many tokens a number stands for; 0 where no token goes on behind them."""
+        found = np.zeros(len(self.said) + 1, np.int64)
+        found[self.said] = np.arange(len(self.said)) - np.repeat(self.starts[:-1], np.diff(self.starts))
+        return found
+
+    @functools.cached_property
+    def _steps(self) -> tuple[_Array, _Array]:
+        """What can be said, and goes on: the number of all but the last token * `size` + this one, ascending, and the
+        number of all."""
+        places = np.flatnonzero(self.said)  # a token's first place has 0
+        keys, first = np.unique(self.said[places - 1] * self.size + self.tokens[places - 1], return_index=True)
+        return keys, self.said[places[first]]
+
+    def next(self, tokens_M: _Array, said_M: _Array) -> _Array:
+        """int64 [M] how tokens of the teacher go on behind what is said; -1 for one that is not spelled so."""
+        place = self.starts[tokens_M] + self.depth[said_M]
+        fits = place < self.starts[tokens_M + 1]
+        place = np.where(fits, place, 0)
+        return np.where(fits & (self.said[place] == said_M), self.tokens[place], -1)
+
+    def read(self, tokens_M: _Array, source_M: _Array, offset_M: _Array) -> _Array:
+        """int64 [M] a number of a text's tokens since the teacher's began, as `said`, 0 where both begin; -1 where no token
+        of the teacher goes on so.
+
+        source_M, offset_M: as `boundaries.Common`.
+        """
+        keys, numbers = self._steps
+        number_M = np.where(source_M < 0, -1, np.where(offset_M == 0, 0, _UNKNOWN))
+        place = np.flatnonzero(number_M == _UNKNOWN)
+        straddled = source_M[place - 1] != source_M[place]
+        number_M[place[straddled]] = -1
+        place = place[~straddled]
+        while len(place):
+            ready = number_M[place - 1] != _UNKNOWN
+            now, place = place[ready], place[~ready]
+            before = number_M[now - 1]
+            key = np.where(before < 0, -1, before * self.size + tokens_M[now - 1])
+            at = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
+            number_M[now] = np.where(keys[at] == key, numbers[at], -1) if len(keys) else -1
+        return number_M
