@@ -102,8 +102,8 @@ class Spelling:
         return np.where(fits & (self.said[place] == said_M), self.tokens[place], -1)
 
     def read(self, tokens_M: _Array, source_M: _Array, offset_M: _Array) -> _Array:
-        """int64 [M] a number of a text's tokens since the teacher's began, as `said`, 0 where both begin; -1 where no token
-        of the teacher goes on so.
+        """int64 [M] a number of a text's tokens since the teacher's began, as `said`: 0 where both begin; -1 where no
+        token of the teacher goes on so.
 
         source_M, offset_M: as `boundaries.Common`.
         """

@@ -20,7 +20,6 @@ from kdtrain.cache.view_rows import View, ViewReader, identity_of, sealed_record
 from kdtrain.cache.writer import write_cache
 from kdtrain.data import alignment as alignments
 from kdtrain.data import transcode
-from kdtrain.data.alignment import Alignment
 from kdtrain.data.cells import Cells
 from kdtrain.data.corpus import Document
 from kdtrain.data.packing import PackedRow, pack
@@ -73,19 +72,15 @@ def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def by_cell(view, whole, position, inside):
-    """The teacher's masses of cells at a position of the cache; of what goes on as the text does up to `inside`."""
-    masses, vocabulary = np.zeros(view.cells.count + 1), view.rests.starts
-    spelled = Alignment(train("llama3"), train("gpt2")).teacher
-    label = int(whole.tokens[:, 1:].flatten()[position])
-    skip = int(inside - vocabulary[label]) if inside else 0
-    said = spelled[label][:skip]
+def by_cell(view, whole, position, said):
+    """The teacher's masses of cells at a position of the cache; behind the tokens of number `said`, of what goes on."""
+    masses, spelling = np.zeros(view.cells.count + 1), view.spelling
     for token, mass in zip(*(each[position].tolist() for each in whole.targets.listed()), strict=True):
-        if token < len(view.cells.of_teacher) and not skip:
-            masses[view.cells.of_teacher[token]] += mass
-        elif token < len(view.cells.of_teacher) and spelled[token].startswith(said) and spelled[token] != said:
-            masses[view.rests.cell[vocabulary[token] + skip]] += mass
-    return (masses / masses.sum() if skip and masses.any() else masses)[:-1]
+        if token < len(view.cells.of_teacher):
+            following = int(spelling.next(np.array([token]), np.array([said]))[0])
+            masses[view.cells.of_student[following] if said and following >= 0 else -1] += mass * bool(said)
+            masses[view.cells.of_teacher[token]] += mass * (not said)
+    return masses[:-1] / masses[:-1].sum() if said and masses[:-1].any() else masses[:-1]
 
 
 def cells_at(view, targets, place):
@@ -102,13 +97,14 @@ def test_a_batch_has_the_teachers_numbers_for_the_same_bytes(cache, tmp_path):
     labels = whole.tokens[:, 1:].flatten()
     rows = reader.rows([3, 0])
     source = torch.from_numpy(rows["source"]).flatten()
-    targets, inside = batch.targets, torch.from_numpy(rows["inside"]).flatten()
-    said_too = cache.manifest.settings.codec.num_samples > 0  # a top-k says nothing of the rest within a token
-    assert torch.equal(targets.compared, (source >= 0) & ((inside == 0) | said_too))
-    assert targets.compared.float().mean() > 0.5 and (inside > 0).sum() > 1
-    for place in torch.nonzero(targets.compared).flatten().tolist():
-        expected = by_cell(view, whole, int(source[place]), int(inside[place]))
-        assert np.allclose(cells_at(view, targets, place), expected, atol=1e-6)
+    targets, said = batch.targets, torch.from_numpy(rows["said"]).flatten()
+    assert targets.compared.float().mean() > 0.5
+    for place in torch.nonzero(source >= 0).flatten().tolist():
+        expected = by_cell(view, whole, int(source[place]), int(said[place]))
+        if said[place] and not cache.manifest.settings.codec.num_samples:
+            expected *= 0  # a top-k says nothing of the rest within a token
+        assert targets.compared[place] == expected.any()
+        assert not expected.any() or np.allclose(cells_at(view, targets, place), expected, atol=1e-6)
     own = batch.tokens[:, 1:].flatten()
     for end in torch.nonzero(targets.length).flatten().tolist():
         length, others = int(targets.length[end]), int(rows["others"].ravel()[end])
@@ -166,11 +162,11 @@ def test_whole_distributions_have_the_likeliest_cells_also_within_tokens(tmp_pat
     view = build_view(tmp_path / "data", cache, train("gpt2"))
     order = range(len(view["train"]) - 1, -1, -1)
     stored, targets = view["train"].rows(order), view["train"].read(order).targets
-    source, inside = (stored[name].ravel() for name in ("source", "inside"))
-    assert torch.equal(targets.compared, torch.from_numpy(source >= 0)) and (inside > 0).sum() > 5
+    source, said = (stored[name].ravel() for name in ("source", "said"))
+    assert torch.equal(targets.compared, torch.from_numpy(source >= 0)) and (said > 0).sum() > 3
     whole = cache["train"].read(range(len(cache["train"])))
     for place in np.flatnonzero(source >= 0):
-        expected, found = by_cell(view, whole, source[place], inside[place]), cells_at(view, targets, place)
+        expected, found = by_cell(view, whole, source[place], said[place]), cells_at(view, targets, place)
         expected /= expected.sum()
         least = np.sort(expected)[-MOST_CELLS:].min()
         assert np.allclose(found[found > 0], expected[found > 0], rtol=1e-4) and (expected[found == 0] <= least).all()
@@ -179,7 +175,7 @@ def test_whole_distributions_have_the_likeliest_cells_also_within_tokens(tmp_pat
 def test_within_tokens_nothing_is_compared_where_they_disagree_too_often(cache, tmp_path, monkeypatch):
     view = build_view(tmp_path / "data", cache, train("gpt2"))
     tally = view.record.tallies["train"]
-    inside = torch.from_numpy(view["train"].rows(range(len(view["train"])))["inside"]).flatten() > 0
+    inside = torch.from_numpy(view["train"].rows(range(len(view["train"])))["said"]).flatten() > 0
     assert inside.sum() == tally["inside"] > 0 and "within one" in view.lines()[1]
     assert view.facts()["disagreement_inside"] == tally["disagree_inside"] / tally["inside"]
     for apart, compared in ((0.05, cache.manifest.settings.codec.num_samples > 0), (0.06, False)):
@@ -388,11 +384,11 @@ SHARD, CELLS = "train-00000.npy", "cells.npy"
 
 
 def of_cells(part, change):
-    """Change an array of cells.npy: the cells of the teacher's and of the student's tokens, then those of `Rests`."""
+    """Change an array of cells.npy: the cells of the teacher's and the student's tokens, then those of `Spelling`."""
 
     def changed(folder, record):
         every = np.load(folder / CELLS)
-        teacher, student, size = (record["cells"][name] for name in ("teacher", "student", "bytes"))
+        teacher, student, size = (record["cells"][name] for name in ("teacher", "student", "spelled"))
         change(np.split(every, np.cumsum([teacher, student, teacher + 1, size]))[part])
         np.save(folder / CELLS, every)
 
@@ -424,9 +420,10 @@ HOSTILE = {
     "a cell below 0": of_cells(1, lambda own: own.__setitem__(0, -1)),
     "an empty cell": of_cells(1, lambda own: own.__setitem__(own == 3, 2)),
     "tokens that begin behind their ends": of_cells(2, lambda starts: starts.__setitem__(5, 2**30)),
-    "a rest of no cell": of_cells(4, lambda cells: cells.__setitem__(3, 2**20)),
-    "fewer bytes": lambda folder, record: record["cells"].update(bytes=record["cells"]["bytes"] - 1),
-    "a token of no bytes' vocabulary": lambda folder, record: record["cells"].update(bytes=0),
+    "a token that nobody spells with": of_cells(3, lambda tokens: tokens.__setitem__(3, 2**20)),
+    "more said than there is": of_cells(4, lambda said: said.__setitem__(3, 2**20)),
+    "less spelled": lambda folder, record: record["cells"].update(spelled=record["cells"]["spelled"] - 1),
+    "nothing spelled": lambda folder, record: record["cells"].update(spelled=0),
     "a zip": written(b"PK\x05\x06" + b"\0" * 18),
     "a cut header": written(header("{'descr': '<i4', 'shape': (")),
     "a shape of 10^22": written(header(f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({10**22},)}}\n")),
@@ -437,8 +434,8 @@ HOSTILE = {
     "a mask of 7": of_rows(lambda rows: rows["loss_mask"].view(np.uint8).__setitem__((0, 1), 7)),
     "a long chunk": of_rows(lambda rows: rows["others"].__setitem__((0, 1), 200)),
     "a chunk that begins before its row": of_rows(lambda rows: rows["length"].__setitem__((0, 1), 30)),
-    "a place within no token": of_rows(lambda rows: rows["inside"].__setitem__((0, 1), 2**30)),
-    "a place before all tokens": of_rows(lambda rows: rows["inside"].__setitem__((0, 1), -1)),
+    "said what nobody says": of_rows(lambda rows: rows["said"].__setitem__((0, 1), 2**30)),
+    "said less than nothing": of_rows(lambda rows: rows["said"].__setitem__((0, 1), -1)),
     "a source of nobody": of_rows(lambda rows: rows["source"].__setitem__((0, 1), 2**62)),
 }
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdtrain.data.boundaries import MOST, common_boundaries
-from kdtrain.data.bytes import ByteTokenizer, SpecialTokens, TokenBytes
-from kdtrain.data.cells import DEEP, Cells, conflicts, merge, prefix_cells, rests
+from kdtrain.data.bytes import ByteTokenizer, SpecialTokens
+from kdtrain.data.cells import Cells, conflicts, merge, prefix_cells
+from kdtrain.data.spelling import Spelling
 from tests.token_kinds import train
 
 
@@ -69,7 +70,8 @@ def test_a_million_tokens_take_less_than_a_second_of_one_core():
 def both(one, other):
     teacher, student = ByteTokenizer(train(*one)), ByteTokenizer(train(*other))
     events = SpecialTokens.match(teacher, student).lookup(len(teacher.bytes))
-    return teacher, student, prefix_cells(teacher.bytes, student.bytes, student.cut, events)
+    firsts = Spelling.of(teacher.bytes, student.bytes, student.cut).firsts()
+    return teacher, student, prefix_cells(teacher.bytes, student.bytes, firsts, events)
 
 
 def test_cells_of_equal_tokenizers_are_the_tokens():
@@ -105,44 +107,3 @@ def test_cells_that_conflict_in_the_text_are_merged_and_rare_conflicts_are_not()
     assert pairs.tolist() == [[0, 1], [0, 2]] and number.tolist() == [5, 1]
     merged = merge(cells, teacher, student)
     assert merged.of_teacher.tolist() == [0, 0, 1] and merged.of_student.tolist() == [0, 0, 1, 2] and merged.count == 2
-
-
-@pytest.mark.parametrize(("one", "other"), [("llama3", "gpt2"), ("gpt2", "gemma"), ("gemma", "llama3")])
-def test_the_rest_of_a_token_has_the_cell_of_the_longest_token_that_begins_it(one, other):
-    teacher, student, cells = both((one, 600), (other, 500))
-    none = np.empty(0, np.int64)
-    found, said = rests(teacher.bytes, student.bytes, cells, none, none), {}
-    own = {student.bytes[token]: token for token in reversed(range(len(student.bytes)))}
-    for token in range(len(teacher.bytes)):
-        whole = teacher.bytes[token]
-        for skip in range(len(whole)):
-            place, rest = teacher.bytes.starts[token] + skip, whole[skip:]
-            assert said.setdefault(whole[:skip], found.said[place]) == found.said[place]
-            longest = next(own[rest[:size]] for size in range(len(rest), 0, -1) if rest[:size] in own)
-            assert found.cell[place] == cells.of_student[longest]
-    assert len({*said.values()}) == len(said) > 100
-
-
-def test_the_rest_of_a_token_has_the_cell_that_the_text_shows_most_often():
-    teacher, student, cells = both(("llama3", 600), ("gpt2", 500))
-    none = np.empty(0, np.int64)
-    plain = rests(teacher.bytes, student.bytes, cells, none, none)
-    place = int(np.flatnonzero(plain.said > 0)[0])
-    first, second, third = np.flatnonzero(cells.of_student < cells.count)[-3:]
-    shown = rests(
-        teacher.bytes, student.bytes, cells, np.repeat(place, 6), np.array([first, *[second] * 3, third, third])
-    )
-    assert shown.cell[place] == cells.of_student[second] != plain.cell[place]
-    assert (np.delete(shown.cell, place) == np.delete(plain.cell, place)).all()
-
-
-def test_of_a_long_token_nothing_is_known_behind_128_bytes():
-    long = np.frombuffer(b"a" * 100_000 + b"ab", np.uint8)
-    teacher = TokenBytes("long", long, np.array([0, 100_000, 100_001, 100_002]), np.zeros(3, bool))
-    student = TokenBytes("short", np.frombuffer(b"ab", np.uint8), np.arange(3), np.zeros(2, bool))
-    cells, none = Cells(np.array([0, 0, 1]), np.array([0, 1]), 2), np.empty(0, np.int64)
-    found = rests(teacher, student, cells, none, none)
-    assert (found.cell[:DEEP] == 0).all() and (found.cell[DEEP:100_000] == -1).all()
-    assert found.cell[100_000:].tolist() == [0, 1] and found.said[[0, 100_000, 100_001]].tolist() == [0, 0, 0]
-    shown = rests(teacher, student, cells, np.array([DEEP - 1, DEEP]), np.array([1, 1]))
-    assert shown.cell[[DEEP - 1, DEEP]].tolist() == [1, -1]

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.data.bytes import ByteTokenizer, SpecialTokens, TokenBytes, byte_letters
 from kdtrain.data.cells import prefix_cells
+from kdtrain.data.spelling import Spelling
 from kdtrain.data.transcode import TAUGHT, Transcoder
 from kdtrain.errors import UsageError
 from tests.token_kinds import train
@@ -38,7 +39,14 @@ def edited(tokenizer, change):
 
 def cells_of(teacher, student):
     events = SpecialTokens.match(teacher, student).lookup(len(teacher.bytes))
-    return prefix_cells(teacher.bytes, student.bytes, student.cut, events)
+    return prefix_cells(
+        teacher.bytes, student.bytes, Spelling.of(teacher.bytes, student.bytes, student.cut).firsts(), events
+    )
+
+
+def transcoder(teacher, student):
+    spelling = Spelling.of(teacher.bytes, student.bytes, student.cut)
+    return Transcoder(teacher, student, SpecialTokens.match(teacher, student), spelling)
 
 
 def peak_mb():
@@ -93,7 +101,7 @@ def test_tokens_without_bytes_are_in_no_cell_and_no_text():
     stream = np.zeros(4, TAUGHT)
     stream["token"], stream["label"], stream["position"] = [97, 256, 98, 258], True, np.arange(-1, 3)
     stream["start"][0] = True
-    out = Transcoder(teacher, student, SpecialTokens.match(teacher, student))(0, stream)
+    out = transcoder(teacher, student)(0, stream)
     assert student.bytes.join(out["token"]).tobytes() == b"ab"
     assert out["token"][-1] == student.tokenizer.eos_token_id and out["length"][-1] == 1
 
@@ -161,7 +169,7 @@ def of_tokens(tokens):
 
 def test_a_cache_of_huge_tokens_is_refused_before_it_takes_the_memory():
     teacher, student = ByteTokenizer(byte_level([LETTERS[97] * 2**20])), ByteTokenizer(train("gpt2"))
-    worker, before = Transcoder(teacher, student, SpecialTokens.match(teacher, student)), peak_mb()
+    worker, before = transcoder(teacher, student), peak_mb()
     with pytest.raises(UsageError, match="in the cache have more than 256 bytes in the mean"):
         worker(0, of_tokens(np.full(2**18, 256)))
     assert peak_mb() - before < 500
@@ -169,7 +177,7 @@ def test_a_cache_of_huge_tokens_is_refused_before_it_takes_the_memory():
 
 def test_characters_cut_off_in_many_places_cost_no_more_than_the_text():
     teacher, student = ByteTokenizer(byte_level()), ByteTokenizer(train("gpt2"))
-    worker = Transcoder(teacher, student, SpecialTokens.match(teacher, student))
+    worker = transcoder(teacher, student)
     stream = of_tokens(np.tile([97, 0xC3], 2**15))
     stream["start"][::2] = True
     start = time.process_time()

@@ -8,6 +8,7 @@ from kdtrain.data.alignment import Alignment
 from kdtrain.data.bytes import ByteTokenizer, SpecialTokens
 from kdtrain.data.corpus import Document
 from kdtrain.data.packing import PackedRow, pack, rows_of
+from kdtrain.data.spelling import Spelling
 from kdtrain.data.transcode import TAUGHT, Transcoder, documents_of, is_joined, teacher_stream
 from kdtrain.errors import UsageError
 from tests.token_kinds import KINDS, TEXTS, random_texts, train
@@ -24,7 +25,9 @@ def plain(text):
 
 def transcoder(teacher, student, given=None):
     one, other = ByteTokenizer(train(teacher)), ByteTokenizer(train(student))
-    return Transcoder(one, other, SpecialTokens.match(one, other, given))
+    return Transcoder(
+        one, other, SpecialTokens.match(one, other, given), Spelling.of(one.bytes, other.bytes, other.cut)
+    )
 
 
 def carried(worker, taught, joined=True):
@@ -94,15 +97,17 @@ def test_a_source_is_the_position_whose_label_holds_the_first_byte():
     for place in at:
         position = out["source"][place]
         assert label[position] == stream["token"][position + 1]
-        size, start = (array[label[position]] for array in (worker.teacher.bytes.lengths, worker.teacher.bytes.starts))
-        skip = out["inside"][place] - start if out["inside"][place] else 0
-        assert 0 <= skip < max(1, size)
-        own = ends["teacher"][position + 1] - size + skip
+        depth = worker.spelling.depth[out["said"][place]]
+        said = out["token"][place - depth : place]
+        assert (depth > 0) == (out["said"][place] > 0) and not (depth and out["said"][place - depth])
+        size = worker.teacher.bytes.lengths[label[position]]
+        own = ends["teacher"][position + 1] - size + worker.student.bytes.lengths[said].sum()
+        assert own < ends["teacher"][position + 1] or not size
         assert own == ends["student"][place] - worker.student.bytes.lengths[out["token"][place]]
-    assert (out["inside"] > 0).sum() > 5 and (out["inside"][at] == 0).sum() > len(at) / 2
+    assert (out["said"] > 0).sum() > 3 and (out["said"][at] == 0).sum() > len(at) / 2
     for place in np.flatnonzero(out["length"]):
         length, others = int(out["length"][place]), int(out["others"][place])
-        assert not out["inside"][place - length + 1]
+        assert not out["said"][place - length + 1]
         first = out["source"][place - length + 1]
         mine, theirs = out["token"][place - length + 1 : place + 1], label[first : first + others]
         eos = [theirs[0] == worker.teacher.tokenizer.eos_token_id, mine[0] == worker.student.tokenizer.eos_token_id]

@@ -12,7 +12,8 @@ from objective_reference import problem, sparse
 
 from kdtrain.data.boundaries import common_boundaries
 from kdtrain.data.bytes import TokenBytes
-from kdtrain.data.cells import prefix_cells, rests
+from kdtrain.data.cells import prefix_cells
+from kdtrain.data.spelling import Spelling
 from kdtrain.errors import UsageError
 from kdtrain.models.output_head import OutputHead
 from kdtrain.objective import cell_targets
@@ -37,9 +38,8 @@ def token_bytes(vocabulary):
 
 def cells_of(of_token):
     """Cells of a teacher within whose tokens nothing is known."""
-    none = torch.full((1,), -1)
-    starts = torch.tensor([0] * len(of_token) + [1])
-    return TeacherCells(of_token, int(of_token.max()) + 1, starts, none, none)
+    none = torch.zeros(1, dtype=torch.int64)
+    return TeacherCells(of_token, int(of_token.max()) + 1, none.expand(len(of_token) + 1), none, none, none)
 
 
 def over(targets, of_token, source):
@@ -79,14 +79,15 @@ def whole(energies, labels):
     return found.map(lambda name, each: each.nan_to_num(neginf=FLOOR) if name == "tail" else each)
 
 
-def brute_force(student, cell_of, wide, inside):
-    """Chunks' and cells' terms of all texts from the definitions, with a student [N,V] of logits.
+def brute_force(student, cell_of, wide, cut):
+    """Chunks' and cells' terms of all texts from the definitions, with a student [N,V] of logits; where cells speak.
 
-    inside: whether cells speak of tokens within one of the teacher's, too.
+    cut: where it is given, they also speak of tokens within one of the teacher's.
     """
     theirs, own = positions(TEACHER), positions(wide)
     q = torch.log_softmax(student, 1)
     chunks = cells = torch.zeros((), dtype=torch.float64)
+    compared = torch.zeros(len(own), dtype=torch.bool)
     for number in range(len(TEXTS)):
         rows_T = [place for place, each in enumerate(theirs) if each[0] == number]
         rows_S = [place for place, each in enumerate(own) if each[0] == number]
@@ -102,16 +103,22 @@ def brute_force(student, cell_of, wide, inside):
             log_q = sum(q[place, own[place][2]] for place in rows_S if start <= len(own[place][1]) < stop)
             p, r = (log_p / TAU).exp(), (log_q / TAU).exp()
             chunks = chunks + TAU * (p * (p / r).log() + (1 - p) * ((1 - p) / (1 - r)).log())
-        for start in begins_S if inside else common:
+        for start in begins_S if cut else common:
             begin = max(each for each in begins_T if each <= start)
-            said = TEXTS[number][begin:start]
+            if begin not in common:
+                continue
+            said = [own[begins_S[each]][2] for each in sorted(begins_S) if begin <= each < start]
             p = log_softmax_at(theirs[begins_T[begin]][1], 6, 1).exp()
-            longer = {n: each[len(said) :] for n, each in enumerate(TEACHER) if each.startswith(said) and each != said}
-            for cell in {cell_of(rest) for rest in longer.values()}:
-                mass_p = sum(p[n] for n, rest in longer.items() if cell_of(rest) == cell) / sum(p[n] for n in longer)
+            rest = dict(enumerate(TEACHER))
+            if said:
+                spelled = {n: cut([each])[0] for n, each in rest.items()}
+                rest = {n: wide[each[len(said)]] for n, each in spelled.items() if each[: len(said)] == said != each}
+            compared[begins_S[start]] = bool(rest)
+            for cell in {cell_of(each) for each in rest.values()}:
+                mass_p = sum(p[n] for n, each in rest.items() if cell_of(each) == cell) / sum(p[n] for n in rest)
                 mass_q = sum(q[begins_S[start], n].exp() for n, each in enumerate(wide) if cell_of(each) == cell)
                 cells = cells + mass_p * (mass_p / mass_q).log()
-    return chunks, cells
+    return chunks, cells, compared
 
 
 def aligned_of_texts(wide, cut, inside):
@@ -125,23 +132,24 @@ def aligned_of_texts(wide, cut, inside):
     labels = torch.tensor([token for *_, token in theirs])
     targets = whole(energies, labels)
     vocabularies = token_bytes(TEACHER), token_bytes(wide)
-    cells = prefix_cells(*vocabularies, cut, np.full(6, -2))
+    spelling = Spelling.of(*vocabularies, cut)
+    cells = prefix_cells(*vocabularies, spelling.firsts(), np.full(6, -2))
     length, others = (torch.from_numpy(each.astype(np.int64)) for each in (common.length, common.others))
     sums = torch.cat([torch.zeros(1, dtype=torch.float64), targets.label_logprob.cumsum(0)])
-    source, offset = torch.from_numpy(common.source), torch.from_numpy(common.offset)
+    tokens = torch.tensor([each[2] for each in own])
+    said = torch.from_numpy(spelling.read(tokens.numpy(), common.source, common.offset))
+    source = torch.from_numpy(common.source)
     ends = torch.arange(len(own))
     start = source[(ends - length + 1).clamp(min=0)]
     label_logprob = torch.where(length > 0, sums[start + others] - sums[start], 0.0)
     index = CellIndex.of(torch.from_numpy(cells.of_student), cells.count)
     if inside:
-        none = np.empty(0, np.int64)
-        every = TeacherCells.of(cells, rests(*vocabularies, cells, none, none))
-        place = torch.where(offset > 0, every.starts[labels[source]] + offset, 0)
-        near = condensed(DenseTargets(energies, targets.label_logprob), every, source, place)
+        whole_targets = DenseTargets(energies, targets.label_logprob)
+        near = condensed(whole_targets, TeacherCells.of(cells, spelling), source, said.clamp(min=0))
     else:
-        source = torch.where(offset == 0, source, -1)
-        near = over(targets, torch.from_numpy(cells.of_teacher), source)
-    return AlignedTargets(length, label_logprob, source >= 0, near, index), torch.tensor([each[2] for each in own])
+        said = torch.from_numpy(np.where(common.offset == 0, 0, -1))
+        near = over(targets, torch.from_numpy(cells.of_teacher), torch.where(said == 0, source, -1))
+    return AlignedTargets(length, label_logprob, said >= 0, near, index), tokens
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
@@ -154,7 +162,7 @@ def test_both_terms_equal_the_enumeration_of_all_texts_up_to_four_bytes(kind, te
     def letters(texts):
         return [[wide.index(text[0])] for text in texts]
 
-    cut = (lambda texts: [greedy(text, wide) for text in texts]) if kind == "prefixes" else letters
+    cut = letters if kind == "first bytes" else lambda texts: [greedy(text, wide) for text in texts]
     targets, labels = aligned_of_texts(wide, cut, inside)
     student = torch.randn(len(labels), len(wide), dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     student.requires_grad_()
@@ -167,11 +175,11 @@ def test_both_terms_equal_the_enumeration_of_all_texts_up_to_four_bytes(kind, te
         return wide[cut([text])[0][0]]
 
     assert all(cell_of(each) == teacher_cell_of(each) for each in TEACHER)
-    chunks, cells = brute_force(student, cell_of, wide, inside)
-    assert chunks > 0.1 and cells > 0.1
+    chunks, cells, compared = brute_force(student, cell_of, wide, cut if inside else None)
+    assert chunks > 0.1 and cells > 0.1 and torch.equal(targets.compared, compared)
     # where no term speaks of a token, or tells it from others of its cell, its text does; chunks speak of all here
     text = -torch.log_softmax(student, 1).gather(1, labels[:, None]).squeeze(1)[~targets.compared].sum()
-    assert (text > 1) != inside
+    assert (text > 1) != (inside and kind == "a student of bytes")
     within = student.new_zeros(())
     for row in targets.compared.nonzero().flatten().tolist():
         own = next(each for each in starts if wide[labels[row]].startswith(each))
