@@ -301,18 +301,14 @@ def _build_split(
             np.save(file, stored := _stored(taken, maker.seq_len), allow_pickle=False)
         at = stored["source"] >= 0
         taught = np.stack([row.kept["taught"] for row in taken])[at] if taken else np.empty(0, np.int64)
-        said, own = stored["said"][at], cells.of_student[stored["tokens"][:, 1:][at]]
-        following = maker.alignment.spelling.next(taught, said)
-        inside = np.where(following < 0, -1, cells.of_student[following])
-        one = np.where(said > 0, inside, cells.of_teacher[taught])
-        apart = (one != own) & ((one >= 0) | (said > 0))
+        begins = stored["said"][at] == 0
+        one, other = cells.of_teacher[taught], cells.of_student[stored["tokens"][:, 1:][at]]
         documents, left_out = worker.count(after, math.inf if last else next_token)
         tally: Tally = {
             "labels": int(stored["loss_mask"].sum()),
-            "boundaries": int((said == 0).sum()),
-            "disagree": int(apart[said == 0].sum()),
-            "inside": int((said > 0).sum()),
-            "disagree_inside": int(apart[said > 0].sum()),
+            "boundaries": int(begins.sum()),
+            "disagree": int((begins & (one != other) & (one >= 0)).sum()),
+            "inside": int((~begins).sum()),
             "in_chunks": int(stored["length"].sum()),
             "documents": documents,
             "left_out": left_out,

@@ -33,8 +33,7 @@ from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets, Target
 
 SETTINGS, VIEW, CELLS = cache_format.SETTINGS, "view.json", cache_format.CELLS
 MOST_DISAGREEMENT = 0.05
-"""Share of the common boundaries at which teacher's and student's own tokens may lie in different cells; where they do
-so at more of the places within the teacher's tokens, nothing is said there."""
+"""Share of the common boundaries at which teacher's and student's own tokens may lie in different cells."""
 
 
 class SplitReader(Protocol):
@@ -118,11 +117,11 @@ class ViewShard(TypedDict):
     sha256: Digest
 
 
-Counted = Literal["labels", "boundaries", "disagree", "inside", "disagree_inside", "in_chunks", "documents", "left_out"]
-Tally = Annotated[dict[Counted, Count], Meta(min_length=8)]
+Counted = Literal["labels", "boundaries", "disagree", "inside", "in_chunks", "documents", "left_out"]
+Tally = Annotated[dict[Counted, Count], Meta(min_length=7)]
 """Of a shard or a split: labels of the student that count; boundaries, those that begin with a label of the teacher
-that counts; disagree, those of them whose two own tokens are in different cells; inside and disagree_inside, the same
-of those that begin within one; in_chunks, those in chunks; documents, and left_out of these."""
+that counts; disagree, those of them whose two own tokens are in different cells; inside, those that begin within one
+that is spelled so; in_chunks, those in chunks; documents, and left_out of these."""
 
 
 class ViewSidecar(ViewShard):
@@ -212,16 +211,15 @@ class View:
             f"{facts['boundaries']:.1%} of the student's labels of '{facts['split']}' begin where one of the teacher's "
             f"does, {facts['inside']:.1%} within one; {facts['in_chunks']:.1%} lie in chunks"
             f"{left_out * bool(facts['left_out'])}",
-            f"both tokens lie in different cells at {facts['disagreement']:.2%} of the common places (at most "
-            f"{MOST_DISAGREEMENT:.0%}) and at {facts['disagreement_inside']:.2%} of those within a token (above "
-            f"{MOST_DISAGREEMENT:.0%} these are not compared){kept}",
+            f"at {facts['disagreement']:.2%} of the common places both tokens lie in different cells (at most "
+            f"{MOST_DISAGREEMENT:.0%}){kept}",
             f"events: {'; '.join(facts['events'])}",
         ]
 
     def facts(self) -> dict[str, Any]:
         """What is known of the alignment: the cache's digest, entries of both tokenizers, cells; of the first split
-        the shares of labels at common boundaries, within tokens of the teacher and in chunks; of the first two what
-        disagrees; documents."""
+        the shares of labels at common boundaries, within tokens of the teacher and in chunks, and of boundaries that
+        disagree; documents."""
         record, (teacher, student) = self.record, self.record.sizes
         split, tally = next(iter(record.tallies.items()))
         labels = max(1, tally["labels"])
@@ -230,7 +228,6 @@ class View:
             **{"teacher": teacher, "student": student, "cells": self.cells.count, "split": split},
             **{name: tally[name] / labels for name in ("boundaries", "inside", "in_chunks")},
             "disagreement": tally["disagree"] / max(1, tally["boundaries"]),
-            "disagreement_inside": tally["disagree_inside"] / max(1, tally["inside"]),
             "entropy_kept": record.entropy_kept,
             **{name: tally[name] for name in ("documents", "left_out")},
             "events": [printable(each) for each in record.events],
@@ -317,10 +314,9 @@ class ViewReader(Dataset[dict[str, Tensor]]):
     @property
     def _goes_inside(self) -> bool:
         """Whether cells say something of labels within a token of the teacher's (`cell_targets`)."""
-        if self._cells is None or self._identity or self.view.facts()["disagreement_inside"] > MOST_DISAGREEMENT:
-            return False
         codec = self.reader.manifest.settings.codec
-        return self._ask is not None or codec.kind == "dense" or codec.num_samples > 0
+        said_whole = self._ask is not None or codec.kind == "dense" or codec.num_samples > 0
+        return said_whole and self._cells is not None and not self._identity
 
     def asking(self, ask: Ask) -> "ViewReader":
         """The same with a teacher's answers on its own rows, a few at a time, instead of a cache's numbers."""
@@ -385,7 +381,8 @@ class ViewReader(Dataset[dict[str, Tensor]]):
             return np.searchsorted(numbers, positions // length) * length + positions % length
 
         at = torch.from_numpy(np.where(source >= 0, place(np.maximum(source, 0)), -1))
-        near, label_N = self._answers(numbers, at, torch.from_numpy(np.where(source >= 0, said, 0)))
+        own = torch.from_numpy(self.view.cells.of_student[rows["tokens"][:, 1:]].ravel())
+        near, label_N = self._answers(numbers, at, torch.from_numpy(np.where(source >= 0, said, 0)), own)
         label = label_N.double().numpy()
         sums = np.concatenate([[0.0], np.cumsum(np.nan_to_num(label))])
         unknown = np.concatenate([[0], np.cumsum(np.isnan(label))])
@@ -410,9 +407,11 @@ class ViewReader(Dataset[dict[str, Tensor]]):
             targets=targets,
         )
 
-    def _answers(self, numbers: np.ndarray, at: Tensor, said: Tensor) -> tuple[SparseTargets | None, Tensor]:
+    def _answers(
+        self, numbers: np.ndarray, at: Tensor, said: Tensor, own: Tensor
+    ) -> tuple[SparseTargets | None, Tensor]:
         """Of the teacher's rows `numbers`: targets over cells at the positions `at` of them (below 0: none), behind the
-        tokens `said`, if cells count; and its log p of all labels."""
+        tokens `said`, where the text has the cells `own`, if cells count; and its log p of all labels."""
         cells, ask = self._cells, self._ask
         whole: Iterator[Targets]
         if ask is not None:
@@ -425,7 +424,8 @@ class ViewReader(Dataset[dict[str, Tensor]]):
             if isinstance(targets, SparseTargets):
                 if cells is None:
                     return None, targets.label_logprob
-                found = at_rows(targets, at) if self._identity else coarsened(targets, cells, at, said)
+                text = own if self._goes_inside else None
+                found = at_rows(targets, at) if self._identity else coarsened(targets, cells, at, said, text)
                 return found, targets.label_logprob
             whole = iter((targets,))
         near, labels, order = list[SparseTargets](), list[Tensor](), at.argsort(stable=True)

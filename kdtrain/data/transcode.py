@@ -40,8 +40,8 @@ TRANSCODED = np.dtype(
     ]
 )
 """The student's stream. source: the position of the cache whose label holds the token's first byte; taught: that label;
--1: none that counts. said: a number of the student's tokens since that label began (`Spelling.said`); 0: it begins with
-this one. length, others: tokens of student and teacher in the chunk that ends with this one, 0 where none ends; the
+-1: none that counts. said: a number of the student's tokens since that label began, if it is spelled so (`Spelling`); 0: it
+begins with this one. length, others: tokens of student and teacher in the chunk that ends with this one, 0 where none ends; the
 teacher's positions follow the source of its first token. document: where in the teacher's stream its document begins.
 place: the token's number in its document."""
 MOST_TOKENS = 1 << 24
@@ -178,6 +178,9 @@ class Transcoder:
         common = common_boundaries(sizes[keep], wide, counts[keep])
         said = self.spelling.read(out["token"], common.source, common.offset)
         at = said >= 0
+        from_N = np.flatnonzero(keep)[common.source[at]]
+        within = said[at] > 0  # where a neighbour changes how a token is cut, its spelling says nothing
+        at[at] = ~within | (self.spelling.next(tokens[from_N], said[at]) == out["token"][at])
         from_N = np.flatnonzero(keep)[common.source[at]]
         real = counts[from_N] & common.counts[at] & (stream["position"][from_N] >= 0)
         where, from_N = np.flatnonzero(at)[real], from_N[real]

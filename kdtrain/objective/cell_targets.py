@@ -3,7 +3,8 @@
 A token of the student's that begins with one of the teacher's gets the teacher's masses by cell. One that begins within
 a token of the teacher's gets the masses of what that token may be: the entries that are spelled with the tokens already
 read, by the cell of the next one, scaled to 1 (`data.spelling`). A top-k says that of its own entries alone, and not of
-its rest: there such a token gets nothing. Over texts of the teacher the mean of such a target is that of their tokens.
+its rest: there such a token gets nothing. Of samples few may be left; the text's own token is one more, as it is drawn
+under the same condition where the text is the teacher's.
 
 Shapes: N rows of the teacher's, M of the student's, K entries, V vocabulary of the teacher, L tokens that it is spelled
 with, C cells.
@@ -121,11 +122,14 @@ def condensed(targets: DenseTargets, cells: TeacherCells, source_M: Tensor, said
     )
 
 
-def coarsened(targets: SparseTargets, cells: TeacherCells, source_M: Tensor, said_M: Tensor) -> SparseTargets:
+def coarsened(
+    targets: SparseTargets, cells: TeacherCells, source_M: Tensor, said_M: Tensor, own_M: Tensor | None = None
+) -> SparseTargets:
     """Targets over cells for the rows `source_M` of targets over tokens of the teacher.
 
     source_M: int64; below 0: a row that nothing is known about, to be left out by `AlignedTargets.compared`. said_M:
-    see `TeacherCells.at`; 0 throughout for a top-k without samples.
+    see `TeacherCells.at`; 0 throughout for a top-k without samples. own_M: int64, the cells of the text's own tokens, C for
+    none, which count as one sample behind what is said.
 
     Mass without a cell is left out (and of a top-k the rest scaled to 1). Samples give samples, a top-k gives a top-k
     of the same width; both together give weights, as of samples. What a cache of samples knows of the entropy of
@@ -142,13 +146,14 @@ def coarsened(targets: SparseTargets, cells: TeacherCells, source_M: Tensor, sai
         drawn_MD = rows.drawn_weights(one).float()
         mass_MK = torch.cat([rows.top_logprobs(one).exp().float(), drawn_MD], 1)
     present &= (cell_MK >= 0) & (mass_MK > 0)
-    kept_MK = mass_MK.where(present, 0.0)
-    if rows.num_samples:
-        share_M = kept_MK.sum(1) / mass_MK.sum(1)
-        kept_MK = torch.where(((said_M > 0) & (share_M > 0))[:, None], kept_MK / share_M[:, None], kept_MK)
+    if own_M is not None:
+        said_M1 = ((said_M > 0) & (source_M >= 0) & (own_M < cells.count))[:, None]
+        present, cell_MK = torch.cat([present, said_M1], 1), torch.cat([cell_MK, own_M[:, None]], 1)
+        mass_MK = torch.cat([mass_MK, mass_MK.new_full((len(mass_MK), 1), 1 / rows.num_samples)], 1).where(present, 0.0)
+        mass_MK = torch.where(said_M1, mass_MK / mass_MK.sum(1, keepdim=True), mass_MK)
     cell_MK = torch.where(present, cell_MK, _ABSENT)
     cell_MK, order_MK = cell_MK.sort(dim=1, stable=True)
-    mass_MK = kept_MK.gather(1, order_MK)
+    mass_MK = mass_MK.where(present, 0.0).gather(1, order_MK)
     begins_MK = torch.ones_like(cell_MK, dtype=torch.bool)
     begins_MK[:, 1:] = cell_MK[:, 1:] != cell_MK[:, :-1]
     group_MK = begins_MK.cumsum(1) - 1
