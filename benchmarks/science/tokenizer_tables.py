@@ -44,12 +44,20 @@ def students(record: Record) -> str:
 
 def rows(record: Record) -> str:
     """What the views of the study's students have in common with the cache."""
-    names = ("boundaries", "in_chunks", "disagreement", "entropy_kept")
+    names = ("boundaries", "inside", "in_chunks", "disagreement", "entropy_kept")
     shown = [
         [kind, f"{facts['cells']:,}", *(f"{facts[name]:.1%}" if name in facts else "-" for name in names)]
         for kind, facts in record["alignment"].items()
     ]
-    head = ["tokenizer", "cells", "labels at common boundaries", "in chunks", "disagreement", "entropy kept"]
+    head = [
+        "tokenizer",
+        "cells",
+        "labels at common boundaries",
+        "within tokens",
+        "in chunks",
+        "disagreement",
+        "entropy kept",
+    ]
     return markdown(head, shown)
 
 

@@ -39,11 +39,11 @@ TRANSCODED = np.dtype(
         *(("document", "<i8"), ("place", "<i4")),
     ]
 )
-"""The student's stream. source: the position of the cache whose label holds the token's first byte; taught: that label;
--1: none that counts. said: a number of the student's tokens since that label began, if it is spelled so (`Spelling`); 0: it
-begins with this one. length, others: tokens of student and teacher in the chunk that ends with this one, 0 where none ends; the
-teacher's positions follow the source of its first token. document: where in the teacher's stream its document begins.
-place: the token's number in its document."""
+"""The student's stream. source: the position of the cache whose label holds the token's first byte, and is spelled with
+it (`Spelling`) or begins with it; taught: that label; -1: none that counts. said: a number of the student's tokens
+since that label began; 0: it begins with this one. length, others: tokens of student and teacher in the chunk that ends
+with this one, 0 where none ends; the teacher's positions follow the source of its first token. document: where in the
+teacher's stream its document begins. place: the token's number in its document."""
 MOST_TOKENS = 1 << 24
 """The teacher's tokens of the longest document."""
 _BATCH = 1 << 18

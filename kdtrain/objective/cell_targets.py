@@ -128,8 +128,8 @@ def coarsened(
     """Targets over cells for the rows `source_M` of targets over tokens of the teacher.
 
     source_M: int64; below 0: a row that nothing is known about, to be left out by `AlignedTargets.compared`. said_M:
-    see `TeacherCells.at`; 0 throughout for a top-k without samples. own_M: int64, the cells of the text's own tokens, C for
-    none, which count as one sample behind what is said.
+    see `TeacherCells.at`; 0 throughout for a top-k without samples. own_M: int64, the cells of the text's own tokens,
+    C for none, which count as one sample behind what is said.
 
     Mass without a cell is left out (and of a top-k the rest scaled to 1). Samples give samples, a top-k gives a top-k
     of the same width; both together give weights, as of samples. What a cache of samples knows of the entropy of

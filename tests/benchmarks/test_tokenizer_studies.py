@@ -67,7 +67,14 @@ def test_tokenizers_of_the_study_take_digits_as_asked(digits, monkeypatch):
 
 def of(tokenizer, method, seed, bits, alpha=0.9):
     alpha = 0.0 if method == "cross-entropy" else alpha
-    facts = {"cells": 10, "boundaries": 0.9, "in_chunks": 1.0, "disagreement": 0.01, "entropy_kept": 0.95}
+    facts = {
+        "cells": 10,
+        "boundaries": 0.9,
+        "inside": 0.08,
+        "in_chunks": 1.0,
+        "disagreement": 0.01,
+        "entropy_kept": 0.95,
+    }
     return {
         **{"tokenizer": tokenizer, "method": method, "alpha": alpha, "seed": seed, "bits_per_byte": bits},
         **{"teacher_bits_per_byte": 1.0, "alignment": facts if tokenizer != tokenizers.SAME else None},
@@ -95,7 +102,7 @@ def test_the_share_of_the_ceiling_is_of_gains_by_seed_at_the_best_alpha(tmp_path
     shown = tokenizer_tables.students(record)
     assert "| bytes | cells | 3.400 ± 0.707 | +0.100 | 50% | 2 |" in shown and "3 runs are left" in shown
     assert "| bytes | both |" not in shown
-    assert "| bytes | 10 | 90.0% | 100.0% | 1.0% | 95.0% |" in tokenizer_tables.rows(record)
+    assert "| bytes | 10 | 90.0% | 8.0% | 100.0% | 1.0% | 95.0% |" in tokenizer_tables.rows(record)
 
 
 def test_uld_is_the_sum_over_sorted_probabilities_at_common_boundaries():
@@ -103,8 +110,10 @@ def test_uld_is_the_sum_over_sorted_probabilities_at_common_boundaries():
     vocabulary, length, samples = 9, 4, 5
     logits = torch.randn(1, length, vocabulary)
     counts = torch.tensor([[3.0, 2.0, 0.0], [1.0, 3.0, 1.0]])
-    rows = np.zeros(1, [("tokens", "i8", (length + 1,)), ("loss_mask", "?", (length,)), ("source", "i8", (length,))])
-    rows["tokens"], rows["loss_mask"], rows["source"] = [[1, 2, 3, 4, 5]], True, [[-1, 4, -1, 5]]
+    fields = (("loss_mask", "?"), ("source", "i8"), ("said", "i8"))
+    rows = np.zeros(1, [("tokens", "i8", (length + 1,)), *((name, kind, (length,)) for name, kind in fields)])
+    rows["tokens"], rows["loss_mask"], rows["source"] = [[1, 2, 3, 4, 5]], True, [[-1, 4, 4, 5]]
+    rows["said"] = [[0, 0, 7, 0]]  # within a token
 
     class Taught:
         class manifest:
