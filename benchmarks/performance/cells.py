@@ -22,9 +22,10 @@ from benchmarks.harness.machine import cpu_model
 from benchmarks.harness.timing import in_turn, medians, over
 from kdtrain.config.values import Options, option
 from kdtrain.data.alignment import Alignment
-from kdtrain.models.head import OutputHead
 from kdtrain.models.loading import load_tokenizer
-from kdtrain.objective.aligned import AlignedTargets, coarsened
+from kdtrain.models.output_head import OutputHead
+from kdtrain.objective.aligned import AlignedTargets
+from kdtrain.objective.cell_targets import TeacherCells, coarsened
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import FLOOR, SparseTargets, Targets
@@ -55,7 +56,8 @@ class Settings(Options):
 def main(settings: Settings) -> None:
     """Measure the widths in fp32 and bf16."""
     teacher, student = load_tokenizer(settings.teacher), load_tokenizer(settings.student)
-    cells = Alignment(teacher, student).cells
+    alignment = Alignment(teacher, student)
+    cells, theirs = alignment.cells, TeacherCells.of(alignment.cells, alignment.spelling)
     index = CellIndex.of(torch.from_numpy(cells.of_student), cells.count)
     found: dict[str, Any] = {
         "entries": [len(cells.of_teacher), len(cells.of_student)],
@@ -67,21 +69,23 @@ def main(settings: Settings) -> None:
     }
     for width in settings.widths:
         for dtype in (torch.float32, torch.bfloat16):
-            found[f"{width} {dtype}".replace("torch.", "")] = _measured(settings, cells, index, width, dtype)
+            found[f"{width} {dtype}".replace("torch.", "")] = _measured(settings, theirs, index, width, dtype)
     print(json.dumps(found, indent=1))
     if settings.save:
         known = json.loads((RESULTS / "cells.json").read_text()) if (RESULTS / "cells.json").exists() else {}
         write(RESULTS / "cells.json", {**known, f"{settings.teacher.name} {settings.student.name}": found})
 
 
-def _measured(settings: Settings, cells: Any, index: CellIndex, width: int, dtype: torch.dtype) -> dict[str, Any]:
-    g, count, size = torch.Generator().manual_seed(0), settings.tokens, len(cells.of_student)
+def _measured(
+    settings: Settings, cells: TeacherCells, index: CellIndex, width: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    g, count, size = torch.Generator().manual_seed(0), settings.tokens, len(index.column)
     hidden_ND = torch.randn(count, width, generator=g).to(dtype).requires_grad_()
     weight_VD = (2 * torch.randn(size, width, generator=g) / width**0.5).to(dtype).requires_grad_()
     labels_N, mask_N = torch.randint(size, (count,), generator=g), torch.ones(count, dtype=torch.bool)
     own = _samples(count, size, g)
-    theirs = _samples(count, len(cells.of_teacher), g)
-    near = coarsened(theirs, torch.from_numpy(cells.of_teacher), torch.arange(count))
+    theirs = _samples(count, len(cells.of_token), g)
+    near = coarsened(theirs, cells, torch.arange(count), torch.zeros(count, dtype=torch.int64))
     one_N = torch.ones(count, dtype=torch.int64)
     both = AlignedTargets(one_N, theirs.label_logprob, one_N == 1, near, index)
     alone = AlignedTargets(one_N, theirs.label_logprob, one_N == 1, near, index, chunks=False)

@@ -1,5 +1,6 @@
 """The demo: what its commands, its table, its pictures and its record promise, and one small run of all of it."""
 
+import ast
 import importlib.util
 import json
 import os
@@ -298,3 +299,11 @@ def test_the_published_temperatures_end_where_the_page_says_and_are_drawn_from_t
         assert expected is None or end == pytest.approx(expected, rel=0.02)
     (picture,) = figures.draw_temperature(record, tmp_path)
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda path: path.stem)
+def test_what_a_script_takes_from_the_library_is_there(path):
+    """Without running it: a script registers things, and many need a machine of their own."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kdtrain":
+            exec(ast.unparse(node), {})
