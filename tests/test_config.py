@@ -114,6 +114,12 @@ REFUSED = [
     (lambda: options.EvaluateConfig(student="s"), "--cache"),
     (lambda: options.EvaluateConfig(student="s", cache=Path("c"), teacher="t"), "--teacher"),
     (lambda: options.EvaluateConfig(student="s", cache=Path("c"), data=TEXT), "--data"),
+    (
+        lambda: options.EvaluateConfig(
+            student="s", teacher="t", data=dataclasses.replace(TEXT, validation_sequences=9)
+        ),
+        "--validation-sequences has no effect on evaluate",
+    ),
     (lambda: options.InspectConfig(), "--hardware"),
     (lambda: options.DataConfig(split="dev"), "--split 'dev'"),
     (lambda: options.DataConfig(seq_len=0), "--seq-len"),

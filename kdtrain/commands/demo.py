@@ -177,7 +177,8 @@ def distill_config(folder: Path, kind: str, seed: int, settings: Settings) -> op
 
 def evaluate_config(folder: Path, settings: Settings, text: options.DataConfig) -> options.EvaluateConfig:
     """A student against the teacher itself, on text that neither has learned from."""
-    asked = dataclasses.replace(text, split="test", num_sequences=settings.test_sequences)
+    plain = options.DataConfig().validation_sequences  # a text to measure on has one split
+    asked = dataclasses.replace(text, split="test", num_sequences=settings.test_sequences, validation_sequences=plain)
     return options.EvaluateConfig(student=str(folder), teacher=settings.teacher, data=asked)
 
 

@@ -293,6 +293,10 @@ class EvaluateConfig(Options):
         super().__post_init__()
         _refuse_wrong_source(self.cache, self.teacher, replace(self.data, split="train"), "evaluate")
         refuse(
+            self.data.validation_sequences != DataConfig().validation_sequences,
+            "--validation-sequences has no effect on evaluate; use --num-sequences, and --split",
+        )
+        refuse(
             self.cross_tokenizer is not None and self.cache is None and self.teacher is None,
             "--cross-tokenizer has no effect without a teacher; add --cache or --teacher, or leave it out",
         )
