@@ -245,9 +245,10 @@ def _opened(folder: Path, cache: Splits, settings: ViewSettings) -> View | None:
     """The view that is there and finished."""
     if not (folder / VIEW).exists():
         return None
-    view = View(folder, cache)
-    _refuse_other(folder, view.record.settings, settings)
-    return view
+    stated = sealed_record(folder / VIEW).get("settings")
+    if isinstance(stated, dict):  # before the rest, which another version writes otherwise
+        _refuse_other(folder, stated, settings)
+    return View(folder, cache)
 
 
 def _refuse_other(folder: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

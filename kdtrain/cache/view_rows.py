@@ -22,6 +22,7 @@ from kdtrain.cache.manifest import Count, Digest, Manifest
 from kdtrain.data.boundaries import MOST
 from kdtrain.data.bytes import MAX_IDS
 from kdtrain.data.cells import Cells
+from kdtrain.data.spelling import MOST as MOST_SPELLED
 from kdtrain.data.spelling import Spelling
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import MEDIUM, file_digest, json_digest, read_sealed, typed
@@ -29,7 +30,7 @@ from kdtrain.objective.aligned import AlignedTargets
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.cell_targets import TeacherCells, at_rows, coarsened, condensed
 from kdtrain.objective.cells import CellIndex
-from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets, Targets
+from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
 
 SETTINGS, VIEW, CELLS = cache_format.SETTINGS, "view.json", cache_format.CELLS
 MOST_DISAGREEMENT = 0.05
@@ -140,7 +141,7 @@ class _StatedCells(TypedDict):
     student: _Entries
     count: _Entries
     """C."""
-    spelled: Annotated[int, Meta(ge=1, lt=2**31)]
+    spelled: Annotated[int, Meta(ge=1, le=MOST_SPELLED)]
     """L, tokens of the student that all of the teacher's are spelled with."""
 
 
@@ -209,7 +210,7 @@ class View:
         return [
             f"tokenizers of {facts['teacher']:,} (teacher) and {facts['student']:,} entries: {facts['cells']:,} cells",
             f"{facts['boundaries']:.1%} of the student's labels of '{facts['split']}' begin where one of the teacher's "
-            f"does, {facts['inside']:.1%} within one; {facts['in_chunks']:.1%} lie in chunks"
+            f"does, {facts['inside']:.1%} within one (compared by samples); {facts['in_chunks']:.1%} lie in chunks"
             f"{left_out * bool(facts['left_out'])}",
             f"at {facts['disagreement']:.2%} of the common places both tokens lie in different cells (at most "
             f"{MOST_DISAGREEMENT:.0%}){kept}",
@@ -395,7 +396,7 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         targets = AlignedTargets(
             length=torch.from_numpy(lengths),
             label_logprob=torch.from_numpy(label_logprob),
-            compared=at >= 0 if near is None else (at >= 0) & (near.logprobs > FLOOR).any(1),
+            compared=at >= 0,
             near=near,
             cells=None if self._identity or near is None else self._index,
             chunks=self.chunks,
@@ -435,10 +436,11 @@ class ViewReader(Dataset[dict[str, Tensor]]):
             assert isinstance(dense, DenseTargets)
             labels.append(dense.label_logprob.cpu())
             if cells is not None:
+                cells = self._cells = cells.to(dense.logprobs.device)
                 begin, end = torch.searchsorted(wanted, torch.tensor([first, first + len(part)])).tolist()
                 # one at least, so that there is something to leave out
                 for rows in (order[begin:end] if end > begin or near else order[:1]).split(_AT_ONCE):
-                    place = (at[rows] - first).clamp(min=0)
+                    place = (at[rows] - first).clamp(0, len(part) - 1)
                     near.append(condensed(dense, cells, place, said[rows]).to("cpu"))
             first += len(part)
         if cells is None:

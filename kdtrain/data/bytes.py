@@ -107,6 +107,10 @@ class TokenBytes:
     def __getitem__(self, token: int) -> bytes:
         return self.flat[self.starts[token] : self.starts[token + 1]].tobytes()
 
+    def equals(self, other: "TokenBytes") -> bool:
+        """Whether two vocabularies are the same, by number."""
+        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in ("starts", "flat", "special"))
+
     @functools.cached_property
     def lengths(self) -> _Array:
         """int64 [V] bytes of each token."""

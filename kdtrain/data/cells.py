@@ -53,12 +53,12 @@ class Cells:
 
 
 def prefix_cells(teacher: TokenBytes, student: TokenBytes, firsts: _Array, events: _Array) -> Cells:
-    """The cells of two vocabularies.
+    """The cells of two vocabularies; of equal ones tokens without text, and duplicates, have cells of their own too.
 
     firsts: int64 [V] the student's first token of each of the teacher's (`Spelling.firsts`). events: int64 [V] the
     student's token for a special token of the teacher; below 0: none.
     """
-    if _equal(teacher, student):
+    if teacher.equals(student):
         same = np.arange(len(teacher))
         return Cells(same, same, len(same))
     # what is not spelled goes by its first byte, which every cut of the bytes begins with
@@ -94,11 +94,6 @@ def _longest_prefixes(places: Mapping[bytes, int], texts: Sequence[bytes]) -> _A
         else:
             found[number] = places[above[-1]]
     return found
-
-
-def _equal(one: TokenBytes, other: TokenBytes) -> bool:
-    """Whether two vocabularies are the same: then tokens without text, and duplicates, have cells of their own too."""
-    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in ("starts", "flat", "special"))
 
 
 def conflicts(cells: Cells, teacher_M: _Array, student_M: _Array) -> tuple[_Array, _Array]:

@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 
 from kdtrain.data.bytes import TokenBytes, whole_texts
+from kdtrain.errors import UsageError
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 DEEP = 128
 """Tokens of the student in one of the teacher's, behind which the rest is not known."""
-_UNKNOWN = -2
+MOST = 2**24
+"""Tokens of the student in all of the teacher's together; published pairs have two million."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +47,13 @@ class Spelling:
     def of(
         cls, teacher: TokenBytes, student: TokenBytes, cut: Callable[[Sequence[str]], list[list[int]]]
     ) -> "Spelling":
-        """Spell them. cut: the student's tokens of each text."""
+        """Spell them. cut: the student's tokens of each text.
+
+        UsageError: they are spelled with more than `MOST` tokens, or none is text.
+        """
+        if teacher.equals(student):
+            each = np.arange(len(teacher))
+            return cls(np.arange(len(teacher) + 1), each, np.zeros_like(each), len(teacher))
         whole = [teacher[token] for token in range(len(teacher))]
         texts = whole_texts(whole)
         known = [place for place, text in enumerate(texts) if text]
@@ -60,6 +68,10 @@ class Spelling:
             spelled[place] = tokens[:kept]
         lengths = np.array([len(each) for each in spelled], np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)])
+        if not 0 < starts[-1] <= MOST:
+            raise UsageError(
+                f"all tokens of {teacher.name} are {starts[-1]:,} tokens of {student.name}; 1 to {MOST:,} are right"
+            )
         flat = np.array([token for each in spelled for token in each], np.int64)
         said, before, count = np.zeros(len(flat), np.int64), np.zeros(len(whole), np.int64), 0
         tokens_V = np.arange(len(whole))
@@ -108,14 +120,13 @@ class Spelling:
         source_M, offset_M: as `boundaries.Common`.
         """
         keys, numbers = self._steps
-        number_M = np.where(source_M < 0, -1, np.where(offset_M == 0, 0, _UNKNOWN))
-        place = np.flatnonzero(number_M == _UNKNOWN)
-        straddled = source_M[place - 1] != source_M[place]
-        number_M[place[straddled]] = -1
-        place = place[~straddled]
-        while len(place):
-            ready = number_M[place - 1] != _UNKNOWN
-            now, place = place[ready], place[~ready]
+        number_M = np.where((source_M >= 0) & (offset_M == 0), 0, -1)
+        every = np.arange(len(source_M))
+        first_M = np.maximum.accumulate(np.where(np.diff(source_M, prepend=-2) != 0, every, 0))
+        depth_M = every - first_M  # tokens since the first that begins in the same one of the teacher's
+        inside = np.flatnonzero((depth_M > 0) & (depth_M < DEEP) & (number_M[first_M] == 0) & (source_M >= 0))
+        inside = inside[np.argsort(depth_M[inside], kind="stable")]
+        for now in np.split(inside, np.flatnonzero(np.diff(depth_M[inside])) + 1):
             before = number_M[now - 1]
             key = np.where(before < 0, -1, before * self.size + tokens_M[now - 1])
             at = np.minimum(np.searchsorted(keys, key), len(keys) - 1)

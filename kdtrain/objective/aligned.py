@@ -3,7 +3,7 @@
 Two terms, right at T = 1, each least where the student says what the teacher says, and there 0 but for samples:
 
 cells   where the teacher says what follows (`cell_targets`): KL between the masses that both give to groups of tokens
-        (`cells`, `data.cells`). From samples it is the KL from their shares: an unbiased gradient, and a value that is
+        (`cells`, `data.cells`). At common boundaries, from samples it is the KL from their shares: an unbiased gradient, and a value that is
         too large by how much less entropy they have than the teacher, in the mean, whatever the student. From a top-k
         the rest is one event, and what of it lies in kept cells counts as rest.
 chunks  between common boundaries: teacher's and student's log p of the same bytes. With the sums a, b of log p of the
@@ -176,8 +176,8 @@ class AlignedTargets(Targets):
     def _spoken_of(self) -> Tensor:
         """[R] bool, whether a term of the loss says something of the token."""
         spoken_R = torch.zeros_like(self.compared)
-        if self.near is not None:  # all that the teacher expects may be in no cell
-            spoken_R = self.compared & (self.near.logprobs > FLOOR).any(1)
+        if self.near is not None:
+            spoken_R = self.common()
         if not self.chunks:
             return spoken_R
         length = self.length if self.beyond is None else torch.cat([self.length, self.beyond.length])
@@ -188,7 +188,8 @@ class AlignedTargets(Targets):
         return spoken_R | (edges.cumsum(0)[: len(spoken_R)] > 0)
 
     def common(self) -> Tensor:
-        return self.compared
+        # all that the teacher expects may be in no cell
+        return self.compared if self.near is None else self.compared & (self.near.logprobs > FLOOR).any(1)
 
     def spans(self, values_N: Tensor) -> Tensor:
         sums = torch.cat([values_N.new_zeros(1), values_N.cumsum(0)])

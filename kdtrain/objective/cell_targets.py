@@ -3,8 +3,8 @@
 A token of the student's that begins with one of the teacher's gets the teacher's masses by cell. One that begins within
 a token of the teacher's gets the masses of what that token may be: the entries that are spelled with the tokens already
 read, by the cell of the next one, scaled to 1 (`data.spelling`). A top-k says that of its own entries alone, and not of
-its rest: there such a token gets nothing. Of samples few may be left; the text's own token is one more, as it is drawn
-under the same condition where the text is the teacher's.
+its rest: there such a token gets nothing. Of samples few may be left; where one is, the text's own token is one more,
+as it is drawn under the same condition where the text is the teacher's.
 
 Shapes: N rows of the teacher's, M of the student's, K entries, V vocabulary of the teacher, L tokens that it is spelled
 with, C cells.
@@ -12,7 +12,7 @@ with, C cells.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -43,22 +43,31 @@ class TeacherCells:
     """[L+1] as `Spelling`."""
     of_spelled: Tensor
     """[L] of each token of a spelling; -1: none."""
+    of_place: Tensor
+    """[L] the token of the teacher that it is a spelling of."""
+    by_said: Tensor
+    """[L] 0 .. L-1 in the order of `said`."""
+    first: Tensor
+    """[L+2] where each number begins in `by_said`."""
 
     @classmethod
     def of(cls, cells: Cells, spelling: Spelling) -> TeacherCells:
         """From arrays, on the CPU."""
         spelled = cells.of_student[spelling.tokens]
         spelled = np.where(spelled < cells.count, spelled, -1)
-        of_token, *arrays = (
-            torch.from_numpy(np.array(each, np.int64))
-            for each in (cells.of_teacher, spelling.starts, spelling.said, spelling.depth, spelled)
-        )
+        of_place = np.repeat(np.arange(len(cells.of_teacher)), np.diff(spelling.starts))
+        by_said = np.argsort(spelling.said, kind="stable")
+        first = np.searchsorted(spelling.said[by_said], np.arange(len(by_said) + 2))
+        own = cells.of_teacher, spelling.starts, spelling.said, spelling.depth, spelled, of_place, by_said, first
+        of_token, *arrays = (torch.from_numpy(np.array(each, np.int64)) for each in own)
         return cls(of_token, cells.count, *arrays)
 
     def to(self, device: torch.device) -> TeacherCells:
         """The same on a device."""
-        own = (each.to(device) for each in (self.starts, self.said, self.depth, self.of_spelled))
-        return TeacherCells(self.of_token.to(device), self.count, *own)
+        if self.of_token.device == device:
+            return self
+        tensors = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "count"}
+        return replace(self, **{name: each.to(device) for name, each in tensors.items()})
 
     def at(self, ids_MK: Tensor, said_M: Tensor) -> Tensor:
         """[M,K] the cells that tokens of the teacher go on with; -1: none, or it is not spelled with what is said.
@@ -71,6 +80,18 @@ class TeacherCells:
         fits_MK &= self.said[place_MK] == said_M[:, None]
         rest_MK = self.of_spelled[place_MK].where(fits_MK, -1)
         return torch.where(said_M[:, None] > 0, rest_MK, self.of_token[ids_MK])
+
+    def going_on(self, mass_MV: Tensor, said_M: Tensor) -> Tensor:
+        """[M,C] the masses of cells from whole distributions behind what is said, above 0: of the tokens that go on."""
+        size_M = self.first[said_M + 1] - self.first[said_M]
+        row = torch.repeat_interleave(torch.arange(len(said_M), device=said_M.device), size_M)
+        rank = torch.arange(len(row), device=row.device) - (size_M.cumsum(0) - size_M)[row]
+        place = self.by_said[self.first[said_M][row] + rank]
+        token, cell = self.of_place[place], self.of_spelled[place]
+        there = (token < mass_MV.shape[1]) & (cell >= 0)
+        mass = mass_MV[row, token.where(there, 0)].where(there, 0.0)
+        found = mass_MV.new_zeros(len(said_M) * self.count)
+        return found.index_add_(0, row * self.count + cell.where(there, 0), mass).view(len(said_M), self.count)
 
 
 def at_rows(targets: SparseTargets, source_M: Tensor) -> SparseTargets:
@@ -89,21 +110,19 @@ def at_rows(targets: SparseTargets, source_M: Tensor) -> SparseTargets:
 def condensed(targets: DenseTargets, cells: TeacherCells, source_M: Tensor, said_M: Tensor) -> SparseTargets:
     """The `MOST_CELLS` likeliest cells, and the rest, for the rows `source_M` of whole distributions over tokens.
 
-    source_M: int64. said_M: see `TeacherCells.at`. Cells and targets may be on different devices.
+    source_M: int64. said_M: see `TeacherCells.at`. Both may be on another device than cells and targets.
 
     Mass without a cell is left out, and the rest scaled to 1; where no mass has a cell, none is above `FLOOR`.
     """
     device = targets.logprobs.device
-    cells, source_M, said_M = cells.to(device), source_M.to(device), said_M.to(device)
+    source_M, said_M = source_M.to(device), said_M.to(device)
     logprobs_MV = targets.logprobs[source_M, : len(cells.of_token)]
     mass_MV = logprobs_MV.to(torch.promote_types(logprobs_MV.dtype, torch.float32)).exp()
     size, count = mass_MV.shape[1], cells.count
-    place_MV = cells.of_token[:size].expand(len(mass_MV), -1)
+    cell_V = torch.where(cells.of_token[:size] < 0, count, cells.of_token[:size])
+    by_cell_MC = mass_MV.new_zeros(len(mass_MV), count + 1).index_add_(1, cell_V, mass_MV)[:, :count]
     if len(some := (said_M > 0).nonzero().squeeze(1)):
-        every = torch.arange(size, device=device).expand(len(some), -1)
-        place_MV = place_MV.index_copy(0, some, cells.at(every, said_M[some]))
-    place_MV = torch.where(place_MV < 0, count, place_MV)
-    by_cell_MC = mass_MV.new_zeros(len(mass_MV), count + 1).scatter_add_(1, place_MV, mass_MV)[:, :count]
+        by_cell_MC[some] = cells.going_on(mass_MV[some], said_M[some])
     by_cell_MC /= by_cell_MC.sum(1, keepdim=True).clamp(min=torch.finfo(mass_MV.dtype).tiny)
     mass_MK, cell_MK = by_cell_MC.topk(min(MOST_CELLS, count), dim=1)
     rest_M = by_cell_MC.scatter(1, cell_MK, 0.0).sum(1)
@@ -128,8 +147,8 @@ def coarsened(
     """Targets over cells for the rows `source_M` of targets over tokens of the teacher.
 
     source_M: int64; below 0: a row that nothing is known about, to be left out by `AlignedTargets.compared`. said_M:
-    see `TeacherCells.at`; 0 throughout for a top-k without samples. own_M: int64, the cells of the text's own tokens,
-    C for none, which count as one sample behind what is said.
+    see `TeacherCells.at`. own_M: int64, the cells of the text's own tokens, C for none, which count as one sample
+    behind what is said, where there are only samples; None: nothing is said in any row.
 
     Mass without a cell is left out (and of a top-k the rest scaled to 1). Samples give samples, a top-k gives a top-k
     of the same width; both together give weights, as of samples. What a cache of samples knows of the entropy of
@@ -146,14 +165,17 @@ def coarsened(
         drawn_MD = rows.drawn_weights(one).float()
         mass_MK = torch.cat([rows.top_logprobs(one).exp().float(), drawn_MD], 1)
     present &= (cell_MK >= 0) & (mass_MK > 0)
+    mass_MK = mass_MK.where(present, 0.0)
     if own_M is not None:
-        said_M1 = ((said_M > 0) & (source_M >= 0) & (own_M < cells.count))[:, None]
-        present, cell_MK = torch.cat([present, said_M1], 1), torch.cat([cell_MK, own_M[:, None]], 1)
-        mass_MK = torch.cat([mass_MK, mass_MK.new_full((len(mass_MK), 1), 1 / rows.num_samples)], 1).where(present, 0.0)
-        mass_MK = torch.where(said_M1, mass_MK / mass_MK.sum(1, keepdim=True), mass_MK)
+        within_M1 = ((said_M > 0) & present.any(1))[:, None]
+        if not rows.top_k:
+            own_M1 = within_M1 & (own_M < cells.count)[:, None]
+            present, cell_MK = torch.cat([present, own_M1], 1), torch.cat([cell_MK, own_M[:, None]], 1)
+            mass_MK = torch.cat([mass_MK, own_M1 / rows.num_samples], 1)
+        mass_MK = torch.where(within_M1, mass_MK / mass_MK.sum(1, keepdim=True), mass_MK)
     cell_MK = torch.where(present, cell_MK, _ABSENT)
     cell_MK, order_MK = cell_MK.sort(dim=1, stable=True)
-    mass_MK = mass_MK.where(present, 0.0).gather(1, order_MK)
+    mass_MK = mass_MK.gather(1, order_MK)
     begins_MK = torch.ones_like(cell_MK, dtype=torch.bool)
     begins_MK[:, 1:] = cell_MK[:, 1:] != cell_MK[:, :-1]
     group_MK = begins_MK.cumsum(1) - 1

@@ -83,7 +83,7 @@ def by_cell(view, whole, position, said, own=None):
             following = int(spelling.next(np.array([token]), np.array([said]))[0])
             masses[view.cells.of_student[following] if said and following >= 0 else -1] += mass * bool(said)
             masses[view.cells.of_teacher[token]] += mass * (not said)
-    if said and own is not None:
+    if said and own is not None and masses[:-1].any():
         masses[view.cells.of_student[own]] += 1 / 20
     return masses[:-1] / masses[:-1].sum() if said and masses[:-1].any() else masses[:-1]
 
@@ -104,12 +104,12 @@ def test_a_batch_has_the_teachers_numbers_for_the_same_bytes(cache, tmp_path):
     source = torch.from_numpy(rows["source"]).flatten()
     targets, said = batch.targets, torch.from_numpy(rows["said"]).flatten()
     own = batch.tokens[:, 1:].flatten()
-    assert targets.compared.float().mean() > 0.5
+    assert targets.common().float().mean() > 0.5
     for place in torch.nonzero(source >= 0).flatten().tolist():
         expected = by_cell(view, whole, int(source[place]), int(said[place]), own[place])
         if said[place] and not cache.manifest.settings.codec.num_samples:
             expected *= 0  # a top-k says nothing of the rest within a token
-        assert targets.compared[place] == expected.any()
+        assert targets.common()[place] == expected.any()
         assert not expected.any() or np.allclose(cells_at(view, targets, place), expected, atol=1e-6)
     for end in torch.nonzero(targets.length).flatten().tolist():
         length, others = int(targets.length[end]), int(rows["others"].ravel()[end])
@@ -149,21 +149,37 @@ def test_of_text_that_the_teacher_wrote_the_filler_is_left_out_and_the_end_is_th
     assert AlignedSource(view, "train", (True, True)).facts.end_tokens == (student.convert_tokens_to_ids("<|im_end|>"),)
 
 
-def test_whole_distributions_have_the_likeliest_cells_also_within_tokens(tmp_path):
+def whole_distributions(folder, texts, seq_len):
+    """A cache of them, of a teacher of the Llama 3 kind."""
     tokenizer = train("llama3")
     size = len(tokenizer)
     settings = CacheSettings(
         codec=CodecSpec(kind="dense", vocab_size=size),
-        seq_len=SEQ_LEN,
+        seq_len=seq_len,
         tokenizer_size=size,
         tokenizer_digest=tokenizer_digest(tokenizer),
         data={"source": "texts"},
     )
-    rows = list(pack([Document(f"{n}", text=each) for n, each in enumerate(TEXTS)], tokenizer, SEQ_LEN))
+    rows = list(pack([Document(f"{n}", text=each) for n, each in enumerate(texts)], tokenizer, seq_len))
     table = 3 * torch.randn(size, size, generator=torch.Generator().manual_seed(1))
     made = {"teacher": lambda tokens, _: table[tokens], "batch_size": 3, "tokenizer": tokenizer}
-    write_cache(tmp_path / "cache", settings, {"train": rows, "validation": rows[:1]}, **made)
-    cache = Cache(tmp_path / "cache")
+    write_cache(folder, settings, {"train": rows, "validation": rows[:1]}, **made)
+    return Cache(folder)
+
+
+@pytest.mark.parametrize("first", [0, 160])
+def test_rows_that_need_only_the_end_of_the_teachers_have_its_numbers(tmp_path, first):
+    cache = whole_distributions(tmp_path / "cache", ["Some words, of which there are many. " * 40] * 3, 300)
+    view = build_view(tmp_path / "data", cache, train("gpt2", 300), seq_len=30)
+    stored = view["train"].rows(range(len(view["train"])))
+    usable = [row for row in range(len(stored)) if (stored["source"][row] >= first).all()]
+    apart = [row for row in usable if len(np.unique(stored["source"][row] // 300)) == 1]
+    alone = [view["train"].read([row]).targets.near.logprobs for row in apart]
+    assert apart and torch.equal(torch.cat(alone), view["train"].read(apart).targets.near.logprobs)
+
+
+def test_whole_distributions_have_the_likeliest_cells_also_within_tokens(tmp_path):
+    cache = whole_distributions(tmp_path / "cache", TEXTS, SEQ_LEN)
     view = build_view(tmp_path / "data", cache, train("gpt2"))
     order = range(len(view["train"]) - 1, -1, -1)
     stored, targets = view["train"].rows(order), view["train"].read(order).targets
@@ -423,6 +439,7 @@ HOSTILE = {
     "more said than there is": of_cells(4, lambda said: said.__setitem__(3, 2**20)),
     "less spelled": lambda folder, record: record["cells"].update(spelled=record["cells"]["spelled"] - 1),
     "nothing spelled": lambda folder, record: record["cells"].update(spelled=0),
+    "two billion spelled": lambda folder, record: record["cells"].update(spelled=2**31 - 1),
     "a zip": written(b"PK\x05\x06" + b"\0" * 18),
     "a cut header": written(header("{'descr': '<i4', 'shape': (")),
     "a shape of 10^22": written(header(f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({10**22},)}}\n")),
@@ -460,6 +477,18 @@ def test_a_strangers_view_is_refused_in_one_line(sound, tmp_path, change):
     with pytest.raises((UsageError, RunError)) as refused:
         View(folder, cache)["train"].read([0])
     assert "\n" not in str(refused.value) and str(folder) in str(refused.value)
+
+
+def test_a_view_of_another_version_is_known_as_such_also_where_it_is_finished(sound, tmp_path):
+    folder = tmp_path / "data"
+    shutil.copytree(sound.folder, folder)
+    for name in ("view.json", "settings.json"):
+        record = read_sealed(folder / name)
+        (record["settings"] if name == "view.json" else record)["version"] = 1
+        record.pop("cells", None)
+        publish_json(folder / name, {key: each for key, each in record.items() if key != "digest"}, "x")
+    with pytest.raises(views.OtherViewError, match="holds the view of another version of kdtrain; name another folder"):
+        build_view(folder, sound.cache, train("gpt2"))
 
 
 def test_a_strangers_record_of_a_shard_is_made_anew(sound, tmp_path):

@@ -1,11 +1,15 @@
 """Tokens of a teacher in tokens of a student, and what a text has said of one."""
 
+import time
+
 import numpy as np
 import pytest
 
+from kdtrain.data import spelling as spellings
 from kdtrain.data.boundaries import common_boundaries
 from kdtrain.data.bytes import ByteTokenizer, TokenBytes
 from kdtrain.data.spelling import DEEP, Spelling
+from kdtrain.errors import UsageError
 from tests.token_kinds import TEXTS, train
 
 
@@ -81,3 +85,27 @@ def test_a_token_that_the_student_rewrites_is_spelled_up_to_there():
     student = TokenBytes("low", np.frombuffer(b"ab", np.uint8), np.arange(3), np.zeros(2, bool))
     lower = Spelling.of(teacher, student, lambda texts: [["ab".index(each) for each in text.lower()] for text in texts])
     assert lower.tokens.tolist() == [0, 1, 1] and lower.starts.tolist() == [0, 2, 3]
+
+
+def test_equal_vocabularies_are_spelled_by_number():
+    teacher, _, spelling = spelled(("gpt2", 400), ("gpt2", 400))
+    assert spelling.tokens.tolist() == list(range(len(teacher.bytes))) and not spelling.said.any()
+
+
+def test_a_long_token_takes_no_longer_than_many_short_ones():
+    size = 2_000_000
+    spelling = Spelling(np.array([0, 2]), np.array([0, 0]), np.array([0, 1]), 1)
+    start = time.process_time()
+    found = spelling.read(np.zeros(size, np.int64), np.zeros(size, np.int64), np.arange(size))
+    assert time.process_time() - start < 3 and found.tolist()[:3] == [0, 1, -1]
+
+
+def test_a_vocabulary_without_text_or_with_too_much_is_refused(monkeypatch):
+    teacher = TokenBytes("half", np.frombuffer(b"\xd0\xbc", np.uint8), np.arange(3), np.zeros(2, bool))
+    student = TokenBytes("short", np.frombuffer(b"ab", np.uint8), np.arange(3), np.zeros(2, bool))
+    with pytest.raises(UsageError, match="all tokens of half are 0 tokens of short; 1 to "):
+        Spelling.of(teacher, student, lambda texts: [[0] for _ in texts])
+    monkeypatch.setattr(spellings, "MOST", 3)
+    teacher = TokenBytes("long", np.frombuffer(b"abab", np.uint8), np.array([0, 4]), np.zeros(1, bool))
+    with pytest.raises(UsageError, match="all tokens of long are 4 tokens of short; 1 to 3"):
+        Spelling.of(teacher, student, lambda texts: [[0, 1, 0, 1] for _ in texts])

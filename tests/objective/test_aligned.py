@@ -12,7 +12,7 @@ from objective_reference import problem, sparse
 
 from kdtrain.data.boundaries import common_boundaries
 from kdtrain.data.bytes import TokenBytes
-from kdtrain.data.cells import prefix_cells
+from kdtrain.data.cells import Cells, prefix_cells
 from kdtrain.data.spelling import Spelling
 from kdtrain.errors import UsageError
 from kdtrain.models.output_head import OutputHead
@@ -22,7 +22,7 @@ from kdtrain.objective.cell_targets import TeacherCells, coarsened, condensed
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
 from kdtrain.objective.metrics import measure
-from kdtrain.objective.targets import FLOOR, DenseTargets
+from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets
 
 TEACHER = ["a", "b", "ab", "ba", "bb", "aab"]
 STUDENT = ["b", "a", "aa", "ab", "bab", "abb"]
@@ -38,8 +38,9 @@ def token_bytes(vocabulary):
 
 def cells_of(of_token):
     """Cells of a teacher within whose tokens nothing is known."""
-    none = torch.zeros(1, dtype=torch.int64)
-    return TeacherCells(of_token, int(of_token.max()) + 1, none.expand(len(of_token) + 1), none, none, none)
+    size, one = len(of_token), np.zeros(1, np.int64)
+    spelling = Spelling(np.arange(size + 1) // size, one, one, size)
+    return TeacherCells.of(Cells(of_token.numpy(), one, int(of_token.max()) + 1), spelling)
 
 
 def over(targets, of_token, source):
@@ -444,3 +445,33 @@ def test_a_teachers_bytes_are_those_of_its_chunks():
     assert found.teacher_bits_per_byte() == pytest.approx(4 / 8 / math.log(2))
     assert found.teacher_loss() == pytest.approx(4 / 8 * 10 / 4)
     assert found.bits_per_byte() == pytest.approx(found.cross_entropy / 10 / math.log(2))
+
+
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_within_a_token_the_texts_own_is_one_more_sample_but_beside_a_top_k(top_k):
+    """A teacher of `ab`, `ac` and `b`, and a student of a, b and c, which has read nothing or `a`."""
+    spelling = Spelling(np.array([0, 2, 4, 5]), np.array([0, 1, 0, 2, 1]), np.array([0, 1, 0, 1, 0]), 3)
+    cells = TeacherCells.of(Cells(np.array([0, 0, 1]), np.array([0, 1, 2]), 3), spelling)
+    mass = torch.tensor([[0.6, 0.2, 0.2], [0.0, 0.0, 1.0]])
+    tail = mass * (torch.arange(3) >= top_k)
+    targets = SparseTargets(
+        ids=torch.arange(3).expand(2, -1),
+        logprobs=mass.log().clamp_min(FLOOR),
+        counts=10 * tail / tail.sum(1, keepdim=True),
+        tail=tail.sum(1).log()[:, None] * torch.tensor([1.0, 0.0]),
+        label_logprob=torch.zeros(2),
+        logit_mean=torch.zeros(2),
+        logit_std=torch.zeros(2),
+        top_k=top_k,
+        num_samples=10,
+        knots=(1.0,),
+    )
+    source, said, own = torch.tensor([0, 0, 1, -1]), torch.tensor([0, 1, 1, 0]), torch.tensor([0, 2, 2, 2])
+    found = coarsened(targets, cells, source, said, own)
+    by_cell = torch.zeros(4, 4).scatter_add_(1, found.ids.clamp(max=3), found.counts / 10)
+    # at the beginning cell a has 0.8 and cell b 0.2; behind a the cells b and c have 6 and 2 of 10, and c one more
+    behind = [0.0, 0.75, 0.25] if top_k else [0.0, 6 / 9, 3 / 9]
+    expected = torch.tensor([[0.8, 0.2, 0.0], behind, [0.0] * 3, [0.0] * 3])
+    assert torch.allclose(by_cell[:, :3], expected, atol=1e-6)
+    aligned = AlignedTargets(source * 0, own * 0.0, source >= 0, found, None, chunks=False)
+    assert aligned.common().tolist() == [True, True, False, False]
