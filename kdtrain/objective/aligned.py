@@ -3,9 +3,9 @@
 Two terms, right at T = 1, each least where the student says what the teacher says, and there 0 but for samples:
 
 cells   where the teacher says what follows (`cell_targets`): KL between the masses that both give to groups of tokens
-        (`cells`, `data.cells`). At common boundaries, from samples it is the KL from their shares: an unbiased gradient, and a value that is
-        too large by how much less entropy they have than the teacher, in the mean, whatever the student. From a top-k
-        the rest is one event, and what of it lies in kept cells counts as rest.
+        (`cells`, `data.cells`). From samples it is the KL from their shares: at common boundaries an unbiased gradient,
+        and a value that is too large by how much less entropy they have than the teacher, in the mean, whatever the
+        student. From a top-k the rest is one event, and what of it lies in kept cells counts as rest.
 chunks  between common boundaries: teacher's and student's log p of the same bytes. With the sums a, b of log p of the
         chunk's tokens under both, and P = exp(a / tau), Q = exp(b / tau), it is tau KL(P || Q) of two outcomes, the
         binarised KL of ALM (Minixhofer et al. 2025, arXiv 2503.20083, section 3) times tau = 100. The gradient in b
