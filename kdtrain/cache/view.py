@@ -199,7 +199,7 @@ def build_view(
             publish_json(folder / SETTINGS, {**maker.settings}, "view.settings")
         copy_tokenizer(tokenizer, folder / cache_format.TOKENIZER)
         cells, spelling = maker.cells(cache["train"]), maker.alignment.spelling
-        parts = [cells.of_teacher, cells.of_student, spelling.starts, spelling.tokens, spelling.said]
+        parts = [cells.of_teacher, cells.of_student, spelling.starts, spelling.tokens]
         with published(folder / CELLS, "view.cells") as path, open(path, "wb") as file:
             np.save(file, np.concatenate(parts).astype(np.int32), allow_pickle=False)
         shards, tallies = {}, {}

@@ -22,8 +22,8 @@ from kdtrain.cache.manifest import Count, Digest, Manifest
 from kdtrain.data.boundaries import MOST
 from kdtrain.data.bytes import MAX_IDS
 from kdtrain.data.cells import Cells
+from kdtrain.data.spelling import DEEP, Spelling
 from kdtrain.data.spelling import MOST as MOST_SPELLED
-from kdtrain.data.spelling import Spelling
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import MEDIUM, file_digest, json_digest, read_sealed, typed
 from kdtrain.objective.aligned import AlignedTargets
@@ -170,7 +170,7 @@ class ViewRecord:
     def parts(self) -> tuple[int, ...]:
         """Lengths of the arrays of `Cells` and `Spelling` that cells.npy holds one after the other."""
         teacher, student, length = *self.sizes, self.cells["spelled"]
-        return teacher, student, teacher + 1, length, length
+        return teacher, student, teacher + 1, length
 
 
 def sealed_record(path: Path) -> dict[str, Any]:
@@ -194,13 +194,14 @@ class View:
         self.seq_len, count = self.record.settings["seq_len"], self.record.cells["count"]
         length, parts = self.record.cells["spelled"], self.record.parts
         stored = _array(folder / CELLS, self.record.cells["sha256"], _CELL, (sum(parts),)).astype(np.int64)
-        theirs, own, starts, spelled, said = np.split(stored, np.cumsum(parts)[:-1])
+        theirs, own, starts, spelled = np.split(stored, np.cumsum(parts)[:-1])
         fits = theirs.min() >= -1 and theirs.max() < count and own.min() >= 0 and own.max() <= count
-        fits &= starts[0] == 0 and starts[-1] == length and (np.diff(starts) >= 0).all()
-        fits &= min(spelled.min(), said.min()) >= 0 and spelled.max() < len(own) and said.max() <= length
+        lengths = np.diff(starts)
+        fits &= starts[0] == 0 and starts[-1] == length and lengths.min() >= 0 and lengths.max() <= DEEP
+        fits &= spelled.min() >= 0 and spelled.max() < len(own)
         if not fits or not np.bincount(own, minlength=count)[:count].all():
             raise UsageError(f"{folder / CELLS} holds impossible cells; remove the folder")
-        self.cells, self.spelling = Cells(theirs, own, count), Spelling(starts, spelled, said, len(own))
+        self.cells, self.spelling = Cells(theirs, own, count), Spelling(starts, spelled, len(own))
 
     def lines(self) -> list[str]:
         """What it costs to read the cache with another tokenizer, for people."""

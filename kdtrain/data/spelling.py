@@ -37,9 +37,7 @@ class Spelling:
     starts: _Array
     """int64 [V+1] token t is spelled tokens[starts[t] : starts[t + 1]]; nothing where it is not text."""
     tokens: _Array
-    """int64 [L]."""
-    said: _Array
-    """int64 [L] a number of those of a token before this one: 0 for none, else the same for the same tokens."""
+    """int64 [L], at most `DEEP` for each."""
     size: int
     """More than the student's ids."""
 
@@ -52,8 +50,7 @@ class Spelling:
         UsageError: they are spelled with more than `MOST` tokens, or none is text.
         """
         if teacher.equals(student):
-            each = np.arange(len(teacher))
-            return cls(np.arange(len(teacher) + 1), each, np.zeros_like(each), len(teacher))
+            return cls(np.arange(len(teacher) + 1), np.arange(len(teacher)), len(teacher))
         whole = [teacher[token] for token in range(len(teacher))]
         texts = whole_texts(whole)
         known = [place for place, text in enumerate(texts) if text]
@@ -72,17 +69,22 @@ class Spelling:
             raise UsageError(
                 f"all tokens of {teacher.name} are {starts[-1]:,} tokens of {student.name}; 1 to {MOST:,} are right"
             )
-        flat = np.array([token for each in spelled for token in each], np.int64)
-        said, before, count = np.zeros(len(flat), np.int64), np.zeros(len(whole), np.int64), 0
-        tokens_V = np.arange(len(whole))
+        return cls(starts, np.array([token for each in spelled for token in each], np.int64), len(student))
+
+    @functools.cached_property
+    def said(self) -> _Array:
+        """int64 [L] a number of those of a token before this one: 0 for none, else the same for the same tokens."""
+        lengths = np.diff(self.starts)
+        found, before, count = np.zeros(len(self.tokens), np.int64), np.zeros(len(lengths), np.int64), 0
+        tokens_V = np.arange(len(lengths))
         for depth in range(int(lengths.max(initial=0))):
             tokens_V = tokens_V[lengths[tokens_V] > depth]
-            place_V = starts[tokens_V] + depth
-            said[place_V] = before[tokens_V]
-            found, which = np.unique(before[tokens_V] * len(student) + flat[place_V], return_inverse=True)
+            place_V = self.starts[tokens_V] + depth
+            found[place_V] = before[tokens_V]
+            keys, which = np.unique(before[tokens_V] * self.size + self.tokens[place_V], return_inverse=True)
             before[tokens_V] = count + 1 + which
-            count += len(found)
-        return cls(starts, flat, said, len(student))
+            count += len(keys)
+        return found
 
     def firsts(self) -> _Array:
         """int64 [V] the first token of each; -1 where it is not spelled."""
@@ -107,7 +109,8 @@ class Spelling:
         return keys, self.said[places[first]]
 
     def next(self, tokens_M: _Array, said_M: _Array) -> _Array:
-        """int64 [M] how tokens of the teacher go on behind what is said; -1 for one that is not spelled so."""
+        """int64 [M] the student's next token in each of the teacher's, after those that `said_M` numbers; -1 where the
+        teacher's token ends there, or is spelled otherwise."""
         place = self.starts[tokens_M] + self.depth[said_M]
         fits = place < self.starts[tokens_M + 1]
         place = np.where(fits, place, 0)

@@ -70,9 +70,9 @@ class TeacherCells:
         return replace(self, **{name: each.to(device) for name, each in tensors.items()})
 
     def at(self, ids_MK: Tensor, said_M: Tensor) -> Tensor:
-        """[M,K] the cells that tokens of the teacher go on with; -1: none, or it is not spelled with what is said.
+        """[M,K] the cell of the student's next token in each of the teacher's; -1: none, or it is spelled otherwise.
 
-        ids_MK: below V. said_M: numbers (`Spelling.said`); 0 where nothing is said, which gives the cells of tokens.
+        ids_MK: below V. said_M: the number of the tokens already read (`Spelling.said`); 0: the cells of whole tokens.
         """
         place_MK = self.starts[ids_MK] + self.depth[said_M][:, None]
         fits_MK = place_MK < self.starts[ids_MK + 1]
@@ -82,7 +82,10 @@ class TeacherCells:
         return torch.where(said_M[:, None] > 0, rest_MK, self.of_token[ids_MK])
 
     def going_on(self, mass_MV: Tensor, said_M: Tensor) -> Tensor:
-        """[M,C] the masses of cells from whole distributions behind what is said, above 0: of the tokens that go on."""
+        """[M,C] the masses of the cells of the student's next token, from whole distributions.
+
+        Tokens of the teacher that are spelled otherwise than with those already read are left out. said_M: above 0.
+        """
         size_M = self.first[said_M + 1] - self.first[said_M]
         row = torch.repeat_interleave(torch.arange(len(said_M), device=said_M.device), size_M)
         rank = torch.arange(len(row), device=row.device) - (size_M.cumsum(0) - size_M)[row]
@@ -147,8 +150,8 @@ def coarsened(
     """Targets over cells for the rows `source_M` of targets over tokens of the teacher.
 
     source_M: int64; below 0: a row that nothing is known about, to be left out by `AlignedTargets.compared`. said_M:
-    see `TeacherCells.at`. own_M: int64, the cells of the text's own tokens, C for none, which count as one sample
-    behind what is said, where there are only samples; None: nothing is said in any row.
+    see `TeacherCells.at`. own_M: int64, the cells of the labels, C for none; in rows with said_M above 0 the label is
+    one more sample, if there is no top-k. None: said_M is 0 in all rows.
 
     Mass without a cell is left out (and of a top-k the rest scaled to 1). Samples give samples, a top-k gives a top-k
     of the same width; both together give weights, as of samples. What a cache of samples knows of the entropy of

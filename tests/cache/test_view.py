@@ -403,8 +403,8 @@ def of_cells(part, change):
 
     def changed(folder, record):
         every = np.load(folder / CELLS)
-        teacher, student, size = (record["cells"][name] for name in ("teacher", "student", "spelled"))
-        change(np.split(every, np.cumsum([teacher, student, teacher + 1, size]))[part])
+        teacher, student = (record["cells"][name] for name in ("teacher", "student"))
+        change(np.split(every, np.cumsum([teacher, student, teacher + 1]))[part])
         np.save(folder / CELLS, every)
 
     return changed
@@ -436,7 +436,7 @@ HOSTILE = {
     "an empty cell": of_cells(1, lambda own: own.__setitem__(own == 3, 2)),
     "tokens that begin behind their ends": of_cells(2, lambda starts: starts.__setitem__(5, 2**30)),
     "a token that nobody spells with": of_cells(3, lambda tokens: tokens.__setitem__(3, 2**20)),
-    "more said than there is": of_cells(4, lambda said: said.__setitem__(3, 2**20)),
+    "a token of all that is spelled": of_cells(2, lambda starts: starts.__setitem__(slice(1, None), starts[-1])),
     "less spelled": lambda folder, record: record["cells"].update(spelled=record["cells"]["spelled"] - 1),
     "nothing spelled": lambda folder, record: record["cells"].update(spelled=0),
     "two billion spelled": lambda folder, record: record["cells"].update(spelled=2**31 - 1),

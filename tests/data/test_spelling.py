@@ -94,7 +94,7 @@ def test_equal_vocabularies_are_spelled_by_number():
 
 def test_a_long_token_takes_no_longer_than_many_short_ones():
     size = 2_000_000
-    spelling = Spelling(np.array([0, 2]), np.array([0, 0]), np.array([0, 1]), 1)
+    spelling = Spelling(np.array([0, 2]), np.array([0, 0]), 1)
     start = time.process_time()
     found = spelling.read(np.zeros(size, np.int64), np.zeros(size, np.int64), np.arange(size))
     assert time.process_time() - start < 3 and found.tolist()[:3] == [0, 1, -1]

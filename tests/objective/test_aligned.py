@@ -39,7 +39,7 @@ def token_bytes(vocabulary):
 def cells_of(of_token):
     """Cells of a teacher within whose tokens nothing is known."""
     size, one = len(of_token), np.zeros(1, np.int64)
-    spelling = Spelling(np.arange(size + 1) // size, one, one, size)
+    spelling = Spelling(np.arange(size + 1) // size, one, size)
     return TeacherCells.of(Cells(of_token.numpy(), one, int(of_token.max()) + 1), spelling)
 
 
@@ -450,7 +450,7 @@ def test_a_teachers_bytes_are_those_of_its_chunks():
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_within_a_token_the_texts_own_is_one_more_sample_but_beside_a_top_k(top_k):
     """A teacher of `ab`, `ac` and `b`, and a student of a, b and c, which has read nothing or `a`."""
-    spelling = Spelling(np.array([0, 2, 4, 5]), np.array([0, 1, 0, 2, 1]), np.array([0, 1, 0, 1, 0]), 3)
+    spelling = Spelling(np.array([0, 2, 4, 5]), np.array([0, 1, 0, 2, 1]), 3)
     cells = TeacherCells.of(Cells(np.array([0, 0, 1]), np.array([0, 1, 2]), 3), spelling)
     mass = torch.tensor([[0.6, 0.2, 0.2], [0.0, 0.0, 1.0]])
     tail = mass * (torch.arange(3) >= top_k)
