@@ -1,7 +1,5 @@
 import copy
 import dataclasses
-import os
-import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from view_kit import CODECS, ROWS, SEQ_LEN, foreign_cache
 
 from kdtrain.cache import view as views
 from kdtrain.cache.codec import CodecSpec
@@ -16,7 +15,7 @@ from kdtrain.cache.folder import holds_nothing
 from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.reader import Cache, CacheReader, collate
 from kdtrain.cache.view import build_view
-from kdtrain.cache.view_rows import View, ViewReader, identity_of, sealed_record, verify_view
+from kdtrain.cache.view_rows import ViewReader, identity_of, sealed_record
 from kdtrain.cache.writer import write_cache
 from kdtrain.data import alignment as alignments
 from kdtrain.data import transcode
@@ -24,7 +23,7 @@ from kdtrain.data.cells import Cells
 from kdtrain.data.corpus import Document
 from kdtrain.data.packing import PackedRow, pack
 from kdtrain.errors import RunError, UsageError
-from kdtrain.files import Lock, file_digest, publish_json, read_sealed
+from kdtrain.files import Lock, publish_json
 from kdtrain.models.loading import tokenizer_digest
 from kdtrain.models.output_head import OutputHead
 from kdtrain.objective.cell_targets import MOST_CELLS
@@ -33,10 +32,8 @@ from kdtrain.objective.loss import DistillationLoss, distillation_loss
 from kdtrain.testing import tiny_model
 from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.student import Student
+from tests.fetched import files_of
 from tests.token_kinds import TEXTS, train
-
-SEQ_LEN = 12
-ROWS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -44,32 +41,9 @@ def small_shards(monkeypatch):
     monkeypatch.setattr(views, "_ROWS", ROWS)
 
 
-@pytest.fixture(scope="module", params=[(0, 20), (5, 0)], ids=["samples", "top-k"])
+@pytest.fixture(scope="module", params=CODECS.values(), ids=CODECS)
 def cache(request, tmp_path_factory):
-    """Of a teacher with a tokenizer of the Llama 3 kind."""
-    folder, tokenizer = tmp_path_factory.mktemp("view") / "cache", train("llama3")
-    size, (top_k, num_samples) = len(tokenizer), request.param
-    codec = CodecSpec(kind="sparse", vocab_size=size, top_k=top_k, num_samples=num_samples)
-    settings = CacheSettings(
-        codec=codec,
-        seq_len=SEQ_LEN,
-        tokenizer_size=size,
-        tokenizer_digest=tokenizer_digest(tokenizer),
-        sequences_per_shard=8,
-        data={"source": "texts"},
-    )
-    texts = {"train": TEXTS * 2, "validation": TEXTS[:2]}
-    splits = {
-        split: pack([Document(f"{n}", text=each) for n, each in enumerate(found)], tokenizer, SEQ_LEN)
-        for split, found in texts.items()
-    }
-    table = 2 * torch.randn(size, size, generator=torch.Generator().manual_seed(1))
-    write_cache(folder, settings, splits, teacher=lambda tokens, _: table[tokens], batch_size=3, tokenizer=tokenizer)
-    return Cache(folder)
-
-
-def files_of(folder):
-    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return foreign_cache(tmp_path_factory.mktemp("view") / "cache", *request.param)
 
 
 def by_cell(view, whole, position, said, own=None):
@@ -319,22 +293,6 @@ def test_a_view_is_made_in_no_folder_of_other_files_and_through_no_link(cache, t
     assert files_of(mine) == before
 
 
-def test_an_array_larger_than_stated_is_not_read_to_its_end(sound, tmp_path):
-    """Strangers' sparse files take no disk, and hours to read."""
-    folder = tmp_path / "data"
-    shutil.copytree(sound.folder, folder)
-    for name in (SHARD, CELLS):
-        with open(folder / name, "r+b") as file:
-            file.truncate(2**40)
-    assert [each.split(": ")[1][:22] for each in verify_view(folder)] == ["it has 1099511627776 b"] * 2
-    with pytest.raises(RunError, match=r"cells.npy cannot be read .it has 1099511627776 bytes"):
-        View(folder, sound.cache)
-    (folder / "view.json").unlink()
-    os.truncate(folder / CELLS, 0)
-    build_view(folder, sound.cache, train("gpt2"))
-    assert files_of(folder) == files_of(sound.folder)
-
-
 def test_a_build_killed_before_its_first_record_leaves_a_folder_that_belongs_to_no_run(cache, tmp_path, monkeypatch):
     left = []
 
@@ -388,133 +346,6 @@ def test_two_views_that_were_measured_in_other_last_bits_are_the_same(cache, tmp
     other = build_view(tmp_path / "other", cache, train("gpt2"))
     assert one.record != other.record and identity_of(one) == identity_of(other)
     assert identity_of(one) != identity_of(build_view(tmp_path / "third", cache, train("gemma")))
-
-
-def header(text):
-    """A file of numpy that begins as this says."""
-    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
-
-
-SHARD, CELLS = "train-00000.npy", "cells.npy"
-
-
-def of_cells(part, change):
-    """Change an array of cells.npy: the cells of the teacher's and the student's tokens, then those of `Spelling`."""
-
-    def changed(folder, record):
-        every = np.load(folder / CELLS)
-        teacher, student = (record["cells"][name] for name in ("teacher", "student"))
-        change(np.split(every, np.cumsum([teacher, student, teacher + 1]))[part])
-        np.save(folder / CELLS, every)
-
-    return changed
-
-
-def of_rows(change):
-    def changed(folder, record):
-        rows = np.load(folder / SHARD)
-        change(rows)
-        np.save(folder / SHARD, rows)
-
-    return changed
-
-
-def written(content, name=SHARD):
-    return lambda folder, record: (folder / name).write_bytes(content)
-
-
-HOSTILE = {
-    "no shards": lambda folder, record: record.update(shards={}, tallies={}),
-    "a shard without digest": lambda folder, record: record["shards"].update(train=[{}]),
-    "no training text": lambda folder, record: [record[name].pop("train") for name in ("shards", "tallies")],
-    "no tallies": lambda folder, record: record.update(tallies={}),
-    "a tally without labels": lambda folder, record: record["tallies"]["train"].pop("labels"),
-    "a trillion cells": lambda folder, record: record["cells"].update(count=10**12),
-    "a huge row": lambda folder, record: record["settings"].update(seq_len=2**40),
-    "an event alone": lambda folder, record: record["settings"].update(events=[[1]]),
-    "a cell below 0": of_cells(1, lambda own: own.__setitem__(0, -1)),
-    "an empty cell": of_cells(1, lambda own: own.__setitem__(own == 3, 2)),
-    "tokens that begin behind their ends": of_cells(2, lambda starts: starts.__setitem__(5, 2**30)),
-    "a token that nobody spells with": of_cells(3, lambda tokens: tokens.__setitem__(3, 2**20)),
-    "a token of all that is spelled": of_cells(2, lambda starts: starts.__setitem__(slice(1, None), starts[-1])),
-    "less spelled": lambda folder, record: record["cells"].update(spelled=record["cells"]["spelled"] - 1),
-    "nothing spelled": lambda folder, record: record["cells"].update(spelled=0),
-    "two billion spelled": lambda folder, record: record["cells"].update(spelled=2**31 - 1),
-    "a zip": written(b"PK\x05\x06" + b"\0" * 18),
-    "a cut header": written(header("{'descr': '<i4', 'shape': (")),
-    "a shape of 10^22": written(header(f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({10**22},)}}\n")),
-    "cells of a zip": written(b"PK\x05\x06" + b"\0" * 18, CELLS),
-    "a token below 0": of_rows(lambda rows: rows["tokens"].__setitem__((0, 1), -1)),
-    "a token of nobody": of_rows(lambda rows: rows["tokens"].__setitem__((0, 1), 2**20)),
-    "a segment of nobody": of_rows(lambda rows: rows["segments"].__setitem__((0, 1), -(2**30))),
-    "a mask of 7": of_rows(lambda rows: rows["loss_mask"].view(np.uint8).__setitem__((0, 1), 7)),
-    "a long chunk": of_rows(lambda rows: rows["others"].__setitem__((0, 1), 200)),
-    "a chunk that begins before its row": of_rows(lambda rows: rows["length"].__setitem__((0, 1), 30)),
-    "said what nobody says": of_rows(lambda rows: rows["said"].__setitem__((0, 1), 2**30)),
-    "said less than nothing": of_rows(lambda rows: rows["said"].__setitem__((0, 1), -1)),
-    "a source of nobody": of_rows(lambda rows: rows["source"].__setitem__((0, 1), 2**62)),
-}
-
-
-@pytest.fixture(scope="module")
-def sound(cache, tmp_path_factory):
-    """A view that nobody changed."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(views, "_ROWS", ROWS)
-        return build_view(tmp_path_factory.mktemp("sound") / "data", cache, train("gpt2"))
-
-
-@pytest.mark.parametrize("change", HOSTILE.values(), ids=[name.replace(" ", "-") for name in HOSTILE])
-def test_a_strangers_view_is_refused_in_one_line(sound, tmp_path, change):
-    folder, cache = tmp_path / "data", sound.cache
-    shutil.copytree(sound.folder, folder)
-    record = read_sealed(folder / "view.json")
-    change(folder, record)
-    record["cells"]["sha256"] = file_digest(folder / CELLS)
-    if record["shards"].get("train", [{}])[0]:
-        record["shards"]["train"][0]["sha256"] = file_digest(folder / SHARD)
-    publish_json(folder / "view.json", record, "x")
-    with pytest.raises((UsageError, RunError)) as refused:
-        View(folder, cache)["train"].read([0])
-    assert "\n" not in str(refused.value) and str(folder) in str(refused.value)
-
-
-def test_a_view_of_another_version_is_known_as_such_also_where_it_is_finished(sound, tmp_path):
-    folder = tmp_path / "data"
-    shutil.copytree(sound.folder, folder)
-    for name in ("view.json", "settings.json"):
-        record = read_sealed(folder / name)
-        (record["settings"] if name == "view.json" else record)["version"] = 1
-        record.pop("cells", None)
-        publish_json(folder / name, {key: each for key, each in record.items() if key != "digest"}, "x")
-    with pytest.raises(views.OtherViewError, match="holds the view of another version of kdtrain; name another folder"):
-        build_view(folder, sound.cache, train("gpt2"))
-
-
-def test_a_strangers_record_of_a_shard_is_made_anew(sound, tmp_path):
-    folder = tmp_path / "data"
-    shutil.copytree(sound.folder, folder)
-    (folder / "view.json").unlink()
-    record = read_sealed(folder / "train-00001.json")
-    del record["tally"]["labels"]
-    publish_json(folder / "train-00001.json", record, "x")
-    build_view(folder, sound.cache, train("gpt2"))
-    assert files_of(folder) == files_of(sound.folder)
-
-
-def test_verify_names_a_folder_and_a_pipe_in_the_place_of_shards(sound, tmp_path):
-    folder = tmp_path / "data"
-    shutil.copytree(sound.folder, folder)
-    assert verify_view(folder) == []
-    for name in (SHARD, "train-00001.npy", CELLS):
-        (folder / name).unlink()
-    (folder / SHARD).mkdir()
-    os.mkfifo(folder / "train-00001.npy")
-    problems = verify_view(folder)
-    assert [each.split(": ", 1)[1] for each in sorted(problems)] == [
-        "No such file or directory",
-        *["it is not a regular file"] * 2,
-    ]
 
 
 @pytest.fixture
