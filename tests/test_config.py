@@ -72,7 +72,7 @@ def test_the_defaults_are_those_of_the_design():
     assert dataclasses.astuple(config.stopping) == (False, 250, 5, 0.01, 50, "decay", 1000.0)
     assert (config.checkpoint.checkpoint_freq, config.checkpoint.keep_rolling) == (250, 10)
     cache = options.CacheTeacherConfig(teacher="t", out=Path("o"), data=options.DataConfig(data="stdlib"))
-    assert (cache.batch_size, cache.sequences_per_shard, cache.precision) == (16, 512, "bf16")
+    assert (cache.batch_size, cache.sequences_per_shard, cache.precision) == (16, 512, "auto")
     assert (cache.codec.top_k, cache.codec.samples, cache.codec.dense) == (0, 50, False)
     assert (cache.data.seq_len, cache.data.validation_sequences, cache.data.num_workers) == (512, 64, 2)
 

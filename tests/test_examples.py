@@ -52,7 +52,7 @@ def losses(printed):
 def material(run, tmp_path_factory):
     """A cache of 64 sequences, a model with a tied head, and the losses of 4 steps of `kdtrain distill`."""
     folder = tmp_path_factory.mktemp("examples")
-    sizes = ("--seq-len", "32", "--num-sequences", "64", "--top-k", "12")
+    sizes = ("--seq-len", "32", "--num-sequences", "64", "--top-k", "12", "--precision", "fp32")
     run("-m", "kdtrain", "cache-teacher", *TEACHER, "--out", folder / "cache", *sizes)
     tiny_model("llama", 2048, seed=3).save_pretrained(folder / "model")
     fixed = ("--lr", "1e-3", "--lr-schedule", "constant", "--warmup-steps", "0", "--weight-decay", "0")

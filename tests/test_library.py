@@ -541,6 +541,7 @@ def test_the_commands_are_functions_that_return_what_they_made(tmp_path, argumen
             out=tmp_path / "cache",
             data=DataConfig(data="stdlib", seq_len=16, num_sequences=8, validation_sequences=4),
             codec=CodecConfig(top_k=4),
+            precision="fp32",
         )
     )
     assert (len(cache["train"]), cache.verify()) == (8, [])

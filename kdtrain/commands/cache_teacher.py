@@ -11,7 +11,13 @@ from kdtrain.cache.live import LiveCache
 from kdtrain.cache.manifest import Manifest, weights_line
 from kdtrain.cache.reader import Cache
 from kdtrain.commands.agreement import same_ranks
-from kdtrain.commands.build_cache import build_cache, refined_cache, refuse_other_vocabulary, validation_rows
+from kdtrain.commands.build_cache import (
+    begun_with,
+    build_cache,
+    refined_cache,
+    refuse_other_vocabulary,
+    validation_rows,
+)
 from kdtrain.commands.cache_pages import capture_lines
 from kdtrain.commands.made_cache import show_cache
 from kdtrain.commands.run_folder import refuse_no_folder
@@ -22,7 +28,7 @@ from kdtrain.models.spec import read_spec, with_weights
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import duration, size
 from kdtrain.parallel.memory_plan import free_everywhere, shards_teacher
-from kdtrain.precision.modes import pick_mode
+from kdtrain.precision.modes import MODES, pick_mode
 from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, raise_on_all_ranks, reported, world_size
 from kdtrain.teaching.teacher import MEASURED, open_teacher
 
@@ -88,7 +94,7 @@ def build(config: CacheTeacherConfig, device: torch.device, live: LiveCache | No
         if config.server.teacher_server:
             spec = replace(spec, kind="served", weights=None)
         spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
-        teacher = open_teacher(spec, device, pick_mode(config.precision, device), online=False)
+        teacher = open_teacher(spec, device, _mode(config, refined, device), online=False)
         if config.server.teacher_server:
             teacher.connect(config.server, config.codec)
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
@@ -111,6 +117,16 @@ def build(config: CacheTeacherConfig, device: torch.device, live: LiveCache | No
     if teacher.cost is not None:
         log.info("%s", weights_line(teacher.cost))
     build_cache(config, teacher, refined, live)
+
+
+def _mode(config: CacheTeacherConfig, refined: Cache | None, device: torch.device) -> str:
+    """The mode of the forward; `auto` keeps that of a cache which is resumed or refined."""
+    mode = pick_mode(config.precision, device)
+    earlier = (begun_with(config.out) if refined is None else refined.manifest.settings.teacher) or {}
+    if config.precision == "auto" and (before := earlier.get("precision")) in MODES and before != mode:
+        log.info("the teacher runs in %s, as this cache was begun; on %s auto is %s", before, device, mode)
+        mode = pick_mode(before, device)
+    return mode
 
 
 def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, seconds: float) -> None:

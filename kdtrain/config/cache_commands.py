@@ -44,8 +44,8 @@ class CacheTeacherConfig(Options):
     """Sequences in one forward of the teacher."""
     sequences_per_shard: int = option(512, least=1)
     """Sequences in one file of the cache; at most one file is lost when the command is killed."""
-    precision: Literal["auto", "fp32", "bf16"] = option("bf16", brief="auto, fp32 or bf16.")
-    """Number format of the teacher's forward."""
+    precision: Literal["auto", "fp32", "bf16"] = option("auto", brief="auto, fp32 or bf16.")
+    """Number format of the forward; auto is bf16 where the device has it, else fp32; a resumed cache keeps its own."""
     compile: bool = True
     """Compile the teacher's layers with torch.compile, on a GPU; a CPU never does."""
     seed: int = option(0, least=0, most=2**63 - 1)
@@ -68,7 +68,7 @@ class CacheTeacherConfig(Options):
             "--teacher-parallel": self.parallel.teacher_parallel != "auto",
             "--teacher-weights": self.teacher_weights is not None,
             "--no-compile": not self.compile,
-            "--precision": self.precision != "bf16",
+            "--precision": self.precision != "auto",
             "--device": self.device.startswith("cuda"),
         }
         for name, given in idle.items() if elsewhere else ():

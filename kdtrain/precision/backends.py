@@ -467,10 +467,10 @@ def formats_of(precision: PrecisionConfig, quantization: QuantizationConfig, dev
     recipe = make_recipe(mode, scaling, precision.fp8_format, control, precision.quant_stochastic_rounding)
     found = choose(mode, precision.fp8_backend, recipe, scaling, device)
     if isinstance(found, str):
-        return Formats("bf16", lines=(f"no {mode} here ({found}); training in bf16",))
+        return Formats(pick_mode("bf16", device), lines=(f"no {mode} here ({found}); training in bf16",))
     if found.name == "transformer-engine" and quantization.quant_fallback_scope == "forward":
         raise UsageError("--quant-fallback-scope forward needs --fp8-backend torchao or emulated")
-    high = quantization.quant_fallback_strategy if adaptive else pick_mode("auto", device, training=True)
+    high = pick_mode(quantization.quant_fallback_strategy if adaptive else "auto", device, training=True)
     return Formats(high, found, recipe, (found.line,), Switch("quantized"))
 
 

@@ -1,6 +1,7 @@
 """The number format of a forward: plain fp32, or bf16 or fp16 products over fp32 weights by autocast."""
 
 import contextlib
+import logging
 import shutil
 import subprocess
 import sysconfig
@@ -17,7 +18,11 @@ def pick_mode(name: str, device: torch.device, *, training: bool = False) -> str
     """The mode that `name` means on `device`: `auto` is bf16 if the device has bf16 products.
 
     Else it is fp32, or fp16 on a GPU that trains: the loss scale detects an overflow, which a teacher would not.
+    A log line names a format that is emulated.
     """
+    if name == "bf16" and not has_bf16(device):
+        slow = "bf16 products are emulated on this %s, many times slower than fp32; --precision fp32 is faster here"
+        logging.getLogger("kdtrain").warning(slow, "GPU" if device.type == "cuda" else "CPU")
     if name != "auto":
         return name
     if has_bf16(device):
