@@ -415,6 +415,11 @@ def refuse_displacing(folder: Path, needed: Mapping[str, Path | str | None]) -> 
             )
 
 
+def same_path(one: str | Path, other: str | Path) -> bool:
+    """Whether two paths, relative or through links, are of one place."""
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
 def set_aside(folder: Path, name: str, word: str) -> Path:
     """Rename `folder`/`name`, a relative path, to the first free NAME.WORD-1, -2, ...; return the new path.
 

@@ -6,7 +6,8 @@ the SHA-256 of the other entries, so that a flipped bit shows there as well. Not
 
 It is written under a hidden name, flushed to the disk, and renamed into place, so that a published one is complete. A
 checkpoint, or one set aside, is never deleted if it does not match its manifest or holds a file that the manifest does
-not name; the newest few set aside always stay. `latest` and `best` are symbolic links, replaced atomically. A second
+not name. Of those that a rollback set aside (`.left-1`) the newest few always stay; what a resume set aside (`.old-1`)
+goes on a full disk only. `latest` and `best` are symbolic links, replaced atomically. A second
 name for the same state (`epoch-0001` beside `step-00000250`) takes no space, because its files are hard links; damage
 to one damages both. One process writes a folder at a time.
 """
@@ -62,7 +63,7 @@ if TYPE_CHECKING:  # to list and check checkpoints takes no torch
 log = logging.getLogger("kdtrain")
 
 KEEP_ASIDE = 2
-"""How many of the newest set-aside checkpoints are kept."""
+"""How many of the newest checkpoints that rollbacks set aside are kept."""
 _REPLACED = ".replaced-1"
 """Suffix of the older of two checkpoints of one name, between the two renames of a save."""
 
@@ -226,7 +227,7 @@ class Store:
         return None, damaged
 
     def choose(self, wanted: str, loads: bool = False) -> Path:
-        """The folder of the checkpoint called `wanted`: latest, best, a name in this run, or a path.
+        """The resolved folder of the checkpoint called `wanted`: latest, best, a name in this run, or a path.
 
         loads: see `problem`.
 
@@ -239,7 +240,7 @@ class Store:
             if name is None:
                 kind = RunError if damaged else UsageError
                 raise kind("; ".join(damaged) or f"{self.folder} holds no checkpoint")
-            return self.path(name)
+            return self.path(name).resolve()
         named = self.linked("best") if wanted == "best" else wanted
         for path in (self.path(named), Path(wanted)) if named else ():
             if is_checkpoint(path.resolve()):
@@ -258,10 +259,11 @@ class Store:
     def prune(self, protected: Collection[str] = ()) -> list[str]:
         """Remove the checkpoints that retention no longer needs; return their names.
 
-        The latest, the best and the `protected` stay, and so do damaged ones, which do not count.
+        The latest, the best and the `protected` stay, and so do damaged ones, which do not count, and all that a resume
+        set aside.
         """
         kept = self._kept(protected)
-        found = self.aside()
+        found = [path for path in self.aside() if ".left-" in path.name]
         gone = [path.name for path in found[: max(len(found) - KEEP_ASIDE, 0)] if self._remove_aside(path.name)]
         if not tiers.removable(self.entries(), self.keep, kept):
             return gone
@@ -320,18 +322,18 @@ class Store:
                 self.warn(f"checkpoint {path} is no longer needed and cannot be removed: {why}; make it writable")
             return False
 
-    def set_aside_after(self, step: int, rollbacks: int | None = None) -> list[str]:
-        """Set aside the checkpoints later than `step`, from which the run resumes; return their old names.
+    def set_aside_after(self, step: int, rollbacks: int | None = None, word: str = "left") -> list[str]:
+        """Set aside the checkpoints later than `step`, from which the run continues; return their old names.
 
-        With `rollbacks`, those of the same step after more rollbacks also count as later. `best` follows its
-        checkpoint, and `latest` falls back to the newest one that stays.
+        word: `left` by a rollback, `old` by a resume. With `rollbacks`, those of the same step after more rollbacks
+        also count as later. `best` follows its checkpoint, and `latest` falls back to the newest one that stays.
         """
         later = [
             each.name
             for each in self.entries()
             if each.step > step or (rollbacks is not None and each.step == step and each.rollbacks > rollbacks)
         ]
-        self._set_aside(later, "left")
+        self._set_aside(later, word)
         return later
 
     def set_aside_damaged(self) -> list[str]:
@@ -409,7 +411,7 @@ class Store:
         remaining = self.names()
         for link, target in (
             ("latest", remaining[-1] if remaining else None),
-            ("best", moved.get(self.linked("best") or "") if word == "left" else None),
+            ("best", moved.get(self.linked("best") or "") if word != "damaged" else None),
         ):
             if self.linked(link) in moved:
                 self.link(link, target) if target else self.remove_link(link)

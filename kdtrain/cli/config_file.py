@@ -11,7 +11,7 @@ from kdtrain.config.kinds import wanted
 from kdtrain.config.options import Option
 from kdtrain.config.values import flag
 from kdtrain.errors import UsageError, refuse_no_path
-from kdtrain.files import read_toml
+from kdtrain.files import read_toml, same_path
 from kdtrain.models.spec import foreign_beside
 
 
@@ -102,7 +102,7 @@ def _place(key: str, options: Mapping[str, Option], sections: Mapping[str, list[
 
 def _refuse_foreign(path: Path, name: str, does: str) -> None:
     """Refuse a private option in a file that may have been downloaded with a run, a cache or a model."""
-    others = (each for each in foreign_beside(path) if each.resolve() != path.resolve())
+    others = (each for each in foreign_beside(path) if not same_path(each, path))
     if (foreign := min(others, default=None)) is not None:
         raise UsageError(
             f"{path}: {name} {does}, and this file lies with {foreign}, which may have been downloaded; "

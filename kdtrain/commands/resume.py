@@ -10,7 +10,7 @@ from kdtrain.commands.run import Run
 from kdtrain.commands.run_folder import changes, is_run, refuse_changes
 from kdtrain.config import LoraConfig
 from kdtrain.errors import RunError, UsageError
-from kdtrain.files import read_json, read_toml, typed
+from kdtrain.files import read_json, read_toml, same_path, typed
 from kdtrain.models.adapters import fill_adapter, is_adapter
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.parallel.parallelize import part_of, reshard
@@ -84,10 +84,10 @@ class Start:
             progress.decay_from = None
             if trainer.state.adaptive is not None:
                 trainer.state.adaptive.controller.begin_decay(None)
-        own = path.parent == trainer.store.folder.resolve()
+        own = same_path(path.parent, trainer.store.folder)
         at = (progress.step, progress.rollbacks) if own else (-1, 0)
         # with auto, later checkpoints are damaged; they stay for inspection
-        if name != "auto" and (later := on_main(lambda: trainer.store.set_aside_after(*at))):
+        if name != "auto" and (later := on_main(lambda: trainer.store.set_aside_after(*at, "old"))):
             log.info("set aside %s, which are later than the checkpoint of this run", ", ".join(later))
         if own:
             trainer.checkpoints.published = (progress.step, progress.validated_step)

@@ -1,6 +1,5 @@
 """The configuration of the commands that make caches: cache-teacher, merge, subset, push and import."""
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig
 from kdtrain.config.teachers import ServerConfig, TextConfig
 from kdtrain.config.values import LOCAL_LIMIT, Options, flag, option, refuse
 from kdtrain.errors import UsageError
+from kdtrain.files import same_path
 
 
 def check_device(name: str) -> None:
@@ -228,7 +228,7 @@ class SubsetConfig(Options):
 
 def refuse_own(out: Path, caches: Sequence[str]) -> None:
     """UsageError: a cache would be written into a folder that it is made from."""
-    own = any(os.path.realpath(out) == os.path.realpath(each) for each in caches)
+    own = any(same_path(out, each) for each in caches)
     which = "one of the caches" if len(caches) > 1 else "the cache itself"
     refuse(own, f"--out {out} is {which}; choose another")
 

@@ -106,6 +106,18 @@ def test_the_newest_set_aside_checkpoints_stay(left):
     assert left.names() == ["step-00000000"]
 
 
+def test_what_a_resume_set_aside_goes_on_a_full_disk_only_oldest_first(tmp_path):
+    store = Store(tmp_path / "c", keep_rolling=1)
+    for step in (0, 4, 1, 2, 3):
+        store.save(f"step-{step:08d}", step, tensors(step), STATES)
+    store.set_aside_after(0, word="old")
+    store.save("step-00000005", 5, tensors(5), STATES)
+    every = [f"step-{step:08d}.old-1" for step in (1, 2, 3, 4)]
+    assert (store.prune(), names(store)) == (["step-00000000"], every)
+    size = sum(path.stat().st_size for path in (store.folder / every[0]).iterdir())
+    assert store.make_room(size + 1) == [every[3], every[0]]
+
+
 DOUBTS = {
     "a flipped bit": lambda path: flip(path / SHARD),
     "a flipped bit in the manifest": lambda path: flip(path / "manifest.json", place=20),

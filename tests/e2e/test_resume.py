@@ -6,6 +6,8 @@ import shutil
 import pytest
 import torch
 
+from kdtrain.checkpoint.store import Store
+
 RUNS = {
     "fixed": ("--student", "student.toml", "--lr-schedule", "constant", "--warmup-steps", 0),
     "learnable": ("--student", "dropout.toml", "--temperature-mode", "adversarial", "--micro-batch-size", 2),
@@ -15,11 +17,11 @@ SHARD = "shard-00001-00001.safetensors"
 TIMING = ("tok/s", "tok/s_last", "eta_h", "data_wait_s", "memory_resident_mb", "loss_avg", "clipped_share")
 
 
-def start(bench, kind, out, *more, fault=None, steps=STEPS):
+def start(bench, kind, out, *more, fault=None, steps=STEPS, ranks=1):
     # 40 sequences in steps of 6: the second epoch begins inside step 7
     argv = ("distill", "--cache", "cache", *RUNS[kind], "--out", out, "--steps", steps, "--batch-size", 6)
     every = ("--checkpoint-freq", 2, "--eval-freq", 3, "--lr", 1e-2)
-    return bench.run(*argv, *bench.eager, *every, *more, fault=fault)
+    return bench.launch(ranks, *argv, *bench.eager, *every, *more, fault=fault)[0]
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +127,64 @@ def test_more_steps_continue_a_finished_run(bench, uninterrupted):
     done = start(bench, "fixed", "longer", "--json")
     assert done.json["step"] == STEPS
     assert_same(bench, "longer", uninterrupted["fixed"], validations=False)
+
+
+# 1 rank or 2, the folder as it is typed, the checkpoint as it is typed, and the step that it means
+SPELLINGS = {
+    "latest": (1, "{run}", "latest", 6),
+    "latest of an absolute folder": (1, "{root}/{run}", "latest", 6),
+    "latest of a folder with dots": (1, "corpus/../{run}", "latest", 6),
+    "latest of a link": (1, "{run}-link", "latest", 6),
+    "best": (1, "{run}", "best", 4),
+    "a name": (1, "{root}/{run}", "step-00000000", 0),
+    "a path": (1, "{run}", "corpus/../{run}/checkpoints/step-00000004", 4),
+    "an absolute path": (1, "{run}", "{root}/{run}/checkpoints/step-00000004", 4),
+    "a link to a checkpoint": (1, "{run}-link", "{run}-mine", 2),
+    "latest in 2 ranks": (2, "{run}", "latest", 6),
+    "best in 2 ranks": (2, "corpus/../{run}", "best", 4),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(bench, cached):
+    """A finished run of 6 steps with a checkpoint at every second, whose best is that of step 4."""
+    start(bench, "fixed", "finished", "--eval-freq", 2, steps=6).ok()
+    Store(bench.root / "finished/checkpoints").link("best", "step-00000004")
+    return bench.root / "finished"
+
+
+@pytest.mark.parametrize("ranks, out, wanted, step", SPELLINGS.values(), ids=SPELLINGS)
+def test_a_resume_loses_no_checkpoint_however_its_path_is_spelled(bench, finished, ranks, out, wanted, step):
+    run = f"spelled-{ranks}-{out}-{wanted}".translate(str.maketrans("/{}.", "----"))
+    folder = bench.root / run / "checkpoints"
+    shutil.copytree(finished, bench.root / run, symlinks=True)
+    (bench.root / f"{run}-link").symlink_to(run)
+    (bench.root / f"{run}-mine").symlink_to(f"{run}/checkpoints/step-00000002")
+    before = contents(folder)
+    out, wanted = (each.format(run=run, root=bench.root) for each in (out, wanted))
+
+    arguments = ("--eval-freq", 2, "--resume", wanted)
+    done = start(bench, "fixed", out, *arguments, "--json", steps=8, ranks=ranks)
+    after = contents(folder)
+    later = {f"step-{each:08d}" for each in (2, 4, 6) if each > step}
+    lost = [name for name in before if after.get(f"{name}.old-1" if name in later else name) != before[name]]
+    assert (lost, set(after) - set(before) - {"epoch-0001", "step-00000008"}) == (
+        [],
+        {f"{name}.old-1" for name in later},
+    )
+
+    first = json.loads((finished / "result.json").read_text())["first_validation_loss"]
+    assert (done.json["step"], done.json["first_validation_loss"]) == (8, first)
+    assert (folder / "best").resolve().name == f"step-{done.json['best_step']:08d}"
+    assert done.json["best_validation_loss"] == min(
+        line["validation/loss"] for line in bench.lines(run) if "validation/loss" in line
+    )
+
+
+def contents(folder):
+    """The bytes of each checkpoint in a folder, by its name."""
+    checkpoints = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+    return {path.name: {file.name: file.read_bytes() for file in path.iterdir()} for path in checkpoints}
 
 
 def test_a_run_moved_aside_by_overwrite_is_kept_and_a_new_one_begins(bench, uninterrupted):
