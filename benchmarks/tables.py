@@ -314,8 +314,9 @@ def _section(name: str, record: dict[str, Any]) -> list[str]:
         shown = [[name, *cells] for name, cells in rows.items() if {*cells} != {"-"}]
         lines += [markdown(["", *(COLUMNS[place] for place in places)], shown), ""]
     notes = [f"nothing was compiled: {record['uncompiled']}"] if record["uncompiled"] else []
-    reasons = ("failed", "missing", "does_not_fit")
-    notes += [f"{name}: {figure[key]}" for name, figure in figures.items() for key in reasons if key in figure]
+    reasons = {"failed": "", "missing": "", "does_not_fit": "", "wrong": "withdrawn, ", "note": ""}
+    for side, figure in figures.items():
+        notes += [f"{side}: {reasons[key]}{figure[key]}" for key in reasons if key in figure]
     notes += [f"{name}: not measured yet" for name in record["left"]]
     lines += [*(f"- {note}" for note in notes), *([""] if notes else [])]
     commits = ", ".join(sorted({str(each) for each in record["commits"].values()}))

@@ -5,8 +5,8 @@ for minutes and starts bare each time:
 
 - After the budget of a call no measurement begins. What was not measured is listed in `left`; the call exits as usual.
 - A call reuses the figures of the record in `--out`, or of those in `--from DIR`, where device, torch and settings are
-  the same, and measures the rest. The commit may differ, and is noted for each figure. Figures that failed, or that
-  lacked a library, are measured again; `--again` measures all of them.
+  the same, and measures the rest. The commit may differ, and is noted for each figure. Figures that failed, that
+  lacked a library, or that turned out to be wrong, are measured again; `--again` measures all of them.
 
 A failure is recorded with its reason, and the section continues. Whether a goal is met follows from the figures alone
 (`Goal.verdict`); tiny shapes do not count.
@@ -120,7 +120,7 @@ class Record:
             self._print(f"{path} is of another device, torch or settings: its figures are not used")
             return
         for name, figure in earlier["figures"].items():
-            if not figure.keys() & {"failed", "missing"}:
+            if not figure.keys() & {"failed", "missing", "wrong"}:
                 self.figures[name], self.data["commits"][name] = figure, earlier["commits"][name]
         # a library of an earlier call may not be here now, and its figures are
         own = self.data["machine"]["libraries"]

@@ -14,7 +14,7 @@ from benchmarks.harness import CPU_SECTIONS, RESULTS, SECTIONS, models, profilin
 from benchmarks.harness import record as records
 from benchmarks.harness.bench import Bench, Tokens
 from benchmarks.harness.record import Goal, Options, Record, attempt
-from benchmarks.performance import adaptive, fp8
+from benchmarks.performance import adaptive, cache, fp8, step
 from kdtrain import faults
 from teachers import make_teacher as make
 
@@ -145,6 +145,7 @@ def test_figures_are_taken_over_from_the_same_device_torch_and_settings_alone(op
     made.put("b", {"missing": "a library"})
     made.put("c", {"failed": "an error"})
     made.put("d", {"does_not_fit": "too large"})
+    made.put("e", {"wrong": "it was something else", "measured": {"value": 1}})
     write = {**made.data, **changes}
     if write["machine"]["device"] is None:
         write["machine"]["device"] = made.data["machine"]["device"]
@@ -153,9 +154,9 @@ def test_figures_are_taken_over_from_the_same_device_torch_and_settings_alone(op
     again = Record("step", replace(options, earlier=tmp_path / "old", commit="now"), {"n": 1})
     assert list(again.figures) == (["a", "d"] if taken else [])
     measured = []
-    for name in "abcd":
+    for name in "abcde":
         again.measure(name, lambda name=name: measured.append(name) or {"value": 2})
-    assert measured == (["b", "c"] if taken else ["a", "b", "c", "d"])
+    assert measured == (["b", "c", "e"] if taken else [*"abcde"])
     assert again.data["commits"]["a"] == ("earlier" if taken else "now") and again.data["commits"]["b"] == "now"
 
 
@@ -194,6 +195,19 @@ def test_layers_are_compiled_one_by_one_and_share_a_graph(options, monkeypatch):
     assert models.SHAPES["tiny"]["num_hidden_layers"] == 2
     bench.trainer.student.backbone(torch.zeros(1, 16, dtype=torch.int64), None)
     assert len(graphs) == 1 and runs == 2 * graphs
+
+
+def test_every_side_of_a_step_but_cross_entropy_learns_from_the_teacher(options):
+    shape = step._Shape(options, step.TINY, 32, 4)
+    taught = {side: "kd" in shape.bench.steps(shape._source(side))() for side in step.TINY.sides}
+    assert taught == {side: side != "cross-entropy" for side in step.TINY.sides}
+
+
+def test_a_step_with_the_reader_and_one_without_learn_from_the_same_teacher(options, monkeypatch):
+    shape = step._Shape(options, step.TINY, 32, 4)
+    monkeypatch.setattr(cache, "in_turn", lambda sides, *_, **__: {name: take() for name, take in sides.items()})
+    found = cache.step_cost(shape.bench, shape._source("sparse-4"), 1, 1, options.device)
+    assert found.keys() == {"read", "held"} and all("kd" in each for each in found.values())
 
 
 def test_a_side_without_memory_does_not_fit_and_leaves_the_next_side_as_it_was(options, monkeypatch):
@@ -312,6 +326,7 @@ def test_the_page_judges_the_goals_by_the_records():
         "2048 sparse-12": sparse,
         "2048 sparse-50": {**sparse, "rate": 0.96},
         "2048 dense": {"does_not_fit": "OutOfMemoryError: 1"},
+        "8192 dense": {"wrong": "it was something else", "measured": {"rate": 1.5}},
     }
     fast, slow = ({"3b best": {"kind": "a", "time": time}} for time in (0.85, 0.86))
     shown = tables.gpu({"step": record_of(figures, left=["8192 sparse-12"]), "fp8": record_of(fast)})
@@ -326,8 +341,9 @@ def test_the_page_judges_the_goals_by_the_records():
         "| | TFLOP/s | of cross-entropy's rate | peak GiB |" in shown
         and "| 2048 sparse-12 | 412.3 | 0.98 | 30 |" in shown
     )
+    assert "- 8192 dense: withdrawn, it was something else" in shown and "1.5" not in shown
     assert "- 2048 dense: OutOfMemoryError: 1" in shown and "- 8192 sparse-12: not measured yet" in shown
-    assert "a card, driver 1.2, torch 2.11, commit abc, 2026-01-01" in shown
+    assert "a card, driver 1.2, torch 2.11, commit abc, 2026-01-01: [step.json](" in shown
     uncompiled = tables.gpu({"step": record_of({}, uncompiled="no gcc")})
     assert "- nothing was compiled: no gcc" in uncompiled and "nothing was compiled" not in shown
 
