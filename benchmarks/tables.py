@@ -49,6 +49,7 @@ COLUMNS = {
     "snapshot_ms": "a snapshot, ms",
     "built_over_bare": "of the bare forward's rate",
     "bytes_a_token.total": "bytes a token",
+    "speed_up": "of sparse-12's time",
     "cost": "of a step's time",
     "stall": "stall, s",
     "total": "until published, s",
@@ -57,6 +58,11 @@ COLUMNS = {
     "shipped_loss": "of the teacher that ships",
 }
 """Columns of the tables, by place; a section's table has those that one of its figures has."""
+ROUNDS = {
+    **{"rate": (0, -1), "over_cross_entropy": (-1, 0), "ours_over_it": (1, -1), "time": (-1, 0), "cost": (0, -1)},
+    **{"built_over_bare": (0, -1), "speed_up": (-1, 0), "of_flops": (-1, 0)},
+}
+"""Of each ratio, the two sides of `seconds` whose rounds it is the median of."""
 LARGE = 32_000
 """The vocabulary from which on the goals against cross-entropy hold."""
 TIME, MEMORY, STEP, ONLINE, MATERIALISED = 1.05, 1.0, 0.97, 0.95, 1 / 20
@@ -283,16 +289,21 @@ def gpu(found: Mapping[str, dict[str, Any]]) -> str:
         for goal in goals if name in found else ():
             value = find(found[name]["figures"], goal.figure)
             if value is not None:
-                verdicts.append(goal.verdict(value))
+                side, _, place = goal.figure.partition(".")
+                figure = found[name]["figures"][side]
+                rounds = len(next(iter(figure.get("seconds", {"": ""}).values())))
+                verdicts.append(goal.verdict(value, 2 * (deviation(figure, place) or 0) / max(rounds, 1) ** 0.5))
                 bound = f"≥ {number(goal.least)}" if goal.least is not None else f"≤ {number(goal.most)}"
                 shown = verdicts[-1].replace("missed", "**missed**")
-                lines.append(f"| {name} | {goal.what} | {bound} | {number(value)} | {shown} |")
+                lines.append(f"| {name} | {goal.what} | {bound} | {cell(figure, place)} | {shown} |")
         known = sum(line.startswith(f"| {name} |") for line in lines)
         if len(goals) > known or name not in found:
             open_goals[name] = len(goals) - known
     if lines:
         lines = ["| section | what | goal | figure | |", "|---|---|--:|--:|---|", *lines, ""]
-        lines += [f"{verdicts.count('met')} goals are met, {verdicts.count('missed')} missed.", ""]
+        counted = ", ".join(f"{verdicts.count(each)} {each}" for each in ("met", "missed", "too close to tell"))
+        lines += [f"Of these goals: {counted}. ± is the standard deviation over the rounds of a figure; a goal within"]
+        lines += ["two standard errors of it is too close to tell.", ""]
     if open_goals:
         each = ", ".join(f"{name} ({count})" if count else name for name, count in open_goals.items())
         lines += [
@@ -308,15 +319,19 @@ def _section(name: str, record: dict[str, Any]) -> list[str]:
     """The figures of one section, and what they were measured on."""
     of, figures = record["machine"], record["figures"]
     places = [place for place in COLUMNS if any(find(figure, place) is not None for figure in figures.values())]
-    rows = {name: [number(find(figure, place)) for place in places] for name, figure in figures.items()}
+    rows = {name: [cell(figure, place) for place in places] for name, figure in figures.items()}
     lines = [f"**{name}**", ""]
     if places:
         shown = [[name, *cells] for name, cells in rows.items() if {*cells} != {"-"}]
         lines += [markdown(["", *(COLUMNS[place] for place in places)], shown), ""]
     notes = [f"nothing was compiled: {record['uncompiled']}"] if record["uncompiled"] else []
-    reasons = ("failed", "missing", "does_not_fit")
-    notes += [f"{name}: {figure[key]}" for name, figure in figures.items() for key in reasons if key in figure]
-    notes += [f"{name}: not measured yet" for name in record["left"]]
+    reasons = {"failed": "", "missing": "", "does_not_fit": "", "wrong": "withdrawn, ", "note": ""}
+    sides: dict[str, list[str]] = {}
+    for side, figure in figures.items():
+        for key in (each for each in reasons if each in figure):
+            sides.setdefault(f"{reasons[key]}{figure[key]}", []).append(side)
+    sides |= {"not measured yet": record["left"]} if record["left"] else {}
+    notes += [f"{', '.join(each)}: {note}" for note, each in sides.items()]
     lines += [*(f"- {note}" for note in notes), *([""] if notes else [])]
     commits = ", ".join(sorted({str(each) for each in record["commits"].values()}))
     return [
@@ -324,6 +339,28 @@ def _section(name: str, record: dict[str, Any]) -> list[str]:
         f"{of['device']}, driver {of['driver']}, torch {of['libraries']['torch']}, commit {commits}, {record['date']}: "
         f"[{name}.json](../benchmarks/results/gpu/{name}.json).",
     ]
+
+
+def cell(figure: Mapping[str, Any], place: str) -> str:
+    """A number of a figure, and its standard deviation over the rounds where it has one."""
+    value, spread = find(figure, place), deviation(figure, place)
+    return number(value) + ("" if value is None or spread is None else f" ± {number(float(f'{spread:.2g}'))}")
+
+
+def deviation(figure: Mapping[str, Any], place: str) -> float | None:
+    """The standard deviation over its rounds of a ratio or of a rate; None of other numbers, and of one round."""
+    value, sides = find(figure, place), [*figure.get("seconds", {}).values()]
+    if place in ROUNDS and len(sides) > 1:
+        first, second = (sides[number] for number in ROUNDS[place])
+        each = [a / b for a, b in zip(first, second, strict=True)]
+    elif place in ("tokens_a_second", "tflops", "seconds_a_call") and sides:
+        each = [1 / seconds for seconds in sides[-1]]
+    else:
+        return None
+    if value is None or len(each) < 2:
+        return None
+    spread = statistics.stdev(each)
+    return spread if place == "cost" else value * spread / statistics.median(each)
 
 
 def number(value: float | None) -> str:

@@ -349,8 +349,9 @@ def test_the_cost_of_a_step_in_the_readme_is_that_of_the_record():
     figures = json.loads((ROOT / "benchmarks" / "results" / "gpu" / "step.json").read_text())["figures"]
     longer = [100 / figure["rate"] - 100 for name, figure in figures.items() if "sparse" in name and "rate" in figure]
     text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"takes {min(longer):.1f} to {max(longer):.0f} % longer than with cross-entropy" in text
+    assert f"took {min(longer):.1f} to {max(longer):.0f} % longer than kdtrain's own cross-entropy" in text
+    assert any("samples" in name for name in figures) or "50 samples at T = 1, is not measured" in text
     for length in (2048, 8192):
         sides = (figures[f"{length} {side}"]["tokens_a_second"] for side in ("sparse-12", "online"))
         assert 2.8 < next(sides) / next(sides) < 3.3
-    assert "a third of the time that it takes with its 8 B teacher" in text
+    assert "a third of the time that it took with an uncompiled 8 B teacher" in text

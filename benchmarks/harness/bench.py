@@ -6,6 +6,7 @@ own source.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from kdtrain.models.attention import choose_kernel
 from kdtrain.models.head import SplitModel
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
-from kdtrain.objective.targets import Targets
+from kdtrain.objective.targets import SparseTargets, Targets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.precision.linear import Switch
 from kdtrain.precision.modes import head_dtype
@@ -62,11 +63,13 @@ class Tokens:
 
 
 class Held(Tokens):
-    """A source that always gives the same batch, on the device: a step reads nothing."""
+    """A source that always gives the same batch, on the device, with its targets: a step reads nothing."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch.tokens, batch.tokens.device)
         self.batch = batch
+        if batch.targets is not None:
+            self.facts = replace(self.facts, targets="sparse" if isinstance(batch.targets, SparseTargets) else "dense")
 
     def read(self, indices: np.ndarray) -> Batch:
         """The batch."""
@@ -157,11 +160,13 @@ class Bench:
         starts = max(len(source) - self.batch + 1, 1)
         feed = Feed(source, lambda number: order[number * self.batch % starts :][: self.batch], self.batch)
         batches = feed.steps()
-        taught = self.has_teacher and not isinstance(source, Tokens)
+        taught = self.has_teacher and source.facts.targets != "none"
 
         def step() -> dict[str, float]:
             self.trainer.stepper.has_teacher = taught  # sides of one bench differ: without targets alpha is 0
-            return self.step(next(batches))
+            found = self.step(next(batches))
+            assert ("kd" in found) == taught, "a side that is not what its name says"
+            return found
 
         return step
 

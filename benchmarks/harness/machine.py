@@ -1,21 +1,33 @@
-"""The machine in a record: device, driver, processor, libraries and commit; nothing that names a person."""
+"""The machine in a record: device, driver, processor, libraries, commit, and what a card does meanwhile.
+
+Nothing in it names a person.
+"""
 
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import statistics
 import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import kdtrain
 from benchmarks.harness import ROOT
+from kdtrain.models import attention
+from kdtrain.objective import kernels
 
 LIBRARIES = (
-    *("kdtrain", "torch", "transformers", "numpy", "h5py", "hdf5plugin", "triton", "torchao"),
-    *("transformer-engine", "trl", "liger-kernel"),
+    *("torch", "transformers", "numpy", "h5py", "hdf5plugin", "triton", "torchao"),
+    *("transformer-engine", "trl", "liger-kernel", "cut-cross-entropy", "axolotl"),
 )
+SENSORS = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "watts": "power.draw", "celsius": "temperature.gpu"}
+"""What `watched` reads of a card, by the names of nvidia-smi."""
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -24,16 +36,57 @@ def machine(device: torch.device) -> dict[str, Any]:
     found |= {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "driver": None}
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
-        found = {"device": facts.name, "driver": _driver(), "memory_gib": round(facts.total_memory / 2**30, 1)}
+        found = {
+            "device": facts.name,
+            "driver": _smi("driver_version"),
+            "memory_gib": round(facts.total_memory / 2**30, 1),
+        }
         found |= {"capability": f"{facts.major}.{facts.minor}", "cuda": torch.version.cuda}
-    return found | {"python": platform.python_version(), "libraries": {name: version(name) for name in LIBRARIES}}
+    libraries = {"kdtrain": kdtrain.__version__, **{name: version(name) for name in LIBRARIES}}
+    return found | {"python": platform.python_version(), "libraries": libraries}
 
 
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def chosen_kernels() -> dict[str, Any]:
+    """What this process chose by a clock: attention's seconds a layer, and who passes over logits."""
+    times = {f"attention, {shape}, {dtype}": found for (shape, dtype), found in attention._times.items()}
+    return times | kernels.choices
+
+
+@contextmanager
+def watched(device: torch.device) -> Iterator[dict[str, list[float]]]:
+    """Lowest, median and highest of `SENSORS` each second of the block, filled in at its end.
+
+    Empty on a CPU and without nvidia-smi.
+    """
+    found: dict[str, list[float]] = {}
+    readings, ended = list[list[float]](), threading.Event()
+
+    def read() -> None:
+        while line := _smi(",".join(SENSORS.values())):
+            readings.append([float(each) for each in line.replace("[N/A]", "nan").split(",")])
+            if ended.wait(1.0):
+                return
+
+    thread = threading.Thread(target=read, daemon=True)
+    if device.type == "cuda":
+        thread.start()
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.splitlines()[0].strip()
-    except (OSError, IndexError, subprocess.TimeoutExpired):
+        yield found
+    finally:
+        if device.type == "cuda":
+            ended.set()
+            thread.join()
+        for name, each in zip(SENSORS, zip(*readings, strict=True), strict=False):
+            found[name] = [min(each), statistics.median(each), max(each)]
+
+
+def _smi(query: str) -> str | None:
+    """The answer of nvidia-smi for this process's card, or None."""
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    command = ["nvidia-smi", f"--id={card}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
         return None
 
 

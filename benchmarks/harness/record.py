@@ -5,8 +5,11 @@ for minutes and starts bare each time:
 
 - After the budget of a call no measurement begins. What was not measured is listed in `left`; the call exits as usual.
 - A call reuses the figures of the record in `--out`, or of those in `--from DIR`, where device, torch and settings are
-  the same, and measures the rest. The commit may differ, and is noted for each figure. Figures that failed, or that
-  lacked a library, are measured again; `--again` measures all of them.
+  the same, and measures the rest. The commit may differ, and is noted for each figure. Figures that failed, that
+  lacked a library, or that turned out to be wrong, are measured again; `--again` measures all of them.
+
+Beside a figure of a GPU stand the card's clocks, power and temperature meanwhile (lowest, median, highest), and in the
+record which kernels its process chose by a clock.
 
 A failure is recorded with its reason, and the section continues. Whether a goal is met follows from the figures alone
 (`Goal.verdict`); tiny shapes do not count.
@@ -26,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import ATTENTION, ROOT, write
-from benchmarks.harness.machine import commit, machine
+from benchmarks.harness.machine import chosen_kernels, commit, machine, watched
 from benchmarks.harness.timing import free
 
 BUDGET = 420.0
@@ -79,10 +82,12 @@ class Goal:
     least: float | None = None
     most: float | None = None
 
-    def verdict(self, value: float | None) -> str:
-        """Met, missed, or not measured."""
+    def verdict(self, value: float | None, doubt: float = 0.0) -> str:
+        """Met, missed, too close to tell (the bound is within `doubt` of the value), or not measured."""
         if value is None:
             return "not measured"
+        if any(bound is not None and abs(value - bound) < doubt for bound in (self.least, self.most)):
+            return "too close to tell"
         met = (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
         return "met" if met else "missed"
 
@@ -104,6 +109,8 @@ class Record:
             "finished": False,
             "left": [],
             "commits": {},
+            "card": {},
+            "kernels": {},
             "figures": self.figures,
         }
         self.commit = options.commit or commit()
@@ -120,8 +127,10 @@ class Record:
             self._print(f"{path} is of another device, torch or settings: its figures are not used")
             return
         for name, figure in earlier["figures"].items():
-            if not figure.keys() & {"failed", "missing"}:
+            if not figure.keys() & {"failed", "missing", "wrong"}:
                 self.figures[name], self.data["commits"][name] = figure, earlier["commits"][name]
+        self.data["card"] = {name: each for name, each in earlier.get("card", {}).items() if name in self.figures}
+        self.data["kernels"] = earlier.get("kernels", {})
         # a library of an earlier call may not be here now, and its figures are
         own = self.data["machine"]["libraries"]
         own |= {name: known for name, known in earlier["machine"]["libraries"].items() if own.get(name) is None}
@@ -137,8 +146,12 @@ class Record:
         if (only and not name.startswith(only)) or monotonic() - self.options.started + needs >= self.options.budget:
             self.data["left"].append(name)
             return
-        found = attempt(run)
+        with watched(self.options.device) as card:
+            found = attempt(run)
         free()
+        if card:
+            self.data["card"][name] = card
+        self.data["kernels"] |= chosen_kernels()
         self.put(name, found)
 
     def put(self, name: str, value: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ class Sizes:
     tokens: tuple[int, ...] = (8192, 32_768)
     widths: tuple[int, ...] = (2048, 4096)
     vocabulary: int = 128_256
-    rounds: int = 5
+    rounds: int = 11
 
 
 TINY = Sizes((64, 128), (32,), 512, 2)

@@ -6,7 +6,7 @@ products               the three matrix products alone, as PyTorch makes them in
 cross-entropy          torch.compile of F.cross_entropy(h W^T)
 kdtrain-cross-entropy  the engine without a teacher
 kdtrain-sparse-12, -50 (1 - alpha) CE + alpha T^2 forward KL over 12 or 50 entries and the tail bucket, T = 2
-top-k-renormalized-50  the same with renormalised entries on all logits, plain PyTorch, as axolotl does it
+top-k-renormalized-50  the same with renormalised entries on all logits, plain PyTorch
 kdtrain-dense          (1 - alpha) CE + alpha T^2 forward KL over the whole vocabulary, teacher's log p given in fp32
 
 The same work in pairs, over the whole vocabulary:

@@ -43,7 +43,7 @@ class Sizes:
     shapes: tuple[tuple[int, int], ...] = ((2048, 16), (8192, 4))
     """Tokens in a sequence, sequences in a step."""
     kept: tuple[int, ...] = (12, 50)
-    rounds: int = 5
+    rounds: int = 11
     batches: int = 3
     """Different batches in a cache."""
 

@@ -41,6 +41,10 @@ _PROGRAMS = 2048
 """Of `scale_unless_one`: enough to fill a GPU, and few to start where nothing is to be done."""
 
 
+choices: dict[str, str] = {}
+"""What the clock decided in this process, by the width of the logits and the dtype of their gradient."""
+
+
 def available(device: torch.device) -> bool:
     """True if the kernels run on `device`: a GPU, or any device under Triton's interpreter (TRITON_INTERPRET=1)."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -90,7 +94,9 @@ def _faster(device: torch.device, size: int, kind: torch.dtype, slopes: bool, so
             walk()
             torch.cuda.synchronize(device)
             taken.append(time.perf_counter() - start)
-    return min(times[own][1:]) < min(times[of_sparse][1:])
+    faster = min(times[own][1:]) < min(times[of_sparse][1:])
+    choices[f"logits of {size}, {kind}"] = "triton" if faster else "compiled"
+    return faster
 
 
 def tail_stats(z_RV: Tensor, beta: Tensor, distils: bool, slopes: bool) -> TailSums:

@@ -3,6 +3,8 @@
 import importlib
 import itertools
 import json
+import statistics
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +12,13 @@ import pytest
 import torch
 
 from benchmarks import tables
-from benchmarks.harness import CPU_SECTIONS, RESULTS, SECTIONS, models, profiling, sections, timing
+from benchmarks.harness import CPU_SECTIONS, RESULTS, SECTIONS, machine, models, profiling, sections, timing
 from benchmarks.harness import record as records
 from benchmarks.harness.bench import Bench, Tokens
 from benchmarks.harness.record import Goal, Options, Record, attempt
-from benchmarks.performance import adaptive, fp8
+from benchmarks.performance import adaptive, cache, fp8, step
 from kdtrain import faults
+from kdtrain.objective import kernels
 from teachers import make_teacher as make
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,6 +88,51 @@ def test_a_goal_is_met_or_missed_or_was_not_measured():
     fast, small = Goal("fast", "a.b", least=1.5), Goal("small", "c", most=2)
     assert [fast.verdict(value) for value in (1.5, 1.4, None)] == ["met", "missed", "not measured"]
     assert [small.verdict(value) for value in (2, 2.01, float("nan"))] == ["met", "missed", "missed"]
+    assert [fast.verdict(1.48, doubt) for doubt in (0.01, 0.03)] == ["missed", "too close to tell"]
+
+
+def test_the_deviation_of_a_figure_is_that_of_its_rounds():
+    times = {"ce": [2.0, 2.0, 2.0], "ours": [4.0, 5.0, 8.0], "side": [1.0, 2.0, 4.0]}
+    figure = {"rate": 1.0, "over_cross_entropy": 1.0, "ours_over_it": 2.5, "tokens_a_second": 10.0, "seconds": times}
+    assert tables.deviation(figure, "rate") == pytest.approx(statistics.stdev([2, 1, 0.5]))
+    assert tables.deviation(figure, "over_cross_entropy") == pytest.approx(statistics.stdev([0.5, 1, 2]))
+    assert tables.deviation(figure, "ours_over_it") == pytest.approx(statistics.stdev([4, 2.5, 2]))
+    assert tables.deviation(figure, "tokens_a_second") == pytest.approx(statistics.stdev([20, 10, 5]))
+    assert tables.deviation({"cost": 0.01, "seconds": {"read": [3.0, 4.0], "held": [2.0, 2.0]}}, "cost") == (
+        pytest.approx(statistics.stdev([1.5, 2]))
+    )
+    assert tables.deviation(figure, "peak_gib") is tables.deviation({"rate": 1.0}, "rate") is None
+    assert tables.cell(figure, "tokens_a_second") == "10 ± 7.6"
+
+
+def test_a_goal_is_too_close_to_tell_within_two_standard_errors():
+    times = {"cross-entropy": [1.0, 1.0, 1.0, 1.0], "sparse-12": [1.00, 1.02, 1.04, 1.06]}
+    shown = tables.gpu({"step": record_of({"2048 sparse-12": {"rate": 0.975, "seconds": times}})})
+    assert "| ≥ 0.97 | 0.975 ± 0.024 | too close to tell |" in shown
+    assert "Of these goals: 0 met, 0 missed, 1 too close to tell." in shown
+
+
+@pytest.mark.skipif(not Path("/bin/sh").exists(), reason="a script stands for nvidia-smi")
+def test_a_figure_of_a_gpu_comes_with_clocks_and_power_and_one_of_a_cpu_without(options, tmp_path, monkeypatch):
+    script = tmp_path / "nvidia-smi"
+    script.write_text('#!/bin/sh\necho "$*" >> "$0.log"\necho "1980, 3201, 650.5, 60"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with machine.watched(torch.device("cuda")) as card:
+        assert card == {}
+    assert card == {"sm_mhz": [1980.0] * 3, "memory_mhz": [3201.0] * 3, "watts": [650.5] * 3, "celsius": [60.0] * 3}
+    assert "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu" in Path(f"{script}.log").read_text()
+    monkeypatch.setattr(records, "watched", lambda device: nullcontext({"watts": [1.0, 2.0, 3.0]}))
+    monkeypatch.setattr(kernels, "choices", {"logits of 2048, torch.bfloat16": "triton"})
+    made = Record("step", options, {})
+    made.measure("a", lambda: {"value": 1})
+    assert made.data["card"] == {"a": {"watts": [1.0, 2.0, 3.0]}}
+    assert made.data["kernels"]["logits of 2048, torch.bfloat16"] == "triton"
+    again = Record("step", replace(options, earlier=options.out), {})
+    assert again.data["card"] == made.data["card"] and again.data["kernels"] == made.data["kernels"]
+    with machine.watched(torch.device("cpu")) as card:
+        pass
+    assert card == {}
 
 
 def test_ratios_are_medians_within_rounds_and_sides_take_turns():
@@ -145,6 +193,7 @@ def test_figures_are_taken_over_from_the_same_device_torch_and_settings_alone(op
     made.put("b", {"missing": "a library"})
     made.put("c", {"failed": "an error"})
     made.put("d", {"does_not_fit": "too large"})
+    made.put("e", {"wrong": "it was something else", "measured": {"value": 1}})
     write = {**made.data, **changes}
     if write["machine"]["device"] is None:
         write["machine"]["device"] = made.data["machine"]["device"]
@@ -153,9 +202,9 @@ def test_figures_are_taken_over_from_the_same_device_torch_and_settings_alone(op
     again = Record("step", replace(options, earlier=tmp_path / "old", commit="now"), {"n": 1})
     assert list(again.figures) == (["a", "d"] if taken else [])
     measured = []
-    for name in "abcd":
+    for name in "abcde":
         again.measure(name, lambda name=name: measured.append(name) or {"value": 2})
-    assert measured == (["b", "c"] if taken else ["a", "b", "c", "d"])
+    assert measured == (["b", "c", "e"] if taken else [*"abcde"])
     assert again.data["commits"]["a"] == ("earlier" if taken else "now") and again.data["commits"]["b"] == "now"
 
 
@@ -194,6 +243,19 @@ def test_layers_are_compiled_one_by_one_and_share_a_graph(options, monkeypatch):
     assert models.SHAPES["tiny"]["num_hidden_layers"] == 2
     bench.trainer.student.backbone(torch.zeros(1, 16, dtype=torch.int64), None)
     assert len(graphs) == 1 and runs == 2 * graphs
+
+
+def test_every_side_of_a_step_but_cross_entropy_learns_from_the_teacher(options):
+    shape = step._Shape(options, step.TINY, 32, 4)
+    taught = {side: "kd" in shape.bench.steps(shape._source(side))() for side in step.TINY.sides}
+    assert taught == {side: side != "cross-entropy" for side in step.TINY.sides}
+
+
+def test_a_step_with_the_reader_and_one_without_learn_from_the_same_teacher(options, monkeypatch):
+    shape = step._Shape(options, step.TINY, 32, 4)
+    monkeypatch.setattr(cache, "in_turn", lambda sides, *_, **__: {name: take() for name, take in sides.items()})
+    found = cache.step_cost(shape.bench, shape._source("sparse-4"), 1, 1, options.device)
+    assert found.keys() == {"read", "held"} and all("kd" in each for each in found.values())
 
 
 def test_a_side_without_memory_does_not_fit_and_leaves_the_next_side_as_it_was(options, monkeypatch):
@@ -312,6 +374,7 @@ def test_the_page_judges_the_goals_by_the_records():
         "2048 sparse-12": sparse,
         "2048 sparse-50": {**sparse, "rate": 0.96},
         "2048 dense": {"does_not_fit": "OutOfMemoryError: 1"},
+        "8192 dense": {"wrong": "it was something else", "measured": {"rate": 1.5}},
     }
     fast, slow = ({"3b best": {"kind": "a", "time": time}} for time in (0.85, 0.86))
     shown = tables.gpu({"step": record_of(figures, left=["8192 sparse-12"]), "fp8": record_of(fast)})
@@ -321,13 +384,14 @@ def test_the_page_judges_the_goals_by_the_records():
     assert "| step | TFLOP/s of the 1 B shape, sparse-12, T = 2,048 | ≥ 400 | 412.3 | met |" in shown
     assert "| fp8 | step time over bf16's, best kind, 3 B | ≤ 0.85 | 0.85 | met |" in shown
     assert "≤ 0.85 | 0.86 | **missed** |" in tables.gpu({"fp8": record_of(slow)})
-    assert "4 goals" not in shown and "3 goals are met, 1 missed." in shown
+    assert "Of these goals: 3 met, 1 missed, 0 too close to tell." in shown
     assert (
         "| | TFLOP/s | of cross-entropy's rate | peak GiB |" in shown
         and "| 2048 sparse-12 | 412.3 | 0.98 | 30 |" in shown
     )
+    assert "- 8192 dense: withdrawn, it was something else" in shown and "1.5" not in shown
     assert "- 2048 dense: OutOfMemoryError: 1" in shown and "- 8192 sparse-12: not measured yet" in shown
-    assert "a card, driver 1.2, torch 2.11, commit abc, 2026-01-01" in shown
+    assert "a card, driver 1.2, torch 2.11, commit abc, 2026-01-01: [step.json](" in shown
     uncompiled = tables.gpu({"step": record_of({}, uncompiled="no gcc")})
     assert "- nothing was compiled: no gcc" in uncompiled and "nothing was compiled" not in shown
 
