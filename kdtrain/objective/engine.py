@@ -102,7 +102,7 @@ def fused_loss(hidden_ND: Tensor, head: OutputHead, beta: Tensor, request: Reque
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, this: Pass, hidden_ND: Tensor, weight_PD: Any, bias_P: Any, beta: Tensor) -> Any:
-        with torch.autocast(hidden_ND.device.type, enabled=False):
+        with torch.autocast(hidden_ND.device.type, enabled=False), matmul.more_graphs(this.request.compile):
             loss, sums, ctx.gradients = _run(this, hidden_ND, weight_PD, bias_P, beta)
         ctx.kernels = this.request.compile and kernels.available(hidden_ND.device)
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden_ND, weight_PD, bias_P, beta)]
