@@ -55,6 +55,8 @@ class Request:
     """V; weight rows from V on are padding, take no part and get a zero gradient."""
     at_one: bool = True
     """Measure the divergence from whole rows at T = 1 too; else it is 0."""
+    stays_one: bool = False
+    """True if the host knows that beta is 1, which it cannot read from a GPU."""
     compile: bool = False
     """torch.compile the elementwise work of a chunk."""
     chunk: int | None = None
@@ -100,7 +102,7 @@ def fused_loss(hidden_ND: Tensor, head: OutputHead, beta: Tensor, request: Reque
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, this: Pass, hidden_ND: Tensor, weight_PD: Any, bias_P: Any, beta: Tensor) -> Any:
-        with torch.autocast(hidden_ND.device.type, enabled=False):
+        with torch.autocast(hidden_ND.device.type, enabled=False), matmul.more_graphs(this.request.compile):
             loss, sums, ctx.gradients = _run(this, hidden_ND, weight_PD, bias_P, beta)
         ctx.kernels = this.request.compile and kernels.available(hidden_ND.device)
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden_ND, weight_PD, bias_P, beta)]
@@ -249,7 +251,8 @@ class _Entries:
         else:
             self.entries = rows.targets.entries(rows.labels, this.request.vocab_size)
             targets = rows.targets.at(beta)
-            if not self.slopes and readable(beta) and beta.item() == 1.0:  # the sums at beta are the plain ones
+            is_one = this.request.stays_one or (readable(beta) and beta.item() == 1.0)
+            if is_one and not self.slopes:  # the sums at beta are the plain ones
                 targets = targets.at_one()
             rows = replace(rows, targets=targets)
         self.rows, self.at_one = rows, rows.targets is not None and rows.targets.known_at_one
@@ -294,7 +297,7 @@ class _Entries:
         )
         shares = Shares(tail.top, found.share, found.share_beta if self.distils else None)
         if fused:
-            kernels.tail_grad(z_RV, self.beta_z, shares, entries.ids, found.at_entries, head, dz_RV)
+            kernels.tail_grad(z_RV, self.beta_z, shares, entries.ids, found.at_entries, head, dz_RV, self.at_one)
         else:
             spread = maybe_compiled(spread_gradients, request.compile)
             spread(z_RV, self.beta_z, shares, head, into_RV, self.at_one)

@@ -118,7 +118,14 @@ def tail_stats(z_RV: Tensor, beta: Tensor, distils: bool, slopes: bool) -> TailS
 
 
 def tail_grad(
-    z_RV: Tensor, beta: Tensor, shares: Shares, ids_RE: Tensor, dz_RE: Tensor, head: OutputHead, out_RV: Tensor
+    z_RV: Tensor,
+    beta: Tensor,
+    shares: Shares,
+    ids_RE: Tensor,
+    dz_RE: Tensor,
+    head: OutputHead,
+    out_RV: Tensor,
+    at_one: bool = False,
 ) -> None:
     """Write `sparse.spread_gradients` to `out_RV`, and over it the gradient in single logits, in one pass.
 
@@ -129,6 +136,7 @@ def tail_grad(
         dz_RE: fp32, the whole gradient in them.
         head: scale and soft cap.
         out_RV: fp32, bf16 or fp16; rows may lie apart. Each number is rounded once. It may be `z_RV`.
+        at_one: True if beta is known to be 1.
     """
     rows, size = z_RV.shape
     assert z_RV.dtype == torch.float32 and z_RV.stride(1) == out_RV.stride(1) == 1
@@ -137,7 +145,7 @@ def tail_grad(
     assert all(each.is_contiguous() for each in (*rows_R, ids_RE, dz_RE))
     tensors = (z_RV, beta, *rows_R, ids_RE, dz_RE, out_RV)
     numbers = (z_RV.stride(0), out_RV.stride(0), size, ids_RE.shape[1], head.scale, head.softcap or 1.0)
-    _launch(_tail_grad, rows, *tensors, *numbers, distils, head.softcap is not None, _BLOCK)
+    _launch(_tail_grad, rows, *tensors, *numbers, distils, distils and at_one, head.softcap is not None, _BLOCK)
 
 
 def scale_unless_one(tensor: Tensor, factor: Tensor) -> None:
@@ -217,6 +225,7 @@ def _tail_grad(  # type: ignore[no-untyped-def]
     scale,
     softcap,
     DISTILS: tl.constexpr,
+    AT_ONE: tl.constexpr,
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -235,9 +244,10 @@ def _tail_grad(  # type: ignore[no-untyped-def]
         else:
             logits = tl.load(z_row + start + columns, mask=inside, other=0.0)
         shifted = logits - largest
-        gradient = weight * tl.exp(shifted)
+        plain = tl.exp(shifted)
+        gradient = weight * plain
         if DISTILS:
-            gradient += weight_beta * tl.exp(inverse * shifted)
+            gradient += weight_beta * (plain if AT_ONE else tl.exp(inverse * shifted))
         if CAPPED:
             ratio = tl.maximum(logits, -softcap) / softcap
             gradient *= scale * (1.0 - ratio * ratio)

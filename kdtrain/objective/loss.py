@@ -148,7 +148,7 @@ class DistillationLoss(nn.Module):
             labels_N,
             mask_N,
             targets,
-            temperature=self.temperature.value(),
+            temperature=1.0 if self.temperature.stays_one else self.temperature.value(),
             alpha=self.alpha,
             divergence=self.divergence,
             tail=self.tail,
@@ -185,7 +185,7 @@ def distillation_loss(
         labels_N: int64 next tokens; any number where masked.
         mask_N: bool, True where the token counts. Targets of other rows may hold anything, NaN included.
         targets: the teacher's N rows, on hidden's device.
-        temperature: scalar T > 0.
+        temperature: scalar T > 0; a number 1 saves what a tensor on a GPU costs, whose value the host does not know.
         alpha: weight of the distillation term, 0 to 1.
         divergence, tail: as `--divergence` (a name, or as jsd:0.3 with its number) and `--tail` take them.
         vocab_size: V; columns of the head from V on are padding.
@@ -212,7 +212,6 @@ def distillation_loss(
         normalizer=scalar(normalizer, hidden_ND.device),
         at_one=at_one,
     )
-    temperature = scalar(temperature, hidden_ND.device)
     request = Request(
         rows=Supervision(labels_N, mask_N, targets),
         sparse_loss=recipe.sparse,
@@ -221,10 +220,11 @@ def distillation_loss(
         sums=3,
         vocab_size=vocab_size,
         at_one=at_one,
+        stays_one=not isinstance(temperature, Tensor) and temperature == 1,
         compile=compile,
         chunk=chunk,
     )
-    loss, sums = fused_loss(hidden_ND, head, 1.0 / temperature, request)
+    loss, sums = fused_loss(hidden_ND, head, 1.0 / scalar(temperature, hidden_ND.device), request)
     none = torch.zeros_like(sums[0])
     return LossOutput(loss, sums[0], sums[1], sums[2], none, none, mask_N.sum(), none)
 

@@ -243,6 +243,18 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False, options=_OPTIONS)
 
 
+def more_graphs(compile: bool) -> contextlib.AbstractContextManager[Any]:
+    """Let a function have 64 graphs in the block, where the compiler's own limit is 8.
+
+    It needs one for each kind of targets and length of a last chunk: in a mixture of three kinds 12 at T = 512.
+    """
+    if not compile:
+        return contextlib.nullcontext()
+    from torch._dynamo import config  # slow to import
+
+    return config.patch(recompile_limit=64)
+
+
 def maybe_compiled(function: Callable[..., Any], compile: bool) -> Callable[..., Any]:
     """`function`, or its compiled form, made once a process; `function` must be defined at the top of a module."""
     return _compiled(function) if compile else function

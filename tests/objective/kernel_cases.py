@@ -85,6 +85,7 @@ def spread(
     scale: float = 0.25,
     softcap: float | None = None,
     heated: bool = True,
+    at_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run `tail_grad`; what it should write to `out_RV`, in fp32, and the size of the parts it is summed from."""
     device, (rows, size) = z_RV.device, z_RV.shape
@@ -106,7 +107,7 @@ def spread(
     size_beta_R = None if share_beta_R is None else share_beta_R.abs()
     spread_gradients(parts_RV, inverse, Shares(top_R, share_R.abs(), size_beta_R), OutputHead(scale=scale))
     parts_RV.scatter_(1, ids_RE, SET)
-    kernels.tail_grad(z_RV, inverse, shares, ids_RE, dz_RE, head, out_RV)
+    kernels.tail_grad(z_RV, inverse, shares, ids_RE, dz_RE, head, out_RV, at_one)
     return want_RV, parts_RV
 
 
@@ -130,6 +131,15 @@ def grad_is_rounded_once(device: str, size: int, kind: torch.dtype) -> bool:
     spread(z_RV, wide_RV)
     spread(z_RV, narrow_RV)
     return torch.equal(narrow_RV, wide_RV.to(kind))
+
+
+def grad_at_one_is_the_same(device: str, size: int) -> bool:
+    """True if it makes no difference whether the kernel knows that beta is 1."""
+    z_RV = logits(device, size)
+    one_RV, other_RV = torch.empty_like(z_RV), torch.empty_like(z_RV)
+    spread(z_RV, one_RV, beta=1.0)
+    spread(z_RV, other_RV, beta=1.0, at_one=True)
+    return torch.equal(one_RV, other_RV)
 
 
 def grad_in_place_is_the_same(device: str, size: int) -> bool:

@@ -81,6 +81,10 @@ def test_a_narrow_gradient_is_the_wide_one_rounded_once(ask, kind):
     assert ask(kernel_cases.grad_is_rounded_once, 10_007, kind)
 
 
+def test_where_the_temperature_is_known_to_be_1_the_gradient_has_the_same_bits(ask):
+    assert ask(kernel_cases.grad_at_one_is_the_same, 10_007)
+
+
 def test_the_gradient_may_overwrite_the_logits(ask):
     assert ask(kernel_cases.grad_in_place_is_the_same, 10_007)
 
@@ -152,7 +156,11 @@ def test_the_statistics_compile_for_a_gpu_to_reads_of_16_bytes(monkeypatch, tmp_
 def test_the_gradient_compiles_for_a_gpu_and_sets_single_logits_behind_a_barrier(monkeypatch, tmp_path, kind, single):
     types = [*["*fp32"] * 5, "*i64", "*fp32", kind, *["i32"] * 4, "fp32", "fp32"]
     constants = {"DISTILS": True, "CAPPED": True, "BLOCK": kernels._BLOCK}
-    found = memory_accesses(compiled(monkeypatch, tmp_path, kernels._tail_grad, types, **constants))
+    each, at_one = (
+        compiled(monkeypatch, tmp_path, kernels._tail_grad, types, AT_ONE=known, **constants) for known in (False, True)
+    )
+    assert at_one.count("ex2.approx") == each.count("ex2.approx") / 2 > 0
+    found = memory_accesses(each)
     assert not any(each.startswith(("atom", "red")) for each in found)
     before, behind = found[: found.index("bar.sync")], found[found.index("bar.sync") + 1 :]
     assert {each for each in before if each.startswith("st.")} == {"st.global.v4.b32"}

@@ -245,3 +245,28 @@ def test_another_alpha_or_temperature_or_number_of_tokens_compiles_nothing_anew(
         loss.backward()
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[0] > 0 and len(set(graphs)) == 1
+
+
+def test_a_mixture_of_three_kinds_in_micro_batches_of_1_to_8_sequences_never_leaves_its_graphs(monkeypatch):
+    """Each kind has a graph for each length of a last chunk, more than the compiler's own limit of 8.
+
+    A chunk has four sequences, as of 512 tokens in one of 2,048 rows.
+    """
+    monkeypatch.setattr(engine.Pass, "compile_small", lambda self, device: True)
+    monkeypatch.setattr(matmul, "_OPTIONS", None)
+    ran, compile = [], torch.compile
+
+    def counting(graph, inputs):
+        return lambda *given: ran.append(graph) or graph.forward(*given)
+
+    monkeypatch.setattr(torch, "compile", functools.partial(compile, backend=counting))
+    matmul._compiled.cache_clear()
+    torch.compiler.reset()
+    chunks = 0
+    for sequences in range(1, 9):
+        p = problem(n=2 * sequences, d=6, vocab=23).cast(torch.float32)
+        for rule in ("ghost", "sampled", "sampled-headless"):
+            run(p, targets_for(p, rule, torch.float32), 1.0, rule, compile=True, chunk=8)
+            chunks += -(-sequences // 4)
+    matmul._compiled.cache_clear()
+    assert len(ran) == 3 * chunks
