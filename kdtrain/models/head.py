@@ -144,12 +144,13 @@ class SplitModel(nn.Module):
 def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep_attention: bool = False) -> SplitModel:
     """Split a model into backbone and output head, proven equal on a probe batch.
 
-    probe_tokens_BT: token ids, int64 [B, T >= 4]; by default `default_probe`. The model keeps its
-    mode; its attention implementation changes from sdpa to `CAUSAL` if that is proven equal, unless
-    `keep_attention`. Raises `UsageError` for a model that looks at later tokens (an encoder), and for a model whose
-    configured shapes do not fit together.
+    probe_tokens_BT: token ids, int64 [B, T >= 4]; by default `default_probe`. The model keeps its mode; its attention
+    implementation changes from sdpa to `CAUSAL` if that is proven equal, unless `keep_attention`, and `state_ties`
+    corrects its configuration. Raises `UsageError` for a model that looks at later tokens (an encoder), and for a model
+    whose configured shapes do not fit together.
     """
     tokens_BT = default_probe(model) if probe_tokens_BT is None else probe_tokens_BT
+    state_ties(model)
     pieces = SplitModel(model)
     with _evaluation(model), torch.no_grad(), torch.autocast(tokens_BT.device.type, enabled=False):
         try:
@@ -165,6 +166,18 @@ def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep
         pieces.separates_documents = probe.documents_are_separate()
         _fuse(pieces, tokens_BT)
     return pieces
+
+
+def state_ties(model: Any) -> None:
+    """Correct a configuration that calls the output head tied where it has weights of its own.
+
+    transformers loads such a head as it is, and ties it in what it makes or loads by that configuration later.
+    """
+    ends = [getattr(get(), "weight", None) for get in (model.get_output_embeddings, model.get_input_embeddings)]
+    if isinstance(model, PreTrainedModel) and None not in ends and ends[0] is not ends[1]:
+        for config in (model.config, model.config.get_text_config()):
+            if getattr(config, "tie_word_embeddings", False):
+                config.tie_word_embeddings = False
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
