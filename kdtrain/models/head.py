@@ -8,7 +8,8 @@ the few forms that heads have,
 
 and compares each with the model's own logits on a probe batch: once unchanged, and once with the output of the head's
 linear layer amplified until a soft cap would bend it, because the logits of an untrained model are too small to show
-one. If no form is proven, the model stays whole, `fused` is False and `reason` names the cause.
+one. If no form is proven, or an adapter on the head is trained, the model stays whole, `fused` is False and `reason`
+names the cause.
 
 Positions that restart at 0 and block-diagonal causal attention keep packed documents apart (`segments`); the probe
 proves this too. A model on sdpa gets the attention function of `attention.py`, and so does one with soft-capped scores
@@ -93,7 +94,10 @@ class SplitModel(nn.Module):
         more |= {"output_router_logits": True} if balance else {}
         output = self._output(tokens_BT, segments_BT, **more)
         states = [output.hidden_states[layer] for layer in layers]
-        return self._result(output), [*states, router_loss(self.model, output.router_logits)] if balance else states
+        return self._result(output, tokens_BT), [
+            *states,
+            router_loss(self.model, output.router_logits),
+        ] if balance else states
 
     def with_layers(
         self, tokens_BT: Tensor, segments_BT: Tensor | None, layers: tuple[int, ...], balance: bool = False
@@ -120,10 +124,10 @@ class SplitModel(nn.Module):
         output = self._output(tokens_BT, None, use_cache=True, **more, **seen)
         if (kept := getattr(output, "past_key_values", None)) is None:
             raise UsageError(f"{_name(self.model)} keeps no keys and values, and cannot continue a text here")
-        return self._result(output)[:, -1], kept
+        return self._result(output, tokens_BT)[:, -1], kept
 
     def _run(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
-        return self._result(self._output(tokens_BT, segments_BT))
+        return self._result(self._output(tokens_BT, segments_BT), tokens_BT)
 
     def _output(self, tokens_BT: Tensor, segments_BT: Tensor | None, **more: Any) -> Any:
         documents = {}
@@ -137,8 +141,10 @@ class SplitModel(nn.Module):
             model = getattr(model, "get_base_model", lambda: model)().base_model
         return model(input_ids=tokens_BT, **{"use_cache": False, **documents, **more})
 
-    def _result(self, output: Any) -> Tensor:
-        return output.last_hidden_state if self.fused else output.logits
+    def _result(self, output: Any, tokens_BT: Tensor) -> Tensor:
+        if self.fused:
+            return cast(Tensor, output.last_hidden_state)
+        return cast(Tensor, output.logits[:, -tokens_BT.shape[1] :])  # prompt tuning puts positions in front
 
 
 def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep_attention: bool = False) -> SplitModel:
@@ -292,6 +298,9 @@ def _prove_a_form(pieces: SplitModel, tokens_BT: Tensor) -> bool:
     linear = pieces.model.get_output_embeddings()
     if pieces.model.base_model is pieces.model or getattr(linear, "weight", None) is None:
         return False
+    if _trains_more(linear, pieces.model.get_input_embeddings()):
+        pieces.reason = f"an adapter on the output head of {_name(pieces.model)}, or on what is tied to it, is trained"
+        return False
     logits_BTV = pieces._run(tokens_BT, None)
     gain = _AMPLIFIED_LOGIT / max(_largest(logits_BTV), 1e-6)
     amplify = cast(Callable[..., Any], lambda module, inputs, product: product * gain)
@@ -310,6 +319,17 @@ def _prove_a_form(pieces: SplitModel, tokens_BT: Tensor) -> bool:
             pieces._scale, pieces._softcap = scale, softcap
             return True
     return False
+
+
+def _trains_more(head: Any, embedding: Any) -> bool:
+    """Whether the head, or the embedding that is tied to it, trains more than a weight and a bias.
+
+    No probe shows that: a fresh adapter is the identity.
+    """
+    own = {id(each) for each in head.parameters()}
+    modules = [head, embedding] if any(id(each) in own for each in embedding.parameters()) else [head]
+    known = {id(getattr(each, name, None)) for each in modules for name in ("weight", "bias")}
+    return any(each.requires_grad and id(each) not in known for module in modules for each in module.parameters())
 
 
 def _forms(model: PreTrainedModel) -> Iterator[tuple[float, float | None]]:
