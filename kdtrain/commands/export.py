@@ -253,7 +253,12 @@ def student_at(path: Path, device: torch.device, base: ModelSpec | None = None) 
         if "base" in saved:
             student = _on_its_base(checkpoint.state, weights, base)
         else:
-            student = split(model_of("its student", saved["architecture"], saved["attention"], generation))
+            table, how = saved["architecture"], (saved["attention"], generation)
+            student = split(model_of("its student", table, *how))
+            entries = student.state_dict()
+            if len(shared := entries.keys() & weights.keys()) > len({entries[name].data_ptr() for name in shared}):
+                # an earlier version called a head of its own tied, as the configuration that it came with
+                student = split(model_of("its student", table | {"tie_word_embeddings": False}, *how))
     except UsageError as error:
         raise UsageError(f"checkpoint {path}: {error}") from error
     own = {name: each for name, each in student.state_dict().items() if name not in student.frozen}

@@ -8,7 +8,8 @@ the few forms that heads have,
 
 and compares each with the model's own logits on a probe batch: once unchanged, and once with the output of the head's
 linear layer amplified until a soft cap would bend it, because the logits of an untrained model are too small to show
-one. If no form is proven, the model stays whole, `fused` is False and `reason` names the cause.
+one. If no form is proven, or an adapter on the head is trained, the model stays whole, `fused` is False and `reason`
+names the cause.
 
 Positions that restart at 0 and block-diagonal causal attention keep packed documents apart (`segments`); the probe
 proves this too. A model on sdpa gets the attention function of `attention.py`, and so does one with soft-capped scores
@@ -93,7 +94,10 @@ class SplitModel(nn.Module):
         more |= {"output_router_logits": True} if balance else {}
         output = self._output(tokens_BT, segments_BT, **more)
         states = [output.hidden_states[layer] for layer in layers]
-        return self._result(output), [*states, router_loss(self.model, output.router_logits)] if balance else states
+        return self._result(output, tokens_BT), [
+            *states,
+            router_loss(self.model, output.router_logits),
+        ] if balance else states
 
     def with_layers(
         self, tokens_BT: Tensor, segments_BT: Tensor | None, layers: tuple[int, ...], balance: bool = False
@@ -120,10 +124,10 @@ class SplitModel(nn.Module):
         output = self._output(tokens_BT, None, use_cache=True, **more, **seen)
         if (kept := getattr(output, "past_key_values", None)) is None:
             raise UsageError(f"{_name(self.model)} keeps no keys and values, and cannot continue a text here")
-        return self._result(output)[:, -1], kept
+        return self._result(output, tokens_BT)[:, -1], kept
 
     def _run(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
-        return self._result(self._output(tokens_BT, segments_BT))
+        return self._result(self._output(tokens_BT, segments_BT), tokens_BT)
 
     def _output(self, tokens_BT: Tensor, segments_BT: Tensor | None, **more: Any) -> Any:
         documents = {}
@@ -137,19 +141,22 @@ class SplitModel(nn.Module):
             model = getattr(model, "get_base_model", lambda: model)().base_model
         return model(input_ids=tokens_BT, **{"use_cache": False, **documents, **more})
 
-    def _result(self, output: Any) -> Tensor:
-        return output.last_hidden_state if self.fused else output.logits
+    def _result(self, output: Any, tokens_BT: Tensor) -> Tensor:
+        if self.fused:
+            return cast(Tensor, output.last_hidden_state)
+        return cast(Tensor, output.logits[:, -tokens_BT.shape[1] :])  # prompt tuning puts positions in front
 
 
 def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep_attention: bool = False) -> SplitModel:
     """Split a model into backbone and output head, proven equal on a probe batch.
 
-    probe_tokens_BT: token ids, int64 [B, T >= 4]; by default `default_probe`. The model keeps its
-    mode; its attention implementation changes from sdpa to `CAUSAL` if that is proven equal, unless
-    `keep_attention`. Raises `UsageError` for a model that looks at later tokens (an encoder), and for a model whose
-    configured shapes do not fit together.
+    probe_tokens_BT: token ids, int64 [B, T >= 4]; by default `default_probe`. The model keeps its mode; its attention
+    implementation changes from sdpa to `CAUSAL` if that is proven equal, unless `keep_attention`, and `state_ties`
+    corrects its configuration. Raises `UsageError` for a model that looks at later tokens (an encoder), and for a model
+    whose configured shapes do not fit together.
     """
     tokens_BT = default_probe(model) if probe_tokens_BT is None else probe_tokens_BT
+    state_ties(model)
     pieces = SplitModel(model)
     with _evaluation(model), torch.no_grad(), torch.autocast(tokens_BT.device.type, enabled=False):
         try:
@@ -165,6 +172,18 @@ def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep
         pieces.separates_documents = probe.documents_are_separate()
         _fuse(pieces, tokens_BT)
     return pieces
+
+
+def state_ties(model: Any) -> None:
+    """Correct a configuration that calls the output head tied where it has weights of its own.
+
+    transformers loads such a head as it is, and ties it in what it makes or loads by that configuration later.
+    """
+    ends = [getattr(get(), "weight", None) for get in (model.get_output_embeddings, model.get_input_embeddings)]
+    if isinstance(model, PreTrainedModel) and None not in ends and ends[0] is not ends[1]:
+        for config in (model.config, model.config.get_text_config()):
+            if getattr(config, "tie_word_embeddings", False):
+                config.tie_word_embeddings = False
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -279,6 +298,9 @@ def _prove_a_form(pieces: SplitModel, tokens_BT: Tensor) -> bool:
     linear = pieces.model.get_output_embeddings()
     if pieces.model.base_model is pieces.model or getattr(linear, "weight", None) is None:
         return False
+    if _trains_more(linear, pieces.model.get_input_embeddings()):
+        pieces.reason = f"an adapter on the output head of {_name(pieces.model)}, or on what is tied to it, is trained"
+        return False
     logits_BTV = pieces._run(tokens_BT, None)
     gain = _AMPLIFIED_LOGIT / max(_largest(logits_BTV), 1e-6)
     amplify = cast(Callable[..., Any], lambda module, inputs, product: product * gain)
@@ -297,6 +319,17 @@ def _prove_a_form(pieces: SplitModel, tokens_BT: Tensor) -> bool:
             pieces._scale, pieces._softcap = scale, softcap
             return True
     return False
+
+
+def _trains_more(head: Any, embedding: Any) -> bool:
+    """Whether the head, or the embedding that is tied to it, trains more than a weight and a bias.
+
+    No probe shows that: a fresh adapter is the identity.
+    """
+    own = {id(each) for each in head.parameters()}
+    modules = [head, embedding] if any(id(each) in own for each in embedding.parameters()) else [head]
+    known = {id(getattr(each, name, None)) for each in modules for name in ("weight", "bias")}
+    return any(each.requires_grad and id(each) not in known for module in modules for each in module.parameters())
 
 
 def _forms(model: PreTrainedModel) -> Iterator[tuple[float, float | None]]:

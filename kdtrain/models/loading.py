@@ -52,7 +52,7 @@ from kdtrain.files import (
 )
 from kdtrain.models.adapters import adapted, merged_state, write_adapter
 from kdtrain.models.ends import end_tokens
-from kdtrain.models.head import SplitModel
+from kdtrain.models.head import SplitModel, state_ties
 from kdtrain.models.hub import (
     TOKENIZER_FILES,
     ask,
@@ -241,7 +241,7 @@ def model_of(
 
     Safe for tables of an unknown author: no code runs. Raises `UsageError` that begins with `name`.
     """
-    table = dict(kept)
+    table = {key: PreTrainedConfig._decode_special_floats(value) for key, value in kept.items()}  # of to_json_string
     config = config_of(name, table.pop("model_type", None), table)
     model = new_model(name, config, attention, trust_remote_code=False)
     if generation is not None and model.generation_config is not None:
@@ -576,4 +576,5 @@ def _pretrained(spec: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
     model, found = ask(source, load)
     if missing := sorted(found["missing_keys"]):
         raise UsageError(f"{source}: the weights lack {missing[0]} and {len(missing) - 1} more of the model's")
+    state_ties(model)
     return cast(PreTrainedModel, model)

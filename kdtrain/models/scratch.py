@@ -45,6 +45,11 @@ def model_from_layers(spec: ModelSpec, teacher: PreTrainedModel, vocab_size: int
         raise UsageError(
             f"{spec.name}: layers names {len(spec.layers)} and [config] asks for {config.num_hidden_layers}"
         )
+    ours, theirs = (getattr(each, "tie_word_embeddings", False) for each in (config, teacher.config))
+    if ours and not theirs:
+        raise UsageError(
+            f"{spec.name}: its output head is its embedding, and the teacher's is not; set tie_word_embeddings = false"
+        )
     student = _initialised(spec, config, seed=0)
     given, weights = teacher.state_dict(), {}
     for name, tensor in student.state_dict().items():

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from kdtrain import faults, files
@@ -14,6 +15,7 @@ from kdtrain.commands import export
 from kdtrain.errors import UsageError
 from kdtrain.models.loading import export_lock
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
+from kdtrain.training.state import load_saved
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 SAMPLING = {"eos_token_id": [299, 256], "do_sample": True, "temperature": 0.7, "top_k": 20}
@@ -114,6 +116,27 @@ def test_a_student_without_a_chat_template_gets_the_teachers(workbench, tmp_path
     argv = ("distill", "--cache", tmp_path / "cache", "--student", tmp_path / "student", "--out", tmp_path / "run")
     workbench.json(*argv, "--steps", 1, *workbench.plain)
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "student").chat_template == TEMPLATE
+
+
+def test_what_a_run_trains_is_what_it_exports_and_evaluates_where_a_head_is_called_tied_and_is_not(workbench, tmp_path):
+    model = tiny_model("llama", 300, seed=9)
+    model.lm_head.weight = torch.nn.Parameter(0.05 * torch.randn(300, 32))
+    model.save_pretrained(tmp_path / "own")
+    tiny_tokenizer(300).save_pretrained(tmp_path / "own")
+    argv = ("distill", "--cache", "cache", "--student", tmp_path / "own", "--out", "own-head", "--steps", 2)
+    best = workbench.json(*argv, *workbench.plain)["best_validation_loss"]
+    exported = workbench.json("export", "own-head", "--out", tmp_path / "out")
+    assert exported["parameters"] == sum(each.numel() for each in model.parameters())
+    (path,) = (workbench.root / "own-head" / "checkpoints").glob(exported["checkpoint"])
+    saved = load_saved(path)  # a checkpoint of before, whose configuration says tied
+    saved.state["student"]["architecture"]["tie_word_embeddings"] = True
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(export, "load_saved", lambda folder: saved)
+        earlier = export.student_at(path, torch.device("cpu"))
+    assert torch.equal(earlier.head.weight, saved.tensors["student.model.lm_head.weight"])
+    for student in ("own-head", "own-head/student", tmp_path / "out"):
+        found = workbench.json("evaluate", "--student", student, "--cache", "cache")
+        assert found["loss"] == pytest.approx(best, rel=1e-5)
 
 
 @pytest.fixture

@@ -8,7 +8,9 @@ from kdtrain.errors import UsageError
 from kdtrain.models.head import OutputHead, default_probe, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import ModelSpec
+from kdtrain.objective.loss import DistillationLoss
 from kdtrain.testing import SHAPES, tiny_model
+from kdtrain.training.student import Student
 
 TOKENS_BT = torch.randint(300, (2, 24), generator=torch.Generator().manual_seed(5))
 LARGE_LOGIT = 60.0
@@ -196,3 +198,50 @@ def test_the_probe_is_fixed_and_within_the_vocabulary():
     model = tiny_model("llama", vocab_size=11)
     assert torch.equal(default_probe(model), default_probe(model))
     assert default_probe(model).shape == (2, 16) and default_probe(model).max() < 11
+
+
+_TARGETS = {"r": 4, "target_modules": ["q_proj"]}
+_KINDS = {
+    "in the layers": ("LoraConfig", _TARGETS),
+    "biases": ("LoraConfig", _TARGETS | {"bias": "all"}),
+    "head": ("LoraConfig", {"r": 4, "target_modules": ["lm_head"]}),
+    "head and layers": ("LoraConfig", {"r": 4, "target_modules": ["q_proj", "lm_head"]}),
+    "DoRA head": ("LoraConfig", {"r": 4, "target_modules": ["lm_head"], "use_dora": True}),
+    "embedding": ("LoraConfig", {"r": 4, "target_modules": ["embed_tokens"]}),
+    "embedding and head": ("LoraConfig", {"r": 4, "target_modules": ["embed_tokens", "lm_head"]}),
+    "whole head": ("LoraConfig", _TARGETS | {"modules_to_save": ["lm_head"]}),
+    "whole embedding": ("LoraConfig", _TARGETS | {"modules_to_save": ["embed_tokens"]}),
+    "whole ends": ("LoraConfig", _TARGETS | {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "tokens beside LoRA": ("LoraConfig", _TARGETS | {"trainable_token_indices": [5, 7]}),
+    "tokens of the head": ("LoraConfig", _TARGETS | {"trainable_token_indices": {"lm_head": [5, 7]}}),
+    "tokens": ("TrainableTokensConfig", {"token_indices": [5, 7]}),
+    "IA3 head": ("IA3Config", {"target_modules": ["lm_head"], "feedforward_modules": []}),
+    "LoHa head": ("LoHaConfig", {"r": 4, "target_modules": ["lm_head"]}),
+    "LoKr head": ("LoKrConfig", {"r": 4, "target_modules": ["lm_head"]}),
+    "prefix": ("PrefixTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}),
+    "prompt": ("PromptTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}),
+}
+_WHOLE = {"head", "head and layers", "DoRA head", "embedding and head", "tokens of the head", "prefix", "prompt"}
+_WHOLE |= {"IA3 head", "LoHa head", "LoKr head"}
+_WHOLE_IF_TIED = {"embedding", "tokens", "tokens beside LoRA"}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.filterwarnings("ignore")
+def test_every_part_of_an_adapter_gets_the_gradient_of_the_models_own_product(kind, tied):
+    peft = pytest.importorskip("peft")
+    name, options = _KINDS[kind]
+    torch.manual_seed(0)
+    base = tiny_model("llama", 300, seed=3, tie_word_embeddings=tied).eval()
+    model = peft.get_peft_model(base, getattr(peft, name)(**options)).eval()
+    student = Student(model, DistillationLoss(alpha=0.0))
+    assert student.model.fused == (kind not in _WHOLE and not (tied and kind in _WHOLE_IF_TIED))
+    trained = [each for each in model.parameters() if each.requires_grad]
+    student(tokens=TOKENS_BT, loss_mask=torch.ones_like(TOKENS_BT[:, 1:], dtype=torch.bool)).loss.backward()
+    ours = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
+    logits_BTV = model(input_ids=TOKENS_BT[:, :-1]).logits[:, -(TOKENS_BT.shape[1] - 1) :]
+    loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), TOKENS_BT[:, 1:].flatten())
+    theirs = torch.autograd.grad(loss, trained, allow_unused=True)
+    for own, expected in zip(ours, theirs, strict=True):
+        assert torch.allclose(own, torch.zeros_like(own) if expected is None else expected, rtol=1e-4, atol=1e-7)

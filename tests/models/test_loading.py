@@ -16,16 +16,18 @@ from kdtrain import faults
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import split
 from kdtrain.models.loading import (
+    architecture,
     export_model,
     load_student,
     load_teacher,
     load_tokenizer,
     max_positions,
     model_digest,
+    model_of,
     tokenizer_files,
 )
 from kdtrain.models.spec import ModelSpec, read_spec
-from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
+from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
 TOKENS_BT = torch.randint(300, (2, 24), generator=torch.Generator().manual_seed(5))
 
@@ -51,6 +53,34 @@ def test_an_exported_student_is_loaded_by_transformers_and_gives_its_logits(tmp_
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("ab")["input_ids"] == tiny_tokenizer()("ab")["input_ids"]
     assert loaded.generation_config.eos_token_id == 299
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tokenizer"]
+
+
+def with_a_head_of_its_own(folder, shape, **config):
+    """A folder with an output head of its own beside a configuration that says tied, as some trainers write it."""
+    model = tiny_model(shape, tie_word_embeddings=True, **config)
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(torch.randn_like(head.weight))
+    model.save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", True)
+    return model
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_tensor_of_a_student_is_in_its_export_also_a_head_that_its_configuration_calls_tied(tmp_path, shape):
+    for name, theirs in (("plain", tiny_model(shape)), ("own", with_a_head_of_its_own(tmp_path / "own-in", shape))):
+        theirs.save_pretrained(tmp_path / f"{name}-in")
+        made = student(tmp_path / f"{name}-in")
+        assert model_digest(made) == model_digest(theirs)
+        export_model(split(made), None, tmp_path / f"{name}-out")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-out")
+        assert model_digest(loaded) == model_digest(theirs)
+        rebuilt = model_of("it", architecture(made), "sdpa")
+        yours = split(AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-in"), keep_attention=True).model
+        yours.tie_weights()  # as Trainer and accelerate do
+        teacher = load_teacher(read_spec(str(tmp_path / f"{name}-in")), "cpu")
+        for each in (made, loaded, rebuilt, yours, teacher):
+            assert is_tied(each) == each.config.tie_word_embeddings == is_tied(theirs)
+        assert model_digest(yours) == model_digest(theirs)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

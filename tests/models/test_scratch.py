@@ -113,6 +113,17 @@ def test_a_student_of_all_the_teachers_layers_is_the_teacher(teacher):
     assert (input_weight is output_weight) == model.config.tie_word_embeddings
 
 
+def test_a_head_of_the_teachers_own_that_its_configuration_says_tied_is_copied_or_refused(tmp_path):
+    teacher = tiny_model("llama")
+    teacher.lm_head.weight = torch.nn.Parameter(torch.randn(300, 32))
+    teacher.save_pretrained(tmp_path / "t")
+    made = student(layers_spec(str(tmp_path / "t"), (0, 1)))
+    assert torch.equal(made.lm_head.weight, teacher.lm_head.weight)
+    assert torch.equal(made.model.embed_tokens.weight, teacher.model.embed_tokens.weight)
+    with pytest.raises(UsageError, match="its output head is its embedding, and the teacher's is not; set tie"):
+        student(layers_spec(str(tmp_path / "t"), (0, 1), SHAPES["llama"]))
+
+
 def test_layers_keep_their_kind_of_attention(tmp_path):
     write_model_folder(tmp_path / "t", tiny_model("gemma2", num_hidden_layers=4))
     made = student(layers_spec(str(tmp_path / "t"), (1, 3)))
