@@ -26,7 +26,7 @@ from kdtrain.config.teachers import KEY
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.monitor.progress import log
 from kdtrain.teaching.served.answers import Answers, Span, Top, read_top
-from kdtrain.teaching.served.client import Client, Completion, Host, Refused, Unanswered
+from kdtrain.teaching.served.client import Client, Completion, Host, Refused, Unanswered, quoted
 from kdtrain.teaching.served.fingerprint import LOUD, TEXTS, TOP, Fingerprint, Probe, farthest, probe_tokens
 from kdtrain.teaching.served.written import Prompt, Text
 from kdtrain.teaching.writing import Writing
@@ -189,7 +189,7 @@ class Preflight:
             raise UsageError(f"{error}; {_CODES[404]}") from None
         finally:
             self.client.timeout = patient
-        listed = [each for each in found if each.id.isprintable() and len(each.id) <= _LONGEST_NAME]
+        listed = [each for each in found if each.id == quoted(each.id, _LONGEST_NAME)]
         served, shown = [each.id for each in listed], ", ".join(each.id for each in listed)[:300]
         known = [each for each in self.names if each in served]
         if not known and (self.asked or len(served) != 1):
@@ -214,13 +214,13 @@ class Preflight:
             version = self.client.get(host, f"{host.root}/version", _Version, tries=1).version
         except (Refused, RunError):
             return {}
-        return {"version": printable(version)[:100]}
+        return {"version": quoted(version, 100)}
 
     def _check_entries(self, host: Host, tokens: list[int], facts: dict[str, Any]) -> None:
         def read(found: Completion) -> None:
             self._top(tokens, found, self.entries)
             if found.system_fingerprint:
-                facts["system_fingerprint"] = printable(found.system_fingerprint)[:100]
+                facts["system_fingerprint"] = quoted(found.system_fingerprint, 100)
 
         try:
             self.client.complete(self.request(tokens, prompt_logprobs=self.entries), read, host)
@@ -342,7 +342,7 @@ class Preflight:
         wrong = [each for each, text in whole.items() if text not in _texts(self.tokenizer, each)]
         if len(wrong) > _UNREADABLE * len(read):
             raise UsageError(
-                f"{host} reads id {wrong[0]} as '{printable(read[wrong[0]])[:40]}', the local tokenizer as "
+                f"{host} reads id {wrong[0]} as '{quoted(read[wrong[0]], 40)}', the local tokenizer as "
                 f"'{printable(_texts(self.tokenizer, wrong[0])[0])[:40]}'; {other}"
             )
         log.info("server: %s: %s; %d of %d ids read as here", host, how, len(read) - len(wrong), len(read))
@@ -355,8 +355,8 @@ def _remedy(refused: Refused) -> str | None:
 
 def _told(served: _Model) -> dict[str, Any]:
     """What a server tells of a model: of a folder there its name alone."""
-    root = served.root and printable(os.path.basename(served.root) if os.path.isabs(served.root) else served.root)
-    facts = {"root": root and root[:_LONGEST_NAME], "max_model_len": served.max_model_len}
+    root = served.root and (os.path.basename(served.root) if os.path.isabs(served.root) else served.root)
+    facts = {"root": root and quoted(root, _LONGEST_NAME), "max_model_len": served.max_model_len}
     return {name: value for name, value in facts.items() if value}
 
 
