@@ -129,6 +129,8 @@ class StandIn:
             logprobs = logprobs.roll(-1, 0)
         if fault == "noisy":
             logprobs = logprobs - 0.005 * (len(self.bodies) % 3)
+        if fault == "balanced":  # one of three models answers
+            logprobs = logprobs - 0.02 * (len(self.bodies) % 3)
         if fault == "stale" and (salt is None or self.always == "stale"):
             # what was computed for the last prompt with this beginning
             last, self._prompts[block] = self._prompts.get(block := tuple(tokens[:4]), logprobs), logprobs

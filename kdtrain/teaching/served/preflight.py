@@ -27,7 +27,7 @@ from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.monitor.progress import log
 from kdtrain.teaching.served.answers import Answers, Span, Top, read_top
 from kdtrain.teaching.served.client import Client, Completion, Host, Refused, Unanswered, quoted
-from kdtrain.teaching.served.fingerprint import LOUD, TEXTS, TOP, Fingerprint, Probe, farthest, probe_tokens
+from kdtrain.teaching.served.fingerprint import LOUD, TEXTS, TOP, UNSTEADY, Fingerprint, Probe, farthest, probe_tokens
 from kdtrain.teaching.served.written import Prompt, Text
 from kdtrain.teaching.writing import Writing
 
@@ -48,6 +48,7 @@ _REMEDIES = (
     ("certificate", "check the address"),
 )
 """What a server's words contain -> what to do."""
+_BALANCER = f"more than {UNSTEADY} nats come of low precision, or of a balancer before several models"
 _CODES = {401: f"set {KEY}", 403: f"set {KEY}", 404: "check the address, which ends in /v1"}
 
 
@@ -114,7 +115,7 @@ class Preflight:
                 )
             if told != facts:
                 log.warning("server: %s tells %s, %s tells %s; their answers are the same", host, told, first, facts)
-        return facts, found
+        return facts | ({"unsteady": _BALANCER} if found.noise > UNSTEADY else {}), found
 
     def request(self, tokens: list[int], **parameters: Any) -> dict[str, Any]:
         """The body of a request about some tokens."""
@@ -272,6 +273,9 @@ class Preflight:
                 f"{host} answers one prompt with numbers that are {found.noise:.2f} nats apart: cached prompts give "
                 "stale ones; start the server with --no-enable-prefix-caching"
             )
+        if found.noise > UNSTEADY:
+            words = "%s answers one prompt with numbers that are %.2g nats apart: %s; give the address of each server"
+            log.warning(words, host, found.noise, _BALANCER)
         log.info("server: %s gives the same again: %.2g nats apart alone, %.2g among others", host, again, among)
         return found
 
