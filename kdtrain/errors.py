@@ -133,6 +133,11 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
+def shown_address(text: str, most: int = 120) -> str:
+    """An address for a message: what follows ? or # in it, or stands before @, may be a password."""
+    return re.sub(r"//[^/@]*@", "//...@", re.sub(r"([?#]).+", r"\1...", printable(text)))[:most]
+
+
 def as_number(value: Any, option: str) -> float:
     """`value` as a float. UsageError: it is none."""
     try:

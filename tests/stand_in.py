@@ -45,9 +45,15 @@ class StandIn:
         """Where its weights are."""
         self.version: Any = {"version": VERSION}
         """What /version says; None: there is none."""
+        self.build = f"vllm-{VERSION}-6ccaefe2"
+        """Its `system_fingerprint`."""
+        self.escaped: dict[bytes, bytes] = {}
+        """Characters that stand in its JSON in another way."""
         self.owner = "vllm"
         self.ends: list[int] = []
         """Tokens at which it stops, asked or not."""
+        self.another = "another"
+        """The model whose answer it gives by the fault of this name."""
         self.faults: dict[int, str] = {}
         self.always = ""
         """A fault of every request."""
@@ -123,6 +129,8 @@ class StandIn:
             logprobs = logprobs.roll(-1, 0)
         if fault == "noisy":
             logprobs = logprobs - 0.005 * (len(self.bodies) % 3)
+        if fault == "balanced":  # one of three models answers
+            logprobs = logprobs - 0.02 * (len(self.bodies) % 3)
         if fault == "stale" and (salt is None or self.always == "stale"):
             # what was computed for the last prompt with this beginning
             last, self._prompts[block] = self._prompts.get(block := tuple(tokens[:4]), logprobs), logprobs
@@ -305,10 +313,10 @@ class _Handler(BaseHTTPRequestHandler):
             "id": f"cmpl-{len(served.bodies)}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": "another" if fault == "model" else body["model"],
+            "model": served.another if fault == "model" else body["model"],
             "choices": choices,
             "service_tier": None,
-            "system_fingerprint": f"vllm-{VERSION}-6ccaefe2",
+            "system_fingerprint": served.build,
             "usage": {
                 "prompt_tokens": total,
                 "total_tokens": total + len(prompts),
@@ -378,6 +386,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(code, json.dumps(value).encode(), headers)
 
     def _send(self, code: int, content: bytes, headers: dict[str, str] | None = None, broken: bool = False) -> None:
+        for plain, escape in self.server_of.escaped.items():
+            content = content.replace(plain, escape)
         self.send_response(code)
         for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
             self.send_header(name, value)

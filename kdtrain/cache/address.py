@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-from kdtrain.errors import UsageError, printable
+from kdtrain.errors import UsageError, shown_address
 
 ALLOW_HTTP = "KDTRAIN_ALLOW_HTTP"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?=//)|(hf):", re.ASCII)
@@ -67,7 +67,7 @@ def parse_address(where: Path | str) -> Address | None:
     found = _SCHEME.match(text)
     if found is None:
         return None
-    scheme, shown = (found[1] or found[2]).lower(), printable(text)[:120]
+    scheme, shown = (found[1] or found[2]).lower(), shown_address(text)
     if len(text) > _LONGEST or not text.isprintable() or " " in text:
         raise UsageError(f"{shown}: an address has no spaces and at most {_LONGEST} characters; give {_SHAPE}")
     if scheme == "hf":

@@ -21,7 +21,7 @@ from urllib.parse import urljoin, urlsplit
 
 from kdtrain import faults
 from kdtrain.cache.address import is_allowed, is_private
-from kdtrain.errors import RunError, UsageError, printable, writing
+from kdtrain.errors import RunError, UsageError, printable, shown_address, writing
 from kdtrain.files import open_regular, publish_json, read_sealed, remove_file
 
 if TYPE_CHECKING:
@@ -165,12 +165,10 @@ def _ask(session: "requests.Session", url: str, headers: dict[str, str], what: s
             return _refuse(answer, what)
         answer.close()
         if not read:
-            raise UsageError(
-                f"{what}: the server redirects to {printable(target)[:200]}, which is not read; give https"
-            )
+            raise UsageError(f"{what}: the server redirects to {shown_address(target)}, which is not read; give https")
         if hidden:
             raise UsageError(
-                f"{what}: the server redirects to {printable(target)[:200]}, which is not a public host; ask its author"
+                f"{what}: the server redirects to {shown_address(target)}, which is not a public host; ask its author"
             )
         if urlsplit(target)[:2] != urlsplit(url)[:2]:
             headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}

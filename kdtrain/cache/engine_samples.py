@@ -201,7 +201,7 @@ def read_samples(
         try:
             numbers_T[t, 1:], ids, counts = _parsed(found.decoded_token or "", spec)
         except ValueError:
-            raise ValueError(f"the samples of position {t} cannot be read: {found.decoded_token!r:.80}") from None
+            raise ValueError(f"the samples of position {t} cannot be read: {found.decoded_token!r}") from None
         numbers_T[t, 0] = max(found.logprob, -1e30)
         ids_TD[t, : len(ids)], counts_TD[t, : len(ids)] = ids, counts
     drawn_TD = counts_TD > 0

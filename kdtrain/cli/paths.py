@@ -19,7 +19,7 @@ from kdtrain.config.choices import TEXTS
 from kdtrain.config.options import Option
 from kdtrain.config.values import flag
 from kdtrain.data.formats import Columns, row_format
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, shown_address
 from kdtrain.files import open_regular
 from kdtrain.models.spec import SELF, is_hub_id, read_spec, shipped
 
@@ -42,7 +42,7 @@ def problem(option: Option, text: str, texts: Mapping[str, str]) -> str | None:
     """
     reads = option.field.metadata.get("reads", "")
     if option.name == "out" and _ADDRESS.match(text):
-        return f"{option.flag} {_hidden(text)}: it is an address; name a folder or file of this machine"
+        return f"{option.flag} {shown_address(text)}: it is an address; name a folder or file of this machine"
     look = _LOOKS.get(reads)
     if look is None:
         return None
@@ -50,14 +50,9 @@ def problem(option: Option, text: str, texts: Mapping[str, str]) -> str | None:
     if wrong is None:
         return None
     near = None if _exists(text) or _ADDRESS.match(text) else near_path(text, _HOMES.get(reads.split()[-1], []))
-    text = _hidden(text)
+    text = shown_address(text) if _ADDRESS.match(text) else text
     name = text if option.positional else f"{flag(option.name)} {text}"
     return f"{name}: {wrong.split('; ')[0]}; perhaps you meant {near}" if near else f"{name}: {wrong}"
-
-
-def _hidden(text: str) -> str:
-    """`text` without the password of an address."""
-    return re.sub(r"//[^/@\s]*@", "//...@", text)
 
 
 def near_path(text: str, homes: Iterable[str] = ()) -> str | None:

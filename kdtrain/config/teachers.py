@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from kdtrain.config.values import Options, option, refuse
-from kdtrain.errors import printable
+from kdtrain.errors import shown_address
 
 DEFAULT_PROMPT = 64
 """Tokens of a prompt, where nothing else is asked for, or half of a sequence where that is less."""
@@ -44,7 +44,7 @@ def _check_servers(urls: tuple[str, ...]) -> None:
             usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:  # brackets, or the port
             usable = False
-        usable, shown = usable and url.isprintable() and " " not in url, printable(url)[:120]
+        usable, shown = usable and url.isprintable() and " " not in url, shown_address(url)
         refuse(not usable, f"--teacher-server {shown} is not an address; give one such as http://HOST:8000/v1")
         refuse(bool(parts.query or parts.fragment), f"--teacher-server {shown}: leave out what follows ? or #")
     refuse(len({*map(api_url, urls)}) < len(urls), "--teacher-server: one address is given twice; name each once")

@@ -6,6 +6,7 @@ recorded from vLLM.
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,16 @@ def test_a_resume_on_a_noisier_server_is_held_to_what_that_one_allows(server):
     begun(server)
     server.always = "noisy"
     assert len(capture(server)["train"]) == 10 and "noisy" in server.fired
+
+
+def test_a_balancer_before_several_models_is_a_warning_that_names_it_and_stays_in_the_manifest(server, capsys):
+    assert "unsteady" not in capture(server, "steady").manifest.settings.teacher
+    assert "balancer" not in capsys.readouterr().err
+    server.always = "balanced"
+    told = capture(server).manifest.settings.teacher
+    words = rf"{server.url} answers one prompt with numbers that are 0\.0\d+ nats apart: .* a balancer before several"
+    assert re.search(words, capsys.readouterr().err)
+    assert "a balancer before several models" in told["unsteady"] and 0.01 < told["fingerprint"]["noise"] < 0.05
 
 
 def test_a_server_that_comes_back_as_another_is_refused_and_nothing_of_it_is_kept(server, another, whole):

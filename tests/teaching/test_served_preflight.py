@@ -1,5 +1,6 @@
 """What is asked of a server before its first sequence, and which servers and options are refused."""
 
+import re
 import socket
 import time
 from pathlib import Path
@@ -161,6 +162,29 @@ def test_the_key_comes_from_the_environment_and_is_written_nowhere(server, monke
         assert second.authorized == [] == second.bodies
 
 
+@pytest.mark.parametrize(
+    "escaped", [{}, {b"/": rb"\/", b"&": rb"\u0026"}, {b"&": rb"\U0026".lower(), b"k": rb"\u006B"}]
+)
+def test_a_key_that_a_server_writes_back_is_in_no_file_and_no_line_whatever_its_escapes(
+    server, monkeypatch, capsys, escaped
+):
+    key = "sk/of&the-test"
+    monkeypatch.setenv("KDTRAIN_SERVER_KEY", key)
+    monkeypatch.setattr(server, "escaped", escaped)
+    server.version, server.root, server.build = {"version": f"1 for {key}"}, f"m of {key}", f"{'x' * 95} {key}"
+    told = capture(server).manifest.settings.teacher
+    assert told["version"] == "1 for ..." and told["system_fingerprint"] == f"{'x' * 95} ..."
+    server.faults = dict.fromkeys(range(len(server.bodies), 999), "model")
+    server.another = key
+    with pytest.raises(kd.UsageError, match=r"an answer of the model \.\.\."):
+        capture(server, "other")
+    server.name = f"m-{key}"
+    with pytest.raises(kd.UsageError, match="serves nothing, not stdlib-5m"):
+        capture(server, "another")
+    seen = b"".join(content("cache").values()).decode("latin1") + capsys.readouterr().err
+    assert len(seen) > 10_000 and not re.search(r"sk\W+of|the-test", seen)
+
+
 def test_an_address_that_nothing_listens_at_is_refused_soon(server):
     server.close()
     words = r"http://127.0.0.1:\d+/v1: the connection was refused, for \d s; check the address and the port, and that"
@@ -174,7 +198,8 @@ def test_an_address_that_nothing_listens_at_is_refused_soon(server):
     [
         ({"teacher_server": "host:8000"}, "host:8000 is not an address; give one such as http://HOST:8000/v1"),
         ({"teacher_server": "http://me:word@host/v1"}, "a password would end in logs; use KDTRAIN_SERVER_KEY"),
-        ({"teacher_server": "http://host/v1?key=1"}, "leave out what follows"),
+        ({"teacher_server": "http://host/v1?key=word"}, r"http://host/v1\?\.\.\.: leave out what follows"),
+        ({"teacher_server": "http:/host/v1?key=word"}, r"http:/host/v1\?\.\.\. is not an address"),
         ({"teacher_server": ("http://host", "http://host")}, "one address is given twice"),
         ({"teacher_server": ("http://host:8000", "HTTP://Host:8000/v1/")}, "one address is given twice"),
         ({"teacher_server": "http://[::1/v1"}, r"http://\[::1/v1 is not an address"),

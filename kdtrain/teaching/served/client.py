@@ -8,17 +8,19 @@ answers that are wrong. Any other code is final, with the server's own words.
 A server that was away may come back as another: `doubted` is set, and `verify` is called before its next answer counts.
 
 The API key stands in the environment, goes to the hosts that were named and nowhere else: no redirect is followed, no
-proxy sees it, and no other password of this machine is sent. Where a server quotes it, dots take its place. Answers are
-bounded in size and time, and typed.
+proxy sees it, and no other password of this machine is sent. Where a server quotes it, dots take its place (`quoted`).
+Answers are bounded in size and time, and typed.
 
 What it gives up: threads that wait for a server are not waited for at the end of the process; each holds one answer in
 memory, up to 500 bytes an entry.
 """
 
+import html
 import itertools
 import os
 import queue
 import random
+import re
 import threading
 import time
 from collections import deque
@@ -34,7 +36,7 @@ import msgspec
 from kdtrain.cache.address import ALLOW_HTTP, is_inside
 from kdtrain.cache.download import LATER, read, reason, retry_after
 from kdtrain.config.teachers import KEY, api_url
-from kdtrain.errors import RunError, UsageError, printable
+from kdtrain.errors import RunError, UsageError, printable, shown_address
 from kdtrain.monitor.progress import log
 from kdtrain.teaching.served.answers import Entry, Wrong
 
@@ -55,8 +57,8 @@ SMALL = 2**20
 """Bytes of an answer without distributions."""
 _WRONG_WAIT = 1.0
 """Seconds that a server rests at least after a second wrong answer: a proxy speaks for it while it starts."""
-_QUOTED = 8
-"""Characters of a key from which on an answer may not have it; shorter ones stand in any."""
+_SHORT = 5
+"""Characters up to which a key is not looked for: EMPTY and its like stand in any text."""
 _jitter = random.Random()  # not the generator of a run that trains meanwhile
 _WORDS = 400
 """Characters of a server's words that are shown."""
@@ -68,7 +70,7 @@ class Refused(Exception):
     """A final answer: a code, and the server's words."""
 
     def __init__(self, code: int, words: str) -> None:
-        super().__init__(words)
+        super().__init__(words := quoted(words))
         self.code, self.words = code, words
 
 
@@ -76,7 +78,7 @@ class _Passing(Exception):
     """A failure that may pass. wait: seconds that the server asks for. away: it may come back as another."""
 
     def __init__(self, text: str, wait: float | None = None, *, away: bool = True) -> None:
-        super().__init__(text)
+        super().__init__(quoted(text))
         self.wait, self.away = wait, away
 
 
@@ -203,7 +205,7 @@ class Client:
                     raise Refused(0, "an answer without prompt_logprobs")
                 at.scores = True
             if answer.model != body["model"]:
-                raise Wrong(f"an answer of the model {printable(answer.model)[:100]}")
+                raise Wrong(f"an answer of the model {quoted(answer.model, 100)}")
             counted = None if answer.usage is None else answer.usage.prompt_tokens
             if counted not in (None, len(prompt)):
                 raise Wrong(f"it counts {counted} tokens, {len(prompt)} were sent: it adds or drops some")
@@ -234,10 +236,10 @@ class Client:
                 self._thread.host = at
                 return found
             except Wrong as problem:
-                wrong += 1
+                wrong, words = wrong + 1, quoted(str(problem))
                 if wrong >= tries:
-                    raise RunError(f"{at} answers with {problem}; asked {wrong} times") from None
-                self._rest(at, _Passing(f"it answers with {problem}", _WRONG_WAIT * (wrong - 1), away=False))
+                    raise RunError(f"{at} answers with {words}; asked {wrong} times") from None
+                self._rest(at, _Passing(f"it answers with {words}", _WRONG_WAIT * (wrong - 1), away=False))
             except _Passing as problem:
                 now = time.monotonic()
                 began = now if began is None else began
@@ -352,7 +354,7 @@ class Client:
                 ) as answer,
             ):
                 if answer.is_redirect:
-                    target = printable(self._without_key(answer.headers.get("Location", "")))[:200]
+                    target = shown_address(quoted(answer.headers.get("Location", "")))
                     raise Refused(answer.status_code, f"it redirects to {target}, which is not followed")
                 content = _body(answer, most, deadline)
                 code, wait = answer.status_code, retry_after(answer.headers.get("Retry-After"))
@@ -367,16 +369,11 @@ class Client:
             raise Refused(0, f"the request cannot be sent ({type(error).__name__})") from None
         self._sessions.put(session)  # one that failed is not used again
         if code == 200:
-            if self._key is not None and len(self._key) >= _QUOTED:
-                content = content.replace(self._key.encode(), b"...")
             return content
-        words = printable(" ".join(self._without_key(_words_of(content)).split()))[:_WORDS] or "nothing more"
+        words = quoted(_words_of(content)) or "nothing more"
         if code in LATER or code >= 500:
             raise _Passing(f"it answers {code}: {words}", wait, away=code != 429)
         raise Refused(code, words)
-
-    def _without_key(self, text: str) -> str:
-        return text if self._key is None else text.replace(self._key, "...")
 
     def _session(self, url: str) -> "Session":
         try:
@@ -410,6 +407,18 @@ def _key() -> str | None:
     return key or None
 
 
+def quoted(text: str, most: int = _WORDS) -> str:
+    """A server's words as they are kept and shown: printable, at most so many characters, and without the API key.
+
+    The key is found however its characters are escaped: by JSON, also twice, in an address, or in HTML.
+    """
+    if len(key := _key() or "") > _SHORT:
+        forms = ({each, html.escape(each), f"%{ord(each):02x}", f"u{ord(each):04x}"} for each in key)
+        pattern = "".join(rf"\\*(?:{'|'.join(map(re.escape, each))})" for each in forms)
+        text = re.sub(pattern, "...", text, flags=re.IGNORECASE)
+    return printable(" ".join(text.split()))[:most]
+
+
 def _refuse_open(url: str) -> None:
     """UsageError: the key would go over a network that is not private, where anybody on the way can read it."""
     if urlsplit(url).scheme == "http" and not is_inside(url) and os.environ.get(ALLOW_HTTP) != "1":
@@ -425,7 +434,7 @@ def _body(answer: "requests.Response", most: int, deadline: float) -> bytes:
     if (packed := answer.headers.get("Content-Encoding", "").lower()) not in ("", "identity"):
         if failed:
             return b""
-        raise Wrong(f"a body that is packed ({printable(packed)[:40]}), which was not asked for")
+        raise Wrong(f"a body that is packed ({quoted(packed, 40)}), which was not asked for")
     while piece := read(answer, 2**16):
         content += piece
         if failed and len(content) > SMALL:
@@ -443,7 +452,7 @@ def _typed(content: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        words = printable(str(error)).replace("`", "")[:_WORDS]
+        words = quoted(str(error)).replace("`", "")
         raise Wrong(f"what is not the JSON that was asked for ({_HTML if _is_page(content) else words})") from None
 
 

@@ -31,6 +31,8 @@ LEAST = 0.003
 """Nats by which any server's answers may differ."""
 FACTOR = 4.0
 """Times the noise by which they may."""
+UNSTEADY = 0.01
+"""Nats of noise that rounding explains; two models behind one address have more."""
 LOUD = 0.3
 """Nats of noise with which a server cannot be recognised, nor a student learn."""
 

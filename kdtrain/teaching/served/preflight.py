@@ -26,8 +26,8 @@ from kdtrain.config.teachers import KEY
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.monitor.progress import log
 from kdtrain.teaching.served.answers import Answers, Span, Top, read_top
-from kdtrain.teaching.served.client import Client, Completion, Host, Refused, Unanswered
-from kdtrain.teaching.served.fingerprint import LOUD, TEXTS, TOP, Fingerprint, Probe, farthest, probe_tokens
+from kdtrain.teaching.served.client import Client, Completion, Host, Refused, Unanswered, quoted
+from kdtrain.teaching.served.fingerprint import LOUD, TEXTS, TOP, UNSTEADY, Fingerprint, Probe, farthest, probe_tokens
 from kdtrain.teaching.served.written import Prompt, Text
 from kdtrain.teaching.writing import Writing
 
@@ -48,6 +48,7 @@ _REMEDIES = (
     ("certificate", "check the address"),
 )
 """What a server's words contain -> what to do."""
+_BALANCER = f"more than {UNSTEADY} nats come of low precision, or of a balancer before several models"
 _CODES = {401: f"set {KEY}", 403: f"set {KEY}", 404: "check the address, which ends in /v1"}
 
 
@@ -114,7 +115,7 @@ class Preflight:
                 )
             if told != facts:
                 log.warning("server: %s tells %s, %s tells %s; their answers are the same", host, told, first, facts)
-        return facts, found
+        return facts | ({"unsteady": _BALANCER} if found.noise > UNSTEADY else {}), found
 
     def request(self, tokens: list[int], **parameters: Any) -> dict[str, Any]:
         """The body of a request about some tokens."""
@@ -189,7 +190,7 @@ class Preflight:
             raise UsageError(f"{error}; {_CODES[404]}") from None
         finally:
             self.client.timeout = patient
-        listed = [each for each in found if each.id.isprintable() and len(each.id) <= _LONGEST_NAME]
+        listed = [each for each in found if each.id == quoted(each.id, _LONGEST_NAME)]
         served, shown = [each.id for each in listed], ", ".join(each.id for each in listed)[:300]
         known = [each for each in self.names if each in served]
         if not known and (self.asked or len(served) != 1):
@@ -214,13 +215,13 @@ class Preflight:
             version = self.client.get(host, f"{host.root}/version", _Version, tries=1).version
         except (Refused, RunError):
             return {}
-        return {"version": printable(version)[:100]}
+        return {"version": quoted(version, 100)}
 
     def _check_entries(self, host: Host, tokens: list[int], facts: dict[str, Any]) -> None:
         def read(found: Completion) -> None:
             self._top(tokens, found, self.entries)
             if found.system_fingerprint:
-                facts["system_fingerprint"] = printable(found.system_fingerprint)[:100]
+                facts["system_fingerprint"] = quoted(found.system_fingerprint, 100)
 
         try:
             self.client.complete(self.request(tokens, prompt_logprobs=self.entries), read, host)
@@ -272,6 +273,9 @@ class Preflight:
                 f"{host} answers one prompt with numbers that are {found.noise:.2f} nats apart: cached prompts give "
                 "stale ones; start the server with --no-enable-prefix-caching"
             )
+        if found.noise > UNSTEADY:
+            words = "%s answers one prompt with numbers that are %.2g nats apart: %s; give the address of each server"
+            log.warning(words, host, found.noise, _BALANCER)
         log.info("server: %s gives the same again: %.2g nats apart alone, %.2g among others", host, again, among)
         return found
 
@@ -342,7 +346,7 @@ class Preflight:
         wrong = [each for each, text in whole.items() if text not in _texts(self.tokenizer, each)]
         if len(wrong) > _UNREADABLE * len(read):
             raise UsageError(
-                f"{host} reads id {wrong[0]} as '{printable(read[wrong[0]])[:40]}', the local tokenizer as "
+                f"{host} reads id {wrong[0]} as '{quoted(read[wrong[0]], 40)}', the local tokenizer as "
                 f"'{printable(_texts(self.tokenizer, wrong[0])[0])[:40]}'; {other}"
             )
         log.info("server: %s: %s; %d of %d ids read as here", host, how, len(read) - len(wrong), len(read))
@@ -355,8 +359,8 @@ def _remedy(refused: Refused) -> str | None:
 
 def _told(served: _Model) -> dict[str, Any]:
     """What a server tells of a model: of a folder there its name alone."""
-    root = served.root and printable(os.path.basename(served.root) if os.path.isabs(served.root) else served.root)
-    facts = {"root": root and root[:_LONGEST_NAME], "max_model_len": served.max_model_len}
+    root = served.root and (os.path.basename(served.root) if os.path.isabs(served.root) else served.root)
+    facts = {"root": root and quoted(root, _LONGEST_NAME), "max_model_len": served.max_model_len}
     return {name: value for name, value in facts.items() if value}
 
 

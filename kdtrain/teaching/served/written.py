@@ -18,9 +18,9 @@ from typing import Any
 from kdtrain.cache.codec import uniforms
 from kdtrain.cache.compression import Arrays
 from kdtrain.cache.shard_writer import ShardRows
-from kdtrain.errors import RunError, printable
+from kdtrain.errors import RunError
 from kdtrain.teaching.served.answers import Answers, Entry, Span, Wrong
-from kdtrain.teaching.served.client import Choice
+from kdtrain.teaching.served.client import Choice, quoted
 from kdtrain.teaching.writing import Writing
 
 _NAME = "token_id:"
@@ -94,7 +94,7 @@ class Prompt:
                     f"{how.end_tokens}; add it to eos_token_id in generation_config.json beside the tokenizer, or name "
                     "a tokenizer that has it"
                 )
-            reason = printable(str(found.finish_reason))[:40]
+            reason = quoted(str(found.finish_reason), 40)
             raise Wrong(
                 f"finish_reason {reason} of a text whose last token is {ids[-1]}, where {how.end_tokens} end it"
             )
