@@ -18,6 +18,7 @@ from kdtrain.cache.manifest import Manifest, read_manifest, weights_line
 from kdtrain.cache.view_rows import viewed_cache
 from kdtrain.commands.run_folder import to_toml
 from kdtrain.config import DistillConfig
+from kdtrain.config.choices import resolve_tail
 from kdtrain.config.values import fields_of, marked
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import read_toml
@@ -29,7 +30,7 @@ _CACHES = 20
 """Caches of a mixture that a card lists."""
 _LOSSES = {
     "best_loss": "best validation loss",
-    "last_loss": "last validation loss",
+    "last_loss": "validation loss at step {}",
     "first_loss": "validation loss at the start",
     "teacher_loss": "the teacher's validation loss",
 }
@@ -77,6 +78,12 @@ def card_files(
     recipe = recipe_of(run, state)
     given = recipe.get("run", {})
     manifests = _manifests(given.get("cache"), run, state)
+    codecs = [each.settings.codec for each in manifests.values()]
+    rules = {resolve_tail("ghost", codec.num_samples) for codec in codecs if codec.kind == "sparse"}
+    if recipe.get("objective", {}).get("tail") == "ghost":  # the default, which is another rule for a cache of samples
+        del recipe["objective"]["tail"]
+        if len(rules) == 1 and "cross_tokenizer" not in given:
+            recipe["objective"]["tail"] = rules.pop()
     hub_id = _hub_id(given.get("student"), base)
     head = _head(given, recipe, list(manifests.values()), license, (hub_id, adapter))
     rows = {"student": state["student"]["name"], "parameters": f"{parameters:,}", "weights": weights}
@@ -185,9 +192,10 @@ def _body(
     rows |= {"step": f"{progress['step']:,}", "tokens": f"{progress['tokens']:,}"}
     for key, words in _LOSSES.items():
         if isinstance(progress.get(key), float):
-            rows[words] = f"{progress[key]:.4f} nats a token"
+            value = f"{progress[key]:.4f} nats a token"
             if size := progress.get("bytes_per_token"):
-                rows[words] += f", {progress[key] / size / math.log(2):.4f} bits a byte"
+                value += f", {progress[key] / size / math.log(2):.4f} bits a byte"
+            rows[words.format(progress["validated_step"])] = value
     made = f"distilled from {' and '.join(teachers)}" if teachers else "trained by cross-entropy"
     yield f"# {word(name)}"
     yield ""

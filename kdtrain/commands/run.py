@@ -247,6 +247,7 @@ class Run:
         """Return the contents of `result.json`: losses in nats a token, None where there is no value."""
         trainer, recipe, progress = self.trainer, self.recipe, self.trainer.state.progress
         best, plain = progress.best_loss, self._plain()
+        seconds, tokens = trainer.earlier[0] + trainer.seconds, trainer.earlier[1] + trainer.stepper.tokens
         result: dict[str, Any] = {
             "run": str(self.out),
             "stop_reason": reason,
@@ -256,8 +257,8 @@ class Run:
             "steps": trainer.total,
             "decay_from": progress.decay_from,
             "tokens": progress.tokens,
-            "seconds": round(trainer.seconds, 1),
-            "tokens_per_second": round(trainer.stepper.tokens / trainer.seconds, 1) if trainer.seconds else None,
+            "seconds": round(seconds, 1),
+            "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
             "temperature": float(trainer.student.temperature.value().detach()) if recipe.distils else None,
             "objective": "distillation" if recipe.distils else "cross-entropy",
             "first_validation_loss": progress.first_loss,

@@ -13,6 +13,7 @@ validation loss is lowest; one at the end of each epoch; a special one at a stop
 import math
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from enum import Enum
 
 from transformers import PreTrainedTokenizerFast
@@ -23,12 +24,13 @@ from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import log, log_step, members_line, one_line, validation_line
+from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.batch import Batch
 from kdtrain.parallel.parallelize import SingleProcess
 from kdtrain.precision.collect import Collector
 from kdtrain.precision.controller import Adaptive
-from kdtrain.ranks import reported
+from kdtrain.ranks import is_main, reported
 from kdtrain.training.checkpoints import Checkpoints
 from kdtrain.training.guards import Guards
 from kdtrain.training.recovery import Next, Recovery
@@ -104,6 +106,8 @@ class Trainer:
         """The signal that ended training, or None."""
         # the time of this process is not part of the state
         self.started, self.seconds = time.monotonic(), 0.0
+        self.earlier = 0.0, 0.0
+        """Seconds and tokens of the steps of earlier processes, as metrics.jsonl has them."""
 
     @property
     def writers(self) -> Writers:
@@ -148,6 +152,11 @@ class Trainer:
         if tokenizer is not None:
             sampler = Sampler(self.student, self.validation_source, tokenizer, self.config.seed)
         self.reporter.open(progress.step, progress.validated_step, init=init, sampler=sampler, samples=samples)
+        if is_main() and progress.step:
+            with suppress(OSError, ValueError):
+                record = RunRecord.read(self.config.out)
+                minutes, tokens = (max(record.places(axis).values()) for axis in ("minutes", "tokens"))
+                self.earlier = 60 * minutes, tokens
         if self.stepper.collector is not None:
             self.stepper.collector.forget_after(progress.step)
 

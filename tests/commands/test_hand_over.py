@@ -122,6 +122,23 @@ def test_the_card_names_what_the_student_comes_from_and_nothing_of_this_machine(
     assert str(run.root) not in card + recipe
 
 
+def test_a_card_gives_the_loss_of_its_checkpoint_by_its_step_and_not_as_the_last_one_of_the_run(run, tmp_path):
+    best = json.loads((run.root / "run" / "result.json").read_text())["best_step"]
+    run.json("export", "run", "--out", tmp_path / "out", "--checkpoint", "step-00000000")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert best == 2 and "| validation loss at step 0 |" in card and "last validation loss" not in card
+
+
+@pytest.mark.parametrize("codec, tail", [(("--num-samples", 20), "sampled"), (("--dense",), None)])
+def test_the_recipe_names_the_tail_rule_that_ran(run, codec, tail):
+    cache, name = f"cache{codec[0]}", f"run{codec[0]}"
+    run.json("cache-teacher", "--teacher", "teacher", "--out", cache, "--num-sequences", 8, *run.text, *codec)
+    argv = ("distill", "--cache", cache, "--student", "student.toml", "--out", name, "--steps", 1)
+    run.json(*argv, *run.plain)
+    recipes = [tomllib.loads((run.root / each / "student/recipe.toml").read_text()) for each in ("run", name)]
+    assert [each["objective"].get("tail") for each in recipes] == ["ghost", tail]
+
+
 def test_a_card_of_a_changed_run_escapes_its_words_and_leaves_private_options_out(run, tmp_path):
     import shutil
 

@@ -122,10 +122,15 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(bench, uninterrupt
     assert_same(bench, "damaged", whole)
 
 
-def test_more_steps_continue_a_finished_run(bench, uninterrupted):
+def test_more_steps_continue_a_finished_run_and_its_seconds_and_tokens_are_those_of_all_its_steps(bench, uninterrupted):
     start(bench, "fixed", "longer", steps=5).ok()
+    lines = [line | ({"tok/s_last": 1.0} if "tok/s_last" in line else {}) for line in bench.lines("longer")]
+    (bench.root / "longer/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = start(bench, "fixed", "longer", "--json")
     assert done.json["step"] == STEPS
+    counts = [line["tokens"] for line in bench.metrics("longer")]
+    assert done.json["tokens"] == sum(counts) and sum(counts[:5]) < done.json["seconds"] < sum(counts[:5]) + 60
+    assert done.json["tokens_per_second"] == pytest.approx(sum(counts) / done.json["seconds"], rel=0.01)
     assert_same(bench, "longer", uninterrupted["fixed"], validations=False)
 
 
