@@ -48,7 +48,8 @@ class CompiledLayers:
         self._compiled = {layer: _collecting(each, options) for layer, each in self._plain.items()}
         self._use(self._compiled)
 
-    def calling(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    @staticmethod
+    def calling(function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, which calls the model, with the compiler's settings for layers while it runs, in this thread."""
         # A layer has no need of DDPOptimizer, which would cut its graph at weights as large as a bucket.
         return dynamo_config.patch(optimize_ddp=False, recompile_limit=GRAPHS, **COLLECTS_ONCE)(function)

@@ -5,12 +5,16 @@ import torch
 from torch._dynamo.utils import counters
 
 import kdtrain as kd
+from kdtrain.config import LoraConfig
 from kdtrain.models import head
+from kdtrain.models.adapters import restrict
 from kdtrain.models.head import layers_of, split
 from kdtrain.models.loading import checkpoint_activations
+from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.precision import compiled as by_layer
 from kdtrain.precision.compiled import CompiledLayers
+from kdtrain.teaching.itself import SelfTeacher
 from kdtrain.testing import SHAPES, tiny_model
 from kdtrain.training.probes import graph_breaks
 
@@ -91,3 +95,18 @@ def test_the_sanity_check_sees_a_break_where_a_step_has_one(monkeypatch, layered
     monkeypatch.setattr(head, "router_loss", lambda *_: torch._dynamo.graph_break())
     monkeypatch.setattr(by_layer, "_collecting", lambda forward, options: torch.compile(forward, **options))
     assert breaks()
+
+
+def test_a_student_that_teaches_itself_has_a_graph_for_each_length_too():
+    pytest.importorskip("peft")
+    torch.compiler.reset()
+    graphs = []
+    student = split(tiny_model())
+    restrict(student, LoraConfig(lora_rank=4), freeze_head=False, seed=0)
+    CompiledLayers(student, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    spec = ModelSpec(name="self", config={"model_type": "llama"}, init="scratch")
+    teacher = SelfTeacher(spec, torch.device("cpu"), "fp32")
+    teacher.meet(student)
+    for length in range(4, 14):
+        teacher.hidden_states(torch.zeros(1, length, dtype=torch.int64), None)
+    assert len(graphs) == 10
