@@ -49,7 +49,7 @@ _STOP_WAIT = 10.0
 
 
 def pick_device(name: str) -> torch.device:
-    """The device called `name`; `auto` is the CUDA device of this rank, or the CPU if there is none.
+    """The device called `name`, from now on CUDA's current one; `auto` is that of this rank, or the CPU without CUDA.
 
     Raises:
         UsageError: the name is not a device, this machine does not have it, or several ranks would share it.
@@ -72,6 +72,8 @@ def pick_device(name: str) -> torch.device:
         raise UsageError(
             f"--device '{name}' is not on this machine; it has {torch.cuda.device_count()} CUDA devices{many}"
         )
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
     return device
 
 
@@ -114,8 +116,6 @@ def process_group(device: torch.device, timeout: float) -> Iterator[None]:
     if world_size() == 1:
         yield
         return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     port = os.environ.get("MASTER_PORT", "")
     if not os.environ.get("MASTER_ADDR") or not re.fullmatch(r"\d{1,5}", port) or not 0 < int(port) < 65536:

@@ -297,7 +297,8 @@ class _Entries:
         )
         shares = Shares(tail.top, found.share, found.share_beta if self.distils else None)
         if fused:
-            kernels.tail_grad(z_RV, self.beta_z, shares, entries.ids, found.at_entries, head, dz_RV, self.at_one)
+            beta = None if self.at_one else self.beta_z
+            kernels.tail_grad(z_RV, beta, shares, entries.ids, found.at_entries, head, dz_RV)
         else:
             spread = maybe_compiled(spread_gradients, request.compile)
             spread(z_RV, self.beta_z, shares, head, into_RV, self.at_one)

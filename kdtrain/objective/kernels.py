@@ -118,34 +118,26 @@ def tail_stats(z_RV: Tensor, beta: Tensor, distils: bool, slopes: bool) -> TailS
 
 
 def tail_grad(
-    z_RV: Tensor,
-    beta: Tensor,
-    shares: Shares,
-    ids_RE: Tensor,
-    dz_RE: Tensor,
-    head: OutputHead,
-    out_RV: Tensor,
-    at_one: bool = False,
+    z_RV: Tensor, beta: Tensor | None, shares: Shares, ids_RE: Tensor, dz_RE: Tensor, head: OutputHead, out_RV: Tensor
 ) -> None:
     """Write `sparse.spread_gradients` to `out_RV`, and over it the gradient in single logits, in one pass.
 
     Args:
-        z_RV, beta: as for `tail_stats`.
+        z_RV, beta: as for `tail_stats`; beta may be None where it is known to be 1.
         shares: of any float dtype.
         ids_RE: int64, the columns of single logits. One may come twice in a row, with the same gradient.
         dz_RE: fp32, the whole gradient in them.
         head: scale and soft cap.
         out_RV: fp32, bf16 or fp16; rows may lie apart. Each number is rounded once. It may be `z_RV`.
-        at_one: True if beta is known to be 1.
     """
     rows, size = z_RV.shape
     assert z_RV.dtype == torch.float32 and z_RV.stride(1) == out_RV.stride(1) == 1
     distils = shares.share_beta is not None
     rows_R = (shares.top, shares.share, shares.share if shares.share_beta is None else shares.share_beta)
     assert all(each.is_contiguous() for each in (*rows_R, ids_RE, dz_RE))
-    tensors = (z_RV, beta, *rows_R, ids_RE, dz_RE, out_RV)
+    tensors = (z_RV, shares.top if beta is None else beta, *rows_R, ids_RE, dz_RE, out_RV)
     numbers = (z_RV.stride(0), out_RV.stride(0), size, ids_RE.shape[1], head.scale, head.softcap or 1.0)
-    _launch(_tail_grad, rows, *tensors, *numbers, distils, distils and at_one, head.softcap is not None, _BLOCK)
+    _launch(_tail_grad, rows, *tensors, *numbers, distils, beta is None, head.softcap is not None, _BLOCK)
 
 
 def scale_unless_one(tensor: Tensor, factor: Tensor) -> None:

@@ -108,7 +108,7 @@ class Products:
             (self.store if first else self.add)(product_BD, into_BD)
         elif first:
             torch.ops.aten.mm.dtype_out(dz_RB.T, hidden_RD, self.dtype, out=into_BD)
-        elif _adds_in_place(hidden_RD.dtype):
+        elif _adds_in_place(hidden_RD.dtype, hidden_RD.device):
             _add_product(into_BD, dz_RB.T, hidden_RD)
         else:
             for start in range(0, len(into_BD), _STRIP):
@@ -131,11 +131,11 @@ def _add_product(into_BD: Tensor, left_BR: Tensor, right_RD: Tensor) -> None:
 
 
 @functools.cache
-def _adds_in_place(kind: torch.dtype) -> bool:
+def _adds_in_place(kind: torch.dtype, device: torch.device) -> bool:
     """True if `_add_product` works on this GPU and rounds nothing: older releases of PyTorch refuse an fp32 sum."""
-    into = torch.full((64, 64), 1 + 2.0**-12, device="cuda")  # 1 in bf16
+    into, ones = torch.full((64, 64), 1 + 2.0**-12, device=device), torch.ones(64, 64, dtype=kind, device=device)
     try:
-        _add_product(into, *torch.ones(2, 64, 64, dtype=kind, device="cuda"))
+        _add_product(into, ones, ones)  # 1 + 2^-12 is 1 in bf16
     except (RuntimeError, AttributeError):
         return False
     return bool((into == 65 + 2.0**-12).all())
@@ -244,15 +244,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def more_graphs(compile: bool) -> contextlib.AbstractContextManager[Any]:
-    """Let a function have 64 graphs in the block, where the compiler's own limit is 8.
-
-    It needs one for each kind of targets and length of a last chunk: in a mixture of three kinds 12 at T = 512.
-    """
-    if not compile:
-        return contextlib.nullcontext()
-    from torch._dynamo import config  # slow to import
-
-    return config.patch(recompile_limit=64)
+    """Let a function have 64 graphs, not 8, in the block: one for each kind of targets and length of a last chunk."""
+    return torch._dynamo.config.patch(recompile_limit=64) if compile else contextlib.nullcontext()
 
 
 def maybe_compiled(function: Callable[..., Any], compile: bool) -> Callable[..., Any]:

@@ -184,15 +184,16 @@ class Recipe:
     """Round gradients stochastically."""
 
 
-Held = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
-"""A weight quantised for the sum along D and its scale, and both for the sum along O."""
+Held = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""A weight quantised for the sum along D and its scale, and both for the sum along O; None where they are the same: the
+compiler takes no tensor twice."""
 
 
 def hold(weight_OD: Tensor, recipe: Recipe) -> Held:
     """Quantise a weight that does not change, for `quantized_linear`; bf16, which holds every quantised value."""
     with torch.no_grad():
         along_D = quantized_operand(weight_OD, recipe, "weight", 1, torch.bfloat16)
-        along_O = along_D
+        along_O: tuple[Tensor | None, Tensor | None] = (None, None)
         if recipe.scaling in ("rowwise", "mx"):
             along_O = quantized_operand(weight_OD, recipe, "weight", 0, torch.bfloat16)
     return *along_D, *along_O
@@ -230,6 +231,7 @@ class _QuantizedLinear(torch.autograd.Function):
         w_O: Tensor | None,
         scale_O: Tensor | None,
     ) -> Tensor:
+        w_O, scale_O = (w_D, scale_D) if w_O is None else (w_O, scale_O)
         ctx.save_for_backward(x_ND, weight_OD, w_O, scale_O)  # type: ignore[arg-type]
         ctx.recipe, ctx.dtype = recipe, dtype  # type: ignore[attr-defined]
         if high_forward:

@@ -161,7 +161,7 @@ class LocalTeacher(Teacher):
         In fp32, or on a GPU in the 16-bit dtype of the head if the backbone returns that.
         """
         inputs = tokens_BT.to(self.device), None if segments_BT is None else segments_BT.to(self.device), layers
-        forward = self.model if self._compiled is None else self._compiled.calling(self.model.__call__)
+        forward = CompiledLayers.calling(self.model.__call__)  # of one that teaches itself the layers are compiled too
         with torch.no_grad(), autocast(self.mode, self.device):
             hidden_BTD, states = forward(*inputs) if layers else (forward(*inputs), [])
         reshard(self.model)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from einops import rearrange
 from torch import nn
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters
 from transformers.pytorch_utils import Conv1D
 
@@ -22,6 +23,7 @@ from kdtrain.config import OptimizerConfig
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.logits import chunk_logits
 from kdtrain.objective.temperature import Temperature
+from kdtrain.precision.compiled import COLLECTS_ONCE, CompiledLayers
 from kdtrain.precision.modes import autocast
 from kdtrain.training.student import Student
 
@@ -139,15 +141,22 @@ def graph_breaks(student: Student, batch: Batch) -> list[str]:
     training = student.training
     counters["graph_break"].clear()
     student.train()
+    reasons = []
     with student.eager(), autocast(student.mode, student.device):
-        explained = torch._dynamo.explain(student.model.forward)(batch.tokens[:, :-1], segments_BT)
+        if student.compiled:
+            torch.compiler.reset()
+            layers = CompiledLayers(student.model, backend="eager")
+            layers.calling(student.backbone)(batch.tokens[:, :-1], segments_BT)
+        else:
+            explain = dynamo_config.patch(COLLECTS_ONCE)(torch._dynamo.explain(student.backbone))
+            reasons = explain(batch.tokens[:, :-1], segments_BT).break_reasons
     student.train(training)
     breaks: dict[str, str | None] = {}
-    for each in explained.break_reasons:
+    for each in reasons:
         if each.user_stack:
             frame = each.user_stack[-1]
             breaks[f"{frame.filename}:{frame.lineno}: {_first_line(each.reason)}"] = remedy(each.reason, frame.line)
-    known = {_first_line(each.reason) for each in explained.break_reasons if each.user_stack}
+    known = {_first_line(each.reason) for each in reasons if each.user_stack}
     breaks |= {_first_line(each): remedy(each) for each in counters["graph_break"] if _first_line(each) not in known}
     return [f"{text}; {advice}" if advice else text for text, advice in breaks.items()]
 

@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 
 from kdtrain.cache.manifest import refuse_vocabulary
 from kdtrain.errors import UsageError
-from kdtrain.models.head import SplitModel, split
+from kdtrain.models.head import SplitModel, layer_widths, split
 from kdtrain.models.router import router_weight
 from kdtrain.objective.batch import Batch, Codecs
 from kdtrain.objective.hidden import HiddenLoss
 from kdtrain.objective.loss import DistillationLoss, LossOutput, joined
 from kdtrain.objective.targets import per_token
 from kdtrain.objective.temperature import Temperature
-from kdtrain.precision.compiled import CompiledLayers
+from kdtrain.precision.compiled import CompiledLayers, compiled_whole
 from kdtrain.precision.linear import Switch
 from kdtrain.precision.modes import MODES, autocast, head_dtype
 
@@ -114,7 +114,9 @@ class Student(PreTrainedModel):
         if self.compiled is not None:
             self.backbone = self.compiled.calling(self._backbone)
         elif compile:
-            self.backbone = torch.compile(self._backbone, dynamic=False, mode=compile_mode)
+            if self.router_weight:
+                layer_widths(self.model)  # the first forward that collects installs hooks, which would cut the graph
+            self.backbone = compiled_whole(self._backbone, mode=compile_mode)
         self.register_state_dict_post_hook(_without_tied)
         self.register_load_state_dict_pre_hook(_from_names_of_the_model)
         self.register_load_state_dict_post_hook(_tied_are_not_missing)

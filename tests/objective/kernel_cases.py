@@ -107,7 +107,7 @@ def spread(
     size_beta_R = None if share_beta_R is None else share_beta_R.abs()
     spread_gradients(parts_RV, inverse, Shares(top_R, share_R.abs(), size_beta_R), OutputHead(scale=scale))
     parts_RV.scatter_(1, ids_RE, SET)
-    kernels.tail_grad(z_RV, inverse, shares, ids_RE, dz_RE, head, out_RV, at_one)
+    kernels.tail_grad(z_RV, None if at_one else inverse, shares, ids_RE, dz_RE, head, out_RV)
     return want_RV, parts_RV
 
 

@@ -6,6 +6,7 @@ that rounds alike: so every branch is tested on every machine, and none of it de
 
 import contextlib
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -186,3 +187,13 @@ def test_chunks_that_share_a_product_of_dweight_give_the_gradients_of_chunks_alo
     assert four == [32] * (rows // 32) + [rows % 32] * (rows % 32 > 0)
     assert torch.equal(alone_h, shared_h)
     assert relative(shared_w, alone_w.double()) < 1e-2 and not shared_w[290:].any()
+
+
+def test_the_probe_of_a_product_allocates_on_the_device_of_the_product():
+    """Memory on another one would be a context there, and no answer where that one is full."""
+    meta = torch.device("meta")
+    asked = []
+    noting = mock.patch.object(matmul, "_add_product", lambda *all: asked.append({each.device for each in all}))
+    with noting, pytest.raises(RuntimeError):  # a device without numbers has no answer
+        matmul._adds_in_place(torch.bfloat16, meta)
+    assert asked == [{meta}]

@@ -24,6 +24,18 @@ def test_a_missing_device_is_refused_by_name(name):
         pick_device(name)
 
 
+@pytest.mark.parametrize("name, world, used", [("cuda:1", 1, 1), ("cuda", 1, None), ("cuda", 4, 3), ("cpu:0", 1, None)])
+def test_a_gpu_with_a_number_is_the_one_that_the_process_uses(monkeypatch, name, world, used):
+    """Else what asks for "cuda", in a library too, takes GPU 0."""
+    present = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", present.append)
+    monkeypatch.setenv("WORLD_SIZE", f"{world}")
+    monkeypatch.setenv("LOCAL_RANK", f"{world - 1}")
+    device = pick_device(name)
+    assert present == ([] if used is None else [torch.device("cuda", used)]) and device.type in name
+
+
 def test_one_of_several_processes_is_refused(monkeypatch):
     refuse_many_processes()
     monkeypatch.setenv("WORLD_SIZE", "2")

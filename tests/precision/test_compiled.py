@@ -1,10 +1,25 @@
 """Layers that are compiled one by one; tests/parallel/compiled_script.py has them in several ranks."""
 
+import pytest
 import torch
+from torch._dynamo.utils import counters
 
+import kdtrain as kd
+from kdtrain.config import LoraConfig
+from kdtrain.models import head
+from kdtrain.models.adapters import restrict
 from kdtrain.models.head import layers_of, split
+from kdtrain.models.loading import checkpoint_activations
+from kdtrain.models.spec import ModelSpec
+from kdtrain.objective.batch import Batch
+from kdtrain.precision import compiled as by_layer
 from kdtrain.precision.compiled import CompiledLayers
-from kdtrain.testing import tiny_model
+from kdtrain.teaching.itself import SelfTeacher
+from kdtrain.testing import SHAPES, tiny_model
+from kdtrain.training.probes import graph_breaks
+
+MIXTURE = SHAPES["llama"] | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+MIXTURE |= {"moe_intermediate_size": 16, "router_aux_loss_coef": 0.3}
 
 
 def test_layers_get_a_graph_for_each_length_beyond_the_compilers_own_limit_and_none_while_they_are_plain():
@@ -21,4 +36,77 @@ def test_layers_get_a_graph_for_each_length_beyond_the_compilers_own_limit_and_n
         assert [layer.forward for layer in layers_of(model)] == own
         forward(torch.zeros(1, 20, dtype=torch.int64))
     forward(torch.zeros(1, 13, dtype=torch.int64))
+    assert len(graphs) == 10
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(
+    "shape, layers, balance",
+    [(MIXTURE, (), True), (MIXTURE, (1, 2), True), (SHAPES["llama"], (1,), False)],
+    ids=["router", "router and hidden states", "hidden states"],
+)
+def test_layers_share_one_whole_graph_whatever_is_collected_of_them(shape, layers, balance, recomputes):
+    torch.compiler.reset()
+    own = tiny_model("llama", **shape)
+    if recomputes:
+        checkpoint_activations(own)
+    model, tokens = split(own), torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
+
+    def collected(forward):
+        own.zero_grad()
+        hidden, more = forward(tokens, None, layers, balance)
+        sum(each.sum() for each in (hidden, *more)).backward()
+        return [hidden, *more, *(each.grad for each in own.parameters())]
+
+    expected = collected(model.with_layers)
+    forward = CompiledLayers(model, backend="eager").calling(model.with_layers)
+    counters.clear()
+    for _ in range(2):
+        for one, other in zip(collected(forward), expected, strict=True):
+            assert torch.equal(one, other)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_whole_mixture_of_experts_is_one_graph(monkeypatch, recomputes):
+    torch.compiler.reset()
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, dynamic=False, backend="eager"))
+    model = tiny_model("llama", **MIXTURE)
+    if recomputes:
+        checkpoint_activations(model)
+    student = kd.Student(model, kd.DistillationLoss(alpha=0.0), compile=True)
+    counters.clear()
+    for _ in range(2):
+        student.backbone(torch.zeros(1, 9, dtype=torch.int64), None)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("layered", [False, True])
+def test_the_sanity_check_sees_a_break_where_a_step_has_one(monkeypatch, layered):
+    def breaks():
+        return graph_breaks(student, student.batch)
+
+    student = kd.Student(tiny_model("llama", **MIXTURE), kd.DistillationLoss(alpha=0.0), compile=True, by_layer=layered)
+    tokens = torch.zeros(1, 9, dtype=torch.int64)
+    student.batch = Batch(tokens, torch.ones(1, 8, dtype=torch.bool), torch.zeros(1, 8, dtype=torch.int64), None)
+    assert breaks() == []
+    # what only the router's loss runs
+    monkeypatch.setattr(head, "router_loss", lambda *_: torch._dynamo.graph_break())
+    monkeypatch.setattr(by_layer, "_collecting", lambda forward, options: torch.compile(forward, **options))
+    assert breaks()
+
+
+def test_a_student_that_teaches_itself_has_a_graph_for_each_length_too():
+    pytest.importorskip("peft")
+    torch.compiler.reset()
+    graphs = []
+    student = split(tiny_model())
+    restrict(student, LoraConfig(lora_rank=4), freeze_head=False, seed=0)
+    CompiledLayers(student, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    spec = ModelSpec(name="self", config={"model_type": "llama"}, init="scratch")
+    teacher = SelfTeacher(spec, torch.device("cpu"), "fp32")
+    teacher.meet(student)
+    for length in range(4, 14):
+        teacher.hidden_states(torch.zeros(1, length, dtype=torch.int64), None)
     assert len(graphs) == 10

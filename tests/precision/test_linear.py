@@ -220,6 +220,19 @@ def test_a_constant_weight_that_is_quantised_once_gives_the_same_bits(name):
             assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_constant_weight_breaks_no_graph(name):
+    layer = torch.nn.Linear(64, 48, bias=False).requires_grad_(False)
+    product = BACKENDS[name].product(layer, 64, 48).of_constant(layer.weight)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def forward(x_ND):
+        return product(x_ND, layer.weight, torch.float32, False)
+
+    torch.compiler.reset()
+    forward(torch.randn(32, 64, requires_grad=True)).sum().backward()
+
+
 def test_adapters_stay_high_and_frozen_weights_are_quantised_once():
     pytest.importorskip("peft")
     student, switch = split(tiny_model("llama")), Switch("quantized")

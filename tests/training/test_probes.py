@@ -240,13 +240,13 @@ def test_a_break_by_print_by_a_tensors_value_or_by_numpy_has_its_line_and_its_re
     class Small(nn.Module):
         """As little of a student as `graph_breaks` looks at: a real one takes a quarter of a minute to trace."""
 
-        document_mask, mode, device = False, "fp32", torch.device("cpu")
+        document_mask, mode, device, compiled = False, "fp32", torch.device("cpu"), None
         eager = contextlib.nullcontext
 
         def __init__(self):
             super().__init__()
             self.model = nn.Embedding(9, 4)
-            self.model.forward = lambda tokens_BT, segments_BT: cause(self.model.weight[tokens_BT] * 2)
+            self.backbone = lambda tokens_BT, segments_BT: cause(self.model.weight[tokens_BT] * 2)
 
     found = graph_breaks(Small(), batch_of([[1, 2, 3]]))
     line = cause.__code__.co_firstlineno + 1
