@@ -5,8 +5,11 @@ scores (`teaching.importance`); layers by the loss without each. Under grouped q
 shape has fewer queries a key, the least important query heads of each group that stays. What stays keeps its order.
 
 A norm over fewer channels divides by another root mean square. Its weight is therefore multiplied by sqrt(s D / W): D
-channels become W, which hold the share s of the mean square in front of that norm, measured with the scores. Channels
-that are always zero so change nothing; the paper, which trains for billions of tokens afterwards, has no such factor.
+channels become W, which hold the share s of the mean square in front of that norm, measured with the scores; and what
+it adds to that mean square, its eps, by D / W, the best one number for all norms; queries and keys that have norms with
+this eps grow as much. Channels that are always zero so change nothing but rounding, except where a norm also subtracts
+the mean over the channels (GPT-2), which fewer do not have. The paper, which trains for billions of tokens afterwards,
+has neither.
 
 What a model has where stands in `ROLES`, by model type; sizes may only shrink, and everything else, head_dim and
 vocabulary included, stays the teacher's.
@@ -61,6 +64,8 @@ class Roles:
     """Modules of a layer that have none of these axes."""
     inputs_first: bool = False
     """A linear map's weight is [inputs, outputs], as in GPT-2."""
+    epsilon: str = "rms_norm_eps"
+    """The key of the configuration for what every norm adds to a mean square."""
     norm_offset: float = 0.0
     """What a norm adds to its weight."""
     scaled_embedding: bool = False
@@ -104,6 +109,7 @@ ROLES: dict[str, Roles] = {
         reads={"attn.c_attn": "queries, keys and values", "mlp.c_fc": "neurons"},
         writes={"attn.c_proj": "heads", "mlp.c_proj": "neurons"},
         inputs_first=True,
+        epsilon="layer_norm_epsilon",
         sizes={"layers": "n_layer", "width": "n_embd", "neurons": "n_inner", "heads": "n_head"},
     ),
 }
@@ -182,6 +188,8 @@ def wanted_shape(like: ModelSpec, teacher: PreTrainedConfig, name: str) -> Shape
         ours, theirs = config.model_type, teacher.model_type
         raise UsageError(f"--like {like.name} is a {ours} and {name} a {theirs}; give a shape of the teacher's type")
     before, after = Shape.of(teacher, roles), Shape.of(config, roles)
+    if like.config is not None and "head_dim" in roles.sizes and getattr(config, "head_dim", None) is None:
+        after = replace(after, head_dim=before.head_dim)  # of a type that has no key for it, as qwen2
     wrong = [
         f"{key} = {getattr(after, each)} is more than {getattr(before, each)}"
         for each, key in roles.sizes.items()
@@ -204,7 +212,7 @@ def wanted_shape(like: ModelSpec, teacher: PreTrainedConfig, name: str) -> Shape
 def _others(like: ModelSpec, config: PreTrainedConfig, teacher: PreTrainedConfig) -> Iterator[tuple[str, Any, Any]]:
     """Differences that pruning cannot make: of a [config] in all that it states, of a folder in what decides shapes."""
     sizes = {*ROLES[teacher.model_type].sizes.values(), "model_type"}
-    for key in dict.fromkeys(("vocab_size", "tie_word_embeddings", *(like.config or {}))):
+    for key in dict.fromkeys(("vocab_size", *(("tie_word_embeddings",) if like.config is None else like.config))):
         name = type(teacher).attribute_map.get(key, key)
         ours, theirs = getattr(config, name, None), getattr(teacher, name, None)
         if name not in sizes and not _FREE.search(name) and ours != theirs:
@@ -219,6 +227,8 @@ def pruned_config(teacher: PreTrainedConfig, like: ModelSpec, after: Shape, laye
         # keys that a configuration may leave out stay out, so that an uncut model has its teacher's
         if key is not None and (table.get(key) is not None or size != _usual(after, each.name)):
             table[key] = size
+    if after.width < (before := Shape.of(teacher, roles).width):
+        table[roles.epsilon] *= before / after.width
     if table.get("layer_types"):
         table["layer_types"] = [table["layer_types"][layer] for layer in layers]
     table |= {key: value for key, value in (like.config or {}).items() if _FREE.search(key)}
@@ -279,6 +289,8 @@ def prune(teacher: PreTrainedModel, like: ModelSpec, after: Shape, cut: Cut, sha
             factor = math.sqrt(float(shares[source][cut.width].sum()) * before.width / after.width)
             factor /= stretch if tied and source == roles.last_norm else 1.0
             weight = (weight + roles.norm_offset) * factor - roles.norm_offset
+        if narrower and f"{inner.removesuffix('_proj')}_norm" in roles.uncut:
+            weight = weight * math.sqrt(before.width / after.width)
         if narrower and (module == roles.embeddings[0] or (tied and module == roles.head)):
             weight = weight * stretch
         weights[name] = weight
