@@ -117,7 +117,7 @@ def parse_json(text: str, entries: int = _ENTRIES) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    _refuse_depth(value)
+    refuse_depth(value)
     return value
 
 
@@ -131,7 +131,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         table = tomllib.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    _refuse_depth(table)
+    refuse_depth(table)
     return table
 
 
@@ -143,7 +143,8 @@ def typed(value: Any, kind: type[T]) -> T:
         raise ValueError(str(error).replace("`", "").replace("$.", "")) from None
 
 
-def _refuse_depth(value: Any) -> None:
+def refuse_depth(value: Any) -> None:
+    """ValueError: `value`, from JSON or TOML, is nested too deep."""
     level = [value]
     for _ in range(_DEPTH):
         tables = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]

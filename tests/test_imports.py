@@ -17,7 +17,7 @@ from kdtrain.monitor.loggers import TensorBoard
 @pytest.fixture
 def bare(monkeypatch):
     """An installation without extras."""
-    for name in ("datasets", "tensorboard"):
+    for name in ("datasets", "pyarrow", "tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
 
 
@@ -28,14 +28,13 @@ def test_the_librarys_names_print_nothing():
 
 
 def test_what_needs_an_extra_names_it(bare, tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a"}))
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     needs = r"needs the package {0}; pip install 'kdtrain\[{1}\]'$"
-    with pytest.raises(UsageError, match="a.jsonl " + needs.format("datasets", "data")):
-        next(documents(str(tmp_path / "a.jsonl"), "train"))
+    with pytest.raises(UsageError, match="a.parquet " + needs.format("pyarrow", "data")):
+        next(documents(str(tmp_path / "a.parquet"), "train"))
     with pytest.raises(UsageError, match="hf:org/name " + needs.format("datasets", "data")):
         next(documents("hf:org/name", "train"))
-    with pytest.raises(UsageError, match="a.parquet " + needs.format("datasets", "data")):
+    with pytest.raises(UsageError, match="a.parquet " + needs.format("pyarrow", "data")):
         next(logprob_rows(tmp_path / "a.parquet", "train", 8, 4))
     with pytest.raises(UsageError, match="--log-to tensorboard " + needs.format("tensorboard", "tensorboard")):
         TensorBoard.ready("")
@@ -48,9 +47,11 @@ def test_tensorboard_is_written_by_default_where_it_is_installed(monkeypatch):
     assert MonitorConfig(log_to="tensorboard").loggers == [("tensorboard", "")]
 
 
-def test_text_needs_no_extra(bare, tmp_path):
+def test_text_and_rows_of_text_need_no_extra(bare, tmp_path):
     (tmp_path / "a.txt").write_text("a\nb\nc\n")
-    assert [each.text for each in documents(str(tmp_path / "a.txt"), "train")]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a\nb\nc\n"}))
+    for name in ("a.txt", "a.jsonl"):
+        assert [each.text for each in documents(str(tmp_path / name), "train")]
 
 
 def test_a_package_that_breaks_while_it_loads_is_not_called_missing(monkeypatch, tmp_path):

@@ -18,17 +18,15 @@ other kinds are left out, with a warning; and with `streaming` the documents are
 have an empty split, which is an error.
 """
 
-import csv
 import functools
 import hashlib
-import io
 import json
 import logging
 import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
@@ -37,8 +35,8 @@ from typing import Any
 from kdtrain.config import DataConfig
 from kdtrain.config.choices import TEXTS
 from kdtrain.data.formats import Columns, Document, LeftOut, RowFormat, Tally, row_format, text_document
-from kdtrain.errors import RunError, UsageError
-from kdtrain.files import open_regular
+from kdtrain.data.rows import Rows, readable
+from kdtrain.errors import UsageError, printable
 from kdtrain.imports import optional
 
 SPLITS = ("train", "validation", "test")
@@ -55,17 +53,15 @@ _ALIASES = {
     **dict.fromkeys(("test", "testing", "eval"), "test"),
 }
 
-_ROWS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
+_ROWS = (".jsonl", ".parquet", ".arrow")
 _TEXT = {
     *(".txt", ".text", ".md", ".markdown", ".rst", ".adoc", ".org", ".tex", ".html"),
     *(".py", ".pyi", ".pyw", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cs", ".go", ".hs", ".java", ".jl", ".js"),
     *(".jsx", ".kt", ".lua", ".ml", ".php", ".pl", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".ts", ".tsx"),
 }
-_LONE_ROWS = {".json": "json", ".csv": "csv", ".tsv": "csv"}
+_LONE_ROWS = (".json", ".csv", ".tsv")
 """Rows too, but in a folder that has rows or text of the kinds above they are left out: they are often about those."""
-_READ = f"text (.txt, .md, .rst, .py and other source code) or rows ({', '.join(_ROWS | _LONE_ROWS)})"
-_MOST_CELL = 2**27
-"""Characters of a cell of csv; Python's own limit is that of a short essay."""
+_READ = f"text (.txt, .md, .rst, .py and other source code) or rows ({', '.join(_ROWS + _LONE_ROWS)})"
 _ABOUT = {"readme", "license", "licence", "notice", "changelog", "citation", "contributing"}
 """Stems of text files that come along with rows, and are not data beside them."""
 _SPLIT_IN_STEM = re.compile(r"(?:^|[-_. ])([a-z]+)(?:[-_.]?\d.*)?$")
@@ -272,7 +268,7 @@ def _text_files(root: Path, names: Iterable[str], errors: str) -> _Part:
     def read() -> Iterator[Document]:
         for name in ordered:
             try:
-                text = (root / name).read_text(encoding="utf-8", errors=errors)
+                text = (root / name).read_text(encoding="utf-8-sig", errors=errors)
             except UnicodeDecodeError as error:
                 raise UsageError(
                     f"{root / name}: byte {error.start} is not UTF-8; convert the file to UTF-8, or move it away"
@@ -309,72 +305,8 @@ def _local(path: Path, columns: Columns, streaming: bool) -> dict[str, _Part]:
         groups.setdefault(split if split and None not in own and "train" in own else "train", []).append(name)
     if kind == "text":
         return {split: _text_files(root, group, errors="strict") for split, group in groups.items()}
-    files = {split: [str(root / name) for name in group] for split, group in groups.items()}
-    if kind == "csv":
-        return {split: _rows(str(path), _CsvRows([Path(name) for name in files[split]]), columns) for split in files}
-    with readable(str(path)):
-        loaded = _datasets(str(path)).load_dataset(kind, data_files=files, streaming=streaming)
-    return {split: _rows(str(path), rows, columns) for split, rows in loaded.items()}
-
-
-class _CsvRows:
-    """The rows of csv and tsv files of equal columns, each cell as the text that it is.
-
-    What `datasets` reads by pandas takes `NA` for nothing, `1` for a number, and one cell too many for an index.
-    """
-
-    features = None
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-        for path in paths:
-            names = next(self._cells(path), [])
-            if len(set(names)) != len(names) or not all(names):
-                raise UsageError(f"{path}: its first line does not name columns, each once; add a line with the names")
-            if path is paths[0]:
-                self.column_names = names
-            elif names != self.column_names:
-                raise UsageError(f"{path}: its columns are not those of {paths[0].name}; give files of equal columns")
-        self._count = sum(1 for _ in islice(self.select_columns([]), SMALL + 1))
-
-    def __len__(self) -> int:
-        """At most SMALL + 1."""
-        return self._count
-
-    @staticmethod
-    def _cells(path: Path) -> Iterator[list[str]]:
-        sep, width = "\t" if _suffix(path.name) == ".tsv" else ",", None
-        with readable(str(path)), open_regular(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
-            reader = csv.reader(text, delimiter=sep, strict=True)
-            for row in filter(None, _of_any_size(reader)):
-                width = width or len(row)
-                if len(row) != width:
-                    raise UsageError(
-                        f"{path}: line {reader.line_num} has {len(row)} cells and the first line names {width} columns"
-                        '; put "..." around a cell with a separator'
-                    )
-                yield row
-
-    def select_columns(self, columns: Sequence[str]) -> Iterator[dict[str, str]]:
-        """Each row with these columns."""
-        places = {column: self.column_names.index(column) for column in columns}
-        for path in self._paths:
-            for cells in islice(self._cells(path), 1, None):
-                yield {column: cells[place] for column, place in places.items()}
-
-
-def _of_any_size(rows: Iterator[list[str]]) -> Iterator[list[str]]:
-    """The rows of `csv` with cells up to `_MOST_CELL`; outside, the limit of the process is as it was."""
-    while True:
-        before = csv.field_size_limit()
-        csv.field_size_limit(max(before, _MOST_CELL))
-        try:
-            row = next(rows, None)
-        finally:
-            csv.field_size_limit(before)
-        if row is None:
-            return
-        yield row
+    rows = {split: Rows([root / name for name in group], SMALL) for split, group in groups.items()}
+    return {split: _rows(str(path), each, columns, streaming) for split, each in rows.items()}
 
 
 def _local_files(path: Path) -> tuple[Path, str, list[str]]:
@@ -387,13 +319,13 @@ def _local_files(path: Path) -> tuple[Path, str, list[str]]:
         names = _of_one_sort(path, [name for name in files if not re.search(r"(^|/)\.", name)])
     else:
         raise UsageError(f"{path}: there is no such file or folder; --data takes stdlib, a path, or hf:NAME[:SUBSET]")
-    suffixes, kinds = {_suffix(name) for name in names}, _ROWS | _LONE_ROWS
+    suffixes = {_suffix(name) for name in names}
     if suffixes and suffixes <= _TEXT:
         return root, "text", names
-    if len(suffixes) != 1 or not suffixes <= kinds.keys():
+    if len(suffixes) != 1 or not suffixes <= {*_ROWS, *_LONE_ROWS}:
         found = f"holds {', '.join(sorted(suffixes))} files" if any(suffixes) else "holds no text"
         raise UsageError(f"{path}: {found}; give {_READ}, which is one kind at a time")
-    return root, kinds[suffixes.pop()], names
+    return root, "rows", names
 
 
 def _of_one_sort(folder: Path, names: list[str]) -> list[str]:
@@ -460,32 +392,26 @@ def _hub(source: str, columns: Columns, streaming: bool) -> dict[str, _Part]:
             split: datasets.load_dataset(name, subset or None, split=own_name, streaming=streaming)
             for split, own_name in own.items()
         }
-    return {split: _rows(source, rows, columns) for split, rows in loaded.items()}
+    return {split: _rows(source, rows, columns, streaming) for split, rows in loaded.items()}
 
 
-@contextmanager
-def readable(source: str) -> Iterator[None]:
-    """Turn a library's error about data that it cannot read into one line: a UsageError, or a RunError of the hub."""
-    try:
-        yield
-    except (UsageError, RunError):
-        raise
-    except Exception as error:
-        cause = error.__cause__ or error
-        reason = " ".join(str(cause).split())[:300] or type(cause).__name__
-        if isinstance(error, ConnectionError):
-            raise RunError(f"{source}: the hub cannot be reached: {reason}") from error
-        raise UsageError(f"{source}: cannot be read: {reason}") from error
-
-
-def _rows(source: str, rows: Any, columns: Columns) -> _Part:
-    """The rows of a `datasets` data set; refuses one without the columns that are asked for."""
+def _rows(source: str, rows: Any, columns: Columns, streaming: bool) -> _Part:
+    """`Rows`, or those of a `datasets` data set; refuses one without the columns that are asked for."""
     with readable(source):
-        names = rows.column_names or sorted(next(iter(rows), {}))
-    form, tallies = row_format(source, columns, names), list[Tally]()
-    count = len(rows) if hasattr(rows, "__len__") else None
-    for column in form.columns:
-        refuse_decoded(source, column, (rows.features or {}).get(column))
+        names = rows.column_names if rows.column_names is not None else sorted(next(iter(rows), {}))
+    if not names:
+        raise UsageError(f"{source}: holds no rows")
+    try:
+        form, tallies = row_format(source, columns, names), list[Tally]()
+    except UsageError:
+        if (below := getattr(rows, "below", None)) is None:
+            raise
+        raise UsageError(
+            f"{source}: is one object, with its rows below the key '{printable(below)}'; write that list alone"
+        ) from None
+    count = None if streaming else len(rows)
+    for column in form.columns if rows.features else ():
+        _refuse_decoded(source, column, rows.features.get(column))
 
     def read() -> Iterator[Document]:
         tally = Tally(source, form)
@@ -511,7 +437,7 @@ def _rows(source: str, rows: Any, columns: Columns) -> _Part:
     return _Part(read, _rank_of_content, count, tallies, form)
 
 
-def refuse_decoded(source: str, column: str, feature: Any) -> None:
+def _refuse_decoded(source: str, column: str, feature: Any) -> None:
     """Refuse a column of `datasets` that holds anything but plain values, at any depth; None: JSON, not yet read.
 
     To decode an image or a sound, `datasets` opens any path or URL that the file names, even a pipe.

@@ -22,15 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from kdtrain.data.corpus import readable, refuse_decoded
 from kdtrain.data.packing import PackedRow
+from kdtrain.data.rows import read_rows
 from kdtrain.errors import UsageError
-from kdtrain.files import LARGE, parse_json
-from kdtrain.imports import optional
 
 _WITHHELD = 20
-_NUMBERS = 2**24
-"""Most entries of one record."""
 _COLUMNS = ("tokens", "top_ids", "top_logprobs")
 
 
@@ -60,30 +56,9 @@ def logprob_rows(path: Path, split: str, seq_len: int, entries: int) -> Iterator
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         raise UsageError(f"--from-logprobs {path} does not exist")
-    if path.suffix == ".parquet":
-        yield from _parquet(path)
-        return
-    if path.suffix not in (".jsonl", ".json"):
+    if path.suffix not in (".jsonl", ".json", ".parquet"):
         raise UsageError(f"--from-logprobs {path}: give a .jsonl or .parquet file")
-    with open(path, "rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(LARGE + 1), b""), 1):
-            if len(line) > LARGE:
-                raise UsageError(f"{path}, line {number}: has more than {LARGE:,} bytes; write one record a line")
-            if not line.strip():
-                continue
-            try:
-                yield parse_json(line.decode("utf-8"), _NUMBERS)
-            except ValueError as error:
-                raise UsageError(f"{path}, line {number}: not JSON: {error}") from None
-
-
-def _parquet(path: Path) -> Iterator[dict[str, Any]]:
-    datasets: Any = optional("datasets", "data", str(path))
-    with readable(str(path)):
-        rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-        for column, feature in (rows.features or {}).items():
-            refuse_decoded(str(path), column, feature)
-        yield from rows
+    yield from read_rows(path, _COLUMNS)
 
 
 def _positions(record: Any, where: str, entries: int) -> Iterator[tuple[Any, ...]]:

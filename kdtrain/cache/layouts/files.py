@@ -7,7 +7,6 @@ Types are checked before anything is read, sizes before a row is taken apart: th
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -16,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from kdtrain.cache.layouts.layout import Columns, Lists, Record
-from kdtrain.errors import RunError, UsageError
-from kdtrain.files import LARGE, open_regular, parse_json
+from kdtrain.data.rows import parse_line, read_lines, readable
+from kdtrain.errors import UsageError
+from kdtrain.files import open_regular
 from kdtrain.imports import optional
 
 _ROWS = 8
@@ -76,7 +76,7 @@ class _Parquet(SourceFile):
         super().__init__(path, columns)
         self._arrow: Any = optional("pyarrow", "data", str(path))
         self._parquet: Any = optional("pyarrow.parquet", "data", str(path))
-        with _readable(path), self._open() as file:
+        with readable(str(path)), self._open() as file:
             self.rows, schema = file.metadata.num_rows, file.schema_arrow
             groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
             self._starts = [0, *accumulate(group.num_rows for group in groups)]
@@ -141,7 +141,7 @@ class _Parquet(SourceFile):
 
     def records(self, names: Sequence[str] | None = None, first: int = 0) -> Iterator[tuple[str, Record]]:
         wanted = [name for name in self.depths if names is None or name in names]
-        with _readable(self.path), self._open() as file:
+        with readable(str(self.path)), self._open() as file:
             groups, start = list[int](), 0
             for number in range(file.metadata.num_row_groups):
                 size = file.metadata.row_group(number).num_rows
@@ -180,33 +180,19 @@ class _Parquet(SourceFile):
 class _Jsonl(SourceFile):
     @cached_property
     def rows(self) -> int:
-        with _readable(self.path):
-            return sum(1 for _ in self._lines())
+        with readable(str(self.path)):
+            return sum(1 for _ in read_lines(self.path))
 
     def __len__(self) -> int:
         return self.rows
 
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        with open_regular(self.path) as file:
-            for number, line in enumerate(iter(lambda: file.readline(LARGE + 1), b""), 1):
-                if len(line) > LARGE:
-                    raise UsageError(
-                        f"{self.path}, line {number}: has more than {LARGE:,} bytes; write one record a line"
-                    )
-                if line.strip():
-                    yield number, line
-
     def records(self, names: Sequence[str] | None = None, first: int = 0) -> Iterator[tuple[str, Record]]:
-        with _readable(self.path):
-            for count, (number, line) in enumerate(self._lines()):
+        with readable(str(self.path)):
+            for count, (number, line) in enumerate(read_lines(self.path)):
                 if count < first:
                     continue
                 where = f"{self.path}, line {number}"
-                try:
-                    record = parse_json(line.decode("utf-8"), 2**24)
-                except ValueError as error:
-                    raise UsageError(f"{where}: not JSON: {error}") from None
-                yield where, self._take(self._parsed(record, where, names), where)
+                yield where, self._take(self._parsed(parse_line(line, where), where, names), where)
 
     def _parsed(self, record: Any, where: str, names: Sequence[str] | None) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -280,7 +266,7 @@ def digests(files: Sequence[SourceFile], progress: Callable[[int], None]) -> lis
     found, done = list[dict[str, Any]](), 0
     for each in files:
         sha, size = hashlib.sha256(), 0
-        with _readable(each.path), open_regular(each.path) as file:
+        with readable(str(each.path)), open_regular(each.path) as file:
             while block := file.read(2**24):
                 sha.update(block)
                 size += len(block)
@@ -288,15 +274,3 @@ def digests(files: Sequence[SourceFile], progress: Callable[[int], None]) -> lis
         done += size
         found.append({"name": each.name, "bytes": size, "sha256": sha.hexdigest()})
     return found
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """One line for a library's error about a file."""
-    try:
-        yield
-    except (UsageError, RunError, GeneratorExit, MemoryError):
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UsageError(f"{path}: cannot be read: {reason}") from None

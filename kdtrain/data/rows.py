@@ -1,0 +1,250 @@
+"""Rows of local files: jsonl, json, parquet, csv, tsv and arrow, one after the other, in a memory that does not grow.
+
+What is read is the file that is named, as it is now: no pattern is expanded, and no earlier reading is kept. A row is a
+dict of plain values. JSON is a row a line, or a list of rows; a cell of csv is the text that it is, `NA` and `1.0` too;
+of parquet and arrow nothing is decoded, so that no path or URL in them is opened. Text is UTF-8, with or without a byte
+order mark. The files may be anyone's: lines, objects, cells and row groups are bounded, and each buffer of arrow is
+checked before it is read.
+
+What it gives up: a file is parsed again for each split, and a single row is in memory whole.
+"""
+
+import codecs
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice, repeat
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from kdtrain.errors import RunError, UsageError, printable
+from kdtrain.files import LARGE, open_regular, parse_json, refuse_depth
+from kdtrain.imports import optional
+
+Row = dict[str, Any]
+
+_ENTRIES = 2**24
+"""Most entries of one row."""
+_PIECE = 2**20
+_MOST_OBJECT = 2**26
+"""Characters of one object of json: the parser takes some twenty bytes for each of the worst."""
+_MOST_CELL = 2**27
+"""Characters of a cell of csv; Python's own limit is that of a short essay."""
+_AT_ONCE = 8
+"""Rows of parquet and arrow that are made at once."""
+_SMALL, _DENSE = 2**20, 16
+"""Values of a list column in a row group that may take any number of bytes, and most of them for each byte beyond: run
+lengths of one value repeated without end take nearly none."""
+_BETWEEN = re.compile(r"\s*,?\s*")
+_NOT_UTF8 = "has a byte that is not UTF-8; convert the file to UTF-8"
+
+
+class Rows:
+    """The rows of `paths`, files of one kind, in that order: what of a `datasets.Dataset` is needed to read text.
+
+    most: `column_names` are those of as many rows and one more, and its length counts no further.
+    """
+
+    features = None
+
+    def __init__(self, paths: Sequence[Path], most: int) -> None:
+        self._paths = paths
+        self._count, names = 0, dict[str, None]()
+        for row in islice(self.select_columns(None), most + 1):
+            self._count += 1
+            names |= dict.fromkeys(row)
+        self.column_names = list(names)
+        lists = [name for name in names if _is_rows(row[name])] if self._count == 1 else []
+        self.below = lists[0] if lists else None
+        """The key of a list of objects, where the only row has one."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def select_columns(self, columns: Sequence[str] | None) -> Iterator[Row]:
+        """Each row with at least these columns; None: at least the names of its columns."""
+        for path in self._paths:
+            for row in read_rows(path, columns):
+                yield dict.fromkeys(columns or ()) | row
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    """The rows of a file of one of `KINDS`; `columns` as `Rows.select_columns`. UsageError: it cannot be read."""
+    with readable(str(path)):
+        yield from KINDS[PurePosixPath(path.name).suffix.lower()](path, columns)
+
+
+@contextmanager
+def readable(source: str) -> Iterator[None]:
+    """Turn a library's error about data that it cannot read into one line: a UsageError, or a RunError of the hub."""
+    try:
+        yield
+    except (UsageError, RunError):
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error
+        reason = " ".join(str(cause).split())[:300] or type(cause).__name__
+        if isinstance(error, ConnectionError):
+            raise RunError(f"{source}: the hub cannot be reached: {reason}") from error
+        raise UsageError(f"{source}: cannot be read: {reason}") from error
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not blank, by their numbers from 1. UsageError: one is too long."""
+    with open_regular(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(LARGE + 1), b""), 1):
+            if len(line) > LARGE:
+                raise UsageError(f"{path}, line {number}: has more than {LARGE:,} bytes; write one row a line")
+            if line.strip():
+                yield number, line
+
+
+def parse_line(line: bytes, where: str) -> Any:
+    """The JSON of a line. UsageError: it is none."""
+    try:
+        return parse_json(line.decode("utf-8-sig"), _ENTRIES)
+    except UnicodeDecodeError:
+        raise UsageError(f"{where}: {_NOT_UTF8}") from None
+    except ValueError as error:
+        raise UsageError(f"{where}: not JSON: {error}") from None
+
+
+def _jsonl(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+    for number, line in read_lines(path):
+        where = f"{path}, line {number}"
+        yield _object(parse_line(line, where), where, b"\\u" in line)
+
+
+def _object(row: Any, where: str, escaped: bool) -> Row:
+    if not isinstance(row, dict):
+        raise UsageError(f"{where}: is {type(row).__name__}, not an object with a key for each column")
+    if escaped:
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{where}: has half of a surrogate pair (\\ud800 to \\udfff), which is no text") from None
+    return row
+
+
+def _json(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+    """Objects one after the other, or in a list, on any lines."""
+    decoder, scan = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape"), json.JSONDecoder().raw_decode
+    text, number, listed, piece = "", 0, False, b" "
+    with open_regular(path) as file:
+        while piece and len(text) < 2 * _MOST_OBJECT:
+            piece = file.read(max(_PIECE, len(text)))
+            text += decoder.decode(piece, final=not piece)
+            if not number and not listed and text.lstrip()[:1] == "[":
+                listed, text = True, text.lstrip()[1:]
+            place = _gap(text, 0)
+            while text[place : place + 1] not in ("", "]"):
+                where = f"{path}, row {number}"
+                try:
+                    row, stop = scan(text, place)
+                    text[place:stop].encode()
+                    refuse_depth(row)
+                except UnicodeEncodeError:
+                    raise UsageError(f"{where}: {_NOT_UTF8}") from None
+                except (ValueError, RecursionError) as error:
+                    if piece and len(text) - place < _MOST_OBJECT and isinstance(error, json.JSONDecodeError):
+                        break  # the next piece has the rest of it
+                    raise UsageError(f"{where}: not JSON of at most {_MOST_OBJECT:,} characters: {error}") from None
+                yield _object(row, where, "\\u" in text[place:stop])
+                number, place = number + 1, _gap(text, stop)
+            text = text[place:]
+    if piece or text.strip() != "]" * listed:
+        raise UsageError(f"{path}: after row {number - 1} its list does not end as JSON does")
+
+
+def _gap(text: str, place: int) -> int:
+    """Where the next object begins."""
+    return _BETWEEN.match(text, place).end()  # type: ignore[union-attr]
+
+
+def _csv(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+    sep, names = "\t" if path.suffix.lower() == ".tsv" else ",", None
+    with open_regular(path) as file, io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="") as text:
+        reader = csv.reader(text, delimiter=sep, strict=True)
+        for cells in filter(None, _of_any_size(reader)):
+            where = f"{path}: line {reader.line_num}"
+            try:
+                "".join(cells).encode()
+            except UnicodeEncodeError:
+                raise UsageError(f"{where} {_NOT_UTF8}") from None
+            if names is None:
+                if len(set(cells)) != len(cells) or not all(cells):
+                    raise UsageError(f"{path}: its first line does not name columns, each once; add a line with them")
+                _refuse_lacking(path, names := cells, columns)
+            elif len(cells) != len(names):
+                raise UsageError(
+                    f'{where} has {len(cells)} cells and the first line names {len(names)} columns; put "..." around a '
+                    "cell with a separator"
+                )
+            else:
+                yield dict(zip(names, cells, strict=True))
+
+
+def _of_any_size(rows: Iterator[list[str]]) -> Iterator[list[str]]:
+    """The rows of `csv` with cells up to `_MOST_CELL`; outside, the limit of the process is as it was."""
+    while True:
+        before = csv.field_size_limit()
+        csv.field_size_limit(max(before, _MOST_CELL))
+        try:
+            row = next(rows, None)
+        finally:
+            csv.field_size_limit(before)
+        if row is None:
+            return
+        yield row
+
+
+def _refuse_lacking(path: Path, names: Sequence[str], columns: Sequence[str] | None) -> None:
+    if lacking := [each for each in columns or () if each not in names]:
+        there = ", ".join(map(printable, names[:20]))
+        raise UsageError(f"{path}: has no column '{lacking[0]}'; it has {there}; give files of equal columns")
+
+
+def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+    arrow, parquet = (optional(name, "data", str(path)) for name in ("pyarrow", "pyarrow.parquet"))
+    with arrow.OSFile(str(path)) as source, parquet.ParquetFile(source, buffer_size=_PIECE, pre_buffer=False) as file:
+        names, about = file.schema_arrow.names, file.metadata
+        if columns is None:
+            yield from repeat(dict.fromkeys(names), about.num_rows)
+            return
+        _refuse_lacking(path, names, columns)
+        leaves = [file.schema.column(number) for number in range(len(file.schema))]
+        read = [number for number, leaf in enumerate(leaves) if leaf.path.split(".")[0] in columns]
+        for group in map(about.row_group, range(about.num_row_groups)):
+            taken = sum(group.column(number).total_compressed_size for number in read)
+            values = [group.column(number).num_values for number in read if leaves[number].max_repetition_level]
+            if max(values, default=0) > max(_SMALL, _DENSE * taken):
+                raise UsageError(f"{path}: {max(values):,} values in a row group of {taken:,} bytes are not read")
+        for batch in file.iter_batches(_AT_ONCE, columns=list(columns), use_threads=False):
+            yield from batch.to_pylist()
+
+
+def _arrow(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+    arrow, ipc = (optional(name, "data", str(path)) for name in ("pyarrow", "pyarrow.ipc"))
+    with arrow.OSFile(str(path)) as source:
+        random = source.read(6) == b"ARROW1"  # else it is a stream, as save_to_disk writes it
+        source.seek(0)
+        reader = ipc.open_file(source) if random else ipc.open_stream(source)
+        _refuse_lacking(path, reader.schema.names, columns)
+        for batch in map(reader.get_batch, range(reader.num_record_batches)) if random else reader:
+            batch.validate(full=True)
+            if columns is None:
+                yield from repeat(dict.fromkeys(batch.schema.names), batch.num_rows)
+                continue
+            for start in range(0, batch.num_rows, _AT_ONCE):
+                yield from batch.select(list(columns)).slice(start, _AT_ONCE).to_pylist()
+
+
+KINDS = {".jsonl": _jsonl, ".parquet": _parquet, ".arrow": _arrow, ".json": _json, ".csv": _csv, ".tsv": _csv}
+"""What reads the files with each suffix."""
