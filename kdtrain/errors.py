@@ -146,6 +146,13 @@ def as_number(value: Any, option: str) -> float:
         raise UsageError(f"{option} {value!r} is not a number") from None
 
 
+def as_whole(value: Any, name: str, least: int = 0) -> int:
+    """`value` as an integer from `least` to 2**63 - 1. UsageError: it is none."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= value.__index__() < 2**63:
+        raise UsageError(f"{name} {value!r} is not a whole number of at least {least}")
+    return int(value.__index__())
+
+
 def as_path(value: Any, name: str) -> Path:
     """`value` as a path. UsageError: it is none."""
     if not isinstance(value, str | os.PathLike):

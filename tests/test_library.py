@@ -291,6 +291,26 @@ def test_a_batch_that_is_not_one_is_a_usage_error(changes, message):
         student_of()(**batch_of(**changes))
 
 
+def mixture(**options):
+    return kd.Mixture([[{"tokens": torch.arange(5)}] * 6] * 2, **options)
+
+
+def cache_writer(**options):
+    return kd.CacheWriter("nowhere", tokenizer=tiny_tokenizer(300), teacher="t", **options)
+
+
+def add(**options):
+    cache_writer().add(torch.arange(5), torch.zeros(4, 300), split="train", **options)
+
+
+def align(tokens):
+    return kd.Alignment(tiny_tokenizer(300), tiny_tokenizer(280)).align(tokens)
+
+
+def student(**options):
+    return kd.Student(tiny_model("llama", 300), kd.DistillationLoss(), **options)
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -313,10 +333,30 @@ def test_a_batch_that_is_not_one_is_a_usage_error(changes, message):
         (lambda: kd.DistillConfig(student="s", out="o", cache="c", steps="many"), "steps 'many' is not a whole number"),
         (lambda: kd.DistillConfig(student="s", out=3, cache="c"), "out 3 is not a path"),
         (lambda: kd.DistillConfig(student="s", out="o", cache="c", optimizer={"lr": 1}), "is not a OptimizerConfig"),
+        *((lambda seed=seed: mixture(seed=seed), rf"seed {seed!r} is not a wh") for seed in (math.nan, -1, 1.5, "a")),
+        *((lambda epoch=epoch: mixture().set_epoch(epoch), "epoch .* whole number") for epoch in (math.nan, -1, 1.5)),
+        *((lambda size=size: mixture().batches(size), "batch_size .* whole") for size in (math.nan, 1.5, "3", True)),
+        *((lambda one=one: cache_writer(dense=True, **one), "dense") for one in ({"top_k": 4}, {"num_samples": 4})),
+        *((lambda m=m: add(loss_mask=[m] * 4), "loss_mask: .* 1 and 0") for m in (7, -1, 0.5, math.nan)),
+        (lambda: cache_writer(head=3), "head is a int"),
+        *((lambda t=t: align([t]), rf"tokens? .*{t}|whole numbers") for t in (-1, 300, 2**40, 1.7, True, "a")),
+        (lambda: student(quantized="zzz"), "quantized zzz is not one of fp8, mxfp8, mxfp4 "),
+        (lambda: student(quantized="fp8"), "quantized fp8 .* with the switch"),
+        (lambda: student(switch=3), "switch is a int"),
+        (lambda: student(hidden_loss=3), "hidden_loss is a int"),
+        (lambda: student(hidden_weight=math.nan), "hidden_weight nan"),
+        *((lambda size=size: student(vocab_size=size), "vocab_size .* whole number") for size in (1.5, True)),
+        *((lambda path=path: kd.RunRecord.read(path), "holds no run") for path in ("nowhere", "/", __file__)),
+        (lambda: kd.RunRecord.read(3), "folder 3 is not a path"),
+        *((lambda x=x: kd.Policy(quantized="fp8", window=x), "window .* whole number") for x in (1.5, True)),
+        (lambda: kd.Policy(quantized="zzz"), "quantized zzz is not one of fp8, mxfp8, mxfp4"),
+        (lambda: kd.Keep(rolling=True), "rolling True"),
+        *((lambda x=x: kd.CheckpointStore("x").save(x, {}), "step .* whole number") for x in (-1, True, 1.5, "a")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_an_argument_that_cannot_work_is_a_usage_error_that_names_it(make, message, arguments):
+def test_an_argument_that_cannot_work_is_a_usage_error_that_names_it(make, message, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(kd.UsageError, match=message):
         make()
 

@@ -5,6 +5,7 @@ The order is that of a run of `kdtrain distill` over the same caches with the sa
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from kdtrain.data import order
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, as_whole
 
 _SAME = {
     "seq_len": "sequences of {} tokens",
@@ -57,13 +58,9 @@ class Mixture(Dataset[dict[str, Tensor]]):
             self.order = order.Mixture.weighted([len(each) for each in members], weights)
         except (ValueError, TypeError) as error:
             raise UsageError(f"a mixture needs data sets with a length, and weights above 0: {error}") from None
-        self.members, self.seed, self.epoch = list(members), seed, 0
-        described: list[Any] = [each for each in members if hasattr(each, "manifest")]
-        settings = [each.manifest.settings for each in described]
-        names = [str(each.folder) for each in described]
-        refuse_unlike(names, settings, [each.codec.kind != "tokens" for each in settings])
-        known = [each.manifest.temperature_range for each in described]
-        spans = [None if each is None else (each["min"], each["max"]) for each in known]
+        self.members, self.seed, self.epoch = list(members), as_whole(seed, "seed"), 0
+        names, settings, taught, spans = [*zip(*filter(None, map(_stated, members)), strict=True)] or [()] * 4
+        refuse_unlike(names, settings, taught)
         self.temperature_range = common_range(names, spans)
         """The lowest and the highest T at which all members are right; None where no member states one."""
 
@@ -73,7 +70,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch, counted from 0. Workers of a loader see it when they start."""
-        self.epoch = epoch
+        self.epoch = as_whole(epoch, "epoch")
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """The sequence at a place of the epoch, as its member gives it."""
@@ -104,9 +101,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
 
     def batches(self, batch_size: int, *, drop_last: bool = False) -> "Batches":
         """For `DataLoader(batch_sampler=...)`: batches of one member each, in the proportion of the mixture."""
-        if batch_size < 1:
-            raise UsageError(f"batch_size {batch_size} is not at least 1")
-        return Batches(self, batch_size, drop_last)
+        return Batches(self, as_whole(batch_size, "batch_size", 1), drop_last)
 
     def __repr__(self) -> str:
         given = ", ".join(f"{quota} of {each!r}" for quota, each in zip(self.order.quotas, self.members, strict=True))
@@ -133,6 +128,23 @@ class Batches(Sampler[list[int]]):
         """Batches of an epoch."""
         spare = 0 if self.drop_last else self.batch_size - 1
         return sum((quota + spare) // self.batch_size for quota in self.mixture.order.quotas)
+
+
+def _stated(member: Any) -> tuple[str, Any, bool, tuple[float, float] | None] | None:
+    """Folder, settings, whether it has a teacher, and range of T of a split, of a view of one, or of a part of either.
+
+    None: nothing is known of it.
+    """
+    if hasattr(member, "manifest"):
+        settings, known = member.manifest.settings, member.manifest.temperature_range
+        span = None if known is None else (known["min"], known["max"])
+        return str(member.folder), settings, settings.codec.kind != "tokens", span
+    if hasattr(member, "view"):
+        record = member.view.record
+        own = {"tokenizer_size": record.sizes[1], "tokenizer_digest": record.settings["tokenizer"]}
+        settings = SimpleNamespace(seq_len=member.view.seq_len, document_mask=None, vocab_size=None, **own)
+        return str(member.view.folder), settings, True, (1.0, 1.0)
+    return _stated(member.dataset) if hasattr(member, "dataset") else None
 
 
 def refuse_unlike(names: Sequence[str], members: Sequence[Any], taught: Sequence[bool]) -> None:

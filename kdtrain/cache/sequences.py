@@ -8,8 +8,9 @@ measured at the end, on the logits of the first validation sequences.
 What it gives up: what is kept of one shard is held in memory, and one process writes.
 """
 
+import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -25,18 +26,21 @@ from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import SAMPLING, CodecSpec, broken, encode_sequences
 from kdtrain.cache.manifest import CacheSettings, Manifest
 from kdtrain.cache.reader import Cache
+from kdtrain.cache.shard import Shard, batch_of, shard_errors
 from kdtrain.cache.shard_writer import finished_record, intact_record, shards_of
 from kdtrain.cache.writer import CacheBuilder
 from kdtrain.config import CodecConfig
 from kdtrain.data.corpus import by_hash, rank
 from kdtrain.data.packing import PackedRow
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, as_whole
 from kdtrain.files import canonical_json
 from kdtrain.models.loading import load_tokenizer, tokenizer_digest
 from kdtrain.models.output_head import OutputHead
 
 Numbers = Tensor | np.ndarray
 SPLITS = ("train", "validation")
+APART = 0.1
+"""Nats, root mean square, by which log p of the labels may differ in a resume: formats and devices round."""
 _OTHERS = "give the same sequences in the same order, or another folder"
 
 
@@ -94,6 +98,8 @@ class CacheWriter:
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         self.teacher = {"spec": teacher} if isinstance(teacher, str) else dict(teacher)
         head = OutputHead(head) if isinstance(head, Tensor) else head
+        if not isinstance(head, OutputHead | None):
+            raise UsageError(f"head is a {type(head).__name__}; give an output head, or its weight [V, D]")
         if head is not None and head.weight is not None:  # logits of 16-bit products would be rounded
             bias = None if head.bias is None else head.bias.detach().float()
             head = replace(head, weight=head.weight.detach().float(), bias=bias)
@@ -105,11 +111,9 @@ class CacheWriter:
             canonical_json([self.teacher, self.data])
         except (TypeError, ValueError):
             raise UsageError("teacher and data hold text, finite numbers, lists and tables only") from None
-        if type(sequences_per_shard) is not int or sequences_per_shard < 1:
-            raise UsageError(f"sequences_per_shard = {sequences_per_shard} must be a whole number of at least 1")
-        if type(seed) is not int or not 0 <= seed < 2**63:
-            raise UsageError(f"seed = {seed} must be a whole number from 0 to 2**63 - 1")
-        self.seed, self.sequences_per_shard = seed, sequences_per_shard
+        self.seed = as_whole(seed, "seed")
+        self.sequences_per_shard = as_whole(sequences_per_shard, "sequences_per_shard", 1)
+        self._lock = threading.Lock()
         self._builder: CacheBuilder | None = None
         self._splits = {split: _Split() for split in SPLITS}
         self._sample: dict[int, Tensor] = {}
@@ -125,7 +129,7 @@ class CacheWriter:
         loss_mask: Numbers | None = None,
         segments: Numbers | None = None,
     ) -> None:
-        """Add the next sequence of a split.
+        """Add the next sequence of a split; threads may, one is added after the other.
 
         Args:
             tokens: [T + 1]. T is the same for all sequences.
@@ -138,9 +142,15 @@ class CacheWriter:
 
         Raises:
             UsageError: a shape or value that does not fit; the sequences are not those of the shard, or of the finished
-                cache, that is there; the writer is finished or closed.
+                cache, that is there, or their logits are not; the writer is finished or closed.
             RunError: the folder cannot be written; more than one in a thousand sequences have non-finite logits.
         """
+        with self._lock:
+            self._add(tokens, logits, split, loss_mask, segments)
+
+    def _add(
+        self, tokens: Numbers, logits: Any, split: str | None, loss_mask: Numbers | None, segments: Numbers | None
+    ) -> None:
         if self._closed:
             raise UsageError(f"{self.out}: this writer is finished or closed; make another one")
         tokens_T = _array(tokens, "tokens")
@@ -152,6 +162,8 @@ class CacheWriter:
         for name, values in (("loss_mask", mask), ("segments", documents)):
             if values.shape != (length,):
                 raise UsageError(f"{name} of shape {[*values.shape]}: give [{length}], one less than tokens")
+        if not np.isin(mask, (0, 1)).all():
+            raise UsageError("loss_mask: give True and False, or 1 and 0")
         if documents.dtype.kind not in "iu":
             raise UsageError(f"segments of {documents.dtype}: give whole numbers")
         if documents.min() < 0 or documents.max() >= length:
@@ -188,6 +200,8 @@ class CacheWriter:
             answer = self._asked(logits, length) if answer is None else answer
             if answer.shape[1] != settings.vocab_size:
                 raise UsageError(f"logits of {answer.shape[1]} entries, and the first ones had {settings.vocab_size}")
+        if own.published and answer is not None:
+            self._refuse_other_logits(answer, tokens_T, split, number)
         if held:
             assert answer is not None
             chosen = answer[fidelity.sample_positions(length, positions).to(answer.device)].float().cpu()
@@ -295,6 +309,20 @@ class CacheWriter:
                 shape, last = [*given.shape], "D" if self.head else "V"
                 raise UsageError(f"logits of shape {shape}: give [{length}, {last}], a row for each token but the last")
             return given.float() if self.head is None else self.head.to(given.device)(given.float())
+
+    def _refuse_other_logits(self, answer: Tensor, tokens_T: np.ndarray, split: str, number: int) -> None:
+        """Raise a UsageError if a published shard has other log-probabilities of these labels."""
+        assert self._builder is not None
+        name = cache_format.shard_name(split, number // self.sequences_per_shard)
+        path, spec = cache_format.shard_path(self.out, name), self._builder.settings.codec
+        with shard_errors(path), closing(Shard(path, spec)) as shard:
+            stored = batch_of([shard.read(np.array([number % self.sequences_per_shard]), checked=False)], spec)
+        assert stored.targets is not None
+        labels = torch.from_numpy(tokens_T[1:].astype(np.int64)).to(answer.device)
+        now = answer.log_softmax(-1).gather(-1, labels[:, None])[:, 0].cpu()
+        apart = float((now - stored.targets.label_logprob)[stored.loss_mask[0]].square().mean().sqrt())
+        if apart > APART and torch.equal(stored.tokens[0], labels.new_tensor(tokens_T).cpu()):
+            raise UsageError(f"{self.out} holds other logits of this sequence, {apart:.2g} nats apart; {_OTHERS}")
 
     def _publish(self, split: str) -> None:
         """Write the shard in work of a split, or check that the one that is there is of these sequences."""

@@ -27,7 +27,7 @@ from kdtrain.checkpoint.sealed import read_state
 from kdtrain.checkpoint.shards import DTYPES
 from kdtrain.checkpoint.store import Store, load
 from kdtrain.checkpoint.tiers import Keep
-from kdtrain.errors import RunError, UsageError, as_path
+from kdtrain.errors import RunError, UsageError, as_path, as_whole
 
 _TENSOR, _MAPPING, _TUPLE = "tensor", "mapping", "tuple"
 
@@ -78,7 +78,7 @@ class CheckpointStore:
             RunError: the disk is full or cannot be written. Earlier checkpoints are intact.
         """
         tensors: dict[str, torch.Tensor] = {}
-        name = name or tiers.rolling_name(step)
+        name = name or tiers.rolling_name(as_whole(step, "step"))
         best = self._best_loss()
         try:
             tree = {"tree": _flatten(state, (), tensors), "metrics": dict(metrics or {})}

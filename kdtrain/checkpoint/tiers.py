@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from kdtrain.errors import UsageError
+from kdtrain.errors import as_whole
 
 SUFFIX = ".safetensors"
 """Of the files that hold a checkpoint's tensors."""
@@ -49,8 +49,7 @@ class Keep:
 
     def __post_init__(self) -> None:
         for name, count in vars(self).items():
-            if not isinstance(count, int) or count < 1:
-                raise UsageError(f"{name} {count!r} is not a whole number of at least 1")
+            as_whole(count, name, 1)
 
 
 def rolling_name(step: int) -> str:

@@ -95,6 +95,10 @@ class CodecConfig(Options):
             f"--num-samples {self.num_samples} is too many; counts are kept in 8 bits, so use at most 255",
         )
         refuse(
+            self.dense and self.top_k + (self.num_samples or 0) > 0,
+            "--dense stores every entry; leave --top-k and --num-samples out",
+        )
+        refuse(
             not self.dense and self.top_k + self.samples == 0,
             "--top-k 0 with --num-samples 0 stores nothing; raise one or use --dense",
         )

@@ -101,9 +101,11 @@ class Alignment:
         UsageError: one of them is not in its tokenizer, or is a special token without partner; or the student's
         tokenizer rewrites the text.
         """
-        found = np.asarray(tokens, np.int64)
-        if found.ndim != 1:
-            raise UsageError(f"tokens have the shape {list(found.shape)}; give those of one text")
+        found = np.asarray(tokens)
+        if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):
+            raise UsageError(f"tokens are {found.dtype} {list(found.shape)}; give those of one text, whole numbers")
+        if len(beyond := found[(found < 0) | (found >= len(self.teacher))]):
+            raise UsageError(f"token {beyond[0]} is not one of {self.teacher.name}, 0 to {len(self.teacher) - 1}")
         stream = np.zeros(len(found), TAUGHT)
         stream["token"], stream["label"], stream["position"] = found, True, np.arange(len(found))
         stream["start"][1:] = found[:-1] == self._teacher.tokenizer.eos_token_id

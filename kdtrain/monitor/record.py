@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kdtrain.errors import UsageError, as_path
 from kdtrain.files import SMALL, open_regular, parse_json, read_json, read_toml, typed
 
 MOST_BYTES = 2**30
@@ -60,13 +61,18 @@ class RunRecord:
     in order; empty where the run did not log it."""
 
     @classmethod
-    def read(cls, folder: Path, last: int | None = None) -> "RunRecord":
+    def read(cls, folder: Path | str, last: int | None = None) -> "RunRecord":
         """Read the run in `folder`; of its metrics and events only the `last` bytes, or all.
 
         Raises:
             OSError: a file cannot be read.
             ValueError: a file is not what a run writes, or is too large; names the file.
+            UsageError: the folder holds none of them.
         """
+        folder = as_path(folder, "folder")
+        files = ("config.toml", "environment.json", "metrics.jsonl", "events.jsonl", "result.json")
+        if not any((folder / each).exists() for each in files):
+            raise UsageError(f"{folder} holds no run")
         metrics, diagram = [], list[dict[str, float]]()
         for _, record in lines(folder / "metrics.jsonl", last):
             if (line := _numbers(record)) is not None:

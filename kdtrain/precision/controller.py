@@ -31,7 +31,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
-from kdtrain.errors import UsageError
+from kdtrain.config.sections import QUANTIZED
+from kdtrain.errors import UsageError, as_whole
 from kdtrain.files import typed
 from kdtrain.precision.linear import Position, Switch
 
@@ -79,8 +80,9 @@ class Policy:
             raise UsageError(f"threshold {self.threshold} is not a finite number above 0")
         least = {"window": 1, "snapshot_every": 1, "keep": 1, "probe_every": 1, "min_dwell": 0, "max_switches": 0}
         for name, bound in least.items():
-            if not getattr(self, name) >= bound:
-                raise UsageError(f"{name} {getattr(self, name)} is not a whole number of at least {bound}")
+            as_whole(getattr(self, name), name, bound)
+        if self.quantized not in QUANTIZED:
+            raise UsageError(f"quantized {self.quantized} is not one of {', '.join(QUANTIZED)}")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kdtrain.cache.manifest import refuse_vocabulary
-from kdtrain.errors import UsageError
+from kdtrain.config.sections import QUANTIZED
+from kdtrain.errors import UsageError, as_number, as_whole
 from kdtrain.models.head import SplitModel, layer_widths, split
 from kdtrain.models.router import router_weight
 from kdtrain.objective.batch import Batch, Codecs
@@ -93,7 +94,14 @@ class Student(PreTrainedModel):
             raise UsageError(f"loss is a {type(loss).__name__}; give a DistillationLoss")
         if mode not in MODES:
             raise UsageError(f"mode {mode} is not one of {', '.join(MODES)}")
-        if vocab_size is not None and not 1 <= vocab_size <= model.vocab_size:
+        for name, value, kind in (("hidden_loss", hidden_loss, HiddenLoss), ("switch", switch, Switch)):
+            if not isinstance(value, kind | None):
+                raise UsageError(f"{name} is a {type(value).__name__}; give a {kind.__name__}")
+        if quantized is not None and (switch is None or quantized not in QUANTIZED):
+            raise UsageError(f"quantized {quantized} is not one of {', '.join(QUANTIZED)} with the switch of quantize_")
+        if not 0 <= as_number(hidden_weight, "hidden_weight") < math.inf:
+            raise UsageError(f"hidden_weight {hidden_weight} is not a finite number of at least 0")
+        if vocab_size is not None and not as_whole(vocab_size, "vocab_size", 1) <= model.vocab_size:
             raise UsageError(f"vocab_size {vocab_size} is not between 1 and the model's {model.vocab_size}")
         self.model = model
         self.loss = loss

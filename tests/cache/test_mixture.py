@@ -14,6 +14,8 @@ from kdtrain.objective.mixed import MixedTargets, join
 from kdtrain.testing import tiny_model
 from kdtrain.training.sources.cache import CachedSource
 from kdtrain.training.sources.mixture import mix
+from tests.cache.view_kit import CODECS, foreign_cache
+from tests.token_kinds import train
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +123,17 @@ def test_what_does_not_fit_together_is_refused(caches, tmp_path, workshop, codec
             kd.Mixture(members, weights)
     with pytest.raises(kd.UsageError, match="batch_size 0"):
         kd.Mixture(of(caches, "both")).batches(0)
+
+
+def test_the_rows_of_two_tokenizers_are_not_mixed_and_views_for_one_are(tmp_path):
+    cache = foreign_cache(tmp_path / "cache", *CODECS["top-k"])["train"]
+    view, other = (cache.aligned(train("bpe")) for _ in range(2))
+    for members in ([cache, view], [view, torch.utils.data.Subset(cache, [1, 2])]):
+        with pytest.raises(
+            kd.UsageError, match=r"cannot be mixed: one has a tokenizer of \d+ entries, the other a tok"
+        ):
+            kd.Mixture(members)
+    assert kd.Mixture([view, other]).temperature_range == (1.0, 1.0)
 
 
 def test_members_with_one_codec_become_one_set_of_targets_and_others_stay_apart(caches):

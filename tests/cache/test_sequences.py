@@ -1,6 +1,7 @@
 """`kd.CacheWriter`: the cache of anyone's own logits is the cache that `cache-teacher` writes of them."""
 
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,6 +132,39 @@ def test_other_sequences_or_settings_are_refused_in_a_folder_that_has_some(seque
         write(tmp_path / "c", [*sequences[:8], *sequences[10:]])
 
 
+@pytest.mark.parametrize("kind", CODECS)
+@pytest.mark.parametrize("called", [False, True])
+def test_the_same_sequences_with_other_logits_are_refused_and_with_nearly_equal_ones_resume(
+    sequences, tmp_path, kind, called
+):
+    interrupted = writer(tmp_path / "a", kind)
+    fill(interrupted, sequences[:7])
+    interrupted.close()
+    before = shards(tmp_path / "a")
+    assert before
+    with pytest.raises(kd.UsageError, match=r"other logits .*nats apart"):
+        fill(writer(tmp_path / "a", kind), sequences, lambda logits: (lambda: -logits) if called else -logits)
+    assert before == shards(tmp_path / "a")
+    write(tmp_path / "a", sequences, kind, lambda logits: logits + 0.01 * torch.randn_like(logits))
+    with pytest.raises(kd.UsageError, match="other logits"):
+        write(tmp_path / "a", sequences, kind, lambda logits: -logits)
+
+
+def test_threads_that_add_lose_no_row(tmp_path):
+    rows, logits = [np.full(9, number) for number in range(40)], torch.randn(8, WIDTH)
+    with writer(tmp_path / "a", sequences_per_shard=1) as own:
+        own.add(rows[0], logits, split="validation")
+        jobs = [
+            threading.Thread(target=lambda part: [own.add(row, logits, split="train") for row in part], args=[part])
+            for part in np.split(np.array(rows), 4)
+        ]
+        for each in jobs:
+            each.start()
+        for each in jobs:
+            each.join()
+    assert sorted(int(each["tokens"][0]) for each in kd.Cache(tmp_path / "a")["train"]) == [*range(40)]
+
+
 def test_a_finished_cache_takes_no_further_sequence_and_its_files_stay(sequences, tmp_path):
     write(tmp_path / "c", sequences)
     before = shards(tmp_path / "c")
@@ -217,9 +251,9 @@ def test_what_does_not_fit_is_refused_by_its_argument(sequences, tmp_path, chang
         ({"teacher": {"name": "x"}}, "give a name, or values with spec"),
         ({"data": {"day": object()}}, "hold text, finite numbers"),
         ({"sequences_per_shard": 0}, "at least 1"),
-        ({"seed": -1}, "seed = -1 must be a whole number from 0"),
-        ({"seed": 1.5}, "seed = 1.5 must be"),
-        ({"seed": 2**63}, "must be a whole number from 0"),
+        ({"seed": -1}, "seed -1 is not a whole number of at least 0"),
+        ({"seed": 1.5}, "seed 1.5 is not a whole"),
+        ({"seed": 2**63}, "is not a whole number"),
         ({"num_samples": 0, "top_k": 0}, "stores nothing"),
         ({"tokenizer": "nowhere/at/all"}, "nowhere"),
     ],
