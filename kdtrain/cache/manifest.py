@@ -188,7 +188,7 @@ class _Generated(TypedDict):
 
 _DEEPEST = 8
 """Most parts of the name of a tokenizer file; those of transformers have two."""
-_LEFT_OUT = frozenset({"capture", "generated", "origin", "parents", "test_vector", "weights_cost"})
+_LEFT_OUT = frozenset({"capture", "generated", "origin", "parents", "test_vector", "text_counts", "weights_cost"})
 """Keys of the manifest that are left out where they say nothing, so that older manifests keep their digest."""
 
 
@@ -222,6 +222,9 @@ class Manifest:
     generated: dict[str, dict[str, Count]] | None = None
     """Of a text that the teacher wrote (`generated` of the data), by split: labels that it wrote (`tokens`), and how
     many sequences ended why (`stop`, `length`); else left out."""
+    text_counts: dict[str, dict[str, Count]] | None = None
+    """By split of the data, what was left out of the text in reading it, in words with a number; without any left out.
+    """
     digest: str = ""
     """Over everything else: the digest of the cache."""
 

@@ -321,13 +321,13 @@ def write_cache(
     A rank that has built its share returns while rank 0 finishes. stated: more keys of the manifest.
     """
     writer = CacheBuilder(folder, settings, **options)
-    writer.stated |= stated or {}
     try:
         if writer.manifest is not None:
             return writer.manifest if writer.rounds.rank == 0 else None
         # All first rows before any forward: else the teacher may work for hours before a later split turns out empty.
         for split, rows in {split: _not_empty(split, rows, settings) for split, rows in splits.items()}.items():
             writer.build(split, rows)
+        writer.stated |= {name: each for name, each in (stated or {}).items() if each}  # some are counted meanwhile
         return writer.finish()
     finally:
         writer.close()

@@ -24,6 +24,7 @@ from kdtrain.commands.agreement import agree
 from kdtrain.config import CacheTeacherConfig, DataConfig
 from kdtrain.config.teachers import DEFAULT_PROMPT
 from kdtrain.data.corpus import has_prompts
+from kdtrain.data.masks import Counts, Masks
 from kdtrain.data.packing import PackedRow, packed_rows
 from kdtrain.data.prompts import prompt_rows
 from kdtrain.errors import UsageError
@@ -66,15 +67,17 @@ def build_cache(
             )
             teacher.write(how)
     teacher.begin(earlier, (config.out / MANIFEST).is_file())
+    counts: Counts = {}
     if refined is None:
-        settings, rows = _asked(config, teacher)
+        settings, rows = _asked(config, teacher, counts)
     else:
         settings, rows = _refined_settings(refined, teacher), {split: refined[split].rows() for split in refined}
     codec, progress = settings.codec, None
     if live is not None:
         text = config.out.with_name(TEXT)
         on_main(lambda: build_tokens(text, config.data, teacher.tokenizer, teacher.vocab_size))
-        settings, rows, progress = live.begin(settings, Cache(text))
+        settings, rows, progress = live.begin(settings, packed := Cache(text))
+        counts |= packed.manifest.text_counts or {}
     agree(settings.to_json)
     answers: dict[str, Any]
     if teacher.gives == "top-k":
@@ -86,8 +89,7 @@ def build_cache(
         }
     else:
         answers = {"teacher": teacher.logits, "sharded": teacher.sharded}
-    if teacher.cost is not None:
-        answers["stated"] = {"weights_cost": teacher.cost}
+    answers["stated"] = {"text_counts": counts, "weights_cost": teacher.cost}
     if teacher.writing is not None:
         answers["written"] = lambda rows: teacher.written(rows, codec)
     saved = ChatTokenizer(teacher.tokenizer, generation_of(teacher.spec))
@@ -156,8 +158,10 @@ def _refined_settings(refined: Cache, teacher: Teacher) -> CacheSettings:
     return replace(settings, sampling=grid_name(offset))
 
 
-def _asked(config: CacheTeacherConfig, teacher: Teacher) -> tuple[CacheSettings, dict[str, Iterator[PackedRow]]]:
-    """The settings of the cache that the options ask for, and the rows of each split."""
+def _asked(
+    config: CacheTeacherConfig, teacher: Teacher, counts: Counts
+) -> tuple[CacheSettings, dict[str, Iterator[PackedRow]]]:
+    """The settings of the cache that the options ask for, and the rows of each split. counts: see `Masks`."""
     asked, width, limits = config.codec, teacher.vocab_size, config.splits()
     if not asked.dense and asked.top_k > width:
         raise UsageError(f"--top-k {asked.top_k} is more than the vocabulary of {width}; choose less, or --dense")
@@ -172,7 +176,7 @@ def _asked(config: CacheTeacherConfig, teacher: Teacher) -> tuple[CacheSettings,
     if teacher.text is None:
         settings = replace(settings, seed=config.seed, sampling=SAMPLING if codec.num_samples else None)
         if (how := teacher.writing) is None:
-            rows = _text(config.data, teacher.tokenizer, limits)
+            rows = _text(config.data, teacher.tokenizer, limits, counts)
         else:
             prompts = {"prompt_tokens": _prompt_width(config), "max_new_tokens": config.text.max_new_tokens}
             settings = replace(settings, data={**settings.data, "generated": {**prompts, **how.to_json()}})
@@ -233,8 +237,9 @@ def build_tokens(
     """
     limits = splits or {"train": data.num_sequences, "validation": data.validation_sequences}
     settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=vocab_size), limits)
-    rows = _text(data, tokenizer, limits)
-    manifest = _write(folder, settings, rows, teacher=None, tokenizer=tokenizer, batch_size=64)
+    counts: Counts = {}
+    rows, stated = _text(data, tokenizer, limits, counts), {"text_counts": counts}
+    manifest = _write(folder, settings, rows, teacher=None, tokenizer=tokenizer, batch_size=64, stated=stated)
     assert manifest is not None
     return manifest
 
@@ -292,14 +297,12 @@ def _settings(
 
 
 def _text(
-    data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None]
+    data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None], counts: Counts | None = None
 ) -> dict[str, Iterator[PackedRow]]:
-    """The rows of each split."""
+    """The rows of each split. counts: see `Masks`."""
     sources = _sources(data, limits)
-    return {
-        name: packed_rows(data, sources[name], tokenizer, limit, example=number == 0)
-        for number, (name, limit) in enumerate(limits.items())
-    }
+    masks = {name: Masks(split, data.seq_len, name == next(iter(limits)), counts) for name, split in sources.items()}
+    return {name: packed_rows(data, sources[name], tokenizer, limits[name], masks[name]) for name in limits}
 
 
 def _sources(data: DataConfig, limits: dict[str, int | None]) -> dict[str, str]:

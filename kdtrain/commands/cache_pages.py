@@ -130,8 +130,10 @@ def _origin(origin: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def capture_lines(manifest: Manifest) -> list[str]:
-    """What the teacher wrote, and what the top-k of a served one leaves out; empty for other caches."""
+    """What the teacher wrote, what of the text was left out, and what the top-k of a served teacher leaves out."""
     lines = [*written_lines(manifest)]
+    for split, counts in (manifest.text_counts or {}).items():
+        lines += [f"{split}: {count:,} {what}" for what, count in counts.items()]
     if found := manifest.capture:
         mass, loss, positions = (found.get(name) for name in ("kept_mass", "mass_loss", "positions"))
         lines.append(f"kept mass {number(mass)}, mean -log of it {number(loss)} nats, in {number(positions)} positions")

@@ -197,6 +197,7 @@ def _cache_facts(path: Path, manifest: Manifest) -> dict[str, Any]:
         "fidelity": manifest.fidelity,
         **({"weights_cost": manifest.weights_cost} if manifest.weights_cost else {}),
         **({"generated": manifest.generated} if manifest.generated else {}),
+        **({"text_counts": manifest.text_counts} if manifest.text_counts else {}),
         **({"origin": manifest.origin} if manifest.origin else {}),
         **({"parents": manifest.parents} if manifest.parents else {}),
         "versions": manifest.versions,

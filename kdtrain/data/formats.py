@@ -14,15 +14,18 @@ hold.
 """
 
 import functools
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from kdtrain.errors import UsageError, printable
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+"""Of each its role, content and other texts, and `tool_calls`; the first may have the `tools` of the conversation."""
 
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -131,9 +134,8 @@ def row_format(source: str, asked: Columns, names: Collection[str]) -> RowFormat
     if name in ("messages", "sharegpt"):
         column = asked.messages or _conversations(name, names)
         _refuse_missing(source, names, column, "--messages-column")
-        return RowFormat(
-            name, (column, *_present(names, *("system",) * (name == "sharegpt"))), _conversation_in(column)
-        )
+        others = _present(names, *("system",) * (name == "sharegpt"), "tools")
+        return RowFormat(name, (column, *others), _conversation_in(column))
     needed, optional, convert = _COLUMNS[name]
     for column in needed:
         _refuse_missing(source, names, column, f"--format {name}")
@@ -192,6 +194,8 @@ def _conversation_in(column: str) -> Convert:
         messages = _messages(row[column])
         if _is_text(row.get("system")) and not any(each["role"] == "system" for each in messages):
             messages = [{"role": "system", "content": row["system"]}, *messages]
+        if messages and (tools := _functions(row.get("tools"), "whose tools name no function")):
+            messages[0]["tools"] = tools
         return _answered(Document(key, messages=messages))
 
     return convert
@@ -233,24 +237,51 @@ _COLUMNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Convert]] = {
 
 
 def _messages(value: Any) -> Messages:
-    """The messages of a conversation, in either spelling; keeps the text entries of each (role, content, name, ...)."""
-    found = []
-    for message in value if isinstance(value, list) else [None] if value is not None else []:
-        if not isinstance(message, dict):
-            raise LeftOut("that are no conversations", "is not a conversation; it needs lists of role and content")
-        if isinstance(message.get("role"), str) and isinstance(message.get("content"), str):
-            found.append({name: text for name, text in message.items() if isinstance(text, str)})
-        elif isinstance(name := message.get("from"), str) and isinstance(message.get("value"), str):
+    """The messages of a conversation, in either spelling; parts are joined by line ends, as inference servers do."""
+    found: Messages = []
+    for message in value if isinstance(value, list) else [None] * (value is not None):
+        message = message if isinstance(message, dict) else {}
+        role, name = message.get("role"), message.get("from")
+        if isinstance(role, str):
+            turn: dict[str, Any] = {name: text for name, text in message.items() if isinstance(text, str)}
+            content = message.get("content")
+            if calls := message.get("tool_calls") or [*filter(None, [message.get("function_call")])]:
+                turn["tool_calls"], content = _functions(calls, "with tool calls that name no function"), content or ""
+        elif isinstance(name, str):
             if name.lower() not in _ROLES:
                 raise LeftOut("with an unknown role", f"'{name}'")
-            found.append({"role": _ROLES[name.lower()], "content": message["value"]})
+            turn, content = {"role": _ROLES[name.lower()]}, message.get("value")
         else:
             raise LeftOut("that are no conversations", "is not a conversation; it needs lists of role and content")
+        texts: list[Any] = [content]
+        if isinstance(content, list):
+            texts = [each.get("text") if isinstance(each, dict) else each for each in content]
+        if not all(isinstance(each, str) for each in texts):
+            reason = "with a turn without content" if content is None else "with content that is not text"
+            raise LeftOut(reason, f"'{role or name}'")
+        found.append({**turn, "content": "\n".join(texts)})
+    return found
+
+
+def _functions(value: Any, reason: str) -> list[dict[str, Any]]:
+    """Tools, or calls of them, as chat templates take them: JSON is read, and nulls, which parquet adds, dropped."""
+    with suppress(ValueError):
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        value = json.loads(text, object_hook=lambda each: {name: it for name, it in each.items() if it is not None})
+    found: list[dict[str, Any]] = []
+    for each in value if isinstance(value, list) else [{}] * bool(value):
+        function = each.get("function", each) if isinstance(each, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise LeftOut(reason)
+        with suppress(KeyError, TypeError, ValueError):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        found.append({"type": "function", "function": each} if function is each else each)
     return found
 
 
 def _answered(document: Document) -> Document:
-    if not any(each["role"] == "assistant" and each["content"].strip() for each in document.messages or ()):
+    turns = [each for each in document.messages or () if each["role"] == "assistant"]
+    if not any(each["content"].strip() or "tool_calls" in each for each in turns):
         raise LeftOut("without an answer")
     return document
 

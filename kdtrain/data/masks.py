@@ -1,8 +1,10 @@
 """What of conversations and completions counts in the loss: checked, counted, and shown at one example."""
 
 import itertools
+import json
 import logging
 import threading
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import numpy as np
 from kdtrain.data.formats import Document
 from kdtrain.errors import UsageError
 
+Counts = dict[str, dict[str, int]]
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 OPENS, CLOSES = "⟦", "⟧"
@@ -31,13 +34,21 @@ class Masks:
         split: what the log calls it; empty: nothing is logged.
         seq_len: positions of a sequence.
         example: whether to log the first document, with what counts marked.
+        counts: gets by split what the manifest states of the text.
     """
 
-    def __init__(self, split: str, seq_len: int, example: bool = False) -> None:
+    def __init__(self, split: str, seq_len: int, example: bool = False, counts: Counts | None = None) -> None:
         self._split, self._seq_len, self._example = split, seq_len, example and bool(split)
+        self.counts: Counts = {} if counts is None else counts
         self._lock = threading.Lock()
         self.documents = self.tokens = self.learned = self.long = self.refused = self.short = self.wide = 0
         self._first: dict[str, str] = {}
+
+    def counted(self, stream: _Array, found: Counter[str]) -> _Array:
+        """The stream of a batch, of which `found` is counted."""
+        if found:
+            self.counts[self._split] = Counter(self.counts.get(self._split, {})) + found
+        return stream
 
     def leave_out(self, error: UsageError) -> None:
         """Count a conversation that the template refuses. UsageError: it refuses all."""
@@ -88,7 +99,8 @@ class Masks:
             if any(content.strip() not in "\0".join(learned) for content in wanted):
                 self.short += 1
                 self._first.setdefault("short", document.key)
-            if wanted and sum(map(len, learned)) > sum(map(len, wanted)) + _BEYOND * len(wanted):
+            calls = sum(len(json.dumps(each.get("tool_calls", ""))) for each in document.messages or [])
+            if wanted and sum(map(len, learned)) > sum(map(len, wanted)) + calls + _BEYOND * len(wanted):
                 self.wide += 1
                 self._first.setdefault("wide", document.key)
             shown, self._example = self._example, False

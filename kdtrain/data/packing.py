@@ -33,7 +33,7 @@ import re
 import resource
 import signal
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -158,12 +158,15 @@ def _serve(render: Render, connection: Connection, parents: Connection) -> None:
 _PIECE_CHARACTERS = 1 << 20
 _BATCH_CHARACTERS = 1 << 18
 _BATCH_PIECES = 256
+_MARKS = 0xF0000  # from here on are characters that no message has
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 # One token of the stream: the token, whether it may be a label, and whether it starts a document.
 _FIELDS = {"token": np.int32, "label": np.bool_, "start": np.bool_}
 STREAM = np.dtype([*_FIELDS.items()])
 _Array = np.ndarray[Any, np.dtype[Any]]
+_Encoded = tuple[_Array, Counter[str]]
+"""The stream of a batch, and what of it is counted where it is used: the workers are ahead of that."""
 
 
 @dataclass(frozen=True)
@@ -203,14 +206,11 @@ def pack(
 
 
 def packed_rows(
-    data: DataConfig, split_name: str, tokenizer: "PreTrainedTokenizerFast", limit: int | None, *, example: bool = False
+    data: DataConfig, split: str, tokenizer: "PreTrainedTokenizerFast", limit: int | None, masks: Masks | None = None
 ) -> Iterator[PackedRow]:
-    """Yield the first `limit` packed rows of a split; log what counts in the loss, with an `example` of it."""
-    texts = corpus.documents_of(data, split_name)
-    masks = Masks(split_name, data.seq_len, example)
-    packed = pack(
-        texts, tokenizer, data.seq_len, num_workers=data.num_workers, document_mask=data.document_mask, masks=masks
-    )
+    """Yield the first `limit` packed rows of a split; log what counts in the loss."""
+    texts, masks, apart = corpus.documents_of(data, split), masks or Masks(split, data.seq_len), data.document_mask
+    packed = pack(texts, tokenizer, data.seq_len, num_workers=data.num_workers, document_mask=apart, masks=masks)
     return itertools.islice(packed, limit)
 
 
@@ -218,7 +218,8 @@ def _packed(
     encoder: "Encoder", batches: Iterator[list["_Piece"]], num_workers: int, seq_len: int, document_mask: bool
 ) -> Iterator[PackedRow]:
     try:
-        yield from rows_of(_in_order(encoder, batches, num_workers), seq_len, document_mask)
+        encoded = _in_order(encoder, batches, num_workers)
+        yield from rows_of((encoder.masks.counted(*each) for each in encoded), seq_len, document_mask)
         encoder.masks.refuse_none()
     finally:
         encoder.close()
@@ -298,12 +299,12 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[_Piece]]:
 
 
 def _in_order(
-    encode: Callable[[list[_Piece]], _Array], batches: Iterator[list[_Piece]], num_workers: int
-) -> Iterator[_Array]:
+    encode: Callable[[list[_Piece]], _Encoded], batches: Iterator[list[_Piece]], num_workers: int
+) -> Iterator[_Encoded]:
     if num_workers == 0:
         yield from map(encode, batches)
         return
-    waiting: deque[Future[_Array]] = deque()
+    waiting: deque[Future[_Encoded]] = deque()
     with ThreadPoolExecutor(num_workers, thread_name_prefix="tokenize") as pool:
         try:
             for batch in batches:
@@ -357,35 +358,36 @@ class Encoder:
         self._render.close()
         self.masks.report()
 
-    def __call__(self, batch: list[_Piece]) -> _Array:
-        texts = [piece.text for piece in batch if piece.document.messages is None]
+    def __call__(self, batch: list[_Piece]) -> _Encoded:
+        texts, counts = [piece.text for piece in batch if piece.document.messages is None], Counter[str]()
+        placed = any(piece.document.prompt for piece in batch)
         with panics_refused(f"{self._name} cannot take this text"):
-            encoded = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))
+            encode = self._backend.encode_batch if placed else self._backend.encode_batch_fast  # without offsets
+            encoded = iter(encode(texts, add_special_tokens=False))
         streams = []
         for piece in batch:
             if piece.document.messages is not None:
-                streams.append(self._conversation(piece.document))
+                streams.append(self._conversation(piece.document, counts))
                 continue
-            ids = next(encoded).ids
-            written = bool(piece.document.prompt) and ids[-1:] == self._eos
-            stream = _stream(self._bos * piece.first + ids + self._eos * (piece.last and not written))
+            encoding = next(encoded)
+            written = bool(piece.document.prompt) and encoding.ids[-1:] == self._eos
+            stream = _stream(self._bos * piece.first + encoding.ids + self._eos * (piece.last and not written))
             stream["start"][:1] = piece.first
             if piece.document.prompt:
-                self._mask_prompt(piece, stream, len(self._bos) * piece.first, written)
+                self._mask_prompt(piece, stream, encoding.offsets)
             streams.append(stream)
-        return np.concatenate(streams) if streams else np.empty(0, dtype=STREAM)
+        return np.concatenate(streams) if streams else np.empty(0, dtype=STREAM), counts
 
-    def _mask_prompt(self, piece: _Piece, stream: _Array, bos: int, written: bool) -> None:
+    def _mask_prompt(self, piece: _Piece, stream: _Array, offsets: list[tuple[int, int]]) -> None:
         """Take the tokens of the prompt out of the labels; one that reaches into the completion stays."""
-        with panics_refused(f"{self._name} cannot take this text"):
-            offsets = self._backend.encode(piece.text, add_special_tokens=False).offsets
         starts, stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+        bos = len(self._bos) * piece.first
         stream["label"][: bos + len(stops)] = np.concatenate([np.zeros(bos, dtype=np.bool_), stops > piece.prompt])
         if piece.first and piece.last:
             label = stream["label"][bos : bos + len(stops)]
             self.masks.add(piece.document, piece.text, starts[label], stops[label], stream["label"])
 
-    def _conversation(self, document: Document) -> _Array:
+    def _conversation(self, document: Document, counts: Counter[str]) -> _Array:
         key, prompt = document.key, document.prompt
         assert document.messages is not None
         messages, quoted = self._without_special(document.messages)
@@ -395,6 +397,7 @@ class Encoder:
             spans = _after(spans, messages, prompt, key)
         except _RowRefused as error:
             self.masks.leave_out(error)
+            counts["conversations left out that the chat template does not render"] += 1
             return np.empty(0, dtype=STREAM)
         with panics_refused(f"{self._name} cannot take this text"):
             ids, starts, stops = self._encode(text, quoted)
@@ -435,13 +438,13 @@ class Encoder:
 
     def _without_special(self, messages: Messages) -> tuple[Messages, dict[str, str]]:
         """The messages with an unused character in place of each special token, and the token of each character."""
-        content = "\0".join(value for message in messages for value in message.values())
+        content = json.dumps(messages, ensure_ascii=False)
         unused = (each for number in range(0x100000, 0x10FFFE) if (each := chr(number)) not in content)
         quoted: dict[str, str] = {}
         for token in self._quotable:
-            if token in content:
+            if json.dumps(token, ensure_ascii=False)[1:-1] in content:
                 quoted[mark := next(unused)] = token
-                messages = [{name: value.replace(token, mark) for name, value in each.items()} for each in messages]
+                messages = _replaced(messages, token, mark)
         return messages, quoted
 
     def _encode(self, text: str, quoted: dict[str, str]) -> tuple[list[int], _Array, _Array]:
@@ -472,6 +475,15 @@ class Encoder:
         return [*itertools.chain(*tokens)], np.concatenate(begin), np.concatenate(end)
 
 
+def _replaced(value: Any, old: str, new: str) -> Any:
+    """JSON with `new` in place of `old` in its texts."""
+    if isinstance(value, dict):
+        return {name: _replaced(each, old, new) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_replaced(each, old, new) for each in value]
+    return value.replace(old, new) if isinstance(value, str) else value
+
+
 def _after(spans: Spans, messages: Messages, prompt: int, key: str) -> Spans:
     """The spans of the assistant's turns behind the first `prompt` messages."""
     if not prompt:
@@ -489,17 +501,33 @@ def _render(tokenizer: "PreTrainedTokenizerFast", opening: bool, key: str, messa
     """
     if not tokenizer.chat_template:
         raise UsageError("the tokenizer has no chat template; use one that has one, or --text-column for plain text")
+    tools: Any = messages[0].get("tools")
+
+    def render(turns: Messages, prompt: bool = False) -> str:
+        return str(tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=prompt))
+
     try:
+        _refuse_lost_calls(render, key, messages)
         if opening:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)), []
+            return render(messages, prompt=True), []
         if _GENERATION.search(tokenizer.get_chat_template()):
             return _render_marked(tokenizer, messages)
-        return _render_prefixes(tokenizer, key, messages)
+        return _render_prefixes(render, key, messages)
     except (UsageError, MemoryError):
         raise
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
         raise _RowRefused(f"{key}: the chat template refuses this conversation: {reason}") from error
+
+
+def _refuse_lost_calls(render: Callable[[Messages], str], key: str, messages: Messages) -> None:
+    """Refuse a conversation of which the template drops a tool call: the student would learn an empty answer."""
+    marked = copy.deepcopy(messages)
+    functions = [call["function"] for each in marked for call in each.get("tool_calls", ())]
+    for place, function in enumerate(functions):
+        function["name"] = chr(_MARKS + place)
+    if functions and not {each["name"] for each in functions} <= set(render(marked)):
+        raise _RowRefused(f"{key}: the chat template does not render the tool calls of this conversation; use another")
 
 
 def _render_marked(tokenizer: "PreTrainedTokenizerFast", messages: Messages) -> tuple[str, Spans]:
@@ -510,6 +538,7 @@ def _render_marked(tokenizer: "PreTrainedTokenizerFast", messages: Messages) -> 
     special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
     rendered: Any = chat_template_utils.render_jinja_template(
         conversations=[messages],
+        tools=messages[0].get("tools"),
         chat_template=tokenizer.get_chat_template(),
         return_assistant_tokens_mask=True,
         **special_tokens,
@@ -517,10 +546,7 @@ def _render_marked(tokenizer: "PreTrainedTokenizerFast", messages: Messages) -> 
     return rendered[0][0], rendered[1][0]
 
 
-def _render_prefixes(tokenizer: "PreTrainedTokenizerFast", key: str, messages: Messages) -> tuple[str, Spans]:
-    def render(turns: Messages, prompt: bool = False) -> str:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt))
-
+def _render_prefixes(render: Callable[..., str], key: str, messages: Messages) -> tuple[str, Spans]:
     text, spans = render(messages), []
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -532,24 +558,31 @@ def _render_prefixes(tokenizer: "PreTrainedTokenizerFast", key: str, messages: M
     return text, spans
 
 
-def _find_turns(render: Callable[[Messages], str], key: str, messages: Messages, text: str) -> Spans:
+def _find_turns(render: Callable[..., str], key: str, messages: Messages, text: str) -> Spans:
     """Where the assistant's turns are in `text`, of a template that renders a turn otherwise before later ones.
 
-    One character, which no message has, takes the place of each turn's content. With the content put back, the
-    rendering must be `text`: then each is where its character was. What the template writes behind it, the end of the
-    turn, is as much as the rendering of the conversation up to this turn has in common.
+    One character, which no message has, takes the place of each turn's content, or else of the first call's name. With
+    these put back, the rendering must be `text`: then each is where its character was. What the template writes behind
+    it, the end of the turn, is as much as the rendering of the conversation up to this turn has in common.
     """
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    marks = dict(zip(turns, map(chr, range(0xF0000, 0xF0000 + len(turns))), strict=True))
-    marked = [{**each, "content": marks.get(turn, each["content"])} for turn, each in enumerate(messages)]
+    marks = dict(zip(turns, map(chr, range(_MARKS, _MARKS + len(turns))), strict=True))
+    marked, contents = copy.deepcopy(messages), dict[int, str]()
+    for turn, mark in marks.items():
+        calls = [] if marked[turn]["content"].strip() else marked[turn].get("tool_calls")
+        holder, name = (calls[0]["function"], "name") if calls else (marked[turn], "content")
+        contents[turn], holder[name] = holder[name], mark
     pieces = re.split(f"([{''.join(marks.values())}])", render(marked))
     if pieces[1::2] == list(marks.values()) and not any(mark in text for mark in marks.values()):
         for clean in (str, str.strip):
-            contents = [clean(messages[turn]["content"]) for turn in turns]
             restored, spans = pieces[0], []
-            for turn, content, behind in zip(turns, contents, pieces[2::2], strict=True):
+            for turn, behind in zip(turns, pieces[2::2], strict=True):
                 _, found, end = render(marked[: turn + 1]).rpartition(marks[turn])
-                start, restored = len(restored), restored + content
+                start = len(restored)
+                if marked[turn]["content"] != marks[turn]:  # a call, behind what the template writes before it
+                    opened = render(marked[:turn], prompt=True).removeprefix(render(marked[:turn]))
+                    start = restored.rindex(opened) + len(opened)
+                restored += clean(contents[turn])
                 same = itertools.takewhile(
                     lambda pair: pair[0] == pair[1], zip(end * bool(found), behind, strict=False)
                 )

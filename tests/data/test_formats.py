@@ -2,12 +2,14 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import datasets
 import pytest
 from datasets import Dataset
 
+from kdtrain.cache.manifest import Manifest, read_manifest
 from kdtrain.config import DataConfig
 from kdtrain.data import formats
 from kdtrain.data.corpus import documents
@@ -45,6 +47,11 @@ def _sharegpt(*turns: tuple[str, str]) -> list[dict[str, str]]:
 
 WANTED = _talk(("user", "why?"), ("assistant", "because"))
 SYSTEM = _talk(("system", "be kind"))
+SPELLED = {"name": "add", "arguments": '{"a": 1, "b": null}'}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
+CALLING = {"role": "assistant", "content": None}
+CALLED = {**CALLING, "content": "", "tool_calls": [CALL]}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 ROWS = {
     "messages": ({"messages": WANTED}, Document("", messages=WANTED)),
     "sharegpt": (
@@ -72,6 +79,29 @@ ROWS = {
         {"prompt": SYSTEM + WANTED + _talk(("user", "so?")), "completion": _talk(("assistant", "so"))},
         Document("", messages=SYSTEM + WANTED + _talk(("user", "so?"), ("assistant", "so")), prompt=4),
     ),
+    "content in parts": (
+        {
+            "messages": [
+                {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
+                for role, texts in (("user", ["why?"]), ("assistant", ["be", "c"]))
+            ]
+        },
+        Document("", messages=[*WANTED[:1], {"role": "assistant", "content": "be\nc"}]),
+    ),
+    "tool calls without content": (
+        {
+            "messages": [*WANTED[:1], {**CALLING, "tool_calls": [{**CALL, "function": SPELLED}]}, *WANTED[1:]],
+            "tools": [TOOL],
+        },
+        Document("", messages=[{**WANTED[0], "tools": [TOOL]}, CALLED, *WANTED[1:]]),
+    ),
+    "a function call of before tool calls, and tools as JSON": (
+        {
+            "messages": [*WANTED[:1], {"role": "assistant", "content": "", "function_call": SPELLED}],
+            "tools": json.dumps([TOOL["function"]]),
+        },
+        Document("", messages=[{**WANTED[0], "tools": [TOOL]}, CALLED]),
+    ),
     "text": ({"text": "plain"}, Document("", text="plain")),
     "text beside a conversation": ({"text": "plain", "messages": WANTED}, Document("", text="plain")),
 }
@@ -94,6 +124,27 @@ def test_what_a_row_is_follows_from_its_columns(name: str, suffix: str, tmp_path
     assert [(each.text, each.messages, each.prompt) for each in found] == [
         (wanted.text, wanted.messages, wanted.prompt)
     ] * 3
+
+
+@pytest.mark.parametrize(
+    "turn, reason",
+    [
+        ({"content": None}, "with a turn without content (first: row 0: 'assistant')"),
+        ({}, "with a turn without content (first: row 0: 'assistant')"),
+        (
+            {"content": [{"type": "text", "text": "a"}, {"type": "image_url"}]},
+            "with content that is not text (first: row",
+        ),
+        ({"content": {"a": "b"}}, "with content that is not text (first: row 0: 'assistant')"),
+        ({"content": "a", "tool_calls": [{"id": "x"}]}, "with tool calls that name no function (first: row 0)"),
+        ({"content": "a", "tool_calls": "add"}, "with tool calls that name no function (first: row 0)"),
+    ],
+)
+def test_a_turn_that_cannot_be_rendered_has_its_own_reason(turn: dict[str, object], reason: str, tmp_path: Path):
+    rows = [{"messages": [*WANTED[:1], {"role": "assistant", **turn}]}] * 3
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    with pytest.raises(UsageError, match=f"for the train split: 3 {re.escape(reason)}"):
+        documents(str(tmp_path / "a.jsonl"), "train")
 
 
 @pytest.mark.parametrize("suffix, sep", [("csv", ","), ("tsv", "\t")])
@@ -157,15 +208,17 @@ def test_what_is_left_out_is_counted_by_reason_with_its_first_row(tmp_path: Path
         {"conversations": None},
         {"conversations": _sharegpt(("human", "why?"), ("narra\x1btor", "x"))},
         {"conversations": [{"from": "human", "value": None}]},
+        {"conversations": [{"value": "of nobody"}]},
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with caplog.at_level("INFO"):
         assert len(_read(tmp_path / "a.jsonl")) == 30
     (said,) = (each.getMessage() for each in caplog.records)
     assert said == (
-        f"{tmp_path}/a.jsonl: read as sharegpt (conversations): 30 of 35 rows; left out 3 without an answer "
-        "(first: row 30), 1 with an unknown role (first: row 33: 'narra\\x1btor'), 1 that are no conversations "
-        "(first: row 34: is not a conversation; it needs lists of role and content)"
+        f"{tmp_path}/a.jsonl: read as sharegpt (conversations): 30 of 36 rows; left out 3 without an answer "
+        "(first: row 30), 1 with an unknown role (first: row 33: 'narra\\x1btor'), 1 with a turn without content "
+        "(first: row 34: 'human'), 1 that are no conversations (first: row 35: is not a conversation; it needs lists "
+        "of role and content)"
     )
 
 
@@ -232,6 +285,28 @@ def test_columns_that_a_format_does_not_read_and_formats_of_plain_text_are_refus
         (tmp_path / "a.txt").write_text("x")
         with pytest.raises(UsageError, match="text has no columns; leave out --format alpaca"):
             documents(source, "train", Columns(format="alpaca"))
+
+
+def test_what_the_template_leaves_out_is_counted_in_the_manifest_for_any_number_of_workers(tmp_path: Path):
+    from kdtrain.commands.build_cache import build_tokens
+    from kdtrain.testing import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer(300)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    asking = [{"role": "user", "content": f"{n}?"} for n in range(3000)]
+    rows = [{"messages": [asked, *[CALLED] * (n % 3 == 0), *WANTED[1:]]} for n, asked in enumerate(asking)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+
+    def made(workers: int) -> Manifest:
+        data = DataConfig(data=str(tmp_path / "a.jsonl"), seq_len=16, num_sequences=9, num_workers=workers)
+        return build_tokens(tmp_path / f"out{workers}", data, tokenizer, 300)
+
+    alone, workers = made(0), made(3)
+    (reason,) = alone.text_counts["train"]
+    assert reason == "conversations left out that the chat template does not render"
+    assert 0 < alone.text_counts["train"][reason] < 300
+    assert workers.digest == alone.digest
+    assert read_manifest(tmp_path / "out3").text_counts == alone.text_counts
 
 
 def test_an_invocation_of_before_formats_has_the_identity_that_it_had(tmp_path: Path):

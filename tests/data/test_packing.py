@@ -315,6 +315,64 @@ def test_of_a_prompt_of_messages_no_turn_of_the_assistant_is_learned(template: s
     assert learned in (f"ok{_EOS}", f"ok<end>{_EOS}")
 
 
+_CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+_CALLS = [
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL, _CALL]},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "two"},
+]
+_TOOLS = "{% for t in tools or () %}[{{ t.function.name }}]{% endfor %}"
+_RENDERS = _TOOLS + _PLAIN.replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% for c in m.tool_calls or () %}({{ c.function | tojson }}){% endfor %}{{ '|' }}",
+)
+# as Qwen3's: a turn without later ones has a block of reasoning, and a line end stands between content and calls only
+_RENDERS_ANEW = _RENDERS.replace("{{ m.content }}", "{{ '[think]' if loop.last }}{{ m.content + nl if m.content }}", 1)
+
+
+@pytest.mark.parametrize("template", [_RENDERS, _RENDERS_ANEW.replace("nl", "'_'")])
+def test_the_calls_of_tools_are_learned_and_the_tools_rendered(template: str, tokenizer: PreTrainedTokenizerFast):
+    tokenizer.chat_template = template
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    calls = '({"name": "add", "arguments": {"a": 1}})' * 2
+    text = tokenizer.apply_chat_template(_CALLS, tools=tools, tokenize=False)
+    talk = [{**_CALLS[0], "tools": tools}, *_CALLS[1:]]
+    (row,) = pack([Document("talk", messages=talk)], tokenizer, len(tokenizer(text).input_ids))
+    assert tokenizer.decode(row.tokens) == text + _EOS and text.startswith("[add]<user>")
+    before, between = text.partition(calls)[0], text.partition(f"{calls}|")[2].partition("two")[0]
+    want = f"{'.' * (len(before) - 1)}{calls}|{'.' * len(between)}two{text.rpartition('two')[2]}{_EOS}"
+    assert _learned([row], tokenizer).decode() == want
+
+
+@pytest.mark.parametrize("template", [_PLAIN, _MARKED, _RENDERS.replace("m.tool_calls", "(m.tool_calls or [])[:1]")])
+def test_a_conversation_whose_tool_calls_the_template_does_not_render_is_left_out_and_counted(
+    template: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+):
+    tokenizer.chat_template = template
+    masks, calls, good = Masks("train", 8), Document("calls", messages=_CALLS), Document("good", messages=_TALK)
+    with caplog.at_level("INFO"):
+        rows = list(pack([calls, good], tokenizer, 8, masks=masks))
+    assert [row.tokens.tolist() for row in rows] == [row.tokens.tolist() for row in pack([good], tokenizer, 8)]
+    assert masks.counts == {"train": {"conversations left out that the chat template does not render": 1}}
+    assert (
+        "left out 1 that the chat template refuses (first: calls: the chat template does not render the tool calls of"
+        in caplog.text
+    )
+    with pytest.raises(UsageError, match=r"^calls: the chat template does not render the tool calls of this conv"):
+        list(pack([calls], tokenizer, 8))
+
+
+def test_a_tool_call_that_quotes_a_special_token_is_spelled_out(tokenizer: PreTrainedTokenizerFast):
+    tokenizer.chat_template = _RENDERS
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": f"x{_EOS}y"}}}
+    talk = [_CALLS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    text = tokenizer.apply_chat_template(talk, tokenize=False)
+    (row,) = pack([Document("talk", messages=talk)], tokenizer, len(text.encode()))
+    assert row.tokens.tolist().count(tokenizer.eos_token_id) == 1
+    assert tokenizer.decode(row.tokens) == text + _EOS and f'"a": "x{_EOS}y"' in text
+
+
 def test_an_example_shows_what_counts_in_lines_without_control_characters(
     tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ):
