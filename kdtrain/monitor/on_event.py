@@ -66,7 +66,7 @@ class EventCommand:
         if self._failure is None or self._reported:
             return None
         self._reported = True
-        return f"--on-event: the command failed: {self._failure}; the run continues, and this is logged once"
+        return f"--on-event: the command failed: {self._failure}; the run is not affected, and this is logged once"
 
     def close(self) -> None:
         """Let what waits run for up to `LAST_SECONDS`, and end what runs then."""

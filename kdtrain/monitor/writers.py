@@ -18,7 +18,7 @@ import torch
 
 from kdtrain.config import MonitorConfig
 from kdtrain.config.choices import LOGGERS
-from kdtrain.errors import UsageError
+from kdtrain.errors import RunError, UsageError
 from kdtrain.files import publish_text
 from kdtrain.monitor.loggers import Logger, histograms
 from kdtrain.monitor.on_event import EventCommand
@@ -47,7 +47,7 @@ class Writers:
         self.folder = folder
         self.on_event = None if config.on_event is None else EventCommand(config.on_event, str(folder))
         self.loggers: list[Logger] = [LOGGERS.get(name)(folder, text, resume_step) for name, text in config.loggers]
-        self.shows_histograms = bool(self.loggers)
+        self.shows_histograms, self.failure = bool(self.loggers), ""
         for name in ("metrics.jsonl", "samples.jsonl"):
             _forget(folder / name, resume_step, -1 if validated_step is None else validated_step)
         _forget(folder / "events.jsonl", math.inf, math.inf)
@@ -73,11 +73,19 @@ class Writers:
         self._report_on_event(step)
 
     def event(self, kind: str, step: int, level: Level = "info", **details: Any) -> None:
-        """Write an intervention (start, resume, stop, best, ...) with its time in seconds since 1970."""
+        """Write an intervention (start, resume, stop, best, ...) with its time in seconds since 1970.
+
+        The `failure` of a run stays its last event.
+        """
         record = {"time": time.time(), "event": kind, "level": level, "step": step, **details}
         if self.on_event is not None:  # first: the disk may be full
             self.on_event.send(record)
-        _append(self.folder / "events.jsonl", record)
+        path, text = self.folder / "events.jsonl", json.dumps(record) + "\n"
+        if self.failure:
+            publish_text(path, path.read_text().removesuffix(self.failure) + text + self.failure, "monitor.failure")
+        else:
+            _append(path, record)
+        self.failure = text if kind == "failure" else self.failure
         for logger in self.loggers:
             logger.event(step, kind, details)
 
@@ -129,7 +137,7 @@ class Writers:
         """Give the command of `--on-event` a few seconds for the last events."""
         if self.on_event is not None:
             self.on_event.close()
-            with suppress(OSError):  # a full disk may be what the last event was about
+            with suppress(OSError, RunError):  # a full disk may be what the last event was about
                 self._report_on_event(step)
 
     def close(self) -> None:

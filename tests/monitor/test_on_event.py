@@ -47,6 +47,17 @@ def test_the_command_gets_each_event_that_matters_in_order_and_no_other(tmp_path
     assert got == [{"run": str(tmp_path / "run"), **logged[each["event"]]} for each in got]
 
 
+def test_the_failure_of_a_run_stays_the_last_event_where_the_command_fails_on_it(tmp_path):
+    made = writers(tmp_path, "false")
+    made.event("start", 0)
+    made.event("failure", 3, "error", reason="oom", message="out of memory")
+    before = (tmp_path / "events.jsonl").read_text().splitlines()
+    made.end_on_event(3)
+    after = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in after] == ["start", "on-event", "failure"]
+    assert [after[0], after[2]] == before
+
+
 def test_what_an_event_says_never_reaches_a_shell_or_the_command_line(tmp_path):
     code = "import sys; open(sys.argv[1], 'w').write(repr(sys.argv[2:]) + sys.stdin.read())"
     made = writers(tmp_path, python(code, tmp_path / "got", "$HOME", "{event}"))
@@ -72,7 +83,7 @@ def test_a_command_that_fails_is_one_warning(tmp_path, said, command, why):
         made.event("rollback", step, detail="x" * 200_000)  # more than a pipe holds
     made.end_on_event(3)
     made.end_on_event(3)
-    assert len(said) == 1 and why in said[0] and said[0].endswith("the run continues, and this is logged once")
+    assert len(said) == 1 and why in said[0] and said[0].endswith("the run is not affected, and this is logged once")
     assert command not in said[0] + (tmp_path / "events.jsonl").read_text(), "it may hold a secret"
     kinds = [json.loads(line)["event"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert kinds == ["rollback"] * 3 + ["on-event"]
