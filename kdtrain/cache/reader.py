@@ -1,21 +1,24 @@
 """Reading a cache: sequences in any order, as tokens, masks and targets.
 
 A process opens a shard when it first needs it (an HDF5 handle survives neither a fork nor a pickle) and keeps at most
-`MAX_OPEN` open. The reader compares the sizes of all shards with the manifest at once; a shard's SHA-256 and structure
-before it first opens it, and again when the file has changed since; a shard's dictionary and masks when it opens it;
-a sequence's numbers when it first reads them (`checks`). A read goes through the sequences in the order of the file,
-each once, with one HDF5 call for each run of neighbours; threads take turns at the files, and decode side by side. Only
-shards are read, never `index.h5`: a virtual data set whose shard is gone reads as fill values. A shard that is damaged,
-or not the manifest's, raises an error that names it.
+`MAX_OPEN` open, and the lists of those that it closed up to `MAX_LISTS` bytes. The reader compares the sizes of all
+shards with the manifest at once; a shard's SHA-256 and structure before it first opens it, and again when the file has
+changed since; a shard's dictionary and masks when it reads them; a sequence's numbers when it first reads them
+(`checks`). A read goes through the sequences in the order of the file, each once, with one HDF5 call for each run of
+neighbours; threads take turns at the files, and decode side by side. Only shards are read, never `index.h5`: a virtual
+data set whose shard is gone reads as fill values. A shard that is damaged, or not the manifest's, raises an error that
+names it.
 
 What it gives up: the first read from a shard reads all of it, once a reader; in a split of more than
-`MAX_OPEN` shards a random read has to open one, which takes as long as twenty sequences (larger shards help).
+`MAX_OPEN` shards a random read has to open one again, which takes as long as three sequences of 512 tokens, and ten
+where `MAX_LISTS` is used up (larger shards help).
 """
 
 import atexit
 import math
 import operator
 import os
+import resource
 import shutil
 import tempfile
 import threading
@@ -48,9 +51,11 @@ from kdtrain.objective.batch import Batch
 if TYPE_CHECKING:
     from kdtrain.cache.view_rows import ViewReader
 
-MAX_OPEN = 16
-"""Shards kept open at once. Each holds 0.6 MiB of HDF5's own, which no setting lowers, and its lists: 0.25 MiB at
-V = 2,048, 2 MiB at V = 151,936."""
+MAX_OPEN = max(16, min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
+"""Shards that a reader keeps open at once, an eighth of the files that a process may open. Each holds 0.6 MiB of HDF5's
+own, which no setting lowers, and its lists: 0.25 MiB at V = 2,048, 2 MiB at V = 151,936."""
+MAX_LISTS = 2**28
+"""Bytes of lists and masks kept of shards that are closed again."""
 _ROWS_AT_ONCE = 64
 
 
@@ -92,6 +97,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         self._first_rows = np.array(first_rows(self.manifest.splits[split]))
         self._paths = [cache_format.shard_path(self.folder, shard["name"]) for shard in self._shards]
         self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._closed: OrderedDict[int, Shard] = OrderedDict()
         self._read_at: dict[int, float] = {}
         self._verified: dict[int, tuple[int, int, int]] = {}
         self._checked: dict[int, np.ndarray] = {}
@@ -122,7 +128,8 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         return [{name: tensor[row] for name, tensor in fields.items()} for row in range(size)]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": OrderedDict(), "_read_at": {}, "_process": None, "_locks": {}}
+        shards: dict[str, Any] = {"_open": OrderedDict(), "_closed": OrderedDict(), "_read_at": {}}
+        return {**self.__dict__, **shards, "_process": None, "_locks": {}}
 
     def _lock(self) -> threading.RLock:
         """This process's own: one that another thread held at a fork is never released in the child."""
@@ -257,6 +264,9 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         number, shard = self._open.popitem(last=False)
         self._read_at.pop(number, None)
         shard.close()
+        self._closed[number] = shard
+        while sum(each.nbytes for each in self._closed.values()) > MAX_LISTS:
+            self._closed.popitem(last=False)
         if self.remote is not None:
             self.remote.release(self._shards[number]["name"])
 
@@ -273,7 +283,9 @@ class CacheReader(Dataset[dict[str, Tensor]]):
                 self.remote.put_aside(self._shards[number])
                 self.remote.ensure(self._shards[number], self)
                 self._verify(number)
-            self._open[number] = Shard(self._paths[number], self.manifest.codec)
+            if (shard := self._closed.pop(number, None)) is not None:
+                shard.open()
+            self._open[number] = shard or Shard(self._paths[number], self.manifest.codec)
             if len(self._open) > MAX_OPEN:
                 self._close_oldest()
         self._open.move_to_end(number)
@@ -287,6 +299,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         seen = (found.st_size, found.st_mtime_ns, found.st_ino)
         if self._verified.get(number) == seen:
             return
+        self._closed.pop(number, None)
         if found.st_size != self._shards[number]["bytes"]:
             raise AlteredError("its size differs from the manifest's")
         if file_digest(path) != self._shards[number]["sha256"]:
@@ -301,6 +314,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         with self._lock():
             while self._open:
                 self._close_oldest()
+            self._closed.clear()
 
 
 class Cache:

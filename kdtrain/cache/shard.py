@@ -46,22 +46,36 @@ class Shard:
     """An open shard that has passed `check_structure`. ValueError: it has impossible numbers. OSError: a read fails."""
 
     def __init__(self, path: Path, spec: CodecSpec) -> None:
+        self._path, self._spec = path, spec
+        self._coding: Coding | None = None
+        self._flags: dict[str, Runs] = {}
+        self.open()
+
+    def open(self) -> None:
+        """Open the file, again after `close`: lists and masks are read once."""
         # No chunk cache: a chunk is a sequence, read once an epoch; HDF5 would keep 8 MiB a data set of each shard.
-        self._file, self._spec = h5py.File(path, "r", rdcc_nbytes=0), spec
+        self._file = h5py.File(self._path, "r", rdcc_nbytes=0)
         try:
-            self._coding: Coding | None = None
-            if spec.kind == "sparse":
-                self._coding = Coding.from_arrays(read_dictionary(self._file), spec)
-                check_lists(self._coding)
-            sets = {name: self._file[name] for name in list(self._file) if name != DICTIONARY}
-            # Masks are few runs in few chunks: read once, kept as runs.
-            flags = {name: sets.pop(name)[()] for name in ("loss_mask", "segments")}
-            check_flags(flags["loss_mask"], flags["segments"])
-            self._flags = {name: Runs(values) for name, values in flags.items()}
-            self._sets = {name: Rows(each) for name, each in sets.items()}
+            if not self._flags:
+                self._read_lists()
+            names = [name for name in list(self._file) if name not in (DICTIONARY, *self._flags)]
+            self._sets = {name: Rows(self._file[name]) for name in names}
         except BaseException:
             self._file.close()
             raise
+
+    def _read_lists(self) -> None:
+        self.nbytes = 0
+        """Bytes of its lists and masks, which stay when it is closed."""
+        if self._spec.kind == "sparse":
+            self._coding = Coding.from_arrays(read_dictionary(self._file), self._spec)
+            check_lists(self._coding)
+            self.nbytes = sum(each.nbytes for each in self._coding.to_arrays().values())
+        # Masks are few runs in few chunks: read once, kept as runs.
+        flags = {name: self._file[name][()] for name in ("loss_mask", "segments")}
+        check_flags(flags["loss_mask"], flags["segments"])
+        self._flags = {name: Runs(values) for name, values in flags.items()}
+        self.nbytes += sum(each.nbytes for each in self._flags.values())
 
     def read(self, rows: np.ndarray, *, checked: bool) -> Stored:
         """The given sequences, every array [len(rows), ...]; `rows` ascending.
@@ -86,7 +100,7 @@ class Shard:
         return {"tokens": tokens, **{name: runs.read(rows) for name, runs in self._flags.items()}}
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; lists and masks stay."""
         self._file.close()
 
 
@@ -101,6 +115,7 @@ class Runs:
         self._values = values_nT.ravel()[places]
         self._first = np.concatenate([[0], np.cumsum(starts_nT.sum(1))])
         self._length = values_nT.shape[1]
+        self.nbytes = self._lengths.nbytes + self._values.nbytes + self._first.nbytes
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """The rows [len(rows), T]."""

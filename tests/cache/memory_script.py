@@ -71,8 +71,8 @@ def read(folder: Path, sequences: int) -> int:
 
 
 if __name__ == "__main__":
-    # Open shards take memory, up to a number: fewer than the smallest cache has.
-    reader.MAX_OPEN = 1
+    # Open shards and the lists of closed ones take memory, up to bounds: fewer than the smallest cache has.
+    reader.MAX_OPEN, reader.MAX_LISTS = 1, 0
     for sequences in SIZES:
         folder = Path(sys.argv[1], str(sequences))
         held = {"build": build(folder, sequences), "read": read(folder, sequences)}

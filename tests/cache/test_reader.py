@@ -5,6 +5,7 @@ import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -103,6 +104,46 @@ def test_few_files_stay_open(cache: Path, monkeypatch) -> None:
         shards.read([index])
         assert len(shards._open) <= 2
     assert torch.equal(shards.read([0, 9, 5]).tokens, expected)
+
+
+def test_a_closed_shard_keeps_its_lists_up_to_a_bound_and_while_its_file_is_the_same(
+    tmp_path: Path, workshop, codecs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = workshop.build(tmp_path / "c", codecs["both"])
+    opened, lists, masks = Mock(wraps=h5py.File), Mock(wraps=hdf5.read_dictionary), Mock(wraps=Runs)
+    for name, counted in (("h5py.File", opened), ("read_dictionary", lists), ("Runs", masks)):
+        monkeypatch.setattr(f"kdtrain.cache.shard.{name}", counted)
+
+    def counts(order: list[int]) -> tuple[int, int, int]:
+        for each in (opened, lists, masks):
+            each.reset_mock()
+        for index in order:
+            assert torch.equal(shards.read([index]).tokens[0], expected[index])
+        assert len(shards._open) == 1
+        return opened.call_count, lists.call_count, masks.call_count
+
+    expected = CacheReader(cache, "train").read(range(10)).tokens
+    monkeypatch.setattr(reader, "MAX_OPEN", 1)
+    shards = CacheReader(cache, "train")
+    order = [0, 9, 5, 0, 5, 9]
+    assert counts(order) == (6, 3, 6)
+    assert counts(order[:-1]) == (5, 0, 0)
+
+    path = cache_format.shard_path(cache, "train-00000")
+    path.write_bytes(path.read_bytes())
+    assert counts([9, 0, 9, 0]) == (4, 1, 2)
+    assert not pickle.loads(pickle.dumps(shards))._closed
+    held = {number: each.nbytes for number, each in (*shards._open.items(), *shards._closed.items())}
+    shards.close()
+    assert (len(held), min(held.values()) > 1000, len(shards._closed)) == (3, True, 0)
+
+    monkeypatch.setattr(reader, "MAX_LISTS", max(held.values()))
+    for index in order * 2:
+        shards.read([index])
+        assert sum(each.nbytes for each in shards._closed.values()) <= max(held.values())
+    assert len(shards._closed) == 1
+    monkeypatch.setattr(reader, "MAX_LISTS", 0)
+    assert counts(order) == (6, 6, 12)
 
 
 def test_a_reader_can_be_pickled(cache: Path) -> None:
