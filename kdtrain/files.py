@@ -453,6 +453,11 @@ def aside_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.lstat().st_mtime_ns, path.name))
 
 
+def files_below(folder: Path) -> dict[str, Path]:
+    """Every file in a folder and the folders inside, by its path there, in order."""
+    return {each.relative_to(folder).as_posix(): each for each in sorted(folder.rglob("*")) if each.is_file()}
+
+
 def remove_folder(path: Path, files: Collection[str], label: str) -> bool:
     """Remove a folder that holds only `files`, which its seal lists; return whether it was removed.
 
@@ -463,8 +468,10 @@ def remove_folder(path: Path, files: Collection[str], label: str) -> bool:
     """
     if path.is_symlink() or not files:
         return False
-    with os.scandir(path) as inside:
-        if any(each.name not in files or not each.is_file(follow_symlinks=False) for each in inside):
+    folders = {os.path.dirname(name) for name in files}
+    for each in path.rglob("*"):
+        own = each.relative_to(path).as_posix()
+        if each.is_symlink() or not (each.is_file() if own in files else own in folders and each.is_dir()):
             return False
     there, hidden = set(os.listdir(path)), temporary_name(path)
     os.rename(path, hidden)  # a kill during the removal must not leave half a folder

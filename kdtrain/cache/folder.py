@@ -20,6 +20,7 @@ from kdtrain.files import (
     LARGE,
     Lock,
     file_digest,
+    files_below,
     hidden_folder,
     publish_json,
     read_bytes,
@@ -191,5 +192,4 @@ def copy_tokenizer(tokenizer: Any, target: Path) -> None:
 
 def file_digests(folder: Path) -> dict[str, str]:
     """SHA-256 of each file below `folder`, by its path there."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
+    return {name: file_digest(path) for name, path in files_below(folder).items()}

@@ -19,7 +19,7 @@ from kdtrain.commands.result import read_result
 from kdtrain.commands.run_folder import TOKENIZER, is_run, refuse_no_folder
 from kdtrain.config import ExportConfig
 from kdtrain.errors import RunError, UsageError, printable
-from kdtrain.files import MEDIUM, parse_json, refuse_displacing, refuse_leading_out, typed
+from kdtrain.files import MEDIUM, files_below, parse_json, refuse_displacing, refuse_leading_out, typed
 from kdtrain.models.adapters import lora_of, restrict
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.int8 import refuse_without_torchao
@@ -87,7 +87,7 @@ def _export(config: ExportConfig) -> dict[str, Any]:
 def _publish(where: str, exported: Mapping[str, Any], earlier: set[str], card_stays: bool) -> str:
     """Upload an export to the hub, and return the commit. `earlier` and `card_stays` are of `_there`."""
     folder, repository = Path(exported["student"]), where.removeprefix("hf:")
-    files = {path.name: path for path in sorted(folder.iterdir()) if path.name != CARD or not card_stays}
+    files = {name: path for name, path in files_below(folder).items() if name != CARD or not card_stays}
     message, gone = f"Step {exported['step']:,} by kdtrain", earlier - files.keys()
     return upload(where, repository, "model", files, message, gone)
 

@@ -239,6 +239,14 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
+def refuse_overflow(state: Mapping[str, Tensor], kind: torch.dtype | None) -> None:
+    """UsageError: a finite number of `state` is beyond the largest of `kind`."""
+    for name, each in state.items() if kind is not None else ():
+        if each.is_floating_point() and (each.isfinite() & each.to(kind).isinf()).any():
+            ends = f"{str(kind).removeprefix('torch.')} ends at {torch.finfo(kind).max:.5g}"
+            raise UsageError(f"{name} has numbers up to {each.abs().max():.3g}, and {ends}; take another dtype")
+
+
 def write_adapter(model: PreTrainedModel, lora: LoraConfig, base: str, out: Path, dtype: str | None = None) -> None:
     """Write the adapters as a folder that `peft.PeftModel.from_pretrained` loads; base: where the frozen model is."""
     names = list(adapted(model))
@@ -247,8 +255,9 @@ def write_adapter(model: PreTrainedModel, lora: LoraConfig, base: str, out: Path
     settings.target_modules = sorted(_shortest(names, model))  # peft would write a set, in any order
     settings.save_pretrained(out)
     state, kind = model.state_dict(), torch.float32 if dtype is None else getattr(torch, dtype)
-    tensors = {name: state[own].detach().to("cpu", kind).contiguous() for name, own in _names_in_files(model).items()}
-    save_file(tensors, out / WEIGHTS, {"format": "pt"})
+    tensors = {name: state[own].detach().cpu() for name, own in _names_in_files(model).items()}
+    refuse_overflow(tensors, kind)
+    save_file({name: each.to(kind).contiguous() for name, each in tensors.items()}, out / WEIGHTS, {"format": "pt"})
 
 
 def _shortest(names: list[str], model: nn.Module) -> list[str]:

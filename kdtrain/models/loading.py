@@ -35,6 +35,7 @@ from kdtrain.files import (
     Lock,
     canonical_json,
     file_digest,
+    files_below,
     hidden_folder,
     hidden_lock,
     make_folder,
@@ -50,7 +51,7 @@ from kdtrain.files import (
     sweep,
     typed,
 )
-from kdtrain.models.adapters import adapted, merged_state, write_adapter
+from kdtrain.models.adapters import adapted, merged_state, refuse_overflow, write_adapter
 from kdtrain.models.ends import end_tokens
 from kdtrain.models.head import SplitModel, state_ties
 from kdtrain.models.hub import (
@@ -319,18 +320,18 @@ def digest_of(tokenizer: ModelSpec | Path | str | None) -> str | None:
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The files of a tokenizer in a folder that may have been downloaded, by name, to be published with a student.
+    """The files of a tokenizer in a folder that may have been downloaded, by path, to be published with a student.
 
-    Only `TOKENIZER_FILES` and the generation settings beside them, and none by a link: a link may lead to a file of the
-    user's. UsageError: one is a link, or cannot be read.
+    Only `TOKENIZER_FILES`, named chat templates and the generation settings beside them, and none by a link: a link may
+    lead to a file of the user's. UsageError: one is a link, or cannot be read.
     """
-    names = (*TOKENIZER_FILES, GENERATION_CONFIG_NAME)
-    paths = [folder / name for name in names if os.path.lexists(folder / name)]
-    for path in paths:
+    names, named = (*TOKENIZER_FILES, GENERATION_CONFIG_NAME), folder / "additional_chat_templates"
+    paths = [*(folder / name for name in names if os.path.lexists(folder / name)), *sorted(named.glob("*.jinja"))]
+    for path in (named, *paths):
         if path.is_symlink():
             raise UsageError(f"{path} is a link, and what it leads to is not exported; put a copy there")
     try:
-        return {path.name: read_bytes(path, LARGE) for path in paths}
+        return {path.relative_to(folder).as_posix(): read_bytes(path, LARGE) for path in paths}
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder}: a file of the tokenizer cannot be read: {error}") from error
 
@@ -397,9 +398,10 @@ def _publish(
     try:
         with making(out), hidden_folder(out) as partial, writing(out):
             for name, content in beside.items():
+                (partial / name).parent.mkdir(exist_ok=True)
                 (partial / name).write_bytes(content)
             write(partial)
-            digests = {path.name: file_digest(path) for path in sorted(partial.iterdir())}
+            digests = {name: file_digest(path) for name, path in files_below(partial).items()}
             publish_json(partial / ORIGIN, {**(origin or {}), "files": digests}, "export.origin")
             aside = swap_in(partial, out, "export")
             removed = aside is not None and remove_folder(aside, _exported(aside), "export.removing")
@@ -470,10 +472,12 @@ def _write_model(model: nn.Module, out: Path, dtype: str | None, most: str, toke
     kind, state = None if dtype is None else getattr(torch, dtype), None
     if adapted(whole):
         state = merged_state(whole)
+        refuse_overflow(state, kind)
         state = {name: each.to(kind) if each.is_floating_point() else each for name, each in state.items()}
         if kind is not None:
             whole.config.dtype = kind
     elif kind is not None:
+        refuse_overflow(whole.state_dict(), kind)
         whole = copy.deepcopy(whole).to(kind)
     whole.save_pretrained(out, state_dict=state, max_shard_size=most)
 

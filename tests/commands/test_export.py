@@ -180,7 +180,13 @@ def test_no_file_but_a_tokenizers_own_is_exported_with_it(chat_run, downloaded, 
     assert not any(b"hf_secret" in path.read_bytes() for path in (tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("name", ["tokenizer/chat_template.jinja", "tokenizer/added_tokens.json", "tokenizer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tokenizer/chat_template.jinja", "tokenizer/added_tokens.json", "tokenizer"),
+        "tokenizer/additional_chat_templates",
+    ],
+)
 @pytest.mark.parametrize("target", ["secret", "nowhere"])
 def test_what_a_link_in_a_run_leads_to_is_not_exported(chat_run, downloaded, tmp_path, name, target):
     shutil.copytree(downloaded / "tokenizer", tmp_path / "secret")

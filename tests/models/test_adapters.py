@@ -133,6 +133,16 @@ def test_peft_loads_the_adapter_and_so_do_we(kind, tmp_path):
     assert other.frozen == student.frozen
 
 
+def test_an_adapter_that_overflows_in_a_dtype_is_not_written_in_it(tmp_path):
+    student = adapted()
+    base, own = (next(each for name, each in student.named_parameters() if part in name) for part in ("norm", "lora_A"))
+    base.data[0] = 1e5  # which is not written
+    adapters.write_adapter(student.model, student.lora, "base", tmp_path, "float16")
+    own.data[0, 0] = 1e5
+    with pytest.raises(UsageError, match=r"lora_A.weight has numbers up to 1e\+05, and float16 ends at 65504"):
+        adapters.write_adapter(student.model, student.lora, "base", tmp_path, "float16")
+
+
 def test_an_adapter_that_peft_wrote_is_read(tmp_path):
     config = peft.LoraConfig(r=2, lora_alpha=6, use_rslora=True, target_modules=["q_proj"], init_lora_weights=False)
     theirs = peft.get_peft_model(tiny_model("llama", 300, seed=3), config).eval()

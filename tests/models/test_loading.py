@@ -93,6 +93,32 @@ def test_tied_weights_stay_tied_after_load_and_export(tmp_path, dtype):
     assert len(list(again.parameters())) == len(list(model.parameters()))
 
 
+def test_a_dtype_in_which_a_weight_would_overflow_is_refused_and_nothing_is_written(tmp_path):
+    model = tiny_model("llama")
+    model.model.embed_tokens.weight.data[3, 4] = -7e4
+    with pytest.raises(
+        UsageError, match=r"embed_tokens.weight has numbers up to 7e\+04, and float16 ends at 65504; take"
+    ):
+        export_model(model, None, tmp_path / "m", dtype="float16")
+    assert not any(tmp_path.iterdir())
+    export_model(model, None, tmp_path / "m", dtype="bfloat16")
+
+
+def test_named_chat_templates_are_exported_and_replaced_with_the_model(tmp_path):
+    tokenizer = tiny_tokenizer(300)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "additional_chat_templates" / "notes.txt").write_text("mine")
+    for seed in (1, 2):
+        files = tokenizer_files(tmp_path / "tokenizer")
+        assert export_model(tiny_model(seed=seed), files, tmp_path / "out") is None
+        assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tokenizer"]
+    assert not list(tmp_path.glob("out/**/notes.txt"))
+    (tmp_path / "out" / "additional_chat_templates" / "mine.txt").write_text("mine")
+    assert export_model(tiny_model(seed=3), None, tmp_path / "out") == tmp_path / "out.old-1"
+
+
 def test_a_student_stored_in_bfloat16_trains_in_float32_and_a_teacher_runs_in_its_dtype(tmp_path):
     export_model(tiny_model(), None, tmp_path / "m", dtype="bfloat16")
     assert json.loads((tmp_path / "m" / "config.json").read_text())["dtype"] == "bfloat16"
