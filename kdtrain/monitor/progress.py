@@ -310,8 +310,11 @@ class StepText:
 
 
 def one_line(head: str, parts: Mapping[str, str], width: int = _WIDTH) -> str:
-    """`head` and the parts on a line of at most `width` columns, if leaving out lr, rate and time left is enough."""
-    kept = dict(parts)
+    """`head` and the parts on a line of at most `width` columns, if leaving out lr, rate and time left is enough.
+
+    Without the age of the checkpoint and the memory, which only the bar has.
+    """
+    kept = {name: text for name, text in parts.items() if name not in ("checkpoint", "memory")}
     for change in ("", "lr", "unit", "rate", "left"):
         if change == "unit" and "rate" in kept:
             kept["rate"] = kept["rate"].replace(" tok/s", "/s")

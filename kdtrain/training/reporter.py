@@ -235,8 +235,10 @@ class Reporter:
         cross_entropy = numbers.get("ce", numbers.get("loss", math.nan))
         clipped = self.clipped.add(number, numbers.get("grad_norm", math.nan), cross_entropy)
         share = {"clipped_share": self.clipped.share} if self.config.optimizer.clip else {}
-        self.writers.metrics(number, {**numbers, **share, **self._resources(number)})
-        _, leak = self.memory.add(number, memory_mb(self.student.device))
+        age = number - checkpoint
+        grown, leak = self.memory.add(number, memory_mb(self.student.device))
+        held = {"checkpoint_age": float(age), "memory_growth_mb": grown, **self._resources(number)}
+        self.writers.metrics(number, {**numbers, **share, **held})
         if leak is not None:
             self.writers.warning("memory-growth", number, leak)
         memorized = self.learned.add(numbers.get("kd", math.nan), epochs)
@@ -254,7 +256,9 @@ class Reporter:
         if self.watches and _due(number, self.config.monitor.log_freq):
             self._check_health(number, numbers, checkpoint)
         parts = self.text.add(numbers)
-        return parts | ({"health": "! " + ", ".join(self.wrong)} if self.wrong else {})
+        parts |= {"mode": self.student.present_mode} if self.config.quantization.time_resume else {}
+        parts |= {"health": "! " + ", ".join(self.wrong)} if self.wrong else {}
+        return parts | {"checkpoint": f"ckpt -{age}", "memory": f"mem {grown:+.0f} MiB"}
 
     def _check_health(self, number: int, numbers: Mapping[str, float], checkpoint: int) -> None:
         """Warn of what has become wrong since the last time."""

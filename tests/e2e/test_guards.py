@@ -46,7 +46,7 @@ def assert_same(forks, run, whole):
     ours, theirs = forks.tensors(run), forks.tensors(whole)
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
     assert state(forks, run) == state(forks, whole)
-    clock = ("tok/s", "tok/s_last", "eta_h", "data_wait_s", "memory_resident_mb")
+    clock = ("tok/s", "tok/s_last", "eta_h", "data_wait_s", "memory_resident_mb", "memory_growth_mb", "checkpoint_age")
     lines = [
         [{k: v for k, v in line.items() if k not in clock} for line in forks.metrics(each)] for each in (run, whole)
     ]

@@ -8,7 +8,10 @@ import torch
 
 FULL, DRAWN, BARE = ("--cache", "cache"), ("--cache", "drawn"), ("--cache", "bare")
 MIXED = (*FULL, *DRAWN, *BARE, "--cache-weights", "3,1,1")
-TIMING = ("tok/s", "tok/s_last", "eta_h", "data_wait_s", "memory_resident_mb", "loss_avg", "clipped_share")
+TIMING = (
+    *("tok/s", "tok/s_last", "eta_h", "data_wait_s"),
+    *("memory_resident_mb", "memory_growth_mb", "checkpoint_age", "loss_avg", "clipped_share"),
+)
 SIZES = {"cache": 40, "drawn": 20, "bare": 16}
 
 

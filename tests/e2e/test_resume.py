@@ -14,7 +14,10 @@ RUNS = {
 }
 STEPS = 9
 SHARD = "shard-00001-00001.safetensors"
-TIMING = ("tok/s", "tok/s_last", "eta_h", "data_wait_s", "memory_resident_mb", "loss_avg", "clipped_share")
+TIMING = (
+    *("tok/s", "tok/s_last", "eta_h", "data_wait_s"),
+    *("memory_resident_mb", "memory_growth_mb", "checkpoint_age", "loss_avg", "clipped_share"),
+)
 
 
 def start(bench, kind, out, *more, fault=None, steps=STEPS, ranks=1):

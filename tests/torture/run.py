@@ -32,7 +32,10 @@ from tests.torture import resume_matrix as matrix
 from tests.torture.forks import command, fired, said
 
 RESULT = RESULTS / "torture-run.json"
-CLOCK = ("tok/s", "tok/s_last", "eta_h", "data_wait_s", "memory_resident_mb", "clipped_share")
+CLOCK = (
+    *("tok/s", "tok/s_last", "eta_h", "data_wait_s"),
+    *("memory_resident_mb", "memory_growth_mb", "checkpoint_age", "clipped_share"),
+)
 
 
 def main() -> int:

@@ -8,10 +8,13 @@ import torch
 
 from kdtrain import faults
 from kdtrain.config import MonitorConfig
-from kdtrain.monitor.progress import log
+from kdtrain.config.sections import QuantizationConfig
+from kdtrain.monitor.progress import log, one_line
+from kdtrain.monitor.watchers import MemoryGrowth
 from kdtrain.monitor.writers import Writers
 from kdtrain.precision.loss_scale import LossScale
 from kdtrain.testing import tiny_tokenizer
+from kdtrain.training import reporter as reporting
 from kdtrain.training.reporter import Reporter, Sampler
 
 
@@ -37,7 +40,24 @@ def test_the_parts_of_a_line_are_those_of_the_step(workshop):
     with workshop.run() as run:
         numbers = {"loss": 2.0, "lr": 1e-3, "grad_norm": 0.5}
         parts = reporter_of(run).finished(7, numbers, checkpoint=4, epochs=0.7)
-    assert parts == {"loss": "loss 2.00", "lr": "lr 1.0e-03"}
+    kept = {"loss": "loss 2.00", "lr": "lr 1.0e-03"}
+    assert parts == {**kept, "checkpoint": "ckpt -3", "memory": "mem +0 MiB"}
+    assert one_line("step 7/9", parts) == one_line("step 7/9", kept), "the last two are for the bar alone"
+
+
+def test_the_present_precision_is_in_the_line_of_a_run_that_switches(workshop):
+    shown = {}
+    for switches in (True, False):
+        with workshop.run(f"run-{switches}", quantization=QuantizationConfig(time_resume=switches)) as run:
+            run.student.quantized = "mxfp4"
+            reporter = reporter_of(run)
+            positions = iter(("quantized", "high"))
+            shown[switches] = []
+            for run.student.switch.position in positions:
+                parts = reporter.finished(1, {"loss": 2.0}, checkpoint=0, epochs=0.0)
+                shown[switches].append(parts.get("mode"))
+                assert (parts.get("mode") or "") in one_line("step 1/4", parts)
+    assert shown == {True: ["mxfp4", run.student.mode], False: [None, None]}
 
 
 def test_what_is_wrong_is_warned_of_once_and_stays_in_the_line_until_it_is_over(workshop, said):
@@ -138,6 +158,18 @@ def test_the_numbers_of_a_step_have_the_memory_and_the_share_of_clipped_steps(wo
     found = lines_of(run, "metrics.jsonl")
     assert [each["clipped_share"] for each in found] == [1.0, 1 / 2, 1 / 3, 1 / 4]
     assert all(each["memory_resident_mb"] > 10 for each in found)
+    assert [each["checkpoint_age"] for each in found] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_memory_growth_is_logged_from_the_warm_up_on(workshop, monkeypatch):
+    held = iter((100.0, 150.0, 180.0, 170.0))
+    monkeypatch.setattr(reporting, "memory_mb", lambda device: next(held))
+    with workshop.run() as run:
+        reporter = reporter_of(run)
+        reporter.memory = MemoryGrowth(1, warmup=1)
+        parts = [reporter.finished(number, {"loss": 1.0}, checkpoint=0, epochs=0.0) for number in (1, 2, 3, 4)]
+    assert [each["memory_growth_mb"] for each in lines_of(run, "metrics.jsonl")] == [0.0, 0.0, 30.0, 20.0]
+    assert [each["memory"] for each in parts] == ["mem +0 MiB", "mem +0 MiB", "mem +30 MiB", "mem +20 MiB"]
 
 
 @pytest.mark.parametrize("nvml", [True, False])
