@@ -355,3 +355,16 @@ def test_the_cost_of_a_step_in_the_readme_is_that_of_the_record():
         sides = (figures[f"{length} {side}"]["tokens_a_second"] for side in ("sparse-12", "online"))
         assert 2.8 < next(sides) / next(sides) < 3.3
     assert "a third of the time that it took with an uncompiled 8 B teacher" in text
+
+
+def test_the_figures_of_fp8_are_those_of_the_record():
+    figures = json.loads((ROOT / "benchmarks" / "results" / "gpu" / "fp8.json").read_text())["figures"]
+    text = " ".join((ROOT / "docs" / "measured.md").read_text().split())
+    shown = {}
+    for size in ("1b", "3b"):
+        kind, high = figures[f"{size} torchao-tensorwise"], figures[f"{size} bf16"]
+        ratios = kind["time"], kind["memory"], kind["tokens_a_second"] / high["tokens_a_second"]
+        shown[size] = [f"{100 * ratio - 100:+.1f}" for ratio in ratios]
+    time, memory, rate = shown["3b"]
+    assert f"time {time} ± 0.2 %, memory {memory} %, throughput {rate} %" in text
+    assert "at 1 B {}, {} and {} %".format(*shown["1b"]) in text

@@ -6,7 +6,6 @@ own source.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from kdtrain.models.attention import choose_kernel
 from kdtrain.models.head import SplitModel
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
-from kdtrain.objective.targets import SparseTargets, Targets
-from kdtrain.objective.temperature import build_temperature
+from kdtrain.objective.targets import Targets
+from kdtrain.objective.temperature import Temperature, build_temperature
 from kdtrain.precision.linear import Switch
 from kdtrain.precision.modes import head_dtype
 from kdtrain.teaching.local import LocalTeacher
@@ -63,13 +62,11 @@ class Tokens:
 
 
 class Held(Tokens):
-    """A source that always gives the same batch, on the device, with its targets: a step reads nothing."""
+    """A source that always gives the same batch of another, on the device, with its targets: a step reads nothing."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, facts: Facts) -> None:
         super().__init__(batch.tokens, batch.tokens.device)
-        self.batch = batch
-        if batch.targets is not None:
-            self.facts = replace(self.facts, targets="sparse" if isinstance(batch.targets, SparseTargets) else "dense")
+        self.batch, self.facts = batch, facts
 
     def read(self, indices: np.ndarray) -> Batch:
         """The batch."""
@@ -126,9 +123,10 @@ class Bench:
         )
         choose_kernel(student.model.config, batch, seq_len, head_dtype(mode), options.device)
         temperature = build_temperature(temperature_mode, start=2.0, minimum=1.0, maximum=4.0, total_steps=total)
+        self.temperature, self.device = temperature.to(options.device), options.device
         module = Student(
             student,
-            DistillationLoss(alpha=0.9 if has_teacher else 0.0, temperature=temperature.to(options.device)),
+            DistillationLoss(alpha=0.9 if has_teacher else 0.0, temperature=self.temperature),
             vocab_size=vocab_size,
             mode=mode,
             compile=options.compile,
@@ -154,6 +152,8 @@ class Bench:
     def steps(self, source: Source, shuffled: bool = False) -> Callable[[], dict[str, float]]:
         """A function that takes the next step over a source and returns its numbers; batches are read ahead.
 
+        The bench's temperature holds, or T = 1 for a source that is right at no other.
+
         shuffled: the sequences come in a fixed random order, else in that of the source.
         """
         order = np.random.RandomState(0).permutation(len(source)) if shuffled else np.arange(len(source))
@@ -161,9 +161,11 @@ class Bench:
         feed = Feed(source, lambda number: order[number * self.batch % starts :][: self.batch], self.batch)
         batches = feed.steps()
         taught = self.has_teacher and source.facts.targets != "none"
+        at_one = Temperature(1.0).to(self.device) if source.facts.temperature_range == (1.0, 1.0) else None
 
         def step() -> dict[str, float]:
             self.trainer.stepper.has_teacher = taught  # sides of one bench differ: without targets alpha is 0
+            self.trainer.student.loss.temperature = at_one or self.temperature
             found = self.step(next(batches))
             assert ("kd" in found) == taught, "a side that is not what its name says"
             return found
@@ -203,9 +205,24 @@ def make_cache(folder: Path, rows: list[Any], teacher: Any, codec: CodecSpec, se
     write_cache(folder, settings, {"train": rows}, teacher=teacher, batch_size=batch_size)
 
 
-def online(source: Source, model: SplitModel, mode: str) -> Source:
+def codec_of(name: str, vocab_size: int) -> CodecSpec:
+    """The codec of a side: `dense`, `samples-50`, or a top-k as `12` or `sparse-12`."""
+    if name == "dense":
+        return CodecSpec(kind="dense", vocab_size=vocab_size)
+    number = {"num_samples" if name.startswith("samples") else "top_k": int(name.rpartition("-")[2])}
+    return CodecSpec(kind="sparse", vocab_size=vocab_size, **number)
+
+
+def teacher_of(model: SplitModel, mode: str, compile: bool) -> LocalTeacher:
+    """A teacher as a run prepares it: on a GPU its layers are compiled."""
+    teacher = LocalTeacher.of(model, mode)
+    teacher.prepare(compile=compile)
+    return teacher
+
+
+def online(source: Source, model: SplitModel, mode: str, compile: bool) -> Source:
     """The sequences of a source, with whole distributions of a teacher at hand."""
-    return OnlineSource(source, LocalTeacher.of(model, mode), min(source.facts.vocab_size, model.vocab_size))
+    return OnlineSource(source, teacher_of(model, mode, compile), min(source.facts.vocab_size, model.vocab_size))
 
 
 def cached(folder: Path, device: torch.device, split: str = "train") -> Source:

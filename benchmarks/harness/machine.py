@@ -1,7 +1,4 @@
-"""The machine in a record: device, driver, processor, libraries, commit, and what a card does meanwhile.
-
-Nothing in it names a person.
-"""
+"""The machine in a record: device, driver, processor, libraries, commit, a card's clocks; nothing names a person."""
 
 import importlib.metadata
 import importlib.util
@@ -27,7 +24,6 @@ LIBRARIES = (
     *("transformer-engine", "trl", "liger-kernel", "cut-cross-entropy", "axolotl"),
 )
 SENSORS = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "watts": "power.draw", "celsius": "temperature.gpu"}
-"""What `watched` reads of a card, by the names of nvidia-smi."""
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -54,10 +50,7 @@ def chosen_kernels() -> dict[str, Any]:
 
 @contextmanager
 def watched(device: torch.device) -> Iterator[dict[str, list[float]]]:
-    """Lowest, median and highest of `SENSORS` each second of the block, filled in at its end.
-
-    Empty on a CPU and without nvidia-smi.
-    """
+    """Lowest, median and highest of `SENSORS` during the block, at its end; nothing on a CPU or without nvidia-smi."""
     found: dict[str, list[float]] = {}
     readings, ended = list[list[float]](), threading.Event()
 

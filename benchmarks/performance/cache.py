@@ -5,9 +5,10 @@ is `cache-teacher` without what it does once, in turn; medians. A step: a compil
 order, and fed one batch over and over, in turn.
 
 On a GPU, teachers of 1 B and 8 B, the encoding on the device: bare is the transformers model in bf16, logits included,
-and `asked` is the teacher as `cache-teacher` asks it, logits in fp32. Bytes a token are those of a distribution as
-peaked as a trained model's over random entries at V = 128,256: the ids of real text cost less. Reading is one thread in
-random order from warm files, batches on the device.
+and `asked` is the teacher as `cache-teacher` asks it, its layers compiled, logits in fp32. A build is a whole shard of
+sequences. Bytes a token are those of a distribution that depends on the last token alone, at V = 128,256: a cache's
+lists know all of them, and real text costs more. Reading is one thread in random order from warm files, batches on the
+device.
 
 On a CPU:
 
@@ -25,6 +26,7 @@ and `dense` have fewer (`COUNTS`), and pay more for it. Run the timed figures on
 """
 
 import functools
+import itertools
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -35,7 +37,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import models
-from benchmarks.harness.bench import Bench, Held, cached, make_cache
+from benchmarks.harness.bench import Bench, Held, cached, codec_of, make_cache, teacher_of
 from benchmarks.harness.record import Goal, Options, Record
 from benchmarks.harness.timing import CALLS, in_turn, medians, over, peak_of, timed, without_graphs
 from benchmarks.performance import cache_material
@@ -82,7 +84,7 @@ def building(
 
 def step_cost(bench: Bench, source: Source, rounds: int, steps: int, device: torch.device) -> dict[str, list[float]]:
     """Seconds of a step with the reader and with one batch that is held, in turn of `steps` steps."""
-    held = Held(source.read(np.arange(bench.batch)))  # type: ignore[arg-type]
+    held = Held(source.read(np.arange(bench.batch)), source.facts)
     sides = {"read": bench.steps(source, shuffled=True), "held": bench.steps(held)}
     return in_turn(sides, rounds, device, calls=steps)
 
@@ -95,15 +97,19 @@ class Sizes:
     student: str = "1b"
     length: int = 2048
     sequences: int = 64
+    """In a cache that is read."""
     batch: int = 8
     """Sequences in a forward, and in a step of the student."""
-    top_k: int = 12
-    kept: tuple[int, ...] = (12, 50)
+    codecs: tuple[str, ...] = ("samples-50", "12", "50")
     dense_sequences: int = 2
-    rounds: int = 5
+    rounds: int = 11
+    built: int = 512
+    """Sequences of a build, with each of the first two codecs."""
+    builds: int = 3
+    """Rounds of builds."""
 
 
-TINY = Sizes(("tiny",), "tiny", 32, 8, 4, 4, (4,), 1, 2)
+TINY = Sizes(("tiny",), "tiny", 32, 8, 4, ("samples-8", "4"), 1, 2, 8, 2)
 
 GOALS: tuple[Goal, ...] = ()
 
@@ -114,25 +120,27 @@ def run(options: Options) -> int:
         return _on_cpu(options)
     sizes = TINY if options.tiny else Sizes()
     record = Record("cache", options, vars(sizes) | {"calls": CALLS, "compile": options.compile})
-    for name in sizes.teachers:
-        record.measure(f"build-{name}", lambda name=name: _building(options, sizes, name))
-    for kept in sizes.kept:
-        spec = CodecSpec(kind="sparse", vocab_size=models.vocabulary(sizes.student), top_k=kept)
-        record.measure(f"encode-{kept}", lambda spec=spec: _encoding(options, sizes, spec))
-        record.measure(f"read-{kept}", lambda spec=spec: _reading(options, sizes, spec, sizes.sequences))
-    dense = CodecSpec(kind="dense", vocab_size=models.vocabulary(sizes.student))
+    for name, kind in itertools.product(sizes.teachers, sizes.codecs[:2]):
+        with without_graphs():
+            record.measure(f"build-{name}-{kind}", functools.partial(_building, options, sizes, name, kind))
+    for kind in sizes.codecs:
+        spec = codec_of(kind, models.vocabulary(sizes.student))
+        record.measure(f"encode-{kind}", functools.partial(_encoding, options, sizes, spec))
+        record.measure(f"read-{kind}", functools.partial(_reading, options, sizes, spec, sizes.sequences))
+    dense = codec_of("dense", models.vocabulary(sizes.student))
     record.measure("read-dense", lambda: _reading(options, sizes, dense, sizes.dense_sequences))
-    with without_graphs():
-        record.measure("step", lambda: _step(options, sizes))
+    for kind in sizes.codecs:
+        with without_graphs():
+            record.measure(f"step-{kind}", functools.partial(_step, options, sizes, kind))
     return record.finish()
 
 
-def _building(options: Options, sizes: Sizes, name: str) -> dict[str, Any]:
-    device, rows = options.device, models.text(sizes.sequences, sizes.length)
+def _building(options: Options, sizes: Sizes, name: str, kind: str) -> dict[str, Any]:
+    device, rows = options.device, models.text(sizes.built, sizes.length)
     teacher = models.make_teacher(name, device)
     mode = "bf16" if device.type == "cuda" else "fp32"
-    asked = LocalTeacher.of(teacher, mode).logits
-    spec = CodecSpec(kind="sparse", vocab_size=models.vocabulary(name), top_k=sizes.top_k)
+    asked = teacher_of(teacher, mode, options.compile).logits
+    spec = codec_of(kind, models.vocabulary(name))
     settings = CacheSettings(
         codec=spec, seq_len=sizes.length, tokenizer_size=spec.vocab_size, sequences={"train": None}
     )
@@ -142,7 +150,7 @@ def _building(options: Options, sizes: Sizes, name: str) -> dict[str, Any]:
             teacher.model(input_ids=tokens_BT.to(device), use_cache=False)
 
     forwards = {"bare": bare, "asked": lambda tokens_BT: asked(tokens_BT, None)}
-    times, built = building(rows, forwards, asked, settings, sizes.batch, sizes.rounds, device)
+    times, built = building(rows, forwards, asked, settings, sizes.batch, sizes.builds, device)
     number = len(rows) * sizes.length
     return {
         "tokens": number,
@@ -189,21 +197,20 @@ def _reading(options: Options, sizes: Sizes, spec: CodecSpec, sequences: int) ->
 
 
 def _cache(options: Options, sizes: Sizes, spec: CodecSpec, sequences: int) -> Path:
-    there = options.scratch / "caches" / f"{spec.kind}-{spec.top_k}"
+    there = options.scratch / "caches" / f"{spec.kind}-{spec.top_k}-{spec.num_samples}"
     teacher = models.CheapTeacher(spec.vocab_size, options.device)
     make_cache(there, models.text(sequences, sizes.length), teacher, spec, sizes.length, 2)
     return there
 
 
-def _step(options: Options, sizes: Sizes) -> dict[str, Any]:
-    """By how much a step is longer with the reader than without, for the largest number of entries kept."""
-    device, kept, vocab = options.device, max(sizes.kept), models.vocabulary(sizes.student)
-    spec = CodecSpec(kind="sparse", vocab_size=vocab, top_k=kept)
-    source = cached(_cache(options, sizes, spec, sizes.sequences), device)
+def _step(options: Options, sizes: Sizes, kind: str) -> dict[str, Any]:
+    """By how much a step is longer with the reader than without."""
+    device, vocab = options.device, models.vocabulary(sizes.student)
+    source = cached(_cache(options, sizes, codec_of(kind, vocab), sizes.sequences), device)
     student = models.make_student(sizes.student, device)
     bench = Bench(student, options, vocab_size=vocab, seq_len=sizes.length, batch=sizes.batch)
     times = step_cost(bench, source, sizes.rounds, CALLS, device)
-    return {"kept": kept, "seconds": times, "cost": over(times, "read", "held") - 1}
+    return {"seconds": times, "cost": over(times, "read", "held") - 1}
 
 
 CODECS: dict[str, dict[str, Any]] = {

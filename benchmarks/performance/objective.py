@@ -38,13 +38,17 @@ class Sizes:
 
 
 TINY = Sizes((64, 128), (32,), 512, 2)
+OURS = {
+    "axolotl-top-k-50": "kdtrain-sparse-50",
+    **dict.fromkeys(("liger-jsd", *(f"liger-jsd-{how}" for how in ("2048", "4096", "triton"))), "kdtrain-jsd-online"),
+    **dict.fromkeys(("liger-cross-entropy", "liger-cross-entropy-8", "cut-cross-entropy"), "kdtrain-cross-entropy"),
+}
+"""The sides of kdtrain that do the work of others'."""
 NAMES = (
     *("cross-entropy", "products", "kdtrain-cross-entropy", "kdtrain-sparse-12", "kdtrain-sparse-50"),
-    *("top-k-renormalized-50", "kdtrain-dense", "kdtrain-jsd-online", "trl-jsd", "liger-jsd", "liger-cross-entropy"),
+    *("kdtrain-samples-50", "top-k-renormalized-50", "kdtrain-dense", "kdtrain-jsd-online", "trl-jsd", *OURS),
 )
 """`top-k-renormalized-50` is plain PyTorch over all logits, materialised."""
-OURS = {"liger-jsd": "kdtrain-jsd-online", "liger-cross-entropy": "kdtrain-cross-entropy"}
-"""The sides of kdtrain that do the work of others'."""
 GOALS = (
     *(
         Goal(
@@ -54,13 +58,14 @@ GOALS = (
         )
         for tokens in (8192, 32_768)
         for width in (2048, 4096)
-        for side in ("kdtrain-sparse-12", "kdtrain-sparse-50")
+        for side in ("kdtrain-sparse-12", "kdtrain-sparse-50", "kdtrain-samples-50")
     ),
     *(
         Goal(f"{ours} over {name}, N = {tokens:,}, D = {width:,}", f"{tokens} {width} {name}.ours_over_it", most=1.0)
         for tokens in (8192, 32_768)
         for width in (2048, 4096)
         for name, ours in OURS.items()
+        if name in ("liger-jsd", "liger-cross-entropy")
     ),
     Goal(
         "GiB of kdtrain-sparse-12, N = 32,768, D = 4,096 (5 GB)",

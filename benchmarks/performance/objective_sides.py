@@ -7,15 +7,18 @@ cross-entropy          torch.compile of F.cross_entropy(h W^T)
 kdtrain-cross-entropy  the engine without a teacher
 kdtrain-sparse-12, -50 (1 - alpha) CE + alpha T^2 forward KL over 12 or 50 entries and the tail bucket, T = 2
 top-k-renormalized-50  the same with renormalised entries on all logits, plain PyTorch
+kdtrain-samples-50     (1 - alpha) CE + alpha forward KL from 50 samples and their counts, T = 1: the default codec
+axolotl-top-k-50       axolotl's chunked loss over 50 entries, renormalised on both sides; needs its package and Liger's
 kdtrain-dense          (1 - alpha) CE + alpha T^2 forward KL over the whole vocabulary, teacher's log p given in fp32
 
 The same work in pairs, over the whole vocabulary:
 kdtrain-jsd, trl-jsd     JSD at T = 2; given are all of the teacher's log p in fp32 (kdtrain) or its logits in the dtype
                          of the inputs (TRL). TRL has no cross-entropy.
 kdtrain-jsd-online,      cross-entropy and JSD at T = 2; given are the teacher's hidden states and weight, as wide as
-liger-jsd                the student's.
-Cross-entropy alone, by chunks of rows: liger-cross-entropy beside kdtrain-cross-entropy. It is written in Triton and
-needs a GPU.
+liger-jsd, -2048, -4096  the student's. The chunks of Liger have 1,024 rows by default, or as many as its name says.
+liger-jsd-triton         JSD without cross-entropy, from the same; Triton.
+Cross-entropy alone beside kdtrain-cross-entropy, in Triton: liger-cross-entropy by chunks of rows, -8 by chunks eight
+times as large, and cut-cross-entropy. What is written in Triton needs a GPU.
 The other sides of kdtrain measure the divergence at T = 1 as well, which a training run logs, and these do not.
 
 Shape suffixes: N tokens, D model width, V vocabulary, K kept entries.
@@ -24,7 +27,7 @@ Shape suffixes: N tokens, D model width, V vocabulary, K kept entries.
 import contextlib
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,11 +36,13 @@ from torch import Tensor
 
 from kdtrain.models.head import OutputHead
 from kdtrain.objective.loss import distillation_loss
-from kdtrain.objective.targets import DenseTargets, OnlineTargets, SparseTargets, Targets
+from kdtrain.objective.targets import FLOOR, DenseTargets, OnlineTargets, SparseTargets, Targets
 
 ALPHA, TEMPERATURE = 0.9, 2.0
-PEERS = {"trl-jsd": "trl", "liger-jsd": "liger_kernel", "liger-cross-entropy": "liger_kernel"}
-"""The sides that need a library which is not ours, and its name."""
+PEERS = {"trl": "trl", "liger": "liger_kernel", "cut": "cut_cross_entropy"}
+PEERS["axolotl"] = "axolotl.integrations.kd.kernels.liger"
+"""The module that a side needs which is not ours, by the first word of its name."""
+ON_GPU = ("liger-jsd-triton", "liger-cross-entropy", "liger-cross-entropy-8", "cut-cross-entropy")
 
 
 @dataclass
@@ -109,6 +114,17 @@ def sparse_targets(student: Student, kept: int) -> SparseTargets:
     return targets.to(student.hidden_ND.device)
 
 
+def sampled_targets(student: Student, drawn: int) -> SparseTargets:
+    """Targets of `drawn` samples alone, as a cache gives them: entries that were not drawn fill up."""
+    kept, g = sparse_targets(student, drawn), torch.Generator().manual_seed(3)
+    weights_NK = torch.softmax(2 * torch.randn(kept.ids.shape, generator=g), -1)
+    ids_NS = weights_NK.multinomial(drawn, replacement=True, generator=g)
+    counts_NK = torch.zeros_like(weights_NK).scatter_add_(1, ids_NS, torch.ones_like(weights_NK)).to(kept.ids.device)
+    logprobs_NK, tail = (counts_NK / drawn).log().clamp_min(FLOOR), torch.zeros_like(kept.tail[:, :2])
+    own = {"logprobs": logprobs_NK, "counts": counts_NK, "tail": tail, "knots": (1.0,), "top_k": 0}
+    return replace(kept, num_samples=drawn, **own)
+
+
 def side(name: str, student: Student) -> Callable[[], Tensor | None]:
     """The work of a side, to be called again and again; its loss, or None for bare products.
 
@@ -120,12 +136,14 @@ def side(name: str, student: Student) -> Callable[[], Tensor | None]:
 
 def cpu_names() -> list[str]:
     """All sides that run on a CPU, in the order of tables."""
-    return [name for name in _SIDES if name != "liger-cross-entropy"]
+    return [name for name in _SIDES if name not in ON_GPU]
 
 
 def available(name: str) -> str | None:
     """Why a side cannot be had here, or None."""
-    library = PEERS.get(name)
+    library = PEERS.get(name.partition("-")[0])
+    if name in ON_GPU and not torch.cuda.is_available():
+        return f"{name} needs a GPU"
     with contextlib.suppress(ImportError):
         if library is not None:
             importlib.import_module(library)
@@ -173,12 +191,11 @@ def _ours(student: Student, targets: Targets | None, **more: Any) -> Callable[[]
             student.labels_N,
             mask_N,
             targets,
-            temperature=TEMPERATURE,
             alpha=ALPHA,
             vocab_size=vocab,
             normalizer=float(n),
             compile=student.compile,
-            **more,
+            **{"temperature": TEMPERATURE, **more},
         ).loss
 
     return _backward(loss)
@@ -222,20 +239,42 @@ def _trl(student: Student) -> Callable[[], Tensor]:
     )
 
 
-def _liger(student: Student) -> Callable[[], Tensor]:
+def _axolotl(student: Student) -> Callable[[], Tensor]:
+    from axolotl.integrations.kd.kernels.liger import LigerFusedLinearKLTopKLogprobLoss
+
+    weights = {"weight_hard_loss": 1 - ALPHA, "weight_soft_loss": ALPHA, "beta": 0.0, "temperature": TEMPERATURE}
+    loss, targets = LigerFusedLinearKLTopKLogprobLoss(**weights, compiled=student.compile), sparse_targets(student, 50)
+    given = (targets.ids, targets.logprobs, torch.ones_like(targets.ids, dtype=torch.bool), student.labels_N)
+    given = tuple(each[None] for each in given)  # one sequence, whose labels it moves by one
+    return _backward(lambda: loss(student.weight_VD, student.hidden_ND[None], *given))
+
+
+def _liger(student: Student, **more: Any) -> Callable[[], Tensor]:
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
     loss = LigerFusedLinearJSDLoss(
-        weight_hard_loss=1 - ALPHA, weight_soft_loss=ALPHA, beta=0.5, temperature=TEMPERATURE
+        weight_hard_loss=1 - ALPHA, weight_soft_loss=ALPHA, beta=0.5, temperature=TEMPERATURE, **more
     )
     return _backward(lambda: loss(student.hidden_ND, student.weight_VD, *student.teacher, student.labels_N))
 
 
-def _liger_cross_entropy(student: Student) -> Callable[[], Tensor]:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+def _liger_triton(student: Student) -> Callable[[], Tensor]:
+    from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
 
-    loss = LigerFusedLinearCrossEntropyLoss()
-    return _backward(lambda: loss(student.weight_VD, student.hidden_ND, student.labels_N))
+    loss = LigerFusedLinearJSD(jsd_beta=0.5, temperature=TEMPERATURE)
+    return _backward(lambda: loss(student.hidden_ND, student.weight_VD, *student.teacher, student.labels_N))
+
+
+def _liger_cross_entropy(student: Student, **more: Any) -> Callable[[], Tensor]:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as loss
+
+    return _backward(lambda: loss(student.hidden_ND, student.weight_VD, student.labels_N, **more))
+
+
+def _cut_cross_entropy(student: Student) -> Callable[[], Tensor]:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return _backward(lambda: linear_cross_entropy(student.hidden_ND, student.weight_VD, student.labels_N))
 
 
 _SIDES: dict[str, Callable[[Student], Callable[[], Tensor | None]]] = {
@@ -244,11 +283,18 @@ _SIDES: dict[str, Callable[[Student], Callable[[], Tensor | None]]] = {
     "kdtrain-cross-entropy": lambda student: _ours(student, None),
     "kdtrain-sparse-12": lambda student: _ours(student, sparse_targets(student, 12)),
     "kdtrain-sparse-50": lambda student: _ours(student, sparse_targets(student, 50)),
+    "kdtrain-samples-50": lambda student: _ours(student, sampled_targets(student, 50), temperature=1.0),
     "top-k-renormalized-50": _top_k_renormalized,
+    "axolotl-top-k-50": _axolotl,
     "kdtrain-dense": lambda student: _ours(student, _dense(student)),
     "kdtrain-jsd": lambda student: _ours(student, _dense(student), **JSD),
     "trl-jsd": _trl,
     "kdtrain-jsd-online": lambda student: _ours(student, _online(student), **JSD),
     "liger-jsd": _liger,
+    "liger-jsd-2048": lambda student: _liger(student, chunk_size=2048),
+    "liger-jsd-4096": lambda student: _liger(student, chunk_size=4096),
+    "liger-jsd-triton": _liger_triton,
     "liger-cross-entropy": _liger_cross_entropy,
+    "liger-cross-entropy-8": lambda student: _liger_cross_entropy(student, chunk_mem_const=8),
+    "cut-cross-entropy": _cut_cross_entropy,
 }

@@ -5,7 +5,8 @@ of batches for the same step, whose layers are compiled one by one, and a figure
 every few steps with cross-entropy (online: with the first cached side). The cached sides read real caches, as a run
 does, one batch ahead in a thread. A whole cached distribution would be 256 KB a token: its side holds one batch on the
 device, and its figure includes the cost of copying it from pinned memory. The online teacher runs as the product runs
-it, uncompiled, in bf16, its output head a chunk of rows at a time.
+it, its layers compiled, in bf16, its output head a chunk of rows at a time. Samples are the default codec's, at T = 1;
+all other sides have T = 2.
 
 Tokens a second are of the whole step: reading, forward, loss, backward, clipping, optimizer, and the step's numbers on
 the host. TFLOP/s count matrix products and half of the attention's square, three forwards a step and, online, one of
@@ -19,17 +20,16 @@ bucket), `cached-likelihood` (the same with a learned temperature) and `online` 
 
 import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from benchmarks.harness import models
-from benchmarks.harness.bench import Bench, Held, Tokens, cached, held_batch, make_cache, online
+from benchmarks.harness.bench import Bench, Held, Tokens, cached, codec_of, held_batch, make_cache, online
 from benchmarks.harness.profiling import profiled
 from benchmarks.harness.record import Goal, Options, Record
 from benchmarks.harness.timing import CALLS, in_turn, medians, over, peak_of, without_graphs
-from kdtrain.cache.codec import CodecSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import DenseTargets
 
@@ -42,7 +42,7 @@ class Sizes:
     teacher: str = "8b"
     shapes: tuple[tuple[int, int], ...] = ((2048, 16), (8192, 4))
     """Tokens in a sequence, sequences in a step."""
-    kept: tuple[int, ...] = (12, 50)
+    codecs: tuple[str, ...] = ("sparse-12", "sparse-50", "samples-50")
     rounds: int = 11
     batches: int = 3
     """Different batches in a cache."""
@@ -50,13 +50,13 @@ class Sizes:
     @property
     def sides(self) -> tuple[str, ...]:
         """All sides, the one that the others are compared with first."""
-        return ("cross-entropy", *(f"sparse-{kept}" for kept in self.kept), "dense", "online")
+        return ("cross-entropy", *self.codecs, "dense", "online")
 
 
-TINY = Sizes("tiny", "tiny-teacher", ((32, 4), (64, 2)), (4, 12), 2, 2)
+TINY = Sizes("tiny", "tiny-teacher", ((32, 4), (64, 2)), ("sparse-4", "sparse-12", "samples-50"), 2, 2)
 ON_CPU = {
-    "demo": Sizes("demo", "demo-teacher", ((256, 16),), (16,), rounds=15, batches=32),
-    "50m": Sizes("50m", "50m-teacher", ((256, 4),), (16,), rounds=15, batches=16),
+    "demo": Sizes("demo", "demo-teacher", ((256, 16),), ("sparse-16",), rounds=15, batches=32),
+    "50m": Sizes("50m", "50m-teacher", ((256, 4),), ("sparse-16",), rounds=15, batches=16),
 }
 GOALS = tuple(
     goal
@@ -64,7 +64,7 @@ GOALS = tuple(
     for goal in (
         *(
             Goal(f"cached, {side}: of cross-entropy's rate, T = {length:,}", f"{length} {side}.rate", least=0.97)
-            for side in ("sparse-12", "sparse-50", "dense")
+            for side in ("sparse-12", "sparse-50", "samples-50", "dense")
         ),
         Goal(f"TFLOP/s of the 1 B shape, sparse-12, T = {length:,}", f"{length} sparse-12.tflops", least=400),
         Goal(
@@ -171,14 +171,13 @@ class _Shape:
         if side == "cross-entropy":
             return self.tokens
         if side == "dense":
-            return Held(self._dense())
+            return Held(self._dense(), replace(self.tokens.facts, targets="dense"))
         if side == "online":
             teacher = models.make_teacher(self.sizes.teacher, self.device)
-            return online(self.tokens, teacher, self.bench.trainer.student.mode)
-        kept = int(side.removeprefix("sparse-"))
-        folder = self.options.scratch / "caches" / f"{self.sizes.student}-{self.length}-{kept}"
-        spec = CodecSpec(kind="sparse", vocab_size=self.vocab, top_k=kept)
-        make_cache(folder, self.rows, models.CheapTeacher(self.vocab, self.device), spec, self.length, 2)
+            return online(self.tokens, teacher, self.bench.trainer.student.mode, self.options.compile)
+        folder = self.options.scratch / "caches" / f"{self.sizes.student}-{self.length}-{side}"
+        spec, teacher = codec_of(side, self.vocab), models.CheapTeacher(self.vocab, self.device)
+        make_cache(folder, self.rows, teacher, spec, self.length, 2)
         return cached(folder, self.device)
 
     def _dense(self) -> Batch:
