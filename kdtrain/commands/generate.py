@@ -1,4 +1,4 @@
-"""`kdtrain generate`: continues a text with a student, so that one can talk to the result.
+"""`kdtrain generate`: continues a text with a student, or answers in its chat template, so that one can talk to it.
 
 As in the samples of a run (`models.generate`) there is no KV cache: a whole forward a token, for every kind of model.
 
@@ -6,6 +6,7 @@ Shape suffixes: B rows, T tokens so far, V vocabulary.
 """
 
 import sys
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from kdtrain.config import GenerateConfig
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.models.ends import end_tokens
 from kdtrain.models.generate import continue_text
+from kdtrain.models.hub import ask
 from kdtrain.models.loading import load_tokenizer, max_positions
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.tables import show
@@ -36,9 +38,14 @@ def main(config: GenerateConfig) -> int:
     tokenizer = load_tokenizer(place)
     if any("\ud800" <= each <= "\udfff" for each in config.prompt):
         raise UsageError(f"the prompt '{printable(config.prompt)[:40]}' is not UTF-8")
-    prompt = tokenizer(config.prompt, add_special_tokens=False)["input_ids"] or [tokenizer.bos_token_id]
+    asked, chat = config.prompt, bool(tokenizer.chat_template and config.prompt and not config.raw)
+    if chat:
+        turns = [{"role": "user", "content": asked}]
+        render = partial(tokenizer.apply_chat_template, turns, tokenize=False, add_generation_prompt=True)
+        asked = str(ask(f"{config.student}: its chat template (--raw does without)", render))
+    prompt = tokenizer(asked, add_special_tokens=False)["input_ids"] or [tokenizer.bos_token_id]
     if prompt == [None]:
-        raise UsageError("the prompt has no tokens, and the tokenizer no token to begin with; give a longer --prompt")
+        raise UsageError("the prompt has no tokens, and the tokenizer no token to begin with; give a PROMPT")
     most, width = max_positions(student.model), min(student.vocab_size, len(tokenizer))
     if max(prompt) >= student.vocab_size:
         raise UsageError(f"the prompt has tokens beyond the student's vocabulary of {student.vocab_size:,} entries")
@@ -57,7 +64,7 @@ def main(config: GenerateConfig) -> int:
     written: list[int] = []
     shown = ""
     if not config.json:
-        print(_plain(config.prompt), end="", flush=True)
+        print(_plain(config.prompt), end="\n" if chat else "", flush=True)
     start = torch.tensor([prompt], device=device)
     for token in continue_text(next_logits, start, tokens, config.temperature, config.seed):
         if token in ends:

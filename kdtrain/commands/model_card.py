@@ -16,7 +16,7 @@ import kdtrain
 from kdtrain.cache.card import CARD, license_lines, word
 from kdtrain.cache.manifest import Manifest, read_manifest, weights_line
 from kdtrain.cache.view_rows import viewed_cache
-from kdtrain.commands.run_folder import to_toml
+from kdtrain.commands.run_folder import TOKENIZER, to_toml
 from kdtrain.config import DistillConfig
 from kdtrain.config.choices import resolve_tail
 from kdtrain.config.values import fields_of, marked
@@ -211,5 +211,7 @@ def _body(
         yield f"model = AutoPeftModelForCausalLM.from_pretrained({place})"
     else:
         yield from ("from transformers import pipeline", "")
-        yield f'pipeline("text-generation", {place})("Once upon a time")'
+        chat = (run / TOKENIZER / "chat_template.jinja").exists()
+        prompt = '[{"role": "user", "content": "Say hello."}]' if chat else '"Once upon a time"'
+        yield f'pipeline("text-generation", {place})({prompt})'
     yield from ("```", "")

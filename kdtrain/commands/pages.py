@@ -298,7 +298,8 @@ def _next(path: Path, state: str, facts: Mapping[str, Any], result: Mapping[str,
     if state == "failed":
         return f"mend what failed, then kdtrain distill --config {quoted(path / 'config.toml')} resumes it"
     if facts.get("exported"):
-        return f'kdtrain generate {word} "def main("'
+        chat = (path / "student" / "chat_template.jinja").exists()
+        return f'kdtrain generate {word} "{"Say hello." if chat else "def main("}"'
     return f"kdtrain export {word} --out {quoted(path.with_name(path.name + '-student'))}"
 
 

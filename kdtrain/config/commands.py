@@ -463,7 +463,9 @@ class GenerateConfig(Options):
     student: str = option(positional=True, reads="student spec")
     """A run (its best student), a checkpoint, an export, a TOML of students/ or teachers/, or a hub id."""
     prompt: str = option("", positional=True, text=True)
-    """The text to continue; empty: from the beginning of a document."""
+    """What to answer in the student's chat template, or the text to continue; empty: from a document's beginning."""
+    raw: bool = False
+    """Continue the prompt as it stands, also with a student that has a chat template."""
     max_tokens: int = option(100, least=1)
     """At most this many tokens; fewer where the student ends the text or reads no more."""
     temperature: float = option(0.8, least=0)

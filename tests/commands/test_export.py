@@ -51,6 +51,8 @@ def test_a_chat_student_keeps_its_second_end_token_its_sampling_and_its_template
     found = json.loads((out / "generation_config.json").read_text())
     assert {name: found[name] for name in SAMPLING} == SAMPLING
     assert AutoTokenizer.from_pretrained(out).chat_template == TEMPLATE
+    card = (out / "README.md").read_text()
+    assert '([{"role": "user", "content": "Say hello."}])' in card and "Once upon a time" not in card
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 
 from kdtrain.commands import export
 from kdtrain.models.generate import continue_text
-from kdtrain.testing import tiny_model
+from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 
 @pytest.fixture
@@ -29,6 +29,31 @@ def test_a_text_is_continued_and_the_same_seed_continues_it_alike(run, student):
     assert "fresh weights" not in err
     other = [run.json(*argv, "--seed", seed)["text"] for seed in (4, 5)]
     assert other != [first["text"]] * 2
+
+
+TURN = "<{{ messages[0]['role'] }}>{{ messages[0]['content'] }}{% if add_generation_prompt %}<answer>{% endif %}"
+
+
+def test_a_student_with_a_chat_template_is_asked_in_it_and_raw_continues_the_text_as_it_stands(run, tmp_path):
+    tokenizer = tiny_tokenizer(300)
+    tokenizer.chat_template = TURN
+    chat = write_model_folder(tmp_path / "chat", tiny_model("llama", 300), tokenizer)
+    more = ("--max-tokens", 4, "--temperature", 0)
+    answered = run.json("generate", chat, "hello", *more)
+    assert answered["prompt"] == "hello"
+    assert answered["text"] == run.json("generate", chat, "<user>hello<answer>", "--raw", *more)["text"]
+    assert answered["text"] != run.json("generate", chat, "hello", "--raw", *more)["text"]
+    assert run.call("generate", chat, "hello", *more)[1] == f"hello\n{answered['text']}\n"
+    assert run.call("generate", chat, "hello", "--raw", *more)[1].startswith("hello")
+    tokenizer.chat_template = "{{ raise_exception('no users here') }}"
+    broken = write_model_folder(tmp_path / "broken", tiny_model("llama", 300), tokenizer)
+    code, _, err = run.call("generate", broken, "hello", *more)
+    assert code == 2 and "chat template (--raw does without)" in err and "no users here" in err
+
+
+def test_an_empty_prompt_without_a_token_to_begin_with_names_the_prompt(run):
+    code, _, err = run.call("generate", "spoken", "")
+    assert code == 2 and "no token to begin with; give a PROMPT" in err and "--prompt" not in err
 
 
 def test_a_spec_that_nothing_has_trained_is_said_to_be_so(run):

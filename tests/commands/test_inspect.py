@@ -105,6 +105,9 @@ def test_distill_ends_with_a_short_page_that_fits_into_80_columns(monkeypatch, c
     row = ["nats", "a", "token", "3.500", "2.500", "@40", "2.500", "@40", "1.500", "2.700"]
     assert row in [line.split() for line in lines]
     assert lines[-1] == 'Next: kdtrain generate runs/a "def main("'
+    (run / "student").mkdir()
+    (run / "student" / "chat_template.jinja").write_text("{{ messages }}")
+    assert closing(run, result, capsys)[-1] == 'Next: kdtrain generate runs/a "Say hello."'
     text = "\n".join(lines)
     for part in ("1 no-gain, 2 slow", "KL to the teacher 1.000", "ECE 5.0 %", "runs/a/student", "runs/a/result.json"):
         assert part in text
