@@ -188,7 +188,9 @@ class _Generated(TypedDict):
 
 _DEEPEST = 8
 """Most parts of the name of a tokenizer file; those of transformers have two."""
-_LEFT_OUT = frozenset({"capture", "generated", "origin", "parents", "test_vector", "text_counts", "weights_cost"})
+_LEFT_OUT = frozenset(
+    {"capture", "generated", "origin", "parents", "test_vector", "text", "text_counts", "weights_cost"}
+)
 """Keys of the manifest that are left out where they say nothing, so that older manifests keep their digest."""
 
 
@@ -215,6 +217,8 @@ class Manifest:
     """See `vector.make_vector`; None in caches without one."""
     origin: dict[str, Any] | None = None
     """Where a cache that `kdtrain import` made comes from, and what its source does not say; else left out."""
+    text: dict[str, Any] | None = None
+    """See `corpus.stated_text`; None where it is unknown, as in earlier caches."""
     weights_cost: WeightsCost | None = None
     """None where the teacher's weights were whole."""
     capture: dict[str, Any] | None = None

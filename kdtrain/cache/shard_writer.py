@@ -7,6 +7,7 @@ is the same for every batch size. A sequence with a non-finite logit is kept wit
 
 import contextlib
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -183,7 +184,11 @@ class ShardPlace:
 def finished_record(folder: Path, settings: CacheSettings, part: ShardRows) -> Sidecar | None:
     """The record of a shard that need not be built. RunError: the file in its place cannot be read."""
     record = intact_record(folder, part.name)
-    if record is None or not is_of(record, part.digest, settings):
+    if record is None:
+        return None
+    if not is_of(record, part.digest, settings):
+        text = "%s: the shard %s is of other text than the data give now, and is made again"
+        logging.getLogger("kdtrain").warning(text, folder, part.name)
         return None
     path = cache_format.shard_path(folder, part.name)
     try:

@@ -1,7 +1,9 @@
 """Builds caches: of a teacher, and the caches of bare tokens that runs and evaluations need."""
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import datetime
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
@@ -15,7 +17,7 @@ from kdtrain.cache.codec import SAMPLING, CodecSpec, grid_name, grid_offset
 from kdtrain.cache.folder import holds_nothing
 from kdtrain.cache.format import MANIFEST, PIECES
 from kdtrain.cache.live import LiveCache
-from kdtrain.cache.manifest import CacheSettings, Manifest
+from kdtrain.cache.manifest import CacheSettings, Manifest, differences, read_manifest
 from kdtrain.cache.mass import kept_mass
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.rounds import Progress
@@ -23,11 +25,11 @@ from kdtrain.cache.writer import write_cache
 from kdtrain.commands.agreement import agree
 from kdtrain.config import CacheTeacherConfig, DataConfig
 from kdtrain.config.teachers import DEFAULT_PROMPT
-from kdtrain.data.corpus import has_prompts
+from kdtrain.data.corpus import has_prompts, stated_text
 from kdtrain.data.masks import Counts, Masks
 from kdtrain.data.packing import PackedRow, packed_rows
 from kdtrain.data.prompts import prompt_rows
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, printable
 from kdtrain.files import read_sealed
 from kdtrain.models.ends import filler_token
 from kdtrain.models.loading import ChatTokenizer, ends_of, generation_of, tokenizer_digest
@@ -37,17 +39,23 @@ from kdtrain.ranks import is_main, on_main, raise_on_all_ranks
 from kdtrain.teaching.teacher import Teacher
 from kdtrain.teaching.writing import Writing
 
+log = logging.getLogger("kdtrain")
+
 TEXT, SERVED = OWN = ("data", "served")
 """The caches that a run makes in its own folder: of bare tokens, and of what a server said."""
 
 
 def build_cache(
-    config: CacheTeacherConfig, teacher: Teacher, refined: Cache | None = None, live: LiveCache | None = None
+    config: CacheTeacherConfig,
+    teacher: Teacher,
+    refined: Cache | None = None,
+    live: LiveCache | None = None,
+    text: dict[str, Any] | None = None,
 ) -> Manifest | None:
     """Build the missing shards of the cache on all ranks; return its manifest on rank 0, None on the others.
 
     teacher: loaded and prepared. refined: the cache of --refine. live: of a run that reads it meanwhile, whose text is
-    packed beside it.
+    packed beside it. text: see `corpus.stated_text`.
 
     Raises:
         UsageError: the folder holds another cache, or the data do not fill one sequence; `refined` is of another
@@ -74,9 +82,9 @@ def build_cache(
         settings, rows = _refined_settings(refined, teacher), {split: refined[split].rows() for split in refined}
     codec, progress = settings.codec, None
     if live is not None:
-        text = config.out.with_name(TEXT)
-        on_main(lambda: build_tokens(text, config.data, teacher.tokenizer, teacher.vocab_size))
-        settings, rows, progress = live.begin(settings, packed := Cache(text))
+        folder = config.out.with_name(TEXT)
+        on_main(lambda: build_tokens(folder, config.data, teacher.tokenizer, teacher.vocab_size))
+        settings, rows, progress = live.begin(settings, packed := Cache(folder))
         counts |= packed.manifest.text_counts or {}
     agree(settings.to_json)
     answers: dict[str, Any]
@@ -89,12 +97,46 @@ def build_cache(
         }
     else:
         answers = {"teacher": teacher.logits, "sharded": teacher.sharded}
-    answers["stated"] = {"text_counts": counts, "weights_cost": teacher.cost}
+    answers["stated"] = {"text": text, "text_counts": counts, "weights_cost": teacher.cost}
     if teacher.writing is not None:
         answers["written"] = lambda rows: teacher.written(rows, codec)
     saved = ChatTokenizer(teacher.tokenizer, generation_of(teacher.spec))
     answers |= {"tokenizer": saved, "batch_size": config.batch_size, "all_ranks": True}
     return _write(config.out, settings, rows, progress, **answers)
+
+
+def known_text(folder: Path, data: DataConfig) -> dict[str, Any] | None:
+    """`corpus.stated_text`. UsageError: `folder` is a finished cache of the same source with another text."""
+    now = stated_text(data)
+    if not (folder / MANIFEST).is_file() or (there := read_manifest(folder)).settings.data.get("source") != data.data:
+        return now
+    if there.text is None or now is None:
+        log.warning(
+            "%s was finished before, and its manifest does not tell whether %s changed since", folder, data.data
+        )
+    elif changed := list(differences(there.text, now)):
+        raise UsageError(
+            f"{folder} holds a finished cache, and {data.data} changed since ({printable('; '.join(changed[:2]))}); "
+            "choose another --out or remove that folder"
+        )
+    else:
+        log.info("%s was finished before, of the same text", folder)
+    return now
+
+
+def pin_date(folder: Path, data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """When the cache in `folder` was begun, or now, for a chat template that shows the date; None for others.
+
+    It is set as `date` of a tokenizer: templates then show it, and `data` of the settings holds it for a resume.
+    """
+    if "strftime_now" not in str(tokenizer.chat_template) or not has_prompts(data):
+        return None
+    try:
+        return datetime.fromisoformat(_stored(folder).data["date"]).isoformat()
+    except KeyError:  # begun by an earlier release
+        return None
+    except (OSError, ValueError, TypeError):  # not begun, or refused by the builder
+        return datetime.now().isoformat(timespec="seconds")
 
 
 def begun_with(folder: Path) -> dict[str, Any] | None:
@@ -236,9 +278,11 @@ def build_tokens(
         splits: how many sequences of each split; None: train and validation as in `data`.
     """
     limits = splits or {"train": data.num_sequences, "validation": data.validation_sequences}
+    tokenizer.date = pin_date(folder, data, tokenizer)  # type: ignore[attr-defined]
     settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=vocab_size), limits)
     counts: Counts = {}
-    rows, stated = _text(data, tokenizer, limits, counts), {"text_counts": counts}
+    rows = _text(data, tokenizer, limits, counts)
+    stated = {} if (folder / MANIFEST).exists() else {"text": stated_text(data), "text_counts": counts}
     manifest = _write(folder, settings, rows, teacher=None, tokenizer=tokenizer, batch_size=64, stated=stated)
     assert manifest is not None
     return manifest
@@ -284,6 +328,7 @@ def _settings(
         "text_column": data.text_column,
         "messages_column": data.messages_column,
         **({} if data.format == "auto" else {"format": data.format}),
+        **({} if (date := getattr(tokenizer, "date", None)) is None else {"date": date}),
     }
     return CacheSettings(
         codec=codec,

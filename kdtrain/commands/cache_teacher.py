@@ -14,6 +14,8 @@ from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build_cache import (
     begun_with,
     build_cache,
+    known_text,
+    pin_date,
     refined_cache,
     refuse_other_vocabulary,
     validation_rows,
@@ -100,6 +102,11 @@ def build(config: CacheTeacherConfig, device: torch.device, live: LiveCache | No
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
         if refined is not None:
             refuse_other_vocabulary(refined, teacher)
+    text = date = None
+    if config.data.data is not None and live is None:
+        text = on_main(lambda: known_text(config.out, config.data))
+        date = on_main(lambda: pin_date(config.out, config.data, teacher.tokenizer))
+    teacher.tokenizer.date = date  # type: ignore[attr-defined]
     free = free_everywhere(device, config.parallel.device_memory)
     with raise_on_all_ranks():
         sharded = shards_teacher(config, teacher.footprint(seq_len), free, seq_len)
@@ -110,13 +117,12 @@ def build(config: CacheTeacherConfig, device: torch.device, live: LiveCache | No
         teacher.pack(rows, document_mask=document_mask)
     # the shapes of decoding change with every step, and a compiled layer with each of them
     teacher.prepare(sharded=sharded, compile=config.compile and not config.text.generate)
-    text = config.data.data or config.refine
-    over = "" if text is None else f" over {text}"
+    over = f" over {source}" if (source := config.data.data or config.refine) else ""
     many = f" in {world_size()} ranks" if world_size() > 1 else ""
     log.info("caching %s%s into %s%s", teacher, over, config.out, many)
     if teacher.cost is not None:
         log.info("%s", weights_line(teacher.cost))
-    build_cache(config, teacher, refined, live)
+    build_cache(config, teacher, refined, live, text)
 
 
 def _mode(config: CacheTeacherConfig, refined: Cache | None, device: torch.device) -> str:

@@ -30,6 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 from kdtrain.config import DataConfig
@@ -37,11 +38,14 @@ from kdtrain.config.choices import TEXTS
 from kdtrain.data.formats import Columns, Document, LeftOut, RowFormat, Tally, row_format, text_document
 from kdtrain.data.rows import Rows, readable
 from kdtrain.errors import UsageError, printable
+from kdtrain.files import file_digest, json_digest
 from kdtrain.imports import optional
 
 SPLITS = ("train", "validation", "test")
 SMALL = 2000
 """With more documents than this, the chance that a hash leaves a split empty is below 1e-44."""
+LISTED = 100
+"""Most files that a manifest lists."""
 FEW = 20
 """With fewer documents than this, one document is more than the share of a split."""
 
@@ -62,6 +66,8 @@ _TEXT = {
 _LONE_ROWS = (".json", ".csv", ".tsv")
 """Rows too, but in a folder that has rows or text of the kinds above they are left out: they are often about those."""
 _READ = f"text (.txt, .md, .rst, .py and other source code) or rows ({', '.join(_ROWS + _LONE_ROWS)})"
+_KNOWN = {"text", "messages", "conversations", "conversation", "prompt", "instruction"}
+"""Columns of a row, which make an object with a list in it one."""
 _ABOUT = {"readme", "license", "licence", "notice", "changelog", "citation", "contributing"}
 """Stems of text files that come along with rows, and are not data beside them."""
 _SPLIT_IN_STEM = re.compile(r"(?:^|[-_. ])([a-z]+)(?:[-_.]?\d.*)?$")
@@ -125,6 +131,8 @@ class _Part:
     """Of each time that its rows were read."""
     form: RowFormat | None = None
     """What its rows are; None: plain text."""
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """Those that it reads, by their names within the source."""
 
 
 Reader = Callable[[str], Iterable[str]]
@@ -163,6 +171,23 @@ def has_prompts(data: DataConfig) -> bool:
     """True for conversations, and prompts with completions; False for plain text. UsageError: as `documents`."""
     form = _parts(_source(data), _columns(data), data.streaming)["train"].form
     return form is not None and form.name != "text"
+
+
+def stated_text(data: DataConfig) -> dict[str, Any] | None:
+    """The text of `data` by content, for a manifest: its files with size and SHA-256, one digest of more than `LISTED`,
+    or the revision of the hub; None: unknown. UsageError, RunError: as `documents`.
+    """
+    source = _source(data)
+    with readable(source):
+        if source.startswith("hf:"):
+            name, _, subset = source.removeprefix("hf:").partition(":")
+            return {"revision": str(_datasets(source).load_dataset_builder(name, subset or None).hash)}
+        parts = _parts(source, _columns(data), data.streaming).values()
+        files = {name: path for part in parts for name, path in part.files.items()}
+        stated = {name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for name, path in files.items()}
+    if len(stated) > LISTED:
+        return {"files": len(stated), "sha256": json_digest(stated)}
+    return {"files": stated} if stated else None
 
 
 def _source(data: DataConfig) -> str:
@@ -276,7 +301,8 @@ def _text_files(root: Path, names: Iterable[str], errors: str) -> _Part:
             if text.strip():
                 yield Document(name, text=text)
 
-    return _Part(read, lambda document: rank(document.key), len(ordered))
+    files = {name: root / name for name in ordered}
+    return _Part(read, lambda document: rank(document.key), len(ordered), files=files)
 
 
 def _stdlib(source: str, columns: Columns, streaming: bool) -> dict[str, _Part]:
@@ -305,8 +331,9 @@ def _local(path: Path, columns: Columns, streaming: bool) -> dict[str, _Part]:
         groups.setdefault(split if split and None not in own and "train" in own else "train", []).append(name)
     if kind == "text":
         return {split: _text_files(root, group, errors="strict") for split, group in groups.items()}
-    rows = {split: Rows([root / name for name in group], SMALL) for split, group in groups.items()}
-    return {split: _rows(str(path), each, columns, streaming) for split, each in rows.items()}
+    files = {split: {name: root / name for name in group} for split, group in groups.items()}
+    rows = {split: Rows([*each.values()], SMALL) for split, each in files.items()}
+    return {split: _rows(str(path), each, columns, streaming, files[split]) for split, each in rows.items()}
 
 
 def _local_files(path: Path) -> tuple[Path, str, list[str]]:
@@ -395,20 +422,17 @@ def _hub(source: str, columns: Columns, streaming: bool) -> dict[str, _Part]:
     return {split: _rows(source, rows, columns, streaming) for split, rows in loaded.items()}
 
 
-def _rows(source: str, rows: Any, columns: Columns, streaming: bool) -> _Part:
+def _rows(
+    source: str, rows: Any, columns: Columns, streaming: bool, files: Mapping[str, Path] = MappingProxyType({})
+) -> _Part:
     """`Rows`, or those of a `datasets` data set; refuses one without the columns that are asked for."""
     with readable(source):
         names = rows.column_names if rows.column_names is not None else sorted(next(iter(rows), {}))
     if not names:
         raise UsageError(f"{source}: holds no rows")
-    try:
-        form, tallies = row_format(source, columns, names), list[Tally]()
-    except UsageError:
-        if (below := getattr(rows, "below", None)) is None:
-            raise
-        raise UsageError(
-            f"{source}: is one object, with its rows below the key '{printable(below)}'; write that list alone"
-        ) from None
+    if (below := getattr(rows, "below", None)) and columns == Columns() and _KNOWN.isdisjoint(names):
+        raise UsageError(f"{source}: its rows are below the key '{printable(below)}'; write that list alone")
+    form, tallies = row_format(source, columns, names), list[Tally]()
     count = None if streaming else len(rows)
     for column in form.columns if rows.features else ():
         _refuse_decoded(source, column, rows.features.get(column))
@@ -434,7 +458,7 @@ def _rows(source: str, rows: Any, columns: Columns, streaming: bool) -> _Part:
             if tally.kept and (whole or count is None or count > SMALL):
                 tally.report()
 
-    return _Part(read, _rank_of_content, count, tallies, form)
+    return _Part(read, _rank_of_content, count, tallies, form, files)
 
 
 def _refuse_decoded(source: str, column: str, feature: Any) -> None:

@@ -37,8 +37,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -350,7 +352,9 @@ class Encoder:
         self._quotable = sorted(special.values(), key=len, reverse=True)
         self._literal = copy.deepcopy(self._backend)
         self._literal.encode_special_tokens = True
-        self._render = Renderer(functools.partial(_render, tokenizer, opening))
+        render = functools.partial(_render, tokenizer, opening)
+        date: str | None = getattr(tokenizer, "date", None)  # see `build_cache.pin_date`
+        self._render = Renderer(render if date is None else functools.partial(_at, date, render))
         self._render_lock = threading.Lock()
 
     def close(self) -> None:
@@ -492,6 +496,15 @@ def _after(spans: Spans, messages: Messages, prompt: int, key: str) -> Spans:
     if len(spans) != sum(turns):
         raise _RowRefused(f"{key}: the chat template marks {len(spans)} pieces of {sum(turns)} turns of the assistant")
     return spans[sum(turns[:prompt]) :]
+
+
+def _at(date: str, render: Render, key: str, messages: Messages) -> tuple[str, Spans]:
+    """`render` where it is always the moment `date` for a chat template; of the child alone, whose clock it stops."""
+    from transformers.utils import chat_template_utils
+
+    now = datetime.fromisoformat(date)
+    chat_template_utils.datetime = SimpleNamespace(now=lambda: now)  # type: ignore[misc, assignment]
+    return render(key, messages)
 
 
 def _render(tokenizer: "PreTrainedTokenizerFast", opening: bool, key: str, messages: Messages) -> tuple[str, Spans]:

@@ -150,7 +150,11 @@ def test_json_is_a_list_or_objects_on_any_lines_however_it_is_cut(
         ("a.json", '[["text"]]', r"a\.json, row 0: is list, not an object"),
         ("a.json", "[]", r"a\.json: holds no rows"),
         ("a.json", '[{"text": ' + "[" * 5000, r"a\.json, row 0: not JSON"),
-        ("a.json", '{"version": 1, "data": [{"text": "a"}]}', r"its rows below the key 'data'; write that list alone"),
+        (
+            "a.json",
+            '{"version": 1, "data": [{"text": "a"}]}',
+            r"its rows are below the key 'data'; write that list alone",
+        ),
         ("a.csv", "text\n", r"a\.csv: holds no rows"),
     ],
 )

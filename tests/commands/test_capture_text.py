@@ -1,0 +1,172 @@
+"""What a capture says of its text: which files it read, that they changed since, and that they are too short."""
+
+import json
+import logging
+import shutil
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import kdtrain as kd
+from kdtrain.commands import build_cache
+from kdtrain.config import CodecConfig, DataConfig
+from kdtrain.data import corpus
+from kdtrain.errors import UsageError
+from kdtrain.files import file_digest, publish_json, read_sealed
+from kdtrain.teaching.local import LocalTeacher
+from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
+
+DATED = (
+    "[{{ strftime_now('%Y %H %M') }}]{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "teacher"
+    tokenizer = tiny_tokenizer(300)
+    tokenizer.chat_template = DATED
+    write_model_folder(folder, tiny_model("llama", 300, seed=1), tokenizer)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is logged."""
+    lines: list[str] = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(logging.getLogger("kdtrain"), level, lambda text, *words: lines.append(text % words))
+    return lines
+
+
+def capture(teacher: Path, data: str, seq_len: int = 8, **options: object) -> kd.Cache:
+    return kd.cache_teacher(
+        kd.CacheTeacherConfig(
+            teacher=str(teacher),
+            data=DataConfig(data=data, seq_len=seq_len, num_sequences=12, validation_sequences=2, num_workers=0),
+            codec=CodecConfig(top_k=2),
+            sequences_per_shard=4,
+            precision="fp32",
+            compile=False,
+            out=Path("c"),
+            **options,  # type: ignore[arg-type]
+        )
+    )
+
+
+def write_rows(path: Path, word: str = "why", rows: int = 30) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps({"text": f"{word} is row {n} what it is?"}) + "\n" for n in range(rows)))
+
+
+def write_chats(path: Path) -> None:
+    turns = [[{"role": "user", "content": f"why {n}?"}, {"role": "assistant", "content": "so."}] for n in range(40)]
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
+
+
+def refuse_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr(LocalTeacher, "load", load)
+
+
+def without_text(cache: Path) -> None:
+    """Make the manifest one of before the text was stated."""
+    record = read_sealed(cache / "manifest.json")
+    publish_json(cache / "manifest.json", {key: record[key] for key in record if key != "text"}, "test")
+
+
+def test_a_finished_cache_whose_text_changed_is_refused_before_the_model_is_loaded(
+    teacher: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+):
+    for name in ("a", "b"):
+        write_rows(Path(f"rows/{name}.jsonl"), name)
+    files = [Path(f"rows/{name}.jsonl") for name in ("a", "b")]
+    assert capture(teacher, "rows").manifest.text == {
+        "files": {each.name: {"bytes": each.stat().st_size, "sha256": file_digest(each)} for each in files}
+    }
+    capture(teacher, "rows")
+    assert "c was finished before, of the same text" in said
+
+    refuse_loading(monkeypatch)
+    write_rows(Path("rows/b.jsonl"), "c")
+    with pytest.raises(
+        UsageError, match=r"c holds a finished cache, and rows changed since \(files\.b\.jsonl\.sha256: "
+    ):
+        capture(teacher, "rows")
+    Path("rows/b.jsonl").unlink()
+    with pytest.raises(
+        UsageError, match=r"rows changed since \(files\.b\.jsonl: .* there, None asked\); choose another"
+    ):
+        capture(teacher, "rows")
+
+
+def test_an_older_cache_says_that_nobody_can_tell_whether_its_text_changed(teacher: Path, said: list[str]):
+    write_rows(Path("a.jsonl"))
+    capture(teacher, "a.jsonl")
+    without_text(Path("c"))
+    write_rows(Path("a.jsonl"), "another")
+    assert capture(teacher, "a.jsonl").manifest.text is None
+    assert "c was finished before, and its manifest does not tell whether a.jsonl changed since" in said
+
+
+def test_a_data_set_of_the_hub_is_known_by_its_revision_and_many_files_by_one_digest(monkeypatch: pytest.MonkeyPatch):
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, subset: SimpleNamespace(hash=f"{name} {subset}"))
+    assert corpus.stated_text(DataConfig(data="hf:org/name:part")) == {"revision": "org/name part"}
+    stated = corpus.stated_text(DataConfig(data="stdlib"))
+    assert stated is not None and stated.keys() == {"files", "sha256"} and stated["files"] > 300
+
+
+def test_a_resume_renders_the_date_of_the_first_command_and_keeps_its_shards(
+    teacher: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+):
+    def at(moment: str) -> None:
+        now = datetime.fromisoformat(moment)
+        clock = SimpleNamespace(now=lambda: now, fromisoformat=datetime.fromisoformat)
+        monkeypatch.setattr(build_cache, "datetime", clock)
+
+    write_chats(Path("chats.jsonl"))
+    at("2031-01-02T03:04:05")
+    whole = capture(teacher, "chats.jsonl").manifest
+    assert whole.settings.data["date"] == "2031-01-02T03:04:05"
+    shown = tiny_tokenizer(300).decode([each for row in (0, 1) for each in kd.Cache("c")["train"][row]["tokens"][:-1]])
+    assert "[2031 03 04]" in shown
+
+    for name in ("manifest.json", "shards/train-00002.h5", "shards/train-00002.json"):
+        Path("c", name).unlink()
+    kept = Path("c/shards/train-00000.h5").stat().st_ino
+    at("2032-05-06T07:08:09")
+    assert capture(teacher, "chats.jsonl").manifest.digest == whole.digest
+    assert Path("c/shards/train-00000.h5").stat().st_ino == kept and not any("made again" in each for each in said)
+    shutil.rmtree("c")
+    assert capture(teacher, "chats.jsonl").manifest.settings.data["date"] == "2032-05-06T07:08:09"
+
+
+def test_shards_of_another_text_are_named_when_a_resume_makes_them_again(teacher: Path, said: list[str]):
+    write_rows(Path("a.jsonl"))
+    capture(teacher, "a.jsonl")
+    Path("c/manifest.json").unlink()
+    write_rows(Path("a.jsonl"), "other")
+    capture(teacher, "a.jsonl")
+    for name in ("train-00000", "train-00002", "validation-00000"):
+        assert f"c: the shard {name} is of other text than the data give now, and is made again" in said
+
+
+def test_the_text_that_a_run_packs_is_stated_too():
+    write_rows(Path("a.jsonl"))
+    data = DataConfig(data="a.jsonl", seq_len=8, num_sequences=12, validation_sequences=2, num_workers=0)
+    first = build_cache.build_tokens(Path("data"), data, tiny_tokenizer(300), 300)
+    assert first.text == {
+        "files": {"a.jsonl": {"bytes": Path("a.jsonl").stat().st_size, "sha256": file_digest(Path("a.jsonl"))}}
+    }
