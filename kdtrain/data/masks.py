@@ -88,9 +88,8 @@ class Masks:
         edges = [0, *np.flatnonzero(inside[1:] != inside[:-1]) + 1, len(text)]
         runs = [(bool(inside[start]), text[start:stop]) for start, stop in itertools.pairwise(edges) if start < stop]
         learned = [run for kept, run in runs if kept]
-        wanted = [
-            each["content"] for each in (document.messages or [])[document.prompt :] if each["role"] == "assistant"
-        ]
+        turns = [each for each in (document.messages or [])[document.prompt :] if each.get("weight") != 0]
+        wanted = [each["content"] for each in turns if each["role"] == "assistant"]
         with self._lock:
             self.documents += 1
             self.tokens += len(label)

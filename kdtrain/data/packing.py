@@ -408,7 +408,8 @@ class Encoder:
         learned = starts[label], stops[label]
         ends = stops[stream["token"] == self._eos[0]]
         if not len(ends) or text[ends[-1] :].strip():
-            stream = np.concatenate([stream, _stream(self._eos, label=messages[-1]["role"] == "assistant")])
+            learned_end = messages[-1]["role"] == "assistant" and messages[-1].get("weight") != 0
+            stream = np.concatenate([stream, _stream(self._eos, label=learned_end)])
         stream["start"][0] = True
         self.masks.add(replace(document, messages=messages), text, *learned, stream["label"], quoted)
         return stream
@@ -485,13 +486,15 @@ def _replaced(value: Any, old: str, new: str) -> Any:
 
 
 def _after(spans: Spans, messages: Messages, prompt: int, key: str) -> Spans:
-    """The spans of the assistant's turns behind the first `prompt` messages."""
-    if not prompt:
+    """The spans of the assistant's turns that count: behind the first `prompt` messages, and not of weight 0."""
+    turns = [
+        (at >= prompt and each.get("weight") != 0) for at, each in enumerate(messages) if each["role"] == "assistant"
+    ]
+    if not prompt and all(turns):
         return spans
-    turns = [message["role"] == "assistant" for message in messages]
-    if len(spans) != sum(turns):
-        raise _RowRefused(f"{key}: the chat template marks {len(spans)} pieces of {sum(turns)} turns of the assistant")
-    return spans[sum(turns[:prompt]) :]
+    if len(spans) != len(turns):
+        raise _RowRefused(f"{key}: the chat template marks {len(spans)} pieces of {len(turns)} turns of the assistant")
+    return [*itertools.compress(spans, turns)]
 
 
 def _render(tokenizer: "PreTrainedTokenizerFast", opening: bool, key: str, messages: Messages) -> tuple[str, Spans]:

@@ -373,6 +373,21 @@ def test_a_tool_call_that_quotes_a_special_token_is_spelled_out(tokenizer: PreTr
     assert tokenizer.decode(row.tokens) == text + _EOS and f'"a": "x{_EOS}y"' in text
 
 
+@pytest.mark.parametrize("template", [_PLAIN, _MARKED, _THINKS])
+def test_a_turn_of_weight_0_is_not_learned_nor_missed(
+    template: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+):
+    tokenizer.chat_template = template
+    text = tokenizer.apply_chat_template(_TALK, tokenize=False)
+    for turn, learned in ((2, ("ok", "ok<end>")), (4, ("yo 漢", "yo 漢<end>"))):
+        talk = [{**each, "weight": 0} if place == turn else each for place, each in enumerate(_TALK)]
+        masks = Masks("train", 8)
+        (row,) = pack([Document("talk", messages=talk)], tokenizer, len(tokenizer(text).input_ids), masks=masks)
+        assert _learned([row], tokenizer).decode().strip(".").removesuffix(_EOS) in learned
+        assert row.loss_mask[-1] == (turn == 2), "the end belongs to the last turn"
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
 def test_an_example_shows_what_counts_in_lines_without_control_characters(
     tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ):
