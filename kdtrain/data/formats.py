@@ -248,7 +248,7 @@ def _messages(value: Any) -> Messages:
             content = message.get("content")
             if calls := message.get("tool_calls") or [*filter(None, [message.get("function_call")])]:
                 turn["tool_calls"], content = _functions(calls, "with tool calls that name no function"), content or ""
-        elif isinstance(name, str):
+        elif isinstance(name, str) and "value" in message:
             if name.lower() not in _ROLES:
                 raise LeftOut("with an unknown role", f"'{name}'")
             turn, content = {"role": _ROLES[name.lower()]}, message.get("value")
@@ -268,12 +268,10 @@ def _messages(value: Any) -> Messages:
 
 def _is_learned(message: Mapping[str, Any]) -> bool:
     """Whether a turn counts, by the keys of other trainers. LeftOut: one is neither true nor false."""
-    for name in ("weight", "train", "training", "loss", "masked"):
-        if (value := message.get(name)) not in (None, 0, 1):
-            raise LeftOut("with a turn that counts in part", f"'{name}'")
-        if value is not None and bool(value) == (name == "masked"):
-            return False
-    return True
+    stated = {name: message.get(name) for name in ("weight", "train", "training", "loss", "masked")}
+    if not all(value in (None, 0, 1) for value in stated.values()):
+        raise LeftOut("with a turn that counts in part")
+    return not stated.pop("masked") and not any(value == 0 for value in stated.values())
 
 
 def _functions(value: Any, reason: str) -> list[dict[str, Any]]:

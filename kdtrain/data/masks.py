@@ -15,6 +15,7 @@ from kdtrain.errors import UsageError
 Counts = dict[str, dict[str, int]]
 _Array = np.ndarray[Any, np.dtype[Any]]
 
+SPELLED = "special tokens spelled in the text and read as text"
 OPENS, CLOSES = "⟦", "⟧"
 """Around what counts in the loss, in an example."""
 _LONG, _SHOWN = 240, 40
@@ -46,7 +47,7 @@ class Masks:
 
     def counted(self, stream: _Array, found: Counter[str]) -> _Array:
         """The stream of a batch, of which `found` is counted."""
-        if found:
+        if +found:
             self.counts[self._split] = Counter(self.counts.get(self._split, {})) + found
         return stream
 
@@ -108,6 +109,8 @@ class Masks:
 
     def report(self) -> None:
         """Log how much was learned, what was left out, and masks that look wrong."""
+        if self._split and (number := self.counts.get(self._split, {}).get(SPELLED)):
+            log.warning("%s: %s %s; --parse-special-tokens makes them tokens", self._split, f"{number:,}", SPELLED)
         if not self._split or not self.documents:
             return
         line = f"{self._split}: {self.learned:,} of {self.tokens:,} tokens in {self.documents:,} documents count"
