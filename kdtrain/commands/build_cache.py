@@ -328,6 +328,7 @@ def _settings(
         "text_column": data.text_column,
         "messages_column": data.messages_column,
         **({} if data.format == "auto" else {"format": data.format}),
+        **({"parse_special_tokens": True} if data.parse_special_tokens else {}),
         **({} if (date := getattr(tokenizer, "date", None)) is None else {"date": date}),
     }
     return CacheSettings(

@@ -44,6 +44,8 @@ class DataConfig(Options):
     """Column of rows that holds the text."""
     messages_column: str | None = None
     """Column of conversations, lists of messages."""
+    parse_special_tokens: bool = False
+    """Take a special token that the text spells, such as <|im_end|>, for the token, and not for text."""
     document_mask: bool = False
     """Keep documents packed into one sequence from attending to each other."""
     streaming: bool = option(False, free=True)

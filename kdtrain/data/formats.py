@@ -25,7 +25,8 @@ from typing import Any
 from kdtrain.errors import UsageError, printable
 
 Messages = list[dict[str, Any]]
-"""Of each its role, content and other texts, and `tool_calls`; the first may have the `tools` of the conversation."""
+"""Of each its role, content and other texts, `tool_calls`, and `weight` 0 if it is not learned; the first may have
+the `tools` of the conversation."""
 
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -247,7 +248,7 @@ def _messages(value: Any) -> Messages:
             content = message.get("content")
             if calls := message.get("tool_calls") or [*filter(None, [message.get("function_call")])]:
                 turn["tool_calls"], content = _functions(calls, "with tool calls that name no function"), content or ""
-        elif isinstance(name, str):
+        elif isinstance(name, str) and "value" in message:
             if name.lower() not in _ROLES:
                 raise LeftOut("with an unknown role", f"'{name}'")
             turn, content = {"role": _ROLES[name.lower()]}, message.get("value")
@@ -259,8 +260,18 @@ def _messages(value: Any) -> Messages:
         if not all(isinstance(each, str) for each in texts):
             reason = "with a turn without content" if content is None else "with content that is not text"
             raise LeftOut(reason, f"'{role or name}'")
+        if turn["role"] == "assistant" and not _is_learned(message):
+            turn["weight"] = 0
         found.append({**turn, "content": "\n".join(texts)})
     return found
+
+
+def _is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether a turn counts, by the keys of other trainers. LeftOut: one is neither true nor false."""
+    stated = {name: message.get(name) for name in ("weight", "train", "training", "loss", "masked")}
+    if not all(value in (None, 0, 1) for value in stated.values()):
+        raise LeftOut("with a turn that counts in part")
+    return not stated.pop("masked") and not any(value == 0 for value in stated.values())
 
 
 def _functions(value: Any, reason: str) -> list[dict[str, Any]]:
@@ -280,7 +291,7 @@ def _functions(value: Any, reason: str) -> list[dict[str, Any]]:
 
 
 def _answered(document: Document) -> Document:
-    turns = [each for each in document.messages or () if each["role"] == "assistant"]
+    turns = [each for each in document.messages or () if each["role"] == "assistant" and "weight" not in each]
     if not any(each["content"].strip() or "tool_calls" in each for each in turns):
         raise LeftOut("without an answer")
     return document

@@ -15,6 +15,7 @@ from kdtrain.errors import UsageError
 Counts = dict[str, dict[str, int]]
 _Array = np.ndarray[Any, np.dtype[Any]]
 
+SPELLED = "special tokens spelled in the text and read as text"
 OPENS, CLOSES = "⟦", "⟧"
 """Around what counts in the loss, in an example."""
 _LONG, _SHOWN = 240, 40
@@ -46,7 +47,7 @@ class Masks:
 
     def counted(self, stream: _Array, found: Counter[str]) -> _Array:
         """The stream of a batch, of which `found` is counted."""
-        if found:
+        if +found:
             self.counts[self._split] = Counter(self.counts.get(self._split, {})) + found
         return stream
 
@@ -88,9 +89,8 @@ class Masks:
         edges = [0, *np.flatnonzero(inside[1:] != inside[:-1]) + 1, len(text)]
         runs = [(bool(inside[start]), text[start:stop]) for start, stop in itertools.pairwise(edges) if start < stop]
         learned = [run for kept, run in runs if kept]
-        wanted = [
-            each["content"] for each in (document.messages or [])[document.prompt :] if each["role"] == "assistant"
-        ]
+        turns = [each for each in (document.messages or [])[document.prompt :] if each.get("weight") != 0]
+        wanted = [each["content"] for each in turns if each["role"] == "assistant"]
         with self._lock:
             self.documents += 1
             self.tokens += len(label)
@@ -109,6 +109,8 @@ class Masks:
 
     def report(self) -> None:
         """Log how much was learned, what was left out, and masks that look wrong."""
+        if self._split and (number := self.counts.get(self._split, {}).get(SPELLED)):
+            log.warning("%s: %s %s; --parse-special-tokens makes them tokens", self._split, f"{number:,}", SPELLED)
         if not self._split or not self.documents:
             return
         line = f"{self._split}: {self.learned:,} of {self.tokens:,} tokens in {self.documents:,} documents count"

@@ -8,17 +8,16 @@ reader (the tokenizer runs outside Python's lock), and a few batches at most are
 
 A conversation goes through the tokenizer's chat template, and only the assistant's text is a label. The template may
 mark that text with `{% generation %}`; otherwise it follows from rendering the conversation up to each assistant turn.
-The tokenizer's offsets map characters to tokens. eos is added if the template does not end with it. The content of a
-message is text: a special token in it is spelled out, as inference servers do. A template that rewrites earlier turns
-(Qwen3's takes the reasoning out of all but the last) is rendered with a mark in the place of each turn of the
+The tokenizer's offsets map characters to tokens. eos is added if the template does not end with it. Text is text: a
+special token in it is spelled out, as inference servers do, unless asked otherwise. A template that rewrites earlier
+turns (Qwen3's takes the reasoning out of all but the last) is rendered with a mark in the place of each turn of the
 assistant: then the turn is its text and what follows it in both renderings. A conversation that the template refuses
 is left out and counted, and an error if there is no other. Of a prompt with its completion, the completion is a label.
 
 A chat template is a program that comes with a model. jinja2's sandbox keeps it from files and from Python's internals,
-but lets it loop for ever, compute 9 ** 9 ** 9, or allocate all memory. So a child process with limited time, memory and
-output renders the conversations (`Renderer`): a template over a limit ends the child, not the command. The child is a
-fork, which costs milliseconds once and a tenth of one for each conversation, and exchanges only JSON. The limit is on
-processor time, so that a busy or suspended machine makes no template slow.
+but lets it loop for ever, compute 9 ** 9 ** 9, or allocate all memory. So a forked child with limited memory, output
+and processor time (a busy machine makes no template slow) renders the conversations (`Renderer`), and exchanges only
+JSON: a template over a limit ends the child, not the command.
 
 What it gives up: a document may be cut at the end of a row, and its second half does not see the first; outside of
 Linux the memory of the child is not limited.
@@ -48,7 +47,7 @@ import numpy as np
 from kdtrain.config import DataConfig
 from kdtrain.data import corpus
 from kdtrain.data.formats import Document, Messages
-from kdtrain.data.masks import Masks
+from kdtrain.data.masks import SPELLED, Masks
 from kdtrain.errors import UsageError, panics_refused
 
 if TYPE_CHECKING:
@@ -160,15 +159,13 @@ def _serve(render: Render, connection: Connection, parents: Connection) -> None:
 _PIECE_CHARACTERS = 1 << 20
 _BATCH_CHARACTERS = 1 << 18
 _BATCH_PIECES = 256
-_MARKS = 0xF0000  # from here on are characters that no message has
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 # One token of the stream: the token, whether it may be a label, and whether it starts a document.
 _FIELDS = {"token": np.int32, "label": np.bool_, "start": np.bool_}
 STREAM = np.dtype([*_FIELDS.items()])
 _Array = np.ndarray[Any, np.dtype[Any]]
-_Encoded = tuple[_Array, Counter[str]]
-"""The stream of a batch, and what of it is counted where it is used: the workers are ahead of that."""
+_Encoded = tuple[_Array, Counter[str]]  # what is counted, where it is used: the workers are ahead of that
 
 
 @dataclass(frozen=True)
@@ -194,6 +191,7 @@ def pack(
     num_workers: int = 0,
     document_mask: bool = False,
     masks: Masks | None = None,
+    parse_special_tokens: bool = False,
 ) -> Iterator[PackedRow]:
     """Yield `documents` as rows of `seq_len` + 1 tokens, the same rows for any `num_workers`.
 
@@ -203,7 +201,7 @@ def pack(
     """
     if seq_len < 1 or num_workers < 0:
         raise UsageError(f"seq-len {seq_len} with num-workers {num_workers}: use at least 1 and at least 0")
-    encoder = Encoder(tokenizer, Masks("", seq_len) if masks is None else masks)
+    encoder = Encoder(tokenizer, Masks("", seq_len) if masks is None else masks, parse=parse_special_tokens)
     return _packed(encoder, _batches(documents), num_workers, seq_len, document_mask)
 
 
@@ -211,8 +209,15 @@ def packed_rows(
     data: DataConfig, split: str, tokenizer: "PreTrainedTokenizerFast", limit: int | None, masks: Masks | None = None
 ) -> Iterator[PackedRow]:
     """Yield the first `limit` packed rows of a split; log what counts in the loss."""
-    texts, masks, apart = corpus.documents_of(data, split), masks or Masks(split, data.seq_len), data.document_mask
-    packed = pack(texts, tokenizer, data.seq_len, num_workers=data.num_workers, document_mask=apart, masks=masks)
+    packed = pack(
+        corpus.documents_of(data, split),
+        tokenizer,
+        data.seq_len,
+        num_workers=data.num_workers,
+        document_mask=data.document_mask,
+        masks=masks or Masks(split, data.seq_len),
+        parse_special_tokens=data.parse_special_tokens,
+    )
     return itertools.islice(packed, limit)
 
 
@@ -329,10 +334,10 @@ def _stream(tokens: list[int], label: bool = True) -> _Array:
 class Encoder:
     """Turns a batch of pieces into its part of the stream; may be called from several threads.
 
-    opening: conversations are rendered for an answer (`prompt`), and not whole.
+    opening: conversations are rendered for an answer (`prompt`), and not whole. parse: texts may spell special tokens.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", masks: Masks, opening: bool = False) -> None:
+    def __init__(self, tokenizer: Any, masks: Masks, opening: bool = False, parse: bool = False) -> None:
         self.masks = masks
         self._name = f"the tokenizer {getattr(tokenizer, 'name_or_path', '')}".rstrip()
         if getattr(tokenizer, "backend_tokenizer", None) is None:
@@ -346,12 +351,13 @@ class Encoder:
         with panics_refused(f"{self._name} cannot take this text"):
             written = self._backend.encode("a").ids[:1]
         self._bos = written if written == [tokenizer.bos_token_id] else []
-        self._eos = [tokenizer.eos_token_id]
+        self._eos, self._end = [tokenizer.eos_token_id], str(tokenizer.eos_token)
         special = {token: each.content for token, each in tokenizer.added_tokens_decoder.items() if each.special}
         self._special = np.array(list(special), dtype=np.int64)
-        self._quotable = sorted(special.values(), key=len, reverse=True)
+        self._quotable = [] if parse else sorted(special.values(), key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, self._quotable)) or "(?!)")
         self._literal = copy.deepcopy(self._backend)
-        self._literal.encode_special_tokens = True
+        self._literal.encode_special_tokens = not parse
         render = functools.partial(_render, tokenizer, opening)
         date: str | None = getattr(tokenizer, "date", None)  # see `build_cache.pin_date`
         self._render = Renderer(render if date is None else functools.partial(_at, date, render))
@@ -363,33 +369,31 @@ class Encoder:
         self.masks.report()
 
     def __call__(self, batch: list[_Piece]) -> _Encoded:
-        texts, counts = [piece.text for piece in batch if piece.document.messages is None], Counter[str]()
-        placed = any(piece.document.prompt for piece in batch)
+        given = [piece for piece in batch if piece.document.messages is None]
+        # a completion that spells its end has no second one
+        texts = [piece.text.removesuffix(self._end * (piece.last and piece.document.prompt > 0)) for piece in given]
+        counts = Counter({SPELLED: len(self._spelled.findall("\0".join(texts)))})
+        backend, placed = self._literal, any(piece.prompt for piece in given)
+        encode = backend.encode_batch if placed else backend.encode_batch_fast  # which gives no offsets
         with panics_refused(f"{self._name} cannot take this text"):
-            encode = self._backend.encode_batch if placed else self._backend.encode_batch_fast  # without offsets
-            encoded = iter(encode(texts, add_special_tokens=False))
+            encoded = zip(texts, encode(texts, add_special_tokens=False), strict=True)
         streams = []
         for piece in batch:
             if piece.document.messages is not None:
                 streams.append(self._conversation(piece.document, counts))
                 continue
-            encoding = next(encoded)
-            written = bool(piece.document.prompt) and encoding.ids[-1:] == self._eos
-            stream = _stream(self._bos * piece.first + encoding.ids + self._eos * (piece.last and not written))
+            text, encoding = next(encoded)
+            stream = _stream(self._bos * piece.first + encoding.ids + self._eos * piece.last)
             stream["start"][:1] = piece.first
-            if piece.document.prompt:
-                self._mask_prompt(piece, stream, encoding.offsets)
+            if piece.prompt:  # is not learned; a token that reaches into the completion is
+                starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+                places = slice(bos := len(self._bos) * piece.first, bos + len(stops))
+                stream["label"][:bos], stream["label"][places] = False, stops > piece.prompt
+                if piece.first and piece.last:
+                    label = stream["label"][places]
+                    self.masks.add(piece.document, text, starts[label], stops[label], stream["label"])
             streams.append(stream)
         return np.concatenate(streams) if streams else np.empty(0, dtype=STREAM), counts
-
-    def _mask_prompt(self, piece: _Piece, stream: _Array, offsets: list[tuple[int, int]]) -> None:
-        """Take the tokens of the prompt out of the labels; one that reaches into the completion stays."""
-        starts, stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-        bos = len(self._bos) * piece.first
-        stream["label"][: bos + len(stops)] = np.concatenate([np.zeros(bos, dtype=np.bool_), stops > piece.prompt])
-        if piece.first and piece.last:
-            label = stream["label"][bos : bos + len(stops)]
-            self.masks.add(piece.document, piece.text, starts[label], stops[label], stream["label"])
 
     def _conversation(self, document: Document, counts: Counter[str]) -> _Array:
         key, prompt = document.key, document.prompt
@@ -412,7 +416,8 @@ class Encoder:
         learned = starts[label], stops[label]
         ends = stops[stream["token"] == self._eos[0]]
         if not len(ends) or text[ends[-1] :].strip():
-            stream = np.concatenate([stream, _stream(self._eos, label=messages[-1]["role"] == "assistant")])
+            learned_end = messages[-1]["role"] == "assistant" and messages[-1].get("weight") != 0
+            stream = np.concatenate([stream, _stream(self._eos, label=learned_end)])
         stream["start"][0] = True
         self.masks.add(replace(document, messages=messages), text, *learned, stream["label"], quoted)
         return stream
@@ -425,7 +430,7 @@ class Encoder:
         if document.messages is None:
             text = (document.text or "")[: document.prompt]
             with panics_refused(f"{self._name} cannot take this text"):
-                return self._bos + self._backend.encode(text, add_special_tokens=False).ids if text.strip() else []
+                return self._bos + self._literal.encode(text, add_special_tokens=False).ids if text.strip() else []
         turns = [turn for turn, each in enumerate(document.messages) if each["role"] == "assistant"]
         messages, quoted = self._without_special(document.messages[: turns[-1]] if turns else [])
         try:
@@ -489,13 +494,15 @@ def _replaced(value: Any, old: str, new: str) -> Any:
 
 
 def _after(spans: Spans, messages: Messages, prompt: int, key: str) -> Spans:
-    """The spans of the assistant's turns behind the first `prompt` messages."""
-    if not prompt:
+    """The spans of the assistant's turns that count: behind the first `prompt` messages, and not of weight 0."""
+    turns = [
+        (at >= prompt and each.get("weight") != 0) for at, each in enumerate(messages) if each["role"] == "assistant"
+    ]
+    if not prompt and all(turns):
         return spans
-    turns = [message["role"] == "assistant" for message in messages]
-    if len(spans) != sum(turns):
-        raise _RowRefused(f"{key}: the chat template marks {len(spans)} pieces of {sum(turns)} turns of the assistant")
-    return spans[sum(turns[:prompt]) :]
+    if len(spans) != len(turns):
+        raise _RowRefused(f"{key}: the chat template marks {len(spans)} pieces of {len(turns)} turns of the assistant")
+    return [*itertools.compress(spans, turns)]
 
 
 def _at(date: str, render: Render, key: str, messages: Messages) -> tuple[str, Spans]:
@@ -520,7 +527,7 @@ def _render(tokenizer: "PreTrainedTokenizerFast", opening: bool, key: str, messa
         return str(tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=prompt))
 
     try:
-        _refuse_lost_calls(render, key, messages)
+        _refuse_lost_calls(render, key, messages)  # or the student would learn an empty answer
         if opening:
             return render(messages, prompt=True), []
         if _GENERATION.search(tokenizer.get_chat_template()):
@@ -534,11 +541,10 @@ def _render(tokenizer: "PreTrainedTokenizerFast", opening: bool, key: str, messa
 
 
 def _refuse_lost_calls(render: Callable[[Messages], str], key: str, messages: Messages) -> None:
-    """Refuse a conversation of which the template drops a tool call: the student would learn an empty answer."""
     marked = copy.deepcopy(messages)
     functions = [call["function"] for each in marked for call in each.get("tool_calls", ())]
     for place, function in enumerate(functions):
-        function["name"] = chr(_MARKS + place)
+        function["name"] = chr(0xF0000 + place)
     if functions and not {each["name"] for each in functions} <= set(render(marked)):
         raise _RowRefused(f"{key}: the chat template does not render the tool calls of this conversation; use another")
 
@@ -579,7 +585,7 @@ def _find_turns(render: Callable[..., str], key: str, messages: Messages, text: 
     it, the end of the turn, is as much as the rendering of the conversation up to this turn has in common.
     """
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    marks = dict(zip(turns, map(chr, range(_MARKS, _MARKS + len(turns))), strict=True))
+    marks = dict(zip(turns, map(chr, range(0xF0000, 0xF0000 + len(turns))), strict=True))
     marked, contents = copy.deepcopy(messages), dict[int, str]()
     for turn, mark in marks.items():
         calls = [] if marked[turn]["content"].strip() else marked[turn].get("tool_calls")
@@ -596,9 +602,7 @@ def _find_turns(render: Callable[..., str], key: str, messages: Messages, text: 
                     opened = render(marked[:turn], prompt=True).removeprefix(render(marked[:turn]))
                     start = restored.rindex(opened) + len(opened)
                 restored += clean(contents[turn])
-                same = itertools.takewhile(
-                    lambda pair: pair[0] == pair[1], zip(end * bool(found), behind, strict=False)
-                )
+                same = itertools.takewhile(lambda pair: len({*pair}) == 1, zip(end * bool(found), behind, strict=False))
                 spans.append((start, len(restored) + len(list(same))))
                 restored += behind
             if restored == text:

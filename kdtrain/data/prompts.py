@@ -57,7 +57,7 @@ def prompt_rows(
 def _asked(data: DataConfig, split_name: str, tokenizer: "PreTrainedTokenizerFast") -> Iterator[list[int]]:
     """What stands before the last answer of each document, where it leaves room for one."""
     masks, wide = Masks("", data.seq_len), 0
-    encoder = Encoder(tokenizer, masks, opening=True)
+    encoder = Encoder(tokenizer, masks, opening=True, parse=data.parse_special_tokens)
     try:
         for each in documents_of(data, split_name):
             prompt = encoder.prompt(each)

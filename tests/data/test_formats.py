@@ -47,6 +47,7 @@ def _sharegpt(*turns: tuple[str, str]) -> list[dict[str, str]]:
 
 WANTED = _talk(("user", "why?"), ("assistant", "because"))
 SYSTEM = _talk(("system", "be kind"))
+UNLEARNED = [("weight", 0), ("train", False), ("training", False), ("loss", False), ("masked", True)]
 SPELLED = {"name": "add", "arguments": '{"a": 1, "b": null}'}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
 CALLING = {"role": "assistant", "content": None}
@@ -102,6 +103,17 @@ ROWS = {
         },
         Document("", messages=[{**WANTED[0], "tools": [TOOL]}, CALLED]),
     ),
+    "turns that must not be learned": (
+        {
+            "messages": [{**turn, key: value} for key, value in UNLEARNED for turn in WANTED]
+            + [{**WANTED[1], "weight": 1}]
+        },
+        Document("", messages=[*WANTED[:1], {**WANTED[1], "weight": 0}] * len(UNLEARNED) + WANTED[1:]),
+    ),
+    "a turn of ShareGPT with train": (
+        {"conversations": [*_sharegpt(("gpt", "a")), {"from": "gpt", "value": "b", "train": False}]},
+        Document("", messages=[{"role": "assistant", "content": "a"}, {**WANTED[1], "content": "b", "weight": 0}]),
+    ),
     "text": ({"text": "plain"}, Document("", text="plain")),
     "text beside a conversation": ({"text": "plain", "messages": WANTED}, Document("", text="plain")),
 }
@@ -137,6 +149,9 @@ def test_what_a_row_is_follows_from_its_columns(name: str, suffix: str, tmp_path
         ),
         ({"content": {"a": "b"}}, "with content that is not text (first: row 0: 'assistant')"),
         ({"content": "a", "tool_calls": [{"id": "x"}]}, "with tool calls that name no function (first: row 0)"),
+        ({"content": "a", "weight": 0.5}, "with a turn that counts in part (first: row 0)"),
+        ({"content": "a", "train": "no"}, "with a turn that counts in part (first: row 0)"),
+        ({"content": "a", "weight": 0}, "without an answer (first: row 0)"),
         ({"content": "a", "tool_calls": "add"}, "with tool calls that name no function (first: row 0)"),
     ],
 )
@@ -314,11 +329,12 @@ def test_an_invocation_of_before_formats_has_the_identity_that_it_had(tmp_path: 
     from kdtrain.commands.build_cache import _settings
     from kdtrain.testing import tiny_tokenizer
 
-    def identity(**options: str) -> dict[str, object]:
+    def identity(**options: object) -> dict[str, object]:
         data = DataConfig(data="chat.jsonl", **options)  # type: ignore[arg-type]
         return _settings(data, tiny_tokenizer(300), CodecSpec(kind="tokens", vocab_size=300), {}).data
 
     before = {"source": "chat.jsonl", "split": "train", "text_column": "text", "messages_column": "messages"}
     assert identity(messages_column="messages") == before
     assert identity() == before | {"messages_column": None}
+    assert identity(parse_special_tokens=True) == before | {"messages_column": None, "parse_special_tokens": True}
     assert identity(format="alpaca") == before | {"messages_column": None, "format": "alpaca"}

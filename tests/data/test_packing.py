@@ -373,6 +373,43 @@ def test_a_tool_call_that_quotes_a_special_token_is_spelled_out(tokenizer: PreTr
     assert tokenizer.decode(row.tokens) == text + _EOS and f'"a": "x{_EOS}y"' in text
 
 
+@pytest.mark.parametrize("template", [_PLAIN, _MARKED, _THINKS])
+def test_a_turn_of_weight_0_is_not_learned_nor_missed(
+    template: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+):
+    tokenizer.chat_template = template
+    text = tokenizer.apply_chat_template(_TALK, tokenize=False)
+    for turn, learned in ((2, ("ok", "ok<end>")), (4, ("yo 漢", "yo 漢<end>"))):
+        talk = [{**each, "weight": 0} if place == turn else each for place, each in enumerate(_TALK)]
+        masks = Masks("train", 8)
+        (row,) = pack([Document("talk", messages=talk)], tokenizer, len(tokenizer(text).input_ids), masks=masks)
+        assert _learned([row], tokenizer).decode().strip(".").removesuffix(_EOS) in learned
+        assert row.loss_mask[-1] == (turn == 2), "the end belongs to the last turn"
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("prompt", [0, 9])
+def test_a_special_token_spelled_in_a_text_is_text_and_counted(prompt: int, tokenizer: PreTrainedTokenizerFast):
+    text = f"the token {_EOS} ends, {_EOS} too"
+    masks, spelled = Masks("train", 8), [Document("a", text=text, prompt=prompt), *_texts("no token")]
+    (row,) = pack(spelled, tokenizer, len(f"{text}no token".encode()) + 1, masks=masks)
+    assert row.tokens.tolist().count(tokenizer.eos_token_id) == 2 and row.tokens[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(row.tokens) == f"{text}{_EOS}no token{_EOS}"
+    assert masks.counts == {"train": {"special tokens spelled in the text and read as text": 2}}
+
+
+@pytest.mark.parametrize("conversation", [False, True])
+def test_special_tokens_are_parsed_where_they_are_meant(conversation: bool, tokenizer: PreTrainedTokenizerFast):
+    tokenizer.chat_template = _PLAIN
+    given = Document("a", text=f"a {_EOS} b", prompt=1)
+    if conversation:
+        given = Document("a", messages=[_TALK[1], {"role": "assistant", "content": f"a {_EOS} b"}])
+    length, masks = len("<user>hi<assistant>") * conversation + 5, Masks("train", 8)
+    (row,) = pack([given], tokenizer, length, masks=masks, parse_special_tokens=True)
+    assert row.tokens.tolist().count(tokenizer.eos_token_id) == 2
+    assert masks.counts == {}
+
+
 def test_an_example_shows_what_counts_in_lines_without_control_characters(
     tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ):
