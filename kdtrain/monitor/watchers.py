@@ -174,7 +174,8 @@ def initial_loss(loss: float, vocab_size: int, init: str) -> tuple[bool, str]:
         loss: nats a token.
         vocab_size: V; a uniform prediction costs ln V.
         init: where the weights come from, as in a spec. Weights from scratch predict nothing: the loss is ln V, and up
-            to a tenth more where random logits are wide. Pretrained weights are below. Others may be anywhere.
+            to a tenth more where random logits are wide; copied layers should not be worse. Pretrained weights are
+            below. Others may be anywhere.
     """
     uniform = math.log(vocab_size)
     text = f"initial loss {loss:.3f} nats a token, ln V is {uniform:.3f}"
@@ -184,6 +185,9 @@ def initial_loss(loss: float, vocab_size: int, init: str) -> tuple[bool, str]:
         return False, f"{text}: fresh weights are worse than a uniform prediction; their scale is too large"
     if init == "scratch" and loss < 0.9 * uniform:
         return False, f"{text}: too low for fresh weights; the student sees its labels, or the weights are not fresh"
+    if init == "teacher-layers" and loss > 1.1 * uniform:
+        worse = "layers copied without the rest are worse than fresh weights, because those around them do not fit"
+        return False, f"{text}: {worse}; kdtrain prune makes a better start of the same teacher"
     if init == "pretrained" and loss > uniform:
         return False, f"{text}: a trained student is worse than a uniform prediction; is the tokenizer its own?"
     return True, text

@@ -144,7 +144,9 @@ def test_many_names_are_counted_and_the_first_ones_given():
         (5.0, "scratch", False),
         (5.0, "pretrained", True),
         (5.8, "pretrained", False),
-        (9.0, "teacher-layers", True),
+        (6.2, "teacher-layers", True),
+        (9.0, "teacher-layers", False),
+        (9.0, "loaded", True),
         (math.nan, "teacher-layers", False),
         (math.inf, "scratch", False),
     ],
@@ -153,3 +155,5 @@ def test_the_initial_loss_is_judged_by_where_the_weights_come_from(loss, init, s
     verdict, text = initial_loss(loss, 300, init)
     assert verdict is sound
     assert "ln V is 5.704" in text
+    worse = "layers copied without the rest are worse than fresh weights"
+    assert (worse in text and "kdtrain prune" in text) is ((loss, init) == (9.0, "teacher-layers"))
