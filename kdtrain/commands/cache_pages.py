@@ -15,6 +15,8 @@ from kdtrain.monitor.tables import columns, number, size
 
 _MOST_PARENTS = 50
 """Most parents of a cache that a page lists."""
+_CHECKED, _LEAST = 8192, 1000
+"""Tokens of the samples by which the words for an angle were checked, and of the least that gets one."""
 
 
 def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -> Iterator[Part]:
@@ -146,26 +148,44 @@ def _bytes(split: Mapping[str, Any]) -> float:
 
 def _fidelity(fidelity: Mapping[str, Any]) -> Iterator[Part]:
     """How near the gradient of a student that learns from the cache is to that from the whole teacher."""
-    sample = fidelity["sample"]
+    tokens, rows, divergences = fidelity["sample"]["tokens"], [], []
     header = ("T", "tail rule", "angle", "length", "mean angle", "mean length", "in words")
-    rows, divergences = [], []
     for name, each in fidelity.items():
         if name.startswith("T="):
             for rule, found in each["gradient"].items():
                 angles = (f"{found['token_angle']:.1f}°", f"{found['token_norm']:.2f}")
-                means = (f"{found['mean_angle']:.1f}°", f"{found['mean_norm']:.2f}")
-                rows.append((name[2:], rule, *angles, *means, _in_words(found["mean_angle"], found["mean_norm"])))
-            divergences.append(f"{each['kl_bucket']:.2g} at {name}")
-    yield f"fidelity, of {sample['tokens']:,} tokens of {fidelity['split']}: the gradient against the whole"
+                between, words = _in_words(found["mean_angle"], found["mean_norm"], tokens)
+                rows.append((name[2:], rule, *angles, between, f"{found['mean_norm']:.2f}", words))
+            divergences += [f"{kl} at {name}"] if (kl := divergence(each)) else []
+    yield f"fidelity, of {tokens:,} tokens of {fidelity['split']}: the gradient against the whole"
     yield "teacher's, of each token and of their mean (the same: angle 0° and length 1)"
+    if tokens < _CHECKED:
+        yield f"mean angle: what {_CHECKED:,} tokens would show, if all of it were noise and if none were"
     yield columns(header, rows, left=("tail rule", "in words"))
-    yield f"KL(full || cache), the tail as one bucket: {', '.join(divergences)}"
+    if divergences:
+        yield f"KL(full || cache), the tail's mass spread evenly: {', '.join(divergences)}"
     worst = max(fidelity["log_partition_error"], key=lambda row: row["worst"])
     yield f"error of log Z at most {number(worst['worst'])} nats, at T={worst['T']:.3g}"
 
 
-def _in_words(angle: float, ratio: float) -> str:
-    """How far the mean gradient is off; docs/fidelity.md says what students of such caches learned."""
+def divergence(found: Mapping[str, Any]) -> str | None:
+    """KL(full || cache) at a T, the tail's mass spread evenly; None for samples alone, which leave no tail."""
+    return None if found["gradient"].keys() == {"sampled"} else f"{found['kl_spread']:.2g}"
+
+
+def _in_words(angle: float, ratio: float, tokens: int) -> tuple[str, str]:
+    """The mean gradient's angle of `_CHECKED` tokens, and how far it is off.
+
+    Noise falls with the root of the tokens and bias stays: the angle is between all noise and all bias.
+    """
+    share = min((tokens / _CHECKED) ** 0.5, 1.0)
+    words = {_word(part * angle, 1 + part * (ratio - 1)) for part in (share, 1.0)}
+    between = f"{share * angle:.1f}° to {angle:.1f}°" if share < 1 else f"{angle:.1f}°"
+    return between, words.pop() if len(words) == 1 and tokens >= _LEAST else "too few to tell"
+
+
+def _word(angle: float, ratio: float) -> str:
+    """How far a gradient is off; docs/fidelity.md says what students of such caches learned."""
     if angle < 3 and abs(ratio - 1) < 0.03:
         return "the same"
     if angle < 10 and abs(ratio - 1) < 0.1:

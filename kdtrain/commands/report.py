@@ -15,6 +15,7 @@ from typing import Any
 
 from kdtrain.cache.local import cache_folder, kept_manifest
 from kdtrain.cache.manifest import read_manifest
+from kdtrain.commands.cache_pages import divergence
 from kdtrain.commands.compare import cell, notes
 from kdtrain.commands.plot import drawing, refuse_existing
 from kdtrain.config import ReportConfig
@@ -257,12 +258,9 @@ def _fidelity(fidelity: dict[str, Any]) -> list[tuple[str, str]]:
                 f"{rule}: {found['mean_angle']:.1f}° off, {found['mean_norm']:.3f} of its length"
                 for rule, found in each["gradient"].items()
             ]
-            rows.append(
-                (
-                    f"fidelity at {name}",
-                    f"KL(full || cache) {each['kl_bucket']:.2g} nats; mean gradient by {'; '.join(gradients)}",
-                )
-            )
+            known = f"KL(full || cache), the tail spread evenly, {kl} nats; " if (kl := divergence(each)) else ""
+            angles = f"{known}mean gradient of {fidelity['sample']['tokens']:,} tokens by {'; '.join(gradients)}"
+            rows.append((f"fidelity at {name}", angles))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             rows.append((f"fidelity at {name}", "not what kdtrain writes"))
     return rows

@@ -38,15 +38,59 @@ def test_a_cache_is_shown_with_a_row_of_fidelity_for_each_temperature_and_tail_r
     rows = [line.split() for line in printed.splitlines()]
     for temperature in ("1", "2", "4"):
         found = fidelity[f"T={temperature}"]
-        assert f"{found['kl_bucket']:.2g} at T={temperature}" in printed
+        assert f"{found['kl_spread']:.2g} at T={temperature}" in printed
         for rule, each in found["gradient"].items():
             token = [f"{each['token_angle']:.1f}°", f"{each['token_norm']:.2f}"]
-            mean = [f"{each['mean_angle']:.1f}°", f"{each['mean_norm']:.2f}"]
-            assert [temperature, rule, *token, *mean] in [row[:6] for row in rows]
+            least = each["mean_angle"] * (fidelity["sample"]["tokens"] / 8192) ** 0.5
+            mean = [f"{least:.1f}°", "to", f"{each['mean_angle']:.1f}°", f"{each['mean_norm']:.2f}"]
+            assert [temperature, rule, *token, *mean] == next(row[:8] for row in rows if row[:2] == [temperature, rule])
     assert f"{fidelity['sample']['tokens']:,} tokens of {fidelity['split']}" in printed
     assert "error of log Z at most" in printed and "for T from 0.6667 to 4" in printed
     assert "tail rule sampled by default, or --tail control-variate" in printed
     assert "649 bytes a token" in printed and ["validation", "2", "48", "1"] in [row[:4] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "tokens, angle, ratio, between, words",
+    [
+        (128, 10.2, 1.0, "1.3° to 10.2°", "too few to tell"),
+        (768, 4.9, 1.0, "1.5° to 4.9°", "too few to tell"),
+        (4096, 2.4, 1.0, "1.7° to 2.4°", "the same"),
+        (4096, 2.4, 1.04, "1.7° to 2.4°", "too few to tell"),
+        (4096, 25.0, 1.0, "17.7° to 25.0°", "another way"),
+        (512, 0.1, 1.0, "0.0° to 0.1°", "too few to tell"),
+        (8192, 3.9, 0.98, "3.9°", "a little off"),
+    ],
+)
+def test_words_for_an_angle_are_those_of_all_angles_that_as_many_tokens_allow(
+    capsys: pytest.CaptureFixture[str],
+    fidelity: dict,
+    tokens: int,
+    angle: float,
+    ratio: float,
+    between: str,
+    words: str,
+) -> None:
+    gradient = {"token_angle": 12.5, "token_norm": 1.0, "mean_angle": angle, "mean_norm": ratio}
+    found = {**fidelity, "sample": {"tokens": tokens, "sequences": 1}}
+    found["T=1"] = {**found["T=1"], "gradient": {"ghost": gradient}}
+    show_page(cache_page(CACHE, {}, dataclasses.replace(read_manifest(CACHE), fidelity=found)))
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[:2] == ["1", "ghost"])
+    assert row.split()[4:] == f"{between} {ratio:.2f} {words}".split()
+
+
+def test_a_divergence_is_what_a_cache_does_not_know_of_the_tail_and_not_its_rounding(fidelity: dict) -> None:
+    def page(gradient: dict) -> str:
+        found = {**fidelity, "T=1": {**fidelity["T=1"], "gradient": gradient}}
+        for name in ("T=2", "T=4"):
+            del found[name]
+        return "\n".join(
+            str(part) for part in cache_page(CACHE, {}, dataclasses.replace(read_manifest(CACHE), fidelity=found))
+        )
+
+    known = fidelity["T=1"]["gradient"]
+    assert "KL(full || cache), the tail's mass spread evenly: 0.95 at T=1" in page({"ghost": known["ghost"]})
+    assert "KL(full" not in page({"sampled": known["sampled"]}) and "2.3e-06" not in page(known)
 
 
 def test_a_warning_is_shown_whole_and_a_very_long_one_ends_between_words() -> None:

@@ -56,6 +56,7 @@ def test_a_real_run_is_compared_plotted_and_reported(workbench, tmp_path):
     workbench.json("report", tmp_path / "run", "--out", tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text()
     assert "kept of a distribution</th><td>12 most likely entries" in page and "fidelity at T=1" in page
+    assert "KL(full || cache), the tail spread evenly, " in page and " tokens by ghost: " in page
     assert "def " not in page or "<pre>" in page
     assert "greedy" in page and "done 4/4" in page
     record = RunRecord.read(tmp_path / "run")
