@@ -46,7 +46,7 @@ from kdtrain.models.adapters import is_adapter
 from kdtrain.models.loading import is_model_folder
 from kdtrain.monitor.progress import hushed, log, setup_logging
 from kdtrain.monitor.tables import columns, duration, finite, short, show, show_page
-from kdtrain.parallel.memory_plan import student_footprint
+from kdtrain.parallel.memory_plan import student_footprint, student_parameters
 from kdtrain.ranks import refuse_many_processes
 from kdtrain.training.rate_search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
 from kdtrain.training.schedule import total_steps
@@ -208,10 +208,10 @@ def _begin(config: FindLrConfig) -> _Record:
     if isinstance(guess, str):
         size, seq_len = (None, config.data.seq_len) if facts is None else (facts.vocab_size, facts.seq_len)
         footprint = student_footprint(student, size, seq_len=min(seq_len, 64), mode="fp32")
-        parameters = None if footprint is None else footprint.parameters
+        parameters = student_parameters(student, size) if footprint is None else footprint.parameters
         kind, row = table_rate(config, student, parameters)
         guess = row.lr
-        told = f"{WORDS[kind]}, {'of unknown size' if parameters is None else f'{short(parameters)} parameters'}"
+        told = f"{WORDS[kind]}, {short(parameters)} parameters"
     known_length = bool(sources) or config.epochs is None
     planned = total_steps(config, len(sources["train"]) if sources else 0) if known_length else None
     whole = planned or USUAL_STEPS

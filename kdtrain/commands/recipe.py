@@ -45,7 +45,7 @@ from kdtrain.parallel.memory_plan import (
     free_everywhere,
     job_of,
     plan_run,
-    student_footprint,
+    student_parameters,
 )
 from kdtrain.precision.backends import Formats, formats_of
 from kdtrain.precision.modes import why_not_compile, why_not_tf32
@@ -215,11 +215,10 @@ def resolve(
                 "--teacher-parallel replicate, or a cache"
             )
         objective = _with_bounds(given.objective, facts, teacher is not None)
-        measured = None if job is None else job.student
-        if job is None and teacher is not None and given.optimizer.lr == "auto" and rate is None:
-            # it may be the teacher alone that cannot be measured
-            measured = student_footprint(student, size, seq_len=min(seq_len, 64), mode="fp32")
-        lr, lr_from = _learning_rate(given, student, None if measured is None else measured.parameters, rate)
+        parameters = None if job is None else job.student.parameters
+        if job is None and given.optimizer.lr == "auto" and rate is None:
+            parameters = student_parameters(student, size)
+        lr, lr_from = _learning_rate(given, student, parameters, rate)
         optimizer = replace(given.optimizer, lr=lr)
         config = replace(given, objective=objective, optimizer=optimizer, checkpoint=checkpoint)
     on_main(lambda: _look(given))

@@ -8,8 +8,10 @@ configuration's number of layers; everything else (embeddings, norms, head) is c
 
 import copy
 import difflib
+import inspect
 import os
 import re
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -134,7 +136,7 @@ def configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
     if model_type in CONFIG_MAPPING:
         default = ask(spec.name, CONFIG_MAPPING[model_type])
         for key in table:
-            if not hasattr(default, key) and key not in _OLD_KEYS:
+            if not hasattr(default, key) and key not in _OLD_KEYS and not _reads(default, key):
                 near = difflib.get_close_matches(key, list(vars(default)), n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise UsageError(f"{spec.name}: [config] {key} is unknown to {model_type}{hint}")
@@ -145,6 +147,12 @@ def configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
     if type(table["vocab_size"]) is not int:
         raise UsageError(f"{spec.name}: [config] vocab_size = {table['vocab_size']!r} is not a whole number")
     return config_of(spec.name, model_type, _special_tokens(spec, table) | table)
+
+
+def _reads(config: PreTrainedConfig, key: str) -> bool:
+    """Whether a model's code asks for a key that its configuration does not declare, as Qwen's for `head_dim`."""
+    code = Path(inspect.getfile(type(config)).replace("configuration_", "modeling_"))
+    return code.is_file() and f'getattr(config, "{key}"' in code.read_text()
 
 
 def _special_tokens(spec: ModelSpec, table: dict[str, Any]) -> dict[str, int | None]:

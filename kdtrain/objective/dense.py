@@ -6,6 +6,7 @@ as if these were free, the gradients
     dD/dbeta = sum g (z - E_q z) + sum h (e - E_p e).
 Three functions walk the chunk: the sums of exponentials, the divergence and its sums of g and h, and the gradient;
 `weigh` computes the loss between the last two. Each computes g again from the logits instead of keeping it.
+Near the teacher dD/dbeta is a small difference of large sums: where it is wanted, the second function runs in fp64.
 torch.compile fuses each into one or two passes, and autograd of the divergence alone gives g and h, so that a new
 divergence is still a few lines.
 
@@ -44,6 +45,9 @@ class DenseStatistics:
     """At beta = 1, nats; not differentiable."""
 
 
+_WIDE = 512
+"""Rows whose tensors in fp64 exist at once where nothing fuses them."""
+
 DenseLoss = Callable[[DenseStatistics, Tensor, Supervision], tuple[Tensor, Tensor]]
 """As `sparse.SparseLoss`."""
 Named = tuple[str, float]
@@ -71,9 +75,9 @@ class Pair(NamedTuple):
 
 
 class DenseSums(NamedTuple):
-    """Of a chunk, each [R]: largest entry, sums of exponentials shifted by it, and mean at beta, of z and of e.
+    """Of a chunk, each [R]: largest entry, and sums of exponentials shifted by it, of z and of e.
 
-    Unwanted ones are 0: `mass_e` without the divergence at T = 1, the means without the gradient in beta.
+    `mass_e` is 0 without the divergence at T = 1.
     """
 
     top_z: Tensor
@@ -82,19 +86,16 @@ class DenseSums(NamedTuple):
     mass_e: Tensor
     beta_z: Tensor
     beta_e: Tensor
-    mean_z: Tensor
-    mean_e: Tensor
 
 
 class DenseValues(NamedTuple):
-    """The divergence of a chunk's rows and sums of its derivatives, each [R]."""
+    """The divergence of a chunk's rows and sums of its derivatives, each [R]; in fp64 if the slope is wanted."""
 
     divergence: Tensor
     g: Tensor
     h: Tensor
-    moment_q: Tensor
-    """sum g z (shifted); this and the next are 0 unless the gradient in beta is wanted."""
-    moment_p: Tensor
+    slope: Tensor
+    """dD/dbeta; 0 unless wanted."""
     at_one: Tensor
     """The divergence at beta = 1; 0 unless wanted."""
 
@@ -113,32 +114,34 @@ def _rounding(mass_R: Tensor) -> Tensor:
     return log_R.to(mass_R.dtype).double() - log_R
 
 
-def sum_dense(pair: Pair, slopes: bool, at_one: bool) -> DenseSums:
-    """The sums of exponentials of a chunk.
-
-    slopes: True if the gradient in beta is wanted. at_one: True if the divergence at T = 1 is.
-    """
+def sum_dense(pair: Pair, at_one: bool) -> DenseSums:
+    """The sums of exponentials of a chunk; at_one: True if the divergence at T = 1 is wanted."""
     results = []
     for values_RV, wants_mass in ((pair.z, True), (pair.energies(), at_one)):
         top_R = values_RV.amax(1)
         shifted_RV = values_RV - top_R[:, None]
-        scaled_RV = (pair.beta * shifted_RV).exp()
-        mass_beta_R = scaled_RV.sum(1)
-        mean_R = (scaled_RV * shifted_RV).sum(1) / mass_beta_R if slopes else torch.zeros_like(top_R)
+        mass_beta_R = (pair.beta * shifted_RV).exp().sum(1)
         mass_R = shifted_RV.exp().sum(1) if wants_mass else torch.zeros_like(top_R)
-        results.append((top_R, mass_R, mass_beta_R, mean_R))
+        results.append((top_R, mass_R, mass_beta_R))
     return DenseSums(*(each for sides in zip(*results, strict=True) for each in sides))
 
 
 def measure_dense(pair: Pair, sums: DenseSums, divergence: Named, slopes: bool) -> DenseValues:
-    """The divergence at beta, and sums of its derivatives."""
+    """The divergence at beta, and sums of its derivatives; slopes: True if the gradient in beta is wanted."""
+    if slopes:
+        if len(pair.z) > _WIDE and not torch.compiler.is_compiling():
+            rows = zip(pair.z.split(_WIDE), pair.logprobs.split(_WIDE), strict=True)
+            some = [measure_dense(Pair(*each, pair.beta), sums, divergence, True) for each in rows]
+            return DenseValues(*map(torch.cat, zip(*some, strict=True)))
+        pair = Pair(*(each.double() for each in pair))
+        sums = sum_dense(pair, False)
     log_q_RV, log_p_RV = pair.log_softmax(sums)
     values_R, g_RV, h_RV = _derivatives(log_p_RV, log_q_RV, divergence)
-    moment_q_R = moment_p_R = zero_R = torch.zeros_like(values_R)
-    if slopes:
-        moment_q_R = (g_RV * (pair.z - sums.top_z[:, None])).sum(1)
-        moment_p_R = (h_RV * (pair.energies() - sums.top_e[:, None])).sum(1)
-    return DenseValues(values_R, g_RV.sum(1), h_RV.sum(1), moment_q_R, moment_p_R, zero_R)
+    slope_R = torch.zeros_like(values_R)
+    for log_RV, by_RV, energies_RV in ((log_q_RV, g_RV, pair.z), (log_p_RV, h_RV, pair.energies())) if slopes else ():
+        mean_R = (log_RV.exp() * energies_RV).sum(1)
+        slope_R = slope_R + (by_RV * (energies_RV - mean_R[:, None])).sum(1)
+    return DenseValues(values_R, g_RV.sum(1), h_RV.sum(1), slope_R, torch.zeros_like(values_R))
 
 
 def value_dense(pair: Pair, sums: DenseSums, divergence: Named) -> Tensor:
@@ -181,9 +184,9 @@ def weigh(
         beta: scalar, fp64.
         slopes: True if the gradient in beta is wanted. differentiates: False if none is; they are 0 then.
     """
-    value_R, g_R, h_R, moment_q_R, moment_p_R, at_one_R = (each.double() for each in values)
-    value_R = value_R + _rounding(sums.beta_z) * g_R + _rounding(sums.beta_e) * h_R
-    slope_R = moment_q_R - g_R * sums.mean_z + moment_p_R - h_R * sums.mean_e
+    value_R, g_R, h_R, slope_R, at_one_R = (each.double() for each in values)
+    if not slopes:
+        value_R = value_R + _rounding(sums.beta_z) * g_R + _rounding(sums.beta_e) * h_R
 
     def value(lse_R: Tensor, label_R: Tensor, value_R: Tensor, moving: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         moving_R = value_R + slope_R * (moving - beta) if slopes else value_R
@@ -218,7 +221,7 @@ def spread_dense(
     z_RV = pair.z
     log_q_RV, log_p_RV = pair.log_softmax(sums)
     _, g_RV, _ = _derivatives(log_p_RV, log_q_RV, divergence)
-    dz_RV = (pair.beta * weighed.weight)[:, None] * (g_RV - log_q_RV.exp() * sum_g_R[:, None])
+    dz_RV = (pair.beta * weighed.weight)[:, None] * (g_RV - log_q_RV.exp() * sum_g_R.to(z_RV.dtype)[:, None])
     dz_RV = dz_RV + weighed.share[:, None] * (z_RV - sums.top_z[:, None]).exp()
     is_label_RV = torch.arange(z_RV.shape[1], device=z_RV.device) == labels_R[:, None]
     dz_RV = dz_RV + torch.where(is_label_RV, weighed.at_label[:, None], 0.0)

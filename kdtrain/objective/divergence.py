@@ -179,6 +179,7 @@ def logit_mse(events: Events, parameter: float = 0.0) -> Tensor:
     """Mean over tokens of (x_e - mean x)^2 with x = log q - log p, [R] in squared nats.
 
     A log-probability is a scaled logit up to a constant of its row, which no distribution shows and centring removes.
+    A token below -1,000 nats on either side counts as excluded: it is in no mean and has no gradient.
     """
     counts_RE = (events.teacher > _IMPOSSIBLE) & (events.student > _IMPOSSIBLE)
     number_R1 = counts_RE.sum(-1, keepdim=True).clamp(min=1)

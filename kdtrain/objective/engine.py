@@ -223,7 +223,7 @@ class _WholeRows:
         pair = Pair(z_RV, rows.targets.row_logprobs(self.reader), self.beta_z)
         rows = replace(rows, targets=None)
         label_R = z_RV.gather(1, rows.labels[:, None]).squeeze(1)
-        sums = maybe_compiled(sum_dense, compiled)(pair, self.slopes, request.at_one)
+        sums = maybe_compiled(sum_dense, compiled)(pair, request.at_one)
         values = maybe_compiled(measure_dense, compiled)(pair, sums, request.divergence, self.slopes)
         if request.at_one:
             values = values._replace(at_one=maybe_compiled(value_dense, compiled)(pair, sums, request.divergence))

@@ -41,6 +41,7 @@ here.
 import copy
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -48,6 +49,7 @@ from typing import Any, Literal, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.integrations import moe
 
 from kdtrain.config import CacheTeacherConfig, DistillConfig, ParallelConfig
 from kdtrain.errors import UsageError
@@ -57,7 +59,7 @@ from kdtrain.models.frozen import frozen_bytes, pack
 from kdtrain.models.head import layers_of
 from kdtrain.models.hub import attention_option, never_asking
 from kdtrain.models.loading import checkpoint_activations, load_tokenizer
-from kdtrain.models.scratch import configuration, layers_config
+from kdtrain.models.scratch import configuration, layers_config, parameter_count
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log
 from kdtrain.objective.logits import chunk_rows, weight_chunks
@@ -122,7 +124,9 @@ def model_footprint(
         Exception: of any kind, if a model does not run without numbers.
     """
     config = _configuration(spec, vocab_size)
-    with FakeTensorMode(), torch.random.fork_rng(devices=[]), never_asking():
+    with FakeTensorMode(), torch.random.fork_rng(devices=[]), never_asking(), ExitStack() as after:
+        after.callback(setattr, moe, "_can_use_grouped_mm", moe._can_use_grouped_mm)
+        moe._can_use_grouped_mm = lambda *_: False  # without numbers, torch's product is for bf16 alone
         model: Any = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),
             attn_implementation=attention_option(spec.attention, config),
@@ -497,9 +501,18 @@ def job_of(
 
 def student_footprint(student: ModelSpec, vocab_size: int | None, **how: Any) -> ModelFootprint | None:
     """As `footprint_of`; vocab_size: of the data, None: that of the student's tokenizer, if its spec names none."""
+    return footprint_of(student, vocab_size=_vocabulary(student, vocab_size), trained=True, **how)
+
+
+def student_parameters(student: ModelSpec, vocab_size: int | None) -> int:
+    """The parameters of a student without adapters, also of one that does not run without numbers."""
+    return parameter_count(student.name, _configuration(student, _vocabulary(student, vocab_size)))
+
+
+def _vocabulary(student: ModelSpec, vocab_size: int | None) -> int | None:
     if vocab_size is None and student.config is not None and "vocab_size" not in student.config:
-        vocab_size = len(load_tokenizer(student))
-    return footprint_of(student, vocab_size=vocab_size, trained=True, **how)
+        return len(load_tokenizer(student))
+    return vocab_size
 
 
 def shards_teacher(

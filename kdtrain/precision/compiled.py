@@ -5,9 +5,6 @@ compiled after FSDP2 has sharded it and transformers recomputes its activations,
 the layer, and the compiler reads the forward once. `plain` swaps the layers' own forwards in: what runs once (a
 validation, a sample of text, a pass with hooks) then compiles nothing, while FlexAttention still compiles its kernel.
 
-The compiler cannot read the context variable by which transformers collects router logits inside of a layer: a layer's
-graph collects by itself, and returns what it found.
-
 What it gives up: embedding and last norm are not compiled, and a mask for documents is made in each layer.
 """
 
@@ -70,7 +67,7 @@ class CompiledLayers:
 
 
 def _collecting(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """A layer's forward, compiled; the router logits inside of it go to the collector around it."""
+    """A layer's forward, compiled; the router logits in it go to the collector around it, which no graph can read."""
 
     def inside(routes: bool, *args: Any, **kwargs: Any) -> Any:
         found: dict[str, list[Any]] = {"router_logits": []} if routes else {}

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from einops import rearrange
 from torch import nn
-from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters
 from transformers.pytorch_utils import Conv1D
 
@@ -137,19 +136,18 @@ def graph_breaks(student: Student, batch: Batch) -> list[str]:
     A break before the first operation leaves no graph with a line number; it is listed by its reason alone. This
     resets the compiled code of the process, which compiles again when needed.
     """
-    segments_BT = batch.segments if student.document_mask else None
+    inputs = batch.tokens[:, :-1], batch.segments if student.document_mask else None
     training = student.training
     counters["graph_break"].clear()
     student.train()
-    reasons = []
     with student.eager(), autocast(student.mode, student.device):
         if student.compiled:
             torch.compiler.reset()
-            layers = CompiledLayers(student.model, backend="eager")
-            layers.calling(student.backbone)(batch.tokens[:, :-1], segments_BT)
+            CompiledLayers(student.model, backend="eager").calling(student.backbone)(*inputs)
+            reasons = []
         else:
-            explain = dynamo_config.patch(COLLECTS_ONCE)(torch._dynamo.explain(student.backbone))
-            reasons = explain(batch.tokens[:, :-1], segments_BT).break_reasons
+            explain = torch._dynamo.config.patch(COLLECTS_ONCE)(torch._dynamo.explain(student.backbone))
+            reasons = explain(*inputs).break_reasons
     student.train(training)
     breaks: dict[str, str | None] = {}
     for each in reasons:

@@ -78,6 +78,14 @@ def test_old_and_renamed_entries_of_a_configuration_are_accepted():
     assert student(scratch(SHAPES["gpt2"] | {"hidden_size": 16})).config.n_embd == 16
 
 
+def test_an_entry_that_only_the_code_of_a_model_reads_is_accepted_and_no_other():
+    mixture = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = student(scratch(SHAPES["llama"] | mixture | {"head_dim": 16}))
+    assert model.model.layers[0].self_attn.q_proj.out_features == 4 * 16
+    with pytest.raises(UsageError, match=r"\[config\] head_dim is unknown to gpt2"):
+        student(scratch(SHAPES["gpt2"] | {"head_dim": 16}))
+
+
 def test_without_a_cache_the_configuration_must_state_the_size_of_the_vocabulary():
     with pytest.raises(UsageError, match=r"\[config\] has no vocab_size, which no cache gives"):
         student(scratch(), vocab_size=None)

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 from objective_reference import problem, reference_kd, sparse
@@ -190,6 +192,16 @@ def test_logit_mse_ignores_tokens_that_either_side_excludes():
     expected = logit_mse(dense_events(z[:, :20], e[:, :20], 1.0))
     z[:, 20], e[:, 21:] = -1e30, -1e4
     torch.testing.assert_close(logit_mse(dense_events(z, e, 1.0)), expected)
+
+
+@pytest.mark.parametrize("nats, counts", [(-999.0, True), (-1001.0, False)])
+def test_logit_mse_takes_a_token_below_1000_nats_for_an_excluded_one_as_its_documents_say(nats, counts):
+    log_p = torch.full((1, 5), -1.6)
+    log_q = torch.tensor([[-1.5, -1.6, -1.7, -1.5, nats]], requires_grad=True)
+    logit_mse(Events(log_p, log_q)).sum().backward()
+    assert bool(log_q.grad[0, 4] != 0) == counts
+    assert "-1,000 nats" in logit_mse.__doc__
+    assert "below -1,000 nats" in (Path(__file__).parents[2] / "docs/objective.md").read_text().replace("\n", " ")
 
 
 @pytest.mark.parametrize("of, returned", [(lambda *_: torch.zeros(()), r"\[\]"), (lambda *_: 1.0, "a float")])

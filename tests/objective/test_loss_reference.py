@@ -5,8 +5,11 @@ import dataclasses
 import pytest
 import torch
 from objective_cases import EVERY, OTHERS, RULES, assert_agrees, gradients, run, targets_for, with_number
-from objective_reference import problem, reference_loss, sparse
+from objective_reference import dense, problem, reference_loss, sparse
 
+from kdtrain.models.output_head import OutputHead
+from kdtrain.objective.loss import distillation_loss
+from kdtrain.objective.targets import OnlineTargets
 from kdtrain.objective.temperature import build_temperature
 
 
@@ -191,3 +194,23 @@ def test_bf16_costs_no_divergence_more_than_the_rounding_of_the_inputs_and_of_th
     for g, w in zip(got, want, strict=True):
         assert (g.double() - w).norm() <= (2**-8 + inputs) * w.norm()
     assert abs(got_t.item() - want_t.item()) <= 2 * inputs * max(abs(expected.item()), abs(want_t.item()))
+
+
+@pytest.mark.parametrize("size", [0.1, 0.001])
+@pytest.mark.parametrize("divergence", ["forward-kl", "reverse-kl", "jsd"])
+@pytest.mark.parametrize("online", [False, True])
+def test_near_its_teacher_whole_rows_have_the_slope_in_the_temperature_of_fp64(online, divergence, size):
+    """Of numbers in fp32, it is a small difference of their sums."""
+    g = torch.Generator().manual_seed(0)
+    z = 3 * torch.randn(64, 1000, generator=g)
+    energies = torch.log_softmax(z + size * torch.randn(64, 1000, generator=g), -1)
+    labels, mask = torch.zeros(64, dtype=torch.int64), torch.ones(64, dtype=torch.bool)
+    slopes = []
+    for dtype in (torch.float32, torch.float64):
+        given = energies.to(dtype)
+        targets = OnlineTargets(given, labels, OutputHead(), 1000) if online else dense(given, labels, dtype)
+        T = torch.tensor(2.0, dtype=dtype, requires_grad=True)
+        options = {"temperature": T, "alpha": 1.0, "divergence": divergence, "vocab_size": 1000, "normalizer": 64.0}
+        loss = distillation_loss(z.to(dtype), OutputHead(), labels, mask, targets, **options).loss
+        slopes.append(torch.autograd.grad(loss, T)[0].item())
+    assert slopes[0] == pytest.approx(slopes[1], rel=1e-6)

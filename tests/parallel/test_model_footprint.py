@@ -20,6 +20,26 @@ def spec(shape: str, **config: object) -> ModelSpec:
     return ModelSpec(name=shape, config=SHAPES[shape] | config, init="scratch")
 
 
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_a_mixture_of_experts_is_measured_in_every_mode_without_a_word(mode, caplog):
+    found = model_footprint(spec("llama", **MIXTURE), vocab_size=300, seq_len=8, mode=mode, trained=True)
+    assert found.parameters == sum(each.numel() for each in tiny_model("llama", **MIXTURE).parameters())
+    assert 0 < found.kept_by_checkpoints < found.kept and not caplog.records
+
+
+def test_the_parameters_of_a_student_that_does_not_run_without_numbers_are_counted_all_the_same(monkeypatch):
+    def refuses(*_):
+        raise RuntimeError("tensors without numbers")
+
+    monkeypatch.setattr(memory_plan, "_forward", refuses)
+    student = spec("llama")
+    assert memory_plan.student_footprint(student, 300, seq_len=8, mode="fp32") is None
+    assert memory_plan.student_parameters(student, 300) == sum(each.numel() for each in tiny_model().parameters())
+
+
 @pytest.mark.parametrize("shape", ["llama", "qwen3", "gpt2", "gemma2", "phi"])
 def test_parameters_layers_and_head_are_those_of_the_model(shape):
     found = model_footprint(spec(shape), vocab_size=300, seq_len=8, mode="fp32", trained=True)
