@@ -5,7 +5,7 @@ Two terms, right at T = 1, each least where the student says what the teacher sa
 cells   where the teacher says what follows (`cell_targets`): KL between the masses that both give to groups of tokens
         (`cells`, `data.cells`). From samples it is the KL from their shares: at common boundaries an unbiased gradient,
         and a value that is too large by how much less entropy they have than the teacher, in the mean, whatever the
-        student. From a top-k the rest is one event, and what of it lies in kept cells counts as rest.
+        student. From a top-k it is the KL from the nearest distribution that the top-k allows: a lower bound.
 chunks  between common boundaries: teacher's and student's log p of the same bytes. With the sums a, b of log p of the
         chunk's tokens under both, and P = exp(a / tau), Q = exp(b / tau), it is tau KL(P || Q) of two outcomes, the
         binarised KL of ALM (Minixhofer et al. 2025, arXiv 2503.20083, section 3) times tau = 100. The gradient in b
@@ -113,8 +113,8 @@ class AlignedTargets(Targets):
         return replace(self, near=near, **own)
 
     def fields(self, shape: tuple[int, int]) -> dict[str, Tensor]:
-        """Those of the targets over cells, and chunk_length, chunk_logprob, compared [B,T]; of each sequence
-        alignment [2]: the key of its cells (0: they are tokens), and whether chunks count."""
+        """Those of the targets over cells, with partial [B,T,K] from a top-k, and chunk_length, chunk_logprob, compared
+        [B,T]; of each sequence alignment [2]: the key of its cells (0: they are tokens), and whether chunks count."""
         near = {} if self.near is None else self.near.fields(shape)
         own = {"chunk_length": self.length, "chunk_logprob": self.label_logprob, "compared": self.compared}
         stated = [0 if self.cells is None else self.cells.key, int(self.chunks)]

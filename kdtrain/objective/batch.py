@@ -63,7 +63,8 @@ class Batch:
         tokens, loss_mask = fields["tokens"], fields["loss_mask"]
         segments = fields.get("segments")
         batch = cls(tokens, loss_mask, torch.zeros_like(tokens[:, :-1]) if segments is None else segments, None)
-        flat: dict[str, Any] = {name: value.flatten(0, 1) for name, value in fields.items() if name in _TARGETS}
+        named = (*_TARGETS, "partial")
+        flat: dict[str, Any] = {name: value.flatten(0, 1) for name, value in fields.items() if name in named}
         alignment = fields.get("alignment", tokens.new_zeros(len(tokens), 0))
         known: tuple[float, ...] = ()
         sparse = None

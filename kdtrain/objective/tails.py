@@ -129,10 +129,32 @@ def _ghost_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) 
     top = _drop_events(targets, statistics, beta)
     teacher_R = targets.log_tail(beta) - targets.log_partition(beta)
     student_R = statistics.tail_beta - statistics.lse_beta(beta)
-    return Events(
-        torch.cat([top.teacher, teacher_R[:, None]], dim=-1),
-        torch.cat([top.student, student_R[:, None]], dim=-1),
-    )
+    teacher_RE = torch.cat([top.teacher, teacher_R[:, None]], dim=-1)
+    student_RE = torch.cat([top.student, student_R[:, None]], dim=-1)
+    if targets.partial is not None:
+        teacher_RE = _nearest(teacher_RE, student_RE.detach(), targets.partial > 0)
+    return Events(teacher_RE, student_RE)
+
+
+def _nearest(teacher_RE: Tensor, student_RE: Tensor, partial_RK: Tensor) -> Tensor:
+    """Log-probabilities of the teacher nearest to the student, in KL, of those that have at least the stated ones where
+    `partial_RK`, just these in other entries, and the rest in the last event, the tail.
+
+    That is max(p, r q) and r q of the tail. Filling up from the tail, r is the least of (sum of p) / (sum of q) over it
+    and the entries of the least p / q.
+    """
+    ratio_RK = (teacher_RE - student_RE)[:, :-1].masked_fill(~partial_RK, torch.inf)
+    ratio_RK, order_RK = ratio_RK.sort(dim=1)
+
+    def summed(each_RE: Tensor) -> Tensor:
+        return torch.cat([each_RE[:, -1:], each_RE[:, :-1].gather(1, order_RK)], 1).logcumsumexp(1)
+
+    level_RE = summed(teacher_RE) - summed(student_RE)
+    level_RE[:, 1:] = level_RE[:, 1:].masked_fill(ratio_RK.isinf(), torch.inf)
+    least_R1 = level_RE.amin(1, keepdim=True)
+    named_RK = torch.maximum(teacher_RE, student_RE + least_R1)[:, :-1]
+    tail_R1 = teacher_RE[:, -1:] + (least_R1 - level_RE[:, :1])  # in this order: a student may have nothing there
+    return torch.cat([torch.where(partial_RK, named_RK, teacher_RE[:, :-1]), tail_R1], 1)
 
 
 @register_tail("renormalize", least_top_k=2)

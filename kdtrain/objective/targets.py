@@ -268,6 +268,8 @@ class SparseTargets(Targets):
     """[N,6] nats, made by `at`: L at a beta, its slope there, and L at 1; then the same of log Z."""
     known_at_one: bool = False
     """True where every beta that is asked for is 1 (`at_one`)."""
+    partial: Tensor | None = None
+    """[N,K] 1 where an entry has at least its log p, and some of the tail's mass may be its own (`cell_targets`)."""
 
     width = None
     has_tail = True

@@ -200,6 +200,7 @@ class Student(PreTrainedModel):
         chunk_length: Tensor | None = None,
         chunk_logprob: Tensor | None = None,
         compared: Tensor | None = None,
+        partial: Tensor | None = None,
         alignment: Tensor | None = None,
     ) -> LossOutput:
         """Return the loss to differentiate and the sums to report, for a batch or for its named tensors.
@@ -233,7 +234,7 @@ class Student(PreTrainedModel):
             named |= {"logit_mean": logit_mean, "logit_std": logit_std}
             named |= {"knots": knots, "num_samples": num_samples, "replay": replay}
             named |= {"chunk_length": chunk_length, "chunk_logprob": chunk_logprob}
-            named |= {"compared": compared, "alignment": alignment}
+            named |= {"compared": compared, "partial": partial, "alignment": alignment}
             batch = Batch.of({name: tensor for name, tensor in named.items() if tensor is not None}, self._codecs)
         labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
         mask_N = rearrange(batch.loss_mask, "B T -> (B T)")

@@ -291,6 +291,12 @@ def test_cells_of_one_and_of_several_tokens_agree_with_autograd_over_all_logits(
         tail = targets.log_tail(1.0)[row].exp()
         if rule == "ghost":  # what has no cell is left out, and the rest is the whole
             mass, tail = mass / (mass.sum() + tail), tail / (mass.sum() + tail)
+            listed = torch.bincount(teacher[targets.ids[row]].clamp(min=-1) + 1, minlength=10)[1:]
+            more = (kept & (listed < torch.bincount(teacher + 1, minlength=10)[1:])).nonzero().flatten().tolist()
+            likely, rest = mass_q[row].detach().exp(), 1 - mass_q[row, kept].detach().exp().sum()
+            sets = [list(each) for size in range(len(more) + 1) for each in itertools.combinations(more, size)]
+            level = min((tail + mass[each].sum()) / (rest + likely[each].sum()) for each in sets)
+            mass[more], tail = torch.maximum(mass, level * likely)[more], level * rest
         kd = kd - (mass[kept] * mass_q[row, kept]).sum()
         if not chunks and (own := cells[p.labels[row]]) < 9:  # the text tells the label from others of its cell
             named += int(kept[own])
@@ -306,6 +312,57 @@ def test_cells_of_one_and_of_several_tokens_agree_with_autograd_over_all_logits(
     assert out.ce.item() == pytest.approx(ce.item(), rel=1e-12)
     for one_grad, other in zip(got, want, strict=True):
         assert (one_grad - other).norm() <= 1e-6 * other.norm()  # the cells' masses are stored in fp32
+
+
+def test_a_top_k_over_cells_is_least_at_the_teacher_and_asks_for_no_more_than_it_says():
+    """Against all that the teacher may have said: the rest of its tokens has any masses, in any of their cells."""
+    p = problem(n=30, vocab=23).cast(torch.float64)
+    of_teacher = torch.cat([torch.arange(6), 6 + torch.arange(17) % 4])  # six cells of one token, four of several
+    of_student = torch.arange(23) % 10
+    top_k = sparse(p.energies, p.labels, top_k=7, dtype=torch.float64)
+    rows = torch.arange(30)
+    near = over(top_k, of_teacher, rows)
+    every = torch.ones(30, dtype=torch.bool)
+    aligned = AlignedTargets(rows * 0, p.energies[:, 0] * 0, every, near, CellIndex.of(of_student, 10))
+    tell = torch.nn.functional.one_hot(of_student).double()
+    mass_p = p.energies.exp() @ torch.nn.functional.one_hot(of_teacher).double()
+    known = torch.zeros_like(p.energies).scatter(1, top_k.ids, 1.0)
+    least = (p.energies.exp() * known) @ torch.nn.functional.one_hot(of_teacher).double()
+    whole = torch.zeros_like(least).index_add_(1, of_teacher, 1 - known) == 0
+    rest = 1 - least.sum(1)
+
+    def divergence(logits):
+        ready = logits.detach().requires_grad_()
+        labels = torch.zeros(30, dtype=torch.int64)
+        options = {"temperature": 1.0, "alpha": 1.0, "vocab_size": 23, "normalizer": 1.0}
+        out = distillation_loss(ready, OutputHead(), labels, every, aligned, **options)
+        comparison = aligned.compare(ready.detach().clone(), labels).divergence
+        kl = (comparison.teacher.exp() * (comparison.teacher - comparison.student)).sum()
+        return kl, torch.autograd.grad(out.loss, ready)[0]
+
+    value, gradient = divergence((mass_p / tell.sum(0)).log()[:, of_student])
+    assert value.abs() < 1e-5 and gradient.abs().max() < 1e-5  # the masses are stored in fp32
+
+    logits = torch.randn(30, 23, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    value, gradient = divergence(logits)
+    mass_q = logits.softmax(1) @ tell
+    # the nearest of these teachers to the student, by a descent in the rest's shares of the cells
+    shares = (mass_q * ~whole).log().requires_grad_()
+    options = {"tolerance_grad": 1e-9, "tolerance_change": 0, "line_search_fn": "strong_wolfe"}
+    nearest = torch.optim.LBFGS([shares], 1, 2000, **options)
+
+    def distance():
+        nearest.zero_grad()
+        found = least + rest[:, None] * shares.softmax(1)
+        (total := torch.special.xlogy(found, found / mass_q).sum()).backward()
+        return total
+
+    nearest.step(distance)
+    found = least + rest[:, None] * shares.detach().softmax(1)
+    assert value.item() == pytest.approx(distance().item(), rel=1e-4)
+    assert value < torch.special.xlogy(mass_p, mass_p / mass_q).sum()
+    expected = logits.softmax(1) * (1 - (found / mass_q) @ tell.T)
+    assert (gradient - expected).norm() < 1e-3 * expected.norm()
 
 
 def test_samples_give_an_unbiased_gradient_as_the_loss_is_linear_in_their_counts():
