@@ -1,5 +1,6 @@
 """`python -m kdtrain`, also as the script `kdtrain` and under torchrun: a failed command always ends its process."""
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -19,6 +20,12 @@ def main() -> None:
 
         cli.main()
     except BaseException as failure:
+        if (
+            isinstance(failure, SystemExit) and failure.code == 2
+        ):  # a refusal; the exit below, of a slow end, has code 1
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+            os._exit(2)
         if not isinstance(failure, SystemExit) or failure.code:
             # A thread of C: Python's own cannot run while the interpreter waits for them, or for a library's lock.
             faulthandler.dump_traceback_later(LIMIT, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115

@@ -506,7 +506,7 @@ __main__.main()
 """
 
 
-@pytest.mark.parametrize("code, seconds, ended_with", [(2, 600, 1), (2, 0, 2), (0, 3, 0)])
+@pytest.mark.parametrize("code, seconds, ended_with", [(1, 600, 1), (2, 600, 2), (2, 0, 2), (0, 3, 0)])
 def test_a_failed_command_ends_although_one_of_its_threads_does_not(code, seconds, ended_with):
     argv = [sys.executable, "-c", HANGING, str(code), str(seconds)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)

@@ -23,11 +23,12 @@ class Rounds:
     Args:
         all_ranks: True when all ranks build, calling the same methods in the same order; False for this process alone.
         progress: is told how many sequences are done.
+        dtype: of the teacher's weights, if it is known.
     """
 
-    def __init__(self, all_ranks: bool, progress: Progress | None) -> None:
+    def __init__(self, all_ranks: bool, progress: Progress | None, dtype: str | None = None) -> None:
         self.rank, self.world = (rank(), world_size()) if all_ranks else (0, 1)
-        self.progress, self.total = progress, None  # type: Progress | None, int | None
+        self.progress, self.total, self.dtype = progress, None, dtype  # type: Progress | None, int | None, str | None
         """`total`: sequences of all splits; None if unknown."""
         self.done = 0
         """Sequences that this rank has finished."""
@@ -66,5 +67,5 @@ class Rounds:
             raise RunError(
                 f"the teacher gave non-finite logits for {broken} of {done} sequences"
                 f"{f' (the first is {self.broken[0]})' if self.broken else ''}, more than one in a thousand: "
-                "load it in another dtype (bfloat16 or float32)"
+                f"{'look at its weights' if self.dtype == 'float32' else 'load it in bfloat16 or float32'}"
             )

@@ -101,7 +101,7 @@ class CacheBuilder:
         self.kept, self.capturing = kept or (lambda rows: rows.kept), capturing or (lambda _: nullcontext())
         self.written, self.examine = written, examine
         self.batch_size, self.sharded = batch_size, sharded and teacher is not None
-        self.rounds = Rounds(all_ranks, progress)
+        self.rounds = Rounds(all_ranks, progress, (settings.teacher or {}).get("dtype"))
         self._splits: dict[str, list[ShardPlace]] = {}
         self._tokens: dict[str, Any] = {}
         self._side = SideStream()

@@ -22,6 +22,7 @@ from kdtrain.models.loading import (
     generation_settings,
     load_student,
     load_tokenizer,
+    vocabulary,
 )
 from kdtrain.models.router import router_weight
 from kdtrain.monitor.progress import log
@@ -82,8 +83,14 @@ def build(recipe: Recipe) -> Run:
 
 
 def _load_student(recipe: Recipe) -> SplitModel:
-    """Load the student with fp32 weights, split it into backbone and head, and check it against the data."""
+    """Check the student against the data, load it with fp32 weights, and split it into backbone and head."""
     config, spec, facts = recipe.config, recipe.student, recipe.facts
+    meaning = "the ids are taken to mean the same, and the student gets the teacher's tokenizer"
+    with recipe.allowing("tokenizer", meaning):
+        own = digest_of(spec if spec.tokenizer or spec.init == "pretrained" else None)
+        refuse_tokenizer(own, facts.tokenizer_digest)
+    if spec.init == "pretrained":
+        refuse_vocabulary(vocabulary(spec), facts.vocab_size, facts.tokenizer_size)
     size = None if spec.config is None or "vocab_size" in spec.config else facts.vocab_size
     whole = recipe.plan.student != "fsdp" and spec.weights is None  # else it may be too large for one device
     model = load_student(spec, vocab_size=size, seed=config.seed, device=str(recipe.device) if whole else "cpu")
@@ -99,10 +106,6 @@ def _load_student(recipe: Recipe) -> SplitModel:
         pack_student(student, spec.weights, recipe.device)
     refuse_vocabulary(student.vocab_size, facts.vocab_size, facts.tokenizer_size)
     check_fits(student, spec.name, facts.seq_len, facts.document_mask)
-    meaning = "the ids are taken to mean the same, and the student gets the teacher's tokenizer"
-    with recipe.allowing("tokenizer", meaning):
-        own = digest_of(spec if spec.tokenizer or spec.init == "pretrained" else None)
-        refuse_tokenizer(own, facts.tokenizer_digest)
     if not student.fused:
         log.info("student %s: output head not split off: %s", spec.name, student.reason)
     return student

@@ -322,10 +322,7 @@ def _prove_a_form(pieces: SplitModel, tokens_BT: Tensor) -> bool:
 
 
 def _trains_more(head: Any, embedding: Any) -> bool:
-    """Whether the head, or the embedding that is tied to it, trains more than a weight and a bias.
-
-    No probe shows that: a fresh adapter is the identity.
-    """
+    """Whether head or tied embedding train more than a weight and a bias: no probe sees a fresh adapter."""
     own = {id(each) for each in head.parameters()}
     modules = [head, embedding] if any(id(each) in own for each in embedding.parameters()) else [head]
     known = {id(getattr(each, name, None)) for each in modules for name in ("weight", "bias")}

@@ -139,6 +139,8 @@ def read_spec(spec: str, kind: Literal["teachers", "students"] = "students") -> 
                 return ModelSpec(name=path.resolve().name, source=os.path.normpath(candidate))
         if (path / "config.toml").is_file() or (path / "checkpoints").is_dir():
             raise UsageError(f"{path}: this run has no exported student; write one with 'kdtrain export {path}'")
+        if (path / ADAPTER_CONFIG).is_file():
+            raise UsageError(f"{path} holds an adapter; merge it into its base, or name that and add --load {path}")
         raise UsageError(f"{path}: no config.json in this folder; a model folder has one")
     if path.suffix == ".toml":
         found = _from_toml(path)

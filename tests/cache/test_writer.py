@@ -64,6 +64,10 @@ def test_more_than_one_broken_sequence_in_a_thousand_stops_the_build(tmp_path: P
     with pytest.raises(RunError, match=r"non-finite logits for .* more than one in a thousand"):
         write_cache(tmp_path / "c", settings, splits, teacher=teacher, batch_size=3)
     assert sum(calls) < 20
+    for dtype, remedy in (("float32", "look at its weights"), ("float16", "load it in bfloat16 or float32")):
+        settings = workshop.settings(codecs["top_k"], teacher={"dtype": dtype})
+        with pytest.raises(RunError, match=remedy):
+            write_cache(tmp_path / dtype, settings, workshop.splits(), teacher=teacher, batch_size=3)
     once = lambda tokens, segments: (  # noqa: E731
         workshop.teacher()(tokens, segments).index_fill(0, torch.tensor(0), float("inf"))
     )

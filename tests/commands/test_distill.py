@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kdtrain import faults, files
-from kdtrain.commands import run
+from kdtrain.commands import build, run
 from kdtrain.commands.run import Run
 from kdtrain.commands.run_folder import LOCK, run_lock
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError
+from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 
 @pytest.fixture
@@ -244,3 +245,17 @@ def test_an_online_teacher_whose_spec_names_another_format_is_another_teacher(wo
     spec.write_text("source = 'teacher'\n")
     code, _, err = workbench.call(*argv, "--steps", 3)
     assert code == 2 and "was trained with another teacher" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "own, words", [(True, "has another tokenizer"), (False, "has a vocabulary of 280, the cache one")]
+)
+def test_a_pretrained_student_of_a_smaller_vocabulary_is_sent_across_tokenizers_before_it_is_built(
+    workbench, monkeypatch, own, words
+):
+    name = f"smaller-{own}"
+    write_model_folder(workbench.root / name, tiny_model("llama", 280), tiny_tokenizer(280) if own else None)
+    monkeypatch.setattr(build, "load_student", lambda *_, **__: pytest.fail("the student is built"))
+    argv = ("distill", "--cache", "cache", "--student", name, "--out", "refused", *workbench.plain)
+    code, _, err = workbench.call(*argv)
+    assert code == 2 and words in err and "--cross-tokenizer auto" in err and "set the student's vocab_size" not in err

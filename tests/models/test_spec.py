@@ -106,12 +106,17 @@ def test_a_hub_id_is_a_spec_and_is_not_looked_up():
         ("specs/missing", "no such file or folder"),
         ("specs/notes.txt", "this is another file"),
         ("specs", "no config.json in this folder"),
+        (
+            "adapter",
+            "adapter holds an adapter; merge it into its base, or name that and add --load",
+        ),
         ("unexported", "no exported student; write one with 'kdtrain export unexported'"),
     ],
 )
 def test_a_spec_that_is_not_a_file_a_folder_or_a_hub_id_is_refused_in_one_line(tmp_path, monkeypatch, spec, line):
-    for folder in ("specs", "unexported"):
+    for folder in ("specs", "unexported", "adapter"):
         (tmp_path / folder).mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     (tmp_path / "specs" / "notes.txt").write_text("")
     (tmp_path / "unexported" / "config.toml").write_text("")
     monkeypatch.chdir(tmp_path)
