@@ -325,7 +325,7 @@ def write_cache(
         if writer.manifest is not None:
             return writer.manifest if writer.rounds.rank == 0 else None
         # All first rows before any forward: else the teacher may work for hours before a later split turns out empty.
-        for split, rows in {split: _not_empty(split, rows, settings) for split, rows in splits.items()}.items():
+        for split, rows in {split: not_empty(split, rows, settings) for split, rows in splits.items()}.items():
             writer.build(split, rows)
         writer.stated |= {name: each for name, each in (stated or {}).items() if each}  # some are counted meanwhile
         return writer.finish()
@@ -333,13 +333,17 @@ def write_cache(
         writer.close()
 
 
-def _not_empty(split: str, rows: Iterable[PackedRow], settings: CacheSettings) -> Iterable[PackedRow]:
+def not_empty(split: str, rows: Iterable[PackedRow], settings: CacheSettings) -> Iterable[PackedRow]:
     """The rows of a split. UsageError: there are none."""
     remaining = iter(rows)
     for first in remaining:
         return chain([first], remaining)
     source = settings.data.get("source") or settings.data.get("logprobs")
     named = settings.data.get("split") or split if split == "train" else split  # as the data call it
+    if "generated" in settings.data:
+        raise UsageError(
+            f"{source}: no prompt of the {named} data leaves room in --seq-len {settings.seq_len}; raise it"
+        )
     raise UsageError(
         f"{source}: the {named} data give no whole sequence of {settings.seq_len} tokens; use more data, a smaller "
         "--seq-len, or another --split"

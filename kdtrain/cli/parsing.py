@@ -45,7 +45,7 @@ def parse(command: str, kind: type, argv: list[str], others: Mapping[str, type],
     values = line.values()
     sections = {name: line.build(each, values) for name, each in line.sections.items()}
     if look is not None:
-        texts = {name: each[-1].words[-1] for name, each in line.given.items() if each[-1].words}
+        texts = {name: (each[-1].words or [""])[-1] for name, each in line.given.items()}
         for name in texts:
             several = line.options[name].field.metadata.get("several")
             for text in line.given[name][-1].words if several else [texts[name]]:

@@ -156,7 +156,8 @@ def _column(text: str, texts: Mapping[str, str]) -> str | None:
     messages = texts.get("messages_column")
     option = "text_column" if messages is None else "messages_column"
     column, keys = texts.get(option, "text"), dict[str, None]()
-    asked = Columns(format=texts.get("format", "auto"), text=texts.get("text_column", "text"), messages=messages)
+    how = {"format": texts.get("format", "auto"), "text": texts.get("text_column", "text")}
+    asked = Columns(**how, messages=messages, prompts="generate" in texts)
     try:
         with open_regular(Path(text)) as file:
             rows = [json.loads(line) for line in file.read(_BEGINNING).splitlines()[:_ROWS]]

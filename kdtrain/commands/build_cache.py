@@ -1,6 +1,7 @@
 """Builds caches: of a teacher, and the caches of bare tokens that runs and evaluations need."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
@@ -17,25 +18,28 @@ from kdtrain.cache.codec import SAMPLING, CodecSpec, grid_name, grid_offset
 from kdtrain.cache.folder import holds_nothing
 from kdtrain.cache.format import MANIFEST, PIECES
 from kdtrain.cache.live import LiveCache
-from kdtrain.cache.manifest import CacheSettings, Manifest, differences, read_manifest
+from kdtrain.cache.manifest import CacheSettings, Manifest, differences, end_tokens, read_manifest
 from kdtrain.cache.mass import kept_mass
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.rounds import Progress
-from kdtrain.cache.writer import write_cache
+from kdtrain.cache.shard_writer import ShardRows
+from kdtrain.cache.writer import not_empty, write_cache
+from kdtrain.cache.written import finish_reasons
 from kdtrain.commands.agreement import agree
 from kdtrain.config import CacheTeacherConfig, DataConfig
 from kdtrain.config.teachers import DEFAULT_PROMPT
-from kdtrain.data.corpus import has_prompts, stated_text
+from kdtrain.data.corpus import documents_of, has_prompts, stated_text
 from kdtrain.data.masks import Counts, Masks
-from kdtrain.data.packing import PackedRow, packed_rows
+from kdtrain.data.packing import PackedRow, pack, packed_rows
 from kdtrain.data.prompts import prompt_rows
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import read_sealed
 from kdtrain.models.ends import filler_token
 from kdtrain.models.loading import ChatTokenizer, ends_of, generation_of, tokenizer_digest
 from kdtrain.monitor.progress import bar
+from kdtrain.monitor.tables import duration
 from kdtrain.objective.batch import Batch
-from kdtrain.ranks import is_main, on_main, raise_on_all_ranks
+from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, world_size
 from kdtrain.teaching.teacher import Teacher
 from kdtrain.teaching.writing import Writing
 
@@ -99,10 +103,45 @@ def build_cache(
         answers = {"teacher": teacher.logits, "sharded": teacher.sharded}
     answers["stated"] = {"text": text, "text_counts": counts, "weights_cost": teacher.cost}
     if teacher.writing is not None:
-        answers["written"] = lambda rows: teacher.written(rows, codec)
+        answers["written"] = _watched(teacher, settings)
     saved = ChatTokenizer(teacher.tokenizer, generation_of(teacher.spec))
     answers |= {"tokenizer": saved, "batch_size": config.batch_size, "all_ranks": True}
     return _write(config.out, settings, rows, progress, **answers)
+
+
+def _watched(teacher: Teacher, settings: CacheSettings) -> Callable[[ShardRows], tuple[ShardRows, Any]]:
+    """`written` of a teacher; the log tells after the first batch how long all take, and that most texts are cut."""
+    batches = 0
+
+    def written(rows: ShardRows) -> tuple[ShardRows, Any]:
+        nonlocal batches
+        started, found = time.monotonic(), teacher.written(rows, settings.codec)
+        batches += 1
+        if batches == 1:
+            seconds, limits, number = time.monotonic() - started, settings.sequences.values(), len(rows)
+            if teacher.gives != "top-k" and None not in limits:  # a server writes many at once
+                most = sum(filter(None, limits))
+                text = "the first %s texts took %s: %s take about %s"
+                log.info(text, number, duration(seconds), most, duration(seconds / number * most / world_size()))
+            cut = finish_reasons(found[0].tokens, found[0].loss_mask, end_tokens(settings)).count("length")
+            if 2 * cut > number:
+                text = (
+                    "%s of the first %s texts were cut before their end; --max-new-tokens or --seq-len gives more room"
+                )
+                log.warning(text, cut, number)
+        return found
+
+    return written
+
+
+def refuse_no_rows(config: CacheTeacherConfig, teacher: Teacher) -> None:
+    """UsageError: a split gives no whole sequence, which is seen before any weights are loaded."""
+    data, tokenizer, limits = config.data, teacher.tokenizer, config.splits()
+    if not (config.text.generate and has_prompts(data)):
+        settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=teacher.vocab_size), limits)
+        for split, source in _sources(data, limits).items():
+            rows = pack(documents_of(data, source), tokenizer, data.seq_len, document_mask=data.document_mask)
+            not_empty(split, rows, settings)
 
 
 def known_text(folder: Path, data: DataConfig) -> dict[str, Any] | None:

@@ -162,14 +162,14 @@ def documents(
     return chain([first], found)
 
 
-def documents_of(data: DataConfig, split: str) -> Iterator[Document]:
-    """The documents of a split of the text that options name, as `documents`."""
-    return documents(_source(data), split, _columns(data), streaming=data.streaming)
+def documents_of(data: DataConfig, split: str, prompts: bool = False) -> Iterator[Document]:
+    """The documents of a split of the text that options name, as `documents`; `prompts`: they need no answer."""
+    return documents(_source(data), split, _columns(data, prompts), streaming=data.streaming)
 
 
 def has_prompts(data: DataConfig) -> bool:
     """True for conversations, and prompts with completions; False for plain text. UsageError: as `documents`."""
-    form = _parts(_source(data), _columns(data), data.streaming)["train"].form
+    form = _parts(_source(data), _columns(data, True), data.streaming)["train"].form
     return form is not None and form.name != "text"
 
 
@@ -182,7 +182,7 @@ def stated_text(data: DataConfig) -> dict[str, Any] | None:
         if source.startswith("hf:"):
             name, _, subset = source.removeprefix("hf:").partition(":")
             return {"revision": str(_datasets(source).load_dataset_builder(name, subset or None).hash)}
-        parts = _parts(source, _columns(data), data.streaming).values()
+        parts = _parts(source, _columns(data, True), data.streaming).values()
         files = {name: path for part in parts for name, path in part.files.items()}
         stated = {name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for name, path in files.items()}
     if len(stated) > LISTED:
@@ -195,8 +195,8 @@ def _source(data: DataConfig) -> str:
     return data.data
 
 
-def _columns(data: DataConfig) -> Columns:
-    return Columns(format=data.format, text=data.text_column, messages=data.messages_column)
+def _columns(data: DataConfig, prompts: bool = False) -> Columns:
+    return Columns(format=data.format, text=data.text_column, messages=data.messages_column, prompts=prompts)
 
 
 def _parts(source: str, columns: Columns, streaming: bool) -> Mapping[str, _Part]:
@@ -448,8 +448,10 @@ def _rows(
                     try:
                         document = form.convert(key, row)
                     except LeftOut as why:
-                        tally.leave_out(key, why)
-                        continue
+                        if not columns.prompts or why.prompt is None:
+                            tally.leave_out(key, why)
+                            continue
+                        document = why.prompt
                     tally.kept += 1
                     yield document
             whole = True

@@ -57,14 +57,19 @@ class Columns:
     format: str = "auto"
     text: str = "text"
     messages: str | None = None
+    prompts: bool = False
+    """Rows need no answer."""
 
 
 class LeftOut(Exception):
-    """A row that is not read; `reason` is one of a few, `detail` tells more about this row."""
+    """A row that is not read; `reason` is one of a few, `detail` tells more about this row.
 
-    def __init__(self, reason: str, detail: str = "") -> None:
+    prompt: what it is a prompt of, if it lacks nothing but an answer.
+    """
+
+    def __init__(self, reason: str, detail: str = "", prompt: Document | None = None) -> None:
         super().__init__(reason)
-        self.reason, self.detail = reason, detail
+        self.reason, self.detail, self.prompt = reason, detail, prompt
 
 
 Convert = Callable[[str, Mapping[str, Any]], Document]
@@ -130,7 +135,7 @@ def row_format(source: str, asked: Columns, names: Collection[str]) -> RowFormat
         name = _recognised(asked, names)
     if name == "text":
         _refuse_missing(source, names, asked.text, "--text-column")
-        other = _by_names(names) if asked.format == "auto" and asked.text == "text" else None
+        other = _by_names(names, asked.prompts) if asked.format == "auto" and asked.text == "text" else None
         return RowFormat("text", (asked.text,), _texts(asked.text), "text", other)
     if name in ("messages", "sharegpt"):
         column = asked.messages or _conversations(name, names)
@@ -138,9 +143,9 @@ def row_format(source: str, asked: Columns, names: Collection[str]) -> RowFormat
         others = _present(names, *("system",) * (name == "sharegpt"), "tools")
         return RowFormat(name, (column, *others), _conversation_in(column))
     needed, optional, convert = _COLUMNS[name]
-    for column in needed:
+    for column in needed[:1] if asked.prompts else needed:
         _refuse_missing(source, names, column, f"--format {name}")
-    return RowFormat(name, (*needed, *_present(names, *optional)), convert, f"{needed[0]} with {needed[1]}")
+    return RowFormat(name, _present(names, *needed, *optional), convert, f"{needed[0]} with {needed[1]}")
 
 
 def _recognised(asked: Columns, names: Collection[str]) -> str:
@@ -148,17 +153,18 @@ def _recognised(asked: Columns, names: Collection[str]) -> str:
         return "messages"
     if asked.text in names or asked.text != "text":
         return "text"
-    return _by_names(names) or "text"
+    return _by_names(names, asked.prompts) or "text"
 
 
-def _by_names(names: Collection[str]) -> str | None:
+def _by_names(names: Collection[str], prompts: bool) -> str | None:
     if "messages" in names:
         return "messages"
     if "conversations" in names or "conversation" in names:
         return "sharegpt"
-    if {"instruction", "output"} <= set(names):
-        return "alpaca"
-    return "prompt-completion" if {"prompt", "completion"} <= set(names) else None
+    for name, (needed, *_) in _COLUMNS.items():
+        if {*needed[:1]} <= {*names} and (prompts or {*needed} <= {*names}):
+            return name
+    return None
 
 
 def _conversations(name: str, names: Collection[str]) -> str:
@@ -211,22 +217,26 @@ def _alpaca(key: str, row: Mapping[str, Any]) -> Document:
         if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_text, pair))):
             raise LeftOut("whose history is not a list of question and answer")
         turns += [("user", pair[0]), ("assistant", pair[1])]
-    if not _is_text(row["output"]):
-        raise LeftOut("without an answer")
-    turns += [("user", asked), ("assistant", row["output"])]
-    return Document(key, messages=[{"role": role, "content": content} for role, content in turns])
+    turns += [("user", asked), ("assistant", row.get("output"))]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    if not _is_text(row.get("output")):
+        raise LeftOut("without an answer", prompt=Document(key, messages=messages[:-1]))
+    return Document(key, messages=messages)
 
 
 def _completion(key: str, row: Mapping[str, Any]) -> Document:
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, list) and isinstance(completion, list):
+    prompt, completion = row["prompt"], row.get("completion")
+    if isinstance(prompt, list) and isinstance(completion, list | None):
         before, after = _messages(prompt), _messages(completion)
-        _answered(Document(key, messages=after))
+        try:
+            _answered(Document(key, messages=after))
+        except LeftOut as why:
+            raise LeftOut(why.reason, prompt=Document(key, messages=before)) from None
         return Document(key, messages=before + after, prompt=len(before))
     if not (isinstance(prompt, str | None) and isinstance(completion, str | None)):
         raise LeftOut("that are not two texts or two lists of messages", f"{type(prompt).__name__} as prompt")
     if not _is_text(completion):
-        raise LeftOut("without an answer")
+        raise LeftOut("without an answer", prompt=Document(key, text=prompt, prompt=len(prompt or "")))
     return Document(key, text=(prompt or "") + str(completion), prompt=len(prompt or ""))
 
 
@@ -293,7 +303,7 @@ def _functions(value: Any, reason: str) -> list[dict[str, Any]]:
 def _answered(document: Document) -> Document:
     turns = [each for each in document.messages or () if each["role"] == "assistant" and "weight" not in each]
     if not any(each["content"].strip() or "tool_calls" in each for each in turns):
-        raise LeftOut("without an answer")
+        raise LeftOut("without an answer", prompt=document if document.messages else None)
     return document
 
 

@@ -423,7 +423,7 @@ class Encoder:
         return stream
 
     def prompt(self, document: Document) -> list[int]:
-        """The tokens before the assistant's last turn, as a server renders them for an answer, or before a completion.
+        """The tokens before an assistant's turn at the end, as a server renders them for an answer, or a completion.
 
         Empty: there are none, or the template refuses the conversation.
         """
@@ -431,8 +431,8 @@ class Encoder:
             text = (document.text or "")[: document.prompt]
             with panics_refused(f"{self._name} cannot take this text"):
                 return self._bos + self._literal.encode(text, add_special_tokens=False).ids if text.strip() else []
-        turns = [turn for turn, each in enumerate(document.messages) if each["role"] == "assistant"]
-        messages, quoted = self._without_special(document.messages[: turns[-1]] if turns else [])
+        answered = document.messages[-1]["role"] == "assistant"
+        messages, quoted = self._without_special(document.messages[:-1] if answered else document.messages)
         try:
             if not messages:
                 raise _RowRefused(f"{document.key}: nothing stands before an answer of the assistant")

@@ -1,6 +1,7 @@
 """Prompts for a teacher to continue, a row each: of text its beginnings, of conversations all before the last answer.
 
-What it gives up: a conversation is one prompt, for its last answer; those for its earlier ones are not used.
+A conversation that ends with the user is a prompt whole, and so is a row that has a prompt and no completion. What it
+gives up: a conversation is one prompt, for its last answer; those for its earlier ones are not used.
 """
 
 import itertools
@@ -59,7 +60,7 @@ def _asked(data: DataConfig, split_name: str, tokenizer: "PreTrainedTokenizerFas
     masks, wide = Masks("", data.seq_len), 0
     encoder = Encoder(tokenizer, masks, opening=True, parse=data.parse_special_tokens)
     try:
-        for each in documents_of(data, split_name):
+        for each in documents_of(data, split_name, prompts=True):
             prompt = encoder.prompt(each)
             wide += len(prompt) > data.seq_len
             if 0 < len(prompt) <= data.seq_len:

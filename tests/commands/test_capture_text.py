@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from datetime import datetime
 from pathlib import Path
@@ -10,8 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 import kdtrain as kd
+from kdtrain.cli.parsing import parse
+from kdtrain.cli.paths import problem
 from kdtrain.commands import build_cache
-from kdtrain.config import CodecConfig, DataConfig
+from kdtrain.config import CodecConfig, DataConfig, TextConfig
 from kdtrain.data import corpus
 from kdtrain.errors import UsageError
 from kdtrain.files import file_digest, publish_json, read_sealed
@@ -170,3 +173,35 @@ def test_the_text_that_a_run_packs_is_stated_too():
     assert first.text == {
         "files": {"a.jsonl": {"bytes": Path("a.jsonl").stat().st_size, "sha256": file_digest(Path("a.jsonl"))}}
     }
+
+
+def test_a_split_without_a_whole_sequence_is_refused_before_the_model_is_loaded(
+    teacher: Path, monkeypatch: pytest.MonkeyPatch
+):
+    refuse_loading(monkeypatch)
+    write_rows(Path("a.jsonl"), rows=20)
+    with pytest.raises(UsageError, match="the validation data give no whole sequence of 128 tokens; use more data"):
+        capture(teacher, "a.jsonl", seq_len=128)
+
+
+def test_prompts_without_answers_are_continued_and_the_log_says_early_how_long_it_takes_and_what_is_cut(
+    teacher: Path, said: list[str]
+):
+    prompts = "".join(json.dumps({"prompt": f"why {n}?"}) + "\n" for n in range(40))
+    Path("prompts.jsonl").write_text(prompts)
+    words = ["--teacher", str(teacher), "--data", "prompts.jsonl", "--out", "c"]
+    assert parse("kdtrain cache-teacher", kd.CacheTeacherConfig, [*words, "--generate"], {}, problem).text.generate
+    with pytest.raises(UsageError, match="has no column 'text'; name one of prompt with --text-column"):
+        parse("kdtrain cache-teacher", kd.CacheTeacherConfig, words, {}, problem)
+    cache = capture(
+        teacher, "prompts.jsonl", seq_len=16, text=TextConfig(generate=True, max_new_tokens=2), batch_size=4
+    )
+    assert cache.manifest.splits["train"]["sequences"] == 12
+    assert any(re.fullmatch(r"the first 4 texts took \d+:\d\d: 14 take about \d+:\d\d", each) for each in said)
+    early = "4 of the first 4 texts were cut before their end; --max-new-tokens or --seq-len gives more room"
+    assert said.count(early) == 1
+
+    Path("prompts.jsonl").write_text(prompts.replace("why", "w" * 99))
+    shutil.rmtree("c")
+    with pytest.raises(UsageError, match="no prompt of the train data leaves room in --seq-len 16; raise it"):
+        capture(teacher, "prompts.jsonl", seq_len=16, text=TextConfig(generate=True))

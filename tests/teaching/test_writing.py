@@ -183,7 +183,7 @@ def test_prompts_of_conversations_end_where_the_last_answer_begins(tmp_path, cap
     whole = {"prompt_tokens": None, "max_new_tokens": None}
     rows = list(prompt_rows(data, "train", tokenizer, None, filler=FILLER, **whole))
     prompts = {tokenizer.decode(row.tokens[: int(row.loss_mask.argmax()) + 1]) for row in rows}
-    assert prompts == {"[u]hi\n[a]yes\n[u]why <|endoftext|>?\n[a]", "[u]hi\n[a]"}
+    assert prompts == {"[u]hi\n[a]yes\n[u]why <|endoftext|>?\n[a]"}  # of both that fit: one has no last answer
     assert all(row.loss_mask[row.loss_mask.argmax() :].all() for row in rows)
     assert all(tokenizer.eos_token_id not in row.tokens for row in rows)  # what is quoted is spelled
     assert "conversations whose prompt fills --seq-len 50" in caplog.text
@@ -225,8 +225,20 @@ def test_a_template_opens_an_answer_without_the_thoughts_of_the_one_in_the_data(
         ({"instruction": "add", "input": "1 1", "output": "2"}, "[u]add\n\n1 1\n[a]"),
         ({"prompt": "one two ", "completion": "three"}, "one two "),
         ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}, "[u]hi\n[a]"),
+        ({"instruction": "add", "output": ""}, "[u]add\n[a]"),
+        ({"instruction": "add"}, "[u]add\n[a]"),
+        ({"prompt": "one two "}, "one two "),
+        ({"prompt": [{"role": "user", "content": "hi"}]}, "[u]hi\n[a]"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "[u]hi\n[a]"),
+        (
+            {"messages": [{"role": each, "content": each[0]} for each in ("user", "assistant", "user")]},
+            "[u]u\n[a]a\n[u]u\n[a]",
+        ),
     ],
-    ids=["alpaca", "prompt-completion", "sharegpt"],
+    ids=[
+        *("alpaca", "prompt-completion", "sharegpt", "alpaca without output", "alpaca without its column"),
+        *("prompt", "prompt of messages", "messages", "a later question"),
+    ],
 )
 def test_rows_of_every_format_give_the_prompt_before_their_last_answer(tmp_path, row, prompt):
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 12)
