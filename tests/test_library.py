@@ -346,7 +346,7 @@ def student(**options):
         (lambda: student(hidden_loss=3), "hidden_loss is a int"),
         (lambda: student(hidden_weight=math.nan), "hidden_weight nan"),
         *((lambda size=size: student(vocab_size=size), "vocab_size .* whole number") for size in (1.5, True)),
-        *((lambda path=path: kd.RunRecord.read(path), "holds no run") for path in ("nowhere", "/", __file__)),
+        *((lambda path=path: kd.RunRecord.read(path), "is not a run") for path in ("nowhere", __file__)),
         (lambda: kd.RunRecord.read(3), "folder 3 is not a path"),
         *((lambda x=x: kd.Policy(quantized="fp8", window=x), "window .* whole number") for x in (1.5, True)),
         (lambda: kd.Policy(quantized="zzz"), "quantized zzz is not one of fp8, mxfp8, mxfp4"),
