@@ -555,3 +555,15 @@ def test_without_docstrings_the_help_is_whole_and_a_run_is_refused_in_one_line(a
     assert done.returncode == code
     assert any(each.startswith(line) for each in (done.stdout + done.stderr).splitlines()), done.stdout + done.stderr
     assert code == 0 or done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv, code",
+    [("--help", 0), ("--version", 0), ("distill --help all", 0), ("inspect stdlib-5m", 1), ("completion bash", 1)],
+)
+def test_a_command_whose_reader_has_gone_ends_without_a_word_and_its_help_well(argv, code):
+    read, write = os.pipe()
+    os.close(read)
+    found = subprocess.run([sys.executable, "-m", "kdtrain", *argv.split()], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (found.returncode, found.stderr) == (code, b"")

@@ -84,6 +84,16 @@ def test_the_python_of_a_page_runs_as_it_stands(page, tmp_path, monkeypatch):
     assert names["student"].training and names["student"].model.model.training
 
 
+def test_the_writer_of_the_page_works_for_a_cache_of_any_vocabulary(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```python\n([^`]*kd\.CacheWriter.*?)```", (ROOT / "docs/library.md").read_text(), re.DOTALL)
+    with kd.CacheWriter("cache/t", tokenizer=tiny_tokenizer(320), teacher="t", top_k=4) as writer:
+        for split in ("train", "validation"):
+            writer.add(torch.arange(311, 320), torch.zeros(8, 320), split=split)
+    exec(compile(block, "library.md", "exec"), {"kd": kd, "cache": kd.Cache("cache/t")})
+    assert kd.Cache("cache/mine").manifest.settings.vocab_size == 320
+
+
 def test_the_loop_of_the_page_on_precision_returns_to_its_newest_good_state(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "precision.md").read_text(), re.DOTALL)
@@ -346,7 +356,7 @@ def student(**options):
         (lambda: student(hidden_loss=3), "hidden_loss is a int"),
         (lambda: student(hidden_weight=math.nan), "hidden_weight nan"),
         *((lambda size=size: student(vocab_size=size), "vocab_size .* whole number") for size in (1.5, True)),
-        *((lambda path=path: kd.RunRecord.read(path), "holds no run") for path in ("nowhere", "/", __file__)),
+        *((lambda path=path: kd.RunRecord.read(path), "is not a run") for path in ("nowhere", __file__)),
         (lambda: kd.RunRecord.read(3), "folder 3 is not a path"),
         *((lambda x=x: kd.Policy(quantized="fp8", window=x), "window .* whole number") for x in (1.5, True)),
         (lambda: kd.Policy(quantized="zzz"), "quantized zzz is not one of fp8, mxfp8, mxfp4"),
@@ -576,14 +586,13 @@ def test_what_trainer_or_a_student_saves_is_what_transformers_loads(tmp_path):
 
 def test_the_commands_are_functions_that_return_what_they_made(tmp_path, arguments, caplog):
     cache = kd.cache_teacher(
-        kd.CacheTeacherConfig(
-            teacher=str(ROOT / "teachers" / "stdlib-5m.toml"),
-            out=tmp_path / "cache",
-            data=DataConfig(data="stdlib", seq_len=16, num_sequences=8, validation_sequences=4),
-            codec=CodecConfig(top_k=4),
-            precision="fp32",
-        )
+        teacher=str(ROOT / "teachers" / "stdlib-5m.toml"),
+        out=tmp_path / "cache",
+        data="stdlib",
+        **{"seq_len": 16, "num_sequences": 8, "validation_sequences": 4, "top_k": 4, "precision": "fp32"},
     )
+    with pytest.raises(kd.UsageError, match="unknown option 'top_l'"):
+        kd.cache_teacher(teacher="stdlib-5m", out=tmp_path / "cache", top_l=4)
     assert (len(cache["train"]), cache.verify()) == (8, [])
     tiny_model("llama", 2048, seed=3).save_pretrained(tmp_path / "model")
     config = kd.DistillConfig(

@@ -82,17 +82,17 @@ def main(argv: list[str] | None = None) -> None:
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help", *argv[2:]]
     if not argv or argv[0] in ("-h", "--help"):
-        print(_overview())
+        _print(_overview())
         raise SystemExit(0 if argv else 2)
     if argv[0] == "--version":
-        print(importlib.import_module("kdtrain").__version__)
+        _print(importlib.import_module("kdtrain").__version__)
         raise SystemExit(0)
     command = argv[0]
     try:
         if command not in COMMANDS.help():
             raise UsageError(_unknown_command(command))
         if (topic := _topic(argv[1:])) is not None:
-            print(help_of(f"kdtrain {command}", COMMANDS.get(command).config, topic))
+            _print(help_of(f"kdtrain {command}", COMMANDS.get(command).config, topic))
             raise SystemExit(0)
         _refuse_impossible_launch()
         try:
@@ -103,7 +103,9 @@ def main(argv: list[str] | None = None) -> None:
             raise
         _quiet_libraries()
         with panics_refused("a tokenizer fails"):  # where its name is known, the message has it
-            raise SystemExit(COMMANDS.get(command).main(config) or 0)
+            code = COMMANDS.get(command).main(config) or 0
+            sys.stdout.flush()
+            raise SystemExit(code)
     except (UsageError, RunError) as error:
         reported, cause = getattr(error, "reported", False), not getattr(error, "not_the_cause", False)
         _fail(2 if isinstance(error, UsageError) else 1, str(error), reported, cause and not reported)
@@ -112,8 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         _fail(1, "interrupted" + ("; the same command resumes from what was saved" if command in _RESUMING else ""))
     except BrokenPipeError:
-        # the reader of our output is gone; the flush at exit must not raise the error again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         raise SystemExit(1) from None
     except OSError as error:
         _fail(1, f"{error.strerror or error}: {error.filename or 'no file named'}{advice(error)}")
@@ -122,6 +123,19 @@ def main(argv: list[str] | None = None) -> None:
         if "out of memory" in str(error) or "can't allocate memory" in str(error):
             _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
         raise
+
+
+def _print(text: str) -> None:
+    """Print, if anybody still reads it."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        _drop_output()
+
+
+def _drop_output() -> None:
+    """The reader of our output is gone: the flush at exit must not raise the error again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _quiet_libraries() -> None:

@@ -12,7 +12,7 @@ from kdtrain.config.across import TERMS, partners
 from kdtrain.config.values import refuse
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
-from kdtrain.models.loading import digest_of, load_tokenizer, tokenizer_digest
+from kdtrain.models.loading import digest_of, load_tokenizer, tokenizer_digest, vocabulary
 from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.progress import bar, log, warn_early
 from kdtrain.teaching.teacher import Teacher
@@ -44,8 +44,17 @@ def across(config: DistillConfig, student: ModelSpec, teacher: Teacher | None) -
             raise UsageError(f"{name} holds no teacher's numbers; --cross-tokenizer needs them")
     if not differ(config, digest_of(student), theirs):
         return None
-    size = 1 + max(load_tokenizer(student).get_vocab().values())  # ids may have gaps
+    known = student.init == "pretrained" or "vocab_size" in (student.config or ())
+    size = entries(student.name, load_tokenizer(student), vocabulary(student) if known else None)
     return aligned_facts(name, seq_len=seq_len, document_mask=document_mask, size=size, codec=codec, cells=cells)
+
+
+def entries(name: str, tokenizer: Any, rows: int | None) -> int:
+    """Those of a student's tokenizer. UsageError: its model has fewer `rows`; None: it takes as many as are needed."""
+    size = 1 + int(max(tokenizer.get_vocab().values()))  # ids may have gaps
+    if rows is not None and size > rows:
+        raise UsageError(f"{name} has a tokenizer of {size} entries, and its model {rows}; name the model's own")
+    return size
 
 
 def differ(config: DistillConfig | EvaluateConfig, own: str | None, theirs: str | None) -> bool:

@@ -25,6 +25,7 @@ from kdtrain.commands.cache_pages import capture_lines
 from kdtrain.commands.made_cache import show_cache
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import CacheTeacherConfig
+from kdtrain.config.values import configured
 from kdtrain.errors import UsageError
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec, with_weights
@@ -49,15 +50,17 @@ def main(config: CacheTeacherConfig) -> int:
     return 0
 
 
-def cache_teacher(config: CacheTeacherConfig) -> Cache:
+def cache_teacher(config: CacheTeacherConfig | None = None, **options: Any) -> Cache:
     """Run a teacher over text and keep its distributions: `kdtrain cache-teacher` as a function.
 
-    The same call again finishes what an interrupted one left. Every rank returns the finished cache.
+    The same call again finishes what an interrupted one left. Every rank returns the finished cache. Arguments: as
+    those of `kd.distill`.
 
     Raises:
         UsageError: teacher, data and folder do not fit together.
         RunError: the disk is full or cannot be written, or a rank was lost; published shards stay.
     """
+    config = configured(CacheTeacherConfig, config, options)
     _build_among_ranks(config, wait=True)
     return Cache(config.out)
 

@@ -18,7 +18,7 @@ import torch
 from kdtrain.cache.manifest import refuse_tokenizer, refuse_vocabulary
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.view import build_view
-from kdtrain.commands.across import differ, terms_of
+from kdtrain.commands.across import differ, entries, terms_of
 from kdtrain.commands.build_cache import build_tokens
 from kdtrain.commands.export import open_student
 from kdtrain.config import EvaluateConfig
@@ -102,6 +102,8 @@ def _source(
     across, own = config.cross_tokenizer is not None, digest_of(tokenizer)
     if across and (tokenizer is None or own is None):
         raise UsageError(f"--student {config.student} has no tokenizer to match; leave --cross-tokenizer out")
+    if across and tokenizer is not None:
+        entries(config.student, load_tokenizer(tokenizer), vocab_size)
     if config.cache is not None:
         cache, split = Cache(config.cache, local_limit=config.local_limit), config.data.split
         apart = across and differ(config, own, cache.manifest.settings.tokenizer_digest)

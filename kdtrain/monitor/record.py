@@ -67,12 +67,10 @@ class RunRecord:
         Raises:
             OSError: a file cannot be read.
             ValueError: a file is not what a run writes, or is too large; names the file.
-            UsageError: the folder holds none of them.
+            UsageError: there is no such folder.
         """
-        folder = as_path(folder, "folder")
-        files = ("config.toml", "environment.json", "metrics.jsonl", "events.jsonl", "result.json")
-        if not any((folder / each).exists() for each in files):
-            raise UsageError(f"{folder} holds no run")
+        if not (folder := as_path(folder, "folder")).is_dir():
+            raise UsageError(f"{folder} is not a run")
         metrics, diagram = [], list[dict[str, float]]()
         for _, record in lines(folder / "metrics.jsonl", last):
             if (line := _numbers(record)) is not None:

@@ -114,6 +114,21 @@ def test_what_is_impossible_across_tokenizers_is_one_line(bench, options, messag
     assert not Path("impossible").exists()
 
 
+def test_a_student_whose_tokenizer_has_more_entries_than_its_model_is_refused_before_the_view_is_made(bench):
+    words_model()
+    small = json.loads(Path("words-model/config.json").read_text())
+    shutil.copytree("words-model", "small", dirs_exist_ok=True)
+    write_model_folder(
+        Path("small"), tiny_model("llama", small["vocab_size"] - 9), AutoTokenizer.from_pretrained("words")
+    )
+    size = small["vocab_size"]
+    words = f"small has a tokenizer of {size} entries, and its model {size - 9}; name"
+    run = ("distill", "--cache", "cache", "--student", "small", *RUN[5:], *bench.plain, "--out", "refused")
+    for argv in (run, ("evaluate", "--student", "small", "--cache", "cache")):
+        code, _, err = bench.call(*argv, "--cross-tokenizer", "auto")
+        assert code == 2 and words in err and "entries: " not in err and not Path("refused").exists()
+
+
 def crossed(cells, *_):
     """Cells that no text agrees with."""
     return dataclasses.replace(cells, of_teacher=cells.of_teacher[::-1].copy())
