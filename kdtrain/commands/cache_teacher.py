@@ -88,7 +88,10 @@ def build(config: CacheTeacherConfig, device: torch.device, live: LiveCache | No
         if config.server.teacher_server:
             spec = replace(spec, kind="served", weights=None)
         spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
-        teacher = open_teacher(spec, device, pick_mode(config.precision, device), online=False)
+        precision = config.precision
+        if refined is not None and precision in ("auto", CacheTeacherConfig.precision):  # not given: that of its cache
+            precision = (refined.manifest.settings.teacher or {}).get("precision", precision)
+        teacher = open_teacher(spec, device, pick_mode(precision, device), online=False)
         if config.server.teacher_server:
             teacher.connect(config.server, config.codec)
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
