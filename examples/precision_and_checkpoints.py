@@ -46,4 +46,6 @@ def main(cache_folder: str, model_folder: str, folder: str, steps: int = 20) -> 
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        sys.exit("usage: python examples/precision_and_checkpoints.py CACHE MODEL FOLDER [STEPS]")
     main(*sys.argv[1:4], *map(int, sys.argv[4:]))

@@ -208,6 +208,13 @@ def test_an_unknown_device_is_refused_by_every_command_with_one():
             cli.parse(command, [*argv, "--device", "x"])
 
 
+def test_help_writes_a_default_of_zero_as_people_do(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["distill", "--help", "all"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"--alpha-end [^\[]*\[0\]", text) and "0e+00" not in text
+
+
 def test_help_shows_the_default_of_a_section_where_the_command_has_one_of_its_own(capsys):
     with pytest.raises(SystemExit):
         cli.main(["evaluate", "--help", "split"])

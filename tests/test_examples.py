@@ -156,6 +156,11 @@ def test_a_loop_that_switches_its_precision_resumes_with_the_same_losses(run, ma
     assert {line.split()[-1] for line in whole} == {"mxfp4", "bf16"}
 
 
+def test_an_example_without_its_words_shows_its_usage(tmp_path):
+    done = alone(EXAMPLES / "precision_and_checkpoints.py", "cache", "model")
+    assert done.returncode == 1 and done.stderr.startswith("usage: ") and "Traceback" not in done.stderr
+
+
 def test_lm_eval_reads_an_export_and_agrees_with_transformers(tmp_path):
     pytest.importorskip("lm_eval")
     import torch

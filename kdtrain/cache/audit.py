@@ -360,7 +360,8 @@ def _log_ratios(known_R3: np.ndarray, noise: float) -> np.ndarray:
 
 def _mean_test(name: str, logs_R: np.ndarray) -> Test:
     df, spread = len(logs_R) - 1, logs_R.std(ddof=1) / math.sqrt(len(logs_R))
-    t = float(logs_R.mean() / max(spread, 1e-9))
+    least = 1e-9 if logs_R.mean() > 0 else _LEAST_SPREAD / math.sqrt(len(logs_R))  # without variance t says nothing
+    t = float(logs_R.mean() / max(spread, least))
     return Test(name, t, f"t({df})", student_tail(t, df), float(np.exp(logs_R.mean() / 2)))
 
 

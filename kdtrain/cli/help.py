@@ -110,7 +110,7 @@ def _default(option: Option) -> str:
     if default is None or default in ("", (), []):
         return ""
     if isinstance(default, float):
-        return f" [{f'{default:.0e}'.replace('e-0', 'e-') if default < 0.01 else f'{default:g}'}]"
+        return f" [{f'{default:.0e}'.replace('e-0', 'e-') if 0 < default < 0.01 else f'{default:g}'}]"
     shown = " ".join(map(str, default)) if isinstance(default, tuple | list) else default
     return f" [{shown}]"
 

@@ -18,7 +18,7 @@ from kdtrain.cli.words import word_meant
 from kdtrain.config.choices import TEXTS
 from kdtrain.config.options import Option
 from kdtrain.config.values import flag
-from kdtrain.data.formats import Columns, row_format
+from kdtrain.data.formats import Columns, column_hint, row_format
 from kdtrain.errors import UsageError, shown_address
 from kdtrain.files import open_regular
 from kdtrain.models.spec import SELF, is_hub_id, read_spec, shipped
@@ -174,7 +174,7 @@ def _column(text: str, texts: Mapping[str, str]) -> str | None:
         if asked.format not in ("auto", "text"):
             return str(error.args[0]).removeprefix(f"{text}: ") if len(rows) < _ROWS else None
     near = word_meant(column, keys)
-    hint = f"perhaps you meant {flag(option)} {near}" if near else f"name one of {', '.join(keys)} with {flag(option)}"
+    hint = f"perhaps you meant {flag(option)} {near}" if near else column_hint(keys, flag(option))
     return f"has no column '{column}'; {hint}" if near or len(rows) < _ROWS else None
 
 

@@ -71,7 +71,8 @@ def _begins(config: DistillConfig, start: Start, known: bool) -> str:
 def _plan(trial: Trial) -> dict[str, Any]:
     trainer, recipe, config, student = trial.trainer, trial.recipe, trial.recipe.config, trial.trainer.student
     each = f" on each of {world_size()} ranks" if world_size() > 1 else ""
-    micro_batches = f"{trainer.stepper.micros} micro-batches of {trainer.stepper.micro}"
+    several = "es" if trainer.stepper.micros > 1 else ""
+    micro_batches = f"{trainer.stepper.micros} micro-batch{several} of {trainer.stepper.micro}"
     sequences, seq_len = len(trainer.stepper.source), recipe.facts.seq_len
     sent = gigabytes_sent(student.model, recipe, trainer.stepper.micros)
     total, active = trial.run.parameters, active_parameters(student.model)

@@ -392,7 +392,7 @@ def _page(out: Path, result: dict[str, Any]) -> Iterator[Any]:
         yield f"it is the last rate that is tried: search again with --lr {suggestion['best']:.2g}, in another --out"
     elif suggestion["behind"]:
         yield f"neighbours: {', '.join(_neighbour(*each) for each in suggestion['behind'].items())} nats"
-    yield f"Next: kdtrain distill ... --lr {suggestion['lr']:.2g}, with another --out"
+    yield f"Next: kdtrain distill ... --lr {suggestion['lr']:.2g} --out runs/NAME"
 
 
 def _cells(shorts: list[dict[str, Any]]) -> list[str]:

@@ -23,6 +23,7 @@ from kdtrain.config.values import fields_of, marked
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import read_toml
 from kdtrain.models.spec import ModelSpec, is_hub_id, read_spec
+from kdtrain.monitor.tables import percent
 
 RECIPE = "recipe.toml"
 _DATA = re.compile(r"hf:(?:datasets/)?([\w.-]+/[\w.-]+)(?:[:@].*)?", re.ASCII)
@@ -171,7 +172,7 @@ def _body(
         manifest = manifests.get(str(each.get("digest")))
         record: Mapping[str, Any] = (manifest and manifest.settings.teacher) or {}
         if "share" in each:
-            rows[f"share of the draws{of}"] = each["share"]
+            rows[f"share of the draws{of}"] = percent(each["share"])
         if teacher := record.get("spec") or each.get("teacher") or given.get("teacher"):
             rows[f"teacher{of}"] = public(teacher)
             teachers[word(public(teacher))] = None

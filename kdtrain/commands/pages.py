@@ -27,7 +27,7 @@ from kdtrain.models.spec import ADAPTER_CONFIG
 from kdtrain.monitor.health import Signs, findings, stalled
 from kdtrain.monitor.progress import formula
 from kdtrain.monitor.record import RunRecord
-from kdtrain.monitor.tables import columns, duration, number, short, size
+from kdtrain.monitor.tables import columns, duration, number, percent, short, size
 
 Part = str | Table
 TAIL = 2**22
@@ -93,7 +93,7 @@ def run_page(path: Path, facts: Mapping[str, Any], record: RunRecord) -> Iterato
     if state == "training":
         yield from health_lines(path, record)
     yield ""
-    yield f"Next: {_next(path, state, facts, result)}"
+    yield _next(path, state, facts, result)
 
 
 def _cut(text: Any) -> str:
@@ -122,14 +122,15 @@ def closing_page(path: Path, result: Mapping[str, Any]) -> Iterator[Part]:
         if result.get("student"):
             yield f"student in {result['student']}, all numbers in {path / RESULT}"
     began = (path / "config.toml").exists()
-    yield f"Next: {_next(path, state, {'exported': result.get('student')}, result) if began else 'the same command'}"
+    yield _next(path, state, {"exported": result.get("student")}, result) if began else "Next: the same command"
 
 
 def _last_numbers(result: Mapping[str, Any], record: RunRecord) -> str:
     """The other numbers of the last validation, and the peak of memory, in a line; empty without any."""
     last = record.validations[-1] if record.validations else {}
     kl, told = last.get("validation/kl", math.nan), result.get("temperature")
-    parts = [f"KL to the teacher {_three(kl)}"] if math.isfinite(kl) else []
+    estimate = " (an estimate from samples)" if kl < 0 else ""
+    parts = [f"KL to the teacher {_three(kl)}{estimate}"] if math.isfinite(kl) else []
     if (bits := last.get("validation/bits_per_byte")) is not None and math.isfinite(bits):
         teacher = last.get("validation/teacher_bits_per_byte")
         parts.append(f"{_three(bits)} bits per byte" + ("" if teacher is None else f" (teacher {_three(teacher)})"))
@@ -254,7 +255,9 @@ def _members(environment: Mapping[str, Any], record: RunRecord) -> Iterator[Part
     if isinstance(caches, list) and caches:
         rows = [
             (
-                *(str(_table(each).get(key) or "-")[:60] for key in ("name", "share", "sequences", "teacher")),
+                str(_table(each).get("name") or "-")[:60],
+                percent(_table(each).get("share")),
+                *(str(_table(each).get(key) or "-")[:60] for key in ("sequences", "teacher")),
                 *(_three(last.get(f"validation/{_table(each).get('name')}/{key}")) for key in ("loss", "teacher_loss")),
             )
             for each in caches[:_MOST_CACHES]
@@ -292,15 +295,14 @@ def aside(facts: Mapping[str, Any]) -> Iterator[Part]:
 def _next(path: Path, state: str, facts: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     word = quoted(path)
     if state in ("training", "silent", "unknown"):
-        return f"kdtrain inspect {word} --watch"
-    if state in ("stopped", "killed"):
-        return f"kdtrain distill --config {quoted(path / 'config.toml')} resumes it"
-    if state == "failed":
-        return f"mend what failed, then kdtrain distill --config {quoted(path / 'config.toml')} resumes it"
+        return f"Next: kdtrain inspect {word} --watch"
+    if state in ("stopped", "killed", "failed"):
+        first = "Mend what failed. " if state == "failed" else ""
+        return f"{first}Next: kdtrain distill --config {quoted(path / 'config.toml')}"
     if facts.get("exported"):
         chat = (path / "student" / "chat_template.jinja").exists()
-        return f'kdtrain generate {word} "{"Say hello." if chat else "def main("}"'
-    return f"kdtrain export {word} --out {quoted(path.with_name(path.name + '-student'))}"
+        return f'Next: kdtrain generate {word} "{"Say hello." if chat else "def main("}"'
+    return f"Next: kdtrain export {word} --out {quoted(path.with_name(path.name + '-student'))}"
 
 
 def quoted(path: Path | str) -> str:

@@ -176,9 +176,9 @@ def _what(runs: Sequence[Run]) -> str:
         libraries = environment.get("libraries")
         libraries = libraries if isinstance(libraries, dict) else {}
         versions = ", ".join(f"{name} {libraries.get(name)}" for name in ("kdtrain", "torch") if libraries.get(name))
-        machine = (
-            f"{environment.get('mode', '-')} on {environment.get('device', '-')}, {environment.get('ranks', 1)} ranks"
-        )
+        ranks = environment.get("ranks", 1)
+        over = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        machine = f"{environment.get('mode', '-')} on {environment.get('device', '-')}, {over}"
         objective = result.get("objective") or ("cross-entropy" if run.options.get("alpha") == 0 else "distillation")
         cells = (run.student, objective, run.seed, machine, versions, run.status)
         return (_safe(run.name), *map(_safe, cells))

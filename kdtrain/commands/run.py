@@ -143,6 +143,8 @@ class Run:
         alpha, replays = objective.alpha if recipe.distils else 0.0, recipe.distils and recipe.facts.replays
         term = recipe.facts.term(objective.divergence)
         summed = formula(alpha, term, hidden, replays, trainer.student.router_weight)
+        if recipe.distils and objective.alpha_schedule != "constant":
+            summed += f", alpha to {objective.alpha_end:g} ({objective.alpha_schedule})"
         scale = "" if summed == "ce" else " (compare val with val alone)"
         lines.append(f"loss = {summed}; val = ce of withheld text{scale}")
         if recipe.lr_from is not None:
@@ -150,7 +152,10 @@ class Run:
         if (warmup := warmup_steps(recipe.total, config.optimizer)) < config.optimizer.warmup_steps:
             lines.append(f"warm-up of {warmup} steps, half of the run, not {config.optimizer.warmup_steps}")
         if world_size() > 1:
-            step = f"each step {trainer.stepper.micros} micro-batches of {trainer.stepper.micro} sequences on each"
+            several = "es" if trainer.stepper.micros > 1 else ""
+            step = (
+                f"each step {trainer.stepper.micros} micro-batch{several} of {trainer.stepper.micro} sequences on each"
+            )
             lines.append(f"{world_size()} ranks, {recipe.plan}: {step}")
         enabled = "" if trainer.state.adaptive is None else "[TimeResume] Adaptive quantization training enabled"
         resumed = "" if loaded is None else f"resuming from {loaded}"

@@ -52,8 +52,8 @@ def main(config: VerifyConfig) -> int:
         log.info("run the command that made it again to build what is missing")
     elif kind == "cache" and problems and address is None:
         page = [
-            f"Next: kdtrain verify {shlex.quote(path)} --repair sets what is damaged aside; the command that made the "
-            "cache builds it again"
+            "--repair sets what is damaged aside; the command that made the cache builds it again",
+            f"Next: kdtrain verify {shlex.quote(path)} --repair",
         ]
     elif kind == "cache" and not problems:
         found, findings, page = _content(config)

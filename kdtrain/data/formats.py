@@ -176,10 +176,16 @@ def _present(names: Collection[str], *optional: str) -> tuple[str, ...]:
     return tuple(each for each in optional if each in names)
 
 
+def column_hint(names: Collection[str], option: str) -> str:
+    """What to do where a column is missing."""
+    there = ", ".join(map(printable, names))
+    return f"give {option} {there}" if len(names) == 1 else f"name one of {there} with {option}"
+
+
 def _refuse_missing(source: str, names: Collection[str], column: str, option: str) -> None:
     if column not in names:
         there = ", ".join(map(printable, names))
-        hint = f"{option} needs it; there are {there}" if " " in option else f"name one of {there} with {option}"
+        hint = f"{option} needs it; there are {there}" if " " in option else column_hint(names, option)
         raise UsageError(f"{source}: has no column '{column}'; {hint}")
 
 

@@ -443,7 +443,7 @@ def refuse_foreign(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file; name a folder")
     if out.exists() and any(out.iterdir()) and not is_export(out):
-        raise UsageError(f"{out} holds what kdtrain did not write; name another folder")
+        raise UsageError(f"{out} holds other files than an export; name another folder")
 
 
 def is_export(folder: Path) -> bool:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console, RenderableType
+from rich.highlighter import NullHighlighter
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
@@ -112,7 +113,7 @@ def _shown() -> logging.Handler:
     """The handler of what a person sees, with hours and minutes; the date is in the log file."""
     if console.is_terminal:
         handler: logging.Handler = RichHandler(
-            console=console, show_path=False, show_level=False, show_time=False, markup=False
+            console=console, show_path=False, show_level=False, show_time=False, highlighter=NullHighlighter()
         )
     else:
         handler = logging.StreamHandler(sys.stdout if console.is_jupyter else sys.stderr)
@@ -247,7 +248,7 @@ def formula(alpha: float, divergence: str, hidden: float | None, replays: bool =
     replays: whether sequences without a teacher are mixed in. Their cross-entropy is part of ce, and has the weight 1.
     router: weight of the router's loss of a mixture of experts; 0 without one.
     """
-    terms = [(alpha, term_name(divergence)), (1 - alpha, "ce"), (hidden or 0.0, "hidden")]
+    terms = [(alpha, "kl" if divergence == "forward-kl" else divergence), (1 - alpha, "ce"), (hidden or 0.0, "hidden")]
     terms += [(alpha, "ce of replay")] * replays + [(router, "router")]
     return " + ".join(f"{weight_text(weight)}{name}" for weight, name in terms if weight) or "ce"
 

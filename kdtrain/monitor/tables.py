@@ -65,6 +65,11 @@ def number(value: Any) -> str:
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.2g}" if abs(value) < 1e-3 else f"{value:.4g}"
 
 
+def percent(share: Any) -> str:
+    """A share as people write it: 74.86 %."""
+    return f"{100 * share:.4g} %" if isinstance(share, int | float) else "-"
+
+
 def short(value: float) -> str:
     """A count with its prefix: 12.2k, 1.05 M."""
     prefix = ""

@@ -379,7 +379,8 @@ def choose(mode: str, wanted: str, recipe: Recipe, scaling: str, device: torch.d
         if found.works and (found.real or wanted != "auto" or name == "emulated"):
             kind = "real" if found.real else "emulated" if name == "emulated" else "not faster here"
             why = f" ({'; '.join(asked)})" if asked else ""
-            return Choice(mode, name, BACKENDS.get(name).make(recipe), found.real, f"{mode} by {name}, {kind}{why}")
+            by = "" if name == kind else f" by {name}"
+            return Choice(mode, name, BACKENDS.get(name).make(recipe), found.real, f"{mode}{by}, {kind}{why}")
         asked.append(f"{name}: {found.reason}")
     return "; ".join(asked)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from kdtrain.cache.audit import BINS, Evidence, judge, score, student_tail
 from kdtrain.cache.audit import _drawn as drawn_at
 from kdtrain.cache.audit import _features as features
+from kdtrain.cache.audit import _mean_test as mean_test
 from kdtrain.cache.audit import _of_grids as of_grids
 from kdtrain.cache.audit import _of_independent as of_independent
 from kdtrain.cache.codec import CodecSpec, decode, draw_points, encode_sequences
@@ -161,6 +162,11 @@ def test_one_row_of_another_teacher_is_the_worst_row() -> None:
     changed = LOGITS + NOISE[1]
     changed[7] = changed[7] / 0.5
     assert "worst row" in {test.name for test in judge(evidence(changed, "top-k")).failed}
+
+
+def test_numbers_without_variance_over_rows_have_a_small_t_and_a_fault_among_them_is_found():
+    exact, off = mean_test("ids", np.full(20, -4.6)), mean_test("ids", np.full(20, 4.6))
+    assert -100 < exact.statistic < 0 and exact.p > 0.99 and off.p < 1e-9
 
 
 def test_the_covariance_is_that_of_all_grids_and_of_independent_samples() -> None:

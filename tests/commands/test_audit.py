@@ -66,7 +66,7 @@ def test_a_damaged_cache_is_told_how_to_repair_it(workbench, made, tmp_path):
     shard = next((tmp_path / "damaged" / "shards").glob("train-*.h5"))
     shard.write_bytes(shard.read_bytes()[:-7])
     code, out, _ = workbench.call("verify", tmp_path / "damaged")
-    assert code == 1 and f"Next: kdtrain verify {tmp_path}/damaged --repair" in out
+    assert code == 1 and f"Next: kdtrain verify {tmp_path}/damaged --repair" in out.splitlines()
 
 
 def test_without_a_teacher_a_cache_is_looked_at(workbench):

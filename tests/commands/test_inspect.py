@@ -161,10 +161,20 @@ def test_a_stopped_run_ends_with_the_command_that_resumes_it(monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     run = write_run(Path("runs/a"))
     stopped = {"run": "runs/a", "stop_reason": "signal", "stopped_by": "SIGINT"}
-    resumes = "Next: kdtrain distill --config runs/a/config.toml resumes it"
+    resumes = "Next: kdtrain distill --config runs/a/config.toml"
     assert closing(run, stopped, capsys) == ["runs/a: stopped by SIGINT while not training", resumes]
     lines = closing(run, {**stopped, "step": 20, "steps": 40}, capsys)
     assert lines[0] == "runs/a: stopped by SIGINT at step 20 of 40" and lines[-1] == resumes
+
+
+def test_a_divergence_below_zero_is_named_an_estimate(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    run = write_run(Path("runs/a"))
+    (run / "metrics.jsonl").write_text(
+        (run / "metrics.jsonl").read_text().replace('"validation/kl": 1.0', '"validation/kl": -0.014')
+    )
+    text = "\n".join(closing(run, {"run": "runs/a", "stop_reason": "done", "step": 40, "steps": 40}, capsys))
+    assert "KL to the teacher -0.014 (an estimate from samples)" in text
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,7 @@ def pair(workbench):
     if not Path("ten").exists():
         text = ("cache-teacher", "--teacher", "teacher", *workbench.text, *SMALL)
         workbench.json(*text, "--num-samples", 5, "--out", "five")
-        workbench.json(
-            "cache-teacher", "--teacher", "teacher", "--refine", "five", "--precision", "fp32", "--out", "five-more"
-        )
+        workbench.json("cache-teacher", "--teacher", "teacher", "--refine", "five", "--out", "five-more")
         workbench.json(*text, "--num-samples", 10, "--out", "ten")
     return workbench
 
@@ -119,10 +117,6 @@ def test_what_makes_a_cache_ends_with_what_it_is_where_and_the_next_command(pair
         (
             ("cache-teacher", "--teacher", "teacher", "--refine", "five", "--num-samples", "8", "--out", "x"),
             "takes it from",
-        ),
-        (
-            ("cache-teacher", "--teacher", "teacher", "--refine", "five", "--out", "x"),
-            "another teacher .*precision: fp32",
         ),
         (("cache-teacher", "--teacher", "student.toml", "--refine", "five", "--out", "x"), "kdtrain: "),
     ],

@@ -51,6 +51,9 @@ def test_a_real_run_is_compared_plotted_and_reported(workbench, tmp_path):
     words = ("--student", "student.toml", "--cache", "cache", "--steps", 4, "--eval-freq", 2, *workbench.plain)
     code, _, err = workbench.call("distill", *words, "--out", tmp_path / "run", "--sample-freq", 2)
     assert code == 0, err
+    terms = ("--divergence", "jsd:0.3", "--alpha-schedule", "linear", "--alpha-end", 0.5)
+    _, _, said = workbench.call("distill", *words, "--out", tmp_path / "other", *terms)
+    assert "loss = .9 jsd:0.3 + .1 ce, alpha to 0.5 (linear); val = ce" in " ".join(said.split())
     assert workbench.json("compare", tmp_path / "run")["groups"][0]["numbers"]["kl"]["mean"] > 0
     workbench.json("plot", tmp_path / "run", "--out", tmp_path / "f.pdf", "--y", "validation/loss,lr")
     workbench.json("report", tmp_path / "run", "--out", tmp_path / "r.html")
@@ -58,7 +61,7 @@ def test_a_real_run_is_compared_plotted_and_reported(workbench, tmp_path):
     assert "kept of a distribution</th><td>12 most likely entries" in page and "fidelity at T=1" in page
     assert "KL(full || cache), the tail spread evenly, " in page and " tokens by ghost: " in page
     assert "def " not in page or "<pre>" in page
-    assert "greedy" in page and "done 4/4" in page
+    assert "greedy" in page and "done 4/4" in page and "fp32 on cpu, 1 rank<" in page
     record = RunRecord.read(tmp_path / "run")
     bins, last = record.calibration, record.validations[-1]
     assert len(bins) == 15 and sum(each["tokens"] for each in bins) == last["validation/tokens"] > 0

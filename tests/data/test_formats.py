@@ -194,7 +194,7 @@ def test_the_cells_of_csv_and_tsv_are_the_text_that_they_are(suffix: str, sep: s
         ({"a.csv": "text,n\nx\n"}, r"a\.csv: line 2 has 1 cells and the first line names 2 columns; put"),
         ({"a.csv": 'text\n"x\n'}, r"a\.csv: cannot be read: unexpected end of data"),
         ({"a.csv": b"text\ncaf\xe9\n"}, r"a\.csv: line 2 has a byte that is not UTF-8; convert"),
-        ({"a.csv": "body\nx\n"}, r"has no column 'text'; name one of body with --text-column"),
+        ({"a.csv": "body\nx\n"}, r"has no column 'text'; give --text-column body"),
     ],
 )
 def test_a_csv_that_cannot_be_read_is_one_line(files: dict[str, str | bytes], message: str, tmp_path: Path):
@@ -255,12 +255,12 @@ def test_few_rows_with_a_prompt_are_never_cut_at_line_ends(tmp_path: Path):
         (
             Columns(format="sharegpt"),
             ["chat"],
-            "has no column 'conversations'; name one of chat with --messages-column",
+            "has no column 'conversations'; give --messages-column chat",
         ),
         (Columns(format="alpaca"), ["instruction", "response"], "has no column 'output'; --format alpaca needs it"),
         (Columns(format="prompt-completion"), ["prompt", "chosen"], "has no column 'completion'; --format prompt-comp"),
-        (Columns(messages="chat"), ["text"], "has no column 'chat'; name one of text with --messages-column"),
-        (Columns(text="body"), ["messages"], "has no column 'body'; name one of messages with --text-column"),
+        (Columns(messages="chat"), ["text"], "has no column 'chat'; give --messages-column text"),
+        (Columns(text="body"), ["messages"], "has no column 'body'; give --text-column messages"),
     ],
 )
 def test_a_format_without_its_columns_is_refused_with_those_that_there_are(

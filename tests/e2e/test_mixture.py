@@ -75,7 +75,7 @@ def test_the_result_and_the_export_name_each_cache_with_its_share_and_losses(ben
         assert "distilled from teacher with kdtrain" in card and str(bench.root) not in card
         for each in caches:
             assert f"| cache of {each['name']} | {each['digest']} |" in card
-            assert f"| share of the draws of {each['name']} | {each['share']} |" in card
+            assert f"| share of the draws of {each['name']} | {100 * each['share']:.4g} % |" in card
             assert f"| text of {each['name']} | source corpus" in card
         assert "| teacher of drawn | teacher |" in card and "| teacher of bare |" not in card
 

@@ -114,7 +114,7 @@ def test_what_cannot_be_is_refused_in_one_line_and_nothing_is_lost(forks, pruned
         ("gpt2.toml", "models/x"): "is a gpt2 and teacher a llama",
         ("tiny.toml", "models/x"): "--allow-high-pruning-ratio",
         ("small.toml", "models/small"): "add --overwrite",
-        ("small.toml", "cache"): "cache holds what kdtrain did not write",
+        ("small.toml", "cache"): "cache holds other files than an export",
         ("small.toml", "models/x", "--scores", "small.toml"): "small.toml holds no scores",
         ("small.toml", "models/x", "--scores", pruned["scores"], "--num-sequences", 8): "another number of sequences",
     }

@@ -200,7 +200,7 @@ def test_a_kill_while_an_export_is_swapped_in_leaves_each_of_the_two_whole(tmp_p
 
 def test_exporting_into_a_folder_of_something_else_is_refused_and_leaves_it_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="holds what kdtrain did not write"):
+    with pytest.raises(UsageError, match="holds other files than an export"):
         export_model(tiny_model(), None, tmp_path)
     with pytest.raises(UsageError, match="is a file"):
         export_model(tiny_model(), None, tmp_path / "notes.txt")

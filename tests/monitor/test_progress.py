@@ -75,7 +75,7 @@ def test_the_line_of_cross_entropy_alone_has_no_sum():
 
 def test_a_formula_has_the_terms_of_the_line():
     assert formula(0.9, "forward-kl", None) == ".9 kl + .1 ce" and formula(0.0, "jsd:0.5", None) == "ce"
-    assert formula(1.0, "jsd:0.5", 2.0) == "jsd + 2 hidden"
+    assert formula(1.0, "jsd:0.5", 2.0) == "jsd:0.5 + 2 hidden"
     assert formula(0.9, "forward-kl", None, True, 0.5) == ".9 kl + .1 ce + .9 ce of replay + .5 router"
 
 
@@ -83,6 +83,14 @@ def test_the_line_of_a_validation_has_the_change_the_teacher_and_whether_it_is_b
     numbers = {"validation/loss": 6.838, "validation/teacher_loss": 4.4271, "validation/kl": 2.4}
     assert validation_line(80, numbers, 7.403, True) == "val @80 6.838 (-0.565) teacher 4.427 best"
     assert validation_line(0, {"validation/loss": 1.5e300}, None, False) == "val @0 1.5e+300"
+
+
+def test_on_a_terminal_no_part_of_a_number_has_a_colour(monkeypatch):
+    screen = Console(width=80, file=io.StringIO(), force_terminal=True, color_system="standard")
+    monkeypatch.setattr(progress, "console", screen)
+    setup_logging()
+    log.info("loss = .9 kl, 'runs/a'")
+    assert screen.file.getvalue().strip() == "loss = .9 kl, 'runs/a'"
 
 
 def test_on_a_terminal_the_bar_shows_a_step_and_only_the_file_has_its_line(tmp_path, monkeypatch):

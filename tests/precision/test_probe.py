@@ -68,14 +68,14 @@ def test_without_torchao_fp8_is_emulated_and_the_reason_is_logged(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [Without(), *sys.meta_path])
     why = "torchao cannot be imported: ModuleNotFoundError: No module named 'torchao'"
     assert backends.why_not_torchao(torch.device("cuda")) == why
-    assert choose("fp8", "auto", recipe(), "tensorwise", CPU).line.startswith("fp8 by emulated, emulated (")
+    assert choose("fp8", "auto", recipe(), "tensorwise", CPU).line.startswith("fp8, emulated (")
     assert choose("fp8", "torchao", recipe(), "tensorwise", CPU).startswith("torchao: torchao cannot be imported")
 
 
 def test_auto_emulates_where_nothing_is_real_and_reports_it():
     choice = choose("fp8", "auto", recipe(), "tensorwise", CPU)
     assert (choice.name, choice.real) == ("emulated", False) and isinstance(choice.backend, Emulated)
-    assert choice.line.startswith("fp8 by emulated, emulated (torchao: no CPU instruction multiplies fp8")
+    assert choice.line.startswith("fp8, emulated (torchao: no CPU instruction multiplies fp8")
 
 
 def test_auto_takes_a_real_back_end(real_torchao):
