@@ -71,8 +71,8 @@ Ask = Callable[[Batch], Targets]
 """A teacher: its distributions at the positions of some of its own rows, on any device, of all entries."""
 _ASKED = 4
 """The teacher's rows in one of its forwards."""
-_AT_ONCE = 128
-"""Positions whose whole distributions are held at once, in fp32, on their way to cells."""
+_AT_ONCE = {"cpu": 128, "cuda": 2048}
+"""Positions whose whole distributions are held at once, in fp32, on their way to cells, by the kind of device."""
 _CELL = np.dtype("<i4")
 _HEADER = 2**16
 """Bytes that numpy may write before an array, at most."""
@@ -432,24 +432,26 @@ class ViewReader(Dataset[dict[str, Tensor]]):
             whole = iter((targets,))
         near, labels, order = list[SparseTargets](), list[Tensor](), at.argsort(stable=True)
         wanted, first = at[order], 0
-        for part in (each[start : start + _AT_ONCE] for each in whole for start in range(0, len(each), _AT_ONCE)):
+        sized = ((_AT_ONCE.get(each.label_logprob.device.type, 128), each) for each in whole)
+        for size, part in ((most, each[i : i + most]) for most, each in sized for i in range(0, len(each), most)):
             dense = part.resolved()
             assert isinstance(dense, DenseTargets)
-            labels.append(dense.label_logprob.cpu())
+            labels.append(dense.label_logprob)
             if cells is not None:
                 cells = self._cells = cells.to(dense.logprobs.device)
                 begin, end = torch.searchsorted(wanted, torch.tensor([first, first + len(part)])).tolist()
                 # one at least, so that there is something to leave out
-                for rows in (order[begin:end] if end > begin or near else order[:1]).split(_AT_ONCE):
+                for rows in (order[begin:end] if end > begin or near else order[:1]).split(size):
                     place = (at[rows] - first).clamp(0, len(part) - 1)
-                    near.append(condensed(dense, cells, place, said[rows]).to("cpu"))
+                    near.append(condensed(dense, cells, place, said[rows]))
             first += len(part)
+        label_N = torch.cat(labels).cpu()
         if cells is None:
-            return None, torch.cat(labels)
-        joined = near[0].map(lambda name, _: torch.cat([getattr(each, name) for each in near]))
+            return None, label_N
+        joined = near[0].map(lambda name, _: torch.cat([getattr(each, name) for each in near]).cpu())
         row = torch.empty_like(at)
         row[order] = torch.arange(len(at)) - (len(at) - len(joined))
-        return at_rows(joined, row.masked_fill(at < 0, -1)), torch.cat(labels)
+        return at_rows(joined, row.masked_fill(at < 0, -1)), label_N
 
 
 def viewed_cache(folder: Path) -> str | None:

@@ -126,13 +126,14 @@ def condensed(targets: DenseTargets, cells: TeacherCells, source_M: Tensor, said
     Mass without a cell is left out, and the rest scaled to 1; where no mass has a cell, none is above `FLOOR`.
     """
     device = targets.logprobs.device
+    some = (said_M > 0).nonzero().squeeze(1).to(device)  # before it is on a device, where its size would be waited for
     source_M, said_M = source_M.to(device), said_M.to(device)
     logprobs_MV = targets.logprobs[source_M, : len(cells.of_token)]
     mass_MV = logprobs_MV.to(torch.promote_types(logprobs_MV.dtype, torch.float32)).exp()
     size, count = mass_MV.shape[1], cells.count
     cell_V = torch.where(cells.of_token[:size] < 0, count, cells.of_token[:size])
     by_cell_MC = mass_MV.new_zeros(len(mass_MV), count + 1).index_add_(1, cell_V, mass_MV)[:, :count]
-    if len(some := (said_M > 0).nonzero().squeeze(1)):
+    if len(some):
         by_cell_MC[some] = cells.going_on(mass_MV[some], said_M[some])
     by_cell_MC /= by_cell_MC.sum(1, keepdim=True).clamp(min=torch.finfo(mass_MV.dtype).tiny)
     mass_MK, cell_MK = by_cell_MC.topk(min(MOST_CELLS, count), dim=1)

@@ -8,7 +8,7 @@ tokens of a named cell become one, in the column of its first, and the others ar
 other (`sparse`, `kernels`), and unfolds the gradient, dz_v = dy_c exp(z_v - y_c). A cell of one token is that token, to
 the bit. The label stays a token: in a folded cell it keeps a logit and a gradient of its own.
 
-What is folded depends on the targets, so on a GPU its size is read back, once a chunk.
+What is folded depends on the targets, so on a GPU its size is read back, once for all chunks.
 
 Shape suffixes: R rows of a chunk, V vocabulary of the student, C cells, K entries, E = K + 1, P tokens that are folded.
 """
@@ -74,8 +74,9 @@ class CellIndex:
         folds = bool((size[:count] > 1).any())
         return cls(count, cells_V, size, size.cumsum(0) - size, cells_V.argsort(stable=True), folds)
 
+    @functools.lru_cache(maxsize=16)  # noqa: B019 - of few indices, which live as long as the process
     def to(self, device: torch.device) -> CellIndex:
-        """The same on a device."""
+        """The same on a device, copied there once."""
         if self.column.device == device:
             return self
         own = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -108,16 +109,24 @@ class CellIndex:
         ids_RE = torch.cat([first_RK, torch.where(folded_R, first_RK[:, 0], labels_R)[:, None]], 1)
         return Entries(ids_RE, absent_RK, cells.top_k, apart=folded_R, group=group_R)
 
-    def fold(self, z_RV: Tensor, entries: Entries, labels_R: Tensor) -> Folded:
-        """Fold the cells of the entries in place, and take the entries' logits."""
+    def _sizes(self, entries: Entries) -> Tensor:
+        """[R,K] tokens of the entries that are folded, else 0."""
+        size_RK = self.size[self.column[entries.ids[:, :-1]]].masked_fill(entries.absent, 0)
+        return size_RK.masked_fill(size_RK == 1, 0)
+
+    def totals(self, entries: Entries, chunk: int) -> list[int]:
+        """How many tokens `fold` folds in each chunk of rows."""
+        return torch.stack([each.sum() for each in self._sizes(entries).split(chunk)]).tolist()
+
+    def fold(self, z_RV: Tensor, entries: Entries, labels_R: Tensor, total: int | None = None) -> Folded:
+        """Fold the cells of the entries in place, and take the entries' logits. total: see `totals`, if it is known."""
         ids_RK, apart_R = entries.ids[:, :-1], entries.apart
         assert apart_R is not None
         rows, kept = ids_RK.shape
-        cell_RK = self.column[ids_RK]
-        size_RK = self.size[cell_RK].masked_fill(entries.absent, 0)
-        size_RK = size_RK.masked_fill(size_RK == 1, 0)
+        cell_RK, size_RK = self.column[ids_RK], self._sizes(entries)
         sizes = size_RK.flatten()
-        group_P = torch.repeat_interleave(torch.arange(rows * kept, device=z_RV.device), sizes)
+        every = torch.arange(rows * kept, device=z_RV.device)
+        group_P = torch.repeat_interleave(every, sizes, output_size=total)
         place_P = torch.arange(len(group_P), device=z_RV.device) - (sizes.cumsum(0) - sizes)[group_P]
         token_P = self.member[self.start[cell_RK.flatten()][group_P] + place_P]
         row_P = group_P // max(1, kept)
@@ -129,7 +138,7 @@ class CellIndex:
         label_R = z_RV.gather(1, labels_R[:, None]).squeeze(1)
         z_RK = torch.where(size_RK > 0, (top + mass.log()).view(rows, kept), z_RV.gather(1, ids_RK))
         z_RK = torch.where(entries.absent, z_RK[:, :1], z_RK)  # these have its column
-        z_RV[row_P, token_P] = NEVER
+        z_RV[row_P, token_P] = z_RV.new_full((), NEVER)
         z_RV.scatter_(1, ids_RK, z_RK)
         several_RK = torch.where(entries.absent, size_RK[:, :1] > 0, size_RK > 0)
         taken = replace(entries.take(z_RV, label_R), several=torch.nn.functional.pad(several_RK, (0, 1)))
@@ -164,7 +173,7 @@ class Folded:
         dz_RV[self.row, self.token] = (dz_P * head.slope(self.z)).to(dz_RV.dtype)
         own_R = self.entries.apart
         assert own_R is not None and self.entries.z is not None
-        row = own_R.nonzero().squeeze(1)
-        place = row, self.labels[row]
-        slope = head.slope(self.entries.z[row, -1])
-        dz_RV[place] = (dz_RV[place].to(apart_R.dtype) + apart_R[row] * slope).to(dz_RV.dtype)
+        place = torch.arange(len(own_R), device=own_R.device), self.labels
+        before_R = dz_RV[place]
+        added_R = before_R.to(apart_R.dtype) + apart_R * head.slope(self.entries.z[:, -1])
+        dz_RV[place] = torch.where(own_R, added_R.to(dz_RV.dtype), before_R)  # no index of some: it would be read back

@@ -259,6 +259,8 @@ class _Entries:
         self.lines = torch.arange(this.chunk, device=rows.labels.device)[:, None]
         cells = None if rows.targets is None else rows.targets.cells
         self.cells = None if cells is None else cells.to(rows.labels.device)
+        folds = self.cells is not None and self.cells.folds and len(self.rows.labels)
+        self.totals = self.cells.totals(self.entries, this.chunk) if self.cells and folds else []
         self.around: tuple[Tensor, Tensor] | None = None
 
     def look_around(self, student: ChunkLogits, hidden_ND: Tensor, part: slice) -> None:
@@ -281,7 +283,9 @@ class _Entries:
         rows, entries = self.rows[part], self.entries[part]
         if self.around is not None and self.rows.targets is not None:
             rows = replace(rows, targets=self.rows.targets.window(part, *self.around))
-        folded = None if self.cells is None or not self.cells.folds else self.cells.fold(z_RV, entries, rows.labels)
+        folded = None
+        if self.cells is not None and self.totals:
+            folded = self.cells.fold(z_RV, entries, rows.labels, self.totals[part.start // self.this.chunk])
         entries = entries.take(z_RV) if folded is None else folded.entries
         this, request, head = self.this, self.this.request, self.this.head
         fused = request.compile and kernels.chosen(z_RV, into_RV, self.slopes, head.softcap)

@@ -2,6 +2,7 @@ import copy
 import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader
 from view_kit import CODECS, ROWS, SEQ_LEN, foreign_cache
 
 from kdtrain.cache import view as views
+from kdtrain.cache import view_rows
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.folder import holds_nothing
 from kdtrain.cache.manifest import CacheSettings
@@ -26,7 +28,7 @@ from kdtrain.errors import RunError, UsageError
 from kdtrain.files import Lock, publish_json
 from kdtrain.models.loading import tokenizer_digest
 from kdtrain.models.output_head import OutputHead
-from kdtrain.objective.cell_targets import MOST_CELLS
+from kdtrain.objective.cell_targets import MOST_CELLS, condensed
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
 from kdtrain.testing import tiny_model
@@ -165,6 +167,22 @@ def test_whole_distributions_have_the_likeliest_cells_also_within_tokens(tmp_pat
         expected /= expected.sum()
         least = np.sort(expected)[-MOST_CELLS:].min()
         assert np.allclose(found[found > 0], expected[found > 0], rtol=1e-4) and (expected[found == 0] <= least).all()
+
+
+def test_whole_distributions_come_to_the_host_as_cells_once_however_many_rounds_they_take(tmp_path, monkeypatch):
+    cache = whole_distributions(tmp_path / "cache", TEXTS, SEQ_LEN)
+    reader, found, moves, rounds = build_view(tmp_path / "data", cache, train("gpt2"))["train"], [], [], []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: moves.append(tensor) or tensor)
+    for size in (3, 10**6):
+        monkeypatch.setitem(view_rows._AT_ONCE, "cpu", size)
+        moves.clear()
+        with mock.patch.object(view_rows, "condensed", wraps=condensed) as each:
+            found.append(reader.read([0, 1]).targets)
+        rounds.append(each.call_count)
+        assert len(moves) == 1 + len(found[-1].near._tensors())
+    assert rounds[0] > 3 * rounds[1]
+    for name, tensor in found[0].near._tensors().items():
+        assert torch.equal(tensor, getattr(found[1].near, name))
 
 
 def test_chunks_alone_compare_nothing_within_tokens(cache, tmp_path):
