@@ -20,9 +20,8 @@ def main() -> None:
 
         cli.main()
     except BaseException as failure:
-        if (
-            isinstance(failure, SystemExit) and failure.code == 2
-        ):  # a refusal; the exit below, of a slow end, has code 1
+        # a refusal by the only process: nothing is left to do, and a slow end would have code 1 below
+        if isinstance(failure, SystemExit) and failure.code == 2 and "RANK" not in os.environ:
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
             os._exit(2)

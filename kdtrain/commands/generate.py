@@ -40,8 +40,8 @@ def main(config: GenerateConfig) -> int:
     asked, chat = config.prompt, bool(tokenizer.chat_template and config.prompt and not config.raw)
     if chat:
         turns = [{"role": "user", "content": asked}]
-        where, ready = f"{config.student}: its chat template (--raw does without)", {"add_generation_prompt": True}
-        asked = ask(where, lambda: str(tokenizer.apply_chat_template(turns, tokenize=False, **ready)))
+        who = f"{config.student}: its chat template (--raw does without)"
+        asked = ask(who, lambda: str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)))
     prompt = tokenizer(asked, add_special_tokens=False)["input_ids"] or [tokenizer.bos_token_id]
     if prompt == [None]:
         raise UsageError("the prompt has no tokens, and the tokenizer no token to begin with; give a PROMPT")

@@ -97,6 +97,7 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
     importance = scores.importance()
     cut = choose(importance, roles, before, after)
     student = prune(model, like, after, cut, importance.shares)
+    small, large = (sum(each.numel() for each in one.parameters()) for one in (student, model))  # ties as they are
 
     held_out, losses = cache["validation" if "validation" in cache else "train"], {}
     for name, each in (("teacher", teacher), ("pruned", _running(student.to(device), mode))):

@@ -239,10 +239,10 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def refuse_overflow(state: Mapping[str, Tensor], kind: torch.dtype | None) -> None:
+def refuse_overflow(state: Mapping[str, Tensor], kind: torch.dtype) -> None:
     """UsageError: a finite number of `state` is beyond the largest of `kind`."""
     for name, each in state.items():
-        if kind is not None and each.is_floating_point() and (each.isfinite() & each.to(kind).isinf()).any():
+        if each.is_floating_point() and (each.isfinite() & each.to(kind).isinf()).any():
             ends = f"{str(kind).removeprefix('torch.')} ends at {torch.finfo(kind).max:.5g}"
             raise UsageError(f"{name} has numbers up to {each.abs().max():.3g}, and {ends}; take another dtype")
 

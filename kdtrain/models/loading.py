@@ -472,7 +472,8 @@ def _write_model(model: nn.Module, out: Path, dtype: str | None, most: str, toke
     kind, state = None if dtype is None else getattr(torch, dtype), None
     if adapted(whole):
         state = merged_state(whole)
-        refuse_overflow(state, kind)
+        if kind is not None:
+            refuse_overflow(state, kind)
         state = {name: each.to(kind) if each.is_floating_point() else each for name, each in state.items()}
         if kind is not None:
             whole.config.dtype = kind
