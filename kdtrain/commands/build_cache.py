@@ -111,25 +111,22 @@ def build_cache(
 
 def _watched(teacher: Teacher, settings: CacheSettings) -> Callable[[ShardRows], tuple[ShardRows, Any]]:
     """`written` of a teacher; the log tells after the first batch how long all take, and that most texts are cut."""
-    batches = 0
+    first, limits = True, settings.sequences.values()
 
     def written(rows: ShardRows) -> tuple[ShardRows, Any]:
-        nonlocal batches
-        started, found = time.monotonic(), teacher.written(rows, settings.codec)
-        batches += 1
-        if batches == 1:
-            seconds, limits, number = time.monotonic() - started, settings.sequences.values(), len(rows)
+        nonlocal first
+        started, (found, answer) = time.monotonic(), teacher.written(rows, settings.codec)
+        if first:
             if teacher.gives != "top-k" and None not in limits:  # a server writes many at once
-                most = sum(filter(None, limits))
-                text = "the first %s texts took %s: %s take about %s"
-                log.info(text, number, duration(seconds), most, duration(seconds / number * most / world_size()))
-            cut = finish_reasons(found[0].tokens, found[0].loss_mask, end_tokens(settings)).count("length")
-            if 2 * cut > number:
-                text = (
-                    "%s of the first %s texts were cut before their end; --max-new-tokens or --seq-len gives more room"
-                )
-                log.warning(text, cut, number)
-        return found
+                seconds, most = time.monotonic() - started, sum(filter(None, limits))
+                left = duration(seconds / len(rows) * most / world_size())
+                log.info("the first %s texts took %s: %s take about %s", len(rows), duration(seconds), most, left)
+            cut = finish_reasons(found.tokens, found.loss_mask, end_tokens(settings)).count("length")
+            if 2 * cut > len(rows):
+                room = "--max-new-tokens or --seq-len gives more room"
+                log.warning("%s of the first %s texts were cut before their end; %s", cut, len(rows), room)
+        first = False
+        return found, answer
 
     return written
 

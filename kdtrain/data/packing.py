@@ -431,7 +431,7 @@ class Encoder:
             text = (document.text or "")[: document.prompt]
             with panics_refused(f"{self._name} cannot take this text"):
                 return self._bos + self._literal.encode(text, add_special_tokens=False).ids if text.strip() else []
-        answered = document.messages[-1]["role"] == "assistant"
+        answered = any(each["role"] == "assistant" for each in document.messages[-1:])
         messages, quoted = self._without_special(document.messages[:-1] if answered else document.messages)
         try:
             if not messages:
