@@ -16,7 +16,7 @@ from typing import Literal
 import pytest
 
 from kdtrain import cli
-from kdtrain.config import DistillConfig
+from kdtrain.config import DistillConfig, EvaluateConfig
 from kdtrain.config.values import fields_of, flag, option
 from kdtrain.errors import RunError, UsageError
 
@@ -220,6 +220,11 @@ def test_help_shows_the_default_of_a_section_where_the_command_has_one_of_its_ow
         cli.main(["evaluate", "--help", "split"])
     assert "[validation]" in capsys.readouterr().out
     assert cli.parse("evaluate", ["--student", "s", "--data", "stdlib"]).data.split == "validation"
+
+
+@pytest.mark.parametrize("name", ["--student", "--cache", "--teacher", "--data"])
+def test_the_short_help_of_evaluate_has_what_it_measures_and_compares_with(name):
+    assert f"\n  {name} " in cli.help_of("kdtrain evaluate", EvaluateConfig)
 
 
 def test_options_of_sections_are_flat_flags():

@@ -27,7 +27,10 @@ from kdtrain.cache.reader import Cache, CacheReader
 from kdtrain.cache.shard_writer import ShardPlace, ShardRows, finished_record, publish_file
 from kdtrain.cache.written import read_written
 from kdtrain.errors import RunError, UsageError, writing
-from kdtrain.files import LARGE, file_digest, read_bytes
+from kdtrain.files import LARGE, canonical_json, file_digest, read_bytes
+
+_ANCESTRY = 2**18
+"""Characters of a parent's own parents that a manifest takes over: one of 32 MiB could not be read."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def parent_record(cache: Cache, weight: float = 1.0) -> Parent:
         "weight": weight,
         "sequences": {split: each["sequences"] for split, each in manifest.splits.items()},
     }
-    if manifest.parents:
+    if manifest.parents and len(canonical_json(manifest.parents)) < _ANCESTRY:
         found["parents"] = manifest.parents
     if manifest.origin:
         found["origin"] = manifest.origin

@@ -51,8 +51,8 @@ class _Split:
     rows: list[PackedRow] = field(default_factory=list)
     taken: int = 0
     """Sequences of the shards before."""
-    published: bool | None = None
-    """Whether the shard is there already; None before its first sequence."""
+    published: int | None = None
+    """How many sequences the shard that is there already has; None before its first sequence."""
 
 
 class CacheWriter:
@@ -187,7 +187,7 @@ class CacheWriter:
         number = own.taken + len(own.rows)
         if own.published is None:
             record = intact_record(self.out, cache_format.shard_name(split, own.taken // self.sequences_per_shard))
-            own.published = record is not None and record["settings_sha256"] == settings.digest()
+            own.published = record["sequences"] if record and record["settings_sha256"] == settings.digest() else 0
         if (there := self._builder.manifest) is not None:  # its folder is not locked, and stays as it is
             if number >= there.splits[split]["sequences"]:
                 raise self._others(there, split)
@@ -200,7 +200,7 @@ class CacheWriter:
             answer = self._asked(logits, length) if answer is None else answer
             if answer.shape[1] != settings.vocab_size:
                 raise UsageError(f"logits of {answer.shape[1]} entries, and the first ones had {settings.vocab_size}")
-        if own.published and answer is not None:
+        if answer is not None and len(own.rows) < own.published:
             self._refuse_other_logits(answer, tokens_T, split, number)
         if held:
             assert answer is not None

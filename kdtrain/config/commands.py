@@ -267,11 +267,11 @@ class EvaluateConfig(Options):
 
     student: str = option(once=True, reads="student spec")
     """A run, a checkpoint, an exported model folder, a TOML or a hub id."""
-    cache: Path | None = option(None, once=True, reads="cache")
+    cache: Path | None = option(None, once=True, reads="cache", brief="A cache, to compare with its teacher.")
     """A finished cache, also hf: or https://; its validation split unless --split is train."""
     local_limit: float = option(LOCAL_LIMIT, above=0)
     """GB of caches from elsewhere that are kept here."""
-    teacher: str | None = option(None, once=True, reads="teacher spec")
+    teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead.")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     cross_tokenizer: str | None = option(None, check=check_terms, shown="TERMS")
     """For a student with another tokenizer than the teacher's, as distill has it: auto, cells, chunks, or both."""
@@ -334,7 +334,7 @@ class VerifyConfig(Options):
     path: Path = option(positional=True, reads="cache path")
     """A cache (hf:datasets/ORG/NAME and https:// too), a run or a checkpoint."""
     repair: bool = False
-    """Drop the damaged shards of a cache, so that cache-teacher builds them again."""
+    """Move the damaged shards of a cache aside, so that cache-teacher builds them again."""
     local_limit: float = option(LOCAL_LIMIT, above=0)
     """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, reads="teacher spec")

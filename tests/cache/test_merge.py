@@ -19,6 +19,7 @@ from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest
 from kdtrain.cache.mass import joined
 from kdtrain.cache.merge import merge
+from kdtrain.cache.pieces import parent_record
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.subset import subset
 from kdtrain.cache.verify import repair, verify_cache
@@ -195,6 +196,14 @@ def test_a_damaged_merge_is_repaired_by_the_same_merge(shelf, tmp_path) -> None:
         shard.write_bytes(content)
         assert len(verify_cache(out)) == 1 and repair(out)
         assert work(out).digest == digest and verify_cache(out) == []
+
+
+def test_the_ancestry_of_100_000_parents_is_not_taken_over_and_that_of_some_is(shelf, tmp_path) -> None:
+    works(shelf)["append"](tmp_path / "out")
+    cache = Cache(tmp_path / "out")
+    assert cache.manifest.parents and parent_record(cache)["parents"] == cache.manifest.parents
+    cache.manifest = dataclasses.replace(cache.manifest, parents=cache.manifest.parents * 50_000)
+    assert "parents" not in parent_record(cache)
 
 
 @pytest.mark.parametrize("name, command", [("sum", "merge"), ("append", "merge"), ("cut", "subset")])
