@@ -6,15 +6,18 @@ Shape suffixes: B rows, T tokens so far, V vocabulary.
 """
 
 import sys
+from contextlib import closing
 
 import torch
 
 from kdtrain.commands.export import open_student
 from kdtrain.config import GenerateConfig
+from kdtrain.data.formats import Document
+from kdtrain.data.masks import Masks
+from kdtrain.data.packing import Encoder
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.models.ends import end_tokens
 from kdtrain.models.generate import continue_text
-from kdtrain.models.hub import ask
 from kdtrain.models.loading import load_tokenizer, max_positions
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.tables import show
@@ -37,12 +40,14 @@ def main(config: GenerateConfig) -> int:
     tokenizer = load_tokenizer(place)
     if any("\ud800" <= each <= "\udfff" for each in config.prompt):
         raise UsageError(f"the prompt '{printable(config.prompt)[:40]}' is not UTF-8")
-    asked, chat = config.prompt, bool(tokenizer.chat_template and config.prompt and not config.raw)
+    chat = bool(tokenizer.chat_template and config.prompt and not config.raw)
     if chat:
-        turns = [{"role": "user", "content": asked}]
-        who = f"{config.student}: its chat template (--raw does without)"
-        asked = ask(who, lambda: str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)))
-    prompt = tokenizer(asked, add_special_tokens=False)["input_ids"] or [tokenizer.bos_token_id]
+        turn = Document(f"{config.student} (see --raw)", messages=[{"role": "user", "content": config.prompt}])
+        with closing(Encoder(tokenizer, Masks("", 0), opening=True)) as encoder:
+            prompt = encoder.prompt(turn)
+            encoder.masks.refuse_none()
+    else:
+        prompt = tokenizer(config.prompt, add_special_tokens=False)["input_ids"] or [tokenizer.bos_token_id]
     if prompt == [None]:
         raise UsageError("the prompt has no tokens, and the tokenizer no token to begin with; give a PROMPT")
     most, width = max_positions(student.model), min(student.vocab_size, len(tokenizer))

@@ -34,7 +34,7 @@ def test_a_text_is_continued_and_the_same_seed_continues_it_alike(run, student):
 TURN = "<{{ messages[0]['role'] }}>{{ messages[0]['content'] }}{% if add_generation_prompt %}<answer>{% endif %}"
 
 
-def test_a_student_with_a_chat_template_is_asked_in_it_and_raw_continues_the_text_as_it_stands(run, tmp_path):
+def test_a_student_with_a_chat_template_is_asked_in_it_and_raw_continues_the_text(run, tmp_path, monkeypatch):
     tokenizer = tiny_tokenizer(300)
     tokenizer.chat_template = TURN
     chat = write_model_folder(tmp_path / "chat", tiny_model("llama", 300), tokenizer)
@@ -48,7 +48,12 @@ def test_a_student_with_a_chat_template_is_asked_in_it_and_raw_continues_the_tex
     tokenizer.chat_template = "{{ raise_exception('no users here') }}"
     broken = write_model_folder(tmp_path / "broken", tiny_model("llama", 300), tokenizer)
     code, _, err = run.call("generate", broken, "hello", *more)
-    assert code == 2 and "chat template (--raw does without)" in err and "no users here" in err
+    assert code == 2 and "(see --raw)" in err and "no users here" in err
+    tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    endless = write_model_folder(tmp_path / "endless", tiny_model("llama", 300), tokenizer)
+    monkeypatch.setattr("kdtrain.data.packing.SECONDS", 0.2)
+    code, _, err = run.call("generate", endless, "hello", *more)
+    assert code == 2 and "the chat template takes more than" in err
 
 
 def test_an_empty_prompt_without_a_token_to_begin_with_names_the_prompt(run):
