@@ -3,13 +3,13 @@
 `python -m benchmarks.performance.parallel [--only PART]` writes benchmarks/results/parallel.json, or the part of it
 that was asked for: memory, "memory in ranks", exchange or throughput.
 
-Memory: the real `kdtrain distill` in a fresh process, a few steps, a validation and saves, for each of `MEMORY`. Its
-peak is the process's high-water mark (VmHWM). What Python and its libraries take is measured by the same command with
-a student of one layer of width 64, and taken off. The estimate is the plan's, made from the options alone.
+Memory: the real `kdtrain distill` in a fresh process, `SAVED` steps and a save after each, for each of `MEMORY`: from
+the second step on the buffers of the last save are there, as in any longer run. Its peak is the process's high-water
+mark (VmHWM). What Python and its libraries take is measured by the same command with a student of one layer of width
+64, and taken off. The estimate is the plan's, made from the options alone.
 
 glibc keeps freed blocks of up to 32 MiB for itself, because the size from which it gives them back grows with use, so
-that the mark is that of its heap's waste too. It is therefore measured twice: with that size held at 1 MiB, which
-leaves what is alive and is what estimates are held to, and as it comes.
+that the mark is that of its heap's waste too. It is measured with that size held at 1 MiB, which leaves what is alive.
 
 Exchange: `kdtrain distill` in two gloo ranks, every collective of its training steps counted
 (exchange_script.py), against `kdtrain.parallel.parallelize`. Exact, or the script ends with 1.
@@ -150,12 +150,13 @@ class Folder:
         return path
 
 
+SAVED, EACH = 4, ("--checkpoint-freq", "1")
 RETURNING = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
 
 
 def peak(folder: Folder, name: str, case: Case, **environment: str) -> float:
     """The high-water mark in bytes of `kdtrain distill` for a case, in a process of its own."""
-    command = [sys.executable, "-m", "kdtrain", "distill", *folder.argv(name, case), "--json"]
+    command = [sys.executable, "-m", "kdtrain", "distill", *folder.argv(name, case, SAVED), *EACH, "--json"]
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
     done = subprocess.run(command, capture_output=True, text=True, env=variables)
     if done.returncode:
@@ -184,7 +185,7 @@ def compared(plan: Plan, measured: float) -> dict[str, float]:
 
 def memory(folder: Folder, cases: dict[str, Case]) -> dict[str, Any]:
     """MiB by case: estimated, measured, and the difference as a share of what was measured."""
-    alive, as_it_comes = peak(folder, "tiny", TINY, **RETURNING), peak(folder, "tiny", TINY)
+    alive = peak(folder, "tiny", TINY, **RETURNING)
     rows = {}
     for name, case in cases.items():
         short = name.replace(" ", "-")
@@ -192,7 +193,6 @@ def memory(folder: Folder, cases: dict[str, Case]) -> dict[str, Any]:
         measured = peak(folder, short, case, **RETURNING) - alive
         rows[name] = {
             **compared(plan, measured),
-            "with the allocator's waste": round((peak(folder, short, case) - as_it_comes) / 2**20, 1),
             "most at": plan.moment,
             "parts": {part: round(each / 2**20, 1) for part, each in plan.needs.items()},
         }
@@ -236,7 +236,7 @@ def memory_in_ranks(folder: Folder, world: int = 2) -> dict[str, Any]:
     """MiB of a rank, estimated and measured (rank 0's), for a student of 26 M parameters in fp32."""
 
     def measured(name: str, case: Case) -> float:
-        words = ["-m", "kdtrain", "distill", *folder.argv(name, case), "--json"]
+        words = ["-m", "kdtrain", "distill", *folder.argv(name, case, SAVED), *EACH, "--json"]
         return json.loads(launch(words, world, 1, **RETURNING))["peak_memory_mb"]
 
     tiny = ("--batch-size", 2, "--parallel", "ddp", "--precision", "fp32")

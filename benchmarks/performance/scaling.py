@@ -210,21 +210,24 @@ def teacher_table() -> str:
     return table(head, rows)
 
 
+def _beside(each: dict[str, float | None]) -> list[str]:
+    """MiB by the plan, measured, and the difference; a run may not have been measured since the plan changed."""
+    measured = (
+        ["not yet", "-"] if each["measured"] is None else [f"{each['measured']:,.0f}", f"{each['difference']:+.1%}"]
+    )
+    return [f"{each['estimated']:,.0f}", *measured]
+
+
 def memory_table() -> str:
     """MiB of five runs by the plan, and measured."""
-    rows = []
-    for name, each in json.loads(MEASURED.read_text())["memory"]["cases"].items():
-        figures = (each["estimated"], each["measured"], each["with the allocator's waste"])
-        rows.append([name, *(f"{figure:,.0f}" for figure in figures), f"{each['difference']:+.1%}", each["most at"]])
-    return table(["run", "plan", "measured", "with the allocator's waste", "plan against measured", "most at"], rows)
+    cases = json.loads(MEASURED.read_text())["memory"]["cases"]
+    rows = [[name, *_beside(each), each["most at"]] for name, each in cases.items()]
+    return table(["run", "plan", "measured", "plan against measured", "most at"], rows)
 
 
 def ranks_table() -> str:
     """MiB of a rank by the plan, and measured."""
-    rows = [
-        [name, f"{each['estimated']:,.0f}", f"{each['measured']:,.0f}", f"{each['difference']:+.1%}"]
-        for name, each in json.loads(MEASURED.read_text())["memory in ranks"].items()
-    ]
+    rows = [[name, *_beside(each)] for name, each in json.loads(MEASURED.read_text())["memory in ranks"].items()]
     return table(["two ranks, 26 M parameters, fp32", "plan", "measured", "plan against measured"], rows)
 
 

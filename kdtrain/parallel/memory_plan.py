@@ -5,13 +5,13 @@ A rank's memory is estimated at the moments at which it can be largest, and the 
     teach     the teacher's forward, before the student's
     head      the end of the student's forward: all activations, and a chunk of logits in the output head
     backward  its end: all gradients, and the activations of the last layer
-    save      on a CPU: the copy that is written in the background
 
 The parts are, in bytes, for a student of P parameters, L of them in its layers, and a head of V rows of width D; for N
 tokens in a micro-batch, w ranks that share one copy (1 unless sharded), c bytes a number in products (2 or 4):
 
     weights and moments   12 P / w                        fp32 masters, two fp32 moments (AdamW)
     snapshots             as many again, each             of adaptive quantisation, if they are in memory, on a CPU
+    copy for the save     as many again, on a CPU: the buffers of background saves are kept from one to the next
     gradients             4 P, under DDP all the time; sharded 4 P / w, and 4 P while micro-batches are added up, unless
                           their gradients are exchanged at once (`--accumulate sharded`)
     gathered              sharded: 4 (P - L), the root, and two layers of c L / layers
@@ -381,6 +381,7 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
     whole, masters = 4.0 * student.trained, 12 * student.trained / shared
     weights = masters + student.frozen_bytes * student.frozen / shared
     state = {"weights and moments": weights, "snapshots": job.snapshots * masters}
+    state["copy for the save"] = masters if job.copies else 0.0
     asked = 0.0
     if teacher is not None:
         sharded = (plan.shard_size or world) if plan.teacher == "fsdp" else 1
@@ -418,7 +419,6 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
         "teach": gathered | buckets | {"teacher's forward": asked},
         "head": gathered | at_head,
         "backward": gathered | at_end,
-        "save": state | buckets | {"copy for the save": masters if job.copies else 0.0},
     }
 
 

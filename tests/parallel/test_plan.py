@@ -192,11 +192,13 @@ def test_whole_gradients_count_with_the_activations_under_ddp_and_while_micro_ba
     }
 
 
-def test_on_a_cpu_the_copy_of_a_save_counts():
-    plan = estimated(Plan("single", "none"), replace(CACHED, copies=True), 1)
-    assert plan.moment == "save" and plan.total == 24 * STUDENT.parameters
-    plan = estimated(Plan("single", "none"), replace(CACHED, copies=True, snapshots=2), 1)
-    assert plan.moment == "save" and plan.total == (36 + 12) * STUDENT.parameters
+@pytest.mark.parametrize("job", [CACHED, LONG])
+def test_on_a_cpu_the_copy_that_a_save_leaves_for_the_next_one_counts_all_the_time(job):
+    without, copied = (estimated(Plan("single", "none"), replace(job, copies=each), 1) for each in (False, True))
+    assert copied.needs == without.needs | {"copy for the save": 12 * STUDENT.parameters}
+    assert copied.moment == without.moment
+    halves = estimated(Plan("fsdp", "none"), replace(job, copies=True), 2)
+    assert halves.needs["copy for the save"] == 6 * STUDENT.parameters
 
 
 @pytest.mark.parametrize("student, world", [("single", 1), ("ddp", 4), ("fsdp", 4)])
