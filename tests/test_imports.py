@@ -27,6 +27,11 @@ def test_the_librarys_names_print_nothing():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_a_cache_is_read_without_the_compiler():
+    program = "import sys, kdtrain.cache.reader; sys.exit('torch._inductor.config' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
+
+
 def test_what_needs_an_extra_names_it(bare, tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     needs = r"needs the package {0}; pip install 'kdtrain\[{1}\]'$"

@@ -41,7 +41,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
@@ -254,6 +253,10 @@ def _sparse_in_passes(
     logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, points_ND: Tensor | None, compile: bool = True
 ) -> dict[str, Tensor]:
     """What `_encode_block` keeps of a tail that is not empty, in as few passes over the logits as its parts need."""
+    if not compile:
+        return _in_passes(logits_NV, labels_N, spec, points_ND, compile)
+    import torch._inductor.config as inductor_config  # takes two seconds
+
     # A compiler that times what it may choose could continue an interrupted build with other kernels.
     with inductor_config.patch(deterministic=True):
         return _in_passes(logits_NV, labels_N, spec, points_ND, compile)
