@@ -66,6 +66,7 @@ _TEXT = {
 _LONE_ROWS = (".json", ".csv", ".tsv")
 """Rows too, but in a folder that has rows or text of the kinds above they are left out: they are often about those."""
 _READ = f"text (.txt, .md, .rst, .py and other source code) or rows ({', '.join(_ROWS + _LONE_ROWS)})"
+_DEFAULT = (Columns(), Columns(prompts=True))
 _KNOWN = {"text", "messages", "conversations", "conversation", "prompt", "instruction"}
 """Columns of a row, which make an object with a list in it one."""
 _ABOUT = {"readme", "license", "licence", "notice", "changelog", "citation", "contributing"}
@@ -430,7 +431,7 @@ def _rows(
         names = rows.column_names if rows.column_names is not None else sorted(next(iter(rows), {}))
     if not names:
         raise UsageError(f"{source}: holds no rows")
-    if (below := getattr(rows, "below", None)) and columns == Columns() and _KNOWN.isdisjoint(names):
+    if (below := getattr(rows, "below", None)) and columns in _DEFAULT and _KNOWN.isdisjoint(names):
         raise UsageError(f"{source}: its rows are below the key '{printable(below)}'; write that list alone")
     form, tallies = row_format(source, columns, names), list[Tally]()
     count = None if streaming else len(rows)

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kdtrain.data.corpus import documents
+from kdtrain.config import DataConfig
+from kdtrain.data.corpus import documents, has_prompts, stated_text
 from kdtrain.data.formats import Columns
 from kdtrain.errors import UsageError
 
@@ -163,6 +164,13 @@ def test_json_that_is_not_rows_is_one_line_that_says_where(name: str, content: s
     with pytest.raises(UsageError, match=message) as caught:
         _read(tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+def test_rows_below_a_key_are_named_wherever_the_text_is_opened_first(tmp_path: Path):
+    (tmp_path / "a.json").write_text('{"version": 1, "data": [{"text": "a"}]}')
+    for read in (has_prompts, stated_text):
+        with pytest.raises(UsageError, match="its rows are below the key 'data'; write that list alone"):
+            read(DataConfig(data=str(tmp_path / "a.json")))
 
 
 def test_an_object_of_json_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
