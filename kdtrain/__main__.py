@@ -9,12 +9,17 @@ from types import FrameType
 
 LIMIT = 10.0
 """Seconds that a process may take to end after its command has failed."""
+SPINS = "10000"
+"""How often a thread of libgomp (torch's OpenMP on a CPU) looks for work before it sleeps; its own 300,000 take the
+cores from a second run (docs/performance.md)."""
 
 
 def main() -> None:
     """Run the command; after a failure the process ends even if one of its threads does not."""
     if "RANK" not in os.environ:  # a launcher ends the ranks of a job that failed, and their lines would hide its own
         signal.signal(signal.SIGTERM, _interrupt)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is loaded
     try:
         from kdtrain import cli  # under the `try`, for an interrupt while it is imported
 

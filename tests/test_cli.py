@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from typing import Literal
 
 import pytest
 
-from kdtrain import cli
+from kdtrain import __main__, cli
 from kdtrain.config import DistillConfig, EvaluateConfig
 from kdtrain.config.values import fields_of, flag, option
 from kdtrain.errors import RunError, UsageError
@@ -523,6 +524,29 @@ def test_a_failed_command_ends_although_one_of_its_threads_does_not(code, second
     argv = [sys.executable, "-c", HANGING, str(code), str(seconds)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (ended_with, "all that is to be said\n")
+
+
+@pytest.mark.parametrize(
+    "given, found",
+    [
+        ({}, (__main__.SPINS, None)),
+        ({"GOMP_SPINCOUNT": "7"}, ("7", None)),
+        ({"OMP_WAIT_POLICY": "active"}, (None, "active")),
+    ],
+)
+def test_threads_wait_as_the_user_sets_it_and_briefly_by_default(monkeypatch, given, found):
+    both = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    for name in both:
+        monkeypatch.setenv(name, given.get(name, ""))
+        if name not in given:
+            monkeypatch.delenv(name)
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(cli, "main", lambda: None)
+    try:
+        __main__.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert tuple(map(os.environ.get, both)) == found
 
 
 @pytest.mark.parametrize("returned, code", [(0, 0), (None, 0), (1, 1)])

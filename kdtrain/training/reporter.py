@@ -11,6 +11,7 @@ Shape suffixes: B rows, T tokens so far, D width.
 """
 
 import math
+import os
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -80,6 +81,8 @@ def gradients_of(module: nn.Module) -> Gradients:
     )
 
 
+_BUSY = 1.75
+"""Load a core, over a minute, from which other processes take a run's time: a run alone has about 1."""
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 32, 48
 
 
@@ -151,7 +154,7 @@ class Reporter:
         hidden = objective.hidden_weight if student.hidden_loss is not None else None
         learned = any(each.requires_grad for each in student.temperature.parameters())
         self.text = StepText(objective.alpha, term or objective.divergence, hidden, learned, student.router_weight)
-        self.watches = False
+        self.watches, self.busy = False, False
         self.wrong: dict[str, str] = {}
         """What is wrong now, by the kind of the warning."""
         self.losses: deque[float] = deque(maxlen=4 * WINDOW)
@@ -262,6 +265,10 @@ class Reporter:
 
     def _check_health(self, number: int, numbers: Mapping[str, float], checkpoint: int) -> None:
         """Warn of what has become wrong since the last time."""
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+        if not self.busy and self.student.device.type == "cpu" and load > _BUSY * cores:
+            self.busy = True
+            log.info("this machine is busy: load %.1f on %d cores, which runs at once share", load, cores)
         rate, out = numbers.get("tok/s"), self.config.out
         signs = Signs(
             step=number,

@@ -73,6 +73,20 @@ def test_what_is_wrong_is_warned_of_once_and_stays_in_the_line_until_it_is_over(
     assert len(said) == 1 and "the last 4 validations are not below 5.000 of step 0 (teacher 4.000)" in said[0]
 
 
+def test_a_busy_machine_is_named_once(workshop, monkeypatch):
+    texts, load = [], iter([1.0, 9.0, 9.0])
+    monkeypatch.setattr(log, "info", lambda *line: texts.append(line[0] % line[1:]))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.getloadavg", lambda: (next(load), 0.0, 0.0))
+    with workshop.run() as run:
+        reporter = reporter_of(run)
+        for step, named in ((10, 0), (20, 1), (30, 1)):
+            reporter.finished(step, {"loss": 2.0, "tokens": 32.0}, checkpoint=0, epochs=0.7)
+            assert [text for text in texts if "busy" in text] == [
+                "this machine is busy: load 9.0 on 2 cores, which runs at once share"
+            ] * named
+
+
 def test_parameters_without_a_gradient_are_named_once(workshop, said):
     with workshop.run() as run:
         run.student.model.register_parameter("orphan", torch.nn.Parameter(torch.ones(1)))
