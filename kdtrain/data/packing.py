@@ -6,46 +6,31 @@ token but the first is the label of exactly one position, nothing is padded, and
 dropped. The order and content of the rows depend on the documents alone: `num_workers` threads tokenize ahead of the
 reader (the tokenizer runs outside Python's lock), and a few batches at most are in memory at a time.
 
-A conversation goes through the tokenizer's chat template, and only the assistant's text is a label. The template may
-mark that text with `{% generation %}`; otherwise it follows from rendering the conversation up to each assistant turn.
-The tokenizer's offsets map characters to tokens. eos is added if the template does not end with it. Text is text: a
-special token in it is spelled out, as inference servers do, unless asked otherwise. A template that rewrites earlier
-turns (Qwen3's takes the reasoning out of all but the last) is rendered with a mark in the place of each turn of the
-assistant: then the turn is its text and what follows it in both renderings. A conversation that the template refuses
-is left out and counted, and an error if there is no other. Of a prompt with its completion, the completion is a label.
+A conversation goes through the tokenizer's chat template (`rendering`), and only the assistant's text is a label. The
+tokenizer's offsets map characters to tokens. eos is added if the template does not end with it. Text is text: a special
+token in it is spelled out, as inference servers do, unless `--parse-special-tokens` is given. A conversation that the
+template refuses is left out and counted, and an error if there is no other. Of a prompt with its completion, the
+completion is a label.
 
-A chat template is a program that comes with a model. jinja2's sandbox keeps it from files and from Python's internals,
-but lets it loop for ever, compute 9 ** 9 ** 9, or allocate all memory. So a forked child with limited memory, output
-and processor time (a busy machine makes no template slow) renders the conversations (`Renderer`), and exchanges only
-JSON: a template over a limit ends the child, not the command.
-
-What it gives up: a document may be cut at the end of a row, and its second half does not see the first; outside of
-Linux the memory of the child is not limited.
+What it gives up: a document may be cut at the end of a row, and its second half does not see the first.
 """
 
 import copy
 import functools
 import itertools
 import json
-import multiprocessing
 import re
-import resource
-import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-from multiprocessing.connection import Connection
-from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kdtrain.config import DataConfig
-from kdtrain.data import corpus
+from kdtrain.data import corpus, rendering
 from kdtrain.data.formats import Document, Messages
 from kdtrain.data.masks import SPELLED, Masks
 from kdtrain.errors import UsageError, panics_refused
@@ -54,112 +39,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-SECONDS = 5.0
-"""Processor time for one conversation; most take a few milliseconds."""
-SECONDS_A_TURN = 0.05
-"""More of it for each message: a conversation is rendered up to each of its turns."""
-MEMORY = 1 << 30
-"""Bytes that a template may allocate beyond the memory of the process at its start."""
-LENGTH, LENGTH_A_BYTE = 1 << 20, 4
-"""Most characters of a rendered conversation, and more for each of its bytes: tokens take 200 bytes each."""
-SPANS_A_TURN = 64
-"""Most pieces, for each message, in which the assistant's text is marked."""
-
-Spans = list[tuple[int, int]]
-Render = Callable[[str, Messages], tuple[str, Spans]]
-
-
-class _RowRefused(UsageError):
-    """The template refuses one conversation, and may render the next."""
-
-
-class Renderer:
-    """Calls `render(key, messages)` in a child process; not thread-safe."""
-
-    def __init__(self, render: Render) -> None:
-        self._render = render
-        self._child: tuple[multiprocessing.process.BaseProcess, Connection] | None = None
-
-    def __call__(self, key: str, messages: Messages) -> tuple[str, Spans]:
-        """The conversation as text, and the [start, stop) characters in it of the assistant.
-
-        Raises:
-            UsageError: from `render`, or the template exceeds a limit.
-        """
-        if self._child is None:
-            context = multiprocessing.get_context("fork")
-            ours, theirs = context.Pipe()
-            arguments = (self._render, theirs, ours)
-            process = context.Process(target=_serve, args=arguments, name="chat-templates", daemon=True)
-            process.start()
-            theirs.close()
-            self._child = process, ours
-        connection = self._child[1]
-        try:
-            connection.send_bytes(json.dumps([key, messages]).encode())
-            answer = json.loads(connection.recv_bytes())
-        except (EOFError, ConnectionError):
-            self.close()
-            raise UsageError(
-                f"{key}: the chat template takes more than {_seconds(messages):g} s or {MEMORY >> 30} GiB for this "
-                "conversation; use a tokenizer with another template"
-            ) from None
-        if "error" in answer:
-            raise (_RowRefused if answer["row"] else UsageError)(answer["error"])
-        return answer["text"], [(start, stop) for start, stop in answer["spans"]]
-
-    def close(self) -> None:
-        """End the child process, if there is one."""
-        if self._child is not None:
-            process, connection = self._child
-            self._child = None
-            connection.close()
-            process.join(1.0)
-            process.kill()
-            process.join()
-
-
-def _seconds(messages: Messages) -> float:
-    return SECONDS + SECONDS_A_TURN * len(messages)
-
-
-def _serve(render: Render, connection: Connection, parents: Connection) -> None:
-    """Answer until the parent is gone. The kernel enforces the limits, even while Python code is stuck."""
-    parents.close()  # or the child would not notice the end of the parent
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
-    for each in (signal.SIGTERM, signal.SIGPROF):
-        signal.signal(each, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if (statm := Path("/proc/self/statm")).exists():
-        taken = int(statm.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
-    while True:
-        try:
-            request = connection.recv_bytes()
-            key, messages = json.loads(request)
-        except EOFError:
-            return
-        signal.setitimer(signal.ITIMER_PROF, _seconds(messages))
-        try:
-            text, spans = render(key, messages)
-            if len(text) > LENGTH + LENGTH_A_BYTE * len(request) or len(spans) > SPANS_A_TURN * len(messages):
-                raise UsageError(
-                    f"{key}: the chat template makes {len(text):,} characters in {len(spans):,} marked pieces of this "
-                    f"conversation of {len(messages)} messages; use a tokenizer with another template"
-                )
-            answer = json.dumps({"text": text, "spans": spans})
-        except UsageError as error:
-            answer = json.dumps({"error": str(error), "row": isinstance(error, _RowRefused)})
-        except MemoryError:
-            return
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        connection.send_bytes(answer.encode())
-
-
 _PIECE_CHARACTERS = 1 << 20
 _BATCH_CHARACTERS = 1 << 18
 _BATCH_PIECES = 256
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 # One token of the stream: the token, whether it may be a label, and whether it starts a document.
 _FIELDS = {"token": np.int32, "label": np.bool_, "start": np.bool_}
@@ -358,9 +240,11 @@ class Encoder:
         self._spelled = re.compile("|".join(map(re.escape, self._quotable)) or "(?!)")
         self._literal = copy.deepcopy(self._backend)
         self._literal.encode_special_tokens = not parse
-        render = functools.partial(_render, tokenizer, opening)
+        render = functools.partial(rendering.render, tokenizer, opening)
         date: str | None = getattr(tokenizer, "date", None)  # see `build_cache.pin_date`
-        self._render = Renderer(render if date is None else functools.partial(_at, date, render))
+        self._render = rendering.Renderer(
+            render if date is None else functools.partial(rendering.at_date, date, render)
+        )
         self._render_lock = threading.Lock()
 
     def close(self) -> None:
@@ -403,7 +287,7 @@ class Encoder:
             with self._render_lock:
                 text, spans = self._render(key, messages)
             spans = _after(spans, messages, prompt, key)
-        except _RowRefused as error:
+        except rendering.RowRefused as error:
             self.masks.leave_out(error)
             counts["conversations left out that the chat template does not render"] += 1
             return np.empty(0, dtype=STREAM)
@@ -435,10 +319,10 @@ class Encoder:
         messages, quoted = self._without_special(document.messages[:-1] if answered else document.messages)
         try:
             if not messages:
-                raise _RowRefused(f"{document.key}: nothing stands before an answer of the assistant")
+                raise rendering.RowRefused(f"{document.key}: nothing stands before an answer of the assistant")
             with self._render_lock:
                 text, _ = self._render(document.key, messages)
-        except _RowRefused as error:
+        except rendering.RowRefused as error:
             self.masks.leave_out(error)
             return []
         self.masks.documents += 1
@@ -493,7 +377,7 @@ def _replaced(value: Any, old: str, new: str) -> Any:
     return value.replace(old, new) if isinstance(value, str) else value
 
 
-def _after(spans: Spans, messages: Messages, prompt: int, key: str) -> Spans:
+def _after(spans: rendering.Spans, messages: Messages, prompt: int, key: str) -> rendering.Spans:
     """The spans of the assistant's turns that count: behind the first `prompt` messages, and not of weight 0."""
     turns = [
         (at >= prompt and each.get("weight") != 0) for at, each in enumerate(messages) if each["role"] == "assistant"
@@ -501,113 +385,7 @@ def _after(spans: Spans, messages: Messages, prompt: int, key: str) -> Spans:
     if not prompt and all(turns):
         return spans
     if len(spans) != len(turns):
-        raise _RowRefused(f"{key}: the chat template marks {len(spans)} pieces of {len(turns)} turns of the assistant")
+        raise rendering.RowRefused(
+            f"{key}: the chat template marks {len(spans)} pieces of {len(turns)} turns of the assistant"
+        )
     return [*itertools.compress(spans, turns)]
-
-
-def _at(date: str, render: Render, key: str, messages: Messages) -> tuple[str, Spans]:
-    """`render` where it is always the moment `date` for a chat template; of the child alone, whose clock it stops."""
-    from transformers.utils import chat_template_utils
-
-    now = datetime.fromisoformat(date)
-    chat_template_utils.datetime = SimpleNamespace(now=lambda: now)  # type: ignore[misc, assignment]
-    return render(key, messages)
-
-
-def _render(tokenizer: "PreTrainedTokenizerFast", opening: bool, key: str, messages: Messages) -> tuple[str, Spans]:
-    """The conversation as text, and the [start, stop) characters in it of the assistant.
-
-    opening: the text ends where the template opens the assistant's next turn.
-    """
-    if not tokenizer.chat_template:
-        raise UsageError("the tokenizer has no chat template; use one that has one, or --text-column for plain text")
-    tools: Any = messages[0].get("tools")
-
-    def render(turns: Messages, prompt: bool = False) -> str:
-        return str(tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=prompt))
-
-    try:
-        _refuse_lost_calls(render, key, messages)  # or the student would learn an empty answer
-        if opening:
-            return render(messages, prompt=True), []
-        if _GENERATION.search(tokenizer.get_chat_template()):
-            return _render_marked(tokenizer, messages)
-        return _render_prefixes(render, key, messages)
-    except (UsageError, MemoryError):
-        raise
-    except Exception as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
-        raise _RowRefused(f"{key}: the chat template refuses this conversation: {reason}") from error
-
-
-def _refuse_lost_calls(render: Callable[[Messages], str], key: str, messages: Messages) -> None:
-    marked = copy.deepcopy(messages)
-    functions = [call["function"] for each in marked for call in each.get("tool_calls", ())]
-    for place, function in enumerate(functions):
-        function["name"] = chr(0xF0000 + place)
-    if functions and not {each["name"] for each in functions} <= set(render(marked)):
-        raise _RowRefused(f"{key}: the chat template does not render the tool calls of this conversation; use another")
-
-
-def _render_marked(tokenizer: "PreTrainedTokenizerFast", messages: Messages) -> tuple[str, Spans]:
-    # Not `return_assistant_tokens_mask` of apply_chat_template: it misses the last tokens of a turn that ends in a
-    # character of several tokens, and marks everything after a turn that ends in a character without a token.
-    from transformers.utils import chat_template_utils
-
-    special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
-    rendered: Any = chat_template_utils.render_jinja_template(
-        conversations=[messages],
-        tools=messages[0].get("tools"),
-        chat_template=tokenizer.get_chat_template(),
-        return_assistant_tokens_mask=True,
-        **special_tokens,
-    )
-    return rendered[0][0], rendered[1][0]
-
-
-def _render_prefixes(render: Callable[..., str], key: str, messages: Messages) -> tuple[str, Spans]:
-    text, spans = render(messages), []
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before, through = render(messages[:turn], prompt=True), render(messages[: turn + 1])
-        if not (through.startswith(before) and text.startswith(through)):
-            return text, _find_turns(render, key, messages, text)
-        spans.append((len(before), len(through)))
-    return text, spans
-
-
-def _find_turns(render: Callable[..., str], key: str, messages: Messages, text: str) -> Spans:
-    """Where the assistant's turns are in `text`, of a template that renders a turn otherwise before later ones.
-
-    One character, which no message has, takes the place of each turn's content, or else of the first call's name. With
-    these put back, the rendering must be `text`: then each is where its character was. What the template writes behind
-    it, the end of the turn, is as much as the rendering of the conversation up to this turn has in common.
-    """
-    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    marks = dict(zip(turns, map(chr, range(0xF0000, 0xF0000 + len(turns))), strict=True))
-    marked, contents = copy.deepcopy(messages), dict[int, str]()
-    for turn, mark in marks.items():
-        calls = [] if marked[turn]["content"].strip() else marked[turn].get("tool_calls")
-        holder, name = (calls[0]["function"], "name") if calls else (marked[turn], "content")
-        contents[turn], holder[name] = holder[name], mark
-    pieces = re.split(f"([{''.join(marks.values())}])", render(marked))
-    if pieces[1::2] == list(marks.values()) and not any(mark in text for mark in marks.values()):
-        for clean in (str, str.strip):
-            restored, spans = pieces[0], []
-            for turn, behind in zip(turns, pieces[2::2], strict=True):
-                _, found, end = render(marked[: turn + 1]).rpartition(marks[turn])
-                start = len(restored)
-                if marked[turn]["content"] != marks[turn]:  # a call, behind what the template writes before it
-                    opened = render(marked[:turn], prompt=True).removeprefix(render(marked[:turn]))
-                    start = restored.rindex(opened) + len(opened)
-                restored += clean(contents[turn])
-                same = itertools.takewhile(lambda pair: len({*pair}) == 1, zip(end * bool(found), behind, strict=False))
-                spans.append((start, len(restored) + len(list(same))))
-                restored += behind
-            if restored == text:
-                return spans
-    raise _RowRefused(
-        f"{key}: the chat template rewrites earlier turns, so the assistant's cannot be found; "
-        "mark them in the template with {% generation %} ... {% endgeneration %}"
-    )

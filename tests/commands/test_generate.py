@@ -51,7 +51,7 @@ def test_a_student_with_a_chat_template_is_asked_in_it_and_raw_continues_the_tex
     assert code == 2 and "(see --raw)" in err and "no users here" in err
     tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     endless = write_model_folder(tmp_path / "endless", tiny_model("llama", 300), tokenizer)
-    monkeypatch.setattr("kdtrain.data.packing.SECONDS", 0.2)
+    monkeypatch.setattr("kdtrain.data.rendering.SECONDS", 0.2)
     code, _, err = run.call("generate", endless, "hello", *more)
     assert code == 2 and "the chat template takes more than" in err
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kdtrain.data import packing
+from kdtrain.data import rendering
 from kdtrain.data.formats import Document
 from kdtrain.data.packing import pack
 from kdtrain.errors import UsageError
@@ -36,7 +36,7 @@ def rows(tokenizer, template, num_workers=0):
     ],
 )
 def test_a_template_without_end_in_time_or_memory_is_refused(monkeypatch, tokenizer, template, num_workers):
-    monkeypatch.setattr(packing, "SECONDS", 0.3)
+    monkeypatch.setattr(rendering, "SECONDS", 0.3)
     with pytest.raises(UsageError, match=r"chat:0: the chat template takes more than 0\.4 s or 1 GiB for this conv"):
         rows(tokenizer, template, num_workers)
 
@@ -54,14 +54,14 @@ def test_a_template_that_renders_far_more_text_than_it_gets_is_refused(tokenizer
 
 
 def test_a_slow_machine_makes_no_template_slow(monkeypatch):
-    monkeypatch.setattr(packing, "SECONDS", 0.1)
-    renderer = packing.Renderer(lambda key, messages: (time.sleep(0.5), ("text", [(0, 4)]))[1])
+    monkeypatch.setattr(rendering, "SECONDS", 0.1)
+    renderer = rendering.Renderer(lambda key, messages: (time.sleep(0.5), ("text", [(0, 4)]))[1])
     assert renderer("key", TALK) == ("text", [(0, 4)])
     renderer.close()
 
 
 def test_each_conversation_has_its_own_time(monkeypatch):
-    monkeypatch.setattr(packing, "SECONDS", 0.5)
+    monkeypatch.setattr(rendering, "SECONDS", 0.5)
 
     def busy(key, messages):
         end = time.process_time() + 0.2
@@ -69,7 +69,7 @@ def test_each_conversation_has_its_own_time(monkeypatch):
             pass
         return key, []
 
-    renderer = packing.Renderer(busy)
+    renderer = rendering.Renderer(busy)
     assert [renderer(str(number), TALK)[0] for number in range(5)] == list("01234")
     renderer.close()
 
@@ -98,7 +98,7 @@ def test_no_process_is_left_behind(tokenizer):
 
 def test_the_process_ends_with_a_parent_that_is_killed():
     code = (
-        "import sys, time; from kdtrain.data.packing import Renderer; "
+        "import sys, time; from kdtrain.data.rendering import Renderer; "
         "r = Renderer(lambda key, messages: (key, [])); r('a', []); print(r._child[0].pid, flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -119,7 +119,7 @@ def test_the_process_ends_with_a_parent_that_is_killed():
 
 def children():
     """The child processes that render conversations."""
-    return [each for each in packing.multiprocessing.active_children() if each.name == "chat-templates"]
+    return [each for each in rendering.multiprocessing.active_children() if each.name == "chat-templates"]
 
 
 def state(process):
