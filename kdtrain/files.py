@@ -61,15 +61,11 @@ _TOML = 2**18
 _DOTTED_KEY = re.compile(r"""(?:^|[\s{,\[])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){16}""")
 """The beginning of a dotted key of more than 16 parts."""
 _TEMPORARY = re.compile(r"\.((.+)\.[0-9a-f]{8})([0-9a-f]{8})\.tmp")
-_SHORT = 50
-"""Most characters of a file's name in names made from it, which must stay below 255 bytes."""
-_POLL = 0.2
-"""Seconds between two attempts to take a lock."""
+_SHORT = 50  # most characters of a file's name in names made from it, which must stay below 255 bytes
+_POLL = 0.2  # seconds between two attempts to take a lock
 
 
 # Reading ------------------------------------------------------------------------------------------------------------
-
-
 def open_regular(path: Path) -> BufferedReader:
     """`path`, opened for reading bytes. ValueError: it is not a regular file (reading a pipe would block)."""
     # Without O_NONBLOCK, opening a pipe blocks until it has a writer.
