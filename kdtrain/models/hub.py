@@ -18,13 +18,18 @@ line.
 import contextlib
 import difflib
 import errno
+import functools
 import re
+import socket
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
 
 import torch
+from huggingface_hub import constants
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -41,7 +46,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, 
 
 from kdtrain.errors import UsageError, panics_refused
 from kdtrain.files import LARGE, parse_json, read_bytes, read_text, refuse_leading_out, typed
-from kdtrain.models.spec import ATTENTIONS, ModelSpec
+from kdtrain.models.spec import ATTENTIONS, ModelSpec, is_hub_id
 from kdtrain.models.tokenizer_limits import refuse_endless, refuse_many_tokens
 
 MAX_LAYERS = 1000
@@ -241,26 +246,41 @@ Answer = TypeVar("Answer")
 
 
 _asking_lock = threading.Lock()
-_inside: list[int] = []  # one for each caller of never_asking, the first one's is what to restore
+_inside: list[tuple[int, bool]] = []  # one for each caller of never_asking, the first one's is what to restore
 
 
 @contextlib.contextmanager
-def never_asking() -> Iterator[None]:
+def never_asking(offline: bool = False) -> Iterator[None]:
     """transformers asks nothing on stdin inside: it refuses the code of a model that nobody trusted, at once.
+
+    offline: nor does it ask the hub, only what was fetched before.
 
     An argument is not enough, because it does not reach the parts of composite models. Threads may be inside side by
     side: the last to leave restores what the first one found.
     """
     with _asking_lock:
-        _inside.append(_inside[0] if _inside else dynamic_module_utils.TIME_OUT_REMOTE_CODE)
-        dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+        now = (dynamic_module_utils.TIME_OUT_REMOTE_CODE, constants.HF_HUB_OFFLINE)
+        _inside.append(_inside[0] if _inside else now)
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE, constants.HF_HUB_OFFLINE = 0, now[1] or offline
     try:
         yield
     finally:
         with _asking_lock:
             before = _inside.pop()
             if not _inside:
-                dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
+                dynamic_module_utils.TIME_OUT_REMOTE_CODE, constants.HF_HUB_OFFLINE = before
+
+
+@functools.cache
+def _no_network(endpoint: str) -> bool:
+    """Whether the hub's name is unknown here: its client would try again for half a minute. A proxy may know it."""
+    if urllib.request.getproxies():
+        return False
+    try:
+        socket.getaddrinfo(urlsplit(endpoint).hostname, None)
+    except OSError:
+        return True
+    return False
 
 
 def ask(source: str, load: Callable[[], Answer]) -> Answer:
@@ -269,7 +289,8 @@ def ask(source: str, load: Callable[[], Answer]) -> Answer:
     Out of memory and a full disk pass through: the same request may work elsewhere.
     """
     try:
-        with panics_refused(f"{source}: cannot be loaded"), never_asking():
+        offline = is_hub_id(source) and not constants.HF_HUB_OFFLINE and _no_network(constants.ENDPOINT)
+        with panics_refused(f"{source}: cannot be loaded"), never_asking(offline):
             return load()
     except (torch.OutOfMemoryError, MemoryError, UsageError):
         raise

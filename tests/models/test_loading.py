@@ -3,17 +3,21 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from kdtrain import faults
 from kdtrain.errors import RunError, UsageError
+from kdtrain.models import hub
 from kdtrain.models.head import split
 from kdtrain.models.loading import (
     architecture,
@@ -311,6 +315,24 @@ def test_a_hub_id_that_cannot_be_reached_is_refused_in_one_line(load):
         load("no-such-org/no-such-model")
     expected = "no-such-org/no-such-model: no such folder, and the hub cannot be reached"
     assert str(caught.value).startswith(expected) and "\n" not in str(caught.value)
+
+
+def test_without_a_network_the_hub_is_asked_for_its_name_once_and_not_again_and_again(monkeypatch):
+    calls = []
+
+    def unknown(*asked, **more):
+        calls.append(asked)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub.urllib.request, "getproxies", dict)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("tried again"))
+    hub._no_network.cache_clear()
+    with pytest.raises(UsageError, match="no-such-org/no-such-model: no such folder, and the hub cannot be reached"):
+        load_tokenizer("no-such-org/no-such-model")
+    hub._no_network.cache_clear()
+    assert len(calls) == 1 and not constants.HF_HUB_OFFLINE
 
 
 def test_flash_attention_that_is_not_installed_is_refused_in_one_line(tmp_path):
