@@ -22,9 +22,7 @@ CARD = "README.md"
 _PARENTS = 20  # that a card lists
 LICENSES = ("text", "teacher", "outputs")
 """What a licence is of: the text, the teacher's weights, and what the teacher said."""
-_SEAL = re.compile(r"(?s)(.*)<!-- kdtrain card ([0-9a-f]{64}) -->\n")
 _SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M"))
-_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
 _KNOWN = (
     *("apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0"),
     *("cc-by-sa-3.0", "odc-by", "odbl", "gpl-3.0", "lgpl-3.0", "agpl-3.0", "mpl-2.0", "openrail", "llama3", "llama3.1"),
@@ -52,7 +50,7 @@ def is_own(path: Path) -> bool:
 
 def is_card(text: str) -> bool:
     """Whether a text is a card as kdtrain writes it."""
-    found = _SEAL.fullmatch(text)
+    found = re.fullmatch(r"(?s)(.*)<!-- kdtrain card ([0-9a-f]{64}) -->\n", text)
     return found is not None and _check_sum(found[1]) == found[2]
 
 
@@ -80,7 +78,7 @@ def make_card(
 def _metadata(manifest: Manifest, licenses: Mapping[str, str] | None, preview: bool) -> Iterator[str]:
     teacher = word((manifest.settings.teacher or {}).get("spec"))
     yield "tags: [teacher-logits, knowledge-distillation, kdtrain]"
-    if _HUB_ID.fullmatch(teacher):
+    if re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", teacher, re.ASCII):
         yield f"base_model: {json.dumps(teacher)}"
     yield from license_lines((licenses or {}).get("outputs", "unknown"))
     rows = sum(split["sequences"] for split in manifest.splits.values())
@@ -109,7 +107,7 @@ def _body(manifest: Manifest, licenses: Mapping[str, str] | None, where: str | N
         "teacher": _teacher(record),
         **({} if manifest.weights_cost is None else {"its weights": weights_line(manifest.weights_cost)}),
         "text": ", ".join(f"{key} {value}" for key, value in settings.data.items() if isinstance(value, str | int)),
-        **dict(_written(manifest)),
+        **({"written by the teacher": "; ".join(lines)} if (lines := list(written_lines(manifest))) else {}),
         **dict(_origin(manifest.origin or {})),
         "kept": kept,
         **{
@@ -194,12 +192,6 @@ def _origin(origin: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "kept mass", f"{mass}{bound}"
     if isinstance(unknown := origin.get("unknown"), list) and unknown:
         yield "not known of the teacher", ", ".join(map(str, unknown))
-
-
-def _written(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """The rows of a cache of text that the teacher wrote."""
-    if lines := list(written_lines(manifest)):
-        yield "written by the teacher", "; ".join(lines)
 
 
 def written_lines(manifest: Manifest) -> Iterator[str]:

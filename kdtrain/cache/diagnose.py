@@ -49,7 +49,6 @@ MASK = "another document mask"
 LOST, ADDED = "rows without their first token (a lost BOS)", "a token before each row (an added BOS)"
 INT8 = "weights rounded to int8"
 RENORMALISED = "a top-k renormalised to sum to 1"
-_ENDS = tuple(f"temperature {t:g}" for t in (TEMPERATURES[0], TEMPERATURES[-1]))
 
 Gains = dict[str, tuple[float, float]]
 """By fault, of one row: its misfit, and that of the teacher itself over the same positions."""
@@ -149,7 +148,8 @@ def diagnose(rows: Sequence[Gains], matched: Sequence[int | None] = ()) -> Diagn
     if moved > len(matched) / 2:
         return Diagnosis(OTHER_ROWS, moved / len(matched), divergence, number)
     shares = {name: _share(np.array([row[name] for row in rows])) for name in rows[0]}
-    if max(filter(_is_temperature, shares), key=lambda each: shares[each]) in _ENDS:
+    ends = [f"temperature {t:g}" for t in (TEMPERATURES[0], TEMPERATURES[-1])]
+    if max(filter(_is_temperature, shares), key=lambda each: shares[each]) in ends:
         shares = {name: share for name, share in shares.items() if not _is_temperature(name)}
     # a shift explains all or nothing; in part it only spreads the mass as flatter weights do
     shares |= {name: 0.0 for name in (AHEAD, BEHIND) if shares[name] < MOST}

@@ -26,8 +26,6 @@ from kdtrain.cache.vector import make_vector
 from kdtrain.errors import RunError, writing
 from kdtrain.files import file_digest, publish_json, published, set_aside
 
-_LIBRARIES = ("torch", "transformers", "numpy", "h5py", "hdf5plugin")
-
 
 def read_sidecars(
     folder: Path, settings: CacheSettings, splits: Mapping[str, Sequence[ShardPlace]]
@@ -74,6 +72,7 @@ def publish_manifest(
     with published(index, "cache.index") as temporary:
         parts = {split: [(r["name"], r["sequences"]) for r in each] for split, each in sidecars.items()}
         hdf5.write_index(temporary, settings.codec, length, parts, pieces=pieces)
+    libraries = ("torch", "transformers", "numpy", "h5py", "hdf5plugin")
     first = next(iter(sidecars))
     shard = sidecars[first][0]
     manifest = Manifest(
@@ -86,7 +85,7 @@ def publish_manifest(
         tokenizer_files=file_digests(folder / cache_format.TOKENIZER),
         versions={
             "kdtrain": __version__,
-            **{name: importlib.metadata.version(name) for name in _LIBRARIES},
+            **{name: importlib.metadata.version(name) for name in libraries},
             "hdf5": h5py.version.hdf5_version,
         },
         test_vector=make_vector(folder, settings.codec, first, shard["name"], shard["sequences"]),

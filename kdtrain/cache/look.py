@@ -85,13 +85,15 @@ def look(cache: Cache, *, rows: int = ROWS, seconds: float = SECONDS, seed: int 
     systematic = settings.sampling == "systematic" or grid_offset(settings.sampling) is not None
     origin = cache.manifest.origin
     shift = origin.get("shift") if origin else None
+    generated = settings.data.get("generated")
+    drawn = generated.get("temperature") if isinstance(generated, dict) else None
     return examine(
         batches,
         systematic=systematic,
         samples=origin is None and (systematic or settings.sampling is None),
         vocab_size=settings.vocab_size,
         imported=shift if isinstance(shift, int) else None,
-        drawn_at=_drawn_at(settings.data.get("generated")),
+        drawn_at=float(drawn) if isinstance(drawn, int | float) else 1.0,
     )
 
 
@@ -157,11 +159,6 @@ def examine(
         expected_mass=expected / number,
         samples_z=z,
     )
-
-
-def _drawn_at(generated: Any) -> float:
-    found = generated.get("temperature") if isinstance(generated, dict) else None
-    return float(found) if isinstance(found, int | float) else 1.0
 
 
 def _figures(batch: Batch, systematic: bool) -> tuple[float, ...]:

@@ -37,8 +37,6 @@ from kdtrain.objective.targets import SparseTargets
 
 log = logging.getLogger("kdtrain")
 
-_BATCH = 16
-
 
 def merge(
     caches: Sequence[Cache], out: Path, weights: Sequence[Fraction] | None = None, progress: Progress | None = None
@@ -79,7 +77,7 @@ def _sum(
 
     tokenizer = TokenizerFiles(caches[0])
     builder = CacheBuilder(
-        out, settings, teacher=None, kept=kept, tokenizer=tokenizer, batch_size=_BATCH, progress=progress
+        out, settings, teacher=None, kept=kept, tokenizer=tokenizer, batch_size=16, progress=progress
     )
     try:
         if (there := builder.manifest) is None:
@@ -131,12 +129,13 @@ def _append(caches: Sequence[Cache], out: Path, progress: Progress | None) -> Ma
     splits, written = dict[str, list[Piece]](), dict[str, dict[str, int]]()
     for split in dict.fromkeys(split for cache in caches for split in cache):
         holders = [cache for cache in caches if split in cache]
-        if split == "validation" and len({_content(cache) for cache in holders}) == 1:
-            holders = holders[:1]
+        if split == "validation":  # one is enough where rows and teacher are the same
+            contents = {(cache.manifest.splits[split]["tokens_sha256"], json_digest(who(cache))) for cache in holders}
+            holders = holders[:1] if len(contents) == 1 else holders
         if found := with_common_rows(holders, split):
             log.warning("%s have rows of %s in common, which will be there twice", names(found), split)
-        shards = [(cache[split], number) for cache in holders for number in _numbers(cache, split)]
-        splits[split] = [Piece(reader, number) for reader, number in shards]
+        shards = [(cache[split], len(cache.manifest.splits[split]["shards"])) for cache in holders]
+        splits[split] = [Piece(reader, number) for reader, count in shards for number in range(count)]
         counts = [each for cache in holders if (each := (cache.manifest.generated or {}).get(split))]
         if counts:
             written[split] = {name: sum(each.get(name, 0) for each in counts) for name in counts[0]}
@@ -168,15 +167,6 @@ def _append(caches: Sequence[Cache], out: Path, progress: Progress | None) -> Ma
         stated={"generated": written or None, "capture": joined([cache.manifest.capture for cache in caches])},
         progress=progress,
     )
-
-
-def _numbers(cache: Cache, split: str) -> range:
-    return range(len(cache.manifest.splits[split]["shards"]))
-
-
-def _content(cache: Cache) -> tuple[str, str]:
-    """What two validation splits that are the same have in common: rows and teacher."""
-    return cache.manifest.splits["validation"]["tokens_sha256"], json_digest(who(cache))
 
 
 def _listed(records: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:

@@ -46,12 +46,14 @@ def subset(
     if rows is not None:
         words = f"{rows[0]}:{'' if rows[1] is None else rows[1]}"
     cut = {"of": manifest.digest, "rows": words, "splits": sorted(splits)}
-    chosen = {
-        split: _by_hash(cache[split], fraction)
-        if fraction is not None
-        else np.arange(*between(rows, len(cache[split])))
-        for split in splits
-    }
+    chosen = {}
+    for split in splits:
+        if fraction is None:
+            chosen[split] = np.arange(*between(rows, len(cache[split])))
+        else:
+            ranks = [rank(row.tokens.astype("<u4").tobytes().hex()) for row in cache[split].rows()]
+            number = max(1, round(fraction * len(ranks)))
+            chosen[split] = np.sort(np.argsort(ranks, kind="stable")[:number])
     parent: Parent = {**parent_record(cache), "rows": words, "splits": sorted(splits)}
     return write_pieces(
         out,
@@ -68,12 +70,6 @@ def subset(
         },
         progress=progress,
     )
-
-
-def _by_hash(reader: CacheReader, fraction: Fraction) -> np.ndarray:
-    ranks = [rank(row.tokens.astype("<u4").tobytes().hex()) for row in reader.rows()]
-    number = max(1, round(fraction * len(ranks)))
-    return np.sort(np.argsort(ranks, kind="stable")[:number])
 
 
 def _pieces(reader: CacheReader, chosen: np.ndarray | None) -> list[Piece]:

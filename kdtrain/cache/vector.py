@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import ABSENT, CodecSpec
-from kdtrain.cache.shard import Shard, Stored, batch_of, shard_errors
+from kdtrain.cache.shard import Shard, batch_of, shard_errors
 from kdtrain.objective.targets import Targets
 
 ENTRIES = 64
@@ -40,16 +40,14 @@ def make_vector(folder: Path, spec: CodecSpec, split: str, shard: str, sequences
     with shard_errors(path), closing(Shard(path, spec)) as opened:
         for row in range(sequences):
             stored = opened.read(np.array([row]), checked=False)
-            if not (stored.arrays["loss_mask"] == cache_format.BROKEN).any():
-                return {"split": split, "sequence": row, **_decoded(stored, spec)}
+            if (stored.arrays["loss_mask"] == cache_format.BROKEN).any():
+                continue
+            batch = batch_of([stored], spec)
+            tokens, shown = batch.tokens[0].tolist(), positions(batch.loss_mask.shape[1])
+            places = {"positions": shown, "tokens": [tokens[at : at + 2] for at in shown]}
+            found = {} if batch.targets is None else _targets(batch.targets, shown, spec)
+            return {"split": split, "sequence": row, **places, **found}
     return None
-
-
-def _decoded(stored: Stored, spec: CodecSpec) -> dict[str, Any]:
-    batch = batch_of([stored], spec)
-    tokens, shown = batch.tokens[0].tolist(), positions(batch.loss_mask.shape[1])
-    found = {"positions": shown, "tokens": [tokens[at : at + 2] for at in shown]}
-    return found | ({} if batch.targets is None else _targets(batch.targets, shown, spec))
 
 
 def _targets(targets: Targets, shown: list[int], spec: CodecSpec) -> dict[str, Any]:

@@ -79,7 +79,10 @@ class CheckpointStore:
         """
         tensors: dict[str, torch.Tensor] = {}
         name = name or tiers.rolling_name(as_whole(step, "step"))
-        best = self._best_loss()
+        linked, best = self._store.linked("best"), None
+        if linked is not None and self._store.problem(linked) is None:
+            best = read_state(self._store.path(linked)).get("metrics", {}).get("loss")
+            best = None if best is None else float(best)
         try:
             tree = {"tree": _flatten(state, (), tensors), "metrics": dict(metrics or {})}
         except RecursionError:
@@ -112,13 +115,6 @@ class CheckpointStore:
         """Published checkpoints, oldest first, whether they verify or not."""
         return self._store.names()
 
-    def _best_loss(self) -> float | None:
-        linked = self._store.linked("best")
-        if linked is None or self._store.problem(linked) is not None:
-            return None
-        loss = read_state(self._store.path(linked)).get("metrics", {}).get("loss")
-        return None if loss is None else float(loss)
-
 
 def _flatten(value: Any, path: tuple[Any, ...], tensors: dict[str, torch.Tensor]) -> Any:
     """`value` as JSON; an object with one key stands for a tensor, a dict or a tuple."""
@@ -143,9 +139,6 @@ def _flatten(value: Any, path: tuple[Any, ...], tensors: dict[str, torch.Tensor]
     raise UsageError(f"{where} is a {type(value).__name__}; only tensors and plain values can be saved")
 
 
-_ESCAPED = re.compile(r"[%/#\x00-\x1f\x7f\ud800-\udfff]|^__(?=metadata__$)|^$")
-
-
 def _escaped(key: str | int) -> str:
     """A key as a part of a tensor's name: different for different keys, also for 1 and "1", and never ambiguous.
 
@@ -154,7 +147,8 @@ def _escaped(key: str | int) -> str:
     """
     if isinstance(key, int):
         return f"#{int(key)}"
-    return _ESCAPED.sub(lambda found: "".join(f"%{ord(each):04x}" for each in found[0]) or "%", key)
+    odd = r"[%/#\x00-\x1f\x7f\ud800-\udfff]|^__(?=metadata__$)|^$"
+    return re.sub(odd, lambda found: "".join(f"%{ord(each):04x}" for each in found[0]) or "%", key)
 
 
 def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

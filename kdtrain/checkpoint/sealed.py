@@ -22,9 +22,6 @@ T = TypeVar("T")
 MANIFEST, STATE = "manifest.json", "state.json"
 VERSION = 2
 
-_NAME = re.compile(r"state\.json|shard-[0-9]{5}-[0-9]{5}\.safetensors")
-"""The file names that a manifest may hold, since they become paths."""
-
 
 class _Record(TypedDict):
     version: int
@@ -110,7 +107,8 @@ def _files(path: Path) -> dict[str, tuple[int, str]]:
     record = typed(record, _Record)
     if text != seal(record["step"], record["rollbacks"], record["files"]):
         raise ValueError("it does not match its own digest")
-    if STATE not in record["files"] or not all(map(_NAME.fullmatch, record["files"])):
+    allowed = re.compile(r"state\.json|shard-[0-9]{5}-[0-9]{5}\.safetensors")  # since they become paths
+    if STATE not in record["files"] or not all(map(allowed.fullmatch, record["files"])):
         raise ValueError("it names files that a checkpoint does not have")
     return record["files"]
 

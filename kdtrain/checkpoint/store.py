@@ -126,7 +126,11 @@ class Store:
         from kdtrain.ranks import on_main
 
         def finish() -> None:
-            files[STATE] = _write(hidden / STATE, _json(name, state))
+            try:
+                text = json.dumps(state, indent=1)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise UsageError(f"the state of checkpoint {name} cannot be written as JSON: {error}") from None
+            files[STATE] = _write(hidden / STATE, text)
             faults.point("checkpoint.before-manifest")
             _write(hidden / MANIFEST, seal(step, rollbacks, files))
             if (wrong := unreadable(hidden)) is not None:
@@ -428,13 +432,6 @@ def load(path: Path, like: shards.Like | None = None) -> Checkpoint:
     from kdtrain.checkpoint import shards
 
     return Checkpoint(path.name, shards.read(path, like), read_state(path))
-
-
-def _json(name: str, state: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(state, indent=1)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"the state of checkpoint {name} cannot be written as JSON: {error}") from None
 
 
 def _write(path: Path, text: str) -> tuple[int, str]:

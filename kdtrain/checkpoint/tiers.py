@@ -22,10 +22,6 @@ SUFFIX = ".safetensors"
 Tier = Literal["clock", "epoch", "exploded", "rolling", "special", "window"]
 
 LINKS = ("latest", "best")
-_ASIDE = re.compile(r"\.(?:left|damaged|old|replaced)-\d+$")
-"""Ends of the names that `files.set_aside` gives."""
-_STEP = re.compile(r"^(?:step-|interrupted-|clock-|exploded-)(\d+)|iter(\d+)")
-_WINDOW = re.compile(r"window_(?:end_\d+_iter\d+|\d+_iter\d+_[a-z0-9]+)")
 _RANK: dict[Tier, int] = {"clock": 0, "epoch": 0, "exploded": 0, "rolling": 1, "special": 2, "window": 2}
 
 
@@ -80,7 +76,8 @@ def is_apart(name: str) -> bool:
 def is_name(name: str) -> bool:
     """Whether a checkpoint may have this name."""
     odd = not name or name.startswith(".") or not {"/", "\0"}.isdisjoint(name)
-    return not (odd or name in LINKS or _ASIDE.search(name))
+    # the last: as `files.set_aside` ends a name
+    return not (odd or name in LINKS or re.search(r"\.(?:left|damaged|old|replaced)-\d+$", name))
 
 
 def is_planned(name: str) -> bool:
@@ -96,14 +93,14 @@ def tier(name: str) -> Tier:
         return "clock"
     if re.fullmatch(r"exploded-\d{8,}", name):
         return "exploded"
-    if _WINDOW.fullmatch(name):
+    if re.fullmatch(r"window_(?:end_\d+_iter\d+|\d+_iter\d+_[a-z0-9]+)", name):
         return "window"
     return "epoch" if re.fullmatch(r"epoch-\d{4,}", name) else "special"
 
 
 def step_in(name: str) -> int:
     """The step parsed from a name, for a checkpoint with an unreadable manifest; -1 if it has none."""
-    found = _STEP.search(name)
+    found = re.search(r"^(?:step-|interrupted-|clock-|exploded-)(\d+)|iter(\d+)", name)
     return int(found[1] or found[2]) if found else -1
 
 

@@ -131,9 +131,14 @@ def audit(config: VerifyConfig, cache: Cache) -> Audit:
     """
     assert config.teacher is not None
     settings = cache.manifest.settings
-    _refuse(cache, settings)
+    if settings.codec.kind == "tokens":
+        raise UsageError(f"{cache.folder} holds tokens without targets; leave --teacher out")
+    if settings.sampling == MIXTURE:
+        raise UsageError(f"{cache.folder} mixes several teachers; audit the caches that it was merged from")
     teacher, reference = _teachers(config, settings)
-    rows = _drawn_rows(cache, config.rows, config.seed)
+    every = [(split, row) for split in cache for row in range(cache.manifest.splits[split]["sequences"])]
+    order = np.random.RandomState(config.seed).permutation(len(every))
+    rows = [every[place] for place in order[: config.rows]]
     compare = _Comparison(cache, teacher, reference)
     scored: list[tuple[tuple[str, int], Evidence]] = []
     with bar("audit", len(rows)) as shown:
@@ -153,13 +158,6 @@ def audit(config: VerifyConfig, cache: Cache) -> Audit:
         verdict=verdict,
         diagnosis=compare.diagnosis(worst) if verdict.failed else None,
     )
-
-
-def _refuse(cache: Cache, settings: CacheSettings) -> None:
-    if settings.codec.kind == "tokens":
-        raise UsageError(f"{cache.folder} holds tokens without targets; leave --teacher out")
-    if settings.sampling == MIXTURE:
-        raise UsageError(f"{cache.folder} mixes several teachers; audit the caches that it was merged from")
 
 
 def _format(settings: CacheSettings) -> tuple[str, bool]:
@@ -196,12 +194,6 @@ def _teachers(config: VerifyConfig, settings: CacheSettings) -> tuple[Teacher, T
     return teacher, teacher if mode == "fp32" else loaded(open_teacher(spec, device, "fp32"))
 
 
-def _drawn_rows(cache: Cache, number: int, seed: int) -> list[tuple[str, int]]:
-    every = [(split, row) for split in cache for row in range(cache.manifest.splits[split]["sequences"])]
-    order = np.random.RandomState(seed).permutation(len(every))
-    return [every[place] for place in order[:number]]
-
-
 def _batches(rows: list[tuple[str, int]], size: int) -> Iterator[tuple[str, list[int]]]:
     """In the order of the file, so that each shard is opened once."""
     for split in sorted({split for split, _ in rows}):
@@ -226,12 +218,15 @@ class _Comparison:
         """What each of these rows says; rows that do not count in a loss are left out."""
         batch = self.cache[split].read(indices)
         own, right = (logprobs(each, batch, self.settings.document_mask) for each in (self.teacher, self.reference))
+        number, offset = self.settings.codec.num_samples, grid_offset(self.settings.sampling)
         found = []
         for b, row in enumerate(indices):
             mask_T = batch.loss_mask[b]
             if not mask_T.any():
                 continue
-            points = self._points(split, row)
+            points = None
+            if number and offset is not None and self.whole:
+                points = draw_points(self.settings.seed, split, row, self.settings.seq_len, number, offset)
             evidence = score(
                 _targets(batch, b).map(lambda _, each, kept=mask_T: each[kept]).to(own.device),
                 batch.tokens[b, 1:][mask_T].to(own.device),
@@ -244,33 +239,25 @@ class _Comparison:
             found.append(((split, row), evidence))
         return found
 
-    def _points(self, split: str, row: int) -> np.ndarray | None:
-        number, offset = self.settings.codec.num_samples, grid_offset(self.settings.sampling)
-        if not number or offset is None or not self.whole:
-            return None
-        return draw_points(self.settings.seed, split, row, self.settings.seq_len, number, offset)
-
     def diagnosis(self, rows: list[tuple[str, int]]) -> Diagnosis:
         """The fault that explains some rows best."""
         found: list[Gains] = []
         matched = []
         forwards = other_forwards(self.teacher, self.settings.seq_len, self.settings.document_mask)
         for split, (row,) in _batches(rows, 1):
-            batch = self.cache[split].read([row])
+            reader = self.cache[split]
+            batch = reader.read([row])
             if not batch.loss_mask.any():
                 continue
             others = {name: forward(batch)[0] for name, forward in forwards.items()}
             own = logprobs(self.teacher, batch, self.settings.document_mask)[0]
             targets = _targets(batch, 0)
             found.append(gains(targets.to(own.device), batch.tokens[0, 1:].to(own.device), own, others))
-            matched.append(self._other_row(split, row, targets, batch.loss_mask[0]))
+            start = max(0, min(row - NEIGHBOURS // 2, len(reader) - NEIGHBOURS))
+            tokens = reader.text(range(start, min(start + NEIGHBOURS, len(reader))))["tokens"]
+            labels = torch.from_numpy(tokens[:, 1:].astype(np.int64))
+            matched.append(other_row(targets, row - start, labels, batch.loss_mask[0]))
         return diagnose(found, matched)
-
-    def _other_row(self, split: str, row: int, targets: Any, counted_T: Tensor) -> int | None:
-        reader = self.cache[split]
-        start = max(0, min(row - NEIGHBOURS // 2, len(reader) - NEIGHBOURS))
-        tokens = reader.text(range(start, min(start + NEIGHBOURS, len(reader))))["tokens"]
-        return other_row(targets, row - start, torch.from_numpy(tokens[:, 1:].astype(np.int64)), counted_T)
 
 
 def logprobs(teacher: Teacher, batch: Batch, document_mask: bool) -> Tensor:

@@ -12,9 +12,6 @@ from kdtrain.config.values import flag
 from kdtrain.monitor.runs import MEASURES, Group, caution, difference, differing, grouped, read_runs, spread
 from kdtrain.monitor.tables import finite, literal
 
-_COLUMN = 20
-"""Characters of a run's column, at least."""
-
 
 def main(config: CompareConfig) -> int:
     """Print the table.
@@ -27,8 +24,8 @@ def main(config: CompareConfig) -> int:
         print(json.dumps(finite(as_record(groups))))
         return 0
     console = Console()
-    # each table repeats the first run, which the others are compared with
-    columns = max(1, (console.width - 30) // _COLUMN - 1)
+    # each table repeats the first run, which the others are compared with; a column has 20 characters at least
+    columns = max(1, (console.width - 30) // 20 - 1)
     for start in range(1, max(len(groups), 2), columns):
         console.print(_table(groups, [groups[0], *groups[start : start + columns]]))
     for note in notes(groups):

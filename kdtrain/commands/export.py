@@ -50,10 +50,6 @@ class _Origin(TypedDict):
     """Their SHA-256."""
 
 
-_PATIENCE = 600.0
-"""Seconds that the other processes wait for a sign of rank 0."""
-
-
 def main(config: ExportConfig) -> int:
     """Write the student of a run's checkpoint into `config.out`; of several processes rank 0 does, the others wait.
 
@@ -62,7 +58,7 @@ def main(config: ExportConfig) -> int:
         RunError: the checkpoint is damaged.
     """
     setup_logging(quiet=not is_main())
-    with process_group(torch.device("cpu"), _PATIENCE):
+    with process_group(torch.device("cpu"), 600.0):  # seconds that the others wait for a sign of rank 0
         result = on_main(lambda: _export(config))
     show(f"export {result['student']}", result, config.json)
     return 0
@@ -77,19 +73,15 @@ def _export(config: ExportConfig) -> dict[str, Any]:
         found = _read(config)
         if (where := config.push) is None:
             return _write(config, *found)
-        url = make_repository(where, where.removeprefix("hf:"), "model", config.private)
-        there = _there(where, where.removeprefix("hf:"))  # before minutes go into the folder
+        repository = where.removeprefix("hf:")
+        url = make_repository(where, repository, "model", config.private)
+        earlier, card_stays = _there(where, repository)  # before minutes go into the folder
         result = _write(config, *found)
         log.info("%s is written; publishing it as %s", result["student"], where)
-        return result | {"url": url, "commit": _publish(where, result, *there)}
-
-
-def _publish(where: str, exported: Mapping[str, Any], earlier: set[str], card_stays: bool) -> str:
-    """Upload an export to the hub, and return the commit. `earlier` and `card_stays` are of `_there`."""
-    folder, repository = Path(exported["student"]), where.removeprefix("hf:")
-    files = {name: path for name, path in files_below(folder).items() if name != CARD or not card_stays}
-    message, gone = f"Step {exported['step']:,} by kdtrain", earlier - files.keys()
-    return upload(where, repository, "model", files, message, gone)
+        files = files_below(Path(result["student"]))
+        files = {name: path for name, path in files.items() if name != CARD or not card_stays}
+        message, gone = f"Step {result['step']:,} by kdtrain", earlier - files.keys()
+        return result | {"url": url, "commit": upload(where, repository, "model", files, message, gone)}
 
 
 def _there(where: str, repository: str) -> tuple[set[str], bool]:

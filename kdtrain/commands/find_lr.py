@@ -56,8 +56,6 @@ from kdtrain.training.validate import validate
 RECORD, FIGURE, LOCK = "find-lr.json", "find-lr.png", ".find-lr"
 _DIVERGED = ("diverged", "non-finite", "gradient-explosion")
 """Why a run ends whose rate is too high."""
-_PARTS = 16
-"""Parts of the validation text, at least, if it has as many sequences."""
 _SHOWN = 5
 """Rates in the table of the terminal."""
 
@@ -195,7 +193,12 @@ def _begin(config: FindLrConfig) -> _Record:
                 raise ValueError("it is not what find-lr writes")
         except (OSError, ValueError) as error:
             raise UsageError(f"{path}: {error}; name another --out") from None
-        changed = [*_changed(found.options, options)]
+        changed = [
+            f"{flag(name)} was {was}"
+            for section, table in options.items()
+            for name, value in table.items()
+            if name != "rung_steps" and (was := found.options.get(section, {}).get(name)) != finite(value)
+        ]
         changed += [f"--rung-steps was {found.rungs[0]}"] if found.rungs != _rungs(config) else []
         if changed:
             raise UsageError(f"--out {config.out} holds another search ({', '.join(changed)}); name another --out")
@@ -226,13 +229,6 @@ def _leave_nothing(out: Path) -> None:
     """Remove the record of a search that did not begin, such as one of refused options."""
     if not any(out.glob("lr-*")):
         remove_file(out / RECORD)
-
-
-def _changed(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> Iterator[str]:
-    for section, table in now.items():
-        for name, value in table.items():
-            if name != "rung_steps" and (was := before.get(section, {}).get(name)) != finite(value):
-                yield f"{flag(name)} was {was}"
 
 
 def _train(config: FindLrConfig, record: _Record, exponent: int, rung: int) -> None:
@@ -272,7 +268,7 @@ def _by_part(run: Run) -> list[float]:
     """The validation loss of parts of the split, nats a token."""
     trainer, source, micro = run.trainer, run.trainer.validation_source, run.trainer.stepper.micro
     count = min(len(source), trainer.validation_batches * micro)
-    size = max(1, min(micro, count // _PARTS))
+    size = max(1, min(micro, count // 16))  # sixteen parts at least, if there are as many sequences
     whole = count if source.facts.mixture is None else len(source)  # whose members stand one behind the other
     student, found = trainer.student.eval(), list[float]()
     for number in range(count // size):
@@ -377,10 +373,11 @@ def _page(out: Path, result: dict[str, Any]) -> Iterator[Any]:
     yield f"{out}: validation losses around {result['guess']:.2g} ({result['guess_from']})"
     best = next(place for place, name in enumerate(names) if rates[name] == suggestion["best"])
     first = max(0, min(best - _SHOWN // 2, len(names) - _SHOWN))
-    rows = [
-        [f"{rates[name]:.2g}{' *' if rates[name] == suggestion['best'] else ''}", *_cells(result["runs"][name])]
-        for name in names[first : first + _SHOWN]
-    ]
+    rows = []
+    for name in names[first : first + _SHOWN]:
+        losses = ["diverged" if each["loss"] is None else f"{each['loss']:.4f}" for each in result["runs"][name]]
+        rate = f"{rates[name]:.2g}{' *' if rates[name] == suggestion['best'] else ''}"
+        rows.append([rate, *losses, *["-"] * (RUNGS - len(losses))])
     yield columns(("lr", *(f"{steps:,} steps" for steps in result["rungs"])), rows, left=("lr",))
     share = cost["share_of_the_run"]
     of_run = "" if share is None else f", {100 * share:.0f} % of the run's {result['planned']:,}"
@@ -393,11 +390,6 @@ def _page(out: Path, result: dict[str, Any]) -> Iterator[Any]:
     elif suggestion["behind"]:
         yield f"neighbours: {', '.join(_neighbour(*each) for each in suggestion['behind'].items())} nats"
     yield f"Next: kdtrain distill ... --lr {suggestion['lr']:.2g} --out runs/NAME"
-
-
-def _cells(shorts: list[dict[str, Any]]) -> list[str]:
-    shown = ["diverged" if each["loss"] is None else f"{each['loss']:.4f}" for each in shorts]
-    return [*shown, *["-"] * (RUNGS - len(shown))]
 
 
 def _neighbour(name: str, behind: dict[str, float | None]) -> str:

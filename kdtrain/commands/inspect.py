@@ -7,7 +7,7 @@ import platform
 import shlex
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -34,9 +34,6 @@ from kdtrain.models.spec import ADAPTER_CONFIG, ModelSpec, read_spec, shipped
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.tables import show, show_page
-
-_INTERVAL = 10.0
-"""Seconds between two lines of `--watch`."""
 
 
 class _Progress(TypedDict):
@@ -114,7 +111,7 @@ def _as_written(path: Path) -> Iterator[None]:
 
 
 def _watch(path: Path) -> int:
-    """Print how a run is doing until it ends."""
+    """Print how a run is doing until it ends, every ten seconds."""
     before: list[str] = []
     with contextlib.suppress(KeyboardInterrupt):
         while True:
@@ -126,7 +123,7 @@ def _watch(path: Path) -> int:
             before = lines
             if not trains:
                 break
-            time.sleep(_INTERVAL)
+            time.sleep(10.0)
     return 0
 
 
@@ -323,10 +320,6 @@ def _row(store: Store, entry: tiers.Entry) -> dict[str, Any]:
     }
 
 
-def _checkpoint(named: Path) -> _Found:
-    return read_checkpoint(lambda: checkpoint_at(named), _loaded), None
-
-
 def _loaded(path: Path) -> dict[str, Any]:
     from kdtrain.training.state import load_saved
 
@@ -373,11 +366,11 @@ def _recipe(word: str, spec: ModelSpec, teaches: bool) -> Iterator[pages.Part]:
         yield f"Next: kdtrain distill --cache CACHE --student {word} --out runs/NAME"
 
 
-_PAGES = {
+_PAGES: dict[str, Callable[[Path], _Found]] = {
     "spec": _spec,
     "cache": _cache,
     "run": _run,
-    "checkpoint": _checkpoint,
+    "checkpoint": lambda path: (read_checkpoint(lambda: checkpoint_at(path), _loaded), None),
     "shard": _shard,
     "model": _model,
     "folder": _folder,

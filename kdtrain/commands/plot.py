@@ -7,7 +7,7 @@ from typing import Any
 from kdtrain.config import PlotConfig
 from kdtrain.errors import UsageError, printable, writing
 from kdtrain.files import published
-from kdtrain.monitor.runs import Group, grouped, read_runs
+from kdtrain.monitor.runs import grouped, read_runs
 from kdtrain.monitor.tables import show
 from kdtrain.registry import nearest
 
@@ -42,7 +42,8 @@ def main(config: PlotConfig) -> int:
             bbox_inches="tight",
             pad_inches=0.03,
         )
-    show("plot", {"figure": str(config.out), "curves": [_described(group) for group in groups]}, config.json)
+    curves = [f"{group.name}: {group.seeds}" for group in groups]
+    show("plot", {"figure": str(config.out), "curves": curves}, config.json)
     return 0
 
 
@@ -64,7 +65,3 @@ def refuse_existing(out: Path, overwrite: bool) -> None:
         raise UsageError(f"--out {out} {what}")
     if not out.parent.is_dir():
         raise UsageError(f"--out {out}: the folder {out.parent} does not exist; make it")
-
-
-def _described(group: Group) -> str:
-    return f"{group.name}: {group.seeds}"

@@ -7,7 +7,6 @@ and the digests vouch for, nothing else that lies in the folder.
 
 import logging
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +74,17 @@ def _there_first(config: PushConfig, address: Address, manifest: Manifest) -> An
 def _push(config: PushConfig, address: Address, manifest: Manifest, hub: Any) -> str:
     """Upload, and return the commit."""
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
-        sources = dict(_files(config.cache, manifest))
+        names = [cache_format.SETTINGS, cache_format.INDEX]
+        names += [f"{cache_format.TOKENIZER}/{name}" for name in manifest.tokenizer_files]
+        for split in manifest.splits.values():
+            for shard in split["shards"]:
+                names += [f"{cache_format.SHARDS}/{shard['name']}.{suffix}" for suffix in ("h5", "json")]
+        sources = {name: config.cache / name for name in [*names, cache_format.MANIFEST]}  # the manifest last
         previewed = _write_preview(config.cache, Path(folder) / PREVIEW)
         if previewed:
             sources[PREVIEW] = Path(folder) / PREVIEW
-        if ask(address, lambda: _card_is_ours(hub, address)):
+        text = ask(address, lambda: _content(hub, address, CARD))
+        if text is None or is_card(text):
             licenses = {each: str(getattr(config, f"license_{each}")) for each in LICENSES}
             card = make_card(manifest, licenses, str(address), preview=previewed)
             (Path(folder) / CARD).write_text(card, encoding="utf-8")
@@ -103,12 +108,6 @@ def _there(hub: Any, address: Address, manifest: Manifest) -> str | None:
     return digest if isinstance(digest, str) else "unknown"
 
 
-def _card_is_ours(hub: Any, address: Address) -> bool:
-    """Whether the data set has no card, or one that kdtrain wrote."""
-    text = _content(hub, address, CARD)
-    return text is None or is_card(text)
-
-
 def _content(hub: Any, address: Address, name: str) -> str | None:
     """The text of a small file of the data set; None if there is none."""
     from kdtrain.cache.remote import read_small
@@ -116,16 +115,6 @@ def _content(hub: Any, address: Address, name: str) -> str | None:
     if not hub.get_paths_info(str(address.repository), [name], repo_type="dataset"):
         return None
     return read_small(address, name, MEDIUM).decode("utf-8", errors="replace")
-
-
-def _files(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Path]]:
-    """Every file of a cache but the card, the manifest last, by its path there."""
-    names = [cache_format.SETTINGS, cache_format.INDEX]
-    names += [f"{cache_format.TOKENIZER}/{name}" for name in manifest.tokenizer_files]
-    for split in manifest.splits.values():
-        for shard in split["shards"]:
-            names += [f"{cache_format.SHARDS}/{shard['name']}.{suffix}" for suffix in ("h5", "json")]
-    yield from ((name, folder / name) for name in [*names, cache_format.MANIFEST])
 
 
 def _write_preview(folder: Path, path: Path) -> bool:

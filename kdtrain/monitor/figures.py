@@ -253,10 +253,11 @@ def _teacher(axes: Axes, losses: Sequence[float | None]) -> None:
 
 def legend_of(groups: Sequence[Group]) -> list[Line2D]:
     """A line for each group, a marker for each kind of intervention, and the bar of quantised stretches."""
-    handles = [
-        Line2D([], [], color=color, marker=marker, linestyle=line, markersize=4, linewidth=1.4, label=_label(group))
-        for group, (color, marker, line) in zip(groups, looks(groups), strict=True)
-    ]
+    handles = []
+    for group, (color, marker, line) in zip(groups, looks(groups), strict=True):
+        name = literal(group.name) + (f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else "")
+        look: dict[str, Any] = {"color": color, "marker": marker, "linestyle": line, "markersize": 4, "linewidth": 1.4}
+        handles.append(Line2D([], [], label=name, **look))
     seen = {each.event for group in groups for run in group.runs for each in run.interventions}
     for kind in [each for each in MARKS if each in seen]:
         handles.append(Line2D([], [], color="#000000", marker=MARKS[kind], linestyle="none", markersize=5, label=kind))
@@ -269,10 +270,6 @@ def literal(name: str, most: int = 48) -> str:
     """A name as matplotlib shows it: no formula, and not one that a legend leaves out."""
     name = name if len(name) <= most else f"{name[: most - 1]}…"
     return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
-
-
-def _label(group: Group) -> str:
-    return literal(group.name) + (f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else "")
 
 
 def _points(run: Run, name: str, places: dict[int, float]) -> list[tuple[float, float]]:

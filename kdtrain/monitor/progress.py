@@ -51,7 +51,9 @@ def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
     if file is not None:
         if file.exists() and not file.is_file():  # opening a pipe for writing blocks until it has a reader
             raise UsageError(f"{file} is not a regular file; move it away")
-        log.addHandler(_plain(_LogFile(file)))
+        handler = _LogFile(file)
+        handler.setFormatter(_OneLine("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+        log.addHandler(handler)
 
 
 @contextmanager
@@ -120,11 +122,6 @@ def _shown() -> logging.Handler:
         handler.setFormatter(_OneLine("%(asctime)s %(message)s", "%H:%M"))
     if console.is_terminal or console.is_jupyter:
         handler.addFilter(lambda record: not getattr(record, "in_bar", False))
-    return handler
-
-
-def _plain(handler: logging.Handler) -> logging.Handler:
-    handler.setFormatter(_OneLine("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     return handler
 
 
@@ -266,8 +263,6 @@ def weight_text(weight: float) -> str:
 
 AVERAGED = 50
 """Steps over which the line of a step averages the loss."""
-_WIDTH = 74
-"""Columns of a step's line after the time, on a terminal of 80."""
 
 
 class StepText:
@@ -310,7 +305,7 @@ class StepText:
         return parts
 
 
-def one_line(head: str, parts: Mapping[str, str], width: int = _WIDTH) -> str:
+def one_line(head: str, parts: Mapping[str, str], width: int = 74) -> str:  # beside the time, on a terminal of 80
     """`head` and the parts on a line of at most `width` columns, if leaving out lr, rate and time left is enough.
 
     Without the age of the checkpoint and the memory, which only the bar has.

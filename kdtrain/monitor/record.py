@@ -189,7 +189,7 @@ def _numbers(record: dict[str, Any] | None) -> Line | None:
     if record is None or not 0 <= record["step"] <= _LARGEST:
         return None
     found = {name: math.nan if value is None else value for name, value in record.items()}
-    return {name: value for name, value in found.items() if type(value) is float or _is_int(value)}
+    return {name: x for name, x in found.items() if type(x) is float or (type(x) is int and abs(x) <= _LARGEST)}
 
 
 def _bins(value: Any) -> list[dict[str, float]]:
@@ -203,7 +203,3 @@ def _bins(value: Any) -> list[dict[str, float]]:
             return []
         found.append(dict(zip(("tokens", "confidence", "accuracy"), map(float, each), strict=True)))
     return found
-
-
-def _is_int(value: Any) -> bool:
-    return type(value) is int and abs(value) <= _LARGEST

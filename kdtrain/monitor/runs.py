@@ -10,6 +10,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ MARKS = {"rollback": "v", "recovery": "^", "switch": "D", "resume": ">", "skip":
 """The interventions that a curve shows, each with its marker."""
 MOST_RUNS = 64
 """Most runs of one comparison."""
-_QUIET = {"start", "checkpoint"}
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Quantiles of Student's t for a two-sided test at 95 %, by degrees of freedom from 1."""
 
@@ -142,7 +142,7 @@ class Run:
     @property
     def interventions(self) -> list[Event]:
         """Its events but starts and checkpoints."""
-        return [each for each in self.record.events if each.event not in _QUIET]
+        return [each for each in self.record.events if each.event not in ("start", "checkpoint")]
 
     def identity(self, option: str) -> str:
         """The value of an option, comparable over machines: a cache is its digest, a student what was built of it."""
@@ -205,9 +205,13 @@ def runs(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
         UsageError: a folder of the list is not a run, or the pattern finds no run.
     """
     if isinstance(pattern, str | os.PathLike):
-        found = _runs_of(sorted(glob.glob(os.path.expanduser(os.fspath(pattern)))))
-        if not found:
+        records: dict[Path, RunRecord] = {}
+        for path in map(Path, sorted(glob.glob(os.path.expanduser(os.fspath(pattern))))):
+            with suppress(UsageError):  # a pattern may match anything
+                records[path] = _read(path)
+        if not records:
             raise UsageError(f"no folder of {printable(str(pattern))[:200]} holds a run")
+        found = _named(list(records), list(records.values()))
     else:
         found = read_runs([Path(each) for each in pattern], most=None)
     return [
@@ -232,16 +236,6 @@ def read_runs(folders: Sequence[Path], most: int | None = MOST_RUNS) -> list[Run
     if twice:
         raise UsageError(f"{twice[0]} is named twice; name each run once")
     return _named(folders, records)
-
-
-def _runs_of(paths: list[str]) -> list[Run]:
-    found: dict[Path, RunRecord] = {}
-    for path in map(Path, paths):
-        try:
-            found[path] = _read(path)
-        except UsageError:  # a pattern may match anything
-            continue
-    return _named(list(found), list(found.values()))
 
 
 def _named(folders: Sequence[Path], records: list[RunRecord]) -> list[Run]:
@@ -280,11 +274,9 @@ def _read(folder: Path) -> RunRecord:
 def _options(record: RunRecord) -> dict[str, Any]:
     saved = {name: value for table in record.options.values() for name, value in _table(table).items()}
     options = [each for _, each in fields_of(DistillConfig)]
-    known = {each.name: written(each, each.default) if isinstance(each.default, _PLAIN) else None for each in options}
+    plain = (str, int, float, bool, tuple, list, Path)
+    known = {each.name: written(each, each.default) if isinstance(each.default, plain) else None for each in options}
     return {**known, **{name: saved[name] for name in known.keys() & saved.keys()}}
-
-
-_PLAIN = (str, int, float, bool, tuple, list, Path)
 
 
 def _measured(record: RunRecord) -> dict[str, float | None]:

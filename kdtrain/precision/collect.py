@@ -164,34 +164,27 @@ def statistics(values: Tensor, kind: str, recipe: Recipe | None, dtype: torch.dt
     kind: weight, activation or gradient. Errors are those of `recipe`, or of `dtype` without a recipe.
     """
     exact = values.detach().float()
-    magnitude, kept = exact.abs(), _kept(exact, kind, recipe, dtype)
+    magnitude = exact.abs()
+    # `reach`: the largest magnitude that each element can have; by the choice of scales no element of fp8 exceeds it
+    reach: Tensor | float = float("inf")
+    if recipe is None:
+        kept, reach = exact.to(dtype).float(), torch.finfo(dtype).max
+    else:
+        kept, scale = quantized_operand(exact, recipe, kind, 1, torch.float32)
+        kept = kept if scale is None else kept * scale
+        if recipe.scaling == "mx":
+            element = ELEMENTS[recipe.gradient if kind == "gradient" else recipe.forward]
+            reach = element.largest * mx_scale(exact, element, 1, recipe.control)
     power = float(exact.double().square().mean())
     columns = torch.log2(magnitude[magnitude > 0]).floor().clamp(EXPONENTS[0], EXPONENTS[-1])
     return {
         "amax": float(magnitude.max()),
         "error": (float((kept - exact).double().square().mean()) / power) ** 0.5 if power > 0 else 0.0,
-        "saturated": float((magnitude > _reach(exact, kind, recipe, dtype)).float().mean()),
+        "saturated": float((magnitude > reach).float().mean()),
         "flushed": float(((kept == 0) & (magnitude > 0)).float().mean()),
         "zeros": float((magnitude == 0).float().mean()),
         "histogram": torch.histc(columns, len(EXPONENTS), EXPONENTS[0], EXPONENTS[-1] + 1).long().cpu().numpy(),
     }
-
-
-def _kept(exact: Tensor, kind: str, recipe: Recipe | None, dtype: torch.dtype) -> Tensor:
-    if recipe is None:
-        return exact.to(dtype).float()
-    quantized, scale = quantized_operand(exact, recipe, kind, 1, torch.float32)
-    return quantized if scale is None else quantized * scale
-
-
-def _reach(exact: Tensor, kind: str, recipe: Recipe | None, dtype: torch.dtype) -> Tensor | float:
-    """The largest magnitude that each element can have; by the choice of scales no element of fp8 exceeds it."""
-    if recipe is None:
-        return torch.finfo(dtype).max
-    if recipe.scaling != "mx":
-        return float("inf")
-    element = ELEMENTS[recipe.gradient if kind == "gradient" else recipe.forward]
-    return element.largest * mx_scale(exact, element, 1, recipe.control)
 
 
 @contextmanager

@@ -352,13 +352,10 @@ class PrecisionController:
             return self._switch(step, line) if self.is_quantized else []
         if not self._has_dwelt(step):
             return []
-        if self.is_quantized:
-            return self._fall_back(step, {"loss": loss, "spike": loss, "gap": gap}, thresholds)
-        return self._come_back(step, loss, gap)
-
-    def _fall_back(self, step: int, values: dict[str, float | None], thresholds: dict[str, float]) -> list[Action]:
+        if not self.is_quantized:
+            return self._come_back(step, loss, gap)
         for rule, streaks in self._streaks.items():
-            value = values[rule]
+            value = gap if rule == "gap" else loss
             if streaks.above >= PATIENCE and value is not None:
                 what = "Gap" if rule == "gap" else "Loss"
                 bound = f"exceeds threshold {thresholds[rule]:.4f}, switching to {self.policy.fallback}"

@@ -42,7 +42,6 @@ FP8_TILE = 128
 
 ScalingControl = Literal["max", "max_minus_1"]
 
-_EXPONENT = 0x7F800000
 _MANTISSA_BITS = 23
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**127
 
@@ -130,7 +129,7 @@ def quantize_fp8(
 
 def _power_of_two(values: Tensor) -> Tensor:
     """2^floor(log2 |v|) by the exponent's bits: 0 for zeros and subnormals, infinity for infinities and NaN."""
-    return (values.view(torch.int32) & _EXPONENT).view(torch.float32)
+    return (values.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def _shared_scale(largest: Tensor, element: Element, control: ScalingControl) -> Tensor:

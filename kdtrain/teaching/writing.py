@@ -61,7 +61,9 @@ def continued(step: Step, rows: ShardRows, how: Writing, vocab_size: int) -> tup
     """
     tokens_BT1 = torch.from_numpy(rows.tokens.astype(np.int64))
     first_B, room_B = rows.loss_mask.argmax(1), rows.loss_mask.sum(1)
-    chance_BT = torch.from_numpy(_chances(how.seed, rows))
+    length, which = rows.loss_mask.shape[1], range(rows.first, rows.first + len(rows))
+    numbers = [uniforms("text", how.seed, rows.split, row, length) for row in which]
+    chance_BT = torch.from_numpy(np.stack(numbers) / 2**32)  # fp64, a pure function of seed, split, row and position
     inputs, mask_BW = _left_padded(tokens_BT1, first_B + 1)
     seen = {} if mask_BW is None else {"attention_mask": mask_BW, "position_ids": _positions(mask_BW)}
     mask_BT = np.zeros(rows.loss_mask.shape, bool)
@@ -71,8 +73,9 @@ def continued(step: Step, rows: ShardRows, how: Writing, vocab_size: int) -> tup
     ends = torch.tensor(how.end_tokens, dtype=torch.int64)
     for count in range(int(room_B.max())):
         logits_BV, past = step(inputs, past, **seen)
-        if logits_BTV is None:
-            logits_BTV = _certain(tokens_BT1[:, 1:], vocab_size, logits_BV)
+        if logits_BTV is None:  # nothing but each label
+            logits_BTV = logits_BV.new_full((len(at), tokens_BT1.shape[1] - 1, vocab_size), NOTHING)
+            logits_BTV.scatter_(2, tokens_BT1[:, 1:, None].to(logits_BV.device), 0.0)
         open_B = open_B & (count < torch.from_numpy(room_B))
         chosen, here = every[open_B], (at + count)[open_B]
         logits_BTV[chosen.to(logits_BV.device), here.to(logits_BV.device)] = logits_BV[open_B.to(logits_BV.device)]
@@ -143,13 +146,6 @@ def draw(logits_BV: Tensor, chance_B: Tensor, temperature: float, top_p: float) 
     return (found_B1 if ids_BV is None else ids_BV.gather(1, found_B1))[:, 0]
 
 
-def _chances(seed: int, rows: ShardRows) -> np.ndarray:
-    """fp64 [B, T] in [0, 1), a pure function of seed, split, row and position."""
-    length = rows.loss_mask.shape[1]
-    numbers = [uniforms("text", seed, rows.split, row, length) for row in range(rows.first, rows.first + len(rows))]
-    return np.stack(numbers) / 2**32
-
-
 def _left_padded(tokens_BT: Tensor, lengths_B: np.ndarray) -> tuple[Tensor, Tensor | None]:
     """The prompts [B, W], each at the end of its row, and which of them are tokens; None: all."""
     widest = int(lengths_B.max())
@@ -165,9 +161,3 @@ def _left_padded(tokens_BT: Tensor, lengths_B: np.ndarray) -> tuple[Tensor, Tens
 
 def _positions(mask_BW: Tensor) -> Tensor:
     return (mask_BW.cumsum(-1) - 1).clamp(min=0)
-
-
-def _certain(labels_BT: Tensor, vocab_size: int, like: Tensor) -> Tensor:
-    """Logits [B, T, V] that leave nothing but each label."""
-    logits_BTV = like.new_full((*labels_BT.shape, vocab_size), NOTHING)
-    return logits_BTV.scatter_(2, labels_BT.to(like.device)[..., None], 0.0)

@@ -123,8 +123,13 @@ class NanHooks:
 
     def _begin(self, student: nn.Module, arguments: tuple[Batch, ...]) -> None:
         self._micro_batch += 1
-        for what, tensor in _teacher_tensors(arguments[0]):
-            self._check("teacher", what, "forward", tensor)
+        batch = arguments[0]
+        mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
+        for number, states_ND in enumerate(batch.states):
+            self._check("teacher", f"hidden states {number}", "forward", states_ND.masked_fill(~mask_N[:, None], 0))
+        if batch.targets is not None:  # log 0 in a dense distribution is clamped to a finite value
+            for what, tensor in batch.targets.where(mask_N).shown().items():
+                self._check("teacher", what, "forward", tensor)
         for name, parameter in student.named_parameters():
             self._check(*_owner(name), "forward", parameter)
 
@@ -227,16 +232,6 @@ def _norm(student: Student, micro_batch: int) -> Finding | None:
     largest = max(gradients, key=lambda name: peak(gradients[name]))
     module, what = _owner(largest)
     return Finding(module, f"{_NORM}, with that of {what} as the largest,", "backward", (), 1, (), micro_batch)
-
-
-def _teacher_tensors(batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """The teacher's numbers at unmasked tokens, by name; log 0 in a dense distribution is clamped to a finite value."""
-    mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
-    for number, states_ND in enumerate(batch.states):
-        yield f"hidden states {number}", states_ND.masked_fill(~mask_N[:, None], 0)
-    if batch.targets is None:
-        return
-    yield from batch.targets.where(mask_N).shown().items()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

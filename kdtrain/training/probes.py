@@ -26,9 +26,6 @@ from kdtrain.precision.compiled import COLLECTS_ONCE, CompiledLayers
 from kdtrain.precision.modes import autocast
 from kdtrain.training.student import Student
 
-_DEAD_RANGE = 1e-6
-"""A unit is dead if its range is below this share of the median range of its layer."""
-
 
 def entropy_floor(batches: Sequence[Batch], document_mask: bool) -> float:
     """Return the lowest mean cross-entropy, nats a token, that any model can have on these sequences.
@@ -126,7 +123,8 @@ def dead_units(student: Student, batch: Batch) -> tuple[int, int, list[str]]:
     finally:
         for handle in handles:
             handle.remove()
-    dead = {name: int((range_D <= _DEAD_RANGE * range_D.median()).sum()) for name, range_D in ranges.items()}
+    # a unit is dead if its range is below this share of the median range of its layer
+    dead = {name: int((range_D <= 1e-6 * range_D.median()).sum()) for name, range_D in ranges.items()}
     return sum(dead.values()), sum(map(len, ranges.values())), [name for name in dead if dead[name]]
 
 

@@ -62,25 +62,16 @@ def _rungs(losses: Losses) -> Iterator[tuple[list[int], int]]:
         while (joins := _missing(alive, rung, losses)) is not None:
             alive = sorted([*alive, joins])
             yield alive, rung
-        alive = _kept(alive, rung, losses)
-
-
-def _kept(alive: Sequence[int], rung: int, losses: Losses) -> list[int]:
-    """The rates that go on after a rung: the best of those that did not diverge."""
-    sound = [each for each in alive if math.isfinite(losses[each][rung].loss)]
-    ranked = sorted(sound, key=lambda each: (losses[each][rung].loss, each))
-    return sorted(ranked[: KEPT[rung] if rung < len(KEPT) else 1])
-
-
-def _best(alive: Sequence[int], rung: int, losses: Losses) -> int | None:
-    """The best rate of a rung, the lowest where all diverged; None: none is left."""
-    return min(alive, key=lambda each: (losses[each][rung].loss, each), default=None)
+        # the best of those that did not diverge go on
+        ranked = sorted((losses[each][rung].loss, each) for each in alive if math.isfinite(losses[each][rung].loss))
+        alive = sorted(each for _, each in ranked[: KEPT[rung] if rung < len(KEPT) else 1])
 
 
 def _missing(alive: Sequence[int], rung: int, losses: Losses) -> int | None:
     """A neighbour of the best rate that is not of this rung, and did not diverge at one before."""
-    if (best := _best(alive, rung, losses)) is None:
+    if not alive:
         return None
+    best = min(alive, key=lambda each: (losses[each][rung].loss, each))  # the lowest where all diverged
     around = (each for each in (best - 1, best + 1) if each not in alive and abs(each) <= REACH)
     return next(
         (each for each in around if all(math.isfinite(done.loss) for done in losses.get(each, ())[:rung])), None

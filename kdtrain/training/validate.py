@@ -44,7 +44,7 @@ def validate(
         part: the sequences of a member of a mixture instead of the whole split.
     """
     total, part = Metrics(), part or range(len(source))
-    lengths_V = None if source.facts.tokenizer is None else _byte_lengths(source.facts.tokenizer)
+    sizes = None if source.facts.tokenizer is None else _byte_lengths(source.facts.tokenizer)
     count = len(part) if batches is None else min(len(part), batches * micro)
     with torch.no_grad():
         for start in range(rank() * micro, count + rank() * micro, world_size() * micro):
@@ -62,7 +62,7 @@ def validate(
                 rearrange(mask_BT, "B T -> (B T)"),
                 batch.targets,
                 vocab_size=student.vocab_size,
-                bytes_N=None if lengths_V is None else _looked_up(lengths_V, labels_N),
+                bytes_N=None if sizes is None else sizes.to(labels_N.device)[labels_N.clamp(0, len(sizes) - 1)],
             )
     if world_size() == 1:
         return total
@@ -70,7 +70,7 @@ def validate(
 
 
 def _byte_lengths(folder: Path) -> torch.Tensor | None:
-    """The bytes of each token of a tokenizer, int64 [V]; None where its tokens do not say them, or it is not there."""
+    """The bytes of each token of a tokenizer, then 0 for any other id; None where they are not known, or not there."""
     try:
         written = (folder / "tokenizer.json").stat()
     except OSError:
@@ -81,15 +81,9 @@ def _byte_lengths(folder: Path) -> torch.Tensor | None:
 @cache
 def _read_byte_lengths(folder: Path, written_ns: int) -> torch.Tensor | None:
     try:
-        return torch.from_numpy(TokenBytes.of(load_tokenizer(folder)).lengths.copy())
+        return torch.from_numpy(np.append(TokenBytes.of(load_tokenizer(folder)).lengths, 0))
     except (UsageError, RunError):
         return None
-
-
-def _looked_up(lengths_V: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-    """The bytes of each label; 0 for one that the tokenizer does not have."""
-    padded = torch.cat([lengths_V, lengths_V.new_zeros(1)]).to(labels_N.device)
-    return padded[labels_N.clamp(0, len(lengths_V))]
 
 
 def validate_members(student: Student, source: Source, **options: Any) -> tuple[Metrics, dict[str, Metrics]] | None:

@@ -28,8 +28,6 @@ from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.objective.batch import Batch
 
-_FEW = 1000
-"""Up to so many rows the hashes of all are compared first."""
 _SAMPLE, _PLACES, _POSITIONS = 64, 8, 512
 """Rows that are tried before the work begins, the places in the source they are from, and the labels of each."""
 _STRANGE = 0.05
@@ -155,7 +153,7 @@ def _publish(builder: CacheBuilder, split: str, own: _Split) -> None:
 
 def _splitter(files: Sequence[SourceFile], cutter: Cutter) -> Callable[[int, np.ndarray], str]:
     """The split of a row, by its number and tokens."""
-    if sum(len(each) for each in files) > _FEW:
+    if sum(len(each) for each in files) > 1000:  # of fewer rows the hashes of all are compared first
         return lambda number, tokens: by_hash(_rank(tokens), _SPLITS[1:])
     name = cutter.layout.columns.tokens
     ranks = [_rank(record[name]) for file in files for _, record in file.records([name])]

@@ -234,9 +234,6 @@ def _signed(values: np.ndarray, where: str, name: str) -> np.ndarray:
     return values.astype(np.int64, copy=False)
 
 
-_KINDS: dict[str, type[SourceFile]] = {".parquet": _Parquet, ".jsonl": _Jsonl}
-
-
 def open_source(source: str, columns: Columns) -> list[SourceFile]:
     """The files of a source, sorted by name: itself, or the parquet or jsonl files below a folder.
 
@@ -255,7 +252,7 @@ def open_source(source: str, columns: Columns) -> list[SourceFile]:
         raise UsageError(f"{source}: give a .parquet or .jsonl file, or a folder of them")
     if len(kinds) > 1:
         raise UsageError(f"{source}: holds parquet and jsonl; name one of the files, or give a folder for each")
-    files = [_KINDS[path.suffix](path, columns) for path in paths]
+    files: list[SourceFile] = [(_Parquet if path.suffix == ".parquet" else _Jsonl)(path, columns) for path in paths]
     for file in files if root.is_dir() else ():
         file.name = file.path.relative_to(root).as_posix()
     return files
