@@ -334,12 +334,16 @@ def write_cache(
 
 
 def _not_empty(split: str, rows: Iterable[PackedRow], settings: CacheSettings) -> Iterable[PackedRow]:
-    """The rows of a split. UsageError: there are none."""
-    remaining = iter(rows)
-    for first in remaining:
-        return chain([first], remaining)
+    """The rows of a split. UsageError: there are none, or no token of them counts."""
+    remaining, seen = iter(rows), list[PackedRow]()
+    for row in islice(remaining, settings.sequences.get(split)):
+        seen.append(row)
+        if row.loss_mask.any():
+            return chain(seen, remaining)
     source = settings.data.get("source") or settings.data.get("logprobs")
     named = settings.data.get("split") or split if split == "train" else split  # as the data call it
+    if seen:
+        raise UsageError(f"{source}: no token of the {named} sequences counts; use a larger --seq-len, or other data")
     raise UsageError(
         f"{source}: the {named} data give no whole sequence of {settings.seq_len} tokens; use more data, a smaller "
         "--seq-len, or another --split"
