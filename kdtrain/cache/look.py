@@ -139,6 +139,8 @@ def examine(
         findings.append(
             f"samples: the labels were drawn {'more' if z > 0 else 'less'} often than their log p says (z {z:.1f})"
         )
+    if 10 * number < (total := sum(batch.loss_mask.numel() for batch in batches)):
+        notes.append(f"only {number:,} of {total:,} tokens count")
     if mass < expected / 2:
         notes.append(
             f"the label has the probability {mass / number:.3f}; labels that came from the teacher would have "

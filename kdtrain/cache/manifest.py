@@ -227,8 +227,7 @@ class Manifest:
     """Of a text that the teacher wrote (`generated` of the data), by split: labels that it wrote (`tokens`), and how
     many sequences ended why (`stop`, `length`); else left out."""
     text_counts: dict[str, dict[str, Count]] | None = None
-    """By split of the data, what was left out of the text in reading it, in words with a number; without any left out.
-    """
+    """By split of the data, in words with a number, what the text lost in being read; else left out."""
     digest: str = ""
     """Over everything else: the digest of the cache."""
 

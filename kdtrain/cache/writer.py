@@ -334,16 +334,21 @@ def write_cache(
 
 
 def not_empty(split: str, rows: Iterable[PackedRow], settings: CacheSettings) -> Iterable[PackedRow]:
-    """The rows of a split. UsageError: there are none."""
-    remaining = iter(rows)
-    for first in remaining:
-        return chain([first], remaining)
+    """The rows of a split. UsageError: there are none, or no token of them counts."""
+    remaining, seen = iter(rows), list[PackedRow]()
+    written = "generated" not in settings.data  # else the teacher writes what counts
+    for row in islice(remaining, settings.sequences.get(split)):
+        seen.append(row)
+        if row.loss_mask.any() or not written:
+            return chain(seen, remaining)
     source = settings.data.get("source") or settings.data.get("logprobs")
     named = settings.data.get("split") or split if split == "train" else split  # as the data call it
-    if "generated" in settings.data:
+    if not written:
         raise UsageError(
             f"{source}: no prompt of the {named} data leaves room in --seq-len {settings.seq_len}; raise it"
         )
+    if seen:
+        raise UsageError(f"{source}: no token of the {named} sequences counts; use a larger --seq-len, or other data")
     raise UsageError(
         f"{source}: the {named} data give no whole sequence of {settings.seq_len} tokens; use more data, a smaller "
         "--seq-len, or another --split"

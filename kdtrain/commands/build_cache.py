@@ -45,6 +45,7 @@ from kdtrain.teaching.writing import Writing
 
 log = logging.getLogger("kdtrain")
 
+_Rows = dict[str, Iterator[PackedRow]]
 TEXT, SERVED = OWN = ("data", "served")
 """The caches that a run makes in its own folder: of bare tokens, and of what a server said."""
 
@@ -236,9 +237,7 @@ def _refined_settings(refined: Cache, teacher: Teacher) -> CacheSettings:
     return replace(settings, sampling=grid_name(offset))
 
 
-def _asked(
-    config: CacheTeacherConfig, teacher: Teacher, counts: Counts
-) -> tuple[CacheSettings, dict[str, Iterator[PackedRow]]]:
+def _asked(config: CacheTeacherConfig, teacher: Teacher, counts: Counts) -> tuple[CacheSettings, _Rows]:
     """The settings of the cache that the options ask for, and the rows of each split. counts: see `Masks`."""
     asked, width, limits = config.codec, teacher.vocab_size, config.splits()
     if not asked.dense and asked.top_k > width:
@@ -272,7 +271,7 @@ def _asked(
 def validation_rows(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | None, most: int) -> Iterator[Batch]:
     """The first rows of the validation split that `build_cache` keeps, in batches."""
     if refined is None:
-        rows = _text(config.data, teacher.tokenizer, config.splits())["validation"]
+        rows = _text(config.data, teacher.tokenizer, config.splits(), {})["validation"]
     else:
         rows = refined["validation"].rows()
     first = islice(rows, most)
@@ -378,9 +377,7 @@ def _settings(
     )
 
 
-def _text(
-    data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None], counts: Counts | None = None
-) -> dict[str, Iterator[PackedRow]]:
+def _text(data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None], counts: Counts) -> _Rows:
     """The rows of each split. counts: see `Masks`."""
     sources = _sources(data, limits)
     masks = {name: Masks(split, data.seq_len, name == next(iter(limits)), counts) for name, split in sources.items()}
@@ -396,7 +393,7 @@ def _sources(data: DataConfig, limits: dict[str, int | None]) -> dict[str, str]:
 def _write(
     folder: Path,
     settings: CacheSettings,
-    rows: dict[str, Iterator[PackedRow]],
+    rows: _Rows,
     progress: Progress | None = None,
     **options: Any,
 ) -> Manifest | None:

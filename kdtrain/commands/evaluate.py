@@ -85,7 +85,9 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
             metrics = validate(measured.eval(), source, micro=config.batch_size, batches=None, read=read)
         assert metrics is not None
         loss = summary(metrics)["loss"]
-        if metrics.tokens and loss is not None and not math.isfinite(loss):
+        if not metrics.tokens:
+            raise RunError(f"no token of the {config.data.split} split counts; take other data")
+        if loss is not None and not math.isfinite(loss):
             raise RunError(f"--student {config.student} has a loss of {loss}; look at its weights")
         read_from = {"split": config.data.split, "sequences": len(source)}
         found = {"student": config.student, **read_from, **summary(metrics)}

@@ -55,7 +55,7 @@ class Trial:
             if result.status is Status.OUT_OF_MEMORY:
                 log.warning(result.message)
                 return self.timed_steps(count)
-            if result.status is Status.SKIPPED:
+            if result.status is Status.SKIPPED and result.tokens:
                 if trainer.state.guards.scale.absorbs(math.isfinite(result.loss)):
                     trainer.state.guards.scale.update(overflowed=True)
                     continue

@@ -77,7 +77,7 @@ def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[Any]
         return {"audit": audited.to_json()}, [audited.finding] if audited.finding else [], audited.page()
     seen = look(cache)
     if seen is None:
-        return {}, [], ["it holds no targets that could be looked at"]
+        return {}, [], ["it holds no targets of tokens that count to look at"]
     alignment = "" if seen.alignment.shift else f"; {seen.alignment}"
     page = [
         f"{seen.rows} rows: the teacher's loss is {number(seen.teacher_loss)}, its entropy {number(seen.entropy)}"

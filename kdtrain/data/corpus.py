@@ -25,6 +25,7 @@ import logging
 import os
 import re
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -92,18 +93,17 @@ def by_hash(document_rank: float, withheld: Sequence[str]) -> str:
 def assign(ranks: Sequence[float], withheld: Sequence[str]) -> list[str]:
     """The split of each document: by its hash, or by its place in the hash order if the hash leaves a split empty.
 
-    With three documents or more, no split is empty.
+    Equal ranks share a split. With three different ones or more, no split is empty.
     """
     assigned = [by_hash(document_rank, withheld) for document_rank in ranks]
     if set(assigned) >= {"train", *withheld}:
         return assigned
-    order = sorted(range(len(ranks)), key=ranks.__getitem__)
-    share = max(1, round(_SHARE * len(ranks)))
-    assigned = ["train"] * len(ranks)
+    counts = Counter(ranks)
+    order = sorted(counts, key=lambda each: (-counts[each], each))  # what is there most often stays in train
+    share, chosen = max(1, round(_SHARE * len(order))), dict[float, str]()
     for split in reversed(withheld):
-        for place in (order.pop() for _ in range(min(share, len(order)))):
-            assigned[place] = split
-    return assigned
+        chosen |= dict.fromkeys([order.pop() for _ in range(min(share, len(order) - 1))], split)
+    return [chosen.get(each, "train") for each in ranks]
 
 
 def cut(lines: Sequence[str], withheld: Sequence[str], split: str) -> range:
@@ -158,7 +158,9 @@ def documents(
         tally = next((part.tallies[-1] for part in parts.values() if part.tallies), None)
         if tally is not None and tally.reasons and not tally.kept:
             raise UsageError(f"{source}: holds no {tally.form.holds} for the {split} split: {tally.why()}")
-        hint = "read it without --streaming" if streaming else "give at least 3 documents, or 3 lines of text"
+        hint = (
+            "read it without --streaming" if streaming else "give at least 3 documents that differ, or 3 lines of text"
+        )
         raise UsageError(f"{source}: holds no {tally.form.holds if tally else 'text'} for the {split} split; {hint}")
     return chain([first], found)
 

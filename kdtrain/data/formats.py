@@ -25,8 +25,7 @@ from typing import Any
 from kdtrain.errors import UsageError, printable
 
 Messages = list[dict[str, Any]]
-"""Of each its role, content and other texts, `tool_calls`, and `weight` 0 if it is not learned; the first may have
-the `tools` of the conversation."""
+"""Each: role, content, other texts, `tool_calls`, and `weight` 0 if it is not learned; the first may have `tools`."""
 
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),

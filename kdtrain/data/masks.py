@@ -31,11 +31,8 @@ log = logging.getLogger("kdtrain")
 class Masks:
     """Is told of each document of which only a part is learned; may be called from several threads.
 
-    Args:
-        split: what the log calls it; empty: nothing is logged.
-        seq_len: positions of a sequence.
-        example: whether to log the first document, with what counts marked.
-        counts: gets by split what the manifest states of the text.
+    split: what the log calls it; empty: nothing is logged. seq_len: positions of a sequence. example: log the first
+    document, with what counts marked. counts: gets by split what the manifest states of the text.
     """
 
     def __init__(self, split: str, seq_len: int, example: bool = False, counts: Counts | None = None) -> None:
@@ -65,22 +62,12 @@ class Masks:
             raise UsageError(self._first["refused"])
 
     def add(
-        self,
-        document: Document,
-        text: str,
-        starts: _Array,
-        stops: _Array,
-        label: _Array,
-        quoted: dict[str, str] | None = None,
+        self, document: Document, text: str, starts: _Array, stops: _Array, label: _Array, quoted: dict[str, str]
     ) -> None:
         """Count a document that was tokenized.
 
-        Args:
-            document: its messages, or prompt and completion.
-            text: as the tokenizer read it.
-            starts, stops: in `text`, of the tokens that count.
-            label: of all tokens, also of those without text.
-            quoted: the special token behind a character of `text`.
+        text: as the tokenizer read it. starts, stops: in it, of the tokens that count. label: of all tokens, also of
+        those without text. quoted: the special token behind a character of `text`.
         """
         counts = np.zeros(len(text) + 1, dtype=np.int8)
         np.add.at(counts, starts, 1)
@@ -105,7 +92,7 @@ class Masks:
                 self._first.setdefault("wide", document.key)
             shown, self._example = self._example, False
         if shown:
-            _show(document.key, runs, label, quoted or {})
+            _show(document.key, runs, label, quoted)
 
     def report(self) -> None:
         """Log how much was learned, what was left out, and masks that look wrong."""
@@ -118,7 +105,9 @@ class Masks:
             line += f"; {self.long:,} are longer than --seq-len {self._seq_len} and go on in the next sequence"
         if self.refused:
             line += f"; left out {self.refused:,} that the chat template refuses (first: {self._first['refused']})"
-        log.info("%s", line)
+        few = self.learned * 10 < self.tokens
+        line += "; less than a tenth: the teacher, and the student, work for prompts" if few else ""
+        log.log(logging.WARNING if few else logging.INFO, "%s", line)
         if self.short:
             text = "%s: in %s conversations the chat template leaves out some of the assistant's text (first: %s)"
             log.warning(text, self._split, f"{self.short:,}", self._first["short"])

@@ -91,15 +91,9 @@ def packed_rows(
     data: DataConfig, split: str, tokenizer: "PreTrainedTokenizerFast", limit: int | None, masks: Masks | None = None
 ) -> Iterator[PackedRow]:
     """Yield the first `limit` packed rows of a split; log what counts in the loss."""
-    packed = pack(
-        corpus.documents_of(data, split),
-        tokenizer,
-        data.seq_len,
-        num_workers=data.num_workers,
-        document_mask=data.document_mask,
-        masks=masks or Masks(split, data.seq_len),
-        parse_special_tokens=data.parse_special_tokens,
-    )
+    options = {name: getattr(data, name) for name in ("num_workers", "document_mask", "parse_special_tokens")}
+    masks = masks or Masks(split, data.seq_len)
+    packed = pack(corpus.documents_of(data, split), tokenizer, data.seq_len, masks=masks, **options)
     return itertools.islice(packed, limit)
 
 
@@ -275,7 +269,7 @@ class Encoder:
                 stream["label"][:bos], stream["label"][places] = False, stops > piece.prompt
                 if piece.first and piece.last:
                     label = stream["label"][places]
-                    self.masks.add(piece.document, text, starts[label], stops[label], stream["label"])
+                    self.masks.add(piece.document, text, starts[label], stops[label], stream["label"], {})
             streams.append(stream)
         return np.concatenate(streams) if streams else np.empty(0, dtype=STREAM), counts
 

@@ -63,6 +63,7 @@ class Recovery:
     ) -> None:
         self.config, self.state, self.stepper = config, state, stepper
         self.checkpoints, self.reporter = checkpoints, reporter
+        self.empty = 0  # steps in a row of which no token counts
 
     def after_step(self, result: StepResult) -> Next:
         """Recover from a step that was not taken, or whose numbers show a spike or a divergence.
@@ -76,6 +77,9 @@ class Recovery:
             micro = self.stepper.micro
             self.reporter.writers.warning("memory", self.state.progress.step, result.message, micro_batch_size=micro)
             return Next.READ_AGAIN
+        self.empty = 0 if result.tokens else self.empty + 1
+        if self.empty:
+            return self._skip_empty()
         if result.status is Status.SKIPPED:
             back = not self._absorbed_by_scale(result) and self._skip_or_roll_back(result)
         else:
@@ -167,6 +171,16 @@ class Recovery:
         text += f"the learning rate is now {progress.lr_factor:g} of the planned one"
         details = {"skipped": skipped, "lr_factor": progress.lr_factor, **fields}
         self.reporter.writers.warning(kind, progress.step, text, **details)
+
+    def _skip_empty(self) -> Next:
+        """Leave out data of which no token counts. RunError: so have all for an epoch."""
+        progress, batch, left_out = self.state.progress, self.stepper.batch_number, self.empty * self.config.batch_size
+        text = f"batch {batch} at step {progress.step + 1}: no token counts: skipped"
+        self.reporter.writers.event("skip", progress.step, batch=batch, message=text)
+        progress.sequences += self.config.batch_size
+        if left_out >= len(self.stepper.source):
+            raise reported(RunError(f"no token of {left_out} sequences in a row counts; take other data"))
+        return Next.CONTINUE
 
     def _absorbed_by_scale(self, result: StepResult) -> bool:
         """Lower the loss scale of fp16 after an ordinary overflow; False where the step failed for another reason."""

@@ -60,7 +60,7 @@ class Status(Enum):
 
     TAKEN = "taken"
     SKIPPED = "skipped"
-    """The loss or a gradient is non-finite on some rank; nothing was updated."""
+    """The loss or a gradient is non-finite on some rank, or no token counts; nothing was updated."""
     INTERRUPTED = "interrupted"
     """By a stop request."""
     OUT_OF_MEMORY = "out of memory"
@@ -200,10 +200,11 @@ class Stepper:
             return StepResult(Status.INTERRUPTED)
         tensors = self._all_reduce(own, stop, save_due)
         _all_reduce_gradients(self._unclipped())
-        self.reporter.backward(number)
+        if self.reporter.gradients_checked or tensors["tokens"] > 0:
+            self.reporter.backward(number)
         norm, scale = self._clip(tensors["tokens"], self.reporter.shows_gradients(number))
         self.reporter.gradients(number)
-        skipped = non_finite(tensors["loss"], norm, *self._unclipped())
+        skipped = torch.maximum(non_finite(tensors["loss"], norm, *self._unclipped()), (tensors["tokens"] == 0).float())
         tensors |= {"grad_norm": norm, "skipped": skipped}
         if (slope := self.student.temperature.log_gradient()) is not None:
             tensors["dL/dlogT"] = slope

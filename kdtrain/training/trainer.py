@@ -214,7 +214,7 @@ class Trainer:
         The loss is cross-entropy, not the objective: it means the same at every temperature and for every divergence.
 
         Raises:
-            RunError: the loss is non-finite before the first step.
+            RunError: the loss is non-finite before the first step, or no token counts.
         """
         progress, guards, source = self.state.progress, self.state.guards, self.validation_source
         found = validate_members(
@@ -224,6 +224,10 @@ class Trainer:
         if found is None:
             return Outcome.INTERRUPTED, math.nan
         metrics, members = found
+        if not metrics.tokens:
+            raise reported(
+                RunError("no token of the validation sequences counts; use more --eval-batches, or other data")
+            )
         numbers = {f"validation/{name}": value for name, value in summary(metrics).items() if value is not None}
         for member, own in members.items():
             known = summary(own).items()
@@ -239,8 +243,6 @@ class Trainer:
             log.info("%s", members_line(progress.step, numbers, members))
         if progress.step == 0:
             self.reporter.initial(loss)
-        if not metrics.tokens:
-            return Outcome.NOT_BEST, loss
         if not math.isfinite(loss):
             self.writers.warning("validation", progress.step, f"validation at step {progress.step}: loss {loss}")
             if progress.first_loss is None:

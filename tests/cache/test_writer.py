@@ -1,5 +1,6 @@
 """A builder refuses too little text, foreign tokens, and a teacher with non-finite logits."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,19 @@ def test_too_little_text_is_refused(tmp_path: Path, workshop, codecs) -> None:
     with pytest.raises(UsageError, match="synthetic: the validation data give no whole sequence of 16 tokens"):
         write_cache(tmp_path / "c", workshop.settings(codecs["tokens"]), splits, teacher=None)
     assert list((tmp_path / "c" / "shards").iterdir()) == []
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_split_without_a_token_that_counts_is_refused_before_the_teacher_works(
+    tmp_path: Path, workshop, codecs, split: str
+) -> None:
+    def teacher(tokens, segments):
+        raise AssertionError
+
+    splits = {"train": workshop.rows(3), "validation": workshop.rows(3)}
+    splits[split] = [replace(row, loss_mask=np.zeros_like(row.loss_mask)) for row in splits[split]]
+    with pytest.raises(UsageError, match=f"synthetic: no token of the {split} sequences counts"):
+        write_cache(tmp_path / "c", workshop.settings(codecs["both"]), splits, teacher=teacher)
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path, workshop, codecs) -> None:

@@ -385,7 +385,7 @@ def test_a_turn_of_weight_0_is_not_learned_nor_missed(
         (row,) = pack([Document("talk", messages=talk)], tokenizer, len(tokenizer(text).input_ids), masks=masks)
         assert _learned([row], tokenizer).decode().strip(".").removesuffix(_EOS) in learned
         assert row.loss_mask[-1] == (turn == 2), "the end belongs to the last turn"
-    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+    assert "the chat template" not in caplog.text
 
 
 @pytest.mark.parametrize("prompt", [0, 9])
@@ -432,9 +432,22 @@ def test_marks_of_a_template_that_leave_out_the_answer_are_a_warning(
     list(pack([Document("row 7", messages=_TALK)], tokenizer, 8, masks=Masks("train", 8)))
     tokenizer.chat_template = f"{{% generation %}}{_PLAIN}{'!' * 200}{{% endgeneration %}}"
     list(pack([Document("row 8", messages=_TALK)], tokenizer, 8, masks=Masks("train", 8)))
-    short, wide = (each.getMessage() for each in caplog.records if each.levelname == "WARNING")
+    said = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    short, wide = (each for each in said if "the chat template" in each)
     assert short == "train: in 1 conversations the chat template leaves out some of the assistant's text (first: row 7)"
     assert wide == "train: in 1 conversations the chat template counts more than the assistant's text (first: row 8)"
+
+
+@pytest.mark.parametrize("length, level", [(46, "INFO"), (47, "WARNING")])
+def test_data_of_which_less_than_a_tenth_counts_are_a_warning(
+    length: int, level: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+):
+    tokenizer.chat_template = _PLAIN
+    talk = [{"role": "user", "content": "x" * length}, {"role": "assistant", "content": "abcdef"}]
+    with caplog.at_level("INFO"):
+        list(pack([Document("row 7", messages=talk)], tokenizer, 8, masks=Masks("train", 8)))
+    (line,) = [each for each in caplog.records if "tokens in 1 documents count" in each.getMessage()]
+    assert line.levelname == level and ("less than a tenth" in line.getMessage()) == (level == "WARNING")
 
 
 def test_an_error_in_a_worker_reaches_the_reader(tokenizer: PreTrainedTokenizerFast):

@@ -16,7 +16,14 @@ def test_a_twentieth_each_is_withheld():
     assert abs(found.count("test") - 1000) < 150
 
 
-@given(st.lists(st.floats(0, 1, exclude_max=True), min_size=3, max_size=200), _WITHHELD)
+@given(st.lists(st.sampled_from([n / 9 for n in range(9)]), min_size=3, max_size=200), _WITHHELD)
+def test_equal_documents_share_a_split(ranks: list[float], withheld: tuple[str, ...]):
+    found = set(zip(ranks, assign(ranks, withheld), strict=True))
+    assert len(found) == len(set(ranks))
+    assert "train" in {split for _, split in found} and len({split for _, split in found}) >= min(2, len(found))
+
+
+@given(st.lists(st.floats(0, 1, exclude_max=True), min_size=3, max_size=200, unique=True), _WITHHELD)
 def test_three_documents_or_more_leave_no_split_empty(ranks: list[float], withheld: tuple[str, ...]):
     assert set(assign(ranks, withheld)) == {"train", *withheld}
 

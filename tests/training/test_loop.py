@@ -14,6 +14,7 @@ from kdtrain import faults
 from kdtrain.checkpoint.store import load
 from kdtrain.data import order
 from kdtrain.errors import RunError
+from kdtrain.training.recovery import Next
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.step import Status
 
@@ -99,12 +100,33 @@ def test_the_loss_that_is_reported_is_the_weighted_sum_of_its_parts(workshop):
         assert line["T"] == 3.0
 
 
-def test_a_step_without_an_unmasked_token_changes_nothing_but_decay_and_is_not_an_error(workshop):
-    with workshop.run(train=workshop.source(4, masked=(0, 1, 2, 3)), steps=2, weight_decay=0.0) as run:
-        before = weights(run)
+def test_a_step_without_a_token_is_skipped_and_the_order_stays(workshop):
+    first = order.batch(0, 0, 8, 8).tolist()
+    source = workshop.source(8, masked=tuple(first[:4]))
+    with workshop.run(train=source, steps=2, lr_schedule="constant", eval_freq=9, checkpoint_freq=9) as run:
+        before, stop = weights(run), StopRequest()
+        result = run.stepper.take(next(run.stepper.feed().steps()), stop)
+        then = run.recovery.after_step(result)
+        assert result.status is Status.SKIPPED and then is Next.CONTINUE
+        assert all(torch.equal(tensor, before[name]) for name, tensor in weights(run).items())
+        progress = run.state.progress
+        assert (progress.step, progress.sequences, progress.skips, progress.skips_in_a_row) == (0, 4, 0, 0)
         run.fit()
-    assert [(line["loss"], line["tokens"], line["grad_norm"]) for line in metrics(run)[0]] == [(0.0, 0.0, 0.0)] * 2
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(run).items())
+    assert [line["tokens"] > 0 for line in metrics(run)[0]] == [True, True] and progress.step == 2
+    assert next(reads for reads in source.reads if len(reads) == 4) == first[:4]
+    events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
+    skips = [each["message"] for each in events if each["event"] == "skip"]
+    assert skips == ["batch 1 at step 1: no token counts: skipped"]
+    assert not [each for each in events if each["event"] == "gradients"], "those of a step without tokens are zeros"
+
+
+@pytest.mark.parametrize("where, what", [("train", "8 sequences in a row"), ("validation", "the validation sequences")])
+def test_training_or_validation_data_without_a_token_are_named_as_such(workshop, caplog, where, what):
+    sources = {"train": workshop.source(8), "validation": workshop.source(5)}
+    sources[where] = workshop.source(8, masked=range(8))
+    with workshop.run(**sources) as run, pytest.raises(RunError, match=f"no token of {what} counts"):
+        run.fit()
+    assert "initial loss nan" not in caplog.text and "look at the weights" not in caplog.text
 
 
 @pytest.mark.parametrize("micro", [4, 1])
@@ -332,14 +354,6 @@ def test_each_step_draws_from_its_own_seed(workshop):
             run.fit()
     assert drawn[:3] == drawn[3:]
     assert len(set(drawn)) == 3
-
-
-def test_a_validation_of_no_tokens_is_never_the_best(workshop):
-    nothing = workshop.source(5, seed=1, masked=(0, 1, 2, 3, 4))
-    with workshop.run(validation=nothing, steps=2, eval_freq=1) as run:
-        run.fit()
-    assert (run.state.progress.best_step, run.state.progress.best_loss) == (None, None)
-    assert not (run.store.folder / "best").is_symlink()
 
 
 def test_an_epoch_whose_last_batch_was_skipped_has_its_checkpoint_all_the_same(workshop):
