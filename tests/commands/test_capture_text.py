@@ -141,7 +141,7 @@ def test_a_resume_renders_the_date_of_the_first_command_and_keeps_its_shards(
 
     write_chats(Path("chats.jsonl"))
     at("2031-01-02T03:04:05")
-    whole = capture(teacher, "chats.jsonl").manifest
+    whole = capture(teacher, "chats.jsonl", seq_len=16).manifest
     assert whole.settings.data["date"] == "2031-01-02T03:04:05"
     shown = tiny_tokenizer(300).decode([each for row in (0, 1) for each in kd.Cache("c")["train"][row]["tokens"][:-1]])
     assert "[2031 03 04]" in shown
@@ -150,10 +150,10 @@ def test_a_resume_renders_the_date_of_the_first_command_and_keeps_its_shards(
         Path("c", name).unlink()
     kept = Path("c/shards/train-00000.h5").stat().st_ino
     at("2032-05-06T07:08:09")
-    assert capture(teacher, "chats.jsonl").manifest.digest == whole.digest
+    assert capture(teacher, "chats.jsonl", seq_len=16).manifest.digest == whole.digest
     assert Path("c/shards/train-00000.h5").stat().st_ino == kept and not any("made again" in each for each in said)
     shutil.rmtree("c")
-    assert capture(teacher, "chats.jsonl").manifest.settings.data["date"] == "2032-05-06T07:08:09"
+    assert capture(teacher, "chats.jsonl", seq_len=16).manifest.settings.data["date"] == "2032-05-06T07:08:09"
 
 
 def test_shards_of_another_text_are_named_when_a_resume_makes_them_again(teacher: Path, said: list[str]):
@@ -191,7 +191,7 @@ def test_prompts_without_answers_are_continued_and_the_log_says_early_how_long_i
     Path("prompts.jsonl").write_text(prompts)
     words = ["--teacher", str(teacher), "--data", "prompts.jsonl", "--out", "c"]
     assert parse("kdtrain cache-teacher", kd.CacheTeacherConfig, [*words, "--generate"], {}, problem).text.generate
-    with pytest.raises(UsageError, match="has no column 'text'; name one of prompt with --text-column"):
+    with pytest.raises(UsageError, match="has no column 'text'; give --text-column prompt"):
         parse("kdtrain cache-teacher", kd.CacheTeacherConfig, words, {}, problem)
     cache = capture(
         teacher, "prompts.jsonl", seq_len=16, text=TextConfig(generate=True, max_new_tokens=2), batch_size=4

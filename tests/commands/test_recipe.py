@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,9 @@ def test_a_build_that_was_refused_is_not_called_unfinished(workbench):
     (workbench.root / "few.txt").write_text("".join(f"{n}\n" for n in range(9)))
     build = ("cache-teacher", "--teacher", "teacher", "--data", "few.txt", "--seq-len", 100, "--out", "refused")
     assert "give no whole sequence" in workbench.call(*build)[2]
+    assert not (workbench.root / "refused").exists()
+    (workbench.root / "refused").mkdir()
+    shutil.copy(workbench.root / "cache" / "settings.json", workbench.root / "refused")  # a build that stopped early
     use = ("distill", "--cache", "refused", *STUDENT, "--out", "x")
     code, _, err = workbench.call(*use)
     assert code == 2 and "was refused or stopped before its first one" in err and "finish it" not in err

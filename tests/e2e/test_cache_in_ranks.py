@@ -132,7 +132,7 @@ def test_a_dry_run_shows_how_each_engine_is_spread(ranks, of_one) -> None:
         before = sorted(ranks.root.iterdir())
         done = ranks.bench.ok(2, "distill", *run, "--out", "dry", "--dry-run", "--parallel", engine, "--json")
         assert [path for path in sorted(ranks.root.iterdir()) if path not in before and "said" not in path.name] == []
-        assert done.json["batch"] == "8 x 32 tokens, 1 micro-batches of 4 on each of 2 ranks"
+        assert done.json["batch"] == "8 x 32 tokens, 1 micro-batch of 4 on each of 2 ranks"
         plans[engine] = done.json["parallel"]
     assert [(plan["ranks"], plan["student"]) for plan in plans.values()] == [(2, "ddp"), (2, "fsdp")]
     assert plans["ddp"]["of it"] != plans["fsdp"]["of it"]

@@ -48,9 +48,9 @@ def compiled(run, backend) -> None:
     )
     converted = convert(model, step.switch, takes, head=model.get_output_embeddings())
     assert converted.quantized == ["model.layers.0.mlp.down_proj"]  # each further one takes seconds to compile
-    step.quantized, step.mode, step.compile_objective = "quantised", "bf16", True
+    step.quantized, step.mode, step.compile_objective = "fp8", "bf16", True
     step.backbone = torch.compile(step._backbone, dynamic=False, fullgraph=True)
-    run.state.adaptive = Adaptive(EachSecond(Policy(quantized="quantised")), step.switch, "high")
+    run.state.adaptive = Adaptive(EachSecond(Policy(quantized=step.quantized)), step.switch, "high")
 
 
 def go(workshop, name: str, backend, steps: int = STEPS, begin_at: int | None = None) -> dict[str, torch.Tensor]:
