@@ -1,23 +1,26 @@
-"""What waiting threads cost runs on a CPU, alone and two at once: `python -m benchmarks.performance.waiting`.
+"""What waiting threads cost training on a CPU, alone and two at once: `python -m benchmarks.performance.waiting`.
 
 The threads of OpenMP's runtime spin while they wait for work, which is quickest for a process that has the cores to
-itself, and takes them from another one. GOMP_SPINCOUNT and OMP_WAIT_POLICY say how long. The real command trains a
-student of 5 million parameters in fp32, eager and compiled, alone and beside an equal run on the same cores; a round
-goes through all sides, every second one in the other order. The rate of a run is the median of its later half of
-steps, that of two runs is their mean; a figure is the median over rounds of the ratio to torch's own setting.
+itself, and takes them from another one. GOMP_SPINCOUNT says how long. A side is a process, or two at once, that trains
+a student of stdlib-5m's shape by cross-entropy in fp32, eager or compiled; a round goes through all sides, every second
+one in the other order. The rate of a process is the median over its later steps, that of two is their mean; a figure
+is the median over rounds of the ratio to libgomp's own setting, 300,000.
 """
 
 import json
 import os
 import statistics
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import write
-from benchmarks.harness.command import Kdtrain, claim, environment, options
+from benchmarks.harness.command import options
+from benchmarks.harness.machine import cpu_model, version
 from kdtrain.config.values import Options, option
-from kdtrain.monitor.record import RunRecord
 
 RESULTS = Path(__file__).parents[1] / "results" / "waiting.json"
 
@@ -26,74 +29,82 @@ RESULTS = Path(__file__).parents[1] / "results" / "waiting.json"
 class Settings(Options):
     """Measure tokens a second under several settings of how threads wait."""
 
-    out: str
-    """The folder of the cache and the runs."""
-    sides: tuple[str, ...] = ("GOMP_SPINCOUNT=300000", "GOMP_SPINCOUNT=10000", "GOMP_SPINCOUNT=3000")
-    """Settings of the environment; the first is the one that others are compared with, and libgomp's default."""
+    spins: tuple[str, ...] = option(("300000", "10000", "3000"), several=True)
+    """Values of GOMP_SPINCOUNT; the first is the one that others are compared with."""
     rounds: int = option(5, least=1)
-    """Runs of each side."""
-    steps: int = option(12, least=4)
-    """Steps of a run."""
+    """Processes of each side."""
+    steps: int = option(16, least=4)
+    """Steps of a process, of which the later half is timed."""
+    worker: str = option("", check=lambda kind: None)
+    """Train, eager or compiled, and print the rate: what a side starts."""
     save: bool = True
     """Write the figures to benchmarks/results/waiting.json."""
 
 
 def main(settings: Settings) -> None:
     """Train in turn, and write the figures."""
+    if settings.worker:
+        print(_train(settings.worker == "compiled", settings.steps))
+        return
     if found := {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS"} & os.environ.keys():
         raise SystemExit(f"waiting: unset {', '.join(sorted(found))} first")
-    out = Path(settings.out)
-    claim(out, settings)
-    text = ("--data", "stdlib", "--seq-len", "128", "--num-workers", "0", "--num-sequences", "64")
-    with Kdtrain() as kdtrain:
-        kdtrain("cache-teacher", "--teacher", "stdlib-5m", "--out", str(out / "cache"), *text, "--precision", "fp32")
     rates: dict[str, dict[str, list[float]]] = {}
     for number in range(settings.rounds):
-        for side in settings.sides[:: -1 if number % 2 else 1]:
-            for kind in ("--no-compile", "--compile"):
+        for spins in settings.spins[:: -1 if number % 2 else 1]:
+            for kind in ("eager", "compiled"):
                 for many in (1, 2):
-                    name = f"{'eager' if kind == '--no-compile' else 'compiled'}, {'alone' if many == 1 else 'two'}"
-                    runs = [out / f"{side}{kind}-{many}-{number}-{each}" for each in range(many)]
-                    rates.setdefault(name, {}).setdefault(side, []).append(_rate(settings, side, kind, runs))
-    base = settings.sides[0]
-    figures = {
-        name: {
-            side: {
-                "tokens_per_second": [round(each, 1) for each in found],
-                "ratio": statistics.median(a / b for a, b in zip(found, sides[base], strict=True)),
-            }
-            for side, found in sides.items()
-        }
-        for name, sides in rates.items()
+                    found = rates.setdefault(f"{kind}, {'alone' if many == 1 else 'two at once'}", {})
+                    found.setdefault(spins, []).append(_rate(settings, spins, kind, many))
+                    print(number, kind, many, spins, round(found[spins][-1], 1), file=sys.stderr, flush=True)
+    figures: dict[str, Any] = {}
+    for name, sides in rates.items():
+        for spins, each in sides.items():
+            ratios = [rate / base for rate, base in zip(each, sides[settings.spins[0]], strict=True)]
+            figures.setdefault(name, {})[spins] = {"tokens_per_second": [round(rate, 1) for rate in each]}
+            figures[name][spins] |= {"ratio": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
+    machine = {
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "torch": version("torch"),
     }
-    record = {"settings": {k: v for k, v in vars(settings).items() if k not in ("out", "save")}, "figures": figures}
-    record["environment"] = environment(runs[0])
-    print(json.dumps(record, indent=1))
+    record = {"settings": {"rounds": settings.rounds, "steps": settings.steps}, "figures": figures}
+    print(json.dumps(record | {"environment": machine}, indent=1))
     if settings.save:
-        write(RESULTS, record)
+        write(RESULTS, record | {"environment": machine})
 
 
-def _rate(settings: Settings, side: str, kind: str, runs: list[Path]) -> float:
-    """Tokens a second of a run, the mean of those that train at once."""
-    name, _, value = side.partition("=")
-    words = (
-        "distill",
-        "--cache",
-        str(Path(settings.out, "cache")),
-        "--student",
-        "stdlib-5m",
-        kind,
-        "--precision",
-        "fp32",
-    )
-    size = ("--steps", str(settings.steps), "--batch-size", "4", "--eval-batches", "1", "--precision", "fp32")
-    quiet = ("--log-to", "none", "--sample-freq", "0", "--histogram-freq", "0", "--yes")
-    with Kdtrain(**{name: value}) as kdtrain, ThreadPoolExecutor(len(runs)) as pool:
-        waiting = [pool.submit(kdtrain, *words, *size, *quiet, "--out", str(run)) for run in runs if not run.exists()]
-        for each in waiting:
-            each.result()
-    rates = [RunRecord.read(run).median_rate() for run in runs]
-    return statistics.fmean(each for each in rates if each is not None)
+def _rate(settings: Settings, spins: str, kind: str, many: int) -> float:
+    """Tokens a second of a process, the mean of those that train at once."""
+    command = [sys.executable, "-m", "benchmarks.performance.waiting", "--worker", kind, "--steps", str(settings.steps)]
+    setting = os.environ | {"GOMP_SPINCOUNT": spins}
+    running = [subprocess.Popen(command, env=setting, stdout=subprocess.PIPE, text=True) for _ in range(many)]
+    return statistics.fmean(float(each.communicate()[0].split()[-1]) for each in running)
+
+
+def _train(compiled: bool, steps: int) -> float:
+    import torch
+
+    import kdtrain as kd
+    from kdtrain.models.loading import load_student
+    from kdtrain.models.spec import read_spec
+
+    spec = read_spec("stdlib-5m", "students")
+    model = load_student(spec, vocab_size=2048, seed=0, device="cpu")
+    if compiled:
+        model.model = torch.compile(model.model, dynamic=False)
+    student = kd.Student(model, kd.DistillationLoss(alpha=0.0))
+    tokens_BT1 = torch.randint(2048, (4, 129), generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": tokens_BT1, "loss_mask": torch.ones(4, 128, dtype=torch.bool)}
+    batch["segments"] = torch.zeros(4, 128, dtype=torch.int64)
+    optimizer, seconds = torch.optim.AdamW(student.parameters(), 1e-4), list[float]()
+    for _ in range(steps):
+        started = time.perf_counter()
+        student(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - started)
+    return 512 / statistics.median(seconds[steps // 2 :])
 
 
 if __name__ == "__main__":

@@ -48,8 +48,9 @@ def main(config: GenerateConfig) -> int:
             encoder.masks.refuse_none()
     else:
         prompt = tokenizer(config.prompt, add_special_tokens=False)["input_ids"] or [tokenizer.bos_token_id]
-    if prompt == [None]:
-        raise UsageError("the prompt has no tokens, and the tokenizer no token to begin with; give a PROMPT")
+    if prompt in ([], [None]):
+        why = "its chat template renders nothing; use --raw" if chat else "and the tokenizer no token to begin with"
+        raise UsageError(f"the prompt has no tokens, {why}{'' if chat else '; give a PROMPT'}")
     most, width = max_positions(student.model), min(student.vocab_size, len(tokenizer))
     if max(prompt) >= student.vocab_size:
         raise UsageError(f"the prompt has tokens beyond the student's vocabulary of {student.vocab_size:,} entries")

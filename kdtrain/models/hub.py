@@ -18,10 +18,10 @@ line.
 import contextlib
 import difflib
 import errno
-import functools
 import re
 import socket
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -271,16 +271,15 @@ def never_asking(offline: bool = False) -> Iterator[None]:
                 dynamic_module_utils.TIME_OUT_REMOTE_CODE, constants.HF_HUB_OFFLINE = before
 
 
-@functools.cache
 def _no_network(endpoint: str) -> bool:
     """Whether the hub's name is unknown here: its client would try again for half a minute. A proxy may know it."""
-    if urllib.request.getproxies():
-        return False
-    try:
-        socket.getaddrinfo(urlsplit(endpoint).hostname, None)
-    except OSError:
-        return True
-    return False
+    for wait in () if urllib.request.getproxies() else (1.0, 0.0):
+        try:
+            socket.getaddrinfo(urlsplit(endpoint).hostname, None)
+            return False
+        except OSError as error:
+            time.sleep(wait if error.errno == socket.EAI_AGAIN else 0.0)
+    return not urllib.request.getproxies()
 
 
 def ask(source: str, load: Callable[[], Answer]) -> Answer:

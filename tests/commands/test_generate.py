@@ -49,6 +49,10 @@ def test_a_student_with_a_chat_template_is_asked_in_it_and_raw_continues_the_tex
     broken = write_model_folder(tmp_path / "broken", tiny_model("llama", 300), tokenizer)
     code, _, err = run.call("generate", broken, "hello", *more)
     assert code == 2 and "(see --raw)" in err and "no users here" in err
+    tokenizer.chat_template = "{# nothing #}"
+    silent = write_model_folder(tmp_path / "silent", tiny_model("llama", 300), tokenizer)
+    code, _, err = run.call("generate", silent, "hello", *more)
+    assert code == 2 and "its chat template renders nothing; use --raw" in err
     tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     endless = write_model_folder(tmp_path / "endless", tiny_model("llama", 300), tokenizer)
     monkeypatch.setattr("kdtrain.data.rendering.SECONDS", 0.2)

@@ -317,7 +317,7 @@ def test_a_hub_id_that_cannot_be_reached_is_refused_in_one_line(load):
     assert str(caught.value).startswith(expected) and "\n" not in str(caught.value)
 
 
-def test_without_a_network_the_hub_is_asked_for_its_name_once_and_not_again_and_again(monkeypatch):
+def test_without_a_network_the_hub_is_not_waited_for(monkeypatch):
     calls = []
 
     def unknown(*asked, **more):
@@ -327,12 +327,10 @@ def test_without_a_network_the_hub_is_asked_for_its_name_once_and_not_again_and_
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub.urllib.request, "getproxies", dict)
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("tried again"))
-    hub._no_network.cache_clear()
+    monkeypatch.setattr(time, "sleep", lambda seconds: seconds and pytest.fail("waited"))
     with pytest.raises(UsageError, match="no-such-org/no-such-model: no such folder, and the hub cannot be reached"):
         load_tokenizer("no-such-org/no-such-model")
-    hub._no_network.cache_clear()
-    assert len(calls) == 1 and not constants.HF_HUB_OFFLINE
+    assert 0 < len(calls) <= 4 and not constants.HF_HUB_OFFLINE
 
 
 def test_flash_attention_that_is_not_installed_is_refused_in_one_line(tmp_path):
