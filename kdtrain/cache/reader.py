@@ -9,9 +9,9 @@ neighbours; threads take turns at the files, and decode side by side. Only shard
 data set whose shard is gone reads as fill values. A shard that is damaged, or not the manifest's, raises an error that
 names it.
 
-What it gives up: the first read from a shard reads all of it, once a reader; in a split of more than
-`MAX_OPEN` shards a random read has to open one again, which takes as long as three sequences of 512 tokens, and ten
-where `MAX_LISTS` is used up (larger shards help).
+What it gives up: the first read from a shard reads all of it, once a reader; from more than `MAX_OPEN` shards a random
+read has to open one again, which takes as long as three sequences of 512 tokens, and ten where `MAX_LISTS` is used up
+(larger shards help).
 """
 
 import atexit
@@ -23,6 +23,7 @@ import shutil
 import tempfile
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,10 +53,11 @@ if TYPE_CHECKING:
     from kdtrain.cache.view_rows import ViewReader
 
 MAX_OPEN = max(16, min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
-"""Shards that a reader keeps open at once, an eighth of the files that a process may open. Each holds 0.6 MiB of HDF5's
-own, which no setting lowers, and its lists: 0.25 MiB at V = 2,048, 2 MiB at V = 151,936."""
+"""Shards that all readers keep open at once, an eighth of the files that a process may open. Each holds 0.6 MiB of
+HDF5's own, which no setting lowers, and its lists: 0.25 MiB at V = 2,048, 2 MiB at V = 151,936."""
 MAX_LISTS = 2**28
-"""Bytes of lists and masks kept of shards that are closed again."""
+"""Bytes of lists and masks that all readers keep of shards that are closed again."""
+_readers: "weakref.WeakValueDictionary[int, CacheReader]" = weakref.WeakValueDictionary()
 _ROWS_AT_ONCE = 64
 
 
@@ -98,7 +100,6 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         self._paths = [cache_format.shard_path(self.folder, shard["name"]) for shard in self._shards]
         self._open: OrderedDict[int, Shard] = OrderedDict()
         self._closed: OrderedDict[int, Shard] = OrderedDict()
-        self._read_at: dict[int, float] = {}
         self._verified: dict[int, tuple[int, int, int]] = {}
         self._checked: dict[int, np.ndarray] = {}
         self._process = os.getpid()
@@ -128,7 +129,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         return [{name: tensor[row] for name, tensor in fields.items()} for row in range(size)]
 
     def __getstate__(self) -> dict[str, Any]:
-        shards: dict[str, Any] = {"_open": OrderedDict(), "_closed": OrderedDict(), "_read_at": {}}
+        shards: dict[str, Any] = {"_open": OrderedDict(), "_closed": OrderedDict()}
         return {**self.__dict__, **shards, "_process": None, "_locks": {}}
 
     def _lock(self) -> threading.RLock:
@@ -245,7 +246,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
 
     def oldest(self) -> float:
         """See `remote.Reader`."""
-        return min(list(self._read_at.values()), default=math.inf)
+        return min((shard.read_at for shard in list(self._open.values())), default=math.inf)
 
     def give_way(self) -> bool:
         """See `remote.Reader`. The wait is short: two readers may ask each other."""
@@ -262,18 +263,22 @@ class CacheReader(Dataset[dict[str, Tensor]]):
 
     def _close_oldest(self) -> None:
         number, shard = self._open.popitem(last=False)
-        self._read_at.pop(number, None)
         shard.close()
         self._closed[number] = shard
-        while sum(each.nbytes for each in self._closed.values()) > MAX_LISTS:
-            self._closed.popitem(last=False)
+        kept = [(each._closed, *item) for each in _of_process() for item in list(each._closed.items())]
+        over = sum(lists.nbytes for *_, lists in kept) - MAX_LISTS
+        for closed, at, lists in sorted(kept, key=lambda each: each[2].read_at):
+            if over > 0:
+                closed.pop(at, None)
+                over -= lists.nbytes
         if self.remote is not None:
             self.remote.release(self._shards[number]["name"])
 
     def _shard(self, number: int) -> Shard:
         if self._process != os.getpid():
             # A parent's handles share its file offsets and locks: a child may drop them, but not read through them.
-            self._open, self._read_at, self._process = OrderedDict(), {}, os.getpid()
+            self._open, self._process = OrderedDict(), os.getpid()
+        _readers[id(self)] = self
         if number not in self._open:
             try:
                 self._verify(number)
@@ -283,13 +288,15 @@ class CacheReader(Dataset[dict[str, Tensor]]):
                 self.remote.put_aside(self._shards[number])
                 self.remote.ensure(self._shards[number], self)
                 self._verify(number)
-            if (shard := self._closed.pop(number, None)) is not None:
+            shard, there = self._closed.pop(number, None), _of_process()
+            while sum(len(each._open) for each in there) >= MAX_OPEN:
+                if not any(each.give_way() for each in sorted(there, key=CacheReader.oldest)):
+                    break  # the others are being read
+            if shard is not None:
                 shard.open()
             self._open[number] = shard or Shard(self._paths[number], self.manifest.codec)
-            if len(self._open) > MAX_OPEN:
-                self._close_oldest()
         self._open.move_to_end(number)
-        self._read_at[number] = time.monotonic()
+        self._open[number].read_at = time.monotonic()
         return self._open[number]
 
     def _verify(self, number: int) -> None:
@@ -315,6 +322,12 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             while self._open:
                 self._close_oldest()
             self._closed.clear()
+
+
+def _of_process() -> list[CacheReader]:
+    """The readers that have read in this process: one that was forked with its parent's has its own count."""
+    there = [each() for each in _readers.valuerefs()]
+    return [reader for reader in there if reader is not None and reader._process == os.getpid()]
 
 
 class Cache:
