@@ -1,8 +1,10 @@
 """A reader returns what the writer stored, in any order."""
 
+import importlib
 import multiprocessing
 import os
 import pickle
+import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -181,6 +183,27 @@ def test_the_readers_of_a_process_share_both_bounds_and_those_of_a_fork_have_the
     process.start()
     assert (queue.get(), queue.get()) == ([0], (opened, closed, size))
     process.join()
+
+
+def test_readers_of_many_caches_stay_within_the_files_that_a_process_may_open(tmp_path: Path, workshop, codecs) -> None:
+    cache = workshop.build(tmp_path / "c", codecs["top_k"], sequences_per_shard=1)
+    folders = [shutil.copytree(cache, tmp_path / str(number)) for number in range(16)]
+    expected = CacheReader(cache, "train").read(range(10)).tokens
+
+    def in_a_fork(queue: multiprocessing.SimpleQueue) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (160, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        own = importlib.reload(reader)
+        readers = [own.CacheReader(folder, "train") for folder in folders]
+        right = [torch.equal(each.read(range(10)).tokens, expected) for each in readers]
+        queue.put((own.MAX_OPEN, sum(len(each._open) for each in readers), all(right)))
+
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=in_a_fork, args=(queue,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert queue.get() == (20, 20, True)
 
 
 def test_a_reader_can_be_pickled(cache: Path) -> None:
