@@ -184,11 +184,7 @@ class ShardPlace:
 def finished_record(folder: Path, settings: CacheSettings, part: ShardRows) -> Sidecar | None:
     """The record of a shard that need not be built. RunError: the file in its place cannot be read."""
     record = intact_record(folder, part.name)
-    if record is None:
-        return None
-    if not is_of(record, part.digest, settings):
-        text = "%s: the shard %s is of other text than the data give now, and is made again"
-        logging.getLogger("kdtrain").warning(text, folder, part.name)
+    if record is None or not is_of(record, part.digest, settings):
         return None
     path = cache_format.shard_path(folder, part.name)
     try:
@@ -207,6 +203,9 @@ def publish_shard(
     folder: Path, settings: CacheSettings, part: ShardRows, fill: Callable[[ShardWriter, ShardRows], None]
 ) -> None:
     """Write a shard and its sidecar; `fill` adds the sequences."""
+    if (record := intact_record(folder, part.name)) and not is_of(record, part.digest, settings):
+        text = "%s: the shard %s is of other text than the data give now, and is made again"
+        logging.getLogger("kdtrain").warning(text, folder, part.name)
     spec, length = settings.codec, settings.seq_len
 
     def write(path: Path) -> tuple[dict[str, int], list[str]]:

@@ -120,11 +120,12 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert shards(tmp_path / "cut") == shards(tmp_path / "whole")
 
 
-def test_other_sequences_or_settings_are_refused_in_a_folder_that_has_some(sequences, tmp_path):
+def test_other_sequences_or_settings_are_refused_in_a_folder_that_has_some(sequences, tmp_path, caplog):
     with pytest.raises(kd.UsageError, match="no sequence for validation"):
         write(tmp_path / "c", sequences[:8])
     with pytest.raises(kd.UsageError, match=r"shard train-00000 of other sequences; give the same sequences"):
         write(tmp_path / "c", sequences[1:])
+    assert not caplog.records, "nothing is made again"
     with pytest.raises(kd.UsageError, match=r"unfinished cache with other settings \(teacher.spec: table there"):
         write(tmp_path / "c", sequences, teacher="another")
     write(tmp_path / "c", sequences)
