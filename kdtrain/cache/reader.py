@@ -90,8 +90,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         if remote is None:
             check_sizes(folder, self.manifest)
         if split not in self.manifest.splits:
-            there = ", ".join(self.manifest.splits)
-            raise UsageError(f"the cache {self.name} has no split '{split}'; it has {there}")
+            raise UsageError(f"the cache {self.name} has no split '{split}'; it has {', '.join(self.manifest.splits)}")
         if remote is not None:
             remote.bring_tokenizer()
         self.split = split
@@ -129,8 +128,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         return [{name: tensor[row] for name, tensor in fields.items()} for row in range(size)]
 
     def __getstate__(self) -> dict[str, Any]:
-        shards: dict[str, Any] = {"_open": OrderedDict(), "_closed": OrderedDict()}
-        return {**self.__dict__, **shards, "_process": None, "_locks": {}}
+        return {**self.__dict__, "_open": OrderedDict(), "_closed": OrderedDict(), "_process": None, "_locks": {}}
 
     def _lock(self) -> threading.RLock:
         """This process's own: one that another thread held at a fork is never released in the child."""
@@ -204,7 +202,10 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         if kept is None:
             kept, splits = tempfile.mkdtemp(prefix="kdtrain-"), (self.split,)
             atexit.register(shutil.rmtree, kept, ignore_errors=True)
-        view = build_view(Path(kept), Cache._of(self), given, events=special_tokens, splits=splits)
+        cache = Cache.__new__(Cache)  # with what brings the shards of this split
+        cache.remote, cache.folder, cache.name = cast(Any, self.remote), self.folder, self.name
+        cache.manifest, cache._splits = self.manifest, {self.split: self}
+        view = build_view(Path(kept), cache, given, events=special_tokens, splits=splits)
         return ViewReader(view, self.split, cells=cells, chunks=chunks)
 
     def rows(self) -> Iterator[PackedRow]:
@@ -254,10 +255,9 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         if self._process != os.getpid() or not lock.acquire(timeout=0.05):
             return False
         try:
-            if not self._open:
-                return False
-            self._close_oldest()
-            return True
+            if found := bool(self._open):
+                self._close_oldest()
+            return found
         finally:
             lock.release()
 
@@ -359,14 +359,6 @@ class Cache:
         self.name = str(folder if self.remote is None else self.remote.address)
         self._splits: dict[str, CacheReader] = {}
         self.manifest: Manifest = self.remote.manifest if self.remote else read_manifest(self.folder)
-
-    @classmethod
-    def _of(cls, reader: CacheReader) -> "Cache":
-        """The cache of a split that is open, with what brings its shards."""
-        found = cls.__new__(cls)
-        found.remote, found.folder, found.name = cast(Any, reader.remote), reader.folder, reader.name
-        found.manifest, found._splits = reader.manifest, {reader.split: reader}
-        return found
 
     def __getitem__(self, split: str) -> "CacheReader":
         """The split `train` or `validation`. UsageError: see `CacheReader`."""
