@@ -9,9 +9,9 @@ neighbours; threads take turns at the files, and decode side by side. Only shard
 data set whose shard is gone reads as fill values. A shard that is damaged, or not the manifest's, raises an error that
 names it.
 
-What it gives up: the first read from a shard reads all of it, once a reader; in a split of more than
-`MAX_OPEN` shards a random read has to open one again, which takes as long as three sequences of 512 tokens, and ten
-where `MAX_LISTS` is used up (larger shards help).
+What it gives up: the first read from a shard reads all of it, once a reader; from more than `MAX_OPEN` shards a random
+read has to open one again, which takes as long as three sequences of 512 tokens, and ten where `MAX_LISTS` is used up
+(larger shards help).
 """
 
 import atexit
@@ -23,6 +23,7 @@ import shutil
 import tempfile
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,10 +53,11 @@ if TYPE_CHECKING:
     from kdtrain.cache.view_rows import ViewReader
 
 MAX_OPEN = max(16, min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
-"""Shards that a reader keeps open at once, an eighth of the files that a process may open. Each holds 0.6 MiB of HDF5's
-own, which no setting lowers, and its lists: 0.25 MiB at V = 2,048, 2 MiB at V = 151,936."""
+"""Shards that all readers keep open at once, an eighth of the files that a process may open. Each holds 0.6 MiB of
+HDF5's own, which no setting lowers, and its lists: 0.25 MiB at V = 2,048, 2 MiB at V = 151,936."""
 MAX_LISTS = 2**28
-"""Bytes of lists and masks kept of shards that are closed again."""
+"""Bytes of lists and masks that all readers keep of shards that are closed again."""
+_readers: "weakref.WeakValueDictionary[int, CacheReader]" = weakref.WeakValueDictionary()
 _ROWS_AT_ONCE = 64
 
 
@@ -88,8 +90,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         if remote is None:
             check_sizes(folder, self.manifest)
         if split not in self.manifest.splits:
-            there = ", ".join(self.manifest.splits)
-            raise UsageError(f"the cache {self.name} has no split '{split}'; it has {there}")
+            raise UsageError(f"the cache {self.name} has no split '{split}'; it has {', '.join(self.manifest.splits)}")
         if remote is not None:
             remote.bring_tokenizer()
         self.split = split
@@ -98,7 +99,6 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         self._paths = [cache_format.shard_path(self.folder, shard["name"]) for shard in self._shards]
         self._open: OrderedDict[int, Shard] = OrderedDict()
         self._closed: OrderedDict[int, Shard] = OrderedDict()
-        self._read_at: dict[int, float] = {}
         self._verified: dict[int, tuple[int, int, int]] = {}
         self._checked: dict[int, np.ndarray] = {}
         self._process = os.getpid()
@@ -128,8 +128,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         return [{name: tensor[row] for name, tensor in fields.items()} for row in range(size)]
 
     def __getstate__(self) -> dict[str, Any]:
-        shards: dict[str, Any] = {"_open": OrderedDict(), "_closed": OrderedDict(), "_read_at": {}}
-        return {**self.__dict__, **shards, "_process": None, "_locks": {}}
+        return {**self.__dict__, "_open": OrderedDict(), "_closed": OrderedDict(), "_process": None, "_locks": {}}
 
     def _lock(self) -> threading.RLock:
         """This process's own: one that another thread held at a fork is never released in the child."""
@@ -203,7 +202,10 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         if kept is None:
             kept, splits = tempfile.mkdtemp(prefix="kdtrain-"), (self.split,)
             atexit.register(shutil.rmtree, kept, ignore_errors=True)
-        view = build_view(Path(kept), Cache._of(self), given, events=special_tokens, splits=splits)
+        cache = Cache.__new__(Cache)  # with what brings the shards of this split
+        cache.remote, cache.folder, cache.name = cast(Any, self.remote), self.folder, self.name
+        cache.manifest, cache._splits = self.manifest, {self.split: self}
+        view = build_view(Path(kept), cache, given, events=special_tokens, splits=splits)
         return ViewReader(view, self.split, cells=cells, chunks=chunks)
 
     def rows(self) -> Iterator[PackedRow]:
@@ -245,7 +247,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
 
     def oldest(self) -> float:
         """See `remote.Reader`."""
-        return min(list(self._read_at.values()), default=math.inf)
+        return min((shard.read_at for shard in list(self._open.values())), default=math.inf)
 
     def give_way(self) -> bool:
         """See `remote.Reader`. The wait is short: two readers may ask each other."""
@@ -253,27 +255,30 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         if self._process != os.getpid() or not lock.acquire(timeout=0.05):
             return False
         try:
-            if not self._open:
-                return False
-            self._close_oldest()
-            return True
+            if found := bool(self._open):
+                self._close_oldest()
+            return found
         finally:
             lock.release()
 
     def _close_oldest(self) -> None:
         number, shard = self._open.popitem(last=False)
-        self._read_at.pop(number, None)
         shard.close()
         self._closed[number] = shard
-        while sum(each.nbytes for each in self._closed.values()) > MAX_LISTS:
-            self._closed.popitem(last=False)
+        kept = [(each._closed, *item) for each in _of_process() for item in list(each._closed.items())]
+        over = sum(lists.nbytes for *_, lists in kept) - MAX_LISTS
+        for closed, at, lists in sorted(kept, key=lambda each: each[2].read_at):
+            if over > 0:
+                closed.pop(at, None)
+                over -= lists.nbytes
         if self.remote is not None:
             self.remote.release(self._shards[number]["name"])
 
     def _shard(self, number: int) -> Shard:
         if self._process != os.getpid():
             # A parent's handles share its file offsets and locks: a child may drop them, but not read through them.
-            self._open, self._read_at, self._process = OrderedDict(), {}, os.getpid()
+            self._open, self._process = OrderedDict(), os.getpid()
+        _readers[id(self)] = self
         if number not in self._open:
             try:
                 self._verify(number)
@@ -283,13 +288,15 @@ class CacheReader(Dataset[dict[str, Tensor]]):
                 self.remote.put_aside(self._shards[number])
                 self.remote.ensure(self._shards[number], self)
                 self._verify(number)
-            if (shard := self._closed.pop(number, None)) is not None:
+            shard, there = self._closed.pop(number, None), _of_process()
+            while sum(len(each._open) for each in there) >= MAX_OPEN:
+                if not any(each.give_way() for each in sorted(there, key=CacheReader.oldest)):
+                    break  # the others are being read
+            if shard is not None:
                 shard.open()
             self._open[number] = shard or Shard(self._paths[number], self.manifest.codec)
-            if len(self._open) > MAX_OPEN:
-                self._close_oldest()
         self._open.move_to_end(number)
-        self._read_at[number] = time.monotonic()
+        self._open[number].read_at = time.monotonic()
         return self._open[number]
 
     def _verify(self, number: int) -> None:
@@ -315,6 +322,12 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             while self._open:
                 self._close_oldest()
             self._closed.clear()
+
+
+def _of_process() -> list[CacheReader]:
+    """The readers that have read in this process: one that was forked with its parent's has its own count."""
+    there = [each() for each in _readers.valuerefs()]
+    return [reader for reader in there if reader is not None and reader._process == os.getpid()]
 
 
 class Cache:
@@ -346,14 +359,6 @@ class Cache:
         self.name = str(folder if self.remote is None else self.remote.address)
         self._splits: dict[str, CacheReader] = {}
         self.manifest: Manifest = self.remote.manifest if self.remote else read_manifest(self.folder)
-
-    @classmethod
-    def _of(cls, reader: CacheReader) -> "Cache":
-        """The cache of a split that is open, with what brings its shards."""
-        found = cls.__new__(cls)
-        found.remote, found.folder, found.name = cast(Any, reader.remote), reader.folder, reader.name
-        found.manifest, found._splits = reader.manifest, {reader.split: reader}
-        return found
 
     def __getitem__(self, split: str) -> "CacheReader":
         """The split `train` or `validation`. UsageError: see `CacheReader`."""

@@ -10,7 +10,7 @@ What it gives up: what is kept of one shard is held in memory, and one process w
 
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -53,6 +53,8 @@ class _Split:
     """Sequences of the shards before."""
     published: int | None = None
     """How many sequences the shard that is there already has; None before its first sequence."""
+    shard: Shard | None = None
+    """That shard, open, once a sequence has been compared with it."""
 
 
 class CacheWriter:
@@ -113,7 +115,7 @@ class CacheWriter:
             raise UsageError("teacher and data hold text, finite numbers, lists and tables only") from None
         self.seed = as_whole(seed, "seed")
         self.sequences_per_shard = as_whole(sequences_per_shard, "sequences_per_shard", 1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a function that gives logits may close the writer
         self._builder: CacheBuilder | None = None
         self._splits = {split: _Split() for split in SPLITS}
         self._sample: dict[int, Tensor] = {}
@@ -169,7 +171,7 @@ class CacheWriter:
         if documents.min() < 0 or documents.max() >= length:
             raise UsageError(f"segments: number the documents of a sequence from 0 to at most {length - 1}")
         if split is None:
-            split = by_hash(rank(_words(tokens_T).hex()), ("validation",))
+            split = by_hash(rank(tokens_T.astype("<u4").tobytes().hex()), ("validation",))
         if split not in self._splits:
             raise UsageError(f"split '{split}' is unknown; use train or validation")
         answer: Tensor | None = None
@@ -225,34 +227,39 @@ class CacheWriter:
                 failed, or the writer was closed before.
             RunError: the folder cannot be written.
         """
-        builder = self._builder
-        empty = [split for split, own in self._splits.items() if not own.taken + len(own.rows)]
-        if builder is None or empty:
-            raise UsageError(f"{self.out}: there is no sequence for {empty[0]}; add some with split='{empty[0]}'")
-        if self._closed and builder.manifest is None:
-            raise UsageError(f"{self.out}: this writer is closed; another one with the same sequences resumes")
-        self._closed = True  # the last shards may be short: no sequence can follow
-        for split, own in self._splits.items():
-            if own.rows:
-                self._publish(split)
-        if (there := builder.manifest) is None:
-            taken, positions = builder.sample or (1, 1)
-            builder.sample = min(taken, self._splits["validation"].taken), positions
-            asked = iter([self._sample[number] for number in range(builder.sample[0])])
-            builder.teacher = lambda tokens_1T, segments: next(asked)  # it is asked once for each, in order
-            try:
-                builder.finish()
-            finally:
-                builder.teacher = None
-        elif more := [split for split in SPLITS if there.splits[split]["sequences"] != self._splits[split].taken]:
-            raise self._others(there, more[0])
+        with self._lock:
+            builder = self._builder
+            empty = [split for split, own in self._splits.items() if not own.taken + len(own.rows)]
+            if builder is None or empty:
+                raise UsageError(f"{self.out}: there is no sequence for {empty[0]}; add some with split='{empty[0]}'")
+            if self._closed and builder.manifest is None:
+                raise UsageError(f"{self.out}: this writer is closed; another one with the same sequences resumes")
+            self._closed = True  # the last shards may be short: no sequence can follow
+            for split, own in self._splits.items():
+                if own.rows:
+                    self._publish(split)
+            if (there := builder.manifest) is None:
+                taken, positions = builder.sample or (1, 1)
+                builder.sample = min(taken, self._splits["validation"].taken), positions
+                asked = iter([self._sample[number] for number in range(builder.sample[0])])
+                builder.teacher = lambda tokens_1T, segments: next(asked)  # it is asked once for each, in order
+                try:
+                    builder.finish()
+                finally:
+                    builder.teacher = None
+            elif more := [split for split in SPLITS if there.splits[split]["sequences"] != self._splits[split].taken]:
+                raise self._others(there, more[0])
         return Cache(self.out)
 
     def close(self) -> None:
         """Release the folder without finishing; published shards stay, and the same sequences resume."""
-        self._closed = True
-        if self._builder is not None:
-            self._builder.close()
+        with self._lock:
+            self._closed = True
+            for own in self._splits.values():
+                if own.shard is not None:
+                    own.shard.close()
+            if self._builder is not None:
+                self._builder.close()
 
     def __enter__(self) -> "CacheWriter":
         return self
@@ -313,10 +320,11 @@ class CacheWriter:
     def _refuse_other_logits(self, answer: Tensor, tokens_T: np.ndarray, split: str, number: int) -> None:
         """Raise a UsageError if a published shard has other log-probabilities of these labels."""
         assert self._builder is not None
-        name = cache_format.shard_name(split, number // self.sequences_per_shard)
+        own, name = self._splits[split], cache_format.shard_name(split, number // self.sequences_per_shard)
         path, spec = cache_format.shard_path(self.out, name), self._builder.settings.codec
-        with shard_errors(path), closing(Shard(path, spec)) as shard:
-            stored = batch_of([shard.read(np.array([number % self.sequences_per_shard]), checked=False)], spec)
+        with shard_errors(path):
+            own.shard = own.shard or Shard(path, spec)
+            stored = batch_of([own.shard.read(np.array([number % self.sequences_per_shard]), checked=False)], spec)
         assert stored.targets is not None
         labels = torch.from_numpy(tokens_T[1:].astype(np.int64)).to(answer.device)
         now = answer.log_softmax(-1).gather(-1, labels[:, None])[:, 0].cpu()
@@ -328,6 +336,8 @@ class CacheWriter:
         """Write the shard in work of a split, or check that the one that is there is of these sequences."""
         own, builder = self._splits[split], self._builder
         assert builder is not None
+        if own.shard is not None:
+            own.shard.close()
         (part,) = shards_of(split, iter(own.rows), len(own.rows))
         name = cache_format.shard_name(split, own.taken // self.sequences_per_shard)
         part = builder.counted(replace(part, name=name, first=own.taken))
@@ -343,7 +353,3 @@ def _array(values: Any, name: str) -> np.ndarray:
         if found.dtype.kind in "biuf":
             return found
     raise UsageError(f"{name}: give a tensor or an array of numbers")
-
-
-def _words(tokens_T: np.ndarray) -> bytes:
-    return tokens_T.astype("<u4").tobytes()

@@ -49,6 +49,7 @@ class Shard:
         self._path, self._spec = path, spec
         self._coding: Coding | None = None
         self._flags: dict[str, Runs] = {}
+        self.read_at = 0.0
         self.open()
 
     def open(self) -> None:
@@ -57,25 +58,22 @@ class Shard:
         self._file = h5py.File(self._path, "r", rdcc_nbytes=0)
         try:
             if not self._flags:
-                self._read_lists()
+                self.nbytes = 0
+                """Bytes of its lists and masks, which stay when it is closed."""
+                if self._spec.kind == "sparse":
+                    self._coding = Coding.from_arrays(read_dictionary(self._file), self._spec)
+                    check_lists(self._coding)
+                    self.nbytes = sum(each.nbytes for each in self._coding.to_arrays().values())
+                # Masks are few runs in few chunks: read once, kept as runs.
+                flags = {name: self._file[name][()] for name in ("loss_mask", "segments")}
+                check_flags(flags["loss_mask"], flags["segments"])
+                self._flags = {name: Runs(values) for name, values in flags.items()}
+                self.nbytes += sum(each.nbytes for each in self._flags.values())
             names = [name for name in list(self._file) if name not in (DICTIONARY, *self._flags)]
             self._sets = {name: Rows(self._file[name]) for name in names}
         except BaseException:
             self._file.close()
             raise
-
-    def _read_lists(self) -> None:
-        self.nbytes = 0
-        """Bytes of its lists and masks, which stay when it is closed."""
-        if self._spec.kind == "sparse":
-            self._coding = Coding.from_arrays(read_dictionary(self._file), self._spec)
-            check_lists(self._coding)
-            self.nbytes = sum(each.nbytes for each in self._coding.to_arrays().values())
-        # Masks are few runs in few chunks: read once, kept as runs.
-        flags = {name: self._file[name][()] for name in ("loss_mask", "segments")}
-        check_flags(flags["loss_mask"], flags["segments"])
-        self._flags = {name: Runs(values) for name, values in flags.items()}
-        self.nbytes += sum(each.nbytes for each in self._flags.values())
 
     def read(self, rows: np.ndarray, *, checked: bool) -> Stored:
         """The given sequences, every array [len(rows), ...]; `rows` ascending.

@@ -183,19 +183,12 @@ class ShardPlace:
 
 def finished_record(folder: Path, settings: CacheSettings, part: ShardRows) -> Sidecar | None:
     """The record of a shard that need not be built. RunError: the file in its place cannot be read."""
-    record = intact_record(folder, part.name)
-    if record is None:
-        return None
-    if not is_of(record, part.digest, settings):
-        text = "%s: the shard %s is of other text than the data give now, and is made again"
-        logging.getLogger("kdtrain").warning(text, folder, part.name)
-        return None
-    path = cache_format.shard_path(folder, part.name)
-    try:
-        hdf5.check_structure(path, settings.codec, settings.seq_len, part.split, part.first, len(part))
-    except ValueError:
-        return None
-    return record
+    record, path = intact_record(folder, part.name), cache_format.shard_path(folder, part.name)
+    with contextlib.suppress(ValueError):
+        if record is not None and is_of(record, part.digest, settings):
+            hdf5.check_structure(path, settings.codec, settings.seq_len, part.split, part.first, len(part))
+            return record
+    return None
 
 
 def is_of(record: Sidecar, digest: str, settings: CacheSettings) -> bool:
@@ -207,6 +200,9 @@ def publish_shard(
     folder: Path, settings: CacheSettings, part: ShardRows, fill: Callable[[ShardWriter, ShardRows], None]
 ) -> None:
     """Write a shard and its sidecar; `fill` adds the sequences."""
+    if (record := intact_record(folder, part.name)) and not is_of(record, part.digest, settings):
+        text = "%s: the shard %s is of other text than the data give now, and is made again"
+        logging.getLogger("kdtrain").warning(text, folder, part.name)
     spec, length = settings.codec, settings.seq_len
 
     def write(path: Path) -> tuple[dict[str, int], list[str]]:
@@ -231,16 +227,24 @@ def publish_file(
 
     write: a path -> compressed bytes by data set, and the sequences with a non-finite logit.
     """
-    with published(cache_format.shard_path(folder, part.name), "cache.shard") as temporary:
+    place, sidecar = cache_format.shard_path(folder, part.name), cache_format.sidecar_path(folder, part.name)
+    with published(place, "cache.shard") as temporary:
         stored, broken = write(temporary)
         sha256, size = file_digest(temporary), temporary.stat().st_size
-        _make_way(folder, part.name, sha256)
+        if intact_record(folder, part.name) is None:  # move aside what is neither equal nor kdtrain's own
+            if os.path.lexists(place) and (place.is_symlink() or not place.is_file() or file_digest(place) != sha256):
+                set_aside(folder, f"{cache_format.SHARDS}/{place.name}", "damaged")
+            if os.path.lexists(sidecar):
+                try:
+                    read_sealed(sidecar)
+                except ValueError:
+                    set_aside(folder, f"{cache_format.SHARDS}/{sidecar.name}", "damaged")
     record = {
         **{"sha256": sha256, "bytes": size, "name": part.name, "split": part.split, "first_sequence": part.first},
         **{"sequences": len(part), "stored": stored, "broken": broken},
         **{"rows_sha256": part.digest, "settings_sha256": settings.digest()},
     }
-    publish_json(cache_format.sidecar_path(folder, part.name), record, "cache.sidecar")
+    publish_json(sidecar, record, "cache.sidecar")
 
 
 def intact_record(folder: Path, name: str) -> Sidecar | None:
@@ -256,16 +260,3 @@ def intact_record(folder: Path, name: str) -> Sidecar | None:
     if problem is not None and problem.aside is None:
         raise RunError(problem.text)
     return record if problem is None else None
-
-
-def _make_way(folder: Path, name: str, digest: str) -> None:
-    """Move aside a file in the place of a shard, unless it is equal or kdtrain's own."""
-    if intact_record(folder, name) is None:
-        path, sidecar = cache_format.shard_path(folder, name), cache_format.sidecar_path(folder, name)
-        if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or file_digest(path) != digest):
-            set_aside(folder, f"{cache_format.SHARDS}/{path.name}", "damaged")
-        if os.path.lexists(sidecar):
-            try:
-                read_sealed(sidecar)
-            except ValueError:
-                set_aside(folder, f"{cache_format.SHARDS}/{sidecar.name}", "damaged")

@@ -1,8 +1,11 @@
 """A reader returns what the writer stored, in any order."""
 
+import importlib
 import multiprocessing
 import os
 import pickle
+import resource
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
@@ -144,6 +147,63 @@ def test_a_closed_shard_keeps_its_lists_up_to_a_bound_and_while_its_file_is_the_
     assert len(shards._closed) == 1
     monkeypatch.setattr(reader, "MAX_LISTS", 0)
     assert counts(order) == (6, 6, 12)
+
+
+def test_the_readers_of_a_process_share_both_bounds_and_those_of_a_fork_have_their_own(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers = [CacheReader(shutil.copytree(cache, tmp_path / str(number)), "train") for number in range(3)]
+    expected = CacheReader(cache, "train").read(range(10)).tokens
+    for each in readers:
+        each.read([0, 5, 9])
+    lists = max(each.nbytes for each in readers[0]._open.values())
+    for each in readers:
+        each.close()
+    monkeypatch.setattr(reader, "MAX_OPEN", 4)
+    monkeypatch.setattr(reader, "MAX_LISTS", 2 * lists)
+
+    def held() -> tuple[int, int, int]:
+        for index in (0, 9, 5, 9, 0):
+            for each in readers:
+                assert torch.equal(each.read([index]).tokens[0], expected[index])
+        closed = [each for own in readers for each in own._closed.values()]
+        return sum(len(each._open) for each in readers), len(closed), sum(each.nbytes for each in closed)
+
+    def in_a_fork(queue: multiprocessing.SimpleQueue) -> None:
+        readers[0].read([0])
+        queue.put([*readers[0]._open])
+        queue.put(held())
+
+    opened, closed, size = held()
+    assert (opened, closed) == (4, 2) and size <= 2 * lists
+    assert [[*each._open] for each in readers] == [[0], [0], [2, 0]], "what was read last stays open"
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=in_a_fork, args=(queue,))
+    process.start()
+    assert (queue.get(), queue.get()) == ([0], (opened, closed, size))
+    process.join()
+
+
+def test_readers_of_many_caches_stay_within_the_files_that_a_process_may_open(tmp_path: Path, workshop, codecs) -> None:
+    cache = workshop.build(tmp_path / "c", codecs["top_k"], sequences_per_shard=1)
+    folders = [shutil.copytree(cache, tmp_path / str(number)) for number in range(16)]
+    expected = CacheReader(cache, "train").read(range(10)).tokens
+
+    def in_a_fork(queue: multiprocessing.SimpleQueue) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (160, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        own = importlib.reload(reader)
+        readers = [own.CacheReader(folder, "train") for folder in folders]
+        right = [torch.equal(each.read(range(10)).tokens, expected) for each in readers]
+        queue.put((own.MAX_OPEN, sum(len(each._open) for each in readers), all(right)))
+
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=in_a_fork, args=(queue,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert queue.get() == (20, 20, True)
 
 
 def test_a_reader_can_be_pickled(cache: Path) -> None:

@@ -4,6 +4,7 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 import kdtrain as kd
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import SAMPLING, CodecSpec
+from kdtrain.cache.shard import Shard
 from kdtrain.cache.writer import write_cache
 from kdtrain.files import file_digest
 from kdtrain.testing import tiny_tokenizer
@@ -120,16 +122,51 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert shards(tmp_path / "cut") == shards(tmp_path / "whole")
 
 
-def test_other_sequences_or_settings_are_refused_in_a_folder_that_has_some(sequences, tmp_path):
+def test_other_sequences_or_settings_are_refused_in_a_folder_that_has_some(sequences, tmp_path, caplog):
     with pytest.raises(kd.UsageError, match="no sequence for validation"):
         write(tmp_path / "c", sequences[:8])
     with pytest.raises(kd.UsageError, match=r"shard train-00000 of other sequences; give the same sequences"):
         write(tmp_path / "c", sequences[1:])
+    assert not caplog.records, "nothing is made again"
     with pytest.raises(kd.UsageError, match=r"unfinished cache with other settings \(teacher.spec: table there"):
         write(tmp_path / "c", sequences, teacher="another")
     write(tmp_path / "c", sequences)
     with pytest.raises(kd.UsageError, match="finished cache of 10 sequences for train"):
         write(tmp_path / "c", [*sequences[:8], *sequences[10:]])
+
+
+def test_a_resume_opens_each_published_shard_once_and_closes_it(sequences, tmp_path, monkeypatch):
+    write(tmp_path / "c", sequences)
+    opened, closed = [], Mock(wraps=Shard.close)
+    monkeypatch.setattr(Shard, "close", lambda shard: closed(shard))
+    monkeypatch.setattr(
+        "kdtrain.cache.sequences.Shard", lambda path, spec: opened.append(path.stem) or Shard(path, spec)
+    )
+    (tmp_path / "c" / "manifest.json").unlink()
+    interrupted = writer(tmp_path / "c")
+    fill(interrupted, sequences)
+    interrupted.close()
+    assert opened == ["train-00000", "validation-00000"] and closed.call_count == 2
+
+
+@pytest.mark.parametrize("end", [kd.CacheWriter.finish, kd.CacheWriter.close])
+def test_finish_and_close_wait_for_a_sequence_that_another_thread_adds(sequences, tmp_path, end):
+    own, (split, row, logits) = writer(tmp_path / "c"), sequences[0]
+    fill(own, sequences)
+    ending = threading.Thread(target=end, args=(own,))
+    waits = []
+
+    def slow():
+        ending.start()
+        ending.join(0.3)
+        waits.append(ending.is_alive())
+        return logits
+
+    own.add(row.tokens, slow, split=split, loss_mask=row.loss_mask)
+    ending.join(60)
+    assert waits == [True]
+    write(tmp_path / "c", [*sequences, sequences[0]])
+    assert len(kd.Cache(tmp_path / "c")["train"]) == 11
 
 
 @pytest.mark.parametrize("kind", CODECS)
