@@ -1,6 +1,7 @@
 """Builds caches: of a teacher, and the caches of bare tokens that runs and evaluations need."""
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -48,6 +49,8 @@ log = logging.getLogger("kdtrain")
 _Rows = dict[str, Iterator[PackedRow]]
 TEXT, SERVED = OWN = ("data", "served")
 """The caches that a run makes in its own folder: of bare tokens, and of what a server said."""
+_DAY = r"""strftime_now(\s+is\s+(not\s+)?defined|\(\s*(['"])(%[-_0^#]?[aAbBdejmyYGguUVwWxDFhC%]|[^%'"\\])*\3\s*\))"""
+"""What a chat template asks of the date that is the same all day."""
 
 
 def build_cache(
@@ -164,16 +167,19 @@ def known_text(folder: Path, data: DataConfig) -> dict[str, Any] | None:
 def pin_date(folder: Path, data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> str | None:
     """When the cache in `folder` was begun, or now, for a chat template that shows the date; None for others.
 
-    It is set as `date` of a tokenizer: templates then show it, and `data` of the settings holds it for a resume.
+    It is set as `date` of a tokenizer: templates then show it, and `data` of the settings holds it for a resume. Where
+    the template shows no time of day, it is the day: the same command gives the same settings until midnight.
     """
-    if "strftime_now" not in str(tokenizer.chat_template) or not has_prompts(data):
+    if "strftime_now" not in (template := str(tokenizer.chat_template)) or not has_prompts(data):
         return None
     try:
         return datetime.fromisoformat(_stored(folder).data["date"]).isoformat()
     except KeyError:  # begun by an earlier release
         return None
     except (OSError, ValueError, TypeError):  # not begun, or refused by the builder
-        return datetime.now().isoformat(timespec="seconds")
+        now = datetime.now()
+        timed = "strftime_now" in re.sub(_DAY, "", template)
+        return (now if timed else now.replace(hour=0, minute=0, second=0)).isoformat(timespec="seconds")
 
 
 def begun_with(folder: Path) -> dict[str, Any] | None:
@@ -303,14 +309,10 @@ def build_tokens(
     vocab_size: int,
     splits: dict[str, int | None] | None = None,
 ) -> Manifest:
-    """Pack text into a cache of bare tokens, in this process alone.
+    """Pack text into a cache of bare tokens, in this process alone; an interrupted one is resumed.
 
-    Args:
-        folder: the cache; an interrupted one is resumed.
-        data: the text.
-        tokenizer: turns the text into tokens.
-        vocab_size: the width of the logits of the model that reads these tokens.
-        splits: how many sequences of each split; None: train and validation as in `data`.
+    vocab_size: the width of the logits of the model that reads these tokens. splits: how many sequences of each split;
+    None: train and validation as in `data`.
     """
     limits = splits or {"train": data.num_sequences, "validation": data.validation_sequences}
     tokenizer.date = pin_date(folder, data, tokenizer)  # type: ignore[attr-defined]

@@ -156,6 +156,31 @@ def test_a_resume_renders_the_date_of_the_first_command_and_keeps_its_shards(
     assert capture(teacher, "chats.jsonl", seq_len=16).manifest.settings.data["date"] == "2032-05-06T07:08:09"
 
 
+@pytest.mark.parametrize(
+    ("template", "date"),
+    [
+        ("{% if strftime_now is defined %}{{ strftime_now('%-d %b %Y, %%H') }}{% endif %}", "2031-01-02T00:00:00"),
+        ('{{ strftime_now( "%Y-%m-%d" ) }}{{ strftime_now("%F") }}', "2031-01-02T00:00:00"),
+        ("{{ strftime_now('%F') }}{{ strftime_now('%T') }}", "2031-01-02T03:04:05"),
+        ("{{ strftime_now('%%%H') }}", "2031-01-02T03:04:05"),
+        ("{{ strftime_now('%d %OM') }}", "2031-01-02T03:04:05"),
+        ("{% set shown = '%H' %}{{ strftime_now('%d' ~ shown) }}", "2031-01-02T03:04:05"),
+        ("{% set clock = strftime_now %}{{ clock('%H') }}{{ strftime_now('%F') }}", "2031-01-02T03:04:05"),
+        ({"default": "{{ strftime_now('%F') }}", "rag": "{{ strftime_now('%c') }}"}, "2031-01-02T03:04:05"),
+        ("no date", None),
+    ],
+)
+def test_a_template_that_shows_the_day_alone_is_of_the_day_and_any_other_of_the_moment(
+    template: str | dict[str, str], date: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    write_chats(Path("chats.jsonl"))
+    clock = SimpleNamespace(now=lambda: datetime(2031, 1, 2, 3, 4, 5, 678), fromisoformat=datetime.fromisoformat)
+    monkeypatch.setattr(build_cache, "datetime", clock)
+    tokenizer = tiny_tokenizer(300)
+    tokenizer.chat_template = template
+    assert build_cache.pin_date(Path("c"), DataConfig(data="chats.jsonl"), tokenizer) == date
+
+
 def test_shards_of_another_text_are_named_when_a_resume_makes_them_again(teacher: Path, said: list[str]):
     write_rows(Path("a.jsonl"))
     capture(teacher, "a.jsonl")
