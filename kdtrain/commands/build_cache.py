@@ -70,8 +70,7 @@ def build_cache(
             teacher.
         RunError: the disk is full or cannot be written.
     """
-    with raise_on_all_ranks():
-        earlier = begun_with(config.out)
+    earlier, finished = on_main(lambda: (begun_with(config.out), (config.out / MANIFEST).is_file()))
     if config.text.generate:
         with raise_on_all_ranks():
             how = Writing(
@@ -82,7 +81,7 @@ def build_cache(
                 batch_size=config.batch_size,
             )
             teacher.write(how)
-    teacher.begin(earlier, (config.out / MANIFEST).is_file())
+    teacher.begin(earlier, finished)
     counts: Counts = {}
     if refined is None:
         settings, rows = _asked(config, teacher, counts)

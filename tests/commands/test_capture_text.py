@@ -6,14 +6,14 @@ import re
 import shutil
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 import kdtrain as kd
 from kdtrain.cli.parsing import parse
 from kdtrain.cli.paths import problem
-from kdtrain.commands import build_cache
+from kdtrain.commands import build_cache, cache_teacher
 from kdtrain.config import CodecConfig, DataConfig, TextConfig
 from kdtrain.data import corpus
 from kdtrain.errors import UsageError
@@ -111,6 +111,25 @@ def test_a_finished_cache_whose_text_changed_is_refused_before_the_model_is_load
         UsageError, match=r"rows changed since \(files\.b\.jsonl: .* there, None asked\); choose another"
     ):
         capture(teacher, "rows")
+
+
+def test_ranks_that_do_not_see_each_others_manifest_make_the_same_calls_of_all_ranks(
+    teacher: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls: list[str] = []
+
+    def counted(module: ModuleType) -> None:
+        on_main = module.on_main
+        monkeypatch.setattr(module, "on_main", lambda action: (calls.append(module.__name__), on_main(action))[1])
+
+    write_rows(Path("a.jsonl"))
+    counted(cache_teacher)
+    counted(build_cache)
+    capture(teacher, "a.jsonl")
+    fresh = list(calls)
+    calls.clear()
+    capture(teacher, "a.jsonl")
+    assert calls == fresh
 
 
 def test_an_older_cache_says_that_nobody_can_tell_whether_its_text_changed(teacher: Path, said: list[str]):
