@@ -145,7 +145,7 @@ def refuse_no_rows(config: CacheTeacherConfig, teacher: Teacher) -> None:
 
 
 def known_text(folder: Path, data: DataConfig) -> dict[str, Any] | None:
-    """`corpus.stated_text`. UsageError: `folder` is a finished cache of the same source with another text."""
+    """`corpus.stated_text`. UsageError: `folder` is a finished cache of the same source with other files."""
     now = stated_text(data)
     if not (folder / MANIFEST).is_file() or (there := read_manifest(folder)).settings.data.get("source") != data.data:
         return now
@@ -154,10 +154,10 @@ def known_text(folder: Path, data: DataConfig) -> dict[str, Any] | None:
             "%s was finished before, and its manifest does not tell whether %s changed since", folder, data.data
         )
     elif changed := list(differences(there.text, now)):
-        raise UsageError(
-            f"{folder} holds a finished cache, and {data.data} changed since ({printable('; '.join(changed[:2]))}); "
-            "choose another --out or remove that folder"
-        )
+        what = f"{data.data} changed since ({printable('; '.join(changed[:2]))})"
+        if "files" in now:
+            raise UsageError(f"{folder} holds a finished cache, and {what}; choose another --out or remove that folder")
+        log.warning("%s was finished before and is used as it is: %s", folder, what)
     else:
         log.info("%s was finished before, of the same text", folder)
     return now

@@ -150,6 +150,16 @@ def test_a_data_set_of_the_hub_is_known_by_its_revision_and_many_files_by_one_di
     assert stated is not None and stated.keys() == {"files", "sha256"} and stated["files"] > 300
 
 
+def test_a_finished_cache_of_the_hub_stays_when_its_data_set_has_another_revision(
+    teacher: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+):
+    write_rows(Path("a.jsonl"))
+    for revision in ("one", "two"):
+        monkeypatch.setattr(build_cache, "stated_text", lambda data, found=revision: {"revision": found})
+        assert capture(teacher, "a.jsonl").manifest.text == {"revision": "one"}
+    assert "c was finished before and is used as it is: a.jsonl changed since (revision: one there, two asked)" in said
+
+
 def test_a_resume_renders_the_date_of_the_first_command_and_keeps_its_shards(
     teacher: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ):
