@@ -144,21 +144,24 @@ def refuse_no_rows(config: CacheTeacherConfig, teacher: Teacher) -> None:
             not_empty(split, rows, settings)
 
 
-def known_text(folder: Path, data: DataConfig) -> dict[str, Any] | None:
-    """`corpus.stated_text`. UsageError: `folder` is a finished cache of the same source with other files."""
+def known_text(folder: Path, data: DataConfig, packed: bool = False) -> dict[str, Any] | None:
+    """`corpus.stated_text`. UsageError: `folder` is a finished cache of the same source with other files.
+
+    packed: it is a run's own text, of which a change is a warning, and nothing else is logged.
+    """
     now = stated_text(data)
     if not (folder / MANIFEST).is_file() or (there := read_manifest(folder)).settings.data.get("source") != data.data:
         return now
+    unknown = "%s was finished before, and its manifest does not tell whether %s changed since"
     if there.text is None or now is None:
-        log.warning(
-            "%s was finished before, and its manifest does not tell whether %s changed since", folder, data.data
-        )
+        if not packed:
+            log.warning(unknown, folder, data.data)
     elif changed := list(differences(there.text, now)):
         what = f"{data.data} changed since ({printable('; '.join(changed[:2]))})"
-        if "files" in now:
+        if "files" in now and not packed:
             raise UsageError(f"{folder} holds a finished cache, and {what}; choose another --out or remove that folder")
         log.warning("%s was finished before and is used as it is: %s", folder, what)
-    else:
+    elif not packed:
         log.info("%s was finished before, of the same text", folder)
     return now
 
@@ -318,7 +321,7 @@ def build_tokens(
     settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=vocab_size), limits)
     counts: Counts = {}
     rows = _text(data, tokenizer, limits, counts)
-    stated = {} if (folder / MANIFEST).exists() else {"text": stated_text(data), "text_counts": counts}
+    stated = {"text": known_text(folder, data, packed=True), "text_counts": counts}
     manifest = _write(folder, settings, rows, teacher=None, tokenizer=tokenizer, batch_size=64, stated=stated)
     assert manifest is not None
     return manifest

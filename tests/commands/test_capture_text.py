@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import kdtrain as kd
+from kdtrain.cache.manifest import Manifest
 from kdtrain.cli.parsing import parse
 from kdtrain.cli.paths import problem
 from kdtrain.commands import build_cache, cache_teacher
@@ -158,6 +159,21 @@ def test_a_finished_cache_of_the_hub_stays_when_its_data_set_has_another_revisio
         monkeypatch.setattr(build_cache, "stated_text", lambda data, found=revision: {"revision": found})
         assert capture(teacher, "a.jsonl").manifest.text == {"revision": "one"}
     assert "c was finished before and is used as it is: a.jsonl changed since (revision: one there, two asked)" in said
+
+
+def test_a_run_that_reads_what_it_packed_names_what_changed_since(said: list[str]):
+    write_rows(Path("a.jsonl"))
+    data = DataConfig(data="a.jsonl", seq_len=8, num_sequences=12, validation_sequences=2, num_workers=0)
+
+    def build() -> Manifest:
+        return build_cache.build_tokens(Path("data"), data, tiny_tokenizer(300), 300)
+
+    first = build()
+    assert first == build() and not any("finished before" in each for each in said)
+    write_rows(Path("a.jsonl"), "another")
+    assert first == build()
+    [line] = [each for each in said if "finished before" in each]
+    assert "data was finished before and is used as it is: a.jsonl changed since (files.a.jsonl.bytes: " in line
 
 
 def test_a_resume_renders_the_date_of_the_first_command_and_keeps_its_shards(
