@@ -66,8 +66,7 @@ def build_cache(
     packed beside it. text: see `corpus.stated_text`.
 
     Raises:
-        UsageError: the folder holds another cache, or the data do not fill one sequence; `refined` is of another
-            teacher.
+        UsageError: the folder holds another cache, the data do not fill one sequence, `refined` is another teacher's.
         RunError: the disk is full or cannot be written.
     """
     earlier, finished = on_main(lambda: (begun_with(config.out), (config.out / MANIFEST).is_file()))
@@ -91,10 +90,11 @@ def build_cache(
     if live is not None:
         folder = config.out.with_name(TEXT)
         on_main(lambda: build_tokens(folder, config.data, teacher.tokenizer, teacher.vocab_size))
-        settings, rows, progress = live.begin(settings, packed := Cache(folder))
-        counts |= packed.manifest.text_counts or {}
+        there = (packed := Cache(folder)).manifest
+        settings, rows, progress = live.begin(replace(settings, data=there.settings.data), packed)
+        counts, text = there.text_counts or {}, there.text
     agree(settings.to_json)
-    answers: dict[str, Any]
+    answers: dict[str, Any] = {"teacher": teacher.logits, "sharded": teacher.sharded}
     if teacher.gives == "top-k":
         answers = {
             "teacher": None,
@@ -102,8 +102,6 @@ def build_cache(
             "capturing": lambda part: teacher.capturing(part, codec, config.seed),
             "examine": kept_mass if teacher.text is None and codec.top_k else None,
         }
-    else:
-        answers = {"teacher": teacher.logits, "sharded": teacher.sharded}
     answers["stated"] = {"text": text, "text_counts": counts, "weights_cost": teacher.cost}
     if teacher.writing is not None:
         answers["written"] = _watched(teacher, settings)
@@ -338,10 +336,8 @@ def holds_own(folder: Path) -> bool:
 
 
 def _holds(folder: Path, such: Callable[[CacheSettings], bool]) -> bool:
-    if not folder.is_dir():
-        return False
-    if holds_nothing(folder):
-        return True
+    if not folder.is_dir() or holds_nothing(folder):
+        return folder.is_dir()
     try:
         return such(_stored(folder))
     except (OSError, ValueError):

@@ -9,8 +9,10 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 import kdtrain as kd
+from kdtrain.cache.live import LiveCache
 from kdtrain.cache.manifest import Manifest
 from kdtrain.cli.parsing import parse
 from kdtrain.cli.paths import problem
@@ -51,19 +53,20 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
+def configuration(teacher: Path, data: str, seq_len: int = 8, **options: object) -> kd.CacheTeacherConfig:
+    words: dict[str, object] = {
+        "data": DataConfig(data=data, seq_len=seq_len, num_sequences=12, validation_sequences=2, num_workers=0),
+        "codec": CodecConfig(top_k=2),
+        "sequences_per_shard": 4,
+        "precision": "fp32",
+        "compile": False,
+        "out": Path("c"),
+    }
+    return kd.CacheTeacherConfig(teacher=str(teacher), **words | options)  # type: ignore[arg-type]
+
+
 def capture(teacher: Path, data: str, seq_len: int = 8, **options: object) -> kd.Cache:
-    return kd.cache_teacher(
-        kd.CacheTeacherConfig(
-            teacher=str(teacher),
-            data=DataConfig(data=data, seq_len=seq_len, num_sequences=12, validation_sequences=2, num_workers=0),
-            codec=CodecConfig(top_k=2),
-            sequences_per_shard=4,
-            precision="fp32",
-            compile=False,
-            out=Path("c"),
-            **options,  # type: ignore[arg-type]
-        )
-    )
+    return kd.cache_teacher(configuration(teacher, data, seq_len, **options))
 
 
 def write_rows(path: Path, word: str = "why", rows: int = 30) -> None:
@@ -224,6 +227,23 @@ def test_a_template_that_shows_the_day_alone_is_of_the_day_and_any_other_of_the_
     tokenizer = tiny_tokenizer(300)
     tokenizer.chat_template = template
     assert build_cache.pin_date(Path("c"), DataConfig(data="chats.jsonl"), tokenizer) == date
+
+
+def test_a_cache_that_a_run_captures_states_the_text_and_the_date_of_what_the_run_packed(teacher: Path):
+    write_chats(Path("chats.jsonl"))
+    config = configuration(teacher, "chats.jsonl", seq_len=16, out=Path("run/served"))
+    live = LiveCache(
+        config.out,
+        seed=0,
+        planned=lambda sequences: sequences,
+        capture=lambda live: cache_teacher.build(config, torch.device("cpu"), live),
+        whole=True,
+    )
+    live.open()
+    live.finish()
+    packed, captured = (kd.Cache(f"run/{name}").manifest for name in ("data", "served"))
+    assert captured.text == packed.text and "chats.jsonl" in (captured.text or {})["files"]
+    assert captured.settings.data["date"] == packed.settings.data["date"] and "order" in captured.settings.data
 
 
 def test_shards_of_another_text_are_named_when_a_resume_makes_them_again(teacher: Path, said: list[str]):
