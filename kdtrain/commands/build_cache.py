@@ -1,6 +1,7 @@
 """Builds caches: of a teacher, and the caches of bare tokens that runs and evaluations need."""
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -48,6 +49,8 @@ log = logging.getLogger("kdtrain")
 _Rows = dict[str, Iterator[PackedRow]]
 TEXT, SERVED = OWN = ("data", "served")
 """The caches that a run makes in its own folder: of bare tokens, and of what a server said."""
+_DAY = r"""strftime_now(\s+is\s+(not\s+)?defined|\(\s*(['"])(%[-_0^#]?[aAbBdejmyYGguUVwWxDFhC%]|[^%'"\\])*\3\s*\))"""
+"""What a chat template asks of the date that is the same all day."""
 
 
 def build_cache(
@@ -63,12 +66,10 @@ def build_cache(
     packed beside it. text: see `corpus.stated_text`.
 
     Raises:
-        UsageError: the folder holds another cache, or the data do not fill one sequence; `refined` is of another
-            teacher.
+        UsageError: the folder holds another cache, the data do not fill one sequence, `refined` is another teacher's.
         RunError: the disk is full or cannot be written.
     """
-    with raise_on_all_ranks():
-        earlier = begun_with(config.out)
+    earlier, finished = on_main(lambda: (begun_with(config.out), (config.out / MANIFEST).is_file()))
     if config.text.generate:
         with raise_on_all_ranks():
             how = Writing(
@@ -79,7 +80,7 @@ def build_cache(
                 batch_size=config.batch_size,
             )
             teacher.write(how)
-    teacher.begin(earlier, (config.out / MANIFEST).is_file())
+    teacher.begin(earlier, finished)
     counts: Counts = {}
     if refined is None:
         settings, rows = _asked(config, teacher, counts)
@@ -89,10 +90,11 @@ def build_cache(
     if live is not None:
         folder = config.out.with_name(TEXT)
         on_main(lambda: build_tokens(folder, config.data, teacher.tokenizer, teacher.vocab_size))
-        settings, rows, progress = live.begin(settings, packed := Cache(folder))
-        counts |= packed.manifest.text_counts or {}
+        there = (packed := Cache(folder)).manifest
+        settings, rows, progress = live.begin(replace(settings, data=there.settings.data), packed)
+        counts, text = there.text_counts or {}, there.text
     agree(settings.to_json)
-    answers: dict[str, Any]
+    answers: dict[str, Any] = {"teacher": teacher.logits, "sharded": teacher.sharded}
     if teacher.gives == "top-k":
         answers = {
             "teacher": None,
@@ -100,8 +102,6 @@ def build_cache(
             "capturing": lambda part: teacher.capturing(part, codec, config.seed),
             "examine": kept_mass if teacher.text is None and codec.top_k else None,
         }
-    else:
-        answers = {"teacher": teacher.logits, "sharded": teacher.sharded}
     answers["stated"] = {"text": text, "text_counts": counts, "weights_cost": teacher.cost}
     if teacher.writing is not None:
         answers["written"] = _watched(teacher, settings)
@@ -142,21 +142,24 @@ def refuse_no_rows(config: CacheTeacherConfig, teacher: Teacher) -> None:
             not_empty(split, rows, settings)
 
 
-def known_text(folder: Path, data: DataConfig) -> dict[str, Any] | None:
-    """`corpus.stated_text`. UsageError: `folder` is a finished cache of the same source with another text."""
+def known_text(folder: Path, data: DataConfig, packed: bool = False) -> dict[str, Any] | None:
+    """`corpus.stated_text`. UsageError: `folder` is a finished cache of the same source with other files.
+
+    packed: it is a run's own text, of which a change is a warning, and nothing else is logged.
+    """
     now = stated_text(data)
     if not (folder / MANIFEST).is_file() or (there := read_manifest(folder)).settings.data.get("source") != data.data:
         return now
+    unknown = "%s was finished before, and its manifest does not tell whether %s changed since"
     if there.text is None or now is None:
-        log.warning(
-            "%s was finished before, and its manifest does not tell whether %s changed since", folder, data.data
-        )
+        if not packed:
+            log.warning(unknown, folder, data.data)
     elif changed := list(differences(there.text, now)):
-        raise UsageError(
-            f"{folder} holds a finished cache, and {data.data} changed since ({printable('; '.join(changed[:2]))}); "
-            "choose another --out or remove that folder"
-        )
-    else:
+        what = f"{data.data} changed since ({printable('; '.join(changed[:2]))})"
+        if "files" in now and not packed:
+            raise UsageError(f"{folder} holds a finished cache, and {what}; choose another --out or remove that folder")
+        log.warning("%s was finished before and is used as it is: %s", folder, what)
+    elif not packed:
         log.info("%s was finished before, of the same text", folder)
     return now
 
@@ -164,16 +167,19 @@ def known_text(folder: Path, data: DataConfig) -> dict[str, Any] | None:
 def pin_date(folder: Path, data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> str | None:
     """When the cache in `folder` was begun, or now, for a chat template that shows the date; None for others.
 
-    It is set as `date` of a tokenizer: templates then show it, and `data` of the settings holds it for a resume.
+    It is set as `date` of a tokenizer: templates then show it, and `data` of the settings holds it for a resume. Where
+    the template shows no time of day, it is the day: the same command gives the same settings until midnight.
     """
-    if "strftime_now" not in str(tokenizer.chat_template) or not has_prompts(data):
+    if "strftime_now" not in (template := str(tokenizer.chat_template)) or not has_prompts(data):
         return None
     try:
         return datetime.fromisoformat(_stored(folder).data["date"]).isoformat()
     except KeyError:  # begun by an earlier release
         return None
     except (OSError, ValueError, TypeError):  # not begun, or refused by the builder
-        return datetime.now().isoformat(timespec="seconds")
+        now = datetime.now()
+        timed = "strftime_now" in re.sub(_DAY, "", template)
+        return (now if timed else now.replace(hour=0, minute=0, second=0)).isoformat(timespec="seconds")
 
 
 def begun_with(folder: Path) -> dict[str, Any] | None:
@@ -303,21 +309,17 @@ def build_tokens(
     vocab_size: int,
     splits: dict[str, int | None] | None = None,
 ) -> Manifest:
-    """Pack text into a cache of bare tokens, in this process alone.
+    """Pack text into a cache of bare tokens, in this process alone; an interrupted one is resumed.
 
-    Args:
-        folder: the cache; an interrupted one is resumed.
-        data: the text.
-        tokenizer: turns the text into tokens.
-        vocab_size: the width of the logits of the model that reads these tokens.
-        splits: how many sequences of each split; None: train and validation as in `data`.
+    vocab_size: the width of the logits of the model that reads these tokens. splits: how many sequences of each split;
+    None: train and validation as in `data`.
     """
     limits = splits or {"train": data.num_sequences, "validation": data.validation_sequences}
     tokenizer.date = pin_date(folder, data, tokenizer)  # type: ignore[attr-defined]
     settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=vocab_size), limits)
     counts: Counts = {}
     rows = _text(data, tokenizer, limits, counts)
-    stated = {} if (folder / MANIFEST).exists() else {"text": stated_text(data), "text_counts": counts}
+    stated = {"text": known_text(folder, data, packed=True), "text_counts": counts}
     manifest = _write(folder, settings, rows, teacher=None, tokenizer=tokenizer, batch_size=64, stated=stated)
     assert manifest is not None
     return manifest
@@ -334,10 +336,8 @@ def holds_own(folder: Path) -> bool:
 
 
 def _holds(folder: Path, such: Callable[[CacheSettings], bool]) -> bool:
-    if not folder.is_dir():
-        return False
-    if holds_nothing(folder):
-        return True
+    if not folder.is_dir() or holds_nothing(folder):
+        return folder.is_dir()
     try:
         return such(_stored(folder))
     except (OSError, ValueError):

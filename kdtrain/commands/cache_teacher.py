@@ -110,8 +110,8 @@ def build(config: CacheTeacherConfig, device: torch.device, live: LiveCache | No
     if config.data.data is not None and live is None:
         text = on_main(lambda: known_text(config.out, config.data))
         date = on_main(lambda: pin_date(config.out, config.data, teacher.tokenizer))
-        if refined is None and not (config.out / MANIFEST).exists():
-            on_main(lambda: refuse_no_rows(config, teacher))
+        if refined is None:
+            on_main(lambda: None if (config.out / MANIFEST).exists() else refuse_no_rows(config, teacher))
     teacher.tokenizer.date = date  # type: ignore[attr-defined]
     free = free_everywhere(device, config.parallel.device_memory)
     with raise_on_all_ranks():

@@ -6,14 +6,17 @@ import re
 import shutil
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 import kdtrain as kd
+from kdtrain.cache.live import LiveCache
+from kdtrain.cache.manifest import Manifest
 from kdtrain.cli.parsing import parse
 from kdtrain.cli.paths import problem
-from kdtrain.commands import build_cache
+from kdtrain.commands import build_cache, cache_teacher
 from kdtrain.config import CodecConfig, DataConfig, TextConfig
 from kdtrain.data import corpus
 from kdtrain.errors import UsageError
@@ -50,19 +53,20 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
+def configuration(teacher: Path, data: str, seq_len: int = 8, **options: object) -> kd.CacheTeacherConfig:
+    words: dict[str, object] = {
+        "data": DataConfig(data=data, seq_len=seq_len, num_sequences=12, validation_sequences=2, num_workers=0),
+        "codec": CodecConfig(top_k=2),
+        "sequences_per_shard": 4,
+        "precision": "fp32",
+        "compile": False,
+        "out": Path("c"),
+    }
+    return kd.CacheTeacherConfig(teacher=str(teacher), **words | options)  # type: ignore[arg-type]
+
+
 def capture(teacher: Path, data: str, seq_len: int = 8, **options: object) -> kd.Cache:
-    return kd.cache_teacher(
-        kd.CacheTeacherConfig(
-            teacher=str(teacher),
-            data=DataConfig(data=data, seq_len=seq_len, num_sequences=12, validation_sequences=2, num_workers=0),
-            codec=CodecConfig(top_k=2),
-            sequences_per_shard=4,
-            precision="fp32",
-            compile=False,
-            out=Path("c"),
-            **options,  # type: ignore[arg-type]
-        )
-    )
+    return kd.cache_teacher(configuration(teacher, data, seq_len, **options))
 
 
 def write_rows(path: Path, word: str = "why", rows: int = 30) -> None:
@@ -113,6 +117,25 @@ def test_a_finished_cache_whose_text_changed_is_refused_before_the_model_is_load
         capture(teacher, "rows")
 
 
+def test_ranks_that_do_not_see_each_others_manifest_make_the_same_calls_of_all_ranks(
+    teacher: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls: list[str] = []
+
+    def counted(module: ModuleType) -> None:
+        on_main = module.on_main
+        monkeypatch.setattr(module, "on_main", lambda action: (calls.append(module.__name__), on_main(action))[1])
+
+    write_rows(Path("a.jsonl"))
+    counted(cache_teacher)
+    counted(build_cache)
+    capture(teacher, "a.jsonl")
+    fresh = list(calls)
+    calls.clear()
+    capture(teacher, "a.jsonl")
+    assert calls == fresh
+
+
 def test_an_older_cache_says_that_nobody_can_tell_whether_its_text_changed(teacher: Path, said: list[str]):
     write_rows(Path("a.jsonl"))
     capture(teacher, "a.jsonl")
@@ -129,6 +152,31 @@ def test_a_data_set_of_the_hub_is_known_by_its_revision_and_many_files_by_one_di
     assert corpus.stated_text(DataConfig(data="hf:org/name:part")) == {"revision": "org/name part"}
     stated = corpus.stated_text(DataConfig(data="stdlib"))
     assert stated is not None and stated.keys() == {"files", "sha256"} and stated["files"] > 300
+
+
+def test_a_finished_cache_of_the_hub_stays_when_its_data_set_has_another_revision(
+    teacher: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+):
+    write_rows(Path("a.jsonl"))
+    for revision in ("one", "two"):
+        monkeypatch.setattr(build_cache, "stated_text", lambda data, found=revision: {"revision": found})
+        assert capture(teacher, "a.jsonl").manifest.text == {"revision": "one"}
+    assert "c was finished before and is used as it is: a.jsonl changed since (revision: one there, two asked)" in said
+
+
+def test_a_run_that_reads_what_it_packed_names_what_changed_since(said: list[str]):
+    write_rows(Path("a.jsonl"))
+    data = DataConfig(data="a.jsonl", seq_len=8, num_sequences=12, validation_sequences=2, num_workers=0)
+
+    def build() -> Manifest:
+        return build_cache.build_tokens(Path("data"), data, tiny_tokenizer(300), 300)
+
+    first = build()
+    assert first == build() and not any("finished before" in each for each in said)
+    write_rows(Path("a.jsonl"), "another")
+    assert first == build()
+    [line] = [each for each in said if "finished before" in each]
+    assert "data was finished before and is used as it is: a.jsonl changed since (files.a.jsonl.bytes: " in line
 
 
 def test_a_resume_renders_the_date_of_the_first_command_and_keeps_its_shards(
@@ -154,6 +202,48 @@ def test_a_resume_renders_the_date_of_the_first_command_and_keeps_its_shards(
     assert Path("c/shards/train-00000.h5").stat().st_ino == kept and not any("made again" in each for each in said)
     shutil.rmtree("c")
     assert capture(teacher, "chats.jsonl", seq_len=16).manifest.settings.data["date"] == "2032-05-06T07:08:09"
+
+
+@pytest.mark.parametrize(
+    ("template", "date"),
+    [
+        ("{% if strftime_now is defined %}{{ strftime_now('%-d %b %Y, %%H') }}{% endif %}", "2031-01-02T00:00:00"),
+        ('{{ strftime_now( "%Y-%m-%d" ) }}{{ strftime_now("%F") }}', "2031-01-02T00:00:00"),
+        ("{{ strftime_now('%F') }}{{ strftime_now('%T') }}", "2031-01-02T03:04:05"),
+        ("{{ strftime_now('%%%H') }}", "2031-01-02T03:04:05"),
+        ("{{ strftime_now('%d %OM') }}", "2031-01-02T03:04:05"),
+        ("{% set shown = '%H' %}{{ strftime_now('%d' ~ shown) }}", "2031-01-02T03:04:05"),
+        ("{% set clock = strftime_now %}{{ clock('%H') }}{{ strftime_now('%F') }}", "2031-01-02T03:04:05"),
+        ({"default": "{{ strftime_now('%F') }}", "rag": "{{ strftime_now('%c') }}"}, "2031-01-02T03:04:05"),
+        ("no date", None),
+    ],
+)
+def test_a_template_that_shows_the_day_alone_is_of_the_day_and_any_other_of_the_moment(
+    template: str | dict[str, str], date: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    write_chats(Path("chats.jsonl"))
+    clock = SimpleNamespace(now=lambda: datetime(2031, 1, 2, 3, 4, 5, 678), fromisoformat=datetime.fromisoformat)
+    monkeypatch.setattr(build_cache, "datetime", clock)
+    tokenizer = tiny_tokenizer(300)
+    tokenizer.chat_template = template
+    assert build_cache.pin_date(Path("c"), DataConfig(data="chats.jsonl"), tokenizer) == date
+
+
+def test_a_cache_that_a_run_captures_states_the_text_and_the_date_of_what_the_run_packed(teacher: Path):
+    write_chats(Path("chats.jsonl"))
+    config = configuration(teacher, "chats.jsonl", seq_len=16, out=Path("run/served"))
+    live = LiveCache(
+        config.out,
+        seed=0,
+        planned=lambda sequences: sequences,
+        capture=lambda live: cache_teacher.build(config, torch.device("cpu"), live),
+        whole=True,
+    )
+    live.open()
+    live.finish()
+    packed, captured = (kd.Cache(f"run/{name}").manifest for name in ("data", "served"))
+    assert captured.text == packed.text and "chats.jsonl" in (captured.text or {})["files"]
+    assert captured.settings.data["date"] == packed.settings.data["date"] and "order" in captured.settings.data
 
 
 def test_shards_of_another_text_are_named_when_a_resume_makes_them_again(teacher: Path, said: list[str]):
