@@ -13,8 +13,8 @@ from kdtrain.cache.manifest import Manifest, Parent, TemperatureRange, weights_l
 from kdtrain.commands.pages import Part, aside, quoted
 from kdtrain.monitor.tables import columns, number, size
 
-_MOST_PARENTS = 50
-"""Most parents of a cache that a page lists."""
+_MOST_PARENTS, _MOST_COUNTS = 50, 20
+"""Most parents of a cache, and most lines about its text, that a page lists."""
 _CHECKED, _LEAST = 8192, 1000
 """Tokens of the samples by which the words for an angle were checked, and of the least that gets one."""
 
@@ -136,6 +136,8 @@ def capture_lines(manifest: Manifest) -> list[str]:
     lines = [*written_lines(manifest)]
     for split, counts in (manifest.text_counts or {}).items():
         lines += [f"{split}: {count:,} {what}" for what, count in counts.items()]
+    if (more := len(lines) - _MOST_COUNTS) > 0:
+        lines[_MOST_COUNTS:] = [f"... and {more:,} more"]
     if found := manifest.capture:
         mass, loss, positions = (found.get(name) for name in ("kept_mass", "mass_loss", "positions"))
         lines.append(f"kept mass {number(mass)}, mean -log of it {number(loss)} nats, in {number(positions)} positions")

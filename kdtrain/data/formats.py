@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kdtrain.errors import UsageError, printable
+from kdtrain.files import refuse_depth
 
 Messages = list[dict[str, Any]]
 """Each: role, content, other texts, `tool_calls`, and `weight` 0 if it is not learned; the first may have `tools`."""
@@ -131,13 +132,16 @@ def row_format(source: str, asked: Columns, names: Collection[str]) -> RowFormat
     """
     name = asked.format
     if name == "auto":
-        name = _recognised(asked, names)
+        plain = asked.text in names or asked.text != "text"
+        found = "text" if plain else _by_names(names, asked.prompts) or "text"
+        name = found if asked.messages is None else "messages"
     if name == "text":
         _refuse_missing(source, names, asked.text, "--text-column")
         other = _by_names(names, asked.prompts) if asked.format == "auto" and asked.text == "text" else None
         return RowFormat("text", (asked.text,), _texts(asked.text), "text", other)
     if name in ("messages", "sharegpt"):
-        column = asked.messages or _conversations(name, names)
+        usual = ("messages", "conversations") if name == "messages" else ("conversations", "conversation", "messages")
+        column = asked.messages or next((each for each in usual if each in names), usual[0])
         _refuse_missing(source, names, column, "--messages-column")
         others = _present(names, *("system",) * (name == "sharegpt"), "tools")
         return RowFormat(name, (column, *others), _conversation_in(column))
@@ -145,14 +149,6 @@ def row_format(source: str, asked: Columns, names: Collection[str]) -> RowFormat
     for column in needed[:1] if asked.prompts else needed:
         _refuse_missing(source, names, column, f"--format {name}")
     return RowFormat(name, _present(names, *needed, *optional), convert, f"{needed[0]} with {needed[1]}")
-
-
-def _recognised(asked: Columns, names: Collection[str]) -> str:
-    if asked.messages is not None:
-        return "messages"
-    if asked.text in names or asked.text != "text":
-        return "text"
-    return _by_names(names, asked.prompts) or "text"
 
 
 def _by_names(names: Collection[str], prompts: bool) -> str | None:
@@ -164,11 +160,6 @@ def _by_names(names: Collection[str], prompts: bool) -> str | None:
         if {*needed[:1]} <= {*names} and (prompts or {*needed} <= {*names}):
             return name
     return None
-
-
-def _conversations(name: str, names: Collection[str]) -> str:
-    usual = ("messages", "conversations") if name == "messages" else ("conversations", "conversation", "messages")
-    return next((each for each in usual if each in names), usual[0])
 
 
 def _present(names: Collection[str], *optional: str) -> tuple[str, ...]:
@@ -291,17 +282,22 @@ def _is_learned(message: Mapping[str, Any]) -> bool:
 
 def _functions(value: Any, reason: str) -> list[dict[str, Any]]:
     """Tools, or calls of them, as chat templates take them: JSON is read, and nulls, which parquet adds, dropped."""
-    with suppress(ValueError):
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
-        value = json.loads(text, object_hook=lambda each: {name: it for name, it in each.items() if it is not None})
     found: list[dict[str, Any]] = []
-    for each in value if isinstance(value, list) else [{}] * bool(value):
-        function = each.get("function", each) if isinstance(each, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise LeftOut(reason)
-        with suppress(KeyError, TypeError, ValueError):
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-        found.append({"type": "function", "function": each} if function is each else each)
+    try:
+        with suppress(ValueError):
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            value = json.loads(text, object_hook=lambda each: {name: it for name, it in each.items() if it is not None})
+        for each in value if isinstance(value, list) else [{}] * bool(value):
+            function = each.get("function", each) if isinstance(each, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise LeftOut(reason)
+            with suppress(KeyError, TypeError, ValueError):
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+            found.append({"type": "function", "function": each} if function is each else each)
+        refuse_depth(found)
+        json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        raise LeftOut("whose tools or calls are nested too deep or hold half of a surrogate pair") from None
     return found
 
 

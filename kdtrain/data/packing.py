@@ -363,9 +363,10 @@ class Encoder:
 
 
 def _replaced(value: Any, old: str, new: str) -> Any:
-    """JSON with `new` in place of `old` in its texts."""
+    """JSON with `new` in place of `old` in its texts and keys, but for keys as templates read them: identifiers."""
     if isinstance(value, dict):
-        return {name: _replaced(each, old, new) for name, each in value.items()}
+        named = {name if name.isidentifier() else name.replace(old, new): each for name, each in value.items()}
+        return {name: _replaced(each, old, new) for name, each in named.items()}
     if isinstance(value, list):
         return [_replaced(each, old, new) for each in value]
     return value.replace(old, new) if isinstance(value, str) else value

@@ -38,7 +38,7 @@ _AT_ONCE = 8
 _SMALL, _DENSE = 2**20, 16
 """Values of a list column in a row group that may take any number of bytes, and most of them for each byte beyond: run
 lengths of one value repeated without end take nearly none."""
-_BETWEEN = re.compile(r"\s*,?\s*")
+_BETWEEN = re.compile(r"\s*"), re.compile(r"\s*,?\s*")
 _NOT_UTF8 = "has a byte that is not UTF-8; convert the file to UTF-8"
 
 
@@ -57,7 +57,8 @@ class Rows:
             self._count += 1
             names |= dict.fromkeys(row)
         self.column_names = list(names)
-        lists = [name for name in names if _is_rows(row[name])] if self._count == 1 else []
+        values = row.items() if self._count == 1 else ()
+        lists = [name for name, each in values if isinstance(each, list) and each and isinstance(each[0], dict)]
         self.below = lists[0] if lists else None
         """The key of a list of objects, where the only row has one."""
 
@@ -69,10 +70,6 @@ class Rows:
         for path in self._paths:
             for row in read_rows(path, columns):
                 yield dict.fromkeys(columns or ()) | row
-
-
-def _is_rows(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
@@ -143,29 +140,29 @@ def _json(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
             text += decoder.decode(piece, final=not piece)
             if not number and not listed and text.lstrip()[:1] == "[":
                 listed, text = True, text.lstrip()[1:]
-            place = _gap(text, 0)
-            while text[place : place + 1] not in ("", "]"):
+            place = 0
+            while text[(start := _gap(text, place, number)) : start + 1] not in ("", "]"):
                 where = f"{path}, row {number}"
                 try:
-                    row, stop = scan(text, place)
-                    text[place:stop].encode()
+                    row, stop = scan(text, start)
+                    text[start:stop].encode()
                     refuse_depth(row)
                 except UnicodeEncodeError:
                     raise UsageError(f"{where}: {_NOT_UTF8}") from None
                 except (ValueError, RecursionError) as error:
-                    if piece and len(text) - place < _MOST_OBJECT and isinstance(error, json.JSONDecodeError):
+                    if piece and len(text) - start < _MOST_OBJECT and isinstance(error, json.JSONDecodeError):
                         break  # the next piece has the rest of it
                     raise UsageError(f"{where}: not JSON of at most {_MOST_OBJECT:,} characters: {error}") from None
-                yield _object(row, where, "\\u" in text[place:stop])
-                number, place = number + 1, _gap(text, stop)
-            text = text[place:]
-    if piece or text.strip() != "]" * listed:
+                yield _object(row, where, "\\u" in text[start:stop])
+                number, place = number + 1, stop
+            text = text[place:].lstrip()
+    if piece or text.strip().removeprefix(",").lstrip() != "]" * listed:
         raise UsageError(f"{path}: after row {number - 1} its list does not end as JSON does")
 
 
-def _gap(text: str, place: int) -> int:
-    """Where the next object begins."""
-    return _BETWEEN.match(text, place).end()  # type: ignore[union-attr]
+def _gap(text: str, place: int, row: int) -> int:
+    """Where object `row` begins: one separator at most stands before it, and none before the first."""
+    return _BETWEEN[row > 0].match(text, place).end()  # type: ignore[union-attr]
 
 
 def _csv(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:

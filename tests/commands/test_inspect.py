@@ -260,6 +260,16 @@ def test_json_has_the_fidelity_as_the_manifest_has_it(capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["fidelity"] == fidelity
 
 
+def test_the_page_of_a_cache_that_counts_very_many_reasons_lists_some_and_counts_the_others() -> None:
+    for reasons, more in ((20, None), (20_000, "... and 19,980 more")):
+        counts = {"train": {f"left out {place}": 7 for place in range(reasons)}, "test": {}}
+        manifest = dataclasses.replace(read_manifest(CACHE), text_counts=counts)
+        page = [str(part) for part in cache_page(CACHE, {}, manifest)]
+        listed = [part for part in page if "left out" in part]
+        assert listed == [f"train: 7 left out {place}" for place in range(20)]
+        assert page[page.index(listed[-1]) + 1] == more if more else not any("more" in part for part in page)
+
+
 def test_the_page_of_a_cache_of_very_many_parents_lists_some_and_counts_the_others() -> None:
     parent = {"digest": "0" * 64, "teacher": None, "num_samples": 0, "weight": 1.0, "sequences": {"train": 1}}
     manifest = dataclasses.replace(read_manifest(CACHE), parents=[parent] * 20_000)  # type: ignore[list-item]

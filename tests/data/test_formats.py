@@ -162,6 +162,25 @@ def test_a_turn_that_cannot_be_rendered_has_its_own_reason(turn: dict[str, objec
         documents(str(tmp_path / "a.jsonl"), "train")
 
 
+@pytest.mark.parametrize("value", ['"\\ud800"', *(f"{'[' * depth}1{']' * depth}" for depth in (70, 600, 100_000))])
+@pytest.mark.parametrize("place", ["arguments", "tools"])
+def test_json_inside_a_row_that_no_template_can_take_leaves_out_that_row_alone(
+    place: str, value: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    row: dict[str, object] = {"messages": WANTED}
+    if place == "tools":
+        row["tools"] = f'[{{"name": "add", "parameters": {{"a": {value}}}}}]'
+    else:
+        call = {"name": "add", "arguments": f'{{"a": {value}}}'}
+        row["messages"] = [*WANTED[:1], {**CALLING, "tool_calls": [{"type": "function", "function": call}]}]
+    rows = [row, *({"messages": [*WANTED, *WANTED[:number]]} for number in range(3))]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    with caplog.at_level("INFO"):
+        found = _read(tmp_path / "a.jsonl")
+    assert [len(each.messages or ()) for each in sorted(found, key=lambda each: each.key)] == [2, 3, 4]
+    assert "3 of 4 rows; left out 1 whose tools or calls are nested too deep or hold half of a surr" in caplog.text
+
+
 @pytest.mark.parametrize("suffix, sep", [("csv", ","), ("tsv", "\t")])
 def test_the_cells_of_csv_and_tsv_are_the_text_that_they_are(suffix: str, sep: str, tmp_path: Path):
     pairs = [

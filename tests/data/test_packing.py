@@ -363,14 +363,19 @@ def test_a_conversation_whose_tool_calls_the_template_does_not_render_is_left_ou
         list(pack([calls], tokenizer, 8))
 
 
-def test_a_tool_call_that_quotes_a_special_token_is_spelled_out(tokenizer: PreTrainedTokenizerFast):
-    tokenizer.chat_template = _RENDERS
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": f"x{_EOS}y"}}}
-    talk = [_CALLS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
-    text = tokenizer.apply_chat_template(talk, tokenize=False)
+def test_tools_and_calls_that_quote_a_special_token_in_a_value_or_a_name_are_spelled_out(
+    tokenizer: PreTrainedTokenizerFast,
+):
+    tokenizer.chat_template = _RENDERS.replace("t.function.name", "t.function | tojson")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["content"]})  # which is a key that templates read
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": f"x{_EOS}y", f"k{_EOS}": 1}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": {_EOS: {"type": _EOS}}}}}
+    talk = [{**_CALLS[0], "tools": [tool]}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    text = tokenizer.apply_chat_template(talk, tools=[tool], tokenize=False)
     (row,) = pack([Document("talk", messages=talk)], tokenizer, len(text.encode()))
     assert row.tokens.tolist().count(tokenizer.eos_token_id) == 1
-    assert tokenizer.decode(row.tokens) == text + _EOS and f'"a": "x{_EOS}y"' in text
+    assert tokenizer.decode(row.tokens) == text + _EOS
+    assert f'"a": "x{_EOS}y", "k{_EOS}": 1' in text and f'{{"{_EOS}": {{"type": "{_EOS}"}}}}' in text
 
 
 @pytest.mark.parametrize("template", [_PLAIN, _MARKED, _THINKS])

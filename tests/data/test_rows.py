@@ -166,6 +166,19 @@ def test_json_that_is_not_rows_is_one_line_that_says_where(name: str, content: s
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("piece", [1, 7, 2**20])
+@pytest.mark.parametrize("before, between, row", [("[", ",,", 1), ("[", " ,\n, ", 1), ("[ ,", ",", 0), ("", ",,", 1)])
+def test_objects_of_json_have_one_separator_however_they_are_cut(
+    before: str, between: str, row: int, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from kdtrain.data import rows
+
+    monkeypatch.setattr(rows, "_PIECE", piece)
+    (tmp_path / "a.json").write_text(f'{before}{{"text": "a"}}{between}{{"text": "b"}}{"]" * len(before[:1])}')
+    with pytest.raises(UsageError, match=rf"a\.json, row {row}: not JSON"):
+        list(rows.read_rows(tmp_path / "a.json"))
+
+
 def test_rows_below_a_key_are_named_wherever_the_text_is_opened_first(tmp_path: Path):
     (tmp_path / "a.json").write_text('{"version": 1, "data": [{"text": "a"}]}')
     for read in (has_prompts, stated_text):
