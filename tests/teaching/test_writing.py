@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -172,8 +173,9 @@ def test_prompts_of_conversations_end_where_the_last_answer_begins(tmp_path, cap
     turns = [("user", "hi"), ("assistant", "yes"), ("user", "why <|endoftext|>?"), ("assistant", "because")]
     long = [("user", "w" * 60), ("assistant", "ok")]
     with open(tmp_path / "chat.jsonl", "w") as file:
-        for each in [turns, long, turns[:3]] * 8:
-            messages = [{"role": role, "content": content} for role, content in each]
+        for number, each in enumerate([turns, long, turns[:3]] * 8):  # equal rows would share a split
+            messages = [{"role": role, "content": content.replace("hi", f"hi {number}")} for role, content in each]
+            messages[0]["content"] += " " * number * (each is long)
             file.write(json.dumps({"messages": messages}) + "\n")
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT
@@ -182,7 +184,7 @@ def test_prompts_of_conversations_end_where_the_last_answer_begins(tmp_path, cap
     )
     whole = {"prompt_tokens": None, "max_new_tokens": None}
     rows = list(prompt_rows(data, "train", tokenizer, None, filler=FILLER, **whole))
-    prompts = {tokenizer.decode(row.tokens[: int(row.loss_mask.argmax()) + 1]) for row in rows}
+    prompts = {re.sub(r" \d+", "", tokenizer.decode(row.tokens[: int(row.loss_mask.argmax()) + 1])) for row in rows}
     assert prompts == {"[u]hi\n[a]yes\n[u]why <|endoftext|>?\n[a]"}  # of both that fit: one has no last answer
     assert all(row.loss_mask[row.loss_mask.argmax() :].all() for row in rows)
     assert all(tokenizer.eos_token_id not in row.tokens for row in rows)  # what is quoted is spelled
@@ -263,7 +265,8 @@ def test_conversations_that_the_template_refuses_are_counted_and_refused_if_none
     )
     own = {"prompt_tokens": None, "max_new_tokens": None, "filler": FILLER}
     for name, rows in (("some", chat), ("all", chat[1:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows) * 30)
+        text = "".join(json.dumps(each).replace("hi", f"hi {number}") + "\n" for number in range(30) for each in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
     some = DataConfig(data=str(tmp_path / "some.jsonl"), seq_len=50, num_workers=0)
     assert len(list(prompt_rows(some, "train", tokenizer, None, **own))) > 0
     assert "conversations that the chat template refuses" in caplog.text
