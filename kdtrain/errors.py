@@ -135,7 +135,7 @@ def printable(text: str) -> str:
 
 def shown_address(text: str, most: int = 120) -> str:
     """An address for a message: what follows ? or # in it, or stands before @, may be a password."""
-    return re.sub(r"//[^/@]*@", "//...@", re.sub(r"([?#]).+", r"\1...", printable(text)))[:most]
+    return re.sub(r"//[^/?#]*@", "//...@", re.sub(r"([?#]).+", r"\1...", printable(text)))[:most]
 
 
 def as_number(value: Any, option: str) -> float:
