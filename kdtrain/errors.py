@@ -7,10 +7,11 @@ line that says what is wrong, where, and what to do; the command prints that lin
 """
 
 import errno
+import operator
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,6 @@ _ADVICE = {
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or take a file system that holds larger ones",
 }
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-
 _NO_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 """Errors of a path at which no folder can exist, however empty the disk."""
 _DEEPEST = 255
@@ -78,13 +77,12 @@ def reason(error: BaseException) -> str:
     """The `reason` of a RunError; for another error `disk` if the disk is full, else `error`."""
     if isinstance(error, RunError):
         return error.reason
-    return "disk" if isinstance(error, OSError) and error.errno in _FULL else "error"
+    return "disk" if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT} else "error"
 
 
 def advice(error: OSError) -> str:
     """What to do about a full disk, as the end of a line; empty for other errors."""
-    known = _ADVICE.get(error.errno or 0)
-    return f"; {known} and run it again" if known else ""
+    return f"; {known} and run it again" if (known := _ADVICE.get(error.errno or 0)) else ""
 
 
 @contextmanager
@@ -135,7 +133,7 @@ def printable(text: str) -> str:
 
 def shown_address(text: str, most: int = 120) -> str:
     """An address for a message: what follows ? or # in it, or stands before @, may be a password."""
-    return re.sub(r"//[^/@]*@", "//...@", re.sub(r"([?#]).+", r"\1...", printable(text)))[:most]
+    return re.sub(r"//[^/?#]*@", "//...@", re.sub(r"([?#]).+", r"\1...", printable(text)))[:most]
 
 
 def as_number(value: Any, option: str) -> float:
@@ -148,9 +146,10 @@ def as_number(value: Any, option: str) -> float:
 
 def as_whole(value: Any, name: str, least: int = 0) -> int:
     """`value` as an integer from `least` to 2**63 - 1. UsageError: it is none."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= value.__index__() < 2**63:
-        raise UsageError(f"{name} {value!r} is not a whole number of at least {least}")
-    return int(value.__index__())
+    with suppress(TypeError):  # arrays and tensors have __index__ and may be no index
+        if not isinstance(value, bool) and least <= (found := operator.index(value)) < 2**63:
+            return found
+    raise UsageError(f"{name} {value!r} is not a whole number of at least {least}")
 
 
 def as_path(value: Any, name: str) -> Path:

@@ -175,7 +175,8 @@ def with_weights_of(folder: Path, spec: ModelSpec) -> ModelSpec:
     stated = plain_config(own) if spec.config is None else spec.config
     for key in stated:
         ours, loaded = getattr(own, key, None), getattr(theirs, key, None)
-        if ours != loaded and not key.endswith(("_token_id", "architectures", "_eps", "_epsilon")):
+        untied = key == "tie_word_embeddings" and loaded is False and spec.config is None  # as by `state_ties`
+        if ours != loaded and not (untied or key.endswith(("_token_id", "architectures", "_eps", "_epsilon"))):
             raise UsageError(f"--load {folder} has {key} = {loaded}, and {spec.name} {ours}; give --student {folder}")
     return found
 

@@ -80,7 +80,11 @@ def _collecting(forward: Callable[..., Any], options: dict[str, Any]) -> Callabl
 
     def run(*args: Any, **kwargs: Any) -> Any:
         around = _active_collector.get() or {}
-        output, found = compiled("router_logits" in around, *args, **kwargs)
+        try:
+            output, found = compiled("router_logits" in around, *args, **kwargs)
+        except BaseException:
+            _active_collector.reset(None)  # what a part of a graph has set
+            raise
         for key, values in found.items():
             around[key].extend(values)
         return output

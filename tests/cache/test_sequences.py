@@ -290,6 +290,8 @@ def test_what_does_not_fit_is_refused_by_its_argument(sequences, tmp_path, chang
         ({"sequences_per_shard": 0}, "at least 1"),
         ({"seed": -1}, "seed -1 is not a whole number of at least 0"),
         ({"seed": 1.5}, "seed 1.5 is not a whole"),
+        ({"seed": torch.tensor(1.5)}, r"seed tensor\(1\.5000\) is not a whole"),
+        ({"seed": np.array([1, 2])}, r"seed array\(\[1, 2\]\) is not a whole"),
         ({"seed": 2**63}, "is not a whole number"),
         ({"num_samples": 0, "top_k": 0}, "stores nothing"),
         ({"tokenizer": "nowhere/at/all"}, "nowhere"),

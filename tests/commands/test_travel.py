@@ -89,6 +89,7 @@ def test_inspect_evaluate_and_verify_read_a_cache_elsewhere(workbench, web: Web,
         ("https://user:secret@example.org/c", "a password would end in logs"),
         ("https://example.org/c?key=secret", "leave out what follows"),
         ("https://me:secret@example.org/a b?key=secret", "an address has no spaces"),
+        ("https://me@corp.com:secret@example.org/a b", "an address has no spaces"),
         ("https:///c", "names no host"),
     ],
 )

@@ -29,6 +29,7 @@ from kdtrain.models.loading import (
     model_digest,
     model_of,
     tokenizer_files,
+    with_weights_of,
 )
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
@@ -85,6 +86,15 @@ def test_each_tensor_of_a_student_is_in_its_export_also_a_head_that_its_configur
         for each in (made, loaded, rebuilt, yours, teacher):
             assert is_tied(each) == each.config.tie_word_embeddings == is_tied(theirs)
         assert model_digest(yours) == model_digest(theirs)
+
+
+def test_an_export_with_a_head_of_its_own_has_weights_of_a_folder_that_calls_it_tied_and_not_of_a_config(tmp_path):
+    with_a_head_of_its_own(tmp_path / "in", "llama")
+    export_model(student(tmp_path / "in"), None, tmp_path / "out")
+    assert with_weights_of(tmp_path / "out", read_spec(str(tmp_path / "in"))).source == str(tmp_path / "out")
+    stated = ModelSpec(name="small", config={**SHAPES["llama"], "tie_word_embeddings": True}, init="scratch")
+    with pytest.raises(UsageError, match="has tie_word_embeddings = False, and small True; give --student"):
+        with_weights_of(tmp_path / "out", stated)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

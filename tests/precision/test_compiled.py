@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from transformers.utils.output_capturing import _active_collector
 
 import kdtrain as kd
 from kdtrain.config import LoraConfig
@@ -65,6 +66,25 @@ def test_layers_share_one_whole_graph_whatever_is_collected_of_them(shape, layer
         for one, other in zip(collected(forward), expected, strict=True):
             assert torch.equal(one, other)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_layer_that_fails_leaves_nothing_collected_behind(monkeypatch, recomputes):
+    torch.compiler.reset()
+    own = tiny_model("llama", **MIXTURE)
+    if recomputes:
+        checkpoint_activations(own)
+    model, tokens = split(own), torch.zeros(1, 9, dtype=torch.int64)
+    forward = CompiledLayers(model, backend="eager").calling(model.with_layers)
+
+    @torch.compiler.disable
+    def fail(*_):
+        raise torch.OutOfMemoryError("of the layer")
+
+    monkeypatch.setattr(layers_of(model)[1].mlp, "forward", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="of the layer"):
+        forward(tokens, None, (1,), True)
+    assert (_active_collector.get(), _active_collector.compiling) == (None, False)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

@@ -178,10 +178,12 @@ def test_a_resume_waits_for_a_server_that_is_away_and_one_that_stays_away_ends_i
         capture(server, "new")
 
 
-def test_a_resume_on_a_noisier_server_is_held_to_what_that_one_allows(server):
+@pytest.mark.parametrize("fault", ["noisy", "balanced"])
+def test_a_resume_on_a_noisier_server_is_held_to_what_that_one_allows(server, fault, capsys):
     begun(server)
-    server.always = "noisy"
-    assert len(capture(server)["train"]) == 10 and "noisy" in server.fired
+    server.always = fault
+    assert len(capture(server)["train"]) == 10 and fault in server.fired
+    assert "server: it tells" not in capsys.readouterr().err, "noise is no fact that a server tells"
 
 
 def test_a_balancer_before_several_models_is_a_warning_that_names_it_and_stays_in_the_manifest(server, capsys):

@@ -9,7 +9,7 @@ import pytest
 
 import kdtrain as kd
 from kdtrain.cache.download import fetch
-from kdtrain.teaching.served.client import Client, Refused
+from kdtrain.teaching.served.client import Client, Refused, quoted
 from tests.stand_in import standing_in
 
 KEY = "sk-of-the-test"
@@ -136,6 +136,13 @@ def test_a_key_that_a_server_quotes_in_escapes_is_not_shown(server, monkeypatch,
     with pytest.raises(Refused, match=r"\.\.\.|xxx$") as caught:
         ask(server)
     assert not {"sk", "the", "test", "another"} & {*re.split(r"\W", caught.value.words)}
+
+
+def test_the_key_is_looked_for_in_a_long_run_of_backslashes_in_a_time_that_does_not_grow_with_its_square(monkeypatch):
+    monkeypatch.setenv("KDTRAIN_SERVER_KEY", KEY)
+    began = time.process_time()
+    assert quoted("\\" * 10_000 + KEY + "\\" * 10_000, 10_003).endswith("\\...")
+    assert time.process_time() - began < 1.0
 
 
 def test_the_body_of_a_redirect_is_not_read(server, tmp_path):

@@ -379,23 +379,19 @@ class Client:
         try:
             session = self._sessions.get_nowait()
         except queue.Empty:
-            session = self._new_session()
+            from kdtrain.cache.session import Session
+
+            session, key = Session(), self._key
+            session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
+
+            def authorize(request: Any) -> Any:
+                if key is not None:
+                    request.headers["Authorization"] = f"Bearer {key}"
+                return request
+
+            session.auth = authorize  # also keeps requests from sending what ~/.netrc has
         # Proxies of the environment reach no host inside, and through http they would read the key.
         session.trust_env = not is_inside(url) and (self._key is None or urlsplit(url).scheme == "https")
-        return session
-
-    def _new_session(self) -> "Session":
-        from kdtrain.cache.session import Session
-
-        session, key = Session(), self._key
-        session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
-
-        def authorize(request: Any) -> Any:
-            if key is not None:
-                request.headers["Authorization"] = f"Bearer {key}"
-            return request
-
-        session.auth = authorize  # also keeps requests from sending what ~/.netrc has
         return session
 
 
@@ -414,7 +410,7 @@ def quoted(text: str, most: int = _WORDS) -> str:
     """
     if len(key := _key() or "") > _SHORT:
         forms = ({each, html.escape(each), f"%{ord(each):02x}", f"u{ord(each):04x}"} for each in key)
-        pattern = "".join(rf"\\*(?:{'|'.join(map(re.escape, each))})" for each in forms)
+        pattern = r"\\*".join(f"(?:{'|'.join(map(re.escape, each))})" for each in forms)
         text = re.sub(pattern, "...", text, flags=re.IGNORECASE)
     return printable(" ".join(text.split()))[:most]
 
