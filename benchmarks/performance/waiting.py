@@ -29,13 +29,15 @@ RESULTS = Path(__file__).parents[1] / "results" / "waiting.json"
 class Settings(Options):
     """Measure tokens a second under several settings of how threads wait."""
 
-    spins: tuple[str, ...] = option(("300000", "10000", "3000"), several=True)
+    spins: tuple[str, ...] = option(("300000", "1000"), several=True)
     """Values of GOMP_SPINCOUNT; the first is the one that others are compared with."""
+    kinds: tuple[str, ...] = option(("eager", "compiled"), several=True)
+    """How the student runs."""
     rounds: int = option(5, least=1)
     """Processes of each side."""
     steps: int = option(16, least=4)
     """Steps of a process, of which the later half is timed."""
-    worker: str = option("", check=lambda kind: None)
+    worker: str = ""
     """Train, eager or compiled, and print the rate: what a side starts."""
     save: bool = True
     """Write the figures to benchmarks/results/waiting.json."""
@@ -51,7 +53,7 @@ def main(settings: Settings) -> None:
     rates: dict[str, dict[str, list[float]]] = {}
     for number in range(settings.rounds):
         for spins in settings.spins[:: -1 if number % 2 else 1]:
-            for kind in ("eager", "compiled"):
+            for kind in settings.kinds:
                 for many in (1, 2):
                     found = rates.setdefault(f"{kind}, {'alone' if many == 1 else 'two at once'}", {})
                     found.setdefault(spins, []).append(_rate(settings, spins, kind, many))

@@ -184,7 +184,8 @@ def test_a_top_k_that_was_scaled_to_one_is_refused_before_anything_is_written(be
 
 
 def test_lists_shorter_than_what_is_to_be_kept_are_refused_with_what_to_do(bench) -> None:
-    rows = [{"input_ids": [1, 2, 3, 4], "target_token_ids": [[5]] * 4, "target_logprobs": [[-1.0]] * 4}] * 20
+    targets = {"target_token_ids": [[5]] * 4, "target_logprobs": [[-1.0]] * 4}
+    rows = [{"input_ids": [first, 2, 3, 4], **targets} for first in range(20)]
     (bench.root / "short.jsonl").write_text("\n".join(map(json.dumps, rows)))
     command = ("import", "short.jsonl", "--layout", "topk-parquet", *MADE_BY, "--json")
     done = bench.run(*command, "--out", "refused", "--top-k", 2)

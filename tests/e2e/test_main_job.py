@@ -138,7 +138,8 @@ def test_a_vocabulary_of_151936_is_cached_and_distilled(bench):
 
 
 def test_text_alone_trains_by_cross_entropy_and_goes_into_the_run(bench):
-    (bench.root / "lines.jsonl").write_text('{"words": "one two three four five six seven eight nine ten"}\n' * 60)
+    lines = (f'{{"words": "one two three four five six seven eight nine ten {n}"}}\n' for n in range(60))
+    (bench.root / "lines.jsonl").write_text("".join(lines))
     argv = ("--data", "lines.jsonl", "--text-column", "words", "--seq-len", 16, "--student", "student.toml")
     done = bench.run("distill", *argv, "--out", "plain", "--steps", 30, *bench.eager, *bench.fast, "--json")
     assert_trained(bench, done, "plain", 30)
