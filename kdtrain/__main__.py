@@ -11,7 +11,7 @@ LIMIT = 10.0
 """Seconds that a process may take to end after its command has failed."""
 SPINS = "1000"
 """How often a thread of libgomp (torch's OpenMP on a CPU) looks for work before it sleeps; its own 300,000 take the
-cores from a second run (docs/performance.md)."""
+cores from a second run, and a thousand cost one alone some 3 % (docs/performance.md)."""
 
 
 def main() -> None:
