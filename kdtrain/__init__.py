@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from kdtrain.cache.mixture import Mixture
-    from kdtrain.cache.reader import Cache, collate
-    from kdtrain.cache.sequences import CacheWriter
+    from kdtrain.cache.build.sequences import CacheWriter
+    from kdtrain.cache.read.mixture import Mixture
+    from kdtrain.cache.read.reader import Cache, collate
     from kdtrain.checkpoint.nested import CheckpointStore
     from kdtrain.checkpoint.tiers import Keep
     from kdtrain.cli import register_command
@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from kdtrain.training.student import Student
 
 _HOME = {
-    "kdtrain.cache.mixture": ("Mixture",),
-    "kdtrain.cache.reader": ("Cache", "collate"),
-    "kdtrain.cache.sequences": ("CacheWriter",),
+    "kdtrain.cache.read.mixture": ("Mixture",),
+    "kdtrain.cache.read.reader": ("Cache", "collate"),
+    "kdtrain.cache.build.sequences": ("CacheWriter",),
     "kdtrain.checkpoint.nested": ("CheckpointStore",),
     "kdtrain.checkpoint.tiers": ("Keep",),
     "kdtrain.cli": ("register_command",),

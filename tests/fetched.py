@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from kdtrain.cache import local
-from kdtrain.cache.reader import Cache
+from kdtrain.cache.read import local_store
+from kdtrain.cache.read.reader import Cache
 from tests.web import Web
 
 
@@ -27,4 +27,4 @@ def room_for(web: Web, home: Path, shards: float) -> float:
     manifest = Cache(web.url).manifest
     Cache(web.url).remote.bring_tokenizer()  # type: ignore[union-attr]
     rest = sum(each.lstat().st_size for each in home.rglob("*") if each.is_file())
-    return (rest + 2000 + shards * max(local.sizes(manifest).values())) / local.GB
+    return (rest + 2000 + shards * max(local_store.sizes(manifest).values())) / local_store.GB

@@ -26,7 +26,7 @@ MAX_LINES = 600
 
 STAIRCASE = (
     *("errors", "imports", "faults", "registry", "files", "process", "ranks", "config", "data", "models", "objective"),
-    *("precision", "cache", "checkpoint", "monitor", "parallel", "teaching", "training", "commands", "cli"),
+    *("precision", "cache", "checkpoint", "monitor", "parallel", "teaching", "training", "run", "commands", "cli"),
     *("vllm_plugin", "testing", "__main__"),
 )
 """A floor may import the floors above it in this list, never one below; `kdtrain` itself is the library's face."""
@@ -137,7 +137,7 @@ def test_a_module_imports_floors_above_its_own_and_never_one_below(path):
         ("kdtrain.data.corpus", "from ..models import spec"),
         ("kdtrain.data.corpus", "def late():\n    from kdtrain.training.trainer import train"),
         ("kdtrain.data.corpus", "import importlib\nimportlib.import_module('kdtrain.models.spec')"),
-        ("kdtrain.objective.loss", "from kdtrain.cache.reader import CacheReader"),
+        ("kdtrain.objective.loss", "from kdtrain.cache.read.reader import CacheReader"),
         ("kdtrain.monitor.writers", "from kdtrain.training.trainer import train"),
         ("kdtrain.training.trainer", "from kdtrain.commands.distill import main"),
         ("kdtrain.files", "from kdtrain.ranks import rank"),
@@ -154,8 +154,8 @@ def test_an_import_down_the_staircase_is_found(importer, line):
 @pytest.mark.parametrize(
     "importer, line",
     [
-        ("kdtrain.cache.reader", "from kdtrain.objective.targets import SparseTargets"),
-        ("kdtrain.cache.reader", "from kdtrain.objective import targets"),
+        ("kdtrain.cache.read.reader", "from kdtrain.objective.targets import SparseTargets"),
+        ("kdtrain.cache.read.reader", "from kdtrain.objective import targets"),
         ("kdtrain.checkpoint.store", "from kdtrain.ranks import World"),
         ("kdtrain.data.corpus", "from kdtrain.data.order import batch"),
         ("kdtrain.data.corpus", "from . import packing"),

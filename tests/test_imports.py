@@ -28,7 +28,7 @@ def test_the_librarys_names_print_nothing():
 
 
 def test_a_cache_is_read_without_the_compiler():
-    program = "import sys, kdtrain.cache.reader; sys.exit('torch._inductor.config' in sys.modules)"
+    program = "import sys, kdtrain.cache.read.reader; sys.exit('torch._inductor.config' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
 
 

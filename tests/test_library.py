@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import kdtrain as kd
 from kdtrain import errors
-from kdtrain.cache.manifest import refuse_vocabulary
+from kdtrain.cache.format.manifest import refuse_vocabulary
 from kdtrain.config import CheckpointConfig, CodecConfig, DataConfig, MonitorConfig, OptimizerConfig, PrecisionConfig
 from kdtrain.testing import tiny_model, tiny_tokenizer
 from tests.token_kinds import train

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kdtrain.cache.reader import Cache
+from kdtrain.cache.read.reader import Cache
 from kdtrain.config import choices
 from kdtrain.registry import Registry
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder

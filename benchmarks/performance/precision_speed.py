@@ -25,11 +25,11 @@ from benchmarks.harness.machine import cpu_model
 from benchmarks.harness.study import Study
 from benchmarks.harness.timing import in_turn, over
 from benchmarks.science import precision
-from kdtrain.commands.trial import trial_run
 from kdtrain.config import DistillConfig, MonitorConfig, PrecisionConfig, QuantizationConfig
 from kdtrain.models.head import SplitModel
 from kdtrain.precision.emulated import Recipe
 from kdtrain.precision.linear import Emulated, Switch, convert
+from kdtrain.run.trial import trial_run
 from kdtrain.training.signals import StopRequest
 
 BATCH, LENGTH, VOCABULARY = 8, 256, 2048

@@ -38,8 +38,6 @@ from benchmarks.harness import RESULTS, TEACHER, write
 from benchmarks.harness.machine import commit, machine
 from benchmarks.harness.models import packed, token_tensor
 from kdtrain.cache.audit import Evidence, judge, score, worst_first
-from kdtrain.cache.codec import CodecSpec, decode, draw_points, encode_sequences
-from kdtrain.cache.compression import Coding
 from kdtrain.cache.diagnose import (
     AHEAD,
     INT8,
@@ -52,6 +50,8 @@ from kdtrain.cache.diagnose import (
     gains,
     other_row,
 )
+from kdtrain.cache.format.codec import CodecSpec, decode, draw_points, encode_sequences
+from kdtrain.cache.format.compression import Coding
 from kdtrain.commands.audit import DIAGNOSED, NEIGHBOURS, logprobs, other_forwards, rounded_to_int8
 from kdtrain.models.spec import read_spec
 from kdtrain.objective.batch import Batch

@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.harness import RESULTS, STUDENT, TEACHER, write
 from benchmarks.harness.command import Kdtrain
 from benchmarks.harness.models import packed, teacher_logits, token_tensor
-from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
+from kdtrain.cache.format.codec import CodecSpec, decode, encode_sequences
 from kdtrain.commands.export import open_student
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student

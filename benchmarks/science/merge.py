@@ -40,12 +40,12 @@ from benchmarks.harness.machine import commit, machine
 from benchmarks.harness.models import teacher_logits
 from benchmarks.performance import cache_material
 from benchmarks.science.gradient_angles import _Logits
-from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.manifest import CacheSettings
-from kdtrain.cache.merge import merge
-from kdtrain.cache.reader import Cache
-from kdtrain.cache.subset import subset
-from kdtrain.cache.writer import write_cache
+from kdtrain.cache.build.writer import write_cache
+from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.tools.merge import merge
+from kdtrain.cache.tools.subset import subset
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec

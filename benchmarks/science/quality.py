@@ -29,8 +29,8 @@ from benchmarks.science import docstrings
 from benchmarks.science import quality_grid as grid
 from benchmarks.science.quality_grid import STUDIES, Run
 from benchmarks.science.quality_tables import MEASURES, compact
-from kdtrain.cache.manifest import read_manifest
-from kdtrain.cache.reader import CacheReader
+from kdtrain.cache.format.manifest import read_manifest
+from kdtrain.cache.read.reader import CacheReader
 from kdtrain.config.values import option
 from kdtrain.files import publish_text
 from kdtrain.monitor.record import RunRecord

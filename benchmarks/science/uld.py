@@ -21,7 +21,7 @@ def train(out: Path, spec: Path, view: Path, cache: Path, steps: int, lr: float,
     import torch
 
     import kdtrain as kd
-    from kdtrain.cache.reader import Cache
+    from kdtrain.cache.read.reader import Cache
     from kdtrain.cache.view_rows import View
     from kdtrain.config.sections import OptimizerConfig
     from kdtrain.data import order

@@ -35,8 +35,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from kdtrain.cache.codec import ABSENT
-from kdtrain.cache.compression import FINENESS, STEP_SLOPE, STEP_SPREAD, STEP_VALUE
+from kdtrain.cache.format.codec import ABSENT
+from kdtrain.cache.format.compression import FINENESS, STEP_SLOPE, STEP_SPREAD, STEP_VALUE
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 LEVEL = 0.01

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
-from kdtrain.cache.spec import SAMPLING, CodecSpec
+from kdtrain.cache.format.spec import SAMPLING, CodecSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,14 +96,14 @@ class SampleRequest:
 
     def points(self, start: int, stop: int) -> np.ndarray:
         """fp64 [N, D]: the points of the prompt's positions `start` to `stop`."""
-        from kdtrain.cache.codec import draw_points
+        from kdtrain.cache.format.codec import draw_points
 
         # Only these: a grid from the row's beginning could take the memory of a server that others use.
         return draw_points(self.seed, self.split, self.row, self.first + stop, self.number, start=self.first + start)
 
     def receipts(self, start: int, stop: int) -> np.ndarray:
         """int64 [N] in [-2**30, -1]: what shows that these positions were sampled."""
-        from kdtrain.cache.codec import uniforms
+        from kdtrain.cache.format.codec import uniforms
 
         purpose = f"receipt {VERSION} {self.number} {SAMPLING}"
         return -1 - (uniforms(purpose, self.seed, self.split, self.row, self.first + stop)[self.first + start :] >> 2)
@@ -119,7 +119,7 @@ def sample(logits_NV: Tensor, labels_N: Tensor, request: SampleRequest, start: i
     """
     import torch
 
-    from kdtrain.cache.codec import ABSENT, encode_on_device
+    from kdtrain.cache.format.codec import ABSENT, encode_on_device
 
     stop, device = start + len(labels_N), logits_NV.device
     spec = CodecSpec(kind="sparse", vocab_size=logits_NV.shape[1], num_samples=request.number)

@@ -29,9 +29,9 @@ import numpy as np
 import torch
 
 from kdtrain import faults
-from kdtrain.cache import format as cache_format
-from kdtrain.cache.folder import copy_tokenizer, holds_nothing
-from kdtrain.cache.manifest import CacheSettings
+from kdtrain.cache.build.folder import copy_tokenizer, holds_nothing
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.view_rows import (
     CELLS,
     SETTINGS,

@@ -17,8 +17,8 @@ from msgspec import Meta
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from kdtrain.cache import format as cache_format
-from kdtrain.cache.manifest import Count, Digest, Manifest
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.manifest import Count, Digest, Manifest
 from kdtrain.data.boundaries import MOST
 from kdtrain.data.bytes import MAX_IDS
 from kdtrain.data.cells import Cells

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from kdtrain.cache.audit import NOISE, NOISE_UNKNOWN, Evidence, Test, Verdict, judge, score, worst_first
-from kdtrain.cache.codec import draw_points, grid_offset
 from kdtrain.cache.diagnose import (
     ADDED,
     INT8,
@@ -26,9 +25,10 @@ from kdtrain.cache.diagnose import (
     gains,
     other_row,
 )
-from kdtrain.cache.manifest import CacheSettings
-from kdtrain.cache.merge import MIXTURE
-from kdtrain.cache.reader import Cache
+from kdtrain.cache.format.codec import draw_points, grid_offset
+from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.tools.merge import MIXTURE
 from kdtrain.config import VerifyConfig
 from kdtrain.config.sections import Weights
 from kdtrain.errors import UsageError

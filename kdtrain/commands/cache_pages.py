@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.card import written_lines
-from kdtrain.cache.manifest import Manifest, Parent, TemperatureRange, weights_line
-from kdtrain.commands.pages import Part, aside, quoted
+from kdtrain.cache.build.card import written_lines
+from kdtrain.cache.format.manifest import Manifest, Parent, TemperatureRange, weights_line
+from kdtrain.commands.inspect_pages import Part, aside, quoted
 from kdtrain.monitor.tables import columns, number, size
 
 _MOST_PARENTS, _MOST_COUNTS = 50, 20

@@ -6,24 +6,12 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.format import MANIFEST
-from kdtrain.cache.live import LiveCache
-from kdtrain.cache.manifest import Manifest, weights_line
-from kdtrain.cache.reader import Cache
-from kdtrain.commands.agreement import same_ranks
-from kdtrain.commands.build_cache import (
-    begun_with,
-    build_cache,
-    known_text,
-    pin_date,
-    refined_cache,
-    refuse_no_rows,
-    refuse_other_vocabulary,
-    validation_rows,
-)
+from kdtrain.cache.build.live_capture import LiveCache
+from kdtrain.cache.format.manifest import Manifest, weights_line
+from kdtrain.cache.format.names import MANIFEST
+from kdtrain.cache.read.reader import Cache
 from kdtrain.commands.cache_pages import capture_lines
-from kdtrain.commands.made_cache import show_cache
-from kdtrain.commands.run_folder import refuse_no_folder
+from kdtrain.commands.cache_result import show_cache
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.config.values import configured
 from kdtrain.errors import UsageError
@@ -34,6 +22,18 @@ from kdtrain.monitor.tables import duration, size
 from kdtrain.parallel.memory_plan import free_everywhere, shards_teacher
 from kdtrain.precision.modes import MODES, pick_mode
 from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, raise_on_all_ranks, reported, world_size
+from kdtrain.run.agreement import same_ranks
+from kdtrain.run.build_cache import (
+    begun_with,
+    build_cache,
+    known_text,
+    pin_date,
+    refined_cache,
+    refuse_no_rows,
+    refuse_other_vocabulary,
+    validation_rows,
+)
+from kdtrain.run.folder import refuse_no_folder
 from kdtrain.teaching.teacher import MEASURED, open_teacher
 
 

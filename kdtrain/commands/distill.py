@@ -7,21 +7,21 @@ from typing import Any
 
 from transformers.utils import logging as transformers_log
 
-from kdtrain.commands import dry_run, sanity
-from kdtrain.commands.agreement import same_ranks
-from kdtrain.commands.build import build
-from kdtrain.commands.captured import captured
-from kdtrain.commands.pages import closing_page
-from kdtrain.commands.recipe import resolve, run_device
-from kdtrain.commands.resume import Start
-from kdtrain.commands.run import Run
-from kdtrain.commands.run_folder import run_lock
+from kdtrain.commands.inspect_pages import closing_page
 from kdtrain.config import DistillConfig
 from kdtrain.config.values import configured
 from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show, show_page
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, reported
+from kdtrain.run import dry_run, sanity
+from kdtrain.run.agreement import same_ranks
+from kdtrain.run.build import build
+from kdtrain.run.folder import run_lock
+from kdtrain.run.recipe import resolve, run_device
+from kdtrain.run.resume import Start
+from kdtrain.run.run import Run
+from kdtrain.run.server_capture import captured
 from kdtrain.training.signals import interruptible
 
 

@@ -9,14 +9,12 @@ from typing import Any, TypedDict
 import torch
 
 from kdtrain.cache.address import Address
-from kdtrain.cache.card import CARD
+from kdtrain.cache.build.card import CARD
 from kdtrain.cache.hub import make_repository, names_in, upload
-from kdtrain.cache.remote import read_small
+from kdtrain.cache.read.remote import read_small
 from kdtrain.checkpoint.sealed import checkpoint_at, is_checkpoint, problem, read_checkpoint
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands.model_card import cache_of, card_files, public
-from kdtrain.commands.result import read_result
-from kdtrain.commands.run_folder import TOKENIZER, is_run, refuse_no_folder
 from kdtrain.config import ExportConfig
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import MEDIUM, files_below, parse_json, refuse_displacing, refuse_leading_out, typed
@@ -40,6 +38,8 @@ from kdtrain.models.spec import ModelSpec, is_hub_id, paths_of, read_spec, shipp
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show
 from kdtrain.ranks import is_main, on_main, process_group
+from kdtrain.run.folder import TOKENIZER, is_run, refuse_no_folder
+from kdtrain.run.result import read_result
 from kdtrain.training.state import load_saved, read_saved
 
 

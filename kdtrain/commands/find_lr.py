@@ -20,13 +20,9 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.format import MANIFEST
+from kdtrain.cache.format.names import MANIFEST
 from kdtrain.cache.view_rows import VIEW
 from kdtrain.commands.distill import train
-from kdtrain.commands.kinds import is_run
-from kdtrain.commands.recipe import open_sources, student_spec, table_rate
-from kdtrain.commands.run import Run
-from kdtrain.commands.run_folder import deciding, make
 from kdtrain.config import DistillConfig, FindLrConfig
 from kdtrain.config.rates import WORDS
 from kdtrain.config.values import USUAL_STEPS, configured, flag
@@ -48,6 +44,10 @@ from kdtrain.monitor.progress import hushed, log, setup_logging
 from kdtrain.monitor.tables import columns, duration, finite, short, show, show_page
 from kdtrain.parallel.memory_plan import student_footprint, student_parameters
 from kdtrain.ranks import refuse_many_processes
+from kdtrain.run.folder import deciding, make
+from kdtrain.run.path_kind import is_run
+from kdtrain.run.recipe import open_sources, student_spec, table_rate
+from kdtrain.run.run import Run
 from kdtrain.training.rate_search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import interruptible

@@ -5,16 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.manifest import CacheSettings, Manifest
 from kdtrain.cache.layouts.build import build, sample, try_sample
 from kdtrain.cache.layouts.files import SourceFile, digests, open_source
 from kdtrain.cache.layouts.layout import Layout, LayoutOptions
 from kdtrain.cache.layouts.rows import Cutter
-from kdtrain.cache.look import look
-from kdtrain.cache.manifest import CacheSettings, Manifest
-from kdtrain.cache.reader import Cache
-from kdtrain.commands.made_cache import show_cache
-from kdtrain.commands.run_folder import refuse_no_folder
+from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.tools.self_check import look
+from kdtrain.commands.cache_result import show_cache
 from kdtrain.config import ImportConfig
 from kdtrain.config.choices import LAYOUTS
 from kdtrain.errors import UsageError
@@ -23,6 +22,7 @@ from kdtrain.models.loading import ChatTokenizer, generation_of, load_tokenizer,
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import bar, log, setup_logging
 from kdtrain.monitor.tables import duration, number
+from kdtrain.run.folder import refuse_no_folder
 
 _TOKENS_PER_SHARD = 2**18
 _MAKERS_WORD = ("dtype", "revision", "attention", "temperature")

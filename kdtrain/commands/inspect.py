@@ -12,19 +12,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from kdtrain.cache import format as cache_format
 from kdtrain.cache.address import Address, parse_address
-from kdtrain.cache.local import home, listing
-from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest, read_sidecar
-from kdtrain.cache.remote import open_remote
-from kdtrain.cache.spec import CodecSpec
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.manifest import Manifest, check_sizes, read_manifest, read_sidecar
+from kdtrain.cache.format.spec import CodecSpec
+from kdtrain.cache.read.local_store import home, listing
+from kdtrain.cache.read.remote import open_remote
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.sealed import STATE, checkpoint_at, problem, read_checkpoint, read_state
 from kdtrain.checkpoint.store import Store
-from kdtrain.commands import pages
+from kdtrain.commands import inspect_pages
 from kdtrain.commands.cache_pages import cache_page
-from kdtrain.commands.kinds import damage_of, kind_of
-from kdtrain.commands.result import read_result
 from kdtrain.config import InspectConfig
 from kdtrain.config.choices import resolve_tail
 from kdtrain.config.values import refuse
@@ -34,6 +32,8 @@ from kdtrain.models.spec import ADAPTER_CONFIG, ModelSpec, read_spec, shipped
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.tables import show, show_page
+from kdtrain.run.path_kind import damage_of, kind_of
+from kdtrain.run.result import read_result
 
 
 class _Progress(TypedDict):
@@ -62,7 +62,7 @@ def main(config: InspectConfig) -> int:
     if config.local:
         rows, total = listing()
         facts = {"folder": str(home()), "bytes": total, "caches": rows}
-        show("", facts, True) if config.json else show_page(pages.local_page(facts))
+        show("", facts, True) if config.json else show_page(inspect_pages.local_page(facts))
         return 0
     assert config.path is not None
     address = parse_address(config.path)
@@ -87,7 +87,9 @@ def _kind(path: Path) -> str:
         return "spec"
     if not path.exists() and str(path) in {**shipped("students"), **shipped("teachers")}:
         return "spec"
-    is_folder = path.is_dir() and not (path / cache_format.MANIFEST).exists() and any(pages.folder_of(path).values())
+    is_folder = (
+        path.is_dir() and not (path / cache_format.MANIFEST).exists() and any(inspect_pages.folder_of(path).values())
+    )
     try:
         kind = kind_of(path)
         return "folder" if is_folder and kind == "cache" else kind
@@ -116,9 +118,9 @@ def _watch(path: Path) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             with _as_written(path):
-                record = RunRecord.read(path, pages.TAIL)
-                line, trains = pages.watch_line(path, record)
-                lines = [line, *(pages.health_lines(path, record) if trains else ())]
+                record = RunRecord.read(path, inspect_pages.TAIL)
+                line, trains = inspect_pages.watch_line(path, record)
+                lines = [line, *(inspect_pages.health_lines(path, record) if trains else ())]
             show_page([lines[0], *(each for each in lines[1:] if each not in before)])
             before = lines
             if not trains:
@@ -154,7 +156,7 @@ def hardware() -> dict[str, Any]:
     return table
 
 
-_Found = tuple[dict[str, Any], Iterator[pages.Part] | None]
+_Found = tuple[dict[str, Any], Iterator[inspect_pages.Part] | None]
 """What `--json` prints, and the page; None: a table of the same."""
 
 
@@ -213,8 +215,8 @@ def _tail_rule(codec: CodecSpec) -> str | None:
 def _run(path: Path) -> _Found:
     facts = _run_facts(path)
 
-    def page() -> Iterator[pages.Part]:  # --json needs none of the logs, which may be unreadable
-        yield from pages.run_page(path, facts, RunRecord.read(path, pages.TAIL))
+    def page() -> Iterator[inspect_pages.Part]:  # --json needs none of the logs, which may be unreadable
+        yield from inspect_pages.run_page(path, facts, RunRecord.read(path, inspect_pages.TAIL))
 
     return facts, page()
 
@@ -222,26 +224,26 @@ def _run(path: Path) -> _Found:
 def _shard(path: Path) -> _Found:
     path = path.absolute()
     try:
-        return pages.shard_facts(path, read_sidecar(path.parents[1], path.stem)), None
+        return inspect_pages.shard_facts(path, read_sidecar(path.parents[1], path.stem)), None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: the record beside it cannot be read ({error}); run kdtrain verify") from None
 
 
 def _model(path: Path) -> _Found:
     try:
-        return pages.model_facts(path), None
+        return inspect_pages.model_facts(path), None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} is not a model folder: {error}") from None
 
 
 def _folder(path: Path) -> _Found:
-    found = pages.folder_of(path)
+    found = inspect_pages.folder_of(path)
     caches = []
     for each in found["caches"]:
         with contextlib.suppress(UsageError, RunError):  # unfinished or damaged: inspect it alone to read why
             caches.append((each, read_manifest(each)))
-    facts = pages.folder_facts(found["runs"], caches)
-    return facts, pages.folder_page(path, facts)
+    facts = inspect_pages.folder_facts(found["runs"], caches)
+    return facts, inspect_pages.folder_page(path, facts)
 
 
 def _run_facts(path: Path) -> dict[str, Any]:
@@ -346,7 +348,7 @@ def _spec(path: Path) -> _Found:
     return facts, _recipe(shlex.quote(str(path)), spec, teaches)
 
 
-def _recipe(word: str, spec: ModelSpec, teaches: bool) -> Iterator[pages.Part]:
+def _recipe(word: str, spec: ModelSpec, teaches: bool) -> Iterator[inspect_pages.Part]:
     """What the recipe of a teacher or a student says."""
     begins = {"scratch": "fresh weights", "teacher-layers": f"layers {list(spec.layers)} of {spec.teacher}"}
     config = dict(spec.config or {})

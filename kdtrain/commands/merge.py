@@ -1,7 +1,7 @@
 """`kdtrain merge`: adds up caches of samples of the same rows, or appends caches of other rows."""
 
-from kdtrain.cache.fitting import plan, stated
-from kdtrain.commands.made_cache import made_of, show_cache
+from kdtrain.cache.tools.merge_plan import plan, stated
+from kdtrain.commands.cache_result import made_of, show_cache
 from kdtrain.config import MergeConfig
 from kdtrain.monitor.progress import bar, log, setup_logging
 
@@ -17,9 +17,9 @@ def main(config: MergeConfig) -> int:
     plan(
         [stated(each, config.local_limit) for each in config.caches], config.shares
     )  # refuses before torch is imported
-    from kdtrain.cache.merge import merge
-    from kdtrain.cache.reader import Cache
-    from kdtrain.commands.run_folder import refuse_no_folder
+    from kdtrain.cache.read.reader import Cache
+    from kdtrain.cache.tools.merge import merge
+    from kdtrain.run.folder import refuse_no_folder
 
     refuse_no_folder(config.out)
     caches = [Cache(each, local_limit=config.local_limit) for each in config.caches]

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.reader import Cache, CacheReader
-from kdtrain.commands.run_folder import refuse_no_folder
+from kdtrain.cache.read.reader import Cache, CacheReader
 from kdtrain.config import PruneConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import Lock, file_digest, hidden_lock, json_digest, make_folder, refuse_displacing, sweep
@@ -31,6 +30,7 @@ from kdtrain.monitor.progress import bar, log, setup_logging
 from kdtrain.monitor.tables import columns, number, short, show, show_page
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
+from kdtrain.run.folder import refuse_no_folder
 from kdtrain.teaching.importance import Scores, Subject, mean_loss
 from kdtrain.teaching.local import LocalTeacher
 

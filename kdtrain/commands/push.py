@@ -10,11 +10,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache import format as cache_format
 from kdtrain.cache.address import Address, parse_address
-from kdtrain.cache.card import CARD, LICENSES, is_card, make_card
+from kdtrain.cache.build.card import CARD, LICENSES, is_card, make_card
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.manifest import Manifest, maker, read_manifest
 from kdtrain.cache.hub import api, ask, make_repository, upload
-from kdtrain.cache.manifest import Manifest, maker, read_manifest
 from kdtrain.config import PushConfig
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import MEDIUM, parse_json, refuse_links
@@ -43,7 +43,7 @@ def main(config: PushConfig) -> int:
     manifest = read_manifest(config.cache)
     refuse_links(config.cache)
     hub = _there_first(config, address, manifest)
-    from kdtrain.cache.verify import verify_cache  # with h5py
+    from kdtrain.cache.tools.verify import verify_cache  # with h5py
 
     log.info("comparing every digest of %s", config.cache)
     if problems := verify_cache(config.cache):
@@ -110,7 +110,7 @@ def _there(hub: Any, address: Address, manifest: Manifest) -> str | None:
 
 def _content(hub: Any, address: Address, name: str) -> str | None:
     """The text of a small file of the data set; None if there is none."""
-    from kdtrain.cache.remote import read_small
+    from kdtrain.cache.read.remote import read_small
 
     if not hub.get_paths_info(str(address.repository), [name], repo_type="dataset"):
         return None
@@ -122,7 +122,7 @@ def _write_preview(folder: Path, path: Path) -> bool:
 
     The hub shows the first rows of a parquet file; of HDF5 it shows nothing.
     """
-    from kdtrain.cache.reader import Cache
+    from kdtrain.cache.read.reader import Cache
     from kdtrain.models.hub import ask_tokenizer
 
     try:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.local import cache_folder, kept_manifest
-from kdtrain.cache.manifest import read_manifest
+from kdtrain.cache.format.manifest import read_manifest
+from kdtrain.cache.read.local_store import cache_folder, kept_manifest
 from kdtrain.commands.cache_pages import divergence
 from kdtrain.commands.compare import cell, notes
 from kdtrain.commands.plot import drawing, refuse_existing

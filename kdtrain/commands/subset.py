@@ -1,7 +1,7 @@
 """`kdtrain subset`: cuts a cache to some of its rows."""
 
-from kdtrain.cache.fitting import refuse_rows, stated
-from kdtrain.commands.made_cache import made_of, show_cache
+from kdtrain.cache.tools.merge_plan import refuse_rows, stated
+from kdtrain.commands.cache_result import made_of, show_cache
 from kdtrain.config import SubsetConfig
 from kdtrain.monitor.progress import bar, log, setup_logging
 
@@ -17,9 +17,9 @@ def main(config: SubsetConfig) -> int:
     known = stated(config.cache, config.local_limit)
     splits = tuple(known.manifest.splits) if config.split == "all" else (config.split,)
     refuse_rows(known, splits, config.range)  # before torch is imported
-    from kdtrain.cache.reader import Cache
-    from kdtrain.cache.subset import subset
-    from kdtrain.commands.run_folder import refuse_no_folder
+    from kdtrain.cache.read.reader import Cache
+    from kdtrain.cache.tools.subset import subset
+    from kdtrain.run.folder import refuse_no_folder
 
     refuse_no_folder(config.out)
     log.info("cutting %s into %s", config.cache, config.out)

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain.cache.address import parse_address
-from kdtrain.cache.look import look
-from kdtrain.cache.reader import Cache
-from kdtrain.cache.remote import open_remote
-from kdtrain.cache.verify import repair, verify_cache
+from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.remote import open_remote
+from kdtrain.cache.tools.self_check import look
+from kdtrain.cache.tools.verify import repair, verify_cache
 from kdtrain.cache.view_rows import verify_view, viewed_cache
 from kdtrain.checkpoint.sealed import checkpoint_at, read_checkpoint
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands.audit import audit
-from kdtrain.commands.build_cache import OWN, holds_own
-from kdtrain.commands.kinds import damage_of, kind_of
 from kdtrain.config import VerifyConfig
 from kdtrain.config.values import refuse
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import number, show, show_page
+from kdtrain.run.build_cache import OWN, holds_own
+from kdtrain.run.path_kind import damage_of, kind_of
 
 
 def main(config: VerifyConfig) -> int:

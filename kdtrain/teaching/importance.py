@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kdtrain import faults
-from kdtrain.cache.reader import CacheReader
+from kdtrain.cache.read.reader import CacheReader
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import LARGE, canonical_json, json_digest, open_regular, parse_json, published, typed
 from kdtrain.models.pruning import Importance, Roles, Shape

@@ -18,9 +18,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.manifest import WeightsCost
-from kdtrain.cache.shard_writer import ShardRows
+from kdtrain.cache.build.shard_writer import ShardRows
+from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.manifest import WeightsCost
 from kdtrain.errors import UsageError
 from kdtrain.models.attention import use_cached_attention
 from kdtrain.models.frozen import is_packed, pack, refuse_weights

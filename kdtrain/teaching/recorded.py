@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from kdtrain.cache.codec import CodecSpec, keep
+from kdtrain.cache.format.codec import CodecSpec, keep
 from kdtrain.data.logprobs import logprob_rows
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError

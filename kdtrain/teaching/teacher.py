@@ -25,10 +25,10 @@ from einops import rearrange
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.compression import Arrays
-from kdtrain.cache.manifest import WeightsCost
-from kdtrain.cache.shard_writer import ShardRows
+from kdtrain.cache.build.shard_writer import ShardRows
+from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.compression import Arrays
+from kdtrain.cache.format.manifest import WeightsCost
 from kdtrain.config import CodecConfig, ServerConfig
 from kdtrain.config.choices import TEACHERS
 from kdtrain.data.packing import PackedRow

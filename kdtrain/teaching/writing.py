@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdtrain.cache.codec import uniforms
-from kdtrain.cache.shard_writer import ShardRows
+from kdtrain.cache.build.shard_writer import ShardRows
+from kdtrain.cache.format.codec import uniforms
 from kdtrain.errors import UsageError
 
 Step = Callable[..., tuple[Tensor, Any]]

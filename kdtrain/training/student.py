@@ -19,7 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kdtrain.cache.manifest import refuse_vocabulary
+from kdtrain.cache.format.manifest import refuse_vocabulary
 from kdtrain.config.sections import QUANTIZED
 from kdtrain.errors import UsageError, as_number, as_whole
 from kdtrain.models.head import SplitModel, layer_widths, split

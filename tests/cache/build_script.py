@@ -6,8 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
-from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.writer import CacheBuilder
+from kdtrain.cache.build.writer import CacheBuilder
+from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.errors import RunError, UsageError
 
 SPECS = {

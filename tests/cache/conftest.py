@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kdtrain.cache import download
-from kdtrain.cache import format as cache_format
-from kdtrain.cache.codec import KNOTS, CodecSpec
-from kdtrain.cache.manifest import CacheSettings, read_manifest
-from kdtrain.cache.writer import write_cache
+from kdtrain.cache.build.writer import write_cache
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.codec import KNOTS, CodecSpec
+from kdtrain.cache.format.manifest import CacheSettings, read_manifest
 from kdtrain.data.packing import PackedRow
 from tests.fetched import files_of
 from tests.web import Repository, Web, serving

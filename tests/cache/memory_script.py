@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kdtrain.cache import reader
-from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.manifest import CacheSettings
-from kdtrain.cache.writer import write_cache
+from kdtrain.cache.build.writer import write_cache
+from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.read import reader
 from kdtrain.data.packing import PackedRow
 
 SEQ_LEN, VOCAB_SIZE, PER_SHARD, BATCH = 128, 300, 50, 5

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.codec import CodecSpec, draw_points, encode_sequences, grid_name, grid_offset
-from kdtrain.cache.compression import Coding
+from kdtrain.cache.format.codec import CodecSpec, draw_points, encode_sequences, grid_name, grid_offset
+from kdtrain.cache.format.compression import Coding
 
 
 @pytest.mark.parametrize("number", [1, 7, 25, 50, 127])

@@ -12,7 +12,7 @@ import requests
 from kdtrain.cache import download
 from kdtrain.cache.address import Address, is_private
 from kdtrain.cache.hub import ask
-from kdtrain.cache.reader import Cache
+from kdtrain.cache.read.reader import Cache
 from kdtrain.errors import RunError, UsageError
 from tests.fetched import assert_same, files_of
 from tests.web import TOKEN, Repository, Web

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from kdtrain.cache.alignment import detect
-from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
+from kdtrain.cache.format.codec import CodecSpec, decode, encode_sequences
+from kdtrain.cache.tools.alignment import detect
 from kdtrain.objective.batch import Batch
 
 V, T = 64, 40

@@ -13,7 +13,6 @@ from kdtrain.cache.audit import _features as features
 from kdtrain.cache.audit import _mean_test as mean_test
 from kdtrain.cache.audit import _of_grids as of_grids
 from kdtrain.cache.audit import _of_independent as of_independent
-from kdtrain.cache.codec import CodecSpec, decode, draw_points, encode_sequences
 from kdtrain.cache.diagnose import (
     AHEAD,
     BEHIND,
@@ -27,7 +26,8 @@ from kdtrain.cache.diagnose import (
     gains,
     other_row,
 )
-from kdtrain.cache.look import examine
+from kdtrain.cache.format.codec import CodecSpec, decode, draw_points, encode_sequences
+from kdtrain.cache.tools.self_check import examine
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import SparseTargets
 

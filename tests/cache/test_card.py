@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import yaml
 
-from kdtrain.cache import card
-from kdtrain.cache.manifest import read_manifest
-from kdtrain.cache.reader import Cache
-from kdtrain.cache.verify import verify_cache
+from kdtrain.cache.build import card
+from kdtrain.cache.format.manifest import read_manifest
+from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.files import publish_json, read_sealed
 
 ROOT = Path(__file__).parents[2]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kdtrain.cache import format as cache_format
-from kdtrain.cache.codec import SAMPLING, CodecSpec
-from kdtrain.cache.folder import lock
-from kdtrain.cache.verify import verify_cache
-from kdtrain.cache.writer import CacheBuilder, write_cache
+from kdtrain.cache.build.folder import lock
+from kdtrain.cache.build.writer import CacheBuilder, write_cache
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.codec import SAMPLING, CodecSpec
+from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.errors import UsageError
 
 

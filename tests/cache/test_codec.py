@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.codec import ABSENT, KNOTS, CodecSpec, decode, draw_points, encode, encode_sequences
+from kdtrain.cache.format.codec import ABSENT, KNOTS, CodecSpec, decode, draw_points, encode, encode_sequences
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from einops import rearrange
 
-from kdtrain.cache.codec import FINE_KNOTS, CodecSpec, decode, encode_sequences
-from kdtrain.cache.compression import (
+from kdtrain.cache.format.codec import FINE_KNOTS, CodecSpec, decode, encode_sequences
+from kdtrain.cache.format.compression import (
     MARK,
     STEP_SLOPE,
     STEP_VALUE,

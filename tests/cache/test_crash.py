@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kdtrain import faults
-from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.verify import verify_cache
-from kdtrain.cache.writer import FAULT_POINTS, CacheBuilder, write_cache
+from kdtrain.cache.build.writer import FAULT_POINTS, CacheBuilder, write_cache
+from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.errors import RunError, UsageError
 
 REPEATED = [point for point in FAULT_POINTS if point.startswith(("cache.shard", "cache.sidecar"))]

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache import codec
-from kdtrain.cache.codec import CodecSpec, encode_sequences
-from kdtrain.cache.reader import CacheReader
-from kdtrain.cache.writer import SideStream, write_cache
+from kdtrain.cache.build.writer import SideStream, write_cache
+from kdtrain.cache.format import codec
+from kdtrain.cache.format.codec import CodecSpec, encode_sequences
+from kdtrain.cache.read.reader import CacheReader
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SPECS = [

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
-from kdtrain.cache.compression import Coding
-from kdtrain.cache.fidelity import GRID, TOLERANCE, measure, sample_size, temperature_range
-from kdtrain.cache.manifest import read_manifest
+from kdtrain.cache.build.fidelity import GRID, TOLERANCE, measure, sample_size, temperature_range
+from kdtrain.cache.format.codec import CodecSpec, decode, encode_sequences
+from kdtrain.cache.format.compression import Coding
+from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.objective.batch import Batch
 
 VOCAB = 500

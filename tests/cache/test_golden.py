@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.codec import ABSENT, CodecSpec
-from kdtrain.cache.manifest import CacheSettings, read_manifest
-from kdtrain.cache.reader import CacheReader
-from kdtrain.cache.verify import verify_cache
-from kdtrain.cache.writer import write_cache
+from kdtrain.cache.build.writer import write_cache
+from kdtrain.cache.format.codec import ABSENT, CodecSpec
+from kdtrain.cache.format.manifest import CacheSettings, read_manifest
+from kdtrain.cache.read.reader import CacheReader
+from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.data.packing import PackedRow
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
-from kdtrain.cache.fidelity import Angles, compare, sparse_gradients
+from kdtrain.cache.build.fidelity import Angles, compare, sparse_gradients
+from kdtrain.cache.format.codec import CodecSpec, decode, encode_sequences
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import SparseTargets
 

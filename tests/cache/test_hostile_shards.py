@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from hostile_kit import COUNTS, DENSE, FAMILIES, TYPES, Change, payload, remade, reseal
 
-from kdtrain.cache import format as cache_format
-from kdtrain.cache import hdf5, reader, shard
-from kdtrain.cache.hdf5 import check_structure
-from kdtrain.cache.manifest import read_manifest
-from kdtrain.cache.reader import CacheReader
-from kdtrain.cache.verify import check_content, verify_cache
+from kdtrain.cache.format import hdf5
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.hdf5 import check_structure
+from kdtrain.cache.format.manifest import read_manifest
+from kdtrain.cache.read import reader, shard
+from kdtrain.cache.read.reader import CacheReader
+from kdtrain.cache.tools.verify import check_content, verify_cache
 from kdtrain.errors import RunError
 
 CASES = [

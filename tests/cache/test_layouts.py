@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.layouts import distillkit, files
 from kdtrain.cache.layouts.distillkit import DistillKit, coded_bytes, fit, read_compressor, unpack_bits
 from kdtrain.cache.layouts.files import open_source

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kdtrain.cache import local
-from kdtrain.cache.reader import Cache
+from kdtrain.cache.read import local_store
+from kdtrain.cache.read.reader import Cache
 from kdtrain.errors import RunError, UsageError
 from tests.fetched import assert_same, room_for, shards_here
 from tests.web import Web, serving
@@ -19,7 +19,7 @@ def test_the_same_cache_from_two_places_is_kept_once(web: Web, whole: Path, home
         Cache(web.url)["train"][0]
         Cache(f"{other.url}/{whole.name}")["train"][0]
         assert not [path for path in other.requests if path.endswith(".h5")]
-    rows, _ = local.listing()
+    rows, _ = local_store.listing()
     assert [len(row["from"]) for row in rows] == [2] and len(list((home / "caches").iterdir())) == 1
 
 
@@ -65,10 +65,10 @@ def test_a_shard_that_was_set_aside_makes_room_before_any_other(
     cache.remote.ensure(record).write_bytes(b"x" * record["bytes"])
     cache.remote.put_aside(record)
     cache["train"][0]
-    monkeypatch.setattr("kdtrain.cache.remote._FULL", 0.3)
+    monkeypatch.setattr("kdtrain.cache.read.remote._FULL", 0.3)
     cache["train"][4]
     assert not list(home.rglob("*damaged*")) and shards_here(home) >= {"train-00000", "train-00001"}
-    assert local.listing()[1] <= limit * local.GB
+    assert local_store.listing()[1] <= limit * local_store.GB
 
 
 def test_another_cache_under_a_known_address_is_said(
@@ -90,13 +90,13 @@ def test_the_local_folder_never_grows_past_its_limit_and_what_was_read_longest_a
     (other / "mine.h5").write_bytes(bytes(1000))
     sizes = [each["bytes"] for each in Cache(web.url).manifest.splits["train"]["shards"]]
     rest = sum(each.lstat().st_size for each in home.rglob("*") if each.is_file()) + 2000
-    limit = (rest + sizes[0] + sizes[1] + 10) / local.GB
-    monkeypatch.setattr("kdtrain.cache.reader.MAX_OPEN", 1)
+    limit = (rest + sizes[0] + sizes[1] + 10) / local_store.GB
+    monkeypatch.setattr("kdtrain.cache.read.reader.MAX_OPEN", 1)
     cache = Cache(web.url, local_limit=limit)
     order = [0, 4, 8, 0, 9, 5, 1, 8]
     for row in order:
         assert_same(cache["train"][row], Cache(whole)["train"][row])
-        assert local.listing()[1] <= limit * local.GB
+        assert local_store.listing()[1] <= limit * local_store.GB
         assert len(shards_here(home)) <= 2
     assert (other / "mine.h5").exists()
     cache["train"].close()
@@ -111,12 +111,12 @@ def test_a_limit_below_the_largest_shard_is_refused_and_files_of_others_are_neve
     Cache(web.url)
     with pytest.raises(UsageError, match=r"--local-limit 1e-06 is less than its largest shard"):
         Cache(web.url, local_limit=1e-6)
-    largest = max(local.sizes(Cache(web.url).manifest).values())
+    largest = max(local_store.sizes(Cache(web.url).manifest).values())
     mine = home / "mine.bin"
     mine.write_bytes(bytes(2 * largest))
-    monkeypatch.setattr("kdtrain.cache.remote._FULL", 0.2)
+    monkeypatch.setattr("kdtrain.cache.read.remote._FULL", 0.2)
     with pytest.raises(RunError, match=r"no room for .* below --local-limit"):
-        Cache(web.url, local_limit=2 * largest / local.GB)["train"][0]
+        Cache(web.url, local_limit=2 * largest / local_store.GB)["train"][0]
     assert mine.stat().st_size == 2 * largest
 
 
@@ -126,14 +126,14 @@ def test_a_shard_that_another_process_has_open_is_not_removed_for_room(
     one = Cache(web.url)["train"]
     one[0]
     time.sleep(0.2)
-    handle = local.hold(next(home.rglob("train-00000.h5")))
+    handle = local_store.hold(next(home.rglob("train-00000.h5")))
     assert handle is not None
-    monkeypatch.setattr("kdtrain.cache.remote._FULL", 0.3)
+    monkeypatch.setattr("kdtrain.cache.read.remote._FULL", 0.3)
     for name in ("train-00001", "train-00002"):
         for path in home.rglob(f"{name}.h5"):
             path.unlink()
-    taken = local.listing()[1]
-    two = Cache(web.url, local_limit=(taken + 100) / local.GB)["train"]
+    taken = local_store.listing()[1]
+    two = Cache(web.url, local_limit=(taken + 100) / local_store.GB)["train"]
     with pytest.raises(RunError, match="in use"):
         two[4]
     os.close(handle)
@@ -145,20 +145,20 @@ def test_readers_give_way_to_one_another_below_a_small_limit(
     web: Web, home: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, caches: int
 ) -> None:
     limit = room_for(web, home, 2.2)
-    monkeypatch.setattr("kdtrain.cache.remote._FULL", 0.5)
+    monkeypatch.setattr("kdtrain.cache.read.remote._FULL", 0.5)
     opened = [Cache(web.url, local_limit=limit) for _ in range(caches)]
     train, validation = opened[0]["train"], opened[-1]["validation"]
     for reader, split in ((train, "train"), (validation, "validation"), (train, "train")):
         for row in range(len(reader)):
             assert_same(reader[row], Cache(whole)[split][row])
-        assert local.listing()[1] <= limit * local.GB
+        assert local_store.listing()[1] <= limit * local_store.GB
 
 
 def test_readers_in_two_threads_give_way_to_one_another(
     web: Web, home: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, folder = Cache(web.url, local_limit=room_for(web, home, 2.2)), Cache(whole)
-    monkeypatch.setattr("kdtrain.cache.remote._FULL", 5.0)
+    monkeypatch.setattr("kdtrain.cache.read.remote._FULL", 5.0)
     readers = {split: cache[split] for split in cache}
     for row in range(len(folder["train"])):  # all the room is taken
         readers["train"][row]

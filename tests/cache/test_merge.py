@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from kdtrain import faults
-from kdtrain.cache import format as cache_format
-from kdtrain.cache.card import CARD
-from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest
-from kdtrain.cache.mass import joined
-from kdtrain.cache.merge import merge
-from kdtrain.cache.pieces import parent_record
-from kdtrain.cache.reader import Cache
-from kdtrain.cache.subset import subset
-from kdtrain.cache.verify import repair, verify_cache
-from kdtrain.cache.writer import write_cache
-from kdtrain.cache.written import finish_reasons
+from kdtrain.cache.build.card import CARD
+from kdtrain.cache.build.generated_text import finish_reasons
+from kdtrain.cache.build.writer import write_cache
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.manifest import Manifest, check_sizes, read_manifest
+from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.tools.copy_shards import parent_record
+from kdtrain.cache.tools.kept_mass import joined
+from kdtrain.cache.tools.merge import merge
+from kdtrain.cache.tools.subset import subset
+from kdtrain.cache.tools.verify import repair, verify_cache
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import publish_json, read_sealed
 from kdtrain.objective.targets import SparseTargets

@@ -9,9 +9,10 @@ from torch._inductor import compile_fx, metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kdtrain.cache import codec, writer
-from kdtrain.cache.codec import CodecSpec, _encode_block, _sparse_in_passes, encode
-from kdtrain.cache.writer import SideStream, write_cache
+from kdtrain.cache.build import writer
+from kdtrain.cache.build.writer import SideStream, write_cache
+from kdtrain.cache.format import codec
+from kdtrain.cache.format.codec import CodecSpec, _encode_block, _sparse_in_passes, encode
 from kdtrain.objective.matmul import maybe_compiled
 
 PARAMETERS, FLOPS_A_SECOND, BYTES_A_SECOND = 1e9, 400e12, 4.8e12

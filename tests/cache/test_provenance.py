@@ -9,18 +9,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain.cache import format as cache_format
-from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.manifest import (
-    CacheSettings,
-    Manifest,
-    read_manifest,
-    refuse_tokenizer,
-    refuse_vocabulary,
-)
-from kdtrain.cache.reader import CacheReader
-from kdtrain.cache.verify import repair, verify_cache
-from kdtrain.cache.writer import write_cache
+from kdtrain.cache.build.writer import write_cache
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.manifest import CacheSettings, Manifest, read_manifest, refuse_tokenizer, refuse_vocabulary
+from kdtrain.cache.read.reader import CacheReader
+from kdtrain.cache.tools.verify import repair, verify_cache
 from kdtrain.errors import UsageError
 from kdtrain.files import publish_json, read_sealed
 from kdtrain.models.loading import tokenizer_digest

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache import format as cache_format
-from kdtrain.cache import hdf5, reader
-from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
-from kdtrain.cache.compression import STEP_SLOPE, STEP_SPREAD, STEP_VALUE
-from kdtrain.cache.reader import CacheReader
-from kdtrain.cache.shard import Runs, Shard
+from kdtrain.cache.format import hdf5
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.codec import CodecSpec, decode, encode_sequences
+from kdtrain.cache.format.compression import STEP_SLOPE, STEP_SPREAD, STEP_VALUE
+from kdtrain.cache.read import reader
+from kdtrain.cache.read.reader import CacheReader
+from kdtrain.cache.read.shard import Runs, Shard
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import file_digest
 from kdtrain.objective.targets import SparseTargets
@@ -115,7 +116,7 @@ def test_a_closed_shard_keeps_its_lists_up_to_a_bound_and_while_its_file_is_the_
     cache = workshop.build(tmp_path / "c", codecs["both"])
     opened, lists, masks = Mock(wraps=h5py.File), Mock(wraps=hdf5.read_dictionary), Mock(wraps=Runs)
     for name, counted in (("h5py.File", opened), ("read_dictionary", lists), ("Runs", masks)):
-        monkeypatch.setattr(f"kdtrain.cache.shard.{name}", counted)
+        monkeypatch.setattr(f"kdtrain.cache.read.shard.{name}", counted)
 
     def counts(order: list[int]) -> tuple[int, int, int]:
         for each in (opened, lists, masks):

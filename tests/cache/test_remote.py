@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kdtrain.cache import local
-from kdtrain.cache.reader import Cache
-from kdtrain.cache.verify import verify_cache
+from kdtrain.cache.read import local_store
+from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import publish_json
 from tests.fetched import assert_same, shards_here
@@ -121,7 +121,7 @@ def test_without_a_connection_what_is_here_is_read_and_what_is_missing_is_named(
 
 def test_verify_reads_all_of_a_cache_elsewhere_and_names_what_is_wrong(web: Web, whole: Path) -> None:
     assert verify_cache(web.url) == []
-    for path in local.cache_folder(Cache(web.url).manifest.digest).rglob("*"):
+    for path in local_store.cache_folder(Cache(web.url).manifest.digest).rglob("*"):
         if path.is_file() and path.name not in ("manifest.json",):
             path.unlink()
     web.replaced["index.h5"] = b"x"

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from kdtrain.cache import download, local
-from kdtrain.cache.reader import Cache
-from kdtrain.cache.verify import verify_cache
+from kdtrain.cache import download
+from kdtrain.cache.read import local_store
+from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.errors import RunError
 from tests.fetched import assert_same, shards_here
 from tests.web import Web
@@ -112,7 +113,7 @@ def test_what_lies_in_a_part_is_checked_like_everything_else(web: Web, home: Pat
 READ = """
 import sys
 from kdtrain.cache import download
-from kdtrain.cache.reader import Cache
+from kdtrain.cache.read.reader import Cache
 download.WAIT = 0.01
 cache = Cache(sys.argv[1])
 print(sum(int(cache["train"][row]["tokens"].sum()) for row in range(10)))
@@ -161,7 +162,7 @@ def test_a_record_that_came_wrong_is_not_kept_and_is_fetched_again(
     web.replaced[name] = sealed if content is None else content
     (problem,) = verify_cache(web.url)
     assert f"{name} is not what the manifest states" in problem
-    folder = local.cache_folder(Cache(web.url).manifest.digest)
+    folder = local_store.cache_folder(Cache(web.url).manifest.digest)
     assert not (folder / name).exists()
     web.replaced.clear()
     assert verify_cache(web.url) == []

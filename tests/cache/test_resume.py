@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kdtrain.cache import format as cache_format
-from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.manifest import read_manifest
-from kdtrain.cache.verify import verify_cache
-from kdtrain.cache.writer import CacheBuilder, write_cache
+from kdtrain.cache.build.writer import CacheBuilder, write_cache
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.manifest import read_manifest
+from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.errors import RunError
 
 

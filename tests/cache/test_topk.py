@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.codec import CodecSpec, decode, keep
+from kdtrain.cache.format.codec import CodecSpec, decode, keep
 from kdtrain.errors import UsageError
 from kdtrain.objective.targets import SparseTargets
 

@@ -12,13 +12,13 @@ from view_kit import CODECS, ROWS, SEQ_LEN, foreign_cache
 
 from kdtrain.cache import view as views
 from kdtrain.cache import view_rows
-from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.folder import holds_nothing
-from kdtrain.cache.manifest import CacheSettings
-from kdtrain.cache.reader import Cache, CacheReader, collate
+from kdtrain.cache.build.folder import holds_nothing
+from kdtrain.cache.build.writer import write_cache
+from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.read.reader import Cache, CacheReader, collate
 from kdtrain.cache.view import build_view
 from kdtrain.cache.view_rows import ViewReader, identity_of, sealed_record
-from kdtrain.cache.writer import write_cache
 from kdtrain.data import alignment as alignments
 from kdtrain.data import transcode
 from kdtrain.data.cells import Cells

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.reader import CacheReader
-from kdtrain.cache.verify import verify_cache
-from kdtrain.cache.writer import CacheBuilder, write_cache
+from kdtrain.cache.build.writer import CacheBuilder, write_cache
+from kdtrain.cache.read.reader import CacheReader
+from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.errors import RunError, UsageError
 
 

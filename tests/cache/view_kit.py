@@ -2,10 +2,10 @@
 
 import torch
 
-from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.manifest import CacheSettings
-from kdtrain.cache.reader import Cache
-from kdtrain.cache.writer import write_cache
+from kdtrain.cache.build.writer import write_cache
+from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.read.reader import Cache
 from kdtrain.data.corpus import Document
 from kdtrain.data.packing import pack
 from kdtrain.models.loading import tokenizer_digest

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kdtrain import faults
-from kdtrain.cache.manifest import read_manifest
+from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.precision import modes
 
 ON = {True: "bf16", False: "fp32"}

@@ -12,15 +12,16 @@ import pytest
 import torch
 
 import kdtrain as kd
-from kdtrain.cache.live import LiveCache
-from kdtrain.cache.manifest import Manifest
+from kdtrain.cache.build.live_capture import LiveCache
+from kdtrain.cache.format.manifest import Manifest
 from kdtrain.cli.parsing import parse
 from kdtrain.cli.paths import problem
-from kdtrain.commands import build_cache, cache_teacher
+from kdtrain.commands import cache_teacher
 from kdtrain.config import CodecConfig, DataConfig, TextConfig
 from kdtrain.data import corpus
 from kdtrain.errors import UsageError
 from kdtrain.files import file_digest, publish_json, read_sealed
+from kdtrain.run import build_cache
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kdtrain import cli
-from kdtrain.cache.reader import Cache
-from kdtrain.commands import build
-from kdtrain.commands.recipe import resolve
+from kdtrain.cache.read.reader import Cache
 from kdtrain.precision.modes import compiles_teacher
+from kdtrain.run import build
+from kdtrain.run.recipe import resolve
 from kdtrain.teaching import local
 
 

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from kdtrain import faults
-from kdtrain.cache.reader import Cache
-from kdtrain.commands.across import across
+from kdtrain.cache.read.reader import Cache
 from kdtrain.config import DistillConfig
 from kdtrain.data import alignment as alignments
 from kdtrain.errors import UsageError
 from kdtrain.models.spec import read_spec
+from kdtrain.run.tokenizer_view import across
 from kdtrain.testing import END_OF_TEXT, tiny_model, write_model_folder
 from tests.token_kinds import train
 from tests.web import serving
@@ -85,7 +85,7 @@ def test_the_rows_of_a_view_of_the_same_tokenizer_train_to_the_bits_of_the_ordin
     assert code == 0, err
     argv = ("distill", "--cache", "samples", "--student", "student.toml", "--steps", 60, "--eval-freq", 60)
     argv += (*bench.plain, "--lr", 3e-3)
-    monkeypatch.setattr("kdtrain.commands.across.differ", lambda *_: True)
+    monkeypatch.setattr("kdtrain.run.tokenizer_view.differ", lambda *_: True)
     for out, more in (("ordinary", ()), ("identity", ("--cross-tokenizer", "cells"))):
         code, _, err = bench.call(*argv, "--out", out, *more)
         assert code == 0, err

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from kdtrain import cli
-from kdtrain.commands import build, distill, recipe, trial
+from kdtrain.commands import distill
 from kdtrain.precision import modes
+from kdtrain.run import build, recipe, trial
 
 RUN = ("--cache", "cache", "--student", "student.toml", "--out", "x", "--batch-size", "8", "--precision", "fp32")
 

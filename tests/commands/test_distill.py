@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kdtrain import faults, files
-from kdtrain.commands import build, run
-from kdtrain.commands.run import Run
-from kdtrain.commands.run_folder import LOCK, run_lock
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError
+from kdtrain.run import build, run
+from kdtrain.run.folder import LOCK, run_lock
+from kdtrain.run.run import Run
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kdtrain import faults
-from kdtrain.cache.reader import Cache
+from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.view_rows import View
 from kdtrain.commands import find_lr
 from kdtrain.config import FindLrConfig, ObjectiveConfig, OptimizerConfig, rates

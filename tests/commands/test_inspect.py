@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.manifest import read_manifest
-from kdtrain.commands import pages
+from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.manifest import read_manifest
+from kdtrain.commands import inspect_pages
 from kdtrain.commands.cache_pages import cache_page
 from kdtrain.commands.inspect import _tail_rule, main
 from kdtrain.config import InspectConfig
@@ -95,8 +95,8 @@ def test_a_divergence_is_what_a_cache_does_not_know_of_the_tail_and_not_its_roun
 
 def test_a_warning_is_shown_whole_and_a_very_long_one_ends_between_words() -> None:
     message = "shard train-00000 is not what the manifest states, and was not kept: name a revision, or ask its author"
-    assert pages._cut(2 * f"{message} ") == f"{message} {message}"
-    cut = pages._cut("word " * 500)
+    assert inspect_pages._cut(2 * f"{message} ") == f"{message} {message}"
+    cut = inspect_pages._cut("word " * 500)
     assert len(cut) <= 1000 and set(cut.split()) == {"word", "..."}
 
 
@@ -124,7 +124,7 @@ def test_json_of_a_run_needs_none_of_its_logs(tmp_path, capsys):
 
 
 def closing(run: Path, result: dict, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    show_page(pages.closing_page(run, result))
+    show_page(inspect_pages.closing_page(run, result))
     return capsys.readouterr().out.splitlines()
 
 
@@ -218,7 +218,7 @@ def test_the_page_of_a_run_says_what_is_trained_and_the_routers_part_of_the_loss
     environment["student"] |= trained | {"router_weight": 0.5}
     path.write_text(json.dumps(environment))
     facts = {"checkpoints": {"step-00000040": {"step": 40, "verdict": "ok", "MiB": 1.0}}}
-    show_page(list(pages.run_page(path.parent, facts, RunRecord.read(path.parent))))
+    show_page(list(inspect_pages.run_page(path.parent, facts, RunRecord.read(path.parent))))
     shown = " ".join(capsys.readouterr().out.split())
     assert "(12.3k trained: LoRA of rank 4 (alpha 32 / rank) on all-linear)" in shown
     assert ".9 kl + .1 ce + .5 router" in shown

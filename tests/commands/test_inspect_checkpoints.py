@@ -9,10 +9,10 @@ import torch
 
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands import inspect, verify
-from kdtrain.commands.run_folder import LOCK
 from kdtrain.config import InspectConfig, VerifyConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import Lock
+from kdtrain.run.folder import LOCK
 
 NAMES = ("step-00000010", "epoch-0001", "interrupted-00000012", "step-00000020")
 

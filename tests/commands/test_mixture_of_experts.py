@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kdtrain.commands import build
+from kdtrain.run import build
 from kdtrain.testing import SHAPES
 
 

@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from kdtrain import files
-from kdtrain.commands import run_folder as module
-from kdtrain.commands.run_folder import LOCK, run_lock, write_description
 from kdtrain.config import CheckpointConfig, DistillConfig
 from kdtrain.errors import UsageError
+from kdtrain.run import folder as module
+from kdtrain.run.folder import LOCK, run_lock, write_description
 
 
 @pytest.fixture

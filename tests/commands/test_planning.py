@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kdtrain import cli
-from kdtrain.cache.manifest import read_manifest
+from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.errors import UsageError
 from kdtrain.models.spec import read_spec
 from kdtrain.parallel import memory_plan

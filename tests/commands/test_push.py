@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kdtrain.cache import card
-from kdtrain.cache.manifest import read_manifest
-from kdtrain.cache.reader import Cache
-from kdtrain.cache.verify import verify_cache
+from kdtrain.cache.build import card
+from kdtrain.cache.format.manifest import read_manifest
+from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.commands import push
 from kdtrain.config import PushConfig
 from kdtrain.errors import RunError, UsageError

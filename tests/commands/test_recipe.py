@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from kdtrain import cli, commands
-from kdtrain.cache import manifest
-from kdtrain.commands.build import build
-from kdtrain.commands.recipe import resolve
+from kdtrain.cache.format import manifest
 from kdtrain.files import temporary_name
 from kdtrain.models import spec
+from kdtrain.run.build import build
+from kdtrain.run.recipe import resolve
 
 STUDENT = ("--student", "student.toml")
 

@@ -11,18 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdtrain import cli
-from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.manifest import CacheSettings
-from kdtrain.commands.run_folder import (
-    claim_folder,
-    deciding,
-    launch,
-    make,
-    refuse_changes,
-    restarted,
-    to_toml,
-    write_description,
-)
+from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.config import (
     CheckpointConfig,
     DataConfig,
@@ -34,6 +24,16 @@ from kdtrain.config import (
 )
 from kdtrain.errors import UsageError
 from kdtrain.files import publish_json, temporary_name
+from kdtrain.run.folder import (
+    claim_folder,
+    deciding,
+    launch,
+    make,
+    refuse_changes,
+    restarted,
+    to_toml,
+    write_description,
+)
 
 
 def temporary(name):

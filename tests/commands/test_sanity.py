@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from kdtrain.commands import sanity
-from kdtrain.commands.trial import Trial
+from kdtrain.run import sanity
+from kdtrain.run.trial import Trial
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 from kdtrain.training.state import TrainState
 

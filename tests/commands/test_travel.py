@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kdtrain.cache import download, local
+from kdtrain.cache import download
+from kdtrain.cache.read import local_store
 from tests.web import Web, serving
 
 
@@ -64,7 +65,7 @@ def test_inspect_evaluate_and_verify_read_a_cache_elsewhere(workbench, web: Web,
     )
     found = workbench.json("inspect", "--local")
     assert [each["digest"] for each in found["caches"]] == [here["digest"]]
-    assert found["caches"][0]["from"] == [web.url] and found["bytes"] == local.listing()[1] > 0
+    assert found["caches"][0]["from"] == [web.url] and found["bytes"] == local_store.listing()[1] > 0
     code, out, _ = workbench.call("inspect", "--local")
     assert code == 0 and here["digest"][:12] in out and web.url in out
     found = workbench.json("verify", web.url)

@@ -9,7 +9,7 @@ import datasets
 import pytest
 from datasets import Dataset
 
-from kdtrain.cache.manifest import Manifest, read_manifest
+from kdtrain.cache.format.manifest import Manifest, read_manifest
 from kdtrain.config import DataConfig
 from kdtrain.data import formats
 from kdtrain.data.corpus import documents
@@ -322,7 +322,7 @@ def test_columns_that_a_format_does_not_read_and_formats_of_plain_text_are_refus
 
 
 def test_what_the_template_leaves_out_is_counted_in_the_manifest_for_any_number_of_workers(tmp_path: Path):
-    from kdtrain.commands.build_cache import build_tokens
+    from kdtrain.run.build_cache import build_tokens
     from kdtrain.testing import tiny_tokenizer
 
     tokenizer = tiny_tokenizer(300)
@@ -344,8 +344,8 @@ def test_what_the_template_leaves_out_is_counted_in_the_manifest_for_any_number_
 
 
 def test_an_invocation_of_before_formats_has_the_identity_that_it_had(tmp_path: Path):
-    from kdtrain.cache.codec import CodecSpec
-    from kdtrain.commands.build_cache import _settings
+    from kdtrain.cache.format.codec import CodecSpec
+    from kdtrain.run.build_cache import _settings
     from kdtrain.testing import tiny_tokenizer
 
     def identity(**options: object) -> dict[str, object]:

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from kdtrain.cache.reader import Cache
+from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.view_rows import View
 from tests.token_kinds import train
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kdtrain.cache.manifest import read_manifest
+from kdtrain.cache.format.manifest import read_manifest
 
 OPTIONS = ("--teacher", "teacher", "--sequences-per-shard", 3, "--batch-size", 2, "--top-k", 4, "--num-samples", 6)
 
@@ -113,7 +113,7 @@ def test_an_error_of_one_rank_is_reported_by_it_and_ends_the_others(ranks, of_on
 
 
 def test_a_launch_beside_another_is_refused_by_one_line(ranks, of_one) -> None:
-    from kdtrain.cache.folder import lock
+    from kdtrain.cache.build.folder import lock
 
     folder = ranks.root / "taken"
     folder.mkdir()

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from kdtrain.checkpoint.store import load
-from kdtrain.commands.run_folder import run_lock
 from kdtrain.config import DistillConfig
+from kdtrain.run.folder import run_lock
 
 CHAT = ("--data", "chat.jsonl", "--messages-column", "messages", "--seq-len", 32, "--num-workers", 0)
 SMALL = (*CHAT, "--num-sequences", 40, "--validation-sequences", 7)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kdtrain.cache.reader import CacheReader
+from kdtrain.cache.read.reader import CacheReader
 
 
 def cross_entropy(folder, cache):

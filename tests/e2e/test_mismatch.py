@@ -3,7 +3,7 @@
 import json
 import shutil
 
-from kdtrain.cache.manifest import read_manifest
+from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.testing import tiny_tokenizer
 
 

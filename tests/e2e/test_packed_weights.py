@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from kdtrain.cache.manifest import read_manifest
+from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 pytest.importorskip("peft")

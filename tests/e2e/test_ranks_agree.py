@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import kdtrain
-from kdtrain.commands import agreement
 from kdtrain.config.choices import DIVERGENCES
 from kdtrain.models.loading import load_tokenizer
+from kdtrain.run import agreement
 from kdtrain.testing import tiny_model, write_model_folder
 
 RUN = ("distill", "--cache", "cache", "--student", "student.toml", "--steps", 2, "--batch-size", 4, "--lr", 1e-3)

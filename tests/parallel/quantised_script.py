@@ -12,14 +12,14 @@ import torch
 from wrap_script import Counted
 
 from kdtrain import cli
-from kdtrain.commands import recipe as module
-from kdtrain.commands.build import build
-from kdtrain.commands.dry_run import gigabytes_sent
-from kdtrain.commands.trial import Trial
 from kdtrain.models.head import layers_of
 from kdtrain.parallel.parallelize import fsdp
 from kdtrain.precision.backends import formats_of
 from kdtrain.ranks import on_main, process_group
+from kdtrain.run import recipe as module
+from kdtrain.run.build import build
+from kdtrain.run.dry_run import gigabytes_sent
+from kdtrain.run.trial import Trial
 from kdtrain.testing import SHAPES, tiny_tokenizer
 
 OPTIONS = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kdtrain as kd
-from kdtrain.cache.codec import keep
+from kdtrain.cache.format.codec import keep
 from kdtrain.config import CodecConfig, DataConfig
 from kdtrain.config.choices import TEACHERS
 from kdtrain.models.head import split

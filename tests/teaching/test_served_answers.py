@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kdtrain as kd
-from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.teaching.served.answers import Answers, Entry, Span, Wrong, spans_of
 from kdtrain.teaching.served.client import SMALL, Client
 from kdtrain.teaching.served.fingerprint import Fingerprint

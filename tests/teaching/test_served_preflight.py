@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import kdtrain as kd
-from kdtrain.commands import build_cache
 from kdtrain.config import CodecConfig, DataConfig, ServerConfig
 from kdtrain.models.spec import ModelSpec
+from kdtrain.run import build_cache
 from kdtrain.teaching.served import preflight
 from kdtrain.teaching.served.teacher import ServedTeacher
 from tests.captures import WRITES, capture, content

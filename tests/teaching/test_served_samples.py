@@ -7,8 +7,8 @@ import torch
 
 import kdtrain as kd
 from kdtrain.cache.engine_samples import SampleRequest, sample
-from kdtrain.commands.captured import captured
 from kdtrain.config import DataConfig, ObjectiveConfig, RunServerConfig, TextConfig
+from kdtrain.run.server_capture import captured
 from tests.captures import PREFLIGHT, samples_of
 
 

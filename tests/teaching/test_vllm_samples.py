@@ -19,8 +19,8 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kdtrain.cache.codec import CodecSpec, encode_sequences
 from kdtrain.cache.engine_samples import SampleRequest, read_samples
+from kdtrain.cache.format.codec import CodecSpec, encode_sequences
 from tests.vllm_server import NAME, ROOT, TEACHER, Vllm, free_port, vllm, worn
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -76,7 +76,7 @@ def server(tmp_path_factory) -> Iterator[Served]:
 def rows() -> list[list[int]]:
     """Rows of text, LENGTH + 1 tokens each."""
     tokenizer = AutoTokenizer.from_pretrained(TEACHER)
-    text = (ROOT / "kdtrain/cache/codec.py").read_text() + (ROOT / "kdtrain/files.py").read_text()
+    text = (ROOT / "kdtrain/cache/format/codec.py").read_text() + (ROOT / "kdtrain/files.py").read_text()
     tokens = tokenizer(text)["input_ids"]
     assert len(tokens) > ROWS * LENGTH + 1
     return [tokens[row * LENGTH : (row + 1) * LENGTH + 1] for row in range(ROWS)]

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.manifest import CacheSettings
-from kdtrain.cache.manifest import end_tokens as settings_end_tokens
-from kdtrain.cache.shard_writer import ShardRows
-from kdtrain.cache.written import finish_reasons
-from kdtrain.commands import build_cache
+from kdtrain.cache.build.generated_text import finish_reasons
+from kdtrain.cache.build.shard_writer import ShardRows
+from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.format.manifest import end_tokens as settings_end_tokens
 from kdtrain.config import CacheParallelConfig, CacheTeacherConfig, DataConfig, TextConfig
 from kdtrain.data.corpus import has_prompts
 from kdtrain.data.prompts import prompt_rows
@@ -23,6 +22,7 @@ from kdtrain.models.ends import end_tokens, filler_token, learn_ends
 from kdtrain.models.head import split
 from kdtrain.models.loading import ends_of
 from kdtrain.models.spec import read_spec
+from kdtrain.run import build_cache
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.teaching.writing import Writing, draw
 from kdtrain.testing import tiny_model, tiny_tokenizer

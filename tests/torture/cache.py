@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 from benchmarks.harness import RESULTS, write
-from kdtrain.cache.manifest import read_manifest
-from kdtrain.cache.reader import CacheReader
-from kdtrain.cache.verify import verify_cache
+from kdtrain.cache.format.manifest import read_manifest
+from kdtrain.cache.read.reader import CacheReader
+from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.errors import RunError, UsageError
 from kdtrain.objective.batch import Batch
 from kdtrain.testing import tiny_model

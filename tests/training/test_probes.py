@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
-from kdtrain.cache.compression import Coding
+from kdtrain.cache.format.codec import CodecSpec, decode, encode_sequences
+from kdtrain.cache.format.compression import Coding
 from kdtrain.config import OptimizerConfig
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import DenseTargets, SparseTargets

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.reader import CacheReader
+from kdtrain.cache.read.reader import CacheReader
 from kdtrain.errors import RunError
 from kdtrain.models.head import OutputHead
 from kdtrain.models.spec import ModelSpec

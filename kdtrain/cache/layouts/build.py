@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from kdtrain.cache import format as cache_format
-from kdtrain.cache.alignment import SHIFTS, DetectedShift, detect
-from kdtrain.cache.codec import CodecSpec, decode
+from kdtrain.cache.build.shard_writer import shards_of
+from kdtrain.cache.build.writer import CacheBuilder
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.codec import CodecSpec, decode
+from kdtrain.cache.format.manifest import CacheSettings, Manifest
 from kdtrain.cache.layouts.files import SourceFile
 from kdtrain.cache.layouts.layout import Record
 from kdtrain.cache.layouts.rows import Cutter, Tally
-from kdtrain.cache.manifest import CacheSettings, Manifest
-from kdtrain.cache.mass import more_than_promised, outside
-from kdtrain.cache.shard_writer import shards_of
-from kdtrain.cache.writer import CacheBuilder
+from kdtrain.cache.tools.alignment import SHIFTS, DetectedShift, detect
+from kdtrain.cache.tools.kept_mass import more_than_promised, outside
 from kdtrain.data.corpus import assign, by_hash, rank
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from kdtrain.cache.codec import CodecSpec, keep
+from kdtrain.cache.format.codec import CodecSpec, keep
 from kdtrain.cache.layouts.layout import Columns, Entries, Layout, Record
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError

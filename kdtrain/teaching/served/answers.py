@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from kdtrain.cache.codec import CodecSpec, keep
-from kdtrain.cache.compression import Arrays
 from kdtrain.cache.engine_samples import SampleRequest, read_samples
+from kdtrain.cache.format.codec import CodecSpec, keep
+from kdtrain.cache.format.compression import Arrays
 
 ABOVE_ZERO = 1e-3
 """Nats by which rounding may lift a log-probability above 0."""

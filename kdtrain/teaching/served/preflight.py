@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.compression import Arrays
+from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.compression import Arrays
 from kdtrain.config.teachers import KEY
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.monitor.progress import log

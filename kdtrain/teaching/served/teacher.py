@@ -22,10 +22,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from kdtrain.cache.codec import CodecSpec, decode
-from kdtrain.cache.compression import Arrays
-from kdtrain.cache.look import examine
-from kdtrain.cache.shard_writer import ShardRows
+from kdtrain.cache.build.shard_writer import ShardRows
+from kdtrain.cache.format.codec import CodecSpec, decode
+from kdtrain.cache.format.compression import Arrays
+from kdtrain.cache.tools.self_check import examine
 from kdtrain.config import CodecConfig, ServerConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import json_digest

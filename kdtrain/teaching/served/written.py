@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kdtrain.cache.codec import uniforms
-from kdtrain.cache.compression import Arrays
-from kdtrain.cache.shard_writer import ShardRows
+from kdtrain.cache.build.shard_writer import ShardRows
+from kdtrain.cache.format.codec import uniforms
+from kdtrain.cache.format.compression import Arrays
 from kdtrain.errors import RunError
 from kdtrain.teaching.served.answers import Answers, Entry, Span, Wrong
 from kdtrain.teaching.served.client import Choice, quoted

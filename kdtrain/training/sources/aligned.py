@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.view_rows import View, ViewReader, identity_of
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.cell_targets import MOST_CELLS

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kdtrain.cache.reader import CacheReader
+from kdtrain.cache.read.reader import CacheReader
 from kdtrain.errors import UsageError
 from kdtrain.objective.batch import Batch
 from kdtrain.training.sources.source import Facts, SourceRequest, register_source

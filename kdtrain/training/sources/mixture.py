@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kdtrain.cache.mixture import common_range, refuse_unlike
+from kdtrain.cache.read.mixture import common_range, refuse_unlike
 from kdtrain.data.order import Mixture
 from kdtrain.errors import UsageError, printable
 from kdtrain.objective.batch import Batch

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kdtrain.cache.reader import Cache
+from kdtrain.cache.read.reader import Cache
 from kdtrain.config.choices import SOURCES
 from kdtrain.data.order import Mixture
 from kdtrain.objective.batch import Batch

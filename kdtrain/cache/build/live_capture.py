@@ -1,0 +1,293 @@
+"""A cache that is captured while a run reads it, such as that of a server's answers.
+
+The text is packed first, so every sequence has its number, and its place in the run's order, before a teacher is asked.
+The training split is stored in the order of the run's first epoch, and captured in it by a thread, at most `AHEAD`
+shards beyond what was read. Readers ask for sequences by their numbers in the text (`_LiveReader`), and wait for the
+shard: the batches are those of a cache that was captured before, whatever the speed of the teacher. A published shard
+never changes, so a run that resumes reads what it has read.
+
+The cache is `finish`ed with the run, and holds what the run could read: the first sequences of the order. One that is
+to give more is opened again. A run knows it by the digest of its settings (`Manifest.settings`), which name the text
+and the order and are there before the first shard.
+
+What it gives up: several ranks capture all that is planned before they train, because their threads would meet in the
+collectives of the training; how far the capture was ahead when a run stopped early depends on its speed.
+
+Shapes: n sequences of the training split.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kdtrain.cache.format import codec
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.manifest import CacheSettings, Manifest, ShardRecord, SplitRecord, read_manifest, read_sidecar
+from kdtrain.cache.read.reader import Cache, CacheReader
+from kdtrain.data.order import permutation
+from kdtrain.data.packing import PackedRow
+from kdtrain.errors import RunError, UsageError, writing
+from kdtrain.files import remove_file
+
+log = logging.getLogger("kdtrain")
+
+AHEAD = 4
+"""Shards after the one that is read that are captured ahead."""
+_POLL = 0.1
+_ABANDON = 5.0
+"""Seconds for which an answer of the teacher is waited for that nobody wants any more."""
+
+
+class _Abandoned(Exception):
+    """Nobody wants the capture any more."""
+
+
+class LiveCache(Cache):
+    """A cache in `folder` that is captured while it is read. `open` begins; `finish` or `close` ends.
+
+    Args:
+        seed: of the run, whose first epoch gives the order.
+        planned: n -> sequences that the run reads in its first epoch.
+        capture: builds the cache, with the rows of `begin`, and tells `progress`; called in a thread, or by `open`.
+        trial: capture only what is read, and of validation the first shard.
+        whole: capture all that is planned in `open`, which every rank calls.
+        asked_to_stop: whether a reader must not wait any longer.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seed: int,
+        planned: Callable[[int], int],
+        capture: Callable[["LiveCache"], object],
+        trial: bool = False,
+        whole: bool = False,
+        asked_to_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.folder, self.name, self.remote = folder, str(folder), None
+        self.address, self.asked_to_stop = folder, asked_to_stop
+        self._splits: dict[str, CacheReader] = {}
+        self._seed, self._plan, self._capture, self._trial, self._whole = seed, planned, capture, trial, whole
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._begun = self._ending = self._abandoned = False
+        self._wanted = -1
+        """The last shard of the training split that was asked for."""
+        self._done = 0
+        """Sequences that are published: all of validation, then those of train."""
+        self.planned = 0
+        """Sequences of the training split that the run reads in its first epoch."""
+        self._first: float | None = None
+        self.rate = 0.0
+        """Sequences a second, since the teacher was first asked."""
+
+    def open(self) -> None:
+        """Begin the capture, and return when it is known what it will be. UsageError, RunError: as `capture`."""
+        if self._whole:
+            self._work()
+        else:
+            self._start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._begun or self._error is not None)
+        if self._error is not None:
+            raise self._error
+
+    def begin(
+        self, settings: CacheSettings, text: Cache
+    ) -> tuple[CacheSettings, dict[str, Iterator[PackedRow]], Callable[[int, int | None], None]]:
+        """Called by the capture: its settings, the rows of each split in the order of the capture, and `progress`.
+
+        text: the packed tokens, whole.
+        """
+        stated, size = text.manifest.splits, settings.sequences_per_shard
+        self.planned = self._plan(stated["train"]["sequences"])
+        order = {"seed": self._seed, "text_sha256": stated["train"]["tokens_sha256"]}
+        settings = replace(settings, data={**settings.data, "order": order})
+        numbers_n = permutation(self._seed, 0, stated["train"]["sequences"])
+        kept = range(min(size, len(text["validation"])) if self._trial else len(text["validation"]))
+        with self._changed:
+            self.manifest = _before(settings, {name: each["sequences"] for name, each in stated.items()})
+            self._begun = True
+            self.places_n = np.argsort(numbers_n)
+            self._validation = len(kept)
+            self._changed.notify_all()
+        rows = {"train": self._ordered(text["train"], numbers_n, size), "validation": _rows(text["validation"], kept)}
+        return settings, {name: rows[name] for name in ("validation", "train")}, self._progress
+
+    def finish(self) -> None:
+        """Make what is captured a whole cache: the run has read all that it reads."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            log.warning("the capture ended early, after all that the run read: %s", self._error)
+
+    def close(self) -> None:
+        """Abandon a capture that is not finished; the shard in work is lost."""
+        with self._changed:
+            self._abandoned = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(_ABANDON)
+        for each in self._splits.values():
+            each.close()
+
+    def __getitem__(self, split: str) -> CacheReader:
+        """The split `train` or `validation`, whose shards are waited for."""
+        if split not in self._splits:
+            kind = _LiveReader if split == "train" else CacheReader
+            self._splits[split] = kind(self.folder, split, self.manifest, self)
+        return self._splits[split]
+
+    def bring_tokenizer(self) -> None:
+        """Wait until the folder has a tokenizer. RunError: it will not."""
+        self._wait(lambda: (self.folder / cache_format.TOKENIZER).is_dir())
+
+    def ensure(self, record: ShardRecord, reader: CacheReader | None = None) -> Path:
+        """Wait until a shard is published, and fill in its record. RunError: it will not be."""
+        split, number = record["name"].rsplit("-", 1)
+        last = int(number) * self.manifest.settings.sequences_per_shard + record["sequences"]
+        if split == "train":
+            last += self._validation
+            with self._changed:
+                self._wanted = max(self._wanted, int(number))
+                self._changed.notify_all()
+        self._wait(lambda: self._done >= last)
+        if not record["bytes"]:
+            try:
+                found = read_sidecar(self.folder, record["name"])
+            except (OSError, ValueError) as error:
+                raise RunError(f"{self.folder}: the record of shard {record['name']} is damaged ({error})") from None
+            record["sha256"], record["bytes"] = found["sha256"], found["bytes"]
+        return cache_format.shard_path(self.folder, record["name"])
+
+    def ahead(self, records: Iterable[ShardRecord]) -> None:
+        """Nothing: the capture is ahead by itself."""
+
+    def release(self, name: str) -> None:
+        """Nothing: every shard stays."""
+
+    def put_aside(self, record: ShardRecord) -> None:
+        """Nothing: the reader names a shard that was altered, and a resumed capture replaces it."""
+
+    def _wait(self, there: Callable[[], bool]) -> None:
+        """Wait for what the capture publishes, and begin it again where it ended before that."""
+        with self._changed:
+            while not there():
+                if self._error is not None:
+                    known = isinstance(self._error, UsageError | RunError)
+                    raise RunError(str(self._error)) from None if known else self._error
+                if self._abandoned or self.asked_to_stop():
+                    raise RunError("stopped while waiting for the teacher")
+                if self._whole or (self._trial and not self._alive()):
+                    raise RunError(f"{self.folder} holds less than the run reads: run the same command again")
+                if not self._alive():
+                    self._start()
+                self._changed.wait(_POLL)
+
+    def _alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _start(self) -> None:
+        if self._thread is not None and (self.folder / cache_format.MANIFEST).exists():
+            with writing(self.folder):  # it was finished with less than the run reads now
+                remove_file(self.folder / cache_format.MANIFEST)
+        # a daemon: the end of the process does not wait for a server
+        self._thread = threading.Thread(target=self._work, daemon=True, name="capture")
+        self._thread.start()
+
+    def _work(self) -> None:
+        error: BaseException | None = None
+        try:
+            self._capture(self)
+            done = self._validation + read_manifest(self.folder).splits["train"]["sequences"]
+        except _Abandoned:
+            return
+        except BaseException as found:
+            error, done = found, 0
+        with self._changed:
+            self._error, self._done = error, max(self._done, done)
+            self._changed.notify_all()
+
+    def _ordered(self, text: CacheReader, numbers_n: np.ndarray, size: int) -> Iterator[PackedRow]:
+        """The training split in the order of the capture, each shard when it may be captured."""
+        planned = -(-self.planned // size)
+        for shard, first in enumerate(range(0, len(numbers_n), size)):
+            path = cache_format.sidecar_path(self.folder, cache_format.shard_name("train", shard))
+            with self._changed:
+                while not path.exists() and shard > self._last(planned):
+                    if self._abandoned:
+                        raise _Abandoned
+                    if self._ending or self._whole:
+                        return
+                    self._changed.wait()
+            yield from _rows(text, numbers_n[first : first + size])
+
+    def _last(self, planned: int) -> int:
+        """The last shard of the training split that may be captured now. planned: how many the run is to read."""
+        if self._ending or self._trial:
+            return max(0, self._wanted)
+        if self._whole:
+            return planned - 1 + AHEAD  # a rollback reads further
+        return max(0, self._wanted, min(planned - 1, self._wanted + AHEAD))
+
+    def _progress(self, done: int, _: int | None) -> None:
+        """Take what the builder says between two batches: after a shard is published it counts all of it."""
+        now = time.monotonic()
+        with self._changed:
+            if self._abandoned:
+                raise _Abandoned
+            if self._first is None:
+                self._first, self._before = now, done
+            elif now > self._first:
+                self.rate = (done - self._before) / (now - self._first)
+            self._done = max(self._done, done)
+            self._changed.notify_all()
+
+
+class _LiveReader(CacheReader):
+    """The training split, whose sequences are numbered as in the text."""
+
+    def _places(self, indices: Sequence[int] | np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
+        assert isinstance(self.remote, LiveCache)
+        return super()._places(self.remote.places_n[np.asarray(indices, dtype=np.int64)])
+
+
+def _rows(text: CacheReader, numbers: Sequence[int] | np.ndarray) -> Iterator[PackedRow]:
+    for start in range(0, len(numbers), 64):
+        found = text.text(numbers[start : start + 64])
+        yield from (PackedRow(*row) for row in zip(*found.values(), strict=True))
+
+
+def _before(settings: CacheSettings, sizes: dict[str, int]) -> Manifest:
+    """What the manifest will be, as far as it is known before the first shard, under the digest of the settings."""
+    size, splits = settings.sequences_per_shard, dict[str, SplitRecord]()
+    for split, number in sizes.items():
+        counts = [min(size, number - first) for first in range(0, number, size)]
+        shards: list[ShardRecord] = [
+            {"name": cache_format.shard_name(split, shard), "sequences": count, "sha256": "", "bytes": 0}
+            for shard, count in enumerate(counts)
+        ]
+        splits[split] = {"sequences": number, "broken": 0, "tokens_sha256": "", "shards": shards}
+    span: Any = codec.SAMPLED_RANGE if settings.codec.num_samples else codec.RANGE
+    return Manifest(
+        settings=settings,
+        splits=splits,
+        fidelity=None,
+        temperature_range=span,
+        bytes_per_token={},
+        index_sha256="",
+        tokenizer_files={},
+        versions={},
+        digest=settings.digest(),
+    )

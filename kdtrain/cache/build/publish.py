@@ -1,0 +1,111 @@
+"""Finishing a cache: the records of its shards, the index, and the manifest that makes it whole."""
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from kdtrain import __version__
+from kdtrain.cache.build.card import write_card
+from kdtrain.cache.build.folder import file_digests
+from kdtrain.cache.build.shard_writer import ShardPlace, is_of
+from kdtrain.cache.build.test_vector import make_vector
+from kdtrain.cache.format import hdf5
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.manifest import CacheSettings, Manifest, Sidecar, SplitRecord, read_manifest, read_sidecar
+from kdtrain.errors import RunError, writing
+from kdtrain.files import file_digest, publish_json, published, set_aside
+
+
+def read_sidecars(
+    folder: Path, settings: CacheSettings, splits: Mapping[str, Sequence[ShardPlace]]
+) -> dict[str, list[Sidecar]]:
+    """The records of all shards. RunError: one is missing, damaged, or of other data."""
+    return {split: [_sidecar(folder, settings, each) for each in places] for split, places in splits.items()}
+
+
+def _sidecar(folder: Path, settings: CacheSettings, place: ShardPlace) -> Sidecar:
+    try:
+        record = read_sidecar(folder, place.name)
+    except (OSError, ValueError) as error:
+        path = cache_format.sidecar_path(folder, place.name)
+        raise RunError(f"{path} is missing or damaged ({error}); run the same command again") from error
+    if not is_of(record, place.digest, settings):
+        raise RunError(f"the shard {place.name} of {folder} is of other data; run the same command again")
+    return record
+
+
+def set_aside_others(folder: Path, names: set[str]) -> None:
+    """Set aside shards with other names, which longer data left."""
+    with writing(folder / cache_format.SHARDS):
+        for path in sorted((folder / cache_format.SHARDS).iterdir()):
+            if path.stem not in names and cache_format.is_shard_file(path.name):
+                set_aside(folder, f"{cache_format.SHARDS}/{path.name}", "left")
+
+
+def publish_manifest(
+    folder: Path,
+    settings: CacheSettings,
+    sidecars: Mapping[str, list[Sidecar]],
+    tokens: Mapping[str, str],
+    fidelity: dict[str, Any] | None,
+    temperature_range: Any,
+    stated: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Write the index and the card, then the manifest; return the manifest as it is read again.
+
+    tokens: SHA-256 of all tokens, by split.
+    stated: more keys of the manifest: `parents`, `origin`, `weights_cost`, `capture`, `generated`.
+    """
+    index, length = folder / cache_format.INDEX, settings.seq_len
+    pieces = settings.format_version == cache_format.PIECES
+    with published(index, "cache.index") as temporary:
+        parts = {split: [(r["name"], r["sequences"]) for r in each] for split, each in sidecars.items()}
+        hdf5.write_index(temporary, settings.codec, length, parts, pieces=pieces)
+    libraries = ("torch", "transformers", "numpy", "h5py", "hdf5plugin")
+    first = next(iter(sidecars))
+    shard = sidecars[first][0]
+    manifest = Manifest(
+        settings=settings,
+        splits={split: _summary(each, tokens[split], pieces) for split, each in sidecars.items()},
+        fidelity=fidelity,
+        temperature_range=temperature_range,
+        bytes_per_token=_bytes_per_token([record for each in sidecars.values() for record in each], length),
+        index_sha256=file_digest(index),
+        tokenizer_files=file_digests(folder / cache_format.TOKENIZER),
+        versions={
+            "kdtrain": __version__,
+            **{name: importlib.metadata.version(name) for name in libraries},
+            "hdf5": h5py.version.hdf5_version,
+        },
+        test_vector=make_vector(folder, settings.codec, first, shard["name"], shard["sequences"]),
+        **(stated or {}),
+    )
+    record = manifest.to_json()
+    write_card(folder, replace(manifest, digest=record["digest"]))
+    publish_json(folder / cache_format.MANIFEST, record, "cache.manifest")
+    return read_manifest(folder)
+
+
+def _summary(records: list[Sidecar], tokens: str, pieces: bool) -> SplitRecord:
+    stated = ("name", "sequences", "sha256", "bytes", *(["first_sequence"] if pieces else []))
+    return {
+        "sequences": sum(record["sequences"] for record in records),
+        "broken": sum(len(record["broken"]) for record in records),
+        "tokens_sha256": tokens,
+        "shards": [
+            {key: record[key] for key in stated}  # type: ignore[literal-required, misc]
+            for record in records
+        ],
+    }
+
+
+def _bytes_per_token(records: list[Sidecar], seq_len: int) -> dict[str, float]:
+    tokens = sum(record["sequences"] for record in records) * seq_len
+    names = list(records[0]["stored"])
+    by_name = {name: sum(record["stored"][name] for record in records) / tokens for name in names}
+    total = sum(record["bytes"] for record in records) / tokens
+    return {**by_name, "overhead": total - sum(by_name.values()), "total": total}

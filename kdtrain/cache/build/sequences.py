@@ -1,0 +1,355 @@
+"""`kd.CacheWriter`: a cache from anyone's own teacher, one sequence after the other.
+
+Each sequence brings its logits, and what the codec keeps of them is encoded at once; a shard is published when it is
+full. So a killed program loses the shard in work. The same sequences in the same order resume: those of a published
+shard need no logits, which may therefore be a function that is called only where they are missing. The fidelity is
+measured at the end, on the logits of the first validation sequences.
+
+What it gives up: what is kept of one shard is held in memory, and one process writes.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from kdtrain.cache.build import fidelity
+from kdtrain.cache.build.shard_writer import finished_record, intact_record, shards_of
+from kdtrain.cache.build.writer import CacheBuilder
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.codec import SAMPLING, CodecSpec, broken, encode_sequences
+from kdtrain.cache.format.manifest import CacheSettings, Manifest
+from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
+from kdtrain.config import CodecConfig
+from kdtrain.data.corpus import by_hash, rank
+from kdtrain.data.packing import PackedRow
+from kdtrain.errors import UsageError, as_whole
+from kdtrain.files import canonical_json
+from kdtrain.models.loading import load_tokenizer, tokenizer_digest
+from kdtrain.models.output_head import OutputHead
+
+Numbers = Tensor | np.ndarray
+SPLITS = ("train", "validation")
+APART = 0.1
+"""Nats, root mean square, by which log p of the labels may differ in a resume: formats and devices round."""
+_OTHERS = "give the same sequences in the same order, or another folder"
+
+
+@dataclass
+class _Split:
+    """The shard in work of a split."""
+
+    rows: list[PackedRow] = field(default_factory=list)
+    taken: int = 0
+    """Sequences of the shards before."""
+    published: int | None = None
+    """How many sequences the shard that is there already has; None before its first sequence."""
+    shard: Shard | None = None
+    """That shard, open, once a sequence has been compared with it."""
+
+
+class CacheWriter:
+    """Writes a cache; use it in a `with` block, whose end without an error finishes the cache.
+
+        with kd.CacheWriter("cache/mine", tokenizer="org/name", teacher="my-teacher", num_samples=50) as writer:
+            for tokens in sequences:                                  # [T + 1]
+                writer.add(tokens, lambda: my_teacher(tokens[:-1]))   # [T, V]
+
+    Args:
+        out: the folder. An unfinished cache of the same settings is resumed.
+        tokenizer: a fast tokenizer of transformers, a folder or a hub id; students of the cache must have the same.
+        teacher: its name, or plain values that say who it is: `spec` (the name), and a digest of its weights if the
+            cache is to say so. It is in the manifest; a cache is only resumed by the same teacher.
+        top_k: the most likely entries, kept exactly; without them the cache serves T = 1 only.
+        num_samples: samples from the rest; by default 50 without `top_k`, else none.
+        dense: keep all log-probabilities in fp16 instead.
+        head: the output head of a teacher that brings hidden states [T, D] instead of logits.
+        data: plain values on the text, for the manifest.
+        seed: of the samples.
+        sequences_per_shard: sequences in one file.
+
+    Raises:
+        UsageError: settings that cannot be. Whether the folder can be used is known at the first sequence.
+    """
+
+    def __init__(
+        self,
+        out: Path | str,
+        *,
+        tokenizer: Any,
+        teacher: str | Mapping[str, Any],
+        top_k: int = 0,
+        num_samples: int | None = None,
+        dense: bool = False,
+        head: OutputHead | Tensor | None = None,
+        data: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        sequences_per_shard: int = 512,
+    ) -> None:
+        self.out = Path(out)
+        self.codec = CodecConfig(top_k=top_k, num_samples=num_samples, dense=dense)
+        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+        self.teacher = {"spec": teacher} if isinstance(teacher, str) else dict(teacher)
+        head = OutputHead(head) if isinstance(head, Tensor) else head
+        if not isinstance(head, OutputHead | None):
+            raise UsageError(f"head is a {type(head).__name__}; give an output head, or its weight [V, D]")
+        if head is not None and head.weight is not None:  # logits of 16-bit products would be rounded
+            bias = None if head.bias is None else head.bias.detach().float()
+            head = replace(head, weight=head.weight.detach().float(), bias=bias)
+        self.head = head
+        self.data = {"source": "kd.CacheWriter"} if data is None else dict(data)
+        if not isinstance(self.teacher.get("spec"), str):
+            raise UsageError("teacher has no spec, its name; give a name, or values with spec among them")
+        try:
+            canonical_json([self.teacher, self.data])
+        except (TypeError, ValueError):
+            raise UsageError("teacher and data hold text, finite numbers, lists and tables only") from None
+        self.seed = as_whole(seed, "seed")
+        self.sequences_per_shard = as_whole(sequences_per_shard, "sequences_per_shard", 1)
+        self._lock = threading.RLock()  # a function that gives logits may close the writer
+        self._builder: CacheBuilder | None = None
+        self._splits = {split: _Split() for split in SPLITS}
+        self._sample: dict[int, Tensor] = {}
+        """Logits [1, positions, V] of the validation sequences that the fidelity is measured on, by their numbers."""
+        self._closed = False
+
+    def add(
+        self,
+        tokens: Numbers,
+        logits: Numbers | Callable[[], Numbers],
+        *,
+        split: str | None = None,
+        loss_mask: Numbers | None = None,
+        segments: Numbers | None = None,
+    ) -> None:
+        """Add the next sequence of a split; threads may, one is added after the other.
+
+        Args:
+            tokens: [T + 1]. T is the same for all sequences.
+            logits: [T, V], at t about tokens[t + 1]: logits or log-probabilities, with a `head` hidden states [T, D];
+                or a function that gives them, which is called only if they are needed.
+            split: train or validation; by default one sequence in twenty goes to validation, by a hash of its tokens.
+            loss_mask: bool [T], at t about tokens[t + 1]; by default all count.
+            segments: [T], the number, from 0, of the document that tokens[t] is of, if the teacher let no document see
+                another; a student then does the same. All sequences have them or none.
+
+        Raises:
+            UsageError: a shape or value that does not fit; the sequences are not those of the shard, or of the finished
+                cache, that is there, or their logits are not; the writer is finished or closed.
+            RunError: the folder cannot be written; more than one in a thousand sequences have non-finite logits.
+        """
+        with self._lock:
+            self._add(tokens, logits, split, loss_mask, segments)
+
+    def _add(
+        self, tokens: Numbers, logits: Any, split: str | None, loss_mask: Numbers | None, segments: Numbers | None
+    ) -> None:
+        if self._closed:
+            raise UsageError(f"{self.out}: this writer is finished or closed; make another one")
+        tokens_T = _array(tokens, "tokens")
+        if tokens_T.ndim != 1 or len(tokens_T) < 2 or tokens_T.dtype.kind not in "iu" or tokens_T.min() < 0:
+            raise UsageError(f"tokens of shape {[*tokens_T.shape]}: give one sequence of T + 1 token ids")
+        length = len(tokens_T) - 1
+        mask = np.ones(length, bool) if loss_mask is None else _array(loss_mask, "loss_mask")
+        documents = np.zeros(length, np.int32) if segments is None else _array(segments, "segments")
+        for name, values in (("loss_mask", mask), ("segments", documents)):
+            if values.shape != (length,):
+                raise UsageError(f"{name} of shape {[*values.shape]}: give [{length}], one less than tokens")
+        if not np.isin(mask, (0, 1)).all():
+            raise UsageError("loss_mask: give True and False, or 1 and 0")
+        if documents.dtype.kind not in "iu":
+            raise UsageError(f"segments of {documents.dtype}: give whole numbers")
+        if documents.min() < 0 or documents.max() >= length:
+            raise UsageError(f"segments: number the documents of a sequence from 0 to at most {length - 1}")
+        if split is None:
+            split = by_hash(rank(tokens_T.astype("<u4").tobytes().hex()), ("validation",))
+        if split not in self._splits:
+            raise UsageError(f"split '{split}' is unknown; use train or validation")
+        answer: Tensor | None = None
+        if self._builder is None:
+            answer = self._asked(logits, length)
+            self._builder = self._open(length, answer.shape[1], segments is not None)
+        settings = self._builder.settings
+        if length != settings.seq_len:
+            raise UsageError(f"this sequence has {length + 1} tokens, and the first one {settings.seq_len + 1}")
+        if (segments is not None) != settings.document_mask:
+            raise UsageError("segments: give them with every sequence, or with none")
+        if tokens_T.max() >= settings.vocab_size:
+            raise UsageError(f"token {tokens_T.max()} is beyond the logits' vocabulary of {settings.vocab_size}")
+        own = self._splits[split]
+        number = own.taken + len(own.rows)
+        if own.published is None:
+            record = intact_record(self.out, cache_format.shard_name(split, own.taken // self.sequences_per_shard))
+            own.published = record["sequences"] if record and record["settings_sha256"] == settings.digest() else 0
+        if (there := self._builder.manifest) is not None:  # its folder is not locked, and stays as it is
+            if number >= there.splits[split]["sequences"]:
+                raise self._others(there, split)
+            if not own.published:
+                raise UsageError(f"{self.out} holds a damaged shard; run kdtrain verify {self.out} --repair first")
+        taken, positions = self._builder.sample or (0, 0)
+        held = split == "validation" and number < taken and self._builder.manifest is None
+        kept: dict[str, np.ndarray] = {}
+        if held or not own.published:
+            answer = self._asked(logits, length) if answer is None else answer
+            if answer.shape[1] != settings.vocab_size:
+                raise UsageError(f"logits of {answer.shape[1]} entries, and the first ones had {settings.vocab_size}")
+        if answer is not None and len(own.rows) < own.published:
+            self._refuse_other_logits(answer, tokens_T, split, number)
+        if held:
+            assert answer is not None
+            chosen = answer[fidelity.sample_positions(length, positions).to(answer.device)].float().cpu()
+            if broken(answer[None]).any():
+                chosen = torch.full_like(chosen, torch.nan)
+            self._sample[number] = rearrange(chosen, "n v -> 1 n v")
+        if not own.published:
+            assert answer is not None
+            labels = torch.from_numpy(tokens_T[None, 1:].astype(np.int64))
+            arrays = encode_sequences(answer[None], labels, settings.codec, seed=self.seed, split=split, first=number)
+            kept = {name: values[0] for name, values in arrays.items()}
+        own.rows.append(PackedRow(tokens_T.astype(np.int32), mask.astype(bool), documents.astype(np.int32), kept))
+        if len(own.rows) == self.sequences_per_shard:
+            self._publish(split)
+
+    def finish(self) -> Cache:
+        """Publish the last shards, measure the fidelity, write index and manifest; return the finished cache.
+
+        Raises:
+            UsageError: a split has no sequence; the folder holds a finished cache of other sequences; an earlier call
+                failed, or the writer was closed before.
+            RunError: the folder cannot be written.
+        """
+        with self._lock:
+            builder = self._builder
+            empty = [split for split, own in self._splits.items() if not own.taken + len(own.rows)]
+            if builder is None or empty:
+                raise UsageError(f"{self.out}: there is no sequence for {empty[0]}; add some with split='{empty[0]}'")
+            if self._closed and builder.manifest is None:
+                raise UsageError(f"{self.out}: this writer is closed; another one with the same sequences resumes")
+            self._closed = True  # the last shards may be short: no sequence can follow
+            for split, own in self._splits.items():
+                if own.rows:
+                    self._publish(split)
+            if (there := builder.manifest) is None:
+                taken, positions = builder.sample or (1, 1)
+                builder.sample = min(taken, self._splits["validation"].taken), positions
+                asked = iter([self._sample[number] for number in range(builder.sample[0])])
+                builder.teacher = lambda tokens_1T, segments: next(asked)  # it is asked once for each, in order
+                try:
+                    builder.finish()
+                finally:
+                    builder.teacher = None
+            elif more := [split for split in SPLITS if there.splits[split]["sequences"] != self._splits[split].taken]:
+                raise self._others(there, more[0])
+        return Cache(self.out)
+
+    def close(self) -> None:
+        """Release the folder without finishing; published shards stay, and the same sequences resume."""
+        with self._lock:
+            self._closed = True
+            for own in self._splits.values():
+                if own.shard is not None:
+                    own.shard.close()
+            if self._builder is not None:
+                self._builder.close()
+
+    def __enter__(self) -> "CacheWriter":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self.close()
+
+    def _others(self, there: Manifest, split: str) -> UsageError:
+        number = there.splits[split]["sequences"]
+        return UsageError(f"{self.out} holds a finished cache of {number} sequences for {split}; {_OTHERS}")
+
+    def _open(self, seq_len: int, width: int, document_mask: bool) -> CacheBuilder:
+        """Open the folder, once T and V are known."""
+        if width < len(self.tokenizer):
+            raise UsageError(
+                f"the tokenizer has {len(self.tokenizer)} entries and the logits {width}; give the teacher's own"
+            )
+        asked = self.codec
+        try:
+            codec = CodecSpec(kind="dense", vocab_size=width)
+            if not asked.dense:
+                codec = CodecSpec(kind="sparse", top_k=asked.top_k, num_samples=asked.samples, vocab_size=width)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        settings = CacheSettings(
+            codec=codec,
+            seq_len=seq_len,
+            tokenizer_size=len(self.tokenizer),
+            tokenizer_digest=tokenizer_digest(self.tokenizer),
+            teacher=self.teacher,
+            data=self.data,
+            document_mask=document_mask,
+            seed=self.seed,
+            sampling=SAMPLING if codec.num_samples else None,
+            sequences_per_shard=self.sequences_per_shard,
+        )
+        builder = CacheBuilder(self.out, settings, teacher=None, tokenizer=self.tokenizer)
+        for split in SPLITS:
+            builder.open_split(split)
+        builder.sample = fidelity.sample_size(self.sequences_per_shard, seq_len, width)
+        return builder
+
+    def _asked(self, logits: Numbers | Callable[[], Numbers], length: int) -> Tensor:
+        """The logits [T, V] in fp32 that a sequence brings."""
+        with torch.no_grad():
+            answer = logits() if callable(logits) else logits
+            given = answer.detach() if isinstance(answer, Tensor) else torch.from_numpy(_array(answer, "logits"))
+            given = given[0] if given.ndim == 3 and len(given) == 1 else given
+            if given.ndim != 2 or len(given) != length or not given.is_floating_point():
+                shape, last = [*given.shape], "D" if self.head else "V"
+                raise UsageError(f"logits of shape {shape}: give [{length}, {last}], a row for each token but the last")
+            return given.float() if self.head is None else self.head.to(given.device)(given.float())
+
+    def _refuse_other_logits(self, answer: Tensor, tokens_T: np.ndarray, split: str, number: int) -> None:
+        """Raise a UsageError if a published shard has other log-probabilities of these labels."""
+        assert self._builder is not None
+        own, name = self._splits[split], cache_format.shard_name(split, number // self.sequences_per_shard)
+        path, spec = cache_format.shard_path(self.out, name), self._builder.settings.codec
+        with shard_errors(path):
+            own.shard = own.shard or Shard(path, spec)
+            stored = batch_of([own.shard.read(np.array([number % self.sequences_per_shard]), checked=False)], spec)
+        assert stored.targets is not None
+        labels = torch.from_numpy(tokens_T[1:].astype(np.int64)).to(answer.device)
+        now = answer.log_softmax(-1).gather(-1, labels[:, None])[:, 0].cpu()
+        apart = float((now - stored.targets.label_logprob)[stored.loss_mask[0]].square().mean().sqrt())
+        if apart > APART and torch.equal(stored.tokens[0], labels.new_tensor(tokens_T).cpu()):
+            raise UsageError(f"{self.out} holds other logits of this sequence, {apart:.2g} nats apart; {_OTHERS}")
+
+    def _publish(self, split: str) -> None:
+        """Write the shard in work of a split, or check that the one that is there is of these sequences."""
+        own, builder = self._splits[split], self._builder
+        assert builder is not None
+        if own.shard is not None:
+            own.shard.close()
+        (part,) = shards_of(split, iter(own.rows), len(own.rows))
+        name = cache_format.shard_name(split, own.taken // self.sequences_per_shard)
+        part = builder.counted(replace(part, name=name, first=own.taken))
+        if own.published and finished_record(self.out, builder.settings, part) is None:
+            raise UsageError(f"{self.out} holds the shard {name} of other sequences; {_OTHERS}")
+        builder.publish(part)
+        self._splits[split] = _Split(taken=own.taken + len(part))
+
+
+def _array(values: Any, name: str) -> np.ndarray:
+    with suppress(TypeError, ValueError):
+        found = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+        if found.dtype.kind in "biuf":
+            return found
+    raise UsageError(f"{name}: give a tensor or an array of numbers")

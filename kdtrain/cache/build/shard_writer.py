@@ -1,0 +1,262 @@
+"""One shard, written: its rows, the thread and the stream that encode them, and the file they go into.
+
+The dictionary of a sparse shard (`compression`) is fitted to its first sequences, so `ShardWriter` holds these in
+memory until there are enough of them, or the shard ends. Which ones they are does not depend on the batches, so a shard
+is the same for every batch size. A sequence with a non-finite logit is kept with its loss masked out, and counted.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count, islice
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+from torch import Tensor
+
+from kdtrain import faults
+from kdtrain.cache.format import hdf5
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.compression import Arrays, Coding, fit_sequences
+from kdtrain.cache.format.manifest import CacheSettings, Sidecar, read_sidecar, shard_problem
+from kdtrain.data.packing import PackedRow
+from kdtrain.errors import RunError
+from kdtrain.files import file_digest, publish_json, published, read_sealed, set_aside
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """The rows of one shard: n sequences of `split`, from number `first` on."""
+
+    name: str
+    split: str
+    first: int
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    segments: np.ndarray
+    kept: dict[str, np.ndarray]
+    """What is kept of the teacher's distributions, [n, T, ...], where the rows bring it; else empty."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, part: slice) -> "ShardRows":
+        kept = {name: values[part] for name, values in self.kept.items()}
+        rows = {name: getattr(self, name)[part] for name in _ROWS}
+        return replace(self, first=self.first + part.start, kept=kept, **rows)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over tokens, loss_mask and segments: it tells a shard of other rows."""
+        sha = hashlib.sha256()
+        for part, dtype in ((self.tokens, "<u4"), (self.loss_mask, "u1"), (self.segments, "<u4")):
+            sha.update(np.ascontiguousarray(part, dtype=dtype).tobytes())
+        return sha.hexdigest()
+
+
+def shards_of(split: str, rows: Iterator[PackedRow], number: int) -> Iterator[ShardRows]:
+    """The rows of one shard after another, `number` of them each but the last."""
+    for shard in count():
+        part = list(islice(rows, number))
+        if not part:
+            return
+        yield ShardRows(
+            name=cache_format.shard_name(split, shard),
+            split=split,
+            first=shard * number,
+            tokens=np.stack([row.tokens for row in part]),
+            loss_mask=np.stack([row.loss_mask for row in part]),
+            segments=np.stack([row.segments for row in part]),
+            kept={name: np.stack([row.kept[name] for row in part]) for name in part[0].kept},
+        )
+
+
+class SideStream:
+    """One stream on which another thread encodes tensors that the current stream is still computing.
+
+    On the main stream each copy to the host would wait for the teacher's next forward, which is queued there already,
+    and that forward would wait for the encoding. It serves one device; on a CPU it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def ready(self, tensor: Tensor | None) -> torch.cuda.Event | None:
+        """Mark where the current stream has computed a tensor; None if it is not on a GPU."""
+        if tensor is None or not tensor.is_cuda:
+            return None
+        with torch.cuda.device(tensor.device):
+            self._stream = self._stream or torch.cuda.Stream(tensor.device)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(tensor.device))
+        return event
+
+    @contextlib.contextmanager
+    def after(self, ready: torch.cuda.Event | None) -> Iterator[None]:
+        """Run the block on the stream once the tensor is there, and wait at the end until the stream is done.
+
+        So the tensor may be freed after the block, although its memory belongs to another stream.
+        """
+        if ready is None or self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            try:
+                yield
+            finally:
+                self._stream.synchronize()
+
+
+_SEQUENCES_AT_ONCE = 16  # sequences packed at once: bounds the memory
+_ROWS = ("tokens", "loss_mask", "segments")
+
+
+class ShardWriter:
+    """Writes the sequences of one shard into `file`, which `hdf5.create_shard` has laid out.
+
+    check: raises the error of a failed write, see `hdf5.creating`.
+    """
+
+    def __init__(self, file: h5py.File, check: Callable[[], None], spec: CodecSpec, seq_len: int) -> None:
+        self._file, self._check, self._spec = file, check, spec
+        self._wanted = fit_sequences(spec, seq_len) if spec.kind == "sparse" else 0
+        self._held: list[Arrays] = []
+        self._coding: Coding | None = None
+        self._taken = self._written = 0
+        self.broken: list[str] = []
+        """Sequences with a non-finite logit, as SPLIT and number."""
+
+    def add(self, rows: ShardRows, kept: Arrays) -> None:
+        """Take the next sequences of the shard, and what is kept of them."""
+        arrays = {name: getattr(rows, name) for name in _ROWS}
+        broken = kept.get("broken", np.zeros(len(rows), bool)) | (rows.loss_mask == cache_format.BROKEN).all(1)
+        self.broken += [f"{rows.split} {rows.first + b}" for b in np.flatnonzero(broken)]
+        arrays["loss_mask"] = np.where(broken[:, None], cache_format.BROKEN, arrays["loss_mask"]).astype(np.uint8)
+        self._held.append(arrays | {name: values for name, values in kept.items() if name != "broken"})
+        self._taken += len(broken)
+        if self._taken >= self._wanted:
+            self._write_held()
+        faults.point("cache.shard.after-batch")
+
+    def finish(self) -> dict[str, int]:
+        """Write what is held back; compressed bytes by data set, all of the dictionary as one."""
+        if self._held:
+            self._write_held()
+        self._file.flush()
+        return hdf5.stored_bytes(self._file)
+
+    def _write_held(self) -> None:
+        arrays = {name: np.concatenate([each[name] for each in self._held]) for name in self._held[0]}
+        self._held = []
+        if self._spec.kind == "sparse" and self._coding is None:
+            first = {name: values[: self._wanted] for name, values in arrays.items()}
+            self._coding = Coding.fit(first["tokens"], first, self._spec)
+            hdf5.write_dictionary(self._file, self._coding.to_arrays())
+        for start in range(0, len(arrays["tokens"]), _SEQUENCES_AT_ONCE):
+            part = {name: values[start : start + _SEQUENCES_AT_ONCE] for name, values in arrays.items()}
+            if self._coding is not None:
+                part = {name: part[name] for name in _ROWS} | self._coding.pack(part["tokens"], part)
+            number = len(part["tokens"])
+            for name, values in part.items():
+                self._file[name][self._written : self._written + number] = values
+            self._written += number
+            self._check()
+
+
+@dataclass(frozen=True)
+class ShardPlace:
+    """A shard without its rows."""
+
+    name: str
+    sequences: int
+    digest: str
+    """Of its rows."""
+
+
+def finished_record(folder: Path, settings: CacheSettings, part: ShardRows) -> Sidecar | None:
+    """The record of a shard that need not be built. RunError: the file in its place cannot be read."""
+    record, path = intact_record(folder, part.name), cache_format.shard_path(folder, part.name)
+    with contextlib.suppress(ValueError):
+        if record is not None and is_of(record, part.digest, settings):
+            hdf5.check_structure(path, settings.codec, settings.seq_len, part.split, part.first, len(part))
+            return record
+    return None
+
+
+def is_of(record: Sidecar, digest: str, settings: CacheSettings) -> bool:
+    """True for a shard of these rows and settings."""
+    return record["rows_sha256"] == digest and record["settings_sha256"] == settings.digest()
+
+
+def publish_shard(
+    folder: Path, settings: CacheSettings, part: ShardRows, fill: Callable[[ShardWriter, ShardRows], None]
+) -> None:
+    """Write a shard and its sidecar; `fill` adds the sequences."""
+    if (record := intact_record(folder, part.name)) and not is_of(record, part.digest, settings):
+        text = "%s: the shard %s is of other text than the data give now, and is made again"
+        logging.getLogger("kdtrain").warning(text, folder, part.name)
+    spec, length = settings.codec, settings.seq_len
+
+    def write(path: Path) -> tuple[dict[str, int], list[str]]:
+        with hdf5.creating(path) as (file, check):
+            hdf5.create_shard(file, spec, length, part.split, part.first, len(part))
+            shard = ShardWriter(file, check, spec, length)
+            fill(shard, part)
+            stored = shard.finish()
+            faults.point("cache.shard.before-close")
+        return stored, shard.broken
+
+    publish_file(folder, settings, part, write)
+
+
+def publish_file(
+    folder: Path,
+    settings: CacheSettings,
+    part: ShardRows,
+    write: Callable[[Path], tuple[dict[str, int], list[str]]],
+) -> None:
+    """Publish the shard that `write` makes, then its sidecar.
+
+    write: a path -> compressed bytes by data set, and the sequences with a non-finite logit.
+    """
+    place, sidecar = cache_format.shard_path(folder, part.name), cache_format.sidecar_path(folder, part.name)
+    with published(place, "cache.shard") as temporary:
+        stored, broken = write(temporary)
+        sha256, size = file_digest(temporary), temporary.stat().st_size
+        if intact_record(folder, part.name) is None:  # move aside what is neither equal nor kdtrain's own
+            if os.path.lexists(place) and (place.is_symlink() or not place.is_file() or file_digest(place) != sha256):
+                set_aside(folder, f"{cache_format.SHARDS}/{place.name}", "damaged")
+            if os.path.lexists(sidecar):
+                try:
+                    read_sealed(sidecar)
+                except ValueError:
+                    set_aside(folder, f"{cache_format.SHARDS}/{sidecar.name}", "damaged")
+    record = {
+        **{"sha256": sha256, "bytes": size, "name": part.name, "split": part.split, "first_sequence": part.first},
+        **{"sequences": len(part), "stored": stored, "broken": broken},
+        **{"rows_sha256": part.digest, "settings_sha256": settings.digest()},
+    }
+    publish_json(sidecar, record, "cache.sidecar")
+
+
+def intact_record(folder: Path, name: str) -> Sidecar | None:
+    """The record of a shard that is as it was written; None if there is none, or it is damaged."""
+    try:
+        record = read_sidecar(folder, name)
+    except (FileNotFoundError, ValueError):
+        return None
+    except OSError as error:
+        path = cache_format.sidecar_path(folder, name)
+        raise RunError(f"{path} cannot be read: {error.strerror}; make it readable") from error
+    problem = shard_problem(folder, record)
+    if problem is not None and problem.aside is None:
+        raise RunError(problem.text)
+    return record if problem is None else None

@@ -1,0 +1,1 @@
+"""What a cache is on disk."""

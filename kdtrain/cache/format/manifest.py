@@ -1,0 +1,457 @@
+"""The records of a cache: what it was built from, and what each of its files must be.
+
+`settings.json`, written first, states what was asked for; shards carry its digest, so that a resume never
+mixes two caches. `manifest.json`, written last and sealed by its own digest, repeats the settings and adds
+digests of every shard, the index and the tokenizer files, the measured fidelity, and bytes a token. Every
+reader starts at it. Both may be downloaded, with a valid seal of a stranger: reading types them, and checks numbers
+that decide on memory or paths against each other.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from itertools import accumulate
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
+
+from msgspec import Meta
+
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.spec import CodecSpec
+from kdtrain.config.sections import Weights
+from kdtrain.errors import UsageError, printable
+from kdtrain.files import (
+    MEDIUM,
+    canonical_json,
+    file_digest,
+    json_digest,
+    read_sealed,
+    sealed,
+    typed,
+)
+
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSettings:
+    """What decides the content of a cache, apart from the text itself."""
+
+    codec: CodecSpec
+    """How a distribution is kept; its vocab_size is the teacher's (output head, padding included)."""
+    seq_len: Annotated[int, Meta(ge=1, lt=2**31)]
+    """Positions a sequence, T; a row holds T + 1 tokens."""
+    tokenizer_size: Count
+    """Number of entries of the tokenizer; at most codec.vocab_size."""
+    tokenizer_digest: str | None = None
+    """See `tokenizer_digest`."""
+    teacher: dict[str, Any] | None = None
+    """spec (name), weights_digest, dtype, attention; None: the codec is `tokens`."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """source, packing and everything else that decides the text (plain JSON values)."""
+    document_mask: bool = False
+    """Packed documents do not see each other; the student follows it."""
+    seed: int = 0
+    """Seed of the samples."""
+    sampling: str | None = None
+    """How samples are drawn: grid, grid+OFFSET, mixture (several draws), systematic (before grids); None without
+    samples, and in caches whose samples are independent."""
+    sequences_per_shard: Annotated[int, Meta(ge=1, lt=2**31)] = 512
+    """S: shard s holds the sequences [s*S, (s+1)*S), in a cache of `FORMAT_VERSION`."""
+    sequences: dict[str, int | None] = field(default_factory=dict)
+    """Limit by split; None or no entry: all of them."""
+    format_version: Annotated[int, Meta(ge=cache_format.FORMAT_VERSION, le=cache_format.PIECES)] = (
+        cache_format.FORMAT_VERSION
+    )
+    """`FORMAT_VERSION`, or `PIECES`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the teacher's output head."""
+        return self.codec.vocab_size
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain record, as in settings.json and in the manifest."""
+        record = {**asdict(self), "codec": self.codec.to_json(), "vocab_size": self.vocab_size}
+        if self.sampling is None:
+            del record["sampling"]
+        return json.loads(canonical_json(record))
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "CacheSettings":
+        """The inverse of `to_json`; other keys are ignored. ValueError: a key that does not fit."""
+        return typed(record, cls)
+
+    def digest(self) -> str:
+        """SHA-256 over `to_json`; each shard carries it."""
+        return json_digest(self.to_json())
+
+
+class ShardRecord(TypedDict):
+    """A shard in the manifest."""
+
+    name: Annotated[str, Meta(pattern=f"^{cache_format.SHARD_NAME.pattern}$")]
+    sequences: Count
+    sha256: Digest
+    bytes: Count
+    first_sequence: NotRequired[Count]
+    """What its attributes hold, in a cache of `PIECES`; in others it is the number of its first row."""
+
+
+class SplitRecord(TypedDict):
+    """A split in the manifest."""
+
+    sequences: Count
+    broken: Count
+    """Sequences for which the teacher's logits were non-finite."""
+    tokens_sha256: Digest
+    """Of all tokens, as little-endian uint32."""
+    shards: Annotated[list[ShardRecord], Meta(min_length=1)]
+
+
+class Parent(TypedDict):
+    """A cache that this one was merged or cut from."""
+
+    digest: Digest
+    teacher: dict[str, Any] | None
+    num_samples: Count
+    weight: Annotated[float, Meta(gt=0, le=1)]
+    """Its share in the distributions of the rows that it gave."""
+    sequences: dict[str, Count]
+    """How many it has, by split."""
+    rows: NotRequired[str]
+    """Which of them were taken, where not all were: START:STOP, or a fraction by the hash of the tokens."""
+    splits: NotRequired[list[str]]
+    """Of which splits: the others are whole."""
+    origin: NotRequired[dict[str, Any]]
+    """Where it comes from, if it was imported."""
+    parents: NotRequired[list["Parent"]]
+    """What it was made from itself."""
+
+
+class Sidecar(TypedDict):
+    """The sealed record beside a shard."""
+
+    name: str
+    split: str
+    first_sequence: Count
+    sequences: Count
+    sha256: Digest
+    bytes: Count
+    stored: dict[str, Count]
+    """Bytes by data set."""
+    broken: list[str]
+    """Sequences with non-finite logits, as SPLIT and number."""
+    rows_sha256: Digest
+    settings_sha256: Digest
+
+
+class TemperatureRange(TypedDict):
+    """The temperatures at which a cache is right."""
+
+    min: Annotated[float, Meta(gt=0)]
+    max: float
+    worst_error: float
+    """Of log Z, nats."""
+    rule: str
+
+
+class WeightsCost(TypedDict):
+    """What it costs that the teacher's weights were held in fewer bits, on the first rows of the validation split."""
+
+    weights: Weights
+    whole_loss: float
+    """Cross-entropy of the teacher with its whole weights, nats a token."""
+    loss: float
+    """With the packed ones."""
+    cost: float
+    """The difference, nats a token."""
+    sequences: Count
+    tokens: Count
+
+
+def weights_line(cost: WeightsCost) -> str:
+    """What packed weights of a teacher cost, in words."""
+    return (
+        f"{cost['weights']} weights cost the teacher {cost['cost']:+.4f} nats a token: validation loss "
+        f"{cost['loss']:.4f}, with whole weights {cost['whole_loss']:.4f} ({cost['sequences']:,} sequences)"
+    )
+
+
+class _Generated(TypedDict):
+    """What the settings say of a text that the teacher wrote."""
+
+    end_tokens: Annotated[list[Count], Meta(max_length=1000)]
+
+
+_DEEPEST = 8
+"""Most parts of the name of a tokenizer file; those of transformers have two."""
+_LEFT_OUT = frozenset(
+    {"capture", "generated", "origin", "parents", "test_vector", "text", "text_counts", "weights_cost"}
+)
+"""Keys of the manifest that are left out where they say nothing, so that older manifests keep their digest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A finished cache, as its manifest states it."""
+
+    settings: CacheSettings
+    splits: dict[str, SplitRecord]
+    fidelity: dict[str, Any] | None
+    """See `fidelity.measure`; None for the codec `tokens`."""
+    temperature_range: TemperatureRange | None
+    """None for the codec `tokens`."""
+    bytes_per_token: dict[str, float]
+    """On disk by data set, `overhead` (HDF5's own) and `total`."""
+    index_sha256: Digest
+    tokenizer_files: dict[str, Digest]
+    """SHA-256 by file name."""
+    versions: dict[str, str]
+    """kdtrain and the libraries it was built with."""
+    parents: list[Parent] | None = None
+    """The caches that it was made from, sorted by digest; None: it was captured from a teacher."""
+    test_vector: dict[str, Any] | None = None
+    """See `vector.make_vector`; None in caches without one."""
+    origin: dict[str, Any] | None = None
+    """Where a cache that `kdtrain import` made comes from, and what its source does not say; else left out."""
+    text: dict[str, Any] | None = None
+    """See `corpus.stated_text`; None where it is unknown, as in earlier caches."""
+    weights_cost: WeightsCost | None = None
+    """None where the teacher's weights were whole."""
+    capture: dict[str, Any] | None = None
+    """Of a teacher that an inference server ran, `mass.kept_mass` of a sample; else left out."""
+    generated: dict[str, dict[str, Count]] | None = None
+    """Of a text that the teacher wrote (`generated` of the data), by split: labels that it wrote (`tokens`), and how
+    many sequences ended why (`stop`, `length`); else left out."""
+    text_counts: dict[str, dict[str, Count]] | None = None
+    """By split of the data, in words with a number, what the text lost in being read; else left out."""
+    digest: str = ""
+    """Over everything else: the digest of the cache."""
+
+    @property
+    def codec(self) -> CodecSpec:
+        """How a distribution is kept."""
+        return self.settings.codec
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the teacher's output head."""
+        return self.settings.vocab_size
+
+    def is_known_as(self, digest: object) -> bool:
+        """Whether a run names this cache so: by its digest, or by that of its settings where it captured it itself."""
+        return digest in (self.digest, self.settings.digest())
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The ids that end the texts that the teacher wrote; none in a cache of other text."""
+        return end_tokens(self.settings)
+
+    def to_json(self) -> dict[str, Any]:
+        """The sealed record, as in manifest.json."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
+        own = {name: value for name, value in own.items() if value is not None or name not in _LEFT_OUT}
+        return sealed({**self.settings.to_json(), **own})
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "Manifest":
+        """The inverse of `to_json`. ValueError: a key that does not fit, or numbers that contradict each other."""
+        manifest = typed({**record, "settings": record}, cls)
+        for split, stated in manifest.splits.items():
+            _refuse_contradictions(split, stated, manifest.settings)
+        _ = manifest.end_tokens
+        if manifest.settings.tokenizer_size > manifest.vocab_size:
+            raise ValueError(f"tokenizer_size: {manifest.settings.tokenizer_size} is more than the vocabulary")
+        for name in manifest.tokenizer_files:
+            if not _is_inside(name):
+                raise ValueError(f"tokenizer_files: '{printable(name)[:80]}' is not a name inside the folder")
+        if "total" not in manifest.bytes_per_token:
+            raise ValueError("bytes_per_token: total is missing")
+        span = manifest.temperature_range
+        if span is not None and not (math.isfinite(span["max"]) and span["min"] <= 1 <= span["max"]):
+            raise ValueError(f"temperature_range: {span['min']} to {span['max']} is not a range around 1")
+        return manifest
+
+
+def end_tokens(settings: CacheSettings) -> tuple[int, ...]:
+    """See `Manifest.end_tokens`. ValueError: they are no ids."""
+    generated = settings.data.get("generated")
+    if generated is None:
+        return ()
+    found = typed(generated, _Generated)["end_tokens"]
+    if any(each >= settings.vocab_size for each in found):
+        raise ValueError(f"data.generated.end_tokens: beyond the vocabulary of {settings.vocab_size}")
+    return tuple(found)
+
+
+def _is_inside(name: str) -> bool:
+    """Whether this can be the path of a file inside a folder: a name of printable characters that a disk can hold."""
+    path = PurePosixPath(name)
+    fits = name.isprintable() and all(len(part.encode()) <= 255 for part in path.parts)
+    return fits and 0 < len(path.parts) <= _DEEPEST and ".." not in path.parts and not path.is_absolute()
+
+
+def _refuse_contradictions(split: str, stated: SplitRecord, settings: CacheSettings) -> None:
+    per_shard, pieces = settings.sequences_per_shard, settings.format_version == cache_format.PIECES
+    counts = [shard["sequences"] for shard in stated["shards"]]
+    full = all(count == per_shard for count in counts[:-1]) and 1 <= counts[-1] <= per_shard
+    whole = all(counts) if pieces else full
+    if split not in cache_format.SPLITS or not whole or sum(counts) != stated["sequences"]:
+        raise ValueError(f"splits.{split}: its shards do not make up {stated['sequences']} sequences")
+    for number, shard in enumerate(stated["shards"]):
+        if shard["name"] != cache_format.shard_name(split, number):
+            raise ValueError(f"splits.{split}: '{shard['name']}' is not the name of shard {number}")
+        if ("first_sequence" in shard) != pieces:
+            raise ValueError(f"splits.{split}: shard {number} has {'no ' * pieces}first_sequence")
+
+
+def differences(there: Any, asked: Any, name: str = "") -> Iterator[str]:
+    """One phrase for each leaf that differs between two JSON records."""
+    if isinstance(there, dict) and isinstance(asked, dict):
+        for key in sorted(there.keys() | asked.keys()):
+            yield from differences(there.get(key), asked.get(key), f"{name}.{key}" if name else key)
+    elif there != asked:
+        yield f"{name}: {there} there, {asked} asked"
+
+
+def first_rows(stated: SplitRecord) -> list[int]:
+    """The number of the first row of each shard of a split, and in the end that of all rows."""
+    return [0, *accumulate(shard["sequences"] for shard in stated["shards"])]
+
+
+def read_manifest(folder: Path | str) -> Manifest:
+    """The manifest of a finished cache. UsageError: it is missing, unfinished, altered or of an unknown version."""
+    folder = Path(folder)
+    path = folder / cache_format.MANIFEST
+    if not path.exists():
+        if (folder / cache_format.CELLS).exists():
+            raise UsageError(
+                f"{folder} is not a cache but a view of one, in a student's tokens; run kdtrain verify on the run that "
+                "it belongs to"
+            )
+        if any((folder / cache_format.SHARDS).glob("*.h5*")):  # a temporary one too
+            raise UsageError(
+                f"the cache {folder} is unfinished; run the same cache-teacher command again to finish it, "
+                "or the distill, import, merge or subset that began it"
+            )
+        if (folder / cache_format.SETTINGS).exists():
+            raise UsageError(
+                f"the cache {folder} holds no shard: the command that began it was refused or stopped before its first "
+                "one; run cache-teacher again"
+            )
+        raise UsageError(f"{folder} holds no cache (no {cache_format.MANIFEST}); make one with kdtrain cache-teacher")
+    try:
+        record = read_sealed(path, MEDIUM)
+        version = record.get("format_version")
+        if version in (cache_format.FORMAT_VERSION, cache_format.PIECES):
+            return Manifest.from_json(record)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}; make it readable") from error
+    except ValueError as error:
+        raise UsageError(
+            f"{path} was altered or damaged ({error}): kdtrain verify {folder} --repair, then cache-teacher"
+        ) from error
+    known = f"{cache_format.FORMAT_VERSION} and {cache_format.PIECES}"
+    raise UsageError(f"{path} has format version {version}; this kdtrain reads {known}: build the cache again")
+
+
+class Problem(NamedTuple):
+    """A file of a cache that is not as it was written."""
+
+    text: str
+    aside: str | None = None
+    """The damaged file or folder to move aside, relative to the cache; empty: it is missing; None: it cannot be read
+    now."""
+
+
+def read_sidecar(folder: Path, name: str) -> Sidecar:
+    """The sealed record of a shard. OSError: it cannot be read. ValueError: it is damaged or of another shard."""
+    record = typed(read_sealed(cache_format.sidecar_path(folder, name)), Sidecar)
+    if record["name"] != name:
+        raise ValueError(f"it belongs to shard {record['name']}")
+    return record
+
+
+def maker(manifest: Manifest) -> str:
+    """The command that builds what is missing of a cache, in words."""
+    if manifest.origin is not None:
+        return "the same import command"
+    if manifest.parents is not None:
+        return f"the same {'subset' if any('rows' in each for each in manifest.parents) else 'merge'} command"
+    return (
+        "the same command" if manifest.codec.kind == "tokens" else f"the same {_capturing(manifest.settings)} command"
+    )
+
+
+def _capturing(settings: CacheSettings) -> str:
+    """The command that captures a cache."""
+    return "distill" if "order" in settings.data else "cache-teacher"
+
+
+def check_sizes(folder: Path | str, manifest: Manifest) -> None:
+    """UsageError: a shard (named) is missing, or its size differs from the manifest's.
+
+    Nothing is read: it costs one `stat` a shard.
+    """
+    folder = Path(folder)
+    records = [record for split in manifest.splits.values() for record in split["shards"]]
+    found = [problem for record in records if (problem := shard_problem(folder, record, digest=False))]
+    if found:
+        more = f" (and {len(found) - 1} more shards)" if len(found) > 1 else ""
+        raise UsageError(f"{found[0].text}{more}: run kdtrain verify {folder} --repair, then {maker(manifest)} again")
+
+
+def shard_problem(folder: Path, record: ShardRecord | Sidecar, *, digest: bool = True) -> Problem | None:
+    """What is wrong with the shard that `record` describes, or None.
+
+    digest: compare the SHA-256 too, which reads the whole file.
+    """
+    path = cache_format.shard_path(folder, record["name"])
+    aside = f"{cache_format.SHARDS}/{path.name}"
+    try:
+        found = path.stat().st_size
+        if found != record["bytes"]:
+            return Problem(f"{path}: has {found} bytes instead of {record['bytes']}", aside)
+        if digest and file_digest(path) != record["sha256"]:
+            return Problem(f"{path}: its content changed (SHA-256 differs)", aside)
+    except (OSError, ValueError) as error:
+        return file_problem(path, error, aside)
+    return None
+
+
+def file_problem(path: Path, error: OSError | ValueError, aside: str) -> Problem:
+    """The problem of a file that raised `error`. One that is missing or unreadable now is not damaged: it stays."""
+    if isinstance(error, FileNotFoundError):
+        return Problem(f"{path}: is missing", "")
+    if isinstance(error, OSError):
+        return Problem(f"{path}: cannot be read ({error.strerror}); make it readable")
+    return Problem(f"{path}: {error}", aside)
+
+
+def refuse_vocabulary(vocab_size: int, cached: int, used: int) -> None:
+    """UsageError: a student's `vocab_size` logits cannot hold the ids of a cache (both sizes named).
+
+    More rows than the teacher's are fine, the trainer ignores them. Fewer are fine while only padding is missing: the
+    tokenizer fits, and the difference is at most 1,024 or 1 % of the teacher's rows.
+
+    cached: rows of the teacher's output head. used: entries of its tokenizer.
+    """
+    if vocab_size >= cached or (vocab_size >= used and cached - vocab_size <= max(1024, cached // 100)):
+        return
+    raise UsageError(
+        f"the student has a vocabulary of {vocab_size}, the cache one of {cached} (tokenizer {used}): "
+        f"give a fresh student a vocab_size of {cached}; one with a tokenizer of its own is trained across tokenizers, "
+        "by --cross-tokenizer auto or the rows of aligned(tokenizer)"
+    )
+
+
+def refuse_tokenizer(digest: str | None, cached: str | None) -> None:
+    """UsageError: the digest of the student's tokenizer is not the cache's (both named); None is not checked."""
+    if None not in (digest, cached) and digest != cached:
+        raise UsageError(
+            f"the student has another tokenizer ({str(digest)[:12]}) than the teacher's text ({str(cached)[:12]}): "
+            "give the student the teacher's tokenizer, or train across tokenizers with --cross-tokenizer auto"
+        )

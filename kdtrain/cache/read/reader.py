@@ -1,0 +1,404 @@
+"""Reading a cache: sequences in any order, as tokens, masks and targets.
+
+A process opens a shard when it first needs it (an HDF5 handle survives neither a fork nor a pickle) and keeps at most
+`MAX_OPEN` open, and the lists of those that it closed up to `MAX_LISTS` bytes. The reader compares the sizes of all
+shards with the manifest at once; a shard's SHA-256 and structure before it first opens it, and again when the file has
+changed since; a shard's dictionary and masks when it reads them; a sequence's numbers when it first reads them
+(`checks`). A read goes through the sequences in the order of the file, each once, with one HDF5 call for each run of
+neighbours; threads take turns at the files, and decode side by side. Only shards are read, never `index.h5`: a virtual
+data set whose shard is gone reads as fill values. A shard that is damaged, or not the manifest's, raises an error that
+names it.
+
+What it gives up: the first read from a shard reads all of it, once a reader; from more than `MAX_OPEN` shards a random
+read has to open one again, which takes as long as three sequences of 512 tokens, and ten where `MAX_LISTS` is used up
+(larger shards help).
+"""
+
+import atexit
+import math
+import operator
+import os
+import resource
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from kdtrain import faults
+from kdtrain.cache.address import parse_address
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.hdf5 import check_structure
+from kdtrain.cache.format.manifest import Manifest, check_sizes, first_rows, read_manifest
+from kdtrain.cache.read.remote import AHEAD, Shards, open_remote
+from kdtrain.cache.read.shard import Shard, Stored, batch_of, shard_errors
+from kdtrain.cache.tools.verify import verify_cache
+from kdtrain.config.values import LOCAL_LIMIT
+from kdtrain.data.packing import PackedRow
+from kdtrain.errors import UsageError, as_path
+from kdtrain.files import file_digest
+from kdtrain.objective.batch import Batch
+
+if TYPE_CHECKING:
+    from kdtrain.cache.view_rows import ViewReader
+
+MAX_OPEN = max(16, min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
+"""Shards that all readers keep open at once, an eighth of the files that a process may open. Each holds 0.6 MiB of
+HDF5's own, which no setting lowers, and its lists: 0.25 MiB at V = 2,048, 2 MiB at V = 151,936."""
+MAX_LISTS = 2**28
+"""Bytes of lists and masks that all readers keep of shards that are closed again."""
+_readers: "weakref.WeakValueDictionary[int, CacheReader]" = weakref.WeakValueDictionary()
+_ROWS_AT_ONCE = 64
+
+
+class AlteredError(OSError):
+    """A file is not the one that the manifest states."""
+
+
+class CacheReader(Dataset[dict[str, Tensor]]):
+    """One split of a finished cache: a map-style data set whose items are the `fields` of one sequence, without B.
+
+    Threads and processes may share it. An item also has what a `Student` checks its first batch against: `vocabulary`
+    [2] int64, the rows of the teacher's output head and the entries of its tokenizer, and, where there is a teacher,
+    `temperature_range` [2] fp64, the lowest and the highest T at which the cache is right.
+
+    manifest: of this folder, if it is read already. remote: brings the shards into the folder, and the tokenizer.
+
+    UsageError: the folder holds no finished cache, the cache has no such split, or a shard of any split is missing or
+    has another size than the manifest states.
+    """
+
+    def __init__(
+        self, folder: Path | str, split: str, manifest: Manifest | None = None, remote: Shards | None = None
+    ) -> None:
+        self.folder = Path(folder)
+        self.name = str(folder if remote is None else remote.address)
+        """What the cache is called in messages: its folder or its address."""
+        self._called = None if remote is None else self.name
+        self.manifest = manifest or read_manifest(folder)
+        self.remote = remote
+        if remote is None:
+            check_sizes(folder, self.manifest)
+        if split not in self.manifest.splits:
+            raise UsageError(f"the cache {self.name} has no split '{split}'; it has {', '.join(self.manifest.splits)}")
+        if remote is not None:
+            remote.bring_tokenizer()
+        self.split = split
+        self._shards = self.manifest.splits[split]["shards"]
+        self._first_rows = np.array(first_rows(self.manifest.splits[split]))
+        self._paths = [cache_format.shard_path(self.folder, shard["name"]) for shard in self._shards]
+        self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._closed: OrderedDict[int, Shard] = OrderedDict()
+        self._verified: dict[int, tuple[int, int, int]] = {}
+        self._checked: dict[int, np.ndarray] = {}
+        self._process = os.getpid()
+        self._locks: dict[int, threading.RLock] = {}
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self)} sequences of {self.manifest.settings.seq_len} tokens"
+        return f"CacheReader('{self.name}', '{self.split}'): {sizes}"
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return self.manifest.splits[self.split]["sequences"]
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One sequence as named tensors, see `Batch.fields`; -1 is the last."""
+        index = operator.index(index)
+        return self.__getitems__([index + len(self) if index < 0 else index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Several sequences in one read; PyTorch's loaders call this."""
+        fields = self.read(indices).fields()
+        settings, size = self.manifest.settings, len(indices)
+        fields["vocabulary"] = torch.tensor([settings.vocab_size, settings.tokenizer_size]).expand(size, -1)
+        if (valid := self.manifest.temperature_range) is not None:
+            span = torch.tensor([valid["min"], valid["max"]], dtype=torch.float64)
+            fields["temperature_range"] = span.expand(size, -1)
+        return [{name: tensor[row] for name, tensor in fields.items()} for row in range(size)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict(), "_closed": OrderedDict(), "_process": None, "_locks": {}}
+
+    def _lock(self) -> threading.RLock:
+        """This process's own: one that another thread held at a fork is never released in the child."""
+        return self._locks.setdefault(os.getpid(), threading.RLock())
+
+    def read(self, indices: Sequence[int]) -> Batch:
+        """The sequences `indices` (0 .. len - 1, any order, repeats allowed), in that order.
+
+        RunError: a shard is missing or damaged (named). IndexError: a number outside the split.
+        """
+        rows, place = self._places(indices)
+        parts: list[Stored] = []
+        with self._lock():
+            self._here(rows)
+            for shard, part in rows.items():
+                with self._reading(shard) as opened:
+                    parts.append(opened.read(part, checked=bool(self._checked[shard][part].all())))
+        try:
+            batch = batch_of(parts, self.manifest.codec, place)
+        except (ValueError, IndexError):  # find the shard that raised it
+            for shard, stored in zip(rows, parts, strict=True):
+                with shard_errors(self._paths[shard], self._called):
+                    batch_of([stored], self.manifest.codec)
+            raise
+        for shard, stored in zip(rows, parts, strict=True):
+            if not stored.checked:
+                self._checked[shard][rows[shard]] = True
+        return batch
+
+    def text(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """tokens [n, T + 1], loss_mask and segments [n, T] of sequences, as they are stored; nothing else is read.
+
+        RunError, IndexError: as `read`.
+        """
+        rows, place = self._places(indices)
+        parts = []
+        with self._lock():
+            self._here(rows)
+            for shard, part in rows.items():
+                with self._reading(shard) as opened:
+                    parts.append(opened.text(part))
+        return {name: np.concatenate([part[name] for part in parts])[place] for name in parts[0]}
+
+    def aligned(
+        self,
+        tokenizer: Any,
+        *,
+        folder: Path | str | None = None,
+        cells: bool = True,
+        chunks: bool = False,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> "ViewReader":
+        """This split in the rows of a student with another tokenizer: a data set whose items any loop takes.
+
+        Args:
+            tokenizer: the student's, or its folder or hub id.
+            folder: where the rows are made and kept, of every split, and found again; by default a folder that goes
+                with the process.
+            cells, chunks: the terms of the loss (docs/tokenizers.md).
+            special_tokens: see `kdtrain.Alignment`.
+
+        UsageError: the tokenizers do not fit together, the folder holds something else, or the cache has no numbers for
+            a term.
+        """
+        from kdtrain.cache.view import build_view  # needs transformers
+        from kdtrain.cache.view_rows import ViewReader
+        from kdtrain.models.loading import load_tokenizer
+
+        given = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+        kept, splits = folder, None
+        if kept is None:
+            kept, splits = tempfile.mkdtemp(prefix="kdtrain-"), (self.split,)
+            atexit.register(shutil.rmtree, kept, ignore_errors=True)
+        cache = Cache.__new__(Cache)  # with what brings the shards of this split
+        cache.remote, cache.folder, cache.name = cast(Any, self.remote), self.folder, self.name
+        cache.manifest, cache._splits = self.manifest, {self.split: self}
+        view = build_view(Path(kept), cache, given, events=special_tokens, splits=splits)
+        return ViewReader(view, self.split, cells=cells, chunks=chunks)
+
+    def rows(self) -> Iterator[PackedRow]:
+        """The text of all sequences, in order."""
+        for start in range(0, len(self), _ROWS_AT_ONCE):
+            text = self.text(range(start, min(start + _ROWS_AT_ONCE, len(self))))
+            yield from (PackedRow(*row) for row in zip(*text.values(), strict=True))
+
+    def shard_file(self, number: int) -> Path:
+        """The file of a shard, which has been compared with the manifest and the format. RunError: it is damaged."""
+        with self._lock(), self._reading(number):
+            return self._paths[number]
+
+    def _places(self, indices: Sequence[int] | np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
+        """The wanted rows by shard, ascending, and the place of each index among them. IndexError: there is no such."""
+        wanted, place = np.unique(np.asarray(indices, dtype=np.int64), return_inverse=True)
+        if not len(wanted) or wanted[0] < 0 or wanted[-1] >= len(self):
+            raise IndexError(f"sequences {indices} are not among the {len(self)} of {self.split}")
+        holders = np.searchsorted(self._first_rows, wanted, side="right") - 1
+        shards, first = np.unique(holders, return_index=True)
+        parts = np.split(wanted - self._first_rows[holders], first[1:])
+        return dict(zip(shards.tolist(), parts, strict=True)), place
+
+    @contextmanager
+    def _reading(self, number: int) -> Iterator[Shard]:
+        """A shard, brought here, compared and open. RunError: it is missing or damaged."""
+        if self.remote is not None:
+            self.remote.ensure(self._shards[number], self)
+        with shard_errors(self._paths[number], self._called):
+            faults.point("cache.read")
+            yield self._shard(number)
+
+    def _here(self, shards: Iterable[int]) -> None:
+        """Begin to bring those that are not here, and the next ones."""
+        if self.remote is not None:
+            wanted = dict.fromkeys([*shards, *(shard + more for shard in shards for more in range(1, AHEAD + 1))])
+            shards = [each for each in wanted if each < len(self._paths) and not self._paths[each].exists()]
+            self.remote.ahead(self._shards[each] for each in shards)
+
+    def oldest(self) -> float:
+        """See `remote.Reader`."""
+        return min((shard.read_at for shard in list(self._open.values())), default=math.inf)
+
+    def give_way(self) -> bool:
+        """See `remote.Reader`. The wait is short: two readers may ask each other."""
+        lock = self._lock()
+        if self._process != os.getpid() or not lock.acquire(timeout=0.05):
+            return False
+        try:
+            if found := bool(self._open):
+                self._close_oldest()
+            return found
+        finally:
+            lock.release()
+
+    def _close_oldest(self) -> None:
+        number, shard = self._open.popitem(last=False)
+        shard.close()
+        self._closed[number] = shard
+        kept = [(each._closed, *item) for each in _of_process() for item in list(each._closed.items())]
+        over = sum(lists.nbytes for *_, lists in kept) - MAX_LISTS
+        for closed, at, lists in sorted(kept, key=lambda each: each[2].read_at):
+            if over > 0:
+                closed.pop(at, None)
+                over -= lists.nbytes
+        if self.remote is not None:
+            self.remote.release(self._shards[number]["name"])
+
+    def _shard(self, number: int) -> Shard:
+        if self._process != os.getpid():
+            # A parent's handles share its file offsets and locks: a child may drop them, but not read through them.
+            self._open, self._process = OrderedDict(), os.getpid()
+        _readers[id(self)] = self
+        if number not in self._open:
+            try:
+                self._verify(number)
+            except AlteredError:
+                if self.remote is None:
+                    raise
+                self.remote.put_aside(self._shards[number])
+                self.remote.ensure(self._shards[number], self)
+                self._verify(number)
+            shard, there = self._closed.pop(number, None), _of_process()
+            while sum(len(each._open) for each in there) >= MAX_OPEN:
+                if not any(each.give_way() for each in sorted(there, key=CacheReader.oldest)):
+                    break  # the others are being read
+            if shard is not None:
+                shard.open()
+            self._open[number] = shard or Shard(self._paths[number], self.manifest.codec)
+        self._open.move_to_end(number)
+        self._open[number].read_at = time.monotonic()
+        return self._open[number]
+
+    def _verify(self, number: int) -> None:
+        """OSError: the file is not the one of the manifest. ValueError: it is not a shard."""
+        path = self._paths[number]
+        found = path.stat()
+        seen = (found.st_size, found.st_mtime_ns, found.st_ino)
+        if self._verified.get(number) == seen:
+            return
+        self._closed.pop(number, None)
+        if found.st_size != self._shards[number]["bytes"]:
+            raise AlteredError("its size differs from the manifest's")
+        if file_digest(path) != self._shards[number]["sha256"]:
+            raise AlteredError("its content changed: its SHA-256 differs from the manifest's")
+        settings, sequences = self.manifest.settings, self._shards[number]["sequences"]
+        first = self._shards[number].get("first_sequence", int(self._first_rows[number]))
+        check_structure(path, settings.codec, settings.seq_len, self.split, first, sequences)
+        self._verified[number], self._checked[number] = seen, np.zeros(sequences, bool)
+
+    def close(self) -> None:
+        """Close every open shard; a later read opens them again."""
+        with self._lock():
+            while self._open:
+                self._close_oldest()
+            self._closed.clear()
+
+
+def _of_process() -> list[CacheReader]:
+    """The readers that have read in this process: one that was forked with its parent's has its own count."""
+    there = [each() for each in _readers.valuerefs()]
+    return [reader for reader in there if reader is not None and reader._process == os.getpid()]
+
+
+class Cache:
+    """A finished cache: its splits as PyTorch data sets by name, and its manifest.
+
+    Args:
+        where: its folder, `hf:datasets/ORG/NAME[@REVISION]` or `https://...`. Of one that lies elsewhere a shard is
+            fetched when it is first read, and kept in KDTRAIN_HOME or ~/.cache/kdtrain.
+        local_limit: GB that are kept there at most.
+
+    Raises:
+        UsageError: there is no finished cache, or it is not to be had.
+        RunError: it cannot be reached.
+
+    >>> cache = Cache("cache/t")
+    >>> list(cache), len(cache["train"]), cache.temperature_range, cache.verify()
+    (['train', 'validation'], 5, (0.6666666666666666, 4.0), [])
+    >>> from torch.utils.data import DataLoader
+    >>> loader = DataLoader(cache["train"], batch_size=2, collate_fn=collate)
+    >>> next(iter(loader))["tokens"].shape
+    torch.Size([2, 25])
+    """
+
+    def __init__(self, where: Path | str, *, local_limit: float = LOCAL_LIMIT) -> None:
+        folder = as_path(where, "where")
+        address = parse_address(where)
+        self.remote = None if address is None else open_remote(address, local_limit)
+        self.folder = folder if self.remote is None else self.remote.folder
+        self.name = str(folder if self.remote is None else self.remote.address)
+        self._splits: dict[str, CacheReader] = {}
+        self.manifest: Manifest = self.remote.manifest if self.remote else read_manifest(self.folder)
+
+    def __getitem__(self, split: str) -> "CacheReader":
+        """The split `train` or `validation`. UsageError: see `CacheReader`."""
+        if split not in self._splits:
+            self._splits[split] = CacheReader(self.folder, split, self.manifest, self.remote)
+        return self._splits[split]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.manifest.splits)
+
+    def __contains__(self, split: object) -> bool:
+        return split in self.manifest.splits
+
+    def __len__(self) -> int:
+        return len(self.manifest.splits)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}: {split['sequences']}" for name, split in self.manifest.splits.items())
+        return f"Cache('{self.name}'): {sizes} sequences of {self.manifest.settings.seq_len} tokens"
+
+    @property
+    def temperature_range(self) -> tuple[float, float]:
+        """The lowest and the highest T at which the cache is right, as measured when it was built."""
+        known = self.manifest.temperature_range
+        return (known["min"], known["max"]) if known else (0.25, 20.0)
+
+    def verify(self) -> list[str]:
+        """Read the whole cache and compare every digest; one line for each problem."""
+        return verify_cache(self.folder, self.remote)
+
+
+def collate(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Stack sequences of a cache into one batch: each tensor gets a first dimension B.
+
+    UsageError: the sequences are of caches with different codecs.
+    """
+    shapes = [{name: tensor.shape for name, tensor in item.items()} for item in items]
+    if any(each != shapes[0] for each in shapes):
+        raise UsageError(
+            "the batch mixes sequences of caches with different codecs or lengths; draw batches of one cache each, as "
+            "DataLoader(mixture, batch_sampler=mixture.batches(8), collate_fn=kd.collate) does"
+        )
+    return {name: torch.stack([item[name] for item in items]) for name in items[0]}

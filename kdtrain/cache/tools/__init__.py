@@ -1,0 +1,1 @@
+"""What is done with finished caches: merging, cutting, verifying, looking."""

@@ -1,0 +1,175 @@
+"""Merging caches: samples of the same rows are added, other rows are appended.
+
+Same rows, one teacher: grids of samples that interleave become one finer grid (`cache-teacher --refine` draws the
+points between those of a cache); the result is bit by bit the cache that one capture would have made. Same rows,
+several teachers: the result holds samples of their mixture (`adding`). Other rows: the shards are appended undecoded
+(`pieces`); a validation split that all share is kept once.
+
+Caches are sorted by their digests first, so that the order in which they are named does not matter.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kdtrain.cache.build.rank_rounds import Progress
+from kdtrain.cache.build.shard_writer import ShardRows
+from kdtrain.cache.build.writer import CacheBuilder
+from kdtrain.cache.format.codec import uniforms
+from kdtrain.cache.format.compression import Arrays
+from kdtrain.cache.format.manifest import CacheSettings, Manifest
+from kdtrain.cache.format.names import BROKEN, PIECES
+from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.tools.additions import add
+from kdtrain.cache.tools.common_rows import with_common_rows
+from kdtrain.cache.tools.copy_shards import Piece, TokenizerFiles, parent_record, write_pieces
+from kdtrain.cache.tools.kept_mass import joined
+from kdtrain.cache.tools.merge_plan import MIXTURE, SHOWN, equal, names, plan, tokens_of, who
+from kdtrain.data.packing import PackedRow
+from kdtrain.errors import UsageError, printable
+from kdtrain.files import json_digest
+from kdtrain.objective.targets import SparseTargets
+
+log = logging.getLogger("kdtrain")
+
+
+def merge(
+    caches: Sequence[Cache], out: Path, weights: Sequence[Fraction] | None = None, progress: Progress | None = None
+) -> Manifest:
+    """Merge finished caches into the folder `out`; an interrupted merge of the same caches is resumed.
+
+    weights: of the teachers of caches of the same rows, above 0; by default their numbers of samples.
+
+    UsageError: the caches do not fit together (named, with the reason), or `out` holds something else. RunError: a
+    shard is damaged, the disk is full or cannot be written.
+    """
+    planned = plan(caches, weights)
+    caches = [caches[each] for each in planned.order]
+    if planned.settings is None:
+        return _append(caches, out, progress)
+    return _sum(caches, out, planned.settings, planned.shares, progress)
+
+
+# Adding ---------------------------------------------------------------------------------------------------------------
+
+
+def _sum(
+    caches: Sequence[Cache],
+    out: Path,
+    settings: CacheSettings,
+    shares: Sequence[Fraction],
+    progress: Progress | None,
+) -> Manifest:
+    length = settings.seq_len
+
+    def kept(rows: ShardRows) -> Arrays:
+        numbers = range(rows.first, rows.first + len(rows))
+        parts = [cache[rows.split].read(numbers).targets for cache in caches]
+        place_N = np.concatenate([uniforms(MIXTURE, settings.seed, rows.split, row, length) for row in numbers])
+        assert all(isinstance(part, SparseTargets) for part in parts)
+        found = add(parts, shares, place_N, settings.codec.absent)  # type: ignore[arg-type]
+        return {name: values.reshape(len(rows), length, *values.shape[1:]) for name, values in found.items()}
+
+    tokenizer = TokenizerFiles(caches[0])
+    builder = CacheBuilder(
+        out, settings, teacher=None, kept=kept, tokenizer=tokenizer, batch_size=16, progress=progress
+    )
+    try:
+        if (there := builder.manifest) is None:
+            builder.measured = None, _common_range(caches)
+            builder.stated["parents"] = [
+                parent_record(cache, float(each)) for cache, each in zip(caches, shares, strict=True)
+            ]
+            for split in caches[0]:
+                builder.build(split, _rows(caches, split))
+            there = builder.finish()
+        elif {split: each["tokens_sha256"] for split, each in there.splits.items()} != tokens_of(caches[0]):
+            raise UsageError(f"{out} holds a finished cache of other rows; choose another --out or remove that folder")
+    finally:
+        builder.close()
+    assert there is not None
+    return there
+
+
+def _rows(caches: Sequence[Cache], split: str) -> Iterator[PackedRow]:
+    """The rows of caches that have the same, with no targets where any of the teachers had none."""
+    for number, row in enumerate(zip(*(cache[split].rows() for cache in caches), strict=True)):
+        masks = [each.loss_mask for each in row if (each.loss_mask != BROKEN).any()]
+        same = all(np.array_equal(each, masks[0]) for each in masks)
+        if not same or any(not np.array_equal(each.segments, row[0].segments) for each in row):
+            raise UsageError(f"{names(caches)} have other masks over the same tokens (row {number} of {split})")
+        yield row[0] if len(masks) == len(row) else replace(row[0], loss_mask=np.full_like(row[0].loss_mask, BROKEN))
+
+
+def _common_range(caches: Sequence[Cache]) -> Any:
+    """The temperatures at which all caches are right; None for bare tokens."""
+    spans = [cache.manifest.temperature_range for cache in caches]
+    known = [span for span in spans if span is not None]
+    if not known:
+        return None
+    rules = {span["rule"] for span in known}
+    return {
+        "min": max(span["min"] for span in known),
+        "max": min(span["max"] for span in known),
+        "worst_error": max(span["worst_error"] for span in known),
+        "rule": known[0]["rule"] if len(rules) == 1 else "the range that all merged caches have in common",
+    }
+
+
+# Appending ------------------------------------------------------------------------------------------------------------
+
+
+def _append(caches: Sequence[Cache], out: Path, progress: Progress | None) -> Manifest:
+    first = caches[0].manifest
+    splits, written = dict[str, list[Piece]](), dict[str, dict[str, int]]()
+    for split in dict.fromkeys(split for cache in caches for split in cache):
+        holders = [cache for cache in caches if split in cache]
+        if split == "validation":  # one is enough where rows and teacher are the same
+            contents = {(cache.manifest.splits[split]["tokens_sha256"], json_digest(who(cache))) for cache in holders}
+            holders = holders[:1] if len(contents) == 1 else holders
+        if found := with_common_rows(holders, split):
+            log.warning("%s have rows of %s in common, which will be there twice", names(found), split)
+        shards = [(cache[split], len(cache.manifest.splits[split]["shards"])) for cache in holders]
+        splits[split] = [Piece(reader, number) for reader, count in shards for number in range(count)]
+        counts = [each for cache in holders if (each := (cache.manifest.generated or {}).get(split))]
+        if counts:
+            written[split] = {name: sum(each.get(name, 0) for each in counts) for name in counts[0]}
+    digests = [cache.manifest.digest for cache in caches]
+    known = [cache.manifest.settings for cache in caches]
+    data = known[0].data if equal([each.data for each in known]) else _listed([each.data for each in known], "source")
+    ends = {token for cache in caches for token in cache.manifest.end_tokens}
+    if ends and "generated" not in data:  # by several teachers, or beside other text
+        data = {**data, "generated": {"end_tokens": sorted(ends)}}
+    teacher = known[0].teacher
+    if not equal([each.teacher for each in known]):
+        teacher = _listed([each.teacher or {} for each in known], "spec")
+    settings = replace(
+        known[0],
+        data={**data, "appended": digests},
+        teacher=teacher,
+        sampling=known[0].sampling if equal([each.sampling for each in known]) else MIXTURE,
+        sequences={},
+        format_version=PIECES,
+    )
+    fidelity = first.fidelity if equal([cache.manifest.fidelity for cache in caches]) else None
+    return write_pieces(
+        out,
+        settings,
+        splits,
+        tokenizer=caches[0],
+        parents=[parent_record(cache) for cache in caches],
+        measured=(fidelity, _common_range(caches)),
+        stated={"generated": written or None, "capture": joined([cache.manifest.capture for cache in caches])},
+        progress=progress,
+    )
+
+
+def _listed(records: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    """One record of several, under a name that lists theirs."""
+    names = dict.fromkeys(printable(str(record.get(name)))[:SHOWN] for record in records)
+    return {name: ", ".join(names), "members": list(records)}

@@ -1,0 +1,196 @@
+"""Builds a run by its recipe: student, teacher, temperature, sources, optimizer and guards."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from kdtrain.cache.format.manifest import refuse_tokenizer, refuse_vocabulary
+from kdtrain.models.adapters import restrict
+from kdtrain.models.attention import choose_kernel
+from kdtrain.models.ends import learn_ends
+from kdtrain.models.frozen import pack_student
+from kdtrain.models.head import SplitModel, split
+from kdtrain.models.loading import (
+    architecture,
+    check_fits,
+    checkpoint_activations,
+    digest_of,
+    generation_settings,
+    load_student,
+    load_tokenizer,
+    vocabulary,
+)
+from kdtrain.models.router import router_weight
+from kdtrain.monitor.progress import log
+from kdtrain.objective.loss import DistillationLoss
+from kdtrain.objective.temperature import build_temperature
+from kdtrain.parallel.parallelize import parallelize, shard
+from kdtrain.precision.backends import policy
+from kdtrain.precision.collect import Collector
+from kdtrain.precision.controller import Adaptive, PrecisionController
+from kdtrain.precision.linear import convert
+from kdtrain.precision.modes import head_dtype
+from kdtrain.ranks import is_main, raise_on_all_ranks
+from kdtrain.run.agreement import agree, code, weights_digest
+from kdtrain.run.recipe import PARTS, Recipe
+from kdtrain.run.run import Run
+from kdtrain.teaching.teacher import Teacher
+from kdtrain.training.hidden_plan import HiddenPlan, plan_hidden_loss
+from kdtrain.training.schedule import decay_start
+from kdtrain.training.sources.build import build_source
+from kdtrain.training.student import Student
+from kdtrain.training.trainer import Trainer
+
+
+def build(recipe: Recipe) -> Run:
+    """Build the run of `recipe`, inside `run_device`; writes nothing.
+
+    UsageError: cache, student and teacher do not fit together, or differ between ranks.
+    """
+    config, device, plan = recipe.config, recipe.device, recipe.plan
+    with raise_on_all_ranks():
+        model, teacher = _load_student(recipe), recipe.teacher
+        if teacher is not None:
+            teacher.meet(model)
+        hidden = plan_hidden_loss(config.objective, model, teacher, config.seed)
+        quantised, collector = _quantize(recipe, model), _collector(recipe, model)
+        identity = recipe.identity | _identity(recipe, model, teacher)
+        answers = None if teacher is None else dict(teacher.identity)
+    compared = {name: identity[name] for name in PARTS} | {"the teacher's answers": answers}
+    agree(lambda: {**compared, "the student's weights": weights_digest(model), **code()})
+    if plan.student == "fsdp":  # before the optimizer, which holds the parameters
+        shard(model, device, dtype=recipe.formats.gathered, shard_size=plan.shard_size)
+    if teacher is not None:
+        teacher.prepare(sharded=plan.teacher == "fsdp", shard_size=plan.shard_size, compile=recipe.compiles)
+    student = _student(recipe, model, hidden)
+    shared, layers = (device, student.vocab_size, teacher), () if hidden is None else hidden.teacher_layers
+    trainer = Trainer(
+        config,
+        student,
+        build_source(recipe.sources["train"], *shared, layers),
+        build_source(recipe.sources["validation"], *shared),
+        total_steps=recipe.total,
+        micro=recipe.micro,
+        seq_len=recipe.facts.seq_len,
+        has_teacher=recipe.has_teacher,
+        wrapper=parallelize(student, plan.student, plan.accumulate),
+        adaptive=_adaptive(recipe),
+        collector=collector,
+        identity=identity,
+    )
+    return Run(recipe, trainer, identity, quantised, "" if hidden is None else hidden.describe())
+
+
+def _load_student(recipe: Recipe) -> SplitModel:
+    """Check the student against the data, load it with fp32 weights, and split it into backbone and head."""
+    config, spec, facts = recipe.config, recipe.student, recipe.facts
+    meaning = "the ids are taken to mean the same, and the student gets the teacher's tokenizer"
+    with recipe.allowing("tokenizer", meaning):
+        own = digest_of(spec if spec.tokenizer or spec.init == "pretrained" else None)
+        refuse_tokenizer(own, facts.tokenizer_digest)
+    if spec.init == "pretrained":
+        refuse_vocabulary(vocabulary(spec), facts.vocab_size, facts.tokenizer_size)
+    size = None if spec.config is None or "vocab_size" in spec.config else facts.vocab_size
+    whole = recipe.plan.student != "fsdp" and spec.weights is None  # else it may be too large for one device
+    model = load_student(spec, vocab_size=size, seed=config.seed, device=str(recipe.device) if whole else "cpu")
+    if facts.end_tokens and facts.tokenizer is not None:
+        line = learn_ends(model, facts.end_tokens, load_tokenizer(facts.tokenizer))
+        if line is not None:
+            log.info("%s", line)
+    if config.activation_checkpointing:
+        checkpoint_activations(model)
+    student = split(model)
+    restrict(student, spec.lora, config.freeze_head, config.seed)
+    if spec.weights is not None:
+        pack_student(student, spec.weights, recipe.device)
+    refuse_vocabulary(student.vocab_size, facts.vocab_size, facts.tokenizer_size)
+    check_fits(student, spec.name, facts.seq_len, facts.document_mask)
+    if not student.fused:
+        log.info("student %s: output head not split off: %s", spec.name, student.reason)
+    return student
+
+
+def _identity(recipe: Recipe, model: SplitModel, teacher: Teacher | None) -> dict[str, Any]:
+    """What checkpoints belong to, as far as the models say it."""
+    attention = recipe.student.attention
+    student: dict[str, Any] = {"name": recipe.student.name, "architecture": architecture(model), "attention": attention}
+    student |= {"router_weight": weight} if (weight := router_weight(model.model)) else {}
+    if model.frozen:
+        student["base"] = model.base
+        student |= {} if recipe.student.weights is None else {"weights": recipe.student.weights}
+        student |= {"freeze_head": True} if recipe.config.freeze_head else {}
+        student |= {} if model.lora is None else {"lora": dataclasses.asdict(model.lora)}
+    digest = None if teacher is None else teacher.digest  # of the whole weights
+    if teacher is not None and teacher.spec.weights is not None:
+        digest = f"{digest} in {teacher.spec.weights}"
+    return {"student": student, "generation": generation_settings(model), "teacher": digest}
+
+
+def _quantize(recipe: Recipe, model: SplitModel) -> tuple[str, ...]:
+    """Make the student's linear layers switchable, if the run quantises; return log lines on that."""
+    formats, options = recipe.formats, recipe.config.precision
+    if formats.choice is None:
+        return formats.lines
+    skip = {"skip_first": options.quant_skip_first, "skip_last": options.quant_skip_last}
+    head, backend = model.model.get_output_embeddings(), formats.choice.backend
+    whole = recipe.plan.student != "fsdp"  # else each rank would hold all quantised weights
+    return *formats.lines, str(convert(model.model, formats.switch, backend, head=head, hold=whole, **skip))
+
+
+def _collector(recipe: Recipe, model: SplitModel) -> Collector | None:
+    options, formats = recipe.config.precision, recipe.formats
+    if (pattern := options.collect_tensors) is None:
+        return None
+    path, dtype = recipe.config.out / "tensors.h5" if is_main() else None, head_dtype(formats.high) or torch.float32
+    every, raw = options.collect_every, options.collect_raw
+    return Collector(path, model.model, pattern, every, formats.recipe, dtype, raw)
+
+
+def _student(recipe: Recipe, model: SplitModel, hidden: HiddenPlan | None) -> Student:
+    """The student and its objective as one module."""
+    facts, formats, objective = recipe.facts, recipe.formats, recipe.config.objective
+    if not facts.document_mask:
+        shape = (recipe.micro, facts.seq_len, head_dtype(formats.high), recipe.device)
+        if (chosen := choose_kernel(model.model.config, *shape)) is not None:
+            log.info("%s", chosen)
+    low, high = objective.temperature_min, objective.temperature_max
+    temperature = build_temperature(
+        objective.temperature_mode,
+        start=objective.temperature,
+        minimum=objective.temperature if low is None else low,
+        maximum=objective.temperature if high is None else high,
+        end=objective.temperature_end,
+        schedule=objective.temperature_schedule,
+        total_steps=max(recipe.total - 1, 1),  # steps count from 0: step total - 1 is the end of the schedule
+    )
+    return Student(
+        model,
+        DistillationLoss(
+            divergence=objective.divergence,
+            alpha=objective.alpha if recipe.has_teacher else 0.0,
+            tail=objective.tail,
+            temperature=temperature.to(recipe.device),
+        ),
+        vocab_size=min(facts.vocab_size, model.vocab_size),
+        mode=formats.high,
+        document_mask=facts.document_mask,
+        compile=recipe.compiles,
+        compile_mode=recipe.config.precision.torch_compile_mode,
+        by_layer=recipe.plan.student != "single",
+        hidden_loss=None if hidden is None else hidden.loss.to(recipe.device),
+        hidden_weight=objective.hidden_weight,
+        layers=() if hidden is None else hidden.student_layers,
+        switch=formats.switch,
+        quantized=None if formats.choice is None else formats.choice.mode,
+    )
+
+
+def _adaptive(recipe: Recipe) -> Adaptive | None:
+    options, formats = recipe.config.quantization, recipe.formats
+    if formats.choice is None or not options.time_resume:
+        return None
+    schedule = recipe.config.optimizer
+    rules = policy(options, formats.choice.mode, schedule.lr_schedule, decay_start(recipe.total, schedule))
+    forward_only = options.quant_fallback_scope == "forward"
+    return Adaptive(PrecisionController(rules), formats.switch, "high-forward" if forward_only else "high")

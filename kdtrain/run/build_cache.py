@@ -1,0 +1,404 @@
+"""Builds caches: of a teacher, and the caches of bare tokens that runs and evaluations need."""
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import datetime
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from kdtrain.cache.build.folder import holds_nothing
+from kdtrain.cache.build.generated_text import finish_reasons
+from kdtrain.cache.build.live_capture import LiveCache
+from kdtrain.cache.build.rank_rounds import Progress
+from kdtrain.cache.build.shard_writer import ShardRows
+from kdtrain.cache.build.writer import not_empty, write_cache
+from kdtrain.cache.format.codec import SAMPLING, CodecSpec, grid_name, grid_offset
+from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences, end_tokens, read_manifest
+from kdtrain.cache.format.names import MANIFEST, PIECES
+from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.tools.kept_mass import kept_mass
+from kdtrain.config import CacheTeacherConfig, DataConfig
+from kdtrain.config.teachers import DEFAULT_PROMPT
+from kdtrain.data.corpus import documents_of, has_prompts, stated_text
+from kdtrain.data.masks import Counts, Masks
+from kdtrain.data.packing import PackedRow, pack, packed_rows
+from kdtrain.data.prompts import prompt_rows
+from kdtrain.errors import UsageError, printable
+from kdtrain.files import read_sealed
+from kdtrain.models.ends import filler_token
+from kdtrain.models.loading import ChatTokenizer, ends_of, generation_of, tokenizer_digest
+from kdtrain.monitor.progress import bar
+from kdtrain.monitor.tables import duration
+from kdtrain.objective.batch import Batch
+from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, world_size
+from kdtrain.run.agreement import agree
+from kdtrain.teaching.teacher import Teacher
+from kdtrain.teaching.writing import Writing
+
+log = logging.getLogger("kdtrain")
+
+_Rows = dict[str, Iterator[PackedRow]]
+TEXT, SERVED = OWN = ("data", "served")
+"""The caches that a run makes in its own folder: of bare tokens, and of what a server said."""
+_DAY = r"""strftime_now(\s+is\s+(not\s+)?defined|\(\s*(['"])(%[-_0^#]?[aAbBdejmyYGguUVwWxDFhC%]|[^%'"\\])*\3\s*\))"""
+"""What a chat template asks of the date that is the same all day."""
+
+
+def build_cache(
+    config: CacheTeacherConfig,
+    teacher: Teacher,
+    refined: Cache | None = None,
+    live: LiveCache | None = None,
+    text: dict[str, Any] | None = None,
+) -> Manifest | None:
+    """Build the missing shards of the cache on all ranks; return its manifest on rank 0, None on the others.
+
+    teacher: loaded and prepared. refined: the cache of --refine. live: of a run that reads it meanwhile, whose text is
+    packed beside it. text: see `corpus.stated_text`.
+
+    Raises:
+        UsageError: the folder holds another cache, the data do not fill one sequence, `refined` is another teacher's.
+        RunError: the disk is full or cannot be written.
+    """
+    earlier, finished = on_main(lambda: (begun_with(config.out), (config.out / MANIFEST).is_file()))
+    if config.text.generate:
+        with raise_on_all_ranks():
+            how = Writing(
+                temperature=config.text.gen_temperature,
+                top_p=config.text.gen_top_p,
+                end_tokens=ends_of(teacher.spec, teacher.tokenizer),
+                seed=config.seed,
+                batch_size=config.batch_size,
+            )
+            teacher.write(how)
+    teacher.begin(earlier, finished)
+    counts: Counts = {}
+    if refined is None:
+        settings, rows = _asked(config, teacher, counts)
+    else:
+        settings, rows = _refined_settings(refined, teacher), {split: refined[split].rows() for split in refined}
+    codec, progress = settings.codec, None
+    if live is not None:
+        folder = config.out.with_name(TEXT)
+        on_main(lambda: build_tokens(folder, config.data, teacher.tokenizer, teacher.vocab_size))
+        there = (packed := Cache(folder)).manifest
+        settings, rows, progress = live.begin(replace(settings, data=there.settings.data), packed)
+        counts, text = there.text_counts or {}, there.text
+    agree(settings.to_json)
+    answers: dict[str, Any] = {"teacher": teacher.logits, "sharded": teacher.sharded}
+    if teacher.gives == "top-k":
+        answers = {
+            "teacher": None,
+            "kept": lambda rows: teacher.kept(rows, codec, config.seed),
+            "capturing": lambda part: teacher.capturing(part, codec, config.seed),
+            "examine": kept_mass if teacher.text is None and codec.top_k else None,
+        }
+    answers["stated"] = {"text": text, "text_counts": counts, "weights_cost": teacher.cost}
+    if teacher.writing is not None:
+        answers["written"] = _watched(teacher, settings)
+    saved = ChatTokenizer(teacher.tokenizer, generation_of(teacher.spec))
+    answers |= {"tokenizer": saved, "batch_size": config.batch_size, "all_ranks": True}
+    return _write(config.out, settings, rows, progress, **answers)
+
+
+def _watched(teacher: Teacher, settings: CacheSettings) -> Callable[[ShardRows], tuple[ShardRows, Any]]:
+    """`written` of a teacher; the log tells after the first batch how long all take, and that most texts are cut."""
+    first, limits = True, settings.sequences.values()
+
+    def written(rows: ShardRows) -> tuple[ShardRows, Any]:
+        nonlocal first
+        started, (found, answer) = time.monotonic(), teacher.written(rows, settings.codec)
+        if first:
+            if teacher.gives != "top-k" and None not in limits:  # a server writes many at once
+                seconds, most = time.monotonic() - started, sum(filter(None, limits))
+                left = duration(seconds / len(rows) * most / world_size())
+                log.info("the first %s texts took %s: %s take about %s", len(rows), duration(seconds), most, left)
+            cut = finish_reasons(found.tokens, found.loss_mask, end_tokens(settings)).count("length")
+            if 2 * cut > len(rows):
+                room = "--max-new-tokens or --seq-len gives more room"
+                log.warning("%s of the first %s texts were cut before their end; %s", cut, len(rows), room)
+        first = False
+        return found, answer
+
+    return written
+
+
+def refuse_no_rows(config: CacheTeacherConfig, teacher: Teacher) -> None:
+    """UsageError: a split gives no whole sequence, which is seen before any weights are loaded."""
+    data, tokenizer, limits = config.data, teacher.tokenizer, config.splits()
+    if not (config.text.generate and has_prompts(data)):
+        settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=teacher.vocab_size), limits)
+        for split, source in _sources(data, limits).items():
+            rows = pack(documents_of(data, source), tokenizer, data.seq_len, document_mask=data.document_mask)
+            not_empty(split, rows, settings)
+
+
+def known_text(folder: Path, data: DataConfig, packed: bool = False) -> dict[str, Any] | None:
+    """`corpus.stated_text`. UsageError: `folder` is a finished cache of the same source with other files.
+
+    packed: it is a run's own text, of which a change is a warning, and nothing else is logged.
+    """
+    now = stated_text(data)
+    if not (folder / MANIFEST).is_file() or (there := read_manifest(folder)).settings.data.get("source") != data.data:
+        return now
+    unknown = "%s was finished before, and its manifest does not tell whether %s changed since"
+    if there.text is None or now is None:
+        if not packed:
+            log.warning(unknown, folder, data.data)
+    elif changed := list(differences(there.text, now)):
+        what = f"{data.data} changed since ({printable('; '.join(changed[:2]))})"
+        if "files" in now and not packed:
+            raise UsageError(f"{folder} holds a finished cache, and {what}; choose another --out or remove that folder")
+        log.warning("%s was finished before and is used as it is: %s", folder, what)
+    elif not packed:
+        log.info("%s was finished before, of the same text", folder)
+    return now
+
+
+def pin_date(folder: Path, data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """When the cache in `folder` was begun, or now, for a chat template that shows the date; None for others.
+
+    It is set as `date` of a tokenizer: templates then show it, and `data` of the settings holds it for a resume. Where
+    the template shows no time of day, it is the day: the same command gives the same settings until midnight.
+    """
+    if "strftime_now" not in (template := str(tokenizer.chat_template)) or not has_prompts(data):
+        return None
+    try:
+        return datetime.fromisoformat(_stored(folder).data["date"]).isoformat()
+    except KeyError:  # begun by an earlier release
+        return None
+    except (OSError, ValueError, TypeError):  # not begun, or refused by the builder
+        now = datetime.now()
+        timed = "strftime_now" in re.sub(_DAY, "", template)
+        return (now if timed else now.replace(hour=0, minute=0, second=0)).isoformat(timespec="seconds")
+
+
+def begun_with(folder: Path) -> dict[str, Any] | None:
+    """The `identity` of the teacher of which `folder` holds shards; None where there are none."""
+    try:
+        if not any((folder / "shards").glob("*.h5")):
+            return None
+        return _stored(folder).teacher
+    except (OSError, ValueError):  # the builder refuses it, with what is wrong
+        return None
+
+
+def refined_cache(where: str) -> Cache:
+    """The cache of --refine. UsageError: its samples cannot be added to."""
+    cache = Cache(where)
+    settings, codec = cache.manifest.settings, cache.manifest.codec
+    if not codec.counts_only:
+        raise UsageError(f"--refine {where}: only a cache of samples alone can be refined; capture this one anew")
+    if settings.format_version == PIECES:
+        raise UsageError(f"--refine {where}: it was appended or cut; refine the caches it was made of")
+    if grid_offset(settings.sampling) is None:
+        kind = settings.sampling or "independent"
+        raise UsageError(f"--refine {where}: its samples ({kind}) are of no grid to draw between; capture it anew")
+    if 2 * codec.num_samples > 255:
+        raise UsageError(
+            f"--refine {where}: it has {codec.num_samples} samples a token, and twice as many cannot be added up: "
+            "counts are kept in 8 bits"
+        )
+    return cache
+
+
+def refuse_other_vocabulary(refined: Cache, teacher: Teacher) -> None:
+    """UsageError: the cache of --refine is of another teacher, which is seen before any weights are loaded."""
+    settings = refined.manifest.settings
+    for name, theirs, ours in (
+        ("tokenizer", settings.tokenizer_digest, tokenizer_digest(teacher.tokenizer)),
+        ("vocab_size", settings.vocab_size, teacher.vocab_size),
+    ):
+        if None not in (theirs, ours) and theirs != ours:
+            named = f"{(settings.teacher or {}).get('spec')}, asked {teacher.name}"
+            raise UsageError(
+                f"--refine {refined.name} is of another teacher ({named}: {name}: {str(theirs)[:12]} there, "
+                f"{str(ours)[:12]} here)"
+            )
+
+
+def _refined_settings(refined: Cache, teacher: Teacher) -> CacheSettings:
+    """The settings of the refinement of a cache. UsageError: it is of another teacher."""
+    settings = refined.manifest.settings
+    theirs, ours = settings.teacher or {}, dict(teacher.identity)
+    names = [name for name in sorted(theirs.keys() | ours.keys()) if name != "spec"]
+    if changed := [name for name in names if theirs.get(name) != ours.get(name)]:
+        differ = "; ".join(
+            f"{name}: {str(theirs.get(name))[:12]} there, {str(ours.get(name))[:12]} here" for name in changed
+        )
+        raise UsageError(
+            f"--refine {refined.name} is of another teacher ({theirs.get('spec')}, asked {teacher.name}: {differ})"
+        )
+    number = settings.codec.num_samples
+    offset = ((grid_offset(settings.sampling) or Fraction(0)) + Fraction(1, 2 * number)) % Fraction(1, number)
+    return replace(settings, sampling=grid_name(offset))
+
+
+def _asked(config: CacheTeacherConfig, teacher: Teacher, counts: Counts) -> tuple[CacheSettings, _Rows]:
+    """The settings of the cache that the options ask for, and the rows of each split. counts: see `Masks`."""
+    asked, width, limits = config.codec, teacher.vocab_size, config.splits()
+    if not asked.dense and asked.top_k > width:
+        raise UsageError(f"--top-k {asked.top_k} is more than the vocabulary of {width}; choose less, or --dense")
+    codec = CodecSpec(kind="dense", vocab_size=width)
+    if not asked.dense:
+        codec = CodecSpec(kind="sparse", top_k=asked.top_k, num_samples=asked.samples, vocab_size=width)
+    settings = replace(
+        _settings(config.data, teacher.tokenizer, codec, limits),
+        teacher=dict(teacher.identity),
+        sequences_per_shard=config.sequences_per_shard,
+    )
+    if teacher.text is None:
+        settings = replace(settings, seed=config.seed, sampling=SAMPLING if codec.num_samples else None)
+        if (how := teacher.writing) is None:
+            rows = _text(config.data, teacher.tokenizer, limits, counts)
+        else:
+            prompts = {"prompt_tokens": _prompt_width(config), "max_new_tokens": config.text.max_new_tokens}
+            settings = replace(settings, data={**settings.data, "generated": {**prompts, **how.to_json()}})
+            filler = filler_token(teacher.tokenizer, how.end_tokens)
+            rows = {
+                name: prompt_rows(config.data, source, teacher.tokenizer, limits[name], filler=filler, **prompts)
+                for name, source in _sources(config.data, limits).items()
+            }
+    else:
+        settings = replace(settings, data=dict(teacher.text))
+        rows = {split: teacher.rows(split, config.data.seq_len, codec) for split in limits}
+    return settings, rows
+
+
+def validation_rows(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | None, most: int) -> Iterator[Batch]:
+    """The first rows of the validation split that `build_cache` keeps, in batches."""
+    if refined is None:
+        rows = _text(config.data, teacher.tokenizer, config.splits(), {})["validation"]
+    else:
+        rows = refined["validation"].rows()
+    first = islice(rows, most)
+    while part := list(islice(first, config.batch_size)):
+        tokens, mask, segments = (
+            torch.from_numpy(np.stack([getattr(row, name) for row in part]).astype(kind))
+            for name, kind in (("tokens", np.int64), ("loss_mask", bool), ("segments", np.int64))
+        )
+        yield Batch(tokens, mask, segments, None)
+
+
+def _prompt_width(config: CacheTeacherConfig) -> int | None:
+    """Tokens of a prompt; None: the data have prompts of their own. UsageError: both."""
+    width = config.text.prompt_tokens
+    if not has_prompts(config.data):
+        return width or min(DEFAULT_PROMPT, max(1, config.data.seq_len // 2))
+    if width is not None:
+        raise UsageError(
+            f"--prompt-tokens has no effect: {config.data.data} has prompts of its own; leave it "
+            "out, or read it with --format text"
+        )
+    return None
+
+
+def build_tokens(
+    folder: Path,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    vocab_size: int,
+    splits: dict[str, int | None] | None = None,
+) -> Manifest:
+    """Pack text into a cache of bare tokens, in this process alone; an interrupted one is resumed.
+
+    vocab_size: the width of the logits of the model that reads these tokens. splits: how many sequences of each split;
+    None: train and validation as in `data`.
+    """
+    limits = splits or {"train": data.num_sequences, "validation": data.validation_sequences}
+    tokenizer.date = pin_date(folder, data, tokenizer)  # type: ignore[attr-defined]
+    settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=vocab_size), limits)
+    counts: Counts = {}
+    rows = _text(data, tokenizer, limits, counts)
+    stated = {"text": known_text(folder, data, packed=True), "text_counts": counts}
+    manifest = _write(folder, settings, rows, teacher=None, tokenizer=tokenizer, batch_size=64, stated=stated)
+    assert manifest is not None
+    return manifest
+
+
+def holds_tokens(folder: Path) -> bool:
+    """Whether `folder` is a cache of bare tokens, finished or not: kdtrain can rebuild it."""
+    return _holds(folder, lambda settings: settings.codec.kind == "tokens")
+
+
+def holds_own(folder: Path) -> bool:
+    """Whether `folder` is one of `OWN`, finished or not."""
+    return _holds(folder, lambda settings: settings.codec.kind == "tokens" or "order" in settings.data)
+
+
+def _holds(folder: Path, such: Callable[[CacheSettings], bool]) -> bool:
+    if not folder.is_dir() or holds_nothing(folder):
+        return folder.is_dir()
+    try:
+        return such(_stored(folder))
+    except (OSError, ValueError):
+        return False
+
+
+def _stored(folder: Path) -> CacheSettings:
+    """The settings with which a cache was begun. OSError, ValueError: there are none."""
+    return CacheSettings.from_json(read_sealed(folder / "settings.json"))
+
+
+def _settings(
+    data: DataConfig, tokenizer: PreTrainedTokenizerFast, codec: CodecSpec, limits: dict[str, int | None]
+) -> CacheSettings:
+    if codec.vocab_size < len(tokenizer):
+        raise UsageError(
+            f"the tokenizer has {len(tokenizer)} entries and the model {codec.vocab_size} logits; "
+            "give the model's own tokenizer"
+        )
+    text = {
+        "source": data.data,
+        "split": data.split,
+        "text_column": data.text_column,
+        "messages_column": data.messages_column,
+        **({} if data.format == "auto" else {"format": data.format}),
+        **({"parse_special_tokens": True} if data.parse_special_tokens else {}),
+        **({} if (date := getattr(tokenizer, "date", None)) is None else {"date": date}),
+    }
+    return CacheSettings(
+        codec=codec,
+        seq_len=data.seq_len,
+        tokenizer_size=len(tokenizer),
+        tokenizer_digest=tokenizer_digest(tokenizer),
+        data=text,
+        document_mask=data.document_mask,
+        sequences=limits,
+    )
+
+
+def _text(data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None], counts: Counts) -> _Rows:
+    """The rows of each split. counts: see `Masks`."""
+    sources = _sources(data, limits)
+    masks = {name: Masks(split, data.seq_len, name == next(iter(limits)), counts) for name, split in sources.items()}
+    return {name: packed_rows(data, sources[name], tokenizer, limits[name], masks[name]) for name in limits}
+
+
+def _sources(data: DataConfig, limits: dict[str, int | None]) -> dict[str, str]:
+    """The splits of the data: a cache calls the one that was asked for train, and adds validation."""
+    sources = {"train": data.split, "validation": "validation" if "train" in limits else data.split}
+    return {name: sources[name] for name in limits}
+
+
+def _write(
+    folder: Path,
+    settings: CacheSettings,
+    rows: _Rows,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Manifest | None:
+    if progress is not None:
+        return write_cache(folder, settings, rows, progress=progress, **options)
+    with bar("tokens" if settings.codec.kind == "tokens" else "cache", None) as shown:
+        progress = (lambda done, total: shown.update(done, total=total)) if is_main() else None
+        return write_cache(folder, settings, rows, progress=progress, **options)

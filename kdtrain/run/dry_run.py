@@ -1,0 +1,193 @@
+"""`kdtrain distill --dry-run`: the plan of a run and its cost, estimated from two real steps and a real save.
+
+The estimate of time is the number of steps times the second step, which includes no compilation, plus the measured cost
+of validations and checkpoints; it assumes that each validation is the best so far. It does not foresee other processes
+on the machine. The estimate of memory is the peak of the two steps, one validation forward and the save; the log of a
+longer run shows what it adds (`mem_delta=`).
+"""
+
+import math
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from kdtrain.checkpoint import tiers
+from kdtrain.checkpoint.store import Store
+from kdtrain.config import DistillConfig, OptimizerConfig
+from kdtrain.models.head import layers_of
+from kdtrain.models.loading import active_parameters
+from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.monitor.tables import show
+from kdtrain.parallel import parallelize
+from kdtrain.ranks import is_main, peak_memory_mb, raise_on_all_ranks, world_size
+from kdtrain.run.folder import is_run
+from kdtrain.run.recipe import Recipe
+from kdtrain.run.resume import Start
+from kdtrain.run.trial import Trial, trial_run
+from kdtrain.training.schedule import decay_steps, warmup_steps
+from kdtrain.training.state import packed, read_saved
+from kdtrain.training.validate import validate
+
+
+def main(config: DistillConfig) -> int:
+    """Print the plan of a run and its estimates, and leave nothing on disk.
+
+    UsageError: the run is impossible. RunError: a step or the save fails, as it would in the run.
+    """
+    setup_logging(quiet=not is_main())
+    with trial_run(config) as trial:
+        start = Start(trial.run)
+        if (path := start.recipe.loads) is not None:
+            start.load(path)
+        with raise_on_all_ranks():
+            begins = _begins(config, start, trial.live is None)
+        log.info("built the run; two steps, a validation forward and a save follow")
+        table = {"run": str(config.out), "begins": begins, **_plan(trial), **_estimates(trial), **_capture(trial)}
+    show(f"distill {config.out}, dry run", table, config.json)
+    return 0
+
+
+def _begins(config: DistillConfig, start: Start, known: bool) -> str:
+    """Where the run would start, given the present contents of its folder. known: whether its data are those there."""
+    if config.checkpoint.resume == "never" or not is_run(config.out):
+        return "from the beginning" if config.checkpoint.load is None else f"with {config.checkpoint.load}"
+    store = Store(config.out / "checkpoints")
+    if config.checkpoint.resume != "auto":
+        path = store.choose(config.checkpoint.resume)
+    else:
+        name, damaged = store.newest_valid()
+        for text in damaged:
+            log.warning(text)
+        if name is None:
+            return "from the beginning"
+        path = store.path(name)
+    if known:
+        start.refuse_changes(read_saved(path), config.out, path.name)
+    return f"at {path.name}"
+
+
+def _plan(trial: Trial) -> dict[str, Any]:
+    trainer, recipe, config, student = trial.trainer, trial.recipe, trial.recipe.config, trial.trainer.student
+    each = f" on each of {world_size()} ranks" if world_size() > 1 else ""
+    several = "es" if trainer.stepper.micros > 1 else ""
+    micro_batches = f"{trainer.stepper.micros} micro-batch{several} of {trainer.stepper.micro}"
+    sequences, seq_len = len(trainer.stepper.source), recipe.facts.seq_len
+    sent = gigabytes_sent(student.model, recipe, trainer.stepper.micros)
+    total, active = trial.run.parameters, active_parameters(student.model)
+    mixture = {} if active == total else {"active for a token": active}
+    return {
+        "student": {"name": recipe.student.name, "parameters": total, **trial.run.trained, **mixture},
+        "teacher": recipe.teacher_name,
+        "device": str(student.device),
+        "parallel": {"ranks": world_size(), **recipe.plan.table(), "GB sent a step": sent},
+        "mode": trial.run.mode,
+        **({"quantised": list(trial.run.quantised)} if trial.run.quantised else {}),
+        "compiled": student.compile_objective,
+        "steps": trainer.total,
+        "batch": f"{config.batch_size} x {seq_len} tokens, {micro_batches}{each}",
+        "sequences": {"train": sequences, "validation": len(trainer.validation_source)},
+        **({"caches": recipe.members} if recipe.members else {}),
+        "epochs": round(trainer.total * config.batch_size / sequences, 3),
+        "tokens": trainer.total * config.batch_size * seq_len,
+        "learning rate": _schedule(trainer.total, config.optimizer, recipe.lr_from),
+        "validations": len(trial.validation_steps),
+        "checkpoints": trial.saves,
+    }
+
+
+def _estimates(trial: Trial) -> dict[str, Any]:
+    trainer, device = trial.trainer, trial.trainer.student.device
+    first, second = trial.timed_steps(2)
+    validation = _validation_seconds(trial)
+    step, started = trainer.state.progress.step, time.perf_counter()
+    numbers = {**trial.run.identity, **trainer.state.numbers()}
+    tensors, snapshots = trainer.state.own_tensors(), packed(trainer.state.snapshots)
+    stall = trainer.saver.save([tiers.rolling_name(step)], step, tensors, numbers, kept=snapshots)
+    trainer.saver.wait()
+    saving = time.perf_counter() - started
+    files = (file for file in trainer.store.folder.rglob("*") if file.is_file() and not file.is_symlink())
+    size = max(sum(file.stat().st_size for file in files), trial.state_bytes)
+    times = {
+        "first step": first.seconds,
+        "steps": (trainer.total - 1) * second.seconds,
+        "validations": len(trial.validation_steps) * validation,
+        "checkpoints": trial.saves * stall,
+    }
+    # on a CPU None: other processes use the same memory
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return {
+        "loss of the two steps": [round(each.numbers["loss"], 4) for each in (first, second)],
+        "seconds": {
+            "first step": round(first.seconds, 3),
+            "a step": round(second.seconds, 3),
+            "a validation": round(validation, 3),
+            "a checkpoint": round(saving, 3),
+            "training paused for it": round(stall, 4),
+        },
+        "tokens_per_second": round(second.numbers["tokens"] / second.seconds, 1),
+        "estimated_hours": round(sum(times.values()) / 3600, 4),
+        "shares of the time": {name: round(seconds / sum(times.values()), 4) for name, seconds in times.items()},
+        "peak_memory_mb": round(peak_memory_mb(device), 1),
+        "memory of the device (MiB)": None if memory is None else round(memory / 2**20, 1),
+        "checkpoint (MiB)": round(size / 2**20, 1),
+        "disk for checkpoints (MiB)": round(trial.checkpoints_kept * size / 2**20, 1),
+        "disk free (MiB)": round(trial.disk_free / 2**20, 1),
+    }
+
+
+def _capture(trial: Trial) -> dict[str, Any]:
+    """What the run asks a server for meanwhile, at the rate of the trial's first sequences."""
+    if (live := trial.live) is None:
+        return {}
+    rate, seq_len = live.rate, trial.recipe.facts.seq_len
+    asked = live.planned + len(trial.trainer.validation_source)
+    hours = round(asked / rate / 3600, 4) if rate else None
+    found = {"sequences": asked, "tokens_per_second": round(rate * seq_len, 1), "estimated_hours": hours}
+    return {"server": {**found, "fingerprint of an earlier capture": "not compared"}}
+
+
+def gigabytes_sent(student: nn.Module, recipe: Recipe, micro_batches: int) -> float:
+    """GB that a rank sends over a ring in a step, by its formula (`parallel.parallelize`)."""
+    world, plan = world_size(), recipe.plan
+    if plan.student != "fsdp":
+        return parallelize.ddp([each.shape for each in student.parameters() if each.requires_grad]).sent(1, world) / 1e9
+    layers = layers_of(student)
+    inside = {id(each) for layer in layers for each in layer.parameters()}
+    sharing = plan.shard_size or world
+    traffic = parallelize.fsdp(
+        [[each.shape for each in layer.parameters()] for layer in layers],
+        [each.shape for each in student.parameters() if id(each) not in inside],
+        sharing=sharing,
+        replicas=world // sharing,
+        micro_batches=micro_batches,
+        gathered=4 if recipe.formats.gathered is None else 2,
+        accumulate=plan.accumulate,
+        frozen=[each.shape for each in student.parameters() if not each.requires_grad],
+    )
+    return traffic.sent(sharing, world // sharing) / 1e9
+
+
+def _schedule(total: int, options: OptimizerConfig, auto: str | None) -> str:
+    rate = f"{options.lr:g}" + ("" if auto is None else f" (auto: {auto})")
+    text = f"{rate}, {options.lr_schedule} after {warmup_steps(total, options)} steps of warm-up"
+    if options.lr_schedule == "wsd":
+        last = decay_steps(total, options)
+        text += f", the last {last} steps down to {options.min_lr:g} ({options.decay_shape})"
+    elif options.lr_schedule == "cosine":
+        text += f", down to {options.min_lr:g}"
+    return text
+
+
+def _validation_seconds(trial: Trial) -> float:
+    """Seconds of a whole validation, extrapolated from one forward on each rank."""
+    trainer = trial.trainer
+    student, source, micro = trainer.student.eval(), trainer.validation_source, trainer.stepper.micro
+    sizes = (len(source),) if source.facts.mixture is None else source.facts.mixture.sizes
+    batches = (min(math.ceil(size / micro), trainer.validation_batches) for size in sizes)
+    forwards = sum(math.ceil(each / world_size()) for each in batches)
+    started = time.perf_counter()
+    validate(student, source, micro=micro, batches=1)
+    parallelize.reshard(student.model)
+    return forwards * (time.perf_counter() - started)

@@ -1,0 +1,379 @@
+"""The folder of a run: whether it holds a run, whether to resume it, its lock, and the files beside the checkpoints.
+
+One launch at a time uses the folder: rank 0 holds a lock on the file `.training` for all ranks, from before it reads
+the folder until the end. The lock ends with its process, so that a killed run does not block the next one. When
+torchrun restarts rank 0, the system may not have released the lock of the previous attempt yet, for example after a
+node is lost; the new attempt waits for it.
+"""
+
+import dataclasses
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kdtrain.cache.view_rows import viewed_cache
+from kdtrain.config import DistillConfig, sections, shareable, written
+from kdtrain.config.values import fields_of, flag, marked
+from kdtrain.errors import RunError, UsageError, making, writing
+from kdtrain.files import (
+    Lock,
+    hidden_folder,
+    make_folder,
+    publish_text,
+    read_json,
+    read_text,
+    read_toml,
+    refuse_displacing,
+    refuse_links,
+    remove_empty,
+    set_aside,
+    swap_in,
+    sweep,
+    temporary_of,
+    typed,
+)
+from kdtrain.models.loading import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
+from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
+from kdtrain.monitor.progress import log
+from kdtrain.ranks import on_main
+from kdtrain.run.build_cache import OWN, holds_own
+from kdtrain.run.path_kind import LOCK as LOCK
+from kdtrain.run.path_kind import is_environment
+from kdtrain.run.path_kind import is_run as is_run
+from kdtrain.training.state import read_saved
+
+FREE = marked(DistillConfig, "free")
+"""Options that may change when a run resumes; all others decide its result."""
+
+_LATER = marked(DistillConfig, "later")
+"""Deciding options that earlier versions did not have; their defaults are left out of checkpoints."""
+_FIXED = {"quantization": {"quant_max_switches": 20}}
+"""Deciding options of earlier versions, with the value that they have now."""
+
+TOKENIZER = "tokenizer"
+"""The folder of the tokenizer for the exported student."""
+_SECTIONS = {"run", *(each.name for each in dataclasses.fields(DistillConfig) if dataclasses.is_dataclass(each.type))}
+"""The tables of config.toml."""
+_MAY_LACK = {"data", "server"}
+"""Those that it may not have: a run from a cache has no text, and earlier versions had no servers."""
+
+_LEFT = re.compile(rf"{re.escape(LOCK)}|(data|view)\.left-[0-9]+")
+"""Files, besides tokens and temporary ones, that an attempt leaves when it dies before it becomes a run."""
+_LINKS = ("checkpoints/best", "checkpoints/latest")
+"""The links that a run makes."""
+
+_LIBRARIES = ["kdtrain", "torch", "transformers", "datasets", "h5py", "hdf5plugin", "numpy", "safetensors", "torchao"]
+
+
+def holds_run(config: DistillConfig) -> bool:
+    """Return whether `config.out` holds an earlier run.
+
+    UsageError: it holds something else, a run that `--resume never` would overwrite, or one that cannot be moved aside,
+    because the command needs what is in it.
+    """
+    out = config.out
+    if not check_out(out):
+        return False
+    if config.checkpoint.resume == "never" and not config.checkpoint.overwrite:
+        raise UsageError(f"--out {out} holds a run; name another folder, or add --overwrite to move it aside")
+    if config.checkpoint.resume == "never":
+        refuse_displacing(out, _needed(config))
+    else:
+        refuse_displacing(out / "student", {})  # which the export replaces, perhaps after days
+    return True
+
+
+def _needed(config: DistillConfig) -> dict[str, Path | str | None]:
+    """What the run reads, by the option that names it."""
+    needed: dict[str, Path | str | None] = {"--load": config.checkpoint.load, "--data": config.data.data}
+    needed |= {f"--cache {number}".removesuffix(" 1"): each for number, each in enumerate(config.cache, 1)}
+    if config.teacher not in (None, SELF):
+        needed |= {f"--teacher {word}".strip(): path for word, path in paths_of(config.teacher, "teachers").items()}
+    needed |= {f"--student {word}".strip(): path for word, path in paths_of(config.student).items()}
+    return needed
+
+
+def claim_folder(config: DistillConfig) -> bool:
+    """Return whether to resume an earlier run in `config.out`; with `--resume never` move it aside.
+
+    UsageError: as `holds_run`, or the user declines.
+    """
+    if not holds_run(config):
+        return False
+    out = config.out
+    if config.checkpoint.resume == "never":
+        real = out.resolve()
+        log.info("the earlier run was moved to %s", set_aside(real.parent, real.name, "old"))
+        return False
+    refuse_links(out, _LINKS)
+    for path in (out / name for name in _LINKS):
+        if path.exists() and not path.is_symlink():
+            raise UsageError(f"{path} is not a link, and the run needs that name for one; move it away")
+    explicit = config.checkpoint.yes or config.checkpoint.resume != "auto"
+    if explicit or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return True
+    print(f"{out} holds an earlier run. Resume it? [Y/n] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() in ("", "y", "yes"):
+        return True
+    raise UsageError(f"--out {out} holds a run; name another folder, or use --resume never --overwrite")
+
+
+def restarted(config: DistillConfig) -> bool:
+    """Whether torchrun has restarted this launch, which then resumes its own run; rank 0 decides for all."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or config.checkpoint.resume == "auto":
+        return False
+    try:
+        launched_by = read_json(config.out / "environment.json", dict[str, Any]).get("launch")
+    except (OSError, ValueError):
+        return False
+    return launched_by is not None and launched_by == launch()
+
+
+def saved_attention(out: Path, resume: str) -> str | None:
+    """The attention of the checkpoint that `--resume` would take for `out`, or of another of its run.
+
+    None where none can be read, and a run would start anew.
+    """
+    found = (str(state["student"]["attention"]) for state in _saved(out, resume))
+    return next((each for each in found if each in ATTENTIONS), None)
+
+
+def saved_rate(config: DistillConfig, out: Path, resume: str) -> float | None:
+    """The peak learning rate of the run in `out` that would be resumed, or whose schedule `--load` continues.
+
+    None where there is none, or it cannot be read.
+    """
+    start = config.checkpoint
+    states = _saved(out, resume)
+    if start.load is not None and not start.override_opt_param_scheduler:
+        states = itertools.chain(states, _saved(start.load, str(start.load)))
+    found = (state["options"].get("optimizer", {}).get("lr") for state in states)
+    return next((float(each) for each in found if type(each) in (int, float) and 0 < each < math.inf), None)
+
+
+def _saved(out: Path, resume: str) -> Iterator[dict[str, Any]]:
+    """The states of the checkpoint that `--resume` would take for `out`, and of others of its run, if they are read."""
+    folder = out / "checkpoints"
+    with suppress(OSError):  # `holds_run` says what is wrong with the folder
+        named = [] if resume in ("auto", "never") else [folder / resume, Path(resume)]
+        own = [] if resume == "never" else sorted(folder.glob("*-*"), reverse=True)
+        for path in (*named, *own):
+            with suppress(RunError, OSError):
+                yield read_saved(path)
+
+
+def launch() -> str | None:
+    """Identify this launch of torchrun; None without torchrun."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return None if name is None else f"{name} {os.environ.get('MASTER_ADDR')} {os.getppid()}"
+
+
+def check_out(out: Path) -> bool:
+    """Whether `out` holds a run; refuses what is neither that nor left by an attempt that did not become a run."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out} is a file; name a folder")
+    if is_run(out):
+        return True
+    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    foreign = [name for name in names if not _LEFT.fullmatch(name) and not temporary_of(name)]
+    for name in (*OWN, "view"):
+        if name in foreign and (viewed_cache(out / name) or holds_own(out / name)):
+            foreign.remove(name)
+    if "environment.json" in foreign and is_environment(out / "environment.json"):
+        foreign.remove("environment.json")
+    if foreign:
+        raise UsageError(f"--out {out} holds something that is not a run ({foreign[0]}); name another folder")
+    return False
+
+
+def make(out: Path) -> list[Path]:
+    """Make a folder, check that it is writable, and return the folders made."""
+    made = make_folder(out)
+    if not os.access(out, os.W_OK):
+        raise RunError(f"--out {out} cannot be written: permission denied; make the folder writable")
+    return made
+
+
+def refuse_no_folder(out: Path) -> None:
+    """Refuse a path where `make` cannot make a folder, and leave nothing behind."""
+    with making(out):
+        exists = out.exists()
+    if not exists:
+        remove_empty(make(out))
+
+
+def deciding(config: DistillConfig) -> dict[str, dict[str, Any]]:
+    """Return the options that decide the result of a run, by section."""
+    tables = {
+        section: {name: value for name, value in table.items() if name not in FREE and (name not in _LATER or value)}
+        for section, table in sections(config).items()
+    }
+    return {section: table for section, table in tables.items() if table}
+
+
+def changes(
+    saved: dict[str, Any], config: DistillConfig, only: str | None = None, but: Collection[str] = ()
+) -> list[str]:
+    """Describe the deciding options that differ from `saved`; an option that is missing there had its default.
+
+    only: the one section to compare. but: options to leave out.
+    """
+    found = []
+    for section, table in deciding(config).items():
+        before = {each.name: written(each, each.default) for home, each in fields_of(DistillConfig) if home == section}
+        table = {name: before[name] for name in _LATER & before.keys()} | table
+        before |= _FIXED.get(section, {}) | saved.get(section, {})
+        if before.get("fp8_recipe") == "current":
+            before["fp8_recipe"] = "tensorwise"  # its other name in earlier versions
+        for name, value in (table | _FIXED.get(section, {})).items() if only in (None, section) else ():
+            if name not in but and before[name] != value:
+                found.append(f"{flag(name)} (was {before[name]}, now {value})")
+    return found
+
+
+def refuse_changes(
+    saved: dict[str, Any], config: DistillConfig, out: Path, checkpoint: str, but: Collection[str] = ()
+) -> None:
+    """Refuse to resume the run in `out` from a checkpoint with other deciding options, and name them."""
+    if changed := changes(saved, config, but=but):
+        load = f" (with --load {out} --override-opt-param-scheduler to start from its weights)"
+        raise UsageError(
+            f"{out} holds a run with other options: {', '.join(changed)} (in {checkpoint}); "
+            f"give the same ones, name another --out{load if changes(saved, config, only='optimizer') else ''}, "
+            "or use --resume never --overwrite"
+        )
+
+
+def used(config: DistillConfig) -> dict[str, dict[str, Any]]:
+    """Return the options to record, without those of text if the run reads a cache, which has its own."""
+    tables = shareable(config)
+    return {section: table for section, table in tables.items() if section not in _MAY_LACK or not config.cache}
+
+
+def write_description(config: DistillConfig, metadata: dict[str, Any]) -> None:
+    """Write `environment.json` and `config.toml` (as `--config` reads it) into the run.
+
+    A file of that name that kdtrain did not write is the user's, and is moved aside.
+    """
+    versions: dict[str, str | None] = {}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    environment = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "libraries": versions,
+        **metadata,
+    }
+    # The environment comes first: it marks the folder as kdtrain's, which a configuration alone does not.
+    for name, is_own, text in (
+        ("environment.json", is_environment, json.dumps(environment, indent=1) + "\n"),
+        ("config.toml", _is_written, to_toml(used(config))),
+    ):
+        if (config.out / name).exists() and not is_own(config.out / name):
+            aside = set_aside(config.out, name, "old")
+            log.info("%s was not written by kdtrain, and was moved to %s", config.out / name, aside)
+        publish_text(config.out / name, text, f"run.{name.partition('.')[0]}")
+
+
+def _is_written(path: Path) -> bool:
+    """Whether `write_description` wrote this config.toml: it has every section, and no comments."""
+    try:
+        tables = typed(read_toml(path), dict[str, dict[str, Any]])
+        needed = _SECTIONS - _MAY_LACK - {"lora"}  # earlier versions had no [lora]
+        return needed <= tables.keys() <= _SECTIONS and to_toml(tables) == read_text(path)
+    except (OSError, ValueError, TypeError):  # TypeError: a date, which JSON does not have
+        return False
+
+
+def write_tokenizer(out: Path, student: ModelSpec, cached: Path | None, teacher: ModelSpec | None) -> None:
+    """Copy the tokenizer for the export into the run, unless it is there: the cache may be gone by then.
+
+    Without `cached` there is none. It is the student's own, with the chat template of the one in the folder `cached` if
+    it has none; or the one in `cached` if the student has no tokenizer, or another one than its training tokens. The
+    generation settings of a chat model are copied with it: the student's, the online `teacher`'s, or those in `cached`.
+    """
+    target = out / TOKENIZER
+    if target.is_dir() or cached is None:
+        return
+    tokenizer = load_tokenizer(cached)
+    named = student if student.tokenizer or student.init == "pretrained" else None
+    sources: list[ModelSpec | Path] = [] if teacher is None else [teacher]
+    if digest_of(named) == tokenizer_digest(tokenizer):
+        own = load_tokenizer(student)
+        own.chat_template = own.chat_template or tokenizer.chat_template
+        tokenizer = own
+        sources.insert(0, student)
+    elif student.teacher is not None:
+        sources.insert(0, student)
+    generation = next((found for each in (*sources, cached) if (found := generation_of(each)) is not None), None)
+    with writing(target), hidden_folder(target) as hidden:
+        ChatTokenizer(tokenizer, generation).save_pretrained(hidden)
+        swap_in(hidden, target, "run.tokenizer")
+
+
+def to_toml(tables: dict[str, dict[str, Any]]) -> str:
+    """Return `tables` as TOML, without options that are None, which TOML does not have."""
+    lines = []
+    for section, table in tables.items():
+        lines.append(f"[{section}]")
+        for name, value in table.items():
+            if value is not None and name != "config":
+                # JSON is TOML, except for surrogate pairs, which TOML does not have, and DEL, which it escapes
+                text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+                lines.append(f"{name} = {text}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+HANDOVER = 120.0
+"""Seconds that a launch waits for its own earlier attempt: a file server gives up a lost node after about 90."""
+
+
+@contextmanager
+def run_lock(config: DistillConfig) -> Iterator[bool]:
+    """Keep other launches out of `config.out` during the block; yield whether an earlier run is resumed.
+
+    Every rank must enter it; rank 0 claims the folder. A folder that it makes and that stays empty is removed.
+
+    UsageError: another process trains there, the folder cannot be made, or `claim_folder` refuses it. RunError: the
+    folder is not writable.
+    """
+
+    def enter() -> bool:
+        with making(config.out):
+            holds_run(config)  # a refusal changes nothing
+            _lock(config.out, held)
+            if resumes := claim_folder(config):
+                sweep(config.out)
+            if not config.out.exists():  # an earlier run was moved aside together with the lock file
+                _lock(config.out, held)
+            return resumes
+
+    with ExitStack() as held:
+        yield on_main(enter)
+
+
+def _lock(out: Path, held: ExitStack) -> None:
+    """Make the folder if necessary, and lock it until `held` ends."""
+    held.callback(remove_empty, make(out))
+    message = f"another process is training in {out}; wait for it, or name another --out"
+    # the same for all attempts of one launch; empty without torchrun
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    name = (launch() or "") if run_id == "none" else run_id
+    held.callback(Lock(out / LOCK, message, name, HANDOVER).release)

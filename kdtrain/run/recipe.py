@@ -1,0 +1,504 @@
+"""What a run is, resolved once from its options before a model is loaded.
+
+`resolve` reads each spec and the manifest of the cache once, chooses number formats, micro-batch and memory plan, fills
+in the bounds of T, and refuses what cannot work before the folder of the run is touched. A run without a cache then
+packs its text once into a cache of bare tokens in its own folder: all runs read in the same way and the same order, in
+constant memory, and a resumed run does not tokenize again.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from kdtrain.cache.address import parse_address
+from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.tools.self_check import look
+from kdtrain.cache.view_rows import viewed_cache
+from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig
+from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
+from kdtrain.config.rates import WORDS, Kind, Rate, rate_of
+from kdtrain.errors import UsageError
+from kdtrain.files import set_aside
+from kdtrain.imports import optional
+from kdtrain.models.adapters import is_adapter, read_adapter
+from kdtrain.models.attention import resolve_attention
+from kdtrain.models.frozen import refuse_weights
+from kdtrain.models.loading import is_model_folder, load_tokenizer, with_weights_of
+from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
+from kdtrain.monitor.progress import log, warn_early
+from kdtrain.monitor.tables import short
+from kdtrain.objective.batch import Batch
+from kdtrain.objective.divergence import parse, refuse
+from kdtrain.parallel.memory_plan import (
+    Job,
+    Plan,
+    fitting_micro_batch,
+    free_everywhere,
+    job_of,
+    plan_run,
+    student_parameters,
+)
+from kdtrain.precision.backends import Formats, formats_of
+from kdtrain.precision.modes import why_not_compile, why_not_tf32
+from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, reported, world_size
+from kdtrain.run.build_cache import TEXT, build_tokens, holds_tokens
+from kdtrain.run.folder import deciding, restarted, saved_attention, saved_rate
+from kdtrain.run.tokenizer_view import across, align, open_view
+from kdtrain.teaching.teacher import MEASURED, Teacher, open_teacher
+from kdtrain.training.schedule import total_steps
+from kdtrain.training.sources.build import open_source
+from kdtrain.training.sources.mixture import mix
+from kdtrain.training.sources.source import Facts, Source, SourceRequest
+
+LEARNED_RANGE = (2 / 3, 4.0)
+"""Default bounds of a learnable T: far above them T^2 KL rises again without limit."""
+PARTS = ("cache", "student", "teacher")
+"""What checkpoints belong to besides the options, and ranks compare."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All that a run is before anything is built."""
+
+    given: DistillConfig
+    """The options as given."""
+    config: DistillConfig
+    """As used: with the number of `--lr`, bounds of T, and `--resume auto` where torchrun has restarted the run."""
+    lr_from: str | None
+    """Where `--lr auto` took its number from; None where one was given."""
+    device: torch.device
+    resumed: bool
+    """Whether `config.out` already holds this run."""
+    student: ModelSpec
+    """With its attention and its adapters resolved."""
+    teacher: Teacher | None
+    """The online teacher, loaded and not yet sharded."""
+    sources: dict[str, Source]
+    """The splits train and validation."""
+    formats: Formats
+    plan: Plan
+    micro: int
+    """Sequences in one forward of a rank."""
+    total: int
+    """Planned optimizer steps."""
+    compiles: bool
+
+    @property
+    def facts(self) -> Facts:
+        """Those of the data."""
+        return self.sources["train"].facts
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether micro-batches have targets; without them the loss is cross-entropy."""
+        return self.teacher is not None or self.facts.targets != "none"
+
+    @property
+    def distils(self) -> bool:
+        """Whether the loss has a divergence."""
+        return self.has_teacher and self.config.objective.distils
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint belongs to, as far as it is known before the models are loaded."""
+        mixture = {"caches": self.members} if self.members else {}
+        return {"cache": self.facts.identity, "options": deciding(self.config), **mixture}
+
+    @property
+    def members(self) -> list[dict[str, Any]]:
+        """What a run that mixes several caches reads: a table for people, empty with one."""
+        facts = self.facts
+        if facts.mixture is None:
+            return []
+        return [
+            {
+                "name": name,
+                "cache": each.name,
+                "digest": each.identity,
+                "teacher": each.teacher.get("spec"),
+                "targets": each.targets,
+                "sequences": size,
+                "share": round(facts.shares[name], 6),
+                "sequences_an_epoch": quota,
+            }
+            for (name, each), size, quota in zip(
+                facts.members.items(), facts.mixture.sizes, facts.mixture.quotas, strict=True
+            )
+        ]
+
+    @property
+    def teacher_name(self) -> str | None:
+        """The spec of the teacher, online or of the cache; None without one."""
+        return self.config.teacher or self.facts.teacher.get("spec")
+
+    @property
+    def loads(self) -> Path | None:
+        """The run or checkpoint of `--load`; None for a model folder, whose weights `student` names."""
+        path = self.config.checkpoint.load
+        return None if path is None or is_model_folder(path) else path
+
+    @contextmanager
+    def allowing(self, name: str, meaning: str = "") -> Iterator[None]:
+        """Turn a refusal inside into a warning with `--allow-mismatch NAME`, and mention that option without it.
+
+        meaning: what then happens.
+        """
+        try:
+            yield
+        except UsageError as error:
+            if name in self.config.allow_mismatch:
+                warn_early("mismatch", f"--allow-mismatch {name}: {error}{meaning and f'; {meaning}'}")
+            elif name in ("tokenizer", "cache"):
+                raise UsageError(f"{error}; or add --allow-mismatch {name}{meaning and f': {meaning}'}") from None
+            else:
+                raise
+
+
+def resolve(
+    given: DistillConfig,
+    device: torch.device,
+    claim: Callable[[DistillConfig], bool],
+    earlier: Path | None = None,
+    live: Cache | None = None,
+) -> Recipe:
+    """Resolve the options of a run, inside `run_device`, and load its teacher; writes only the tokens of `--data`.
+
+    claim: takes the folder of the run, and returns whether it already holds this run; called after all refusals that do
+    not need the folder.
+    earlier: the folder of the run that would be resumed, which keeps attention and rate; by default `given.out`.
+    live: the cache of `given`, if it is captured while the run reads it.
+
+    UsageError: data, cache, student or options do not fit together.
+    """
+    restart = on_main(lambda: restarted(given))
+    checkpoint = replace(given.checkpoint, resume="auto") if restart else given.checkpoint
+    out = earlier or given.out
+    saved = on_main(lambda: saved_attention(out, checkpoint.resume))  # before the plan of memory
+    rate = on_main(lambda: saved_rate(given, out, checkpoint.resume)) if given.optimizer.lr == "auto" else None
+    free = free_everywhere(device, given.parallel.device_memory)
+    with raise_on_all_ranks():
+        for name, text in given.monitor.loggers:
+            LOGGERS.get(name).ready(text)
+        student, formats = student_spec(given), formats_of(given.precision, given.quantization, device)
+        student = _with_base_weights(given, student, formats, device)
+        taught_by = None if given.teacher is None else teacher_spec(given.teacher, student)
+        if taught_by is not None:
+            held = given.teacher_weights, "--teacher-weights", given.parallel.teacher_parallel
+            taught_by = with_weights(taught_by, *held)
+        teacher = None if taught_by is None else open_teacher(taught_by, device, formats.high)
+        apart = across(given, student, teacher)
+        sources = {}
+        if given.data.data is None and apart is None:
+            sources = open_sources(given, given.cache if live is None else [live])
+        facts = sources["train"].facts if sources else apart
+        seq_len, size = (given.data.seq_len, None) if facts is None else (facts.seq_len, facts.vocab_size)
+        masked, compiles = given.data.document_mask if facts is None else facts.document_mask, _compiles(given, device)
+        attention = (saved if student.attention == "auto" else None) or student.attention
+        attention = resolve_attention(
+            attention, device, formats.high, compiled=compiles, length=seq_len, document_mask=masked
+        )
+        student = replace(student, attention=attention)
+        asked = None if teacher is None else teacher.footprint(seq_len)
+        size = teacher.vocab_size if size is None and teacher is not None else size
+        job = job_of(given, formats.high, device, student, seq_len, size, asked)
+        micro = _micro_batch(given, job, free)
+        plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
+        if apart is not None and teacher is not None and plan.teacher == "fsdp":
+            raise UsageError(
+                "a teacher with another tokenizer reads other numbers of rows on each rank, and cannot be sharded; use "
+                "--teacher-parallel replicate, or a cache"
+            )
+        objective = _with_bounds(given.objective, facts, teacher is not None)
+        parameters = None if job is None else job.student.parameters
+        if job is None and given.optimizer.lr == "auto" and rate is None:
+            parameters = student_parameters(student, size)
+        lr, lr_from = _learning_rate(given, student, parameters, rate)
+        optimizer = replace(given.optimizer, lr=lr)
+        config = replace(given, objective=objective, optimizer=optimizer, checkpoint=checkpoint)
+    on_main(lambda: _look(given))
+    resumed = claim(config)
+    if teacher is not None:
+        with raise_on_all_ranks():  # before its text is packed, which may take hours
+            teacher.load(sharded=plan.teacher == "fsdp")
+            teacher.check(seq_len, masked)
+    if apart is not None:
+        if teacher is not None:
+            on_main(lambda: str(_tokens(config, student, teacher, resumed)))
+        on_main(lambda: align(config, student, resumed))
+        with raise_on_all_ranks():
+            sources = open_view(config)
+    if not sources:
+        folder = on_main(lambda: str(_tokens(config, student, teacher, resumed)))
+        with raise_on_all_ranks():
+            sources = open_sources(given, [folder])
+            if given.source != "cache":  # it may have targets of its own
+                objective = _with_bounds(given.objective, sources["train"].facts, teacher is not None)
+                config = replace(config, objective=objective)
+    if teacher is not None:
+        with raise_on_all_ranks():
+            rows = sources["validation"] if apart is None else open_sources(given, [config.out / "data"])["validation"]
+            teacher.pack(_first_rows(rows, micro) if is_main() else (), document_mask=rows.facts.document_mask)
+    return Recipe(
+        given=given,
+        config=config,
+        lr_from=lr_from,
+        device=device,
+        resumed=resumed,
+        student=student,
+        teacher=teacher,
+        sources=sources,
+        formats=formats,
+        plan=plan,
+        micro=micro,
+        total=total_steps(config, len(sources["train"])),
+        compiles=compiles,
+    )
+
+
+@contextmanager
+def run_device(config: DistillConfig) -> Iterator[torch.device]:
+    """Yield the device of a run; while the block runs, torch is set as `--deterministic` and `--tf32` ask.
+
+    UsageError: this machine does not have the device, or the device has no TF32.
+    """
+    asked, memory = config.precision, cast(Any, torch.utils.deterministic)
+    if asked.deterministic:
+        # cuBLAS is deterministic only with this, and reads it once: it must be there before the first call of CUDA
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    device = pick_device(config.device)
+    if asked.tf32 and (why := why_not_tf32(device)) is not None:
+        error = UsageError(f"--tf32 cannot be used on {device}: {why}; leave it out")
+        raise error if device.type == "cuda" else reported(error)
+    with ExitStack() as before:
+        if asked.deterministic:
+            warns = torch.is_deterministic_algorithms_warn_only_enabled()
+            enabled = torch.are_deterministic_algorithms_enabled()
+            before.callback(torch.use_deterministic_algorithms, enabled, warn_only=warns)
+            before.callback(setattr, memory, "fill_uninitialized_memory", memory.fill_uninitialized_memory)
+            torch.use_deterministic_algorithms(True)  # also makes inductor choose kernels without timing them
+            memory.fill_uninitialized_memory = False  # it would fill each new tensor, and nothing reads that
+        if asked.tf32:
+            before.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            # not `torch.backends.cuda.matmul.fp32_precision`, under which inductor fails
+            torch.set_float32_matmul_precision("high")
+        yield device
+
+
+def student_spec(config: DistillConfig) -> ModelSpec:
+    """The spec of the student, with its adapters, and the weights of a model folder where `--load` names one.
+
+    UsageError: it cannot be read, or the options do not fit it.
+    """
+    student, folder = read_spec(config.student), config.checkpoint.load
+    model = folder is not None and is_model_folder(folder)
+    if folder is not None and (model or is_adapter(folder)) and config.checkpoint.override_opt_param_scheduler:
+        raise UsageError(
+            f"--override-opt-param-scheduler has no effect with the {'model' if model else 'adapter'} folder {folder}, "
+            "which has no schedule; leave it out"
+        )
+    if folder is not None and model:
+        student = with_weights_of(folder, student)
+    return replace(student, lora=_lora(config, student))
+
+
+def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) -> dict[str, Source]:
+    """The splits train and validation of the caches in `places`, or of another --source."""
+    caches: list[Cache | None] = [
+        each if isinstance(each, Cache) else Cache(each, local_limit=config.local_limit) for each in places
+    ] or [None]
+    found: dict[str, list[Source]] = {}
+    for split in ("train", "validation"):
+        requests = (SourceRequest(split=split, cache=each, seed=config.seed) for each in caches)
+        found[split] = [open_source(config.source, each) for each in requests]
+    if len(caches) > 1:
+        return mix(found, config.cache_weights or None)
+    return {split: members[0] for split, members in found.items()}
+
+
+def _look(config: DistillConfig) -> None:
+    """Look at the rows of caches from elsewhere. UsageError: one cannot be right."""
+    caches = [Cache(each, local_limit=config.local_limit) for each in config.cache if parse_address(each)]
+    for cache in caches:
+        seen = look(cache)
+        for finding in () if seen is None else seen.findings:
+            if "cache" not in config.allow_mismatch:
+                raise UsageError(f"{cache.name} does not look right: {finding}; or add --allow-mismatch cache")
+            warn_early("mismatch", f"--allow-mismatch cache: {cache.name} does not look right: {finding}")
+
+
+def _learning_rate(
+    given: DistillConfig, student: ModelSpec, parameters: int | None, saved: float | None
+) -> tuple[float, str | None]:
+    """The peak rate of a run, and where `--lr auto` took it from; a run that goes on keeps its own."""
+    if given.optimizer.lr != "auto":
+        return given.optimizer.peak_lr, None
+    if saved is not None:
+        return saved, "that of its checkpoints"
+    kind, row = table_rate(given, student, parameters)
+    size = "of unknown size" if parameters is None else f"{short(parameters)} parameters"
+    return row.lr, f"{WORDS[kind]}, {size}; kdtrain find-lr measures it"
+
+
+def table_rate(config: DistillConfig, student: ModelSpec, parameters: int | None) -> tuple[Kind, Rate]:
+    """What a run of `config` trains, and the row of `config.rates` for it; parameters: of the whole student."""
+    begun = student.init != "scratch" or config.checkpoint.load is not None
+    kind: Kind = "lora" if student.lora is not None else "pretrained" if begun else "fresh"
+    return kind, rate_of(kind, parameters)
+
+
+def _lora(config: DistillConfig, student: ModelSpec) -> LoraConfig | None:
+    """The adapters that options, spec and `--load` agree on. Refuses what cannot be, and a missing `peft`."""
+    start = config.checkpoint.load
+    if start is None or not is_adapter(start):
+        lora = config.lora.over(student.lora)
+    else:
+        loaded = read_adapter(start)
+        lora = config.lora.over(loaded if student.lora is None else student.lora.over(loaded))
+        same = {f"lora_{name}": getattr(loaded, f"lora_{name}") for name in ("rank", "alpha", "rslora", "dora")}
+        if lora is not None and replace(lora, **same) != lora:
+            raise UsageError(f"--load {start} is {loaded}, and the options or the spec ask for {lora}; leave them out")
+    if lora is None:
+        return None
+    optional("peft", "lora", "--lora-rank" if student.lora is None else f"[lora] in the spec of {student.name}")
+    if config.freeze_head:
+        raise UsageError("--freeze-head has no effect with adapters, which never train the head; leave it out")
+    return lora
+
+
+def _with_base_weights(config: DistillConfig, spec: ModelSpec, formats: Formats, device: torch.device) -> ModelSpec:
+    """The student's spec with the format of its frozen weights. Refuses what that cannot be combined with."""
+    spec = with_weights(spec, config.base_weights, "--base-weights", config.parallel.parallel)
+    if (kind := spec.weights) is None:
+        return spec
+    what = f"--base-weights {kind}"
+    if spec.lora is None:
+        raise UsageError(f"{what} is for weights that are not trained, and all are; add --lora-rank, or leave it out")
+    if spec.lora.lora_dora:
+        raise UsageError(f"{what} cannot be used with --lora-dora, which needs whole weights; leave one of them out")
+    if formats.choice is not None:
+        raise UsageError(
+            f"{what} cannot be used with --precision {formats.choice.mode}, which would quantise the frozen weights "
+            "again; use --precision bf16, or leave it out"
+        )
+    refuse_weights(kind, "--base-weights", device)
+    return spec
+
+
+def _first_rows(source: Source, size: int) -> Iterator[Batch]:
+    """The first sequences of a split, on which the cost of a teacher's packed weights is measured."""
+    count = min(len(source), MEASURED)
+    return (source.read(np.arange(start, min(start + size, count))) for start in range(0, count, size))
+
+
+def _micro_batch(config: DistillConfig, job: Job | None, free: float | None) -> int:
+    """The sequences in one forward of a rank; with `--micro-batch-size auto` as many as fit."""
+    ranks, batch, micro = world_size(), config.batch_size, config.micro_batch_given
+    if (size := config.parallel.shard_size) is not None and ranks % size:
+        raise UsageError(f"--shard-size {size} does not divide {ranks} ranks; choose one that does")
+    if batch % (ranks * (micro or 1)):
+        by = f" x --micro-batch-size {micro}" if micro else ""
+        raise UsageError(f"--batch-size {batch} is not a multiple of {ranks} ranks{by}; choose one that is")
+    if config.micro_batch_size == "auto":
+        micro = fitting_micro_batch(config, job, free)
+    micro = micro or batch // ranks
+    if config.precision.compile_mode == "reduce-overhead" and batch > ranks * micro:
+        raise UsageError(
+            "--compile-mode reduce-overhead replays CUDA graphs, which would overwrite the gradients that the "
+            f"{batch // (ranks * micro)} micro-batches of a step add up; use --compile-mode max-autotune or default, "
+            f"or --micro-batch-size {batch // ranks}"
+        )
+    return micro
+
+
+def _with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) -> ObjectiveConfig:
+    """Return `objective` with default bounds of T; refuse what the targets are not good for.
+
+    facts: of the data, if they are known; None for text that is not packed yet.
+    """
+    taught = facts is not None and facts.targets != "none"
+    least, most = (0.25, 20.0) if facts is None else facts.temperature_range
+    low = objective.temperature_min or max(least, LEARNED_RANGE[0])
+    high = objective.temperature_max or min(most, LEARNED_RANGE[1])
+    used = [objective.temperature]
+    used += [objective.temperature_end] if objective.schedules_temperature else []
+    learnable = objective.learns_temperature
+    used += [low, high] if learnable else []
+    if facts is not None and facts.alignment is not None:
+        if {*used} != {1.0}:
+            raise UsageError("across tokenizers the targets are right at T = 1 only; use --temperature 1")
+        if "sampled" not in DIVERGENCES.get(parse(objective.divergence)[0]).accepts or objective.tail != "ghost":
+            raise UsageError(
+                f"--divergence {objective.divergence} with --tail {objective.tail} cannot be computed across "
+                "tokenizers; use forward-kl, and leave --tail out"
+            )
+    members = [] if facts is None else [each for each in facts.members.values() if each.targets != "none"] or [facts]
+    counts_only = any(each.targets == "sparse" and not each.top_k for each in members)
+    more = ", or build a cache with --top-k, which serves others" if counts_only else ""
+    if taught and not all(least <= each <= most for each in used):
+        raise UsageError(
+            f"temperatures {sorted(set(used))} leave the cache's range of {least:.3g} to {most:.3g}; "
+            f"choose --temperature, --temperature-end, --temperature-min and --temperature-max inside{more}"
+        )
+    if learnable and facts is not None and not online and not taught:
+        raise UsageError(
+            f"--temperature-mode {objective.temperature_mode} needs a teacher to learn T from, and {facts.name} has "
+            "none; use --temperature-mode fixed"
+        )
+    if learnable and least == most:
+        raise UsageError(
+            f"--temperature-mode {objective.temperature_mode} needs more than one T, and the cache is valid at T = "
+            f"{least:g} only; use --temperature-mode fixed{more}"
+        )
+    if learnable and not low < objective.temperature < high:
+        raise UsageError(f"--temperature {objective.temperature} must lie between the bounds {low:.3g} and {high:.3g}")
+    if objective.distils and (online or taught):
+        kinds = [(each.top_k, each.num_samples, each.targets == "dense") for each in members]
+        kinds = [(0, 0, True)] if online or facts is None else kinds
+        for top_k, samples, dense in kinds:
+            refuse(objective.divergence, objective.tail, top_k=top_k, num_samples=samples, dense=dense)
+        grows = DIVERGENCES.has(objective.divergence.partition(":")[0], GROWS_WITH_T)
+        grows = grows and any(dense for *_, dense in kinds)
+        if grows and TEMPERATURES.has(objective.temperature_mode, MAXIMIZES):
+            raise UsageError(
+                f"--temperature-mode {objective.temperature_mode} cannot be used with --divergence "
+                f"{objective.divergence} over whole distributions, whose loss grows with T without limit; use "
+                "--temperature-mode fixed, another --divergence, or a sparse cache"
+            )
+    if low == high:
+        return objective  # the cache is valid at one T only, which is fixed: there are no bounds
+    return replace(objective, temperature_min=low, temperature_max=high)
+
+
+def _compiles(config: DistillConfig, device: torch.device) -> bool:
+    if not config.precision.compile:
+        return False
+    if config.guards.nan_hooks == "always":
+        log.info("not compiled: --nan-hooks always needs the modules, which a compiled graph does not have")
+        return False
+    reason = why_not_compile(device)
+    if reason is not None:
+        log.info("not compiled: %s; the run is slower, with the same result to rounding", reason)
+    return reason is None
+
+
+def _tokens(config: DistillConfig, student: ModelSpec, teacher: Teacher | None, resumed: bool) -> Path:
+    """Build the run's own cache of bare tokens with the teacher's tokenizer, or without a teacher the student's."""
+    tokenizer = load_tokenizer(student) if teacher is None else teacher.tokenizer
+    width = len(tokenizer) if teacher is None else teacher.vocab_size
+    folder = config.out / TEXT
+    if not resumed and viewed_cache(folder) is not None:  # of an earlier attempt across tokenizers
+        set_aside(config.out, folder.name, "left")
+    try:
+        build_tokens(folder, config.data, tokenizer, width)
+    except UsageError:
+        if resumed or not holds_tokens(folder):
+            raise
+        set_aside(config.out, folder.name, "left")  # the tokens of an earlier attempt with other options
+        build_tokens(folder, config.data, tokenizer, width)
+    return folder

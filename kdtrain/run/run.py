@@ -1,0 +1,395 @@
+"""A run of the command: a recipe, its trainer, and what surrounds training: logs, metadata, the export, the result."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kdtrain.cache.format.manifest import weights_line
+from kdtrain.commands.export import merged_line, origin_of, student_at, written_parameters
+from kdtrain.commands.model_card import card_files
+from kdtrain.errors import RunError, UsageError, advice, reason, writing
+from kdtrain.files import publish_text, set_aside
+from kdtrain.models.frozen import whole_size
+from kdtrain.models.head import SplitModel
+from kdtrain.models.loading import export_lock, export_model, is_export, load_tokenizer, tokenizer_files
+from kdtrain.models.spec import ModelSpec, at_commit
+from kdtrain.monitor.progress import end_log, formula, log, setup_logging
+from kdtrain.monitor.tables import finite, show
+from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, rank, world_size
+from kdtrain.run.folder import TOKENIZER, launch, used, write_description, write_tokenizer
+from kdtrain.run.recipe import Recipe
+from kdtrain.run.result import RESULT, below, best_plain_run, count_warnings, read_result
+from kdtrain.training.schedule import warmup_steps
+from kdtrain.training.state import load_saved
+from kdtrain.training.step import out_of_memory
+from kdtrain.training.student import Student
+from kdtrain.training.trainer import Trainer
+from kdtrain.training.validate import validate_members
+
+_OTHER_EXPORT = 600.0
+"""Seconds that a run waits at its end for a `kdtrain export` to the same folder."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run and its parts.
+
+    Args:
+        recipe: what it is.
+        trainer: its logs are not open yet.
+        identity: what its checkpoints belong to: cache, options, student, teacher.
+        quantised: log lines on what is quantised.
+        hidden: a log line on which hidden states are compared; empty if none are.
+    """
+
+    recipe: Recipe
+    trainer: Trainer
+    identity: dict[str, Any]
+    quantised: tuple[str, ...] = ()
+    hidden: str = ""
+
+    @property
+    def out(self) -> Path:
+        """The folder of the run."""
+        return self.recipe.config.out
+
+    @property
+    def mode(self) -> str:
+        """The number format that it trains in."""
+        return self.trainer.student.quantized or self.trainer.student.mode
+
+    @property
+    def parameters(self) -> int:
+        """The student's parameters over all ranks, each counted once."""
+        return whole_size(self.trainer.student.model)
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """What is trained and how many parameters that is, where it is a part of the student; else empty."""
+        model = self.trainer.student.model
+        count = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        how = "all but the output head" if model.lora is None else str(model.lora)
+        held = {} if self.recipe.student.weights is None else {"base_weights": self.recipe.student.weights}
+        return {"trained": how, "trained_parameters": count, **held} if model.frozen else {}
+
+    def write_metadata(self) -> None:
+        """Write config.toml, environment.json and the tokenizer into the run's folder, and open its log."""
+        recipe, config, student = self.recipe, self.recipe.config, self.trainer.student
+        vocabulary, teacher = student.model.vocab_size, None if recipe.teacher is None else recipe.teacher.spec
+        metadata = {
+            "student": {
+                "name": recipe.student.name,
+                "parameters": self.parameters,
+                "vocab_size": vocabulary,
+                **({"router_weight": student.router_weight} if student.router_weight else {}),
+                **self.trained,
+            },
+            "cache": recipe.facts.identity,
+            **({"caches": recipe.members} if recipe.members else {}),
+            "tokenizer": recipe.facts.tokenizer_digest,
+            **({} if recipe.facts.alignment is None else {"alignment": dict(recipe.facts.alignment)}),
+            "device": str(student.device),
+            "mode": self.mode,
+            "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+            "compiled": student.compile_objective,
+            "ranks": world_size(),
+            "student over ranks": recipe.plan.student,
+            "steps": recipe.total,
+            "lr": {"peak": config.optimizer.lr, "from": recipe.lr_from or "--lr"},
+            "launch": launch(),
+        }
+        on_main(lambda: write_description(config, metadata))
+        on_main(lambda: write_tokenizer(self.out, recipe.student, recipe.facts.tokenizer, teacher))
+        of_rank = self.out / f"rank-{rank():05d}.log" if config.parallel.log_all_ranks else None
+        setup_logging(self.out / "train.log" if is_main() else of_rank, quiet=not is_main())
+
+    def open(self, init: str | None = None) -> None:
+        """Open the trainer's logs; `init` is where the student's weights come from, None: as in its spec."""
+        recipe, facts = self.recipe, self.recipe.facts
+        tokenizer = None if facts.tokenizer is None else load_tokenizer(facts.tokenizer)
+        self.trainer.open(tokenizer, init=init or recipe.student.init, samples=facts.num_samples)
+
+    def end_on_event(self) -> None:
+        """Let the commands for the last events end, if the logs were opened."""
+        self.trainer.writers.end_on_event(self.trainer.state.progress.step)
+
+    def log_start(self, loaded: Path | None, length: str | None) -> None:
+        """Log what is trained, from which checkpoint, and what changes because of a new length."""
+        recipe, trainer, config = self.recipe, self.trainer, self.recipe.config
+        trainer.writers.hyperparameters(used(config))
+        kind = f"distillation from {recipe.teacher_name}" if recipe.distils else "cross-entropy"
+        lines = [
+            f"{self.out}: {kind} of {recipe.student.name} ({self.parameters:,} parameters), {trainer.total} steps of "
+            f"{config.batch_size} x {recipe.facts.seq_len} tokens, {self.mode} on {trainer.student.device}"
+        ]
+        if trained := self.trained:
+            share = trained["trained_parameters"] / self.parameters
+            held = f", beside {trained['base_weights']} weights" if "base_weights" in trained else ""
+            count = f"{trained['trained_parameters']:,} parameters ({share:.2%})"
+            lines.append(f"trained: {trained['trained']}, {count}{held}")
+        if recipe.teacher is not None and recipe.teacher.cost is not None:
+            lines.append(weights_line(recipe.teacher.cost))
+        if recipe.members:
+            drawn = (f"{each['share']:.4g} of {each['name']} ({each['sequences']:,})" for each in recipe.members)
+            lines.append(f"{len(recipe.members)} caches, of whose sequences a step draws {', '.join(drawn)}")
+        objective = config.objective
+        hidden = None if objective.hidden_loss == "none" else objective.hidden_weight
+        alpha, replays = objective.alpha if recipe.distils else 0.0, recipe.distils and recipe.facts.replays
+        term = recipe.facts.term(objective.divergence)
+        summed = formula(alpha, term, hidden, replays, trainer.student.router_weight)
+        if recipe.distils and objective.alpha_schedule != "constant":
+            summed += f", alpha to {objective.alpha_end:g} ({objective.alpha_schedule})"
+        scale = "" if summed == "ce" else " (compare val with val alone)"
+        lines.append(f"loss = {summed}; val = ce of withheld text{scale}")
+        if recipe.lr_from is not None:
+            lines.append(f"lr {config.optimizer.lr:g} (auto: {recipe.lr_from})")
+        if (warmup := warmup_steps(recipe.total, config.optimizer)) < config.optimizer.warmup_steps:
+            lines.append(f"warm-up of {warmup} steps, half of the run, not {config.optimizer.warmup_steps}")
+        if world_size() > 1:
+            several = "es" if trainer.stepper.micros > 1 else ""
+            step = (
+                f"each step {trainer.stepper.micros} micro-batch{several} of {trainer.stepper.micro} sequences on each"
+            )
+            lines.append(f"{world_size()} ranks, {recipe.plan}: {step}")
+        enabled = "" if trainer.state.adaptive is None else "[TimeResume] Adaptive quantization training enabled"
+        resumed = "" if loaded is None else f"resuming from {loaded}"
+        for line in filter(None, (*lines, *self.quantised, enabled, self.hidden, resumed, length)):
+            log.info("%s", line)
+        shares: dict[str, Any] = {"caches": recipe.facts.shares} if recipe.members else {}
+        trainer.writers.event("start" if loaded is None else "resume", trainer.state.progress.step, **shares)
+
+    def fit(self) -> None:
+        """Run `Trainer.fit`, and finish the last save, however it ends."""
+        trainer = self.trainer
+        try:
+            trainer.fit()
+        except BaseException as failure:
+            try:
+                trainer.saver.close()
+                trainer.checkpoints.log_published()
+            except (RunError, OSError) as error:
+                log.warning("%s", error)
+                with suppress(OSError):  # for example on a full disk: raise the first error
+                    trainer.writers.event("save", trainer.state.progress.step, "error", message=str(error))
+            if out_of_memory(failure):
+                text = "out of memory; lower --micro-batch-size, --batch-size or --seq-len"
+                raise RunError(text, reason="oom") from failure
+            raise
+        trainer.saver.close()
+
+    def export(self) -> dict[str, Any]:
+        """Export the best student, or the last one where none is best. Runs on rank 0 only.
+
+        Return what the result has besides: of a student with packed weights the loss of the exported, merged one.
+        """
+        trainer, state, out = self.trainer, self.trainer.state, self.out / "student"
+        student, has_best = trainer.student.model, state.progress.best_step is not None
+        saved: Mapping[str, Any] = self.identity
+        packed = self.recipe.student.weights
+        if self.recipe.plan.student == "fsdp" or packed is not None:  # no rank holds the whole student
+            path = self._best() if has_best else trainer.store.choose("latest")
+            student, saved = student_at(path, torch.device("cpu"), self._base), load_saved(path).state
+        elif has_best:
+            checkpoint = load_saved(self._best())
+            state.load(checkpoint.tensors, checkpoint.state)
+        saved = {"progress": asdict(state.progress), **saved}
+        step = saved["progress"]["step"]
+        about: dict[str, Any] = {"parameters": written_parameters(student), "weights": "float32"}
+        card = card_files(self.out.name, self.out, saved, **about, base=self.recipe.student)
+        tokenizer = tokenizer_files(self.out / TOKENIZER)
+        with export_lock(out, wait=_OTHER_EXPORT):
+            with writing(out):
+                if os.path.lexists(out) and not is_export(out):
+                    moved = set_aside(out.parent, out.name, "old")
+                    trainer.writers.warning("export", step, f"{out} was not written by kdtrain, and is now {moved}")
+            if aside := export_model(student, tokenizer, out, origin=origin_of(self.out, saved), beside=card):
+                trainer.writers.warning("export", step, f"{out} held more than an export, and is now {aside}")
+        if packed is None:
+            return {}
+        merged = self._merged_loss(student)
+        log.info("%s", merged_line(packed, state.progress.best_loss, merged, str(out)))
+        return {"merged_validation_loss": merged}
+
+    @property
+    def _base(self) -> ModelSpec:
+        """Where the student's weights came from: of a model on the hub, the commit that was loaded."""
+        spec, config = self.recipe.student, self.trainer.student.model.model.config
+        return at_commit(spec, getattr(config, "_commit_hash", None))
+
+    def _merged_loss(self, student: SplitModel) -> float | None:
+        """The validation loss of a student with its whole weights; None if it is not measured here.
+
+        That needs another model on the device, and several ranks would have to share it.
+        """
+        own, trainer = self.trainer.student, self.trainer
+        if world_size() > 1:
+            return None
+        try:
+            size = {"micro": trainer.stepper.micro, "batches": trainer.validation_batches}
+            model = student.to(own.device)
+            whole = Student(model, own.loss, vocab_size=own.vocab_size, mode=own.mode, document_mask=own.document_mask)
+            found = validate_members(whole.eval(), trainer.validation_source, **size)
+        except torch.OutOfMemoryError:
+            return None
+        return None if found is None else found[0].mean("cross_entropy")
+
+    def _best(self) -> Path:
+        store = self.trainer.store
+        try:
+            return store.choose("best")
+        except (UsageError, RunError) as error:
+            step = self.trainer.state.progress.step
+            self.trainer.writers.warning("best", step, f"{error}; taking the newest instead")
+            return store.choose("latest")
+
+    def result(self, reason: str, error: str | None = None) -> dict[str, Any]:
+        """Return the contents of `result.json`: losses in nats a token, None where there is no value."""
+        trainer, recipe, progress = self.trainer, self.recipe, self.trainer.state.progress
+        best, plain = progress.best_loss, self._plain()
+        seconds, tokens = trainer.earlier[0] + trainer.seconds, trainer.earlier[1] + trainer.stepper.tokens
+        result: dict[str, Any] = {
+            "run": str(self.out),
+            "stop_reason": reason,
+            "error": error,
+            "stopped_by": trainer.stopped_by,
+            "step": progress.step,
+            "steps": trainer.total,
+            "decay_from": progress.decay_from,
+            "tokens": progress.tokens,
+            "seconds": round(seconds, 1),
+            "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
+            "temperature": float(trainer.student.temperature.value().detach()) if recipe.distils else None,
+            "objective": "distillation" if recipe.distils else "cross-entropy",
+            "first_validation_loss": progress.first_loss,
+            "best_validation_loss": best,
+            "best_step": progress.best_step,
+            "last_validation_loss": progress.last_loss,
+            "teacher_validation_loss": progress.teacher_loss,
+            "best_bits_per_byte": progress.bits_per_byte(best),
+            "last_bits_per_byte": progress.bits_per_byte(progress.last_loss),
+            "teacher_bits_per_byte": progress.bits_per_byte(progress.teacher_loss),
+            "cross_entropy_validation_loss": None if plain is None else plain[1],
+            "cross_entropy_run": None if plain is None else plain[0],
+            "better_than_start": below(best, progress.first_loss),
+            "better_than_teacher": below(best, progress.teacher_loss),
+            "better_than_cross_entropy": below(best, None if plain is None else plain[1]),
+            "rollbacks": progress.rollbacks,
+            "skipped_steps": progress.skips,
+            "warnings": count_warnings(self.out),
+            "cache": self.identity["cache"],
+            "student_name": recipe.student.name,
+            "student": None,
+            "micro_batch_size": trainer.stepper.micro,
+            "peak_memory_mb": round(peak_memory_mb(recipe.device), 1),
+            **self.trained,
+        }
+        if recipe.teacher is not None and recipe.teacher.cost is not None:
+            result["teacher_weights"] = recipe.teacher.cost
+        if recipe.facts.alignment is not None:
+            result["alignment"] = dict(recipe.facts.alignment)
+        if recipe.members:
+            result["caches"] = [{**each, **self._of_member(each)} for each in recipe.members]
+        if trainer.state.adaptive is not None:
+            controller = trainer.state.adaptive.controller
+            result |= {"steps_quantized": controller.steps_quantized, "switches": controller.switches}
+        return result
+
+    def _of_member(self, member: dict[str, Any]) -> dict[str, Any]:
+        """What a run has done with a cache of its mixture: passes over it, and validation losses."""
+        progress, epoch = self.trainer.state.progress, len(self.recipe.sources["train"])
+        drawn = member["sequences_an_epoch"] * progress.sequences / epoch
+        losses = progress.members.get(member["name"], {})
+        return {
+            "passes": round(drawn / member["sequences"], 3),
+            "first_validation_loss": losses.get("first_loss"),
+            "last_validation_loss": losses.get("last_loss"),
+            "teacher_validation_loss": losses.get("teacher_loss"),
+        }
+
+    def _plain(self) -> tuple[str, float] | None:
+        if not self.recipe.distils:
+            return None
+        job = self.identity["cache"], self.recipe.student.name, self.trainer.state.progress.tokens
+        return best_plain_run(self.out, job)
+
+    @contextmanager
+    def recording_failure(self) -> Iterator[None]:
+        """When an error ends the run, write it into its logs and result.json, and print that with `--json`.
+
+        Turns an OSError into a RunError.
+        """
+        try:
+            yield
+        except UsageError:
+            raise
+        except Exception as found:
+            error = lost_rank(found) or found
+            text = str(error) or type(error).__name__
+            if isinstance(error, OSError):
+                where = error.filename or self.out
+                text = f"{where}: {error.strerror or error}; published checkpoints are intact{advice(error)}"
+            with suppress(OSError):  # the error may be a full disk
+                step, said = self.trainer.state.progress.step, reason(error)
+                self.trainer.writers.event("failure", step, "error", reason=said, message=text)
+            with suppress(OSError):
+                end_log(text)
+            result = self.result(reason(error), text)
+            with suppress(RunError):
+                self.write_result(result)
+            if self.recipe.config.json:
+                show("", result, True)
+            if isinstance(error, OSError):
+                raise RunError(text, reason=reason(error)) from None
+            if error is not found:
+                raise error from found
+            raise
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """Publish result.json, on rank 0. Starting a finished run again keeps its seconds and tokens.
+
+        RunError: the folder cannot be written.
+        """
+        before, end = read_result(self.out), (result["stop_reason"], result["step"])
+        again = before is not None and (before["stop_reason"], before["step"]) == end
+        if is_main() and (self.trainer.stepper.tokens or not again):
+            publish_text(self.out / RESULT, json.dumps(finite(result), indent=1) + "\n", "trainer.result")
+
+    def refuse_no_progress(self) -> None:
+        """Raise a `RunError` if no validation was better than the first one: the best student is the initial one."""
+        progress = self.trainer.state.progress
+        first, best, step = progress.first_loss, progress.best_loss, progress.best_step
+        if first is None or best is None or step is None or best < first or step == progress.step:
+            return
+        last = "" if progress.last_loss is None else f", {progress.last_loss:.4f} at step {progress.validated_step}"
+        raise RunError(
+            f"the student never got better: validation loss {first:.4f} before its first step{last}; nothing is "
+            "exported; give another --lr or more --steps, and another --out, or export the last student: kdtrain "
+            f"export {self.out} --checkpoint latest",
+            reason="no-progress",
+        )
+
+    def log_outcome(self) -> None:
+        """Warn when the student ended worse than it began, or is no better than a student of plain cross-entropy."""
+        progress, writers = self.trainer.state.progress, self.trainer.writers
+        first, last, best = progress.first_loss, progress.last_loss, progress.best_loss
+        if first is None or last is None or best is None:
+            return
+        for name, own in progress.members.items():
+            began, ended = own["first_loss"], own["last_loss"]
+            if began is not None and ended is not None and ended > began:
+                text = f"the student ended worse than it began on {name}: validation loss {began:.4f}, now {ended:.4f}"
+                writers.warning("no-gain", progress.step, f"{text}; draw more of it", cache=name)
+        if last > first:
+            losses = f"validation loss {first:.4f}, at the end {last:.4f}; the export is of step {progress.best_step}"
+            text = f"the student ended worse than it began: {losses}, {best:.4f}"
+            writers.warning("no-gain", progress.step, text)
+        if (plain := self._plain()) is not None and best >= plain[1]:
+            other = f"{plain[1]:.4f}, that of plain cross-entropy on this cache in {plain[0]}"
+            text = f"the student's validation loss {best:.4f} is not below {other}"
+            writers.warning("no-gain", progress.step, text)

@@ -1,0 +1,117 @@
+"""What `--cross-tokenizer` does before a student reads: the view of the text in the student's tokens."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.view import OtherViewError, build_view
+from kdtrain.cache.view_rows import MOST_DISAGREEMENT, View
+from kdtrain.config import DistillConfig, EvaluateConfig
+from kdtrain.config.across import TERMS, partners
+from kdtrain.config.values import refuse
+from kdtrain.errors import UsageError
+from kdtrain.files import set_aside
+from kdtrain.models.loading import digest_of, load_tokenizer, tokenizer_digest, vocabulary
+from kdtrain.models.spec import ModelSpec
+from kdtrain.monitor.progress import bar, log, warn_early
+from kdtrain.teaching.teacher import Teacher
+from kdtrain.training.sources.aligned import AlignedSource, Terms, aligned_facts
+from kdtrain.training.sources.source import Facts, Source
+
+_TOKENS = CodecSpec(kind="tokens", vocab_size=2)
+"""Of an online teacher's own tokens."""
+
+
+def across(config: DistillConfig, student: ModelSpec, teacher: Teacher | None) -> Facts | None:
+    """What is known of the data of a run across tokenizers; None without that option, or with one tokenizer.
+
+    UsageError: the cache has no teacher's numbers, or `differ`.
+    """
+    if config.cross_tokenizer is None:
+        return None
+    cells, data = TERMS[config.cross_tokenizer] != (False, True), config.data
+    if teacher is not None:
+        name, codec = str(data.data), _TOKENS
+        theirs: str | None = tokenizer_digest(teacher.tokenizer)
+        seq_len, document_mask = data.seq_len, data.document_mask
+    else:
+        cache = _cache(config)
+        name, stated = cache.name, cache.manifest.settings
+        codec, theirs = stated.codec, stated.tokenizer_digest
+        seq_len, document_mask = stated.seq_len, stated.document_mask
+        if codec.kind == "tokens":
+            raise UsageError(f"{name} holds no teacher's numbers; --cross-tokenizer needs them")
+    if not differ(config, digest_of(student), theirs):
+        return None
+    known = student.init == "pretrained" or "vocab_size" in (student.config or ())
+    size = entries(student.name, load_tokenizer(student), vocabulary(student) if known else None)
+    return aligned_facts(name, seq_len=seq_len, document_mask=document_mask, size=size, codec=codec, cells=cells)
+
+
+def entries(name: str, tokenizer: Any, rows: int | None) -> int:
+    """Those of a student's tokenizer. UsageError: its model has fewer `rows`; None: it takes as many as are needed."""
+    size = 1 + int(max(tokenizer.get_vocab().values()))  # ids may have gaps
+    if rows is not None and size > rows:
+        raise UsageError(f"{name} has a tokenizer of {size} entries, and its model {rows}; name the model's own")
+    return size
+
+
+def differ(config: DistillConfig | EvaluateConfig, own: str | None, theirs: str | None) -> bool:
+    """Whether the digests of the tokenizers of student and teacher differ; a student without one has the teacher's.
+
+    UsageError: they do not, and special tokens are matched.
+    """
+    if own not in (None, theirs):
+        return True
+    why = "teacher and student have the same tokenizer" if own else "the student has no tokenizer but the teacher's"
+    refuse(bool(config.special_tokens), f"--special-tokens has no effect: {why}; leave it out")
+    log.info("--cross-tokenizer %s: %s", config.cross_tokenizer, why)
+    return False
+
+
+def terms_of(option: str | None, view: View, warn: Callable[[str], None]) -> Terms:
+    """The terms that `--cross-tokenizer` names; auto: cells, or chunks where the view says that cells are refused."""
+    terms = TERMS[option or "auto"]
+    if terms is not None:
+        return terms
+    if (apart := view.facts()["disagreement"]) <= MOST_DISAGREEMENT:
+        return True, False
+    warn(
+        f"--cross-tokenizer auto takes chunks alone: at {apart:.1%} of the common places both tokens lie in different "
+        f"cells, and at most {MOST_DISAGREEMENT:.0%} are right"
+    )
+    return False, True
+
+
+def align(config: DistillConfig, student: ModelSpec, resumed: bool) -> None:
+    """Make the view of the text in the student's tokens, in the folder of the run; with a teacher of its own packed.
+
+    UsageError, RunError: as `build_view`.
+    """
+    folder, tokenizer = config.out / ("data" if config.cache else "view"), load_tokenizer(student)
+    with bar("align", None) as shown:
+        options: dict[str, Any] = {"events": partners(config.special_tokens), "progress": shown.update}
+        try:
+            view = build_view(folder, _cache(config), tokenizer, **options)
+        except OtherViewError:
+            if resumed:
+                raise
+            set_aside(config.out, folder.name, "left")  # of an earlier attempt with other options
+            view = build_view(folder, _cache(config), tokenizer, **options)
+    for line in view.lines():
+        log.info("%s", line)
+
+
+def open_view(config: DistillConfig) -> dict[str, Source]:
+    """The splits of the view that `align` made. UsageError: cells are asked for, and disagree."""
+    view = View(config.out / ("data" if config.cache else "view"), _cache(config))
+    terms = terms_of(config.cross_tokenizer, view, lambda text: warn_early("cross-tokenizer", text))
+    return {split: AlignedSource(view, split, terms) for split in ("train", "validation")}
+
+
+def _cache(config: DistillConfig) -> Cache:
+    """The cache, or with an online teacher its own tokens of the text."""
+    if config.cache:
+        return Cache(config.cache[0], local_limit=config.local_limit)
+    return Cache(config.out / "data")

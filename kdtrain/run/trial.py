@@ -1,0 +1,155 @@
+"""A run that is tried out and removed, for `--dry-run` and `--sanity`.
+
+`trial_run` builds it in a hidden folder beside `--out`, on the disk of the run, and removes that folder at the end. It
+does not change an earlier run in `--out`, of which it reads only the attention.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from kdtrain.cache.build.live_capture import LiveCache
+from kdtrain.config import DistillConfig
+from kdtrain.errors import RunError, making
+from kdtrain.files import hidden_folder
+from kdtrain.monitor.progress import log
+from kdtrain.ranks import all_gather_object, on_main, reported
+from kdtrain.run.agreement import same_ranks
+from kdtrain.run.build import build
+from kdtrain.run.folder import check_out
+from kdtrain.run.recipe import resolve, run_device
+from kdtrain.run.run import Run
+from kdtrain.run.server_capture import captured
+from kdtrain.training.signals import StopRequest
+from kdtrain.training.step import Status
+
+
+class TimedStep(NamedTuple):
+    """The time and the numbers of a step."""
+
+    seconds: float
+    numbers: dict[str, float]
+
+
+class Trial:
+    """A run that is tried out, and what it would write into `out`."""
+
+    def __init__(self, run: Run, out: Path, live: LiveCache | None = None) -> None:
+        self.run, self.recipe, self.trainer, self.out = run, run.recipe, run.trainer, out
+        self.live = live
+        """What it asks a server for."""
+
+    def timed_steps(self, count: int) -> list[TimedStep]:
+        """Take the next steps of the run. RunError: the loss or a gradient is non-finite."""
+        trainer, taken = self.trainer, list[TimedStep]()
+        started = time.perf_counter()
+        for batches in trainer.stepper.feed().steps():
+            stop = StopRequest()
+            result = trainer.stepper.take(batches, stop)
+            stop.raise_failed()
+            if result.status is Status.OUT_OF_MEMORY:
+                log.warning(result.message)
+                return self.timed_steps(count)
+            if result.status is Status.SKIPPED and result.tokens:
+                if trainer.state.guards.scale.absorbs(math.isfinite(result.loss)):
+                    trainer.state.guards.scale.update(overflowed=True)
+                    continue
+                found = f"loss {result.loss} with gradient norm {result.grad_norm}"
+                advice = "look at the data (kdtrain verify) or lower --lr"
+                raise reported(RunError(f"step {len(taken) + 1}: {found}; {advice}"))
+            taken.append(TimedStep(time.perf_counter() - started, result.metrics))
+            if len(taken) == count:
+                break
+            started = time.perf_counter()
+        return taken
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the tensors of a checkpoint after the first step: mostly weights and two moments."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.trainer.state.tensors().values())
+
+    @property
+    def validation_steps(self) -> set[int]:
+        """The steps with a validation."""
+        return {*range(0, self.trainer.total + 1, self.trainer.eval_freq), self.trainer.total}
+
+    @property
+    def rolling_steps(self) -> set[int]:
+        """The steps with a rolling checkpoint, if each validation is better than those before."""
+        return {*range(0, self.trainer.total, self.recipe.config.checkpoint.checkpoint_freq), *self.validation_steps}
+
+    @property
+    def epoch_steps(self) -> set[int]:
+        """The steps that end an epoch."""
+        size, count = self.recipe.config.batch_size, len(self.trainer.stepper.source)
+        return {step for step in range(1, self.trainer.total + 1) if step * size // count > (step - 1) * size // count}
+
+    @property
+    def saves(self) -> int:
+        """Most checkpoints that the run writes: rolling, best, of epochs, and those of adaptive quantisation."""
+        options, windows = self.recipe.config.quantization, 0
+        if self.trainer.state.adaptive is not None:
+            windows = self.trainer.total // options.quant_window_size
+            if options.quant_snapshot == "disk":
+                windows += self.trainer.total // options.quant_checkpoint_interval
+        return len(self.epoch_steps | self.rolling_steps) + windows
+
+    @property
+    def checkpoints_kept(self) -> int:
+        """Most checkpoints on disk: all tiers full, the best one, and the one in writing."""
+        keep, adaptive = self.recipe.config.checkpoint, self.trainer.state.adaptive
+        rolling = min(keep.keep_rolling, len(self.rolling_steps))
+        windows = self.recipe.config.quantization.quant_recovery_buffer if adaptive is not None else 0
+        return rolling + min(keep.keep_epochs, len(self.epoch_steps)) + keep.keep_special + windows + 2
+
+    @property
+    def disk_free(self) -> int:
+        """Free bytes on the disk of the run."""
+        return shutil.disk_usage(_existing(self.out)).free
+
+
+@contextmanager
+def trial_run(config: DistillConfig) -> Iterator[Trial]:
+    """Build and open the run of `config`, untrained; all its files are removed when the block ends.
+
+    UsageError: data, cache, student or options do not fit together, or `--out` holds something that is not a run.
+    RunError: the folder of `--out` cannot be written.
+    """
+    silent = replace(config.monitor, log_to="none", on_event=None)
+    with run_device(config) as device, same_ranks(config, device), trial_folder(config.out) as folder:
+        hidden = replace(config, out=folder, monitor=silent)
+        with captured(hidden, device, trial=True) as (used, live):
+            run = build(resolve(used, device, claim=lambda _: False, earlier=config.out, live=live))
+            run.open()
+            try:
+                yield Trial(run, config.out, live)
+            finally:
+                run.trainer.saver.close()
+                run.trainer.writers.close()
+
+
+@contextmanager
+def trial_folder(out: Path) -> Iterator[Path]:
+    """Make a hidden folder beside `out`, the same for all ranks, and remove it with its contents."""
+    with ExitStack() as stack:
+
+        def make() -> str:
+            with making(out):
+                check_out(out)
+                return str(stack.enter_context(hidden_folder(_existing(out.resolve().parent) / f"{out.name}.trial")))
+
+        yield Path(on_main(make))
+        all_gather_object(None)  # a barrier: every rank has finished reading
+
+
+def _existing(path: Path) -> Path:
+    """Return `path` or its nearest existing parent, which is on the disk where `path` will be."""
+    path = path.resolve()
+    while not path.exists():
+        path = path.parent
+    return path
