@@ -29,12 +29,12 @@ from benchmarks.harness import RESULTS, STUDENT, TEACHER, write
 from benchmarks.harness.command import Kdtrain
 from benchmarks.harness.models import packed, teacher_logits, token_tensor
 from kdtrain.cache.format.codec import CodecSpec, decode, encode_sequences
-from kdtrain.commands.export import open_student
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import DenseTargets, SparseTargets
+from kdtrain.run.saved_student import open_student
 
 RESULT = RESULTS / "gradient_angles.json"
 SEQUENCES, LENGTH, MICRO = 32, 256, 4

@@ -25,13 +25,13 @@ from benchmarks.harness.bench import cached, online
 from benchmarks.harness.command import Kdtrain, environment
 from benchmarks.harness.models import open_teacher
 from benchmarks.harness.study import Study
-from kdtrain.commands.export import open_student
 from kdtrain.config.choices import DIVERGENCES
 from kdtrain.models.head import split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.temperature import build_temperature
+from kdtrain.run.saved_student import open_student
 
 BOUNDS = (2 / 3, 4.0)
 MODES = ("minimize", "adversarial", "likelihood")

@@ -18,7 +18,6 @@ import torch
 from kdtrain.cache.format.manifest import refuse_tokenizer, refuse_vocabulary
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.view import build_view
-from kdtrain.commands.export import open_student
 from kdtrain.config import EvaluateConfig
 from kdtrain.config.across import partners
 from kdtrain.errors import RunError, UsageError
@@ -31,6 +30,7 @@ from kdtrain.objective.loss import DistillationLoss
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
 from kdtrain.run.build_cache import build_tokens
+from kdtrain.run.saved_student import open_student
 from kdtrain.run.tokenizer_view import differ, entries, terms_of
 from kdtrain.teaching.teacher import Teacher, open_teacher
 from kdtrain.training.sources.aligned import AlignedSource

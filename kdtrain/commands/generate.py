@@ -10,7 +10,6 @@ from contextlib import closing
 
 import torch
 
-from kdtrain.commands.export import open_student
 from kdtrain.config import GenerateConfig
 from kdtrain.data.formats import Document
 from kdtrain.data.masks import Masks
@@ -23,6 +22,7 @@ from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.tables import show
 from kdtrain.precision.modes import autocast, pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
+from kdtrain.run.saved_student import open_student
 
 
 def main(config: GenerateConfig) -> int:

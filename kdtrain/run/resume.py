@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from kdtrain.checkpoint.store import Checkpoint
-from kdtrain.commands.export import checkpoint_of
 from kdtrain.config import LoraConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import read_json, read_toml, same_path, typed
@@ -15,6 +14,7 @@ from kdtrain.ranks import on_main, raise_on_all_ranks, reported
 from kdtrain.run.folder import changes, is_run, refuse_changes
 from kdtrain.run.recipe import PARTS
 from kdtrain.run.run import Run
+from kdtrain.run.saved_student import checkpoint_of
 from kdtrain.training.schedule import learning_rate, total_steps, warmup_steps
 from kdtrain.training.state import Progress, load_saved
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 
 from kdtrain.cache.format.manifest import weights_line
-from kdtrain.commands.export import merged_line, origin_of, student_at, written_parameters
-from kdtrain.commands.model_card import card_files
 from kdtrain.errors import RunError, UsageError, advice, reason, writing
 from kdtrain.files import publish_text, set_aside
 from kdtrain.models.frozen import whole_size
@@ -23,8 +21,10 @@ from kdtrain.monitor.progress import end_log, formula, log, setup_logging
 from kdtrain.monitor.tables import finite, show
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, rank, world_size
 from kdtrain.run.folder import TOKENIZER, launch, used, write_description, write_tokenizer
+from kdtrain.run.model_card import card_files
 from kdtrain.run.recipe import Recipe
 from kdtrain.run.result import RESULT, below, best_plain_run, count_warnings, read_result
+from kdtrain.run.saved_student import merged_line, origin_of, student_at, written_parameters
 from kdtrain.training.schedule import warmup_steps
 from kdtrain.training.state import load_saved
 from kdtrain.training.step import out_of_memory

@@ -11,13 +11,13 @@ from dataclasses import fields, replace
 import torch
 
 from kdtrain.cache.build.live_capture import LiveCache
-from kdtrain.commands.cache_teacher import build
 from kdtrain.config import CacheTeacherConfig, CodecConfig, DataConfig, DistillConfig, RunServerConfig, ServerConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.spec import SELF
 from kdtrain.objective.divergence import refuse
 from kdtrain.ranks import on_main, world_size
 from kdtrain.run.build_cache import SERVED
+from kdtrain.run.capture import capture
 from kdtrain.run.folder import check_out, restarted
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import asked_to_stop
@@ -47,7 +47,7 @@ def captured(
     objective, top_k = config.objective, 0 if samples else config.server.server_top_k
     if objective.distils:  # several ranks capture all before they train
         refuse(objective.divergence, objective.tail, top_k=top_k, num_samples=samples)
-    capture = CacheTeacherConfig(
+    asked_of = CacheTeacherConfig(
         teacher=config.teacher,
         out=config.out / SERVED,
         data=config.data,
@@ -57,11 +57,11 @@ def captured(
     )
 
     def capture_all(live: LiveCache) -> None:
-        build(capture, device, live)
+        capture(asked_of, device, live)
         on_main(lambda: None)  # rank 0 writes the manifest after the others have finished
 
     live = LiveCache(
-        capture.out,
+        asked_of.out,
         seed=config.seed,
         planned=lambda sequences: min(sequences, total_steps(config, sequences) * config.batch_size),
         capture=capture_all,
@@ -72,7 +72,7 @@ def captured(
     data = DataConfig(num_workers=config.data.num_workers)
     try:
         live.open()
-        yield replace(config, cache=(str(capture.out),), teacher=None, data=data, server=RunServerConfig()), live
+        yield replace(config, cache=(str(asked_of.out),), teacher=None, data=data, server=RunServerConfig()), live
     finally:
         live.close()
 

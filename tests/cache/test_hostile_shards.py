@@ -148,7 +148,7 @@ def _read_what_passes(cache: Path, folder: Path) -> None:
 
 LOCK = """
 import pathlib, sys, threading, h5py
-from kdtrain.cache import reader
+from kdtrain.cache.read import reader
 from kdtrain.errors import RunError
 
 def read():

@@ -16,12 +16,11 @@ from kdtrain.cache.build.live_capture import LiveCache
 from kdtrain.cache.format.manifest import Manifest
 from kdtrain.cli.parsing import parse
 from kdtrain.cli.paths import problem
-from kdtrain.commands import cache_teacher
 from kdtrain.config import CodecConfig, DataConfig, TextConfig
 from kdtrain.data import corpus
 from kdtrain.errors import UsageError
 from kdtrain.files import file_digest, publish_json, read_sealed
-from kdtrain.run import build_cache
+from kdtrain.run import build_cache, capture
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
@@ -237,7 +236,7 @@ def test_a_cache_that_a_run_captures_states_the_text_and_the_date_of_what_the_ru
         config.out,
         seed=0,
         planned=lambda sequences: sequences,
-        capture=lambda live: cache_teacher.build(config, torch.device("cpu"), live),
+        capture=lambda live: capture.capture(config, torch.device("cpu"), live),
         whole=True,
     )
     live.open()

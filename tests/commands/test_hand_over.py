@@ -166,7 +166,7 @@ def test_a_card_of_a_changed_run_escapes_its_words_and_leaves_private_options_ou
     ],
 )
 def test_the_head_of_a_card_has_the_hubs_base_model_and_data_sets(run, monkeypatch, student, data, head):
-    from kdtrain.commands.model_card import card_files
+    from kdtrain.run.model_card import card_files
     from kdtrain.training.state import read_saved
 
     path = run.root / "run" / "checkpoints"

@@ -1,0 +1,88 @@
+"""Runs a teacher once over the data of a cache: what `cache-teacher` does, and a run that trains from a server."""
+
+from dataclasses import replace
+
+import torch
+
+from kdtrain.cache.build.live_capture import LiveCache
+from kdtrain.cache.format.manifest import weights_line
+from kdtrain.cache.format.names import MANIFEST
+from kdtrain.cache.read.reader import Cache
+from kdtrain.config import CacheTeacherConfig
+from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.spec import read_spec, with_weights
+from kdtrain.monitor.progress import log
+from kdtrain.parallel.memory_plan import free_everywhere, shards_teacher
+from kdtrain.precision.modes import MODES, pick_mode
+from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, world_size
+from kdtrain.run.build_cache import (
+    begun_with,
+    build_cache,
+    known_text,
+    pin_date,
+    refined_cache,
+    refuse_no_rows,
+    refuse_other_vocabulary,
+    validation_rows,
+)
+from kdtrain.run.folder import refuse_no_folder
+from kdtrain.teaching.teacher import MEASURED, open_teacher
+
+
+def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | None = None) -> None:
+    """Build the cache, inside `same_ranks`; rank 0 returns last. UsageError, RunError: as `cache_teacher`.
+
+    live: of a run that reads it meanwhile.
+    """
+    on_main(lambda: refuse_no_folder(config.out))
+    with raise_on_all_ranks():
+        refined = None if config.refine is None else refined_cache(config.refine)
+        seq_len, document_mask = config.data.seq_len, config.data.document_mask
+        if refined is not None:
+            seq_len, document_mask = refined.manifest.settings.seq_len, refined.manifest.settings.document_mask
+        spec = read_spec(config.teacher, "teachers")
+        if config.from_logprobs is not None:
+            load_tokenizer(spec)  # a spec without one is refused by name
+            spec = replace(spec, kind="recorded", weights=None, options={"logprobs": str(config.from_logprobs)})
+        if config.server.teacher_server:
+            spec = replace(spec, kind="served", weights=None)
+        spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
+        teacher = open_teacher(spec, device, _mode(config, refined, device), online=False)
+        if config.server.teacher_server:
+            teacher.connect(config.server, config.codec)
+        _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
+        if refined is not None:
+            refuse_other_vocabulary(refined, teacher)
+    text = date = None
+    if config.data.data is not None and live is None:
+        text = on_main(lambda: known_text(config.out, config.data))
+        date = on_main(lambda: pin_date(config.out, config.data, teacher.tokenizer))
+        if refined is None:
+            on_main(lambda: None if (config.out / MANIFEST).exists() else refuse_no_rows(config, teacher))
+    teacher.tokenizer.date = date  # type: ignore[attr-defined]
+    free = free_everywhere(device, config.parallel.device_memory)
+    with raise_on_all_ranks():
+        sharded = shards_teacher(config, teacher.footprint(seq_len), free, seq_len)
+        teacher.load(sharded)
+        teacher.check(seq_len, document_mask)
+        measured = spec.weights is not None and is_main() and not (config.out / MANIFEST).exists()
+        rows = validation_rows(config, teacher, refined, MEASURED) if measured else ()
+        teacher.pack(rows, document_mask=document_mask)
+    # the shapes of decoding change with every step, and a compiled layer with each of them
+    teacher.prepare(sharded=sharded, compile=config.compile and not config.text.generate)
+    over = f" over {source}" if (source := config.data.data or config.refine) else ""
+    many = f" in {world_size()} ranks" if world_size() > 1 else ""
+    log.info("caching %s%s into %s%s", teacher, over, config.out, many)
+    if teacher.cost is not None:
+        log.info("%s", weights_line(teacher.cost))
+    build_cache(config, teacher, refined, live, text)
+
+
+def _mode(config: CacheTeacherConfig, refined: Cache | None, device: torch.device) -> str:
+    """The mode of the forward; `auto` keeps that of a cache which is resumed or refined."""
+    mode = pick_mode(config.precision, device)
+    earlier = (begun_with(config.out) if refined is None else refined.manifest.settings.teacher) or {}
+    if config.precision == "auto" and (before := earlier.get("precision")) in MODES and before != mode:
+        log.info("the teacher runs in %s, as this cache was begun; on %s auto is %s", before, device, mode)
+        mode = pick_mode(before, device)
+    return mode
