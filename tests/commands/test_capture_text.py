@@ -20,7 +20,8 @@ from kdtrain.config import CodecConfig, DataConfig, TextConfig
 from kdtrain.data import corpus
 from kdtrain.errors import UsageError
 from kdtrain.files import file_digest, publish_json, read_sealed
-from kdtrain.run import build_cache, capture
+from kdtrain.run import build_cache
+from kdtrain.run import capture as run_capture
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
@@ -127,7 +128,7 @@ def test_ranks_that_do_not_see_each_others_manifest_make_the_same_calls_of_all_r
         monkeypatch.setattr(module, "on_main", lambda action: (calls.append(module.__name__), on_main(action))[1])
 
     write_rows(Path("a.jsonl"))
-    counted(cache_teacher)
+    counted(run_capture)
     counted(build_cache)
     capture(teacher, "a.jsonl")
     fresh = list(calls)
@@ -236,7 +237,7 @@ def test_a_cache_that_a_run_captures_states_the_text_and_the_date_of_what_the_ru
         config.out,
         seed=0,
         planned=lambda sequences: sequences,
-        capture=lambda live: capture.capture(config, torch.device("cpu"), live),
+        capture=lambda live: run_capture.capture(config, torch.device("cpu"), live),
         whole=True,
     )
     live.open()
