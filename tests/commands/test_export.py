@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from kdtrain import faults, files
-from kdtrain.commands import export
 from kdtrain.errors import UsageError
 from kdtrain.models.loading import export_lock
+from kdtrain.run import saved_student
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 from kdtrain.training.state import load_saved
 
@@ -133,8 +133,8 @@ def test_what_a_run_trains_is_what_it_exports_and_evaluates_where_a_head_is_call
     saved = load_saved(path)  # a checkpoint of before, whose configuration says tied
     saved.state["student"]["architecture"]["tie_word_embeddings"] = True
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(export, "load_saved", lambda folder: saved)
-        earlier = export.student_at(path, torch.device("cpu"))
+        patched.setattr(saved_student, "load_saved", lambda folder: saved)
+        earlier = saved_student.student_at(path, torch.device("cpu"))
     assert torch.equal(earlier.head.weight, saved.tensors["student.model.lm_head.weight"])
     for student in ("own-head", "own-head/student", tmp_path / "out"):
         found = workbench.json("evaluate", "--student", student, "--cache", "cache")
@@ -341,4 +341,4 @@ def test_adapters_are_written_only_beside_a_base_that_their_reader_finds(workben
 def test_options_that_no_run_writes_are_refused_in_one_line(frozen, options):
     state = {"options": options, "student": {"architecture": {}, "attention": "sdpa", "base": ""}}
     with pytest.raises(UsageError):
-        export._on_its_base(state, {}, None)
+        saved_student._on_its_base(state, {}, None)
