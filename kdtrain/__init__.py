@@ -26,7 +26,7 @@ __version__ = "0.2.0"
 if TYPE_CHECKING:
     from kdtrain.cache.build.sequences import CacheWriter
     from kdtrain.cache.read.mixture import Mixture
-    from kdtrain.cache.read.reader import Cache, collate
+    from kdtrain.cache.read.reader import collate
     from kdtrain.checkpoint.nested import CheckpointStore
     from kdtrain.checkpoint.tiers import Keep
     from kdtrain.cli import register_command
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kdtrain.data.alignment import Alignment
     from kdtrain.data.corpus import register_text
     from kdtrain.errors import RunError, UsageError
+    from kdtrain.library import Cache
     from kdtrain.models.output_head import Head
     from kdtrain.monitor.loggers import Logger, register_logger
     from kdtrain.monitor.record import RunRecord
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "kdtrain.cache.read.mixture": ("Mixture",),
-    "kdtrain.cache.read.reader": ("Cache", "collate"),
+    "kdtrain.cache.read.reader": ("collate",),
     "kdtrain.cache.build.sequences": ("CacheWriter",),
     "kdtrain.checkpoint.nested": ("CheckpointStore",),
     "kdtrain.checkpoint.tiers": ("Keep",),
@@ -71,6 +72,7 @@ _HOME = {
     "kdtrain.data.alignment": ("Alignment",),
     "kdtrain.data.corpus": ("register_text",),
     "kdtrain.errors": ("RunError", "UsageError"),
+    "kdtrain.library": ("Cache",),
     "kdtrain.models.output_head": ("Head",),
     "kdtrain.monitor.loggers": ("Logger", "register_logger"),
     "kdtrain.monitor.record": ("RunRecord",),

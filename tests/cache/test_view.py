@@ -16,7 +16,7 @@ from kdtrain.cache.build.folder import holds_nothing
 from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.read.reader import Cache, CacheReader, collate
+from kdtrain.cache.read.reader import CacheReader, collate
 from kdtrain.cache.view import build_view
 from kdtrain.cache.view_rows import ViewReader, identity_of, sealed_record
 from kdtrain.data import alignment as alignments
@@ -26,6 +26,7 @@ from kdtrain.data.corpus import Document
 from kdtrain.data.packing import PackedRow, pack
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import Lock, publish_json
+from kdtrain.library import Cache
 from kdtrain.models.loading import tokenizer_digest
 from kdtrain.models.output_head import OutputHead
 from kdtrain.objective.cell_targets import MOST_CELLS, condensed
