@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from kdtrain.commands.cache_teacher import cache_teacher
     from kdtrain.commands.distill import distill
     from kdtrain.config import CacheTeacherConfig, DistillConfig
-    from kdtrain.data.alignment import Alignment
     from kdtrain.data.corpus import register_text
     from kdtrain.errors import RunError, UsageError
     from kdtrain.library import Cache
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from kdtrain.precision.backends import quantize_, register_backend
     from kdtrain.precision.controller import Policy, PrecisionController
     from kdtrain.teaching.teacher import Teacher, register_teacher
+    from kdtrain.tokenizers.alignment import Alignment
     from kdtrain.training.sources.source import Facts, SourceRequest, register_source
     from kdtrain.training.student import Student
 
@@ -69,7 +69,7 @@ _HOME = {
     "kdtrain.commands.cache_teacher": ("cache_teacher",),
     "kdtrain.commands.distill": ("distill",),
     "kdtrain.config": ("CacheTeacherConfig", "DistillConfig"),
-    "kdtrain.data.alignment": ("Alignment",),
+    "kdtrain.tokenizers.alignment": ("Alignment",),
     "kdtrain.data.corpus": ("register_text",),
     "kdtrain.errors": ("RunError", "UsageError"),
     "kdtrain.library": ("Cache",),

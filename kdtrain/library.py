@@ -10,11 +10,11 @@ from typing import Any, cast
 from kdtrain.cache.read import reader
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.verify import verify_cache
-from kdtrain.cache.view import build_view
-from kdtrain.cache.view_rows import ViewReader
 from kdtrain.config.values import LOCAL_LIMIT
 from kdtrain.errors import as_path
 from kdtrain.models.loading import load_tokenizer
+from kdtrain.tokenizers.view import ViewReader
+from kdtrain.tokenizers.view_builder import build_view
 
 
 class CacheSplit(reader.CacheReader):
@@ -67,7 +67,8 @@ class Cache(reader.Cache):
     >>> list(cache), len(cache["train"]), cache.temperature_range, cache.verify()
     (['train', 'validation'], 5, (0.6666666666666666, 4.0), [])
     >>> from torch.utils.data import DataLoader
-    >>> loader = DataLoader(cache["train"], batch_size=2, collate_fn=reader.collate)
+    >>> from kdtrain import collate
+    >>> loader = DataLoader(cache["train"], batch_size=2, collate_fn=collate)
     >>> next(iter(loader))["tokens"].shape
     torch.Size([2, 25])
     """
