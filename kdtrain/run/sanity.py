@@ -21,10 +21,10 @@ from torch import nn
 from kdtrain.checkpoint import tiers
 from kdtrain.config import DistillConfig
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.monitor.tables import literal, show
 from kdtrain.objective.batch import Batch
 from kdtrain.ranks import refuse_many_processes
 from kdtrain.run.trial import Trial, trial_run
+from kdtrain.tables import literal, show
 from kdtrain.training.reporter import gradients_of, initial_loss
 from kdtrain.training.state import load_saved, make_optimizer
 from kdtrain.training.student import Student
