@@ -12,7 +12,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from kdtrain.cache.address import Address, parse_address
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import Manifest, check_sizes, read_manifest, read_sidecar
 from kdtrain.cache.format.spec import CodecSpec
@@ -31,6 +30,7 @@ from kdtrain.files import aside_in, read_json, typed
 from kdtrain.models.spec import ADAPTER_CONFIG, ModelSpec, read_spec, shipped
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord
+from kdtrain.net.address import Address, parse_address
 from kdtrain.run.path_kind import damage_of, kind_of
 from kdtrain.run.result import read_result
 from kdtrain.tables import show, show_page

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.format.manifest import read_manifest
-from kdtrain.cache.read.local_store import cache_folder, kept_manifest
+from kdtrain.cache.read.remote import kept_manifest
 from kdtrain.commands.cache_pages import divergence
 from kdtrain.commands.compare import cell, notes
 from kdtrain.commands.plot import drawing, refuse_existing
@@ -214,7 +213,7 @@ def _caches(runs: Sequence[Run]) -> dict[str, str]:
 
 def _cache(folder: Path, digest: str) -> str:
     try:
-        manifest = kept_manifest(cache_folder(digest)) or read_manifest(folder)
+        manifest = kept_manifest(folder, digest)
     except (UsageError, RunError, OSError, ValueError) as error:
         reason = printable(str(error))[:200]
         return f'<p class="warn">It is no longer there to be described: {_safe(reason)}</p>'

@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.address import parse_address
 from kdtrain.cache.read.remote import open_cache, open_remote
 from kdtrain.cache.tools.self_check import look
 from kdtrain.cache.tools.verify import repair, verify_cache
@@ -17,6 +16,7 @@ from kdtrain.commands.audit import audit
 from kdtrain.config import VerifyConfig
 from kdtrain.config.values import refuse
 from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.net.address import parse_address
 from kdtrain.run.build_cache import OWN, holds_own
 from kdtrain.run.path_kind import damage_of, kind_of
 from kdtrain.tables import number, show, show_page

@@ -16,7 +16,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from kdtrain.cache.address import parse_address
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.self_check import look
@@ -32,6 +31,7 @@ from kdtrain.models.frozen import refuse_weights
 from kdtrain.models.loading import is_model_folder, load_tokenizer, with_weights_of
 from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.monitor.progress import log, warn_early
+from kdtrain.net.address import parse_address
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.parallel.memory_plan import (

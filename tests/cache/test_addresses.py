@@ -10,10 +10,10 @@ import pytest
 import requests
 
 from kdtrain.cache import download
-from kdtrain.cache.address import Address, is_private
 from kdtrain.cache.hub import ask
 from kdtrain.errors import RunError, UsageError
 from kdtrain.library import Cache
+from kdtrain.net.address import Address, is_private
 from tests.fetched import assert_same, files_of
 from tests.web import TOKEN, Repository, Web
 

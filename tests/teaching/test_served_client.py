@@ -6,9 +6,9 @@ import threading
 import time
 
 import pytest
+from kdtrain.cache.download import fetch
 
 import kdtrain as kd
-from kdtrain.cache.download import fetch
 from kdtrain.teaching.served.client import Client, Refused, quoted
 from tests.stand_in import standing_in
 

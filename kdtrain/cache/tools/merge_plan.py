@@ -11,13 +11,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from kdtrain.cache.address import parse_address
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, check_sizes, differences, read_manifest
 from kdtrain.cache.format.names import PIECES
 from kdtrain.cache.format.spec import grid_name, grid_offset
 from kdtrain.cache.read.remote import open_remote
 from kdtrain.config.values import LOCAL_LIMIT
 from kdtrain.errors import UsageError, printable
+from kdtrain.net.address import parse_address
 
 MIXTURE = "mixture"
 """`sampling` of samples that are not of one grid."""
