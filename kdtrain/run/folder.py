@@ -24,6 +24,7 @@ import torch
 
 from kdtrain.cache.view_rows import viewed_cache
 from kdtrain.config import DistillConfig, sections, shareable, written
+from kdtrain.config.removed import renewed
 from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import (
@@ -58,8 +59,6 @@ FREE = marked(DistillConfig, "free")
 
 _LATER = marked(DistillConfig, "later")
 """Deciding options that earlier versions did not have; their defaults are left out of checkpoints."""
-_FIXED = {"quantization": {"quant_max_switches": 20}}
-"""Deciding options of earlier versions, with the value that they have now."""
 
 TOKENIZER = "tokenizer"
 """The folder of the tokenizer for the exported student."""
@@ -233,12 +232,15 @@ def changes(
     for section, table in deciding(config).items():
         before = {each.name: written(each, each.default) for home, each in fields_of(DistillConfig) if home == section}
         table = {name: before[name] for name in _LATER & before.keys()} | table
-        before |= _FIXED.get(section, {}) | saved.get(section, {})
-        if before.get("fp8_recipe") == "current":
-            before["fp8_recipe"] = "tensorwise"  # its other name in earlier versions
-        for name, value in (table | _FIXED.get(section, {})).items() if only in (None, section) else ():
-            if name not in but and before[name] != value:
-                found.append(f"{flag(name)} (was {before[name]}, now {value})")
+        earlier = renewed("distill", saved.get(section, {}))
+        before |= earlier.table
+        if only in (None, section):
+            found += earlier.refused
+            found += [
+                f"{flag(name)} (was {before[name]}, now {value})"
+                for name, value in table.items()
+                if name not in but and before[name] != value
+            ]
     return found
 
 
