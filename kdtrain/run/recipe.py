@@ -113,23 +113,18 @@ class Recipe:
     @property
     def members(self) -> list[dict[str, Any]]:
         """What a run that mixes several caches reads: a table for people, empty with one."""
-        facts = self.facts
-        if facts.mixture is None:
-            return []
         return [
             {
                 "name": name,
-                "cache": each.name,
-                "digest": each.identity,
-                "teacher": each.teacher.get("spec"),
-                "targets": each.targets,
-                "sequences": size,
-                "share": round(facts.shares[name], 6),
-                "sequences_an_epoch": quota,
+                "cache": each.facts.name,
+                "digest": each.facts.identity,
+                "teacher": each.facts.teacher.get("spec"),
+                "targets": each.facts.targets,
+                "sequences": len(each.place),
+                "share": round(each.share, 6),
+                "sequences_an_epoch": each.quota,
             }
-            for (name, each), size, quota in zip(
-                facts.members.items(), facts.mixture.sizes, facts.mixture.quotas, strict=True
-            )
+            for name, each in self.facts.members.items()
         ]
 
     @property
@@ -437,7 +432,7 @@ def _with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) 
                 f"--divergence {objective.divergence} with --tail {objective.tail} cannot be computed across "
                 "tokenizers; use forward-kl, and leave --tail out"
             )
-    members = [] if facts is None else [each for each in facts.members.values() if each.targets != "none"] or [facts]
+    members = [] if facts is None else facts.taught or [facts]
     counts_only = any(each.targets == "sparse" and not each.top_k for each in members)
     more = ", or build a cache with --top-k, which serves others" if counts_only else ""
     if taught and not all(least <= each <= most for each in used):
