@@ -31,6 +31,7 @@ from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
 from kdtrain.parallel.parallelize import peak, total_norm
 from kdtrain.ranks import local, world_size
+from kdtrain.training.observers import Observer
 from kdtrain.training.student import Student
 
 _NORM = "the norm of all gradients"
@@ -73,7 +74,7 @@ class Finding:
         )
 
 
-class NanHooks:
+class NanHooks(Observer):
     """Hooks on a student and all of its modules, from now until `remove`; they see eager calls only.
 
     `take` returns the first finding since the last call, and restarts the count of micro-batches.
@@ -94,6 +95,11 @@ class NanHooks:
         for name, parameter in student.named_parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(name)))
+
+    def before_step(self, step: int, student: Student, batch: Batch, normalizer: float) -> bool:
+        """Drop the findings of a validation."""
+        self.take()
+        return False
 
     def take(self) -> Finding | None:
         """Return the first finding since the last call, or None; the next micro-batch is number 1."""

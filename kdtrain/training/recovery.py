@@ -165,6 +165,8 @@ class Recovery:
         self.reporter.rewind(progress.step)
         if self.stepper.collector is not None:
             self.stepper.collector.forget_after(progress.step)
+        for each in self.stepper.observers:
+            each.resume(progress.step)
         checkpoints.save(f"{kind}_{progress.rollbacks}_iter{progress.step}")
         skipped = progress.skipped_data[-1]
         text = f"rolled back to {to.name}; sequences {skipped[0]} to {skipped[1]} of the stream are left out, "

@@ -36,6 +36,7 @@ from kdtrain.precision.collect import Collector
 from kdtrain.ranks import all_reduce_sum, is_main, local, rank, world_size
 from kdtrain.training.guards import guarded_step, non_finite
 from kdtrain.training.nan_hooks import NanHooks
+from kdtrain.training.observers import Observer
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.schedule import alpha, learning_rate, run_length
 from kdtrain.training.signals import StopRequest
@@ -110,9 +111,12 @@ class Stepper:
     """Whether micro-batches have targets; without them the loss is cross-entropy."""
     collector: Collector | None = None
     """Collects tensor statistics."""
+    observers: tuple[Observer, ...] = ()
+    """See each step."""
 
     def __post_init__(self) -> None:
         self.hooks = NanHooks(self.student) if self.config.guards.nan_hooks == "always" else None
+        self.observers = (*((self.hooks,) if self.hooks is not None else ()), *self.observers)
         self.halves_for = FIRST_STEPS
         """Steps from now on in which running out of memory halves the micro-batch; 0 once it is halved."""
         self.tokens = 0
@@ -184,8 +188,6 @@ class Stepper:
             RunError: out of memory, and the micro-batch cannot be halved.
         """
         number = self.state.progress.step + 1
-        if self.hooks is not None:
-            self.hooks.take()  # drop the findings of a validation
         rate = self._prepare(number)
         own, waited, fits = None, 0.0, True
         try:
@@ -212,6 +214,8 @@ class Stepper:
         if scale is not None:
             for gradient in self._unclipped():
                 gradient.mul_(scale)  # the optimizer divides all gradients by it, and these are not clipped
+        for each in self.observers:
+            each.before_optimizer(self.student)
         guarded_step(self.state.optimizer, skipped, scale)
         self.state.optimizer.zero_grad(set_to_none=True)
         faults.point("train.after-step")
@@ -229,6 +233,8 @@ class Stepper:
             self.state.guards.scale.update(overflowed=False)
             self.tokens += result.tokens
             self.kept.clear()  # only a skipped step is investigated
+        for each in self.observers:
+            each.after_optimizer(result.metrics, result.status is Status.TAKEN)
         return result
 
     def settle_buckets(self) -> None:
@@ -299,10 +305,16 @@ class Stepper:
                 self.kept.append(batch)
             if sums is None:
                 self._measure(batch, self.state.progress.step + 1)
+            for each in self.observers:
+                each.before_forward(batch)
             with self.wrapper.micro_batch(last=number == self.micros):
                 # the loss scale is part of the normalizer, because the objective computes gradients in its forward
                 output: LossOutput = self.wrapper(batch, self.full_tokens / self.state.guards.scale.value)
+                for each in self.observers:
+                    each.after_forward(output)
                 faults.changed("train.loss", output.loss, self.batch_number).backward()
+            for each in self.observers:
+                each.after_backward()
             output = LossOutput(*(each.detach() for each in output))
             sums = output if sums is None else LossOutput(*(a + b for a, b in zip(sums, output, strict=True)))
             faults.point("train.after-micro-batch")
@@ -311,7 +323,7 @@ class Stepper:
         return sums, waited
 
     def _measure(self, batch: Batch, number: int) -> None:
-        """Collect tensor statistics and the quantisation gap on the first micro-batch of step `number`, where due.
+        """Show observers the first micro-batch of step `number`, and measure the quantisation gap on it where due.
 
         The gap is the difference of the losses of two forwards, quantised and high, with the step's random numbers and
         the compiled graphs of training.
@@ -323,6 +335,10 @@ class Stepper:
                     self.student(batch, self.full_tokens).loss.backward()
 
             if self.collector.collect(number, self.student.present_mode, run_eagerly):
+                self.state.optimizer.zero_grad(set_to_none=True)
+                seed_everything(self.config.seed, number)
+        for each in self.observers:
+            if each.before_step(number, self.student, batch, self.full_tokens):
                 self.state.optimizer.zero_grad(set_to_none=True)
                 seed_everything(self.config.seed, number)
         adaptive = self.state.adaptive
