@@ -17,14 +17,12 @@ import torch
 
 from kdtrain.cache.format.manifest import refuse_tokenizer, refuse_vocabulary
 from kdtrain.cache.read.reader import Cache
-from kdtrain.cache.view import build_view
 from kdtrain.config import EvaluateConfig
 from kdtrain.config.across import partners
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.loading import check_fits, digest_of, load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import bar, log, setup_logging
-from kdtrain.monitor.tables import show
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.precision.modes import pick_mode
@@ -32,7 +30,9 @@ from kdtrain.ranks import pick_device, refuse_many_processes
 from kdtrain.run.build_cache import build_tokens
 from kdtrain.run.saved_student import open_student
 from kdtrain.run.tokenizer_view import differ, entries, terms_of
+from kdtrain.tables import show
 from kdtrain.teaching.teacher import Teacher, open_teacher
+from kdtrain.tokenizers.view_builder import build_view
 from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.sources.build import build_source
 from kdtrain.training.sources.cache import CachedSource

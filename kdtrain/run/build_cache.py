@@ -37,10 +37,10 @@ from kdtrain.files import read_sealed
 from kdtrain.models.ends import filler_token
 from kdtrain.models.loading import ChatTokenizer, ends_of, generation_of, tokenizer_digest
 from kdtrain.monitor.progress import bar
-from kdtrain.monitor.tables import duration
 from kdtrain.objective.batch import Batch
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, world_size
 from kdtrain.run.agreement import agree
+from kdtrain.tables import duration
 from kdtrain.teaching.teacher import Teacher
 from kdtrain.teaching.writing import Writing
 

@@ -19,7 +19,6 @@ import torch
 from kdtrain.cache.address import parse_address
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.tools.self_check import look
-from kdtrain.cache.view_rows import viewed_cache
 from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
 from kdtrain.config.rates import WORDS, Kind, Rate, rate_of
@@ -32,7 +31,6 @@ from kdtrain.models.frozen import refuse_weights
 from kdtrain.models.loading import is_model_folder, load_tokenizer, with_weights_of
 from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.monitor.progress import log, warn_early
-from kdtrain.monitor.tables import short
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.parallel.memory_plan import (
@@ -50,7 +48,9 @@ from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, rep
 from kdtrain.run.build_cache import TEXT, build_tokens, holds_tokens
 from kdtrain.run.folder import deciding, restarted, saved_attention, saved_rate
 from kdtrain.run.tokenizer_view import across, align, open_view
+from kdtrain.tables import short
 from kdtrain.teaching.teacher import MEASURED, Teacher, open_teacher
+from kdtrain.tokenizers.view import viewed_cache
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.sources.build import open_source
 from kdtrain.training.sources.mixture import mix
