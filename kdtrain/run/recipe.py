@@ -18,6 +18,7 @@ import torch
 
 from kdtrain.cache.address import parse_address
 from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.self_check import look
 from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
@@ -305,7 +306,7 @@ def student_spec(config: DistillConfig) -> ModelSpec:
 def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) -> dict[str, Source]:
     """The splits train and validation of the caches in `places`, or of another --source."""
     caches: list[Cache | None] = [
-        each if isinstance(each, Cache) else Cache(each, local_limit=config.local_limit) for each in places
+        each if isinstance(each, Cache) else open_cache(each, config.local_limit) for each in places
     ] or [None]
     found: dict[str, list[Source]] = {}
     for split in ("train", "validation"):
@@ -318,7 +319,7 @@ def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) ->
 
 def _look(config: DistillConfig) -> None:
     """Look at the rows of caches from elsewhere. UsageError: one cannot be right."""
-    caches = [Cache(each, local_limit=config.local_limit) for each in config.cache if parse_address(each)]
+    caches = [open_cache(each, config.local_limit) for each in config.cache if parse_address(each)]
     for cache in caches:
         seen = look(cache)
         for finding in () if seen is None else seen.findings:
