@@ -17,7 +17,6 @@ import torch
 
 from kdtrain.cache.format.manifest import refuse_tokenizer, refuse_vocabulary
 from kdtrain.cache.read.reader import Cache
-from kdtrain.cache.view import build_view
 from kdtrain.config import EvaluateConfig
 from kdtrain.config.across import partners
 from kdtrain.errors import RunError, UsageError
@@ -33,6 +32,7 @@ from kdtrain.run.saved_student import open_student
 from kdtrain.run.tokenizer_view import differ, entries, terms_of
 from kdtrain.tables import show
 from kdtrain.teaching.teacher import Teacher, open_teacher
+from kdtrain.tokenizers.view_builder import build_view
 from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.sources.build import build_source
 from kdtrain.training.sources.cache import CachedSource

@@ -12,7 +12,6 @@ from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.read.remote import open_remote
 from kdtrain.cache.tools.self_check import look
 from kdtrain.cache.tools.verify import repair, verify_cache
-from kdtrain.cache.view_rows import verify_view, viewed_cache
 from kdtrain.checkpoint.sealed import checkpoint_at, read_checkpoint
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands.audit import audit
@@ -22,6 +21,7 @@ from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.run.build_cache import OWN, holds_own
 from kdtrain.run.path_kind import damage_of, kind_of
 from kdtrain.tables import number, show, show_page
+from kdtrain.tokenizers.view import verify_view, viewed_cache
 
 
 def main(config: VerifyConfig) -> int:

@@ -16,7 +16,6 @@ import kdtrain
 from kdtrain.cache.build.card import CARD, license_lines
 from kdtrain.cache.format.manifest import Manifest, read_manifest
 from kdtrain.cache.tools.facts import cache_facts
-from kdtrain.cache.view_rows import viewed_cache
 from kdtrain.config import DistillConfig
 from kdtrain.config.choices import resolve_tail
 from kdtrain.config.values import fields_of, marked
@@ -25,6 +24,7 @@ from kdtrain.files import read_toml
 from kdtrain.models.spec import ModelSpec, is_hub_id, read_spec
 from kdtrain.run.folder import TOKENIZER, to_toml
 from kdtrain.tables import facts_table, markdown, markdown_text, percent
+from kdtrain.tokenizers.view import viewed_cache
 
 RECIPE = "recipe.toml"
 _DATA = re.compile(r"hf:(?:datasets/)?([\w.-]+/[\w.-]+)(?:[:@].*)?", re.ASCII)

@@ -19,7 +19,6 @@ import torch
 from kdtrain.cache.address import parse_address
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.tools.self_check import look
-from kdtrain.cache.view_rows import viewed_cache
 from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
 from kdtrain.config.rates import WORDS, Kind, Rate, rate_of
@@ -51,6 +50,7 @@ from kdtrain.run.folder import deciding, restarted, saved_attention, saved_rate
 from kdtrain.run.tokenizer_view import across, align, open_view
 from kdtrain.tables import short
 from kdtrain.teaching.teacher import MEASURED, Teacher, open_teacher
+from kdtrain.tokenizers.view import viewed_cache
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.sources.build import open_source
 from kdtrain.training.sources.mixture import mix

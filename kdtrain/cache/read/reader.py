@@ -14,13 +14,10 @@ read has to open one again, which takes as long as three sequences of 512 tokens
 (larger shards help).
 """
 
-import atexit
 import math
 import operator
 import os
 import resource
-import shutil
-import tempfile
 import threading
 import time
 import weakref
@@ -28,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,9 +45,6 @@ from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError, as_path
 from kdtrain.files import file_digest
 from kdtrain.objective.batch import Batch
-
-if TYPE_CHECKING:
-    from kdtrain.cache.view_rows import ViewReader
 
 MAX_OPEN = max(16, min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
 """Shards that all readers keep open at once, an eighth of the files that a process may open. Each holds 0.6 MiB of
@@ -171,42 +165,6 @@ class CacheReader(Dataset[dict[str, Tensor]]):
                 with self._reading(shard) as opened:
                     parts.append(opened.text(part))
         return {name: np.concatenate([part[name] for part in parts])[place] for name in parts[0]}
-
-    def aligned(
-        self,
-        tokenizer: Any,
-        *,
-        folder: Path | str | None = None,
-        cells: bool = True,
-        chunks: bool = False,
-        special_tokens: Mapping[str, str] | None = None,
-    ) -> "ViewReader":
-        """This split in the rows of a student with another tokenizer: a data set whose items any loop takes.
-
-        Args:
-            tokenizer: the student's, or its folder or hub id.
-            folder: where the rows are made and kept, of every split, and found again; by default a folder that goes
-                with the process.
-            cells, chunks: the terms of the loss (docs/tokenizers.md).
-            special_tokens: see `kdtrain.Alignment`.
-
-        UsageError: the tokenizers do not fit together, the folder holds something else, or the cache has no numbers for
-            a term.
-        """
-        from kdtrain.cache.view import build_view  # needs transformers
-        from kdtrain.cache.view_rows import ViewReader
-        from kdtrain.models.loading import load_tokenizer
-
-        given = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-        kept, splits = folder, None
-        if kept is None:
-            kept, splits = tempfile.mkdtemp(prefix="kdtrain-"), (self.split,)
-            atexit.register(shutil.rmtree, kept, ignore_errors=True)
-        cache = Cache.__new__(Cache)  # with what brings the shards of this split
-        cache.remote, cache.folder, cache.name = cast(Any, self.remote), self.folder, self.name
-        cache.manifest, cache._splits = self.manifest, {self.split: self}
-        view = build_view(Path(kept), cache, given, events=special_tokens, splits=splits)
-        return ViewReader(view, self.split, cells=cells, chunks=chunks)
 
     def rows(self) -> Iterator[PackedRow]:
         """The text of all sequences, in order."""
@@ -331,7 +289,7 @@ def _of_process() -> list[CacheReader]:
 
 
 class Cache:
-    """A finished cache: its splits as PyTorch data sets by name, and its manifest.
+    """A finished cache: its splits by name, and its manifest.
 
     Args:
         where: its folder, `hf:datasets/ORG/NAME[@REVISION]` or `https://...`. Of one that lies elsewhere a shard is
@@ -341,15 +299,9 @@ class Cache:
     Raises:
         UsageError: there is no finished cache, or it is not to be had.
         RunError: it cannot be reached.
-
-    >>> cache = Cache("cache/t")
-    >>> list(cache), len(cache["train"]), cache.temperature_range, cache.verify()
-    (['train', 'validation'], 5, (0.6666666666666666, 4.0), [])
-    >>> from torch.utils.data import DataLoader
-    >>> loader = DataLoader(cache["train"], batch_size=2, collate_fn=collate)
-    >>> next(iter(loader))["tokens"].shape
-    torch.Size([2, 25])
     """
+
+    split_type: type[CacheReader] = CacheReader
 
     def __init__(self, where: Path | str, *, local_limit: float = LOCAL_LIMIT) -> None:
         folder = as_path(where, "where")
@@ -363,7 +315,7 @@ class Cache:
     def __getitem__(self, split: str) -> "CacheReader":
         """The split `train` or `validation`. UsageError: see `CacheReader`."""
         if split not in self._splits:
-            self._splits[split] = CacheReader(self.folder, split, self.manifest, self.remote)
+            self._splits[split] = self.split_type(self.folder, split, self.manifest, self.remote)
         return self._splits[split]
 
     def __iter__(self) -> Iterator[str]:
