@@ -21,9 +21,9 @@ def train(out: Path, spec: Path, view: Path, cache: Path, steps: int, lr: float,
     import torch
 
     import kdtrain as kd
-    from kdtrain.cache.read.reader import Cache
     from kdtrain.config.sections import OptimizerConfig
     from kdtrain.data import order
+    from kdtrain.library import Cache
     from kdtrain.models.loading import export_model, load_student, tokenizer_files
     from kdtrain.models.spec import read_spec
     from kdtrain.tokenizers.view import View

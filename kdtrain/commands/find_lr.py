@@ -269,7 +269,7 @@ def _by_part(run: Run) -> list[float]:
     trainer, source, micro = run.trainer, run.trainer.validation_source, run.trainer.stepper.micro
     count = min(len(source), trainer.validation_batches * micro)
     size = max(1, min(micro, count // 16))  # sixteen parts at least, if there are as many sequences
-    whole = count if source.facts.mixture is None else len(source)  # whose members stand one behind the other
+    whole = count if not source.facts.members else len(source)  # whose members stand one behind the other
     student, found = trainer.student.eval(), list[float]()
     for number in range(count // size):
         start = number * whole // (count // size)
