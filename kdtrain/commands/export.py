@@ -10,7 +10,7 @@ from kdtrain.cache.hub import make_repository, names_in, upload
 from kdtrain.checkpoint.sealed import read_checkpoint
 from kdtrain.config import ExportConfig
 from kdtrain.errors import UsageError, printable
-from kdtrain.files import MEDIUM, file_digest, files_below, parse_json, refuse_displacing, typed
+from kdtrain.files import MEDIUM, file_digest, files_below, read_json, refuse_displacing
 from kdtrain.models.head import SplitModel
 from kdtrain.models.int8 import refuse_without_torchao
 from kdtrain.models.loading import (
@@ -92,9 +92,7 @@ def _there(where: str, repository: str) -> tuple[set[str], bool]:
     names, address, ours = names_in(where, repository, "model"), Address(where, repository), {}
     if ORIGIN in names:
         try:
-            ours = typed(parse_json(fetch_file(address, ORIGIN, most=MEDIUM, kind="model").read_text()), _Origin)[
-                "files"
-            ]
+            ours = read_json(fetch_file(address, ORIGIN, most=MEDIUM, kind="model"), _Origin, MEDIUM)["files"]
         except ValueError as error:
             raise UsageError(f"{where}: {ORIGIN} there is not what kdtrain writes ({error})") from None
     elif other := sorted(names - {".gitattributes", CARD}):

@@ -38,7 +38,7 @@ def main(config: VerifyConfig) -> int:
         problems = _problems(config.path, kind)
     else:
         refuse(config.repair, f"--repair is for caches in folders; ask the author of {address}")
-        problems = verify_cache(config.path, open_remote(address, config.local_limit))
+        problems = verify_cache(config.path, open_remote(address))
     result: dict[str, Any] = {
         "path": path,
         "kind": kind,
@@ -70,7 +70,7 @@ def main(config: VerifyConfig) -> int:
 
 def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[Any]]:
     """What a sound cache says, and whether it can be right: a record, what is wrong, and a page."""
-    cache = open_cache(config.path, config.local_limit)
+    cache = open_cache(config.path)
     if config.teacher is not None:
         audited = audit(config, cache)
         return {"audit": audited.to_json()}, [audited.finding] if audited.finding else [], audited.page()

@@ -1,10 +1,9 @@
 """The configuration of each command: its own options, and the sections it takes."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from kdtrain.config.across import SPECIAL_TOKENS, check_terms, refuse_across
 from kdtrain.config.cache_commands import (
@@ -31,7 +30,7 @@ from kdtrain.config.sections import (
     Weights,
 )
 from kdtrain.config.teachers import RunServerConfig
-from kdtrain.config.values import LOCAL_LIMIT, USUAL_STEPS, Options, option, refuse
+from kdtrain.config.values import USUAL_STEPS, Extended, Options, option, refuse
 
 
 def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | None, data: DataConfig, to: str) -> None:
@@ -42,26 +41,8 @@ def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | No
         data.refuse_changes()
 
 
-_Renewal = Callable[[Any, dict[str, Any]], dict[str, Any] | None]
-"""An old option's value in a file, and its section -> the options of today that replace it; None: it is refused."""
-
-
-def _renamed(name: str) -> _Renewal:
-    return lambda value, _: {name: value}
-
-
-def _fixed(today: float) -> _Renewal:
-    return lambda value, _: {} if value == today else None
-
-
-def _loggers(_: Any, section: dict[str, Any]) -> dict[str, Any]:
-    names = ["tensorboard"] if section.get("tensorboard", True) else []
-    names += [f"wandb:{section['wandb_project']}"] if "wandb_project" in section else []
-    return {"log_to": "auto" if names == ["tensorboard"] else ",".join(names) or "none"}
-
-
 @dataclass(frozen=True, kw_only=True)
-class DistillConfig(Options):
+class DistillConfig(Extended):
     """Train a student from a cache, from an online teacher, or (with neither) by plain cross-entropy on text.
 
     The same command resumes an interrupted run from its newest valid checkpoint.
@@ -81,8 +62,6 @@ class DistillConfig(Options):
     """A finished cache: a folder, hf:datasets/ORG/NAME[@REVISION] or https://...; again: a mixture."""
     cache_weights: tuple[float, ...] = option((), several=",", shown="X,X", above=0, later=True)
     """What a step draws of each --cache, as 3,1; by default in proportion to their sequences."""
-    local_limit: float = option(LOCAL_LIMIT, free=True, per_rank=True, above=0)
-    """GB of caches from elsewhere that are kept here."""
     cross_tokenizer: str | None = option(None, later=True, check=check_terms, shown="TERMS")
     """For a student of another tokenizer than the teacher's: cells, chunks, both, or auto (chunks if cells fail)."""
     special_tokens: tuple[str, ...] = option((), **SPECIAL_TOKENS)
@@ -178,7 +157,9 @@ class DistillConfig(Options):
             micro is not None and self.batch_size % micro != 0,
             f"--batch-size {self.batch_size} is not a multiple of --micro-batch-size {micro}; choose one that is",
         )
+        self.check_plugins()
 
+    EXTENDED = "distill"
     EXAMPLES = ("kdtrain distill --cache cache/t --student students/stdlib-1m.toml --out runs/t",)
 
     def _refuse_beyond_a_server(self) -> None:
@@ -204,24 +185,6 @@ class DistillConfig(Options):
             "--cross-tokenizer needs the whole cache before training; capture the server's answers with cache-teacher, "
             "and give --cache",
         )
-
-    OLD: ClassVar[dict[str, tuple[str, _Renewal | None]]] = {
-        "auto_resume": ("is now --yes", _renamed("yes")),
-        "tensorboard": ("is now --log-to: tensorboard or none", _loggers),
-        "wandb_project": ("is now --log-to wandb:PROJECT", _loggers),
-        "wandb_name": ("is now WANDB_NAME in the environment", None),
-        "divergence_factor": ("is now --max-loss-ratio", _renamed("max_loss_ratio")),
-        "early_stopping_warmup": ("is now --stopping-warmup", _renamed("stopping_warmup")),
-        "grad_spike_threshold": ("is now --explosion-threshold", _renamed("explosion_threshold")),
-        "grad_spike_patience": ("is fixed at 3; leave it out", _fixed(3)),
-        "spike_factor": ("went with --spike-rule factor; use --spike-rule mad", _fixed(3.0)),
-        "spike_rule factor": ("is gone; use --spike-rule mad", None),
-        "keep_aside": ("is fixed at 2; leave it out", _fixed(2)),
-        "quant_max_switches": ("is fixed at 20; leave it out", _fixed(20)),
-        "fp8_recipe current": ("is --fp8-recipe tensorwise", None),
-        **{f"scaling_control {each}": ("is gone; use max or max_minus_1", None) for each in ("rceil", "ceil", "even")},
-    }
-    """Options of earlier versions, or an option and its value: what replaces them, in a message and in a file."""
 
     @property
     def micro_batch_given(self) -> int | None:
@@ -269,8 +232,6 @@ class EvaluateConfig(Options):
     """A run, a checkpoint, an exported model folder, a TOML or a hub id."""
     cache: Path | None = option(None, once=True, reads="cache", brief="A cache, to compare with its teacher.")
     """A finished cache, also hf: or https://; its validation split unless --split is train."""
-    local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead.")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     cross_tokenizer: str | None = option(None, check=check_terms, shown="TERMS")
@@ -312,15 +273,13 @@ class InspectConfig(Options):
     """Show how a run is doing every ten seconds, and what is wrong, until it ends."""
     hardware: bool = False
     """Show devices, number formats and compilers of this machine instead."""
-    local: bool = False
-    """Show what is kept here of caches from elsewhere instead."""
     json: bool = False
     """Print one JSON object on stdout."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        nothing = self.path is None and not self.hardware and not self.local
-        refuse(nothing, "nothing to inspect; give a PATH, --local or --hardware")
+        nothing = self.path is None and not self.hardware
+        refuse(nothing, "nothing to inspect; give a PATH or --hardware")
         refuse(self.watch and self.json, "--watch prints lines for people; leave --json out")
 
 
@@ -335,8 +294,6 @@ class VerifyConfig(Options):
     """A cache (hf:datasets/ORG/NAME and https:// too), a run or a checkpoint."""
     repair: bool = False
     """Move the damaged shards of a cache aside, so that cache-teacher builds them again."""
-    local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, reads="teacher spec")
     """The teacher of the cache: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     rows: int = option(200, least=2, needs="teacher")
@@ -389,8 +346,6 @@ class PruneConfig(Options):
     """Number format of the forwards; auto is bf16 where the device has it."""
     device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
-    local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of caches from elsewhere that are kept here."""
     json: bool = False
     """Print one JSON object on stdout, logs on stderr."""
 

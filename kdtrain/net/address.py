@@ -85,9 +85,7 @@ def _web(text: str, shown: str) -> Address:
     if not host:
         raise UsageError(f"{shown}: names no host; give {_SHAPE}")
     if parts.username is not None or parts.password is not None:
-        raise UsageError(
-            f"{parts.scheme}://...@{host}: a password would end in logs; fetch a copy, and give its folder"
-        )
+        raise UsageError(f"{parts.scheme}://...@{host}: a password would end in logs; give the folder of a copy")
     if parts.query or parts.fragment:
         raise UsageError(f"{shown}: names of files are put behind it, so leave out what follows ? or #")
     if not is_allowed(text):

@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 
 from urllib3.util.retry import Retry
 
-from kdtrain.errors import RunError, UsageError, printable, system_error
+from kdtrain.errors import RunError, UsageError, printable
+from kdtrain.errors import reason as error_reason
 from kdtrain.net.address import Address
 from kdtrain.net.request import CONTACT, LATER, RETRY, Unreachable, pause, reason, refuse_size
 
@@ -140,11 +141,10 @@ def ask(where: object, question: Callable[[], Answer], retry: Retry = RETRY) -> 
         except errors.LocalTokenNotFoundError as error:
             raise UsageError(f"{where}: no token for the hub; {LOGIN}") from error
         except Exception as error:
-            code, system = _code(error), system_error(error)
-            if system is not None and system.filename is not None:
-                raise RunError(
-                    f"cannot write {system.filename}: {system.strerror}; make room, or set HF_HOME"
-                ) from error
+            code = _code(error)
+            if isinstance(error, OSError) and error.filename is not None:
+                problem = f"cannot write {error.filename}: {error.strerror}"
+                raise RunError(f"{problem}; make room, or set HF_HOME", reason=error_reason(error)) from error
             if code is None and not isinstance(error, ValueError | TypeError):
                 words, kind = reason(error)
             elif code in LATER or (code or 0) >= 500:

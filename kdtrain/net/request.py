@@ -2,9 +2,9 @@
 
 `Session` is a session of requests whose answers end at a deadline, headers and body, and that sends no password of
 this machine. `download` fetches one file: it resumes a part (Range), retries what may pass (drops, short answers,
-time-outs, 408, 425, 429, 5xx; urllib3's `Retry` counts and waits, Retry-After included), refuses bytes beyond the stated
-size, and compares the SHA-256. Redirects lead to https, or from this machine to this machine, take no key to another
-host, and do not lead from a public host into a private network.
+time-outs, 408, 425, 429, 5xx; urllib3's `Retry` counts and waits), refuses bytes beyond the stated size, and compares
+the SHA-256. Redirects lead to https, or from this machine to this machine, take no key to another host, and do not lead
+from a public host into a private network.
 
 What it gives up: a part of a file that was replaced meanwhile is found by its digest only, after the whole download.
 """
@@ -110,6 +110,13 @@ class _Adapter(HTTPAdapter):
         return pool
 
 
+    def cert_verify(self, *args: Any, **options: Any) -> None:
+        try:
+            super().cert_verify(*args, **options)
+        except OSError as error:
+            raise UsageError(f"{printable(str(error))}; set REQUESTS_CA_BUNDLE to a file of certificates") from None
+
+
 class _Until(io.RawIOBase):
     """The bytes of a connection until the session's deadline, which a time-out of requests is not: it begins anew at
     each byte."""
@@ -123,7 +130,7 @@ class _Until(io.RawIOBase):
     def readinto(self, buffer: Any) -> int | None:
         left = self._session.until - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the answer takes too long")
+            raise TimeoutError("timed out")
         self._sock.settimeout(min(left, IDLE))
         return self._raw.readinto(buffer)  # type: ignore[attr-defined, no-any-return]
 
@@ -270,9 +277,7 @@ def _refuse(answer: requests.Response, what: str) -> requests.Response:
     if code in LATER:
         raise _Retryable(f"the server answers {code}", retry_after(answer))
     if code in (401, 403):
-        raise UsageError(
-            f"{what}: the server refuses it ({code}); no password is sent, so fetch a copy, and give its folder"
-        )
+        raise UsageError(f"{what}: the server refuses it ({code}), and no password is sent; give the folder of a copy")
     if code in (404, 410):
         raise UsageError(f"{what} is not there ({code}); check the address")
     raise UsageError(f"{what}: the server answers {code}; check the address")
@@ -344,7 +349,6 @@ def _size(part: Path) -> int:
 
 
 _REASONS = (
-    ("ca certificate bundle", "final", "REQUESTS_CA_BUNDLE names no file of certificates; set it to one"),
     ("certificate", "final", "its certificate is not valid; check the address"),
     ("wrong_version_number", "final", "the server does not speak https there; check the address"),
     ("http_request", "final", "the server does not speak https there; check the address"),
@@ -356,7 +360,6 @@ _REASONS = (
     ("unreachable", "far", "the network does not reach the server"),
     ("no route", "far", "the network does not reach the server"),
     ("connecttimeout", "far", "the server does not answer"),
-    ("takes too long", "", "the server sends next to nothing"),
     ("timed out", "", "the server does not answer"),
     ("timeout", "", "the server does not answer"),
     ("reset", "", "the connection was reset"),

@@ -305,9 +305,7 @@ def student_spec(config: DistillConfig) -> ModelSpec:
 
 def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) -> dict[str, Source]:
     """The splits train and validation of the caches in `places`, or of another --source."""
-    caches: list[Cache | None] = [
-        each if isinstance(each, Cache) else open_cache(each, config.local_limit) for each in places
-    ] or [None]
+    caches: list[Cache | None] = [each if isinstance(each, Cache) else open_cache(each) for each in places] or [None]
     found: dict[str, list[Source]] = {}
     for split in ("train", "validation"):
         requests = (SourceRequest(split=split, cache=each, seed=config.seed) for each in caches)
@@ -319,7 +317,7 @@ def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) ->
 
 def _look(config: DistillConfig) -> None:
     """Look at the rows of caches from elsewhere. UsageError: one cannot be right."""
-    caches = [open_cache(each, config.local_limit) for each in config.cache if parse_address(each)]
+    caches = [open_cache(each) for each in config.cache if parse_address(each)]
     for cache in caches:
         seen = look(cache)
         for finding in () if seen is None else seen.findings:

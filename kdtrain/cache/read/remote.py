@@ -241,9 +241,7 @@ def _open_web(address: Address, retry: Retry | None) -> Remote | None:
     if retry is None:
         try:
             known = typed(read_sealed(_name_path(address)), _Name)
-            return (
-                Remote(address, *_kept(known["cache"]), connected=False) if known["address"] == str(address) else None
-            )
+            return Remote(address, *_kept(known["cache"]), connected=False)
         except (OSError, ValueError, UsageError, RunError):
             return None
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
