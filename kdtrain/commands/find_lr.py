@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from kdtrain.cache.format.names import MANIFEST
-from kdtrain.cache.view_rows import VIEW
 from kdtrain.commands.distill import train
 from kdtrain.config import DistillConfig, FindLrConfig
 from kdtrain.config.rates import WORDS
@@ -49,6 +48,7 @@ from kdtrain.run.path_kind import is_run
 from kdtrain.run.recipe import student_spec, table_rate
 from kdtrain.run.run import Run
 from kdtrain.tables import columns, duration, finite, short, show, show_page
+from kdtrain.tokenizers.view import VIEW
 from kdtrain.training.rate_search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import interruptible

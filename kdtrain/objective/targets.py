@@ -262,7 +262,7 @@ class SparseTargets(Targets):
     known_at_one: bool = False
     """True where every beta that is asked for is 1 (`at_one`)."""
     partial: Tensor | None = None
-    """[N,K] 1 where an entry has at least its log p, and some of the tail's mass may be its own (`cell_targets`)."""
+    """[N,K] 1 where an entry has at least its log p, and some of the tail's mass may be its own (`teacher_cells`)."""
 
     width = None
     has_tail = True

@@ -16,7 +16,7 @@ import torch
 
 from kdtrain.cache.build.live_capture import LiveCache
 from kdtrain.cache.read.reader import Cache
-from kdtrain.cache.view_rows import viewed_cache
+from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import CacheTeacherConfig, CodecConfig, DataConfig, DistillConfig, RunServerConfig, ServerConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
@@ -29,6 +29,7 @@ from kdtrain.run.capture import capture
 from kdtrain.run.folder import check_out, restarted
 from kdtrain.run.tokenizer_view import across, align, open_view
 from kdtrain.teaching.teacher import Teacher
+from kdtrain.tokenizers.view import viewed_cache
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import asked_to_stop
 from kdtrain.training.sources.build import open_source
@@ -146,7 +147,7 @@ def plan_data(
 def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) -> dict[str, Source]:
     """The splits train and validation of the caches in `places`, or of another --source."""
     caches: list[Cache | None] = [
-        each if isinstance(each, Cache) else Cache(each, local_limit=config.local_limit) for each in places
+        each if isinstance(each, Cache) else open_cache(each, config.local_limit) for each in places
     ] or [None]
     found: dict[str, list[Source]] = {}
     for split in ("train", "validation"):

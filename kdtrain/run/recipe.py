@@ -17,7 +17,7 @@ import torch
 
 from kdtrain.cache.address import parse_address
 from kdtrain.cache.build.live_capture import LiveCache
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.self_check import look
 from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
@@ -281,7 +281,7 @@ def student_spec(config: DistillConfig) -> ModelSpec:
 
 def _look(config: DistillConfig) -> None:
     """Look at the rows of caches from elsewhere. UsageError: one cannot be right."""
-    caches = [Cache(each, local_limit=config.local_limit) for each in config.cache if parse_address(each)]
+    caches = [open_cache(each, config.local_limit) for each in config.cache if parse_address(each)]
     for cache in caches:
         seen = look(cache)
         for finding in () if seen is None else seen.findings:

@@ -14,8 +14,8 @@ from kdtrain.objective.mixed import MixedTargets, join
 from kdtrain.testing import tiny_model
 from kdtrain.training.sources.cache import CachedSource
 from kdtrain.training.sources.mixture import mix
-from tests.cache.view_kit import CODECS, foreign_cache
 from tests.token_kinds import train
+from tests.tokenizers.view_kit import CODECS, foreign_cache
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kdtrain.cache.read.reader import Cache
 from kdtrain.config.choices import SOURCES
 from kdtrain.data.order import Order
 from kdtrain.objective.batch import Batch
@@ -116,8 +115,8 @@ class SourceRequest:
 
     split: str
     """train or validation."""
-    cache: Cache | None
-    """A teacher's, or that of the packed tokens of `--data`. None where neither is given."""
+    cache: Any
+    """A `kdtrain.Cache` of a teacher's, or that of the packed tokens of `--data`. None where neither is given."""
     seed: int
     """The run's."""
 
