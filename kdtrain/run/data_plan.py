@@ -132,7 +132,7 @@ def plan_data(
 ) -> DataPlan:
     """Plan the data of `config`. Every rank calls it.
 
-    teacher: an online one. held: ends a capture. trial: a server is asked for what is read only.
+    teacher: an online one. held: ends a capture. trial: a server answers for what is read only.
 
     UsageError, RunError: the data cannot be read; as `cache_teacher`.
     """
@@ -200,6 +200,6 @@ def _refuse_moving(config: DistillConfig) -> None:
     """UsageError: `config.out` holds something else, or a run that would be moved away with the server's answers."""
     if check_out(config.out) and config.checkpoint.resume == "never" and not restarted(config):
         raise UsageError(
-            f"--out {config.out} holds a run, and --resume never would move aside what the server answered with it; "
-            "name another folder"
+            f"--out {config.out} holds a run, and --resume never would move aside the server's answers with it; name "
+            "another folder"
         )

@@ -158,7 +158,7 @@ def saved_rate(config: DistillConfig, out: Path, resume: str) -> float | None:
 def _saved(out: Path, resume: str) -> Iterator[dict[str, Any]]:
     """The states of the checkpoint that `--resume` would take for `out`, and of others of its run, if they are read."""
     folder = out / "checkpoints"
-    with suppress(OSError):  # `holds_run` says what is wrong with the folder
+    with suppress(OSError):  # `holds_run` names what is wrong with the folder
         named = [] if resume in ("auto", "never") else [folder / resume, Path(resume)]
         own = [] if resume == "never" else sorted(folder.glob("*-*"), reverse=True)
         for path in (*named, *own):

@@ -239,23 +239,23 @@ def run_device(config: DistillConfig) -> Iterator[torch.device]:
 
     UsageError: this machine does not have the device, or the device has no TF32.
     """
-    asked, memory = config.precision, cast(Any, torch.utils.deterministic)
-    if asked.deterministic:
+    options, memory = config.precision, cast(Any, torch.utils.deterministic)
+    if options.deterministic:
         # cuBLAS is deterministic only with this, and reads it once: it must be there before the first call of CUDA
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = pick_device(config.device)
-    if asked.tf32 and (why := why_not_tf32(device)) is not None:
+    if options.tf32 and (why := why_not_tf32(device)) is not None:
         error = UsageError(f"--tf32 cannot be used on {device}: {why}; leave it out")
         raise error if device.type == "cuda" else reported(error)
     with ExitStack() as before:
-        if asked.deterministic:
+        if options.deterministic:
             warns = torch.is_deterministic_algorithms_warn_only_enabled()
             enabled = torch.are_deterministic_algorithms_enabled()
             before.callback(torch.use_deterministic_algorithms, enabled, warn_only=warns)
             before.callback(setattr, memory, "fill_uninitialized_memory", memory.fill_uninitialized_memory)
             torch.use_deterministic_algorithms(True)  # also makes inductor choose kernels without timing them
             memory.fill_uninitialized_memory = False  # it would fill each new tensor, and nothing reads that
-        if asked.tf32:
+        if options.tf32:
             before.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             # not `torch.backends.cuda.matmul.fp32_precision`, under which inductor fails
             torch.set_float32_matmul_precision("high")
