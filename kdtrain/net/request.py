@@ -109,7 +109,6 @@ class _Adapter(HTTPAdapter):
             pool.ConnectionCls = type("Bounded", (pool.ConnectionCls,), {"response_class": Answer})
         return pool
 
-
     def cert_verify(self, *args: Any, **options: Any) -> None:
         try:
             super().cert_verify(*args, **options)
