@@ -39,6 +39,8 @@ RETRY = Retry(total=5, backoff_factor=0.5, backoff_jitter=0.5, backoff_max=30, s
 """Failures in a row that a download survives."""
 CONTACT = RETRY.new(connect=2)
 """The same for the first contact with a server, which may not exist."""
+BRIEF = RETRY.new(total=1)
+"""Where there is something to fall back on."""
 CONNECT, IDLE = 10.0, 30.0
 """Seconds for a connection, and for one read of an answer."""
 SLOWEST = 2**16 / 60
