@@ -25,8 +25,10 @@ def train(out: Path, spec: Path, view: Path, cache: Path, steps: int, lr: float,
     from kdtrain.cache.view_rows import View
     from kdtrain.config.sections import OptimizerConfig
     from kdtrain.data import order
-    from kdtrain.models.loading import export_model, load_student, tokenizer_files
+    from kdtrain.models.export import export_model
+    from kdtrain.models.loading import load_student
     from kdtrain.models.spec import read_spec
+    from kdtrain.models.tokenizer import tokenizer_files
     from kdtrain.training.schedule import learning_rate
     from kdtrain.training.state import make_optimizer
 

@@ -66,7 +66,7 @@ from kdtrain.files import (
     sweep,
     typed,
 )
-from kdtrain.models.loading import load_tokenizer, tokenizer_digest
+from kdtrain.models.tokenizer import load_tokenizer, tokenizer_digest
 
 _ROWS = 1024
 _MERGED_FROM = 2_000_000

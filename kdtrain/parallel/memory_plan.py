@@ -58,9 +58,10 @@ from kdtrain.models.attention import CAUSAL, FUSED, fits_causal
 from kdtrain.models.frozen import frozen_bytes, pack
 from kdtrain.models.head import layers_of
 from kdtrain.models.hub import attention_option, never_asking
-from kdtrain.models.loading import checkpoint_activations, load_tokenizer
+from kdtrain.models.loading import checkpoint_activations
 from kdtrain.models.scratch import configuration, layers_config, parameter_count
 from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.monitor.progress import log
 from kdtrain.objective.logits import chunk_rows, weight_chunks
 from kdtrain.precision.modes import head_dtype

@@ -43,8 +43,8 @@ from kdtrain.files import (
     temporary_of,
     typed,
 )
-from kdtrain.models.loading import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
+from kdtrain.models.tokenizer import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import log
 from kdtrain.ranks import on_main
 from kdtrain.run.build_cache import OWN, holds_own

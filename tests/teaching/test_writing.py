@@ -20,8 +20,8 @@ from kdtrain.data.prompts import prompt_rows
 from kdtrain.errors import UsageError
 from kdtrain.models.ends import end_tokens, filler_token, learn_ends
 from kdtrain.models.head import split
-from kdtrain.models.loading import ends_of
 from kdtrain.models.spec import read_spec
+from kdtrain.models.tokenizer import ends_of
 from kdtrain.run import build_cache
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.teaching.writing import Writing, draw

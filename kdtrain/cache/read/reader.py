@@ -195,7 +195,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         """
         from kdtrain.cache.view import build_view  # needs transformers
         from kdtrain.cache.view_rows import ViewReader
-        from kdtrain.models.loading import load_tokenizer
+        from kdtrain.models.tokenizer import load_tokenizer
 
         given = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         kept, splits = folder, None

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kdtrain.cache.read.reader import Cache
 from kdtrain.config.choices import SOURCES
 from kdtrain.data.order import Mixture
 from kdtrain.objective.batch import Batch
@@ -33,7 +32,7 @@ class Facts:
     tokenizer_size: int
     """Entries of the tokenizer; at most `vocab_size`."""
     tokenizer_digest: str | None = None
-    """See `models.loading.tokenizer_digest`; None: not compared with the student's."""
+    """See `models.tokenizer.tokenizer_digest`; None: not compared with the student's."""
     tokenizer: Path | None = None
     """The folder of the tokenizer's files; None: the student is exported without, and no text is sampled."""
     document_mask: bool = False
@@ -92,13 +91,21 @@ class Source(Protocol):
         ...
 
 
+class Splits(Protocol):
+    """A cache as a source sees it; `kd.Cache` is one."""
+
+    def __getitem__(self, split: str) -> Any:
+        """The reader of a split: a map-style data set of sequences."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class SourceRequest:
     """What a source is opened for."""
 
     split: str
     """train or validation."""
-    cache: Cache | None
+    cache: Splits | None
     """A teacher's, or that of the packed tokens of `--data`. None where neither is given."""
     seed: int
     """The run's."""
