@@ -56,7 +56,7 @@ from kdtrain.training.state import read_saved
 FREE = marked(DistillConfig, "free")
 """Options that may change when a run resumes; all others decide its result."""
 
-_LATER = marked(DistillConfig, "later")
+_LATER = {each.name: each.default for _, each in fields_of(DistillConfig) if each.metadata.get("later")}
 """Deciding options that earlier versions did not have; their defaults are left out of checkpoints."""
 _FIXED = {"quantization": {"quant_max_switches": 20}}
 """Deciding options of earlier versions, with the value that they have now."""
@@ -216,7 +216,7 @@ def refuse_no_folder(out: Path) -> None:
 def deciding(config: DistillConfig) -> dict[str, dict[str, Any]]:
     """Return the options that decide the result of a run, by section."""
     tables = {
-        section: {name: value for name, value in table.items() if name not in FREE and (name not in _LATER or value)}
+        section: {name: value for name, value in table.items() if name not in FREE and value != _LATER.get(name, ...)}
         for section, table in sections(config).items()
     }
     return {section: table for section, table in tables.items() if table}
@@ -232,7 +232,7 @@ def changes(
     found = []
     for section, table in deciding(config).items():
         before = {each.name: written(each, each.default) for home, each in fields_of(DistillConfig) if home == section}
-        table = {name: before[name] for name in _LATER & before.keys()} | table
+        table = {name: before[name] for name in _LATER.keys() & before.keys()} | table
         before |= _FIXED.get(section, {}) | saved.get(section, {})
         if before.get("fp8_recipe") == "current":
             before["fp8_recipe"] = "tensorwise"  # its other name in earlier versions

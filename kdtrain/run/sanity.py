@@ -27,9 +27,10 @@ from kdtrain.objective.batch import Batch
 from kdtrain.ranks import refuse_many_processes
 from kdtrain.run.trial import Trial, trial_run
 from kdtrain.tables import literal, show
+from kdtrain.training.optimizers import make_optimizer
 from kdtrain.training.probes import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit
 from kdtrain.training.reporter import gradients_of, initial_loss
-from kdtrain.training.state import load_saved, make_optimizer
+from kdtrain.training.state import load_saved
 from kdtrain.training.validate import validate
 
 SEQUENCES, STEPS = 16, 100

@@ -24,6 +24,7 @@ from kdtrain.objective.logits import chunk_logits
 from kdtrain.objective.temperature import Temperature
 from kdtrain.precision.compiled import COLLECTS_ONCE, CompiledLayers
 from kdtrain.precision.modes import autocast
+from kdtrain.training.optimizers import Optimizer
 from kdtrain.training.student import Student
 
 
@@ -55,7 +56,7 @@ def entropy_floor(batches: Sequence[Batch], document_mask: bool) -> float:
 
 
 def overfit(
-    student: Student, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], config: OptimizerConfig
+    student: Student, optimizer: Optimizer, batches: Sequence[Batch], config: OptimizerConfig
 ) -> Iterator[float]:
     """Train on the same batches by cross-entropy, without end; yield the loss of each step, nats a token.
 
@@ -76,7 +77,7 @@ def overfit(
                 part.backward()
                 loss += float(part.detach())
         nn.utils.clip_grad_norm_(student.model.parameters(), config.clip or math.inf)
-        optimizer.step()
+        optimizer.guarded_step(torch.zeros((), device=student.device))
         yield loss
 
 

@@ -34,8 +34,9 @@ from kdtrain.objective.loss import LossOutput
 from kdtrain.parallel.parallelize import SingleProcess, clip_factor, clip_norm_, total_norm
 from kdtrain.precision.collect import Collector
 from kdtrain.ranks import all_reduce_sum, is_main, local, rank, world_size
-from kdtrain.training.guards import guarded_step, non_finite
+from kdtrain.training.guards import non_finite
 from kdtrain.training.observers import Observer, StepView
+from kdtrain.training.optimizers import Optimizer
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.schedule import alpha, learning_rate, run_length
 from kdtrain.training.signals import StopRequest
@@ -216,7 +217,7 @@ class Stepper:
                 gradient.mul_(scale)  # the optimizer divides all gradients by it, and these are not clipped
         for each in self.observers:
             each.before_optimizer(view)
-        guarded_step(self.state.optimizer, skipped, scale)
+        self.state.optimizer.guarded_step(skipped, scale)
         self.state.optimizer.zero_grad(set_to_none=True)
         faults.point("train.after-step")
         values = torch.stack([each.double() for each in tensors.values()]).tolist()
@@ -405,7 +406,7 @@ class Stepper:
         gradients[0].copy_(faults.changed("train.gradient", gradients[0], self.batch_number))
         factor = self.full_tokens / (self.state.guards.scale.value * tokens.clamp(min=1).to(gradients[0].dtype))
         largest = self.config.optimizer.clip or float("inf")
-        if not _scales_in_optimizer(gradients[0].device):
+        if not _scales_in_optimizer(self.state.optimizer, gradients[0].device):
             torch._foreach_mul_(gradients, factor)
             return clip_norm_(list(self.student.model.parameters()), largest), None
         clipped = [each.grad for each in self.student.model.parameters() if each.grad is not None]
@@ -485,9 +486,9 @@ def _all_reduce_gradients(gradients: list[torch.Tensor]) -> None:
         gradient.copy_(total.view_as(gradient))
 
 
-def _scales_in_optimizer(device: torch.device) -> bool:
-    """Whether fused AdamW scales and clips the gradients as it reads them, and not two passes before it.
+def _scales_in_optimizer(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether the optimizer scales and clips the gradients as it reads them, and not two passes before it.
 
     On a GPU: 36 bytes a parameter for norm, clip and update, not 48. A CPU keeps the passes, and its bits.
     """
-    return device.type == "cuda"
+    return device.type == "cuda" and optimizer.scales

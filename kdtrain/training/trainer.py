@@ -35,12 +35,13 @@ from kdtrain.ranks import is_main, reported
 from kdtrain.training.checkpoints import Checkpoints
 from kdtrain.training.guards import Guards
 from kdtrain.training.observers import Observer
+from kdtrain.training.optimizers import make_optimizer
 from kdtrain.training.recovery import Next, Recovery
 from kdtrain.training.reporter import Reporter, Sampler
 from kdtrain.training.schedule import decay_steps, validation_interval, warmup_steps
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.sources.source import Source
-from kdtrain.training.state import TrainState, make_optimizer
+from kdtrain.training.state import TrainState
 from kdtrain.training.step import Status, Stepper, StepResult
 from kdtrain.training.student import Student
 from kdtrain.training.validate import calibration, summary, validate_members

@@ -15,8 +15,8 @@ from kdtrain.cache.format.compression import Coding
 from kdtrain.config import OptimizerConfig
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import DenseTargets, SparseTargets
+from kdtrain.training.optimizers import make_optimizer
 from kdtrain.training.probes import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit, remedy
-from kdtrain.training.state import make_optimizer
 
 
 def batch_of(rows, mask=None, segments=None):
