@@ -56,7 +56,7 @@ from kdtrain.training.state import read_saved
 FREE = marked(DistillConfig, "free")
 """Options that may change when a run resumes; all others decide its result."""
 
-_LATER = {each.name: each.default for _, each in fields_of(DistillConfig) if each.metadata.get("later")}
+_LATER = {each.name: written(each, each.default) for _, each in fields_of(DistillConfig) if each.metadata.get("later")}
 """Deciding options that earlier versions did not have; their defaults are left out of checkpoints."""
 _FIXED = {"quantization": {"quant_max_switches": 20}}
 """Deciding options of earlier versions, with the value that they have now."""
