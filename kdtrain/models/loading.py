@@ -193,6 +193,7 @@ def check_fits(model: SplitModel, name: str, seq_len: int, document_mask: bool) 
 
 
 def whole_model(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers itself, of a split one."""
     whole = model if isinstance(model, PreTrainedModel) else model.model
     assert isinstance(whole, PreTrainedModel)
     return whole
