@@ -21,14 +21,14 @@ def train(out: Path, spec: Path, view: Path, cache: Path, steps: int, lr: float,
     import torch
 
     import kdtrain as kd
-    from kdtrain.cache.read.reader import Cache
-    from kdtrain.cache.view_rows import View
     from kdtrain.config.sections import OptimizerConfig
     from kdtrain.data import order
+    from kdtrain.library import Cache
     from kdtrain.models.export import export_model
     from kdtrain.models.loading import load_student
     from kdtrain.models.spec import read_spec
     from kdtrain.models.tokenizer import tokenizer_files
+    from kdtrain.tokenizers.view import View
     from kdtrain.training.optimizers import make_optimizer
     from kdtrain.training.schedule import learning_rate
 

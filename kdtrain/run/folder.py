@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.view_rows import viewed_cache
 from kdtrain.config import DistillConfig, sections, shareable, written
 from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.errors import RunError, UsageError, making, writing
@@ -51,13 +50,9 @@ from kdtrain.run.build_cache import OWN, holds_own
 from kdtrain.run.path_kind import LOCK as LOCK
 from kdtrain.run.path_kind import is_environment
 from kdtrain.run.path_kind import is_run as is_run
+from kdtrain.tokenizers.view import viewed_cache
 from kdtrain.training.state import read_saved
 
-FREE = marked(DistillConfig, "free")
-"""Options that may change when a run resumes; all others decide its result."""
-
-_LATER = {each.name: written(each, each.default) for _, each in fields_of(DistillConfig) if each.metadata.get("later")}
-"""Deciding options that earlier versions did not have; their defaults are left out of checkpoints."""
 _FIXED = {"quantization": {"quant_max_switches": 20}}
 """Deciding options of earlier versions, with the value that they have now."""
 
@@ -213,10 +208,18 @@ def refuse_no_folder(out: Path) -> None:
         remove_empty(make(out))
 
 
+def _later() -> dict[str, Any]:
+    """The deciding options that earlier versions did not have, with their defaults, which checkpoints leave out."""
+    return {
+        each.name: written(each, each.default) for _, each in fields_of(DistillConfig) if each.metadata.get("later")
+    }
+
+
 def deciding(config: DistillConfig) -> dict[str, dict[str, Any]]:
     """Return the options that decide the result of a run, by section."""
+    free, later = marked(DistillConfig, "free"), _later()
     tables = {
-        section: {name: value for name, value in table.items() if name not in FREE and value != _LATER.get(name, ...)}
+        section: {name: value for name, value in table.items() if name not in free and value != later.get(name, ...)}
         for section, table in sections(config).items()
     }
     return {section: table for section, table in tables.items() if table}
@@ -229,10 +232,10 @@ def changes(
 
     only: the one section to compare. but: options to leave out.
     """
-    found = []
+    found, later = [], _later()
     for section, table in deciding(config).items():
         before = {each.name: written(each, each.default) for home, each in fields_of(DistillConfig) if home == section}
-        table = {name: before[name] for name in _LATER.keys() & before.keys()} | table
+        table = {name: before[name] for name in later.keys() & before.keys()} | table
         before |= _FIXED.get(section, {}) | saved.get(section, {})
         if before.get("fp8_recipe") == "current":
             before["fp8_recipe"] = "tensorwise"  # its other name in earlier versions
@@ -256,9 +259,11 @@ def refuse_changes(
 
 
 def used(config: DistillConfig) -> dict[str, dict[str, Any]]:
-    """Return the options to record, without those of text if the run reads a cache, which has its own."""
-    tables = shareable(config)
-    return {section: table for section, table in tables.items() if section not in _MAY_LACK or not config.cache}
+    """Return the options to record, without those of text if the run reads a cache, which has its own, and without
+    those of plugins that have their defaults."""
+    idle = {name for name, each in config.plugins.items() if each == type(each)()}
+    idle |= _MAY_LACK if config.cache else set()
+    return {section: table for section, table in shareable(config).items() if section not in idle}
 
 
 def write_description(config: DistillConfig, metadata: dict[str, Any]) -> None:
@@ -292,11 +297,11 @@ def write_description(config: DistillConfig, metadata: dict[str, Any]) -> None:
 
 
 def _is_written(path: Path) -> bool:
-    """Whether `write_description` wrote this config.toml: it has every section, and no comments."""
+    """Whether `write_description` wrote this config.toml: it has every section but a plugin's, and no comments."""
     try:
         tables = typed(read_toml(path), dict[str, dict[str, Any]])
         needed = _SECTIONS - _MAY_LACK - {"lora"}  # earlier versions had no [lora]
-        return needed <= tables.keys() <= _SECTIONS and to_toml(tables) == read_text(path)
+        return needed <= tables.keys() and to_toml(tables) == read_text(path)
     except (OSError, ValueError, TypeError):  # TypeError: a date, which JSON does not have
         return False
 
