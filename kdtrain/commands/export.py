@@ -15,8 +15,8 @@ from kdtrain.config import ExportConfig
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import MEDIUM, files_below, parse_json, refuse_displacing, typed
 from kdtrain.models.export import ORIGIN, export_adapter, export_lock, export_model, refuse_foreign
+from kdtrain.models.frozen import refuse_without_torchao
 from kdtrain.models.head import SplitModel
-from kdtrain.models.int8 import refuse_without_torchao
 from kdtrain.models.spec import ModelSpec, is_hub_id, paths_of, read_spec
 from kdtrain.models.tokenizer import tokenizer_files
 from kdtrain.monitor.progress import log, setup_logging

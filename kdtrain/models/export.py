@@ -29,8 +29,8 @@ from kdtrain.files import (
     typed,
 )
 from kdtrain.models.adapters import adapted, merged_state, refuse_overflow, write_adapter
+from kdtrain.models.frozen import quantize_folder
 from kdtrain.models.head import SplitModel
-from kdtrain.models.int8 import quantize_folder
 from kdtrain.models.loading import whole_model
 from kdtrain.models.tokenizer import SPECIAL, generation_of, load_tokenizer
 
@@ -55,7 +55,7 @@ def export_model(
     that it does not have are completed from `tokenizer`, the files that `tokenizer_files` returns. out: inside
     `export_lock`, if another process may export there. dtype: of the written weights; by default the model's own.
     origin: entries for `kdtrain.json`, which also holds the sealed digests of all files. shard_gb: the largest file of
-    weights. int8: quantise the weights (`kdtrain.models.int8`). beside: more files, by name. An earlier export is
+    weights. int8: quantise the weights (`kdtrain.models.frozen`). beside: more files, by name. An earlier export is
     replaced; if it holds anything that was not exported, it is moved aside, and its new path returned.
 
     UsageError: `out` holds what kdtrain did not write. RunError: the disk is full or refuses the write.

@@ -8,7 +8,6 @@ import torch
 from kdtrain.cache.format.manifest import refuse_tokenizer
 from kdtrain.models.adapters import adapter_parts, restrict
 from kdtrain.models.attention import choose_kernel
-from kdtrain.models.ends import learn_ends
 from kdtrain.models.frozen import pack_student
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import (
@@ -21,8 +20,9 @@ from kdtrain.models.loading import (
 )
 from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.models.router import router_weight
-from kdtrain.models.tokenizer import digest_of, load_tokenizer
+from kdtrain.models.tokenizer import digest_of, learn_ends, load_tokenizer
 from kdtrain.monitor.progress import log
+from kdtrain.objective.hidden import HiddenPlan, plan_hidden_loss
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.parallel.parallelize import parallelize, shard
@@ -36,7 +36,6 @@ from kdtrain.run.agreement import agree, code, weights_digest
 from kdtrain.run.recipe import PARTS, Recipe
 from kdtrain.run.run import Run
 from kdtrain.teaching.teacher import Teacher
-from kdtrain.training.hidden_plan import HiddenPlan, plan_hidden_loss
 from kdtrain.training.observers import Observer, ObserverRequest, observers_of
 from kdtrain.training.schedule import decay_start
 from kdtrain.training.sources.build import build_source

@@ -145,7 +145,7 @@ class _Maker:
 
 
 def _filler(tokenizer: Any, ends: Sequence[int]) -> dict[str, str]:
-    """What fills the rows behind the answers of a teacher that wrote the text (`models.ends`), to be left out."""
+    """What fills the rows behind the answers of a teacher that wrote the text (`models.tokenizer`), to be left out."""
     pad, kept = tokenizer.pad_token_id, {*ends, tokenizer.eos_token_id, tokenizer.bos_token_id}
     return {} if not ends or pad is None or pad in kept else {tokenizer.pad_token: ""}
 
