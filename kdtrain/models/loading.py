@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from kdtrain.errors import UsageError
-from kdtrain.models.head import SplitModel, state_ties
+from kdtrain.models.head import SplitModel, experts_of, state_ties
 from kdtrain.models.hub import (
     ask,
     ask_config,
@@ -33,7 +33,6 @@ from kdtrain.models.hub import (
     refuse_large_generation,
     revision_of,
 )
-from kdtrain.models.router import experts_of
 from kdtrain.models.scratch import configuration, model_from_config, model_from_layers, new_model
 from kdtrain.models.spec import LOCAL, ModelSpec, read_spec
 from kdtrain.models.tokenizer import generation_from, savable_generation

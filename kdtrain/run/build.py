@@ -9,7 +9,7 @@ from kdtrain.cache.format.manifest import refuse_tokenizer
 from kdtrain.models.adapters import adapter_parts, restrict
 from kdtrain.models.attention import choose_kernel
 from kdtrain.models.frozen import pack_student
-from kdtrain.models.head import SplitModel, split
+from kdtrain.models.head import SplitModel, router_weight, split
 from kdtrain.models.loading import (
     architecture,
     check_fits,
@@ -19,7 +19,6 @@ from kdtrain.models.loading import (
     vocabulary,
 )
 from kdtrain.models.output_head import refuse_vocabulary
-from kdtrain.models.router import router_weight
 from kdtrain.models.tokenizer import digest_of, learn_ends, load_tokenizer
 from kdtrain.monitor.progress import log
 from kdtrain.objective.hidden import HiddenPlan, plan_hidden_loss
