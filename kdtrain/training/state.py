@@ -33,7 +33,7 @@ from kdtrain.files import typed
 from kdtrain.parallel.parallelize import cut_like, part_of, reshard
 from kdtrain.precision.controller import Adaptive
 from kdtrain.precision.loss_scale import LossScale
-from kdtrain.ranks import local, rank
+from kdtrain.ranks import local
 from kdtrain.training.guards import Guards, Watcher
 from kdtrain.training.optimizers import Optimizer
 from kdtrain.training.student import Student
@@ -293,12 +293,12 @@ class TrainState:
         return [(f"{part}.{name}", each) for part, module in self._parts() for name, each in module.named_parameters()]
 
 
-def seed_everything(seed: int, step: int) -> None:
+def seed_everything(seed: int, step: int, data_rank: int = 0) -> None:
     """Seed Python, NumPy and torch from (seed, step), so that a repeated step draws the same random numbers.
 
-    Each rank draws different numbers; otherwise dropout would drop the same units on every rank.
+    Each data rank draws different numbers; otherwise dropout would drop the same units on every rank.
     """
-    parts = [seed, step, rank()] if rank() else [seed, step]
+    parts = [seed, step, data_rank] if data_rank else [seed, step]
     mixed = int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
     random.seed(mixed)
     np.random.seed(mixed % 2**32)

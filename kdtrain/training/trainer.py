@@ -232,7 +232,12 @@ class Trainer:
             RunError: the loss is non-finite before the first step, or no token counts.
         """
         progress, guards, source = self.state.progress, self.state.guards, self.validation_source
-        size = {"micro": self.stepper.micro, "batches": self.validation_batches, "byte_lengths": self.byte_lengths}
+        size = {
+            "micro": self.stepper.micro,
+            "batches": self.validation_batches,
+            "byte_lengths": self.byte_lengths,
+            "layout": self.stepper.layout,
+        }
         found = validate_members(self.student.eval(), source, read=stop.read, **size)
         self.stepper.wrapper.reshard()
         if found is None:

@@ -12,7 +12,7 @@ from einops import rearrange
 from kdtrain import faults
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.metrics import Metrics, measure
-from kdtrain.ranks import all_reduce_sum, rank, world_size
+from kdtrain.parallel.layout import Layout
 from kdtrain.training.sources.source import Source
 from kdtrain.training.student import Student
 
@@ -26,6 +26,7 @@ def validate(
     read: Callable[[Callable[[], Batch]], Batch | None] = lambda action: action(),
     part: range | None = None,
     byte_lengths: np.ndarray | None = None,
+    layout: Layout | None = None,
 ) -> Metrics | None:
     """Return sums over the first sequences of `source`, over all ranks; None when `read` returns None.
 
@@ -40,12 +41,14 @@ def validate(
         read: reads each batch, on every rank; see `StopRequest.read`.
         part: the sequences of a member of a mixture instead of the whole split.
         byte_lengths: see `models.tokenizer.byte_lengths`; None: nothing is measured in bits per byte.
+        layout: of the ranks; None: data parallelism.
     """
-    total, part = Metrics(), part or range(len(source))
+    total, part, layout = Metrics(), part or range(len(source)), layout or Layout.of_ranks()
+    own = layout.data_rank * micro
     sizes = None if byte_lengths is None else torch.from_numpy(byte_lengths)
     count = len(part) if batches is None else min(len(part), batches * micro)
     with torch.no_grad():
-        for start in range(rank() * micro, count + rank() * micro, world_size() * micro):
+        for start in range(own, count + own, layout.data_size * micro):
             faults.point("validate.batch")
             indices = np.arange(start, start + micro)
             batch = read(partial(source.read, part.start + np.minimum(indices, count - 1)))
@@ -62,9 +65,9 @@ def validate(
                 vocab_size=student.vocab_size,
                 bytes_N=None if sizes is None else sizes.to(labels_N.device)[labels_N.clamp(0, len(sizes) - 1)],
             )
-    if world_size() == 1:
+    if layout.data_size == 1:
         return total
-    return Metrics.from_vector(all_reduce_sum(torch.tensor(total.vector(), dtype=torch.float64)).tolist())
+    return Metrics.from_vector(layout.sum(torch.tensor(total.vector(), dtype=torch.float64)).tolist())
 
 
 def validate_members(student: Student, source: Source, **options: Any) -> tuple[Metrics, dict[str, Metrics]] | None:
