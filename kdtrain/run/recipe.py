@@ -29,7 +29,6 @@ from kdtrain.models.attention import resolve_attention
 from kdtrain.models.frozen import refuse_weights
 from kdtrain.models.loading import is_model_folder, with_weights_of
 from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
-from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.divergence import parse, refuse
