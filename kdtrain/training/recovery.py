@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 
 from kdtrain import faults
 from kdtrain.checkpoint import tiers
-from kdtrain.checkpoint.host_copies import host_buffers
+from kdtrain.checkpoint.saver import host_buffers
 from kdtrain.checkpoint.store import Checkpoint
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError

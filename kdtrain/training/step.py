@@ -25,7 +25,7 @@ import torch
 from einops import rearrange
 
 from kdtrain import faults
-from kdtrain.checkpoint.host_copies import HostCopies
+from kdtrain.checkpoint.saver import HostCopies
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError
 from kdtrain.objective.batch import Batch
