@@ -2,8 +2,9 @@
 
 `save` copies the tensors into buffers, which the next save reuses, and a thread does the rest: files, digests, links,
 pruning. One save is in flight at a time; the next one waits for it. The next `save`, `wait` or `close` raises an error
-of the thread. If the disk is full, the oldest checkpoints that retention can spare are removed, and the save is tried again, at once and then once a minute. The buffers take as much memory as the state;
-`asynchronous=False` saves in the calling thread and needs none.
+of the thread. If the disk is full, the oldest checkpoints that retention can spare are removed, and the save is tried
+again, at once and then once a minute. The buffers take as much memory as the state; `asynchronous=False` saves in the
+calling thread and needs none.
 
 Several ranks save together: each copies and writes its part, and rank 0 publishes, links and prunes. Their threads use
 their own process group, so that training has the other groups for itself.
