@@ -13,14 +13,9 @@ from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import refuse_leading_out, typed
 from kdtrain.models.adapters import lora_of, restrict
 from kdtrain.models.head import SplitModel, split
-from kdtrain.models.loading import (
-    generation_from,
-    is_model_folder,
-    load_student,
-    model_of,
-    with_weights_of,
-)
+from kdtrain.models.loading import is_model_folder, load_student, model_of, with_weights_of
 from kdtrain.models.spec import ModelSpec, read_spec, shipped
+from kdtrain.models.tokenizer import generation_from
 from kdtrain.monitor.progress import log
 from kdtrain.run.folder import TOKENIZER, is_run
 from kdtrain.run.model_card import cache_of, public
@@ -126,7 +121,7 @@ def base_spec(state: Mapping[str, Any], base: ModelSpec | None) -> ModelSpec:
     try:
         found = read_spec(typed(options.get("run", {}).get("student"), str))
         if found.trust_remote_code:
-            raise UsageError(f"{found.name} has trust_remote_code = true, which a run is not asked for")
+            raise UsageError(f"{found.name} has trust_remote_code = true, which a run may not turn on")
         folder = options.get("checkpoint", {}).get("load")
         if isinstance(folder, str) and is_model_folder(Path(folder)):
             found = with_weights_of(Path(folder), found)
