@@ -10,7 +10,7 @@ from typing import Any, cast
 from kdtrain.cache.read import reader
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.verify import verify_cache
-from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.tokenizers.view import ViewReader
 from kdtrain.tokenizers.view_builder import build_view
 

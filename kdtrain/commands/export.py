@@ -11,17 +11,11 @@ from kdtrain.checkpoint.sealed import read_checkpoint
 from kdtrain.config import ExportConfig
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import MEDIUM, file_digest, files_below, read_json, refuse_displacing
+from kdtrain.models.export import ORIGIN, export_adapter, export_lock, export_model, refuse_foreign
+from kdtrain.models.frozen import refuse_without_torchao
 from kdtrain.models.head import SplitModel
-from kdtrain.models.int8 import refuse_without_torchao
-from kdtrain.models.loading import (
-    ORIGIN,
-    export_adapter,
-    export_lock,
-    export_model,
-    refuse_foreign,
-    tokenizer_files,
-)
 from kdtrain.models.spec import ModelSpec, is_hub_id, paths_of, read_spec
+from kdtrain.models.tokenizer import tokenizer_files
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.net.address import Address
 from kdtrain.net.hub import fetch_file
