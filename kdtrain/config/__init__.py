@@ -13,7 +13,6 @@ from typing import Any
 from kdtrain.config.cache_commands import CacheTeacherConfig as CacheTeacherConfig
 from kdtrain.config.cache_commands import ImportConfig as ImportConfig
 from kdtrain.config.cache_commands import MergeConfig as MergeConfig
-from kdtrain.config.cache_commands import PushConfig as PushConfig
 from kdtrain.config.cache_commands import SubsetConfig as SubsetConfig
 from kdtrain.config.commands import CompareConfig as CompareConfig
 from kdtrain.config.commands import DemoConfig as DemoConfig

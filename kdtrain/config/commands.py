@@ -1,6 +1,5 @@
 """The configuration of each command: its own options, and the sections it takes."""
 
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -10,7 +9,6 @@ from kdtrain.config.cache_commands import (
     CacheTeacherConfig,
     ImportConfig,
     MergeConfig,
-    PushConfig,
     SubsetConfig,
     check_device,
 )
@@ -317,11 +315,6 @@ class VerifyConfig(Options):
         refuse(self.repair and self.teacher is not None, "--repair drops damaged files; leave --teacher out")
 
 
-def _check_push(where: str) -> None:
-    found = re.fullmatch(r"hf:[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", where, re.ASCII)
-    refuse(found is None, f"--push {where} names no repository of the hub; write hf:ORG/NAME")
-
-
 @dataclass(frozen=True, kw_only=True)
 class PruneConfig(Options):
     """Cut a teacher to a student's shape: what matters least on a cache's text goes, and distillation mends the rest.
@@ -379,10 +372,6 @@ class ExportConfig(Options):
     """The spec of the weights that the run did not train, if it is not where the run found it."""
     license: str | None = None
     """Licence of the student for its card, as the hub names it: apache-2.0, mit, ..."""
-    push: str | None = option(None, check=_check_push)
-    """Also publish the folder on the hub, as hf:ORG/NAME."""
-    private: bool = option(False, needs="push")
-    """The repository on the hub is private."""
     overwrite: bool = False
     """Replace a folder that is already there."""
     json: bool = False
@@ -500,7 +489,6 @@ COMMANDS = {
     "subset": SubsetConfig,
     "prune": PruneConfig,
     "export": ExportConfig,
-    "push": PushConfig,
     "compare": CompareConfig,
     "plot": PlotConfig,
     "completion": CompletionConfig,
