@@ -444,7 +444,7 @@ def refuse_vocabulary(vocab_size: int, cached: int, used: int) -> None:
     raise UsageError(
         f"the student has a vocabulary of {vocab_size}, the cache one of {cached} (tokenizer {used}): "
         f"give a fresh student a vocab_size of {cached}; one with a tokenizer of its own is trained across tokenizers, "
-        "by --cross-tokenizer auto or the rows of aligned(tokenizer)"
+        "by --cross-tokenizer or the rows of aligned(tokenizer)"
     )
 
 
@@ -453,5 +453,5 @@ def refuse_tokenizer(digest: str | None, cached: str | None) -> None:
     if None not in (digest, cached) and digest != cached:
         raise UsageError(
             f"the student has another tokenizer ({str(digest)[:12]}) than the teacher's text ({str(cached)[:12]}): "
-            "give the student the teacher's tokenizer, or train across tokenizers with --cross-tokenizer auto"
+            "give the student the teacher's tokenizer, or train across tokenizers with --cross-tokenizer"
         )
