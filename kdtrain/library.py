@@ -1,4 +1,4 @@
-"""What the library's face adds to the reader of caches: `Cache`, whose splits are read in other tokenizers too."""
+"""What the library's face adds to the reader of caches: `Cache`, by address too, which verifies and aligns itself."""
 
 import atexit
 import shutil
@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from kdtrain.cache.read import reader
+from kdtrain.cache.read.remote import open_cache
+from kdtrain.cache.tools.verify import verify_cache
+from kdtrain.config.values import LOCAL_LIMIT
+from kdtrain.errors import as_path
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.tokenizers.view import ViewReader
 from kdtrain.tokenizers.view_builder import build_view
@@ -41,9 +45,7 @@ class CacheSplit(reader.CacheReader):
         if kept is None:
             kept, splits = tempfile.mkdtemp(prefix="kdtrain-"), (self.split,)
             atexit.register(shutil.rmtree, kept, ignore_errors=True)
-        cache = Cache.__new__(Cache)  # with what brings the shards of this split
-        cache.remote, cache.folder, cache.name = cast(Any, self.remote), self.folder, self.name
-        cache.manifest, cache._splits = self.manifest, {self.split: self}
+        cache = reader.Cache(self.folder, self.manifest, self.remote)
         view = build_view(Path(kept), cache, given, events=special_tokens, splits=splits)
         return ViewReader(view, self.split)
 
@@ -72,6 +74,15 @@ class Cache(reader.Cache):
 
     split_type = CacheSplit
 
+    def __init__(self, where: Path | str, *, local_limit: float = LOCAL_LIMIT) -> None:
+        as_path(where, "where")
+        found = open_cache(where, local_limit)
+        super().__init__(found.folder, found.manifest, found.remote)
+
     def __getitem__(self, split: str) -> CacheSplit:
         """The split `train` or `validation`. UsageError: see `CacheReader`."""
         return cast(CacheSplit, super().__getitem__(split))
+
+    def verify(self) -> list[str]:
+        """Read the whole cache and compare every digest; one line for each problem."""
+        return verify_cache(self.folder, cast(Any, self.remote))

@@ -43,9 +43,9 @@ from benchmarks.science.gradient_angles import _Logits
 from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.tools.merge import merge
 from kdtrain.cache.tools.subset import subset
+from kdtrain.library import Cache
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec

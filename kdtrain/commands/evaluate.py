@@ -17,6 +17,7 @@ import torch
 
 from kdtrain.cache.format.manifest import refuse_tokenizer, refuse_vocabulary
 from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import EvaluateConfig
 from kdtrain.config.across import partners
 from kdtrain.errors import RunError, UsageError
@@ -107,7 +108,7 @@ def _source(
     if across and tokenizer is not None:
         entries(config.student, load_tokenizer(tokenizer), vocab_size)
     if config.cache is not None:
-        cache, split = Cache(config.cache, local_limit=config.local_limit), config.data.split
+        cache, split = open_cache(config.cache, config.local_limit), config.data.split
         apart = across and differ(config, own, cache.manifest.settings.tokenizer_digest)
         if tokenizer is None or not apart:
             yield build_source(CachedSource(cache[split]), device, vocab_size)

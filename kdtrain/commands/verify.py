@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain.cache.address import parse_address
-from kdtrain.cache.read.reader import Cache
-from kdtrain.cache.read.remote import open_remote
+from kdtrain.cache.read.remote import open_cache, open_remote
 from kdtrain.cache.tools.self_check import look
 from kdtrain.cache.tools.verify import repair, verify_cache
 from kdtrain.checkpoint.sealed import checkpoint_at, read_checkpoint
@@ -71,7 +70,7 @@ def main(config: VerifyConfig) -> int:
 
 def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[Any]]:
     """What a sound cache says, and whether it can be right: a record, what is wrong, and a page."""
-    cache = Cache(config.path, local_limit=config.local_limit)
+    cache = open_cache(config.path, config.local_limit)
     if config.teacher is not None:
         audited = audit(config, cache)
         return {"audit": audited.to_json()}, [audited.finding] if audited.finding else [], audited.page()

@@ -4,6 +4,7 @@ from typing import Any
 
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import DistillConfig, EvaluateConfig
 from kdtrain.config.across import partners
 from kdtrain.config.values import refuse
@@ -97,5 +98,5 @@ def open_view(config: DistillConfig) -> dict[str, Source]:
 def _cache(config: DistillConfig) -> Cache:
     """The cache, or with an online teacher its own tokens of the text."""
     if config.cache:
-        return Cache(config.cache[0], local_limit=config.local_limit)
+        return open_cache(config.cache[0], config.local_limit)
     return Cache(config.out / "data")

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from kdtrain import faults
-from kdtrain.cache.read.reader import Cache
 from kdtrain.commands import find_lr
 from kdtrain.config import FindLrConfig, ObjectiveConfig, OptimizerConfig, rates
 from kdtrain.config.sections import QuantizationConfig
 from kdtrain.errors import RunError
+from kdtrain.library import Cache
 from kdtrain.parallel import memory_plan
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.tokenizers.view import View

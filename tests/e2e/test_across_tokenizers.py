@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from kdtrain.cache.read.reader import Cache
+from kdtrain.library import Cache
 from kdtrain.tokenizers.view import View
 from tests.token_kinds import train
 

@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -33,16 +33,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from kdtrain import faults
-from kdtrain.cache.address import parse_address
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.hdf5 import check_structure
-from kdtrain.cache.format.manifest import Manifest, check_sizes, first_rows, read_manifest
-from kdtrain.cache.read.remote import AHEAD, Shards, open_remote
+from kdtrain.cache.format.manifest import Manifest, ShardRecord, check_sizes, first_rows, read_manifest
 from kdtrain.cache.read.shard import Shard, Stored, batch_of, shard_errors
-from kdtrain.cache.tools.verify import verify_cache
-from kdtrain.config.values import LOCAL_LIMIT
-from kdtrain.data.packing import PackedRow
-from kdtrain.errors import UsageError, as_path
+from kdtrain.errors import UsageError
 from kdtrain.files import file_digest
 from kdtrain.objective.batch import Batch
 
@@ -52,7 +47,33 @@ HDF5's own, which no setting lowers, and its lists: 0.25 MiB at V = 2,048, 2 MiB
 MAX_LISTS = 2**28
 """Bytes of lists and masks that all readers keep of shards that are closed again."""
 _readers: "weakref.WeakValueDictionary[int, CacheReader]" = weakref.WeakValueDictionary()
-_ROWS_AT_ONCE = 64
+
+
+AHEAD = 8
+"""Shards after the one that is read that a `ShardSource` is asked for in advance."""
+
+
+class ShardSource(Protocol):
+    """What puts the shards of a cache into its folder while it is read: it fetches or captures them."""
+
+    address: Any
+    """What messages call the cache."""
+
+    def bring_tokenizer(self) -> None:
+        """Have the tokenizer's files in the folder. RunError: impossible."""
+
+    def ensure(self, record: ShardRecord, reader: Any = None) -> Path:
+        """Have a shard in the folder, whole, and its record complete. RunError: impossible."""
+        ...
+
+    def ahead(self, records: Iterable[ShardRecord]) -> None:
+        """Begin to fetch these, which may be read next."""
+
+    def release(self, name: str) -> None:
+        """The reader has closed a shard."""
+
+    def put_aside(self, record: ShardRecord) -> None:
+        """The shard that `ensure` returned is not the one of its record."""
 
 
 class AlteredError(OSError):
@@ -66,14 +87,14 @@ class CacheReader(Dataset[dict[str, Tensor]]):
     [2] int64, the rows of the teacher's output head and the entries of its tokenizer, and, where there is a teacher,
     `temperature_range` [2] fp64, the lowest and the highest T at which the cache is right.
 
-    manifest: of this folder, if it is read already. remote: brings the shards into the folder, and the tokenizer.
+    manifest: of this folder, if it is read already. remote: puts the shards and the tokenizer into the folder.
 
     UsageError: the folder holds no finished cache, the cache has no such split, or a shard of any split is missing or
     has another size than the manifest states.
     """
 
     def __init__(
-        self, folder: Path | str, split: str, manifest: Manifest | None = None, remote: Shards | None = None
+        self, folder: Path | str, split: str, manifest: Manifest | None = None, remote: ShardSource | None = None
     ) -> None:
         self.folder = Path(folder)
         self.name = str(folder if remote is None else remote.address)
@@ -166,12 +187,6 @@ class CacheReader(Dataset[dict[str, Tensor]]):
                     parts.append(opened.text(part))
         return {name: np.concatenate([part[name] for part in parts])[place] for name in parts[0]}
 
-    def rows(self) -> Iterator[PackedRow]:
-        """The text of all sequences, in order."""
-        for start in range(0, len(self), _ROWS_AT_ONCE):
-            text = self.text(range(start, min(start + _ROWS_AT_ONCE, len(self))))
-            yield from (PackedRow(*row) for row in zip(*text.values(), strict=True))
-
     def shard_file(self, number: int) -> Path:
         """The file of a shard, which has been compared with the manifest and the format. RunError: it is damaged."""
         with self._lock(), self._reading(number):
@@ -204,11 +219,11 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             self.remote.ahead(self._shards[each] for each in shards)
 
     def oldest(self) -> float:
-        """See `remote.Reader`."""
+        """When the open shard that was read longest ago was read, by `time.monotonic`; inf: none is open."""
         return min((shard.read_at for shard in list(self._open.values())), default=math.inf)
 
     def give_way(self) -> bool:
-        """See `remote.Reader`. The wait is short: two readers may ask each other."""
+        """Close that shard; False: none is open, or another thread reads. The wait is short: two may ask each other."""
         lock = self._lock()
         if self._process != os.getpid() or not lock.acquire(timeout=0.05):
             return False
@@ -289,30 +304,22 @@ def _of_process() -> list[CacheReader]:
 
 
 class Cache:
-    """A finished cache: its splits by name, and its manifest.
+    """A finished cache in a folder: its splits as PyTorch data sets by name, and its manifest.
 
-    Args:
-        where: its folder, `hf:datasets/ORG/NAME[@REVISION]` or `https://...`. Of one that lies elsewhere a shard is
-            fetched when it is first read, and kept in KDTRAIN_HOME or ~/.cache/kdtrain.
-        local_limit: GB that are kept there at most.
+    manifest: of this folder, if it is read already. remote: see `CacheReader`.
 
-    Raises:
-        UsageError: there is no finished cache, or it is not to be had.
-        RunError: it cannot be reached.
+    UsageError: there is no finished cache.
     """
 
     split_type: type[CacheReader] = CacheReader
 
-    def __init__(self, where: Path | str, *, local_limit: float = LOCAL_LIMIT) -> None:
-        folder = as_path(where, "where")
-        address = parse_address(where)
-        self.remote = None if address is None else open_remote(address, local_limit)
-        self.folder = folder if self.remote is None else self.remote.folder
-        self.name = str(folder if self.remote is None else self.remote.address)
+    def __init__(self, folder: Path | str, manifest: Manifest | None = None, remote: ShardSource | None = None) -> None:
+        self.folder, self.remote = Path(folder), remote
+        self.name = str(folder if remote is None else remote.address)
+        self.manifest: Manifest = manifest or read_manifest(folder)
         self._splits: dict[str, CacheReader] = {}
-        self.manifest: Manifest = self.remote.manifest if self.remote else read_manifest(self.folder)
 
-    def __getitem__(self, split: str) -> "CacheReader":
+    def __getitem__(self, split: str) -> CacheReader:
         """The split `train` or `validation`. UsageError: see `CacheReader`."""
         if split not in self._splits:
             self._splits[split] = self.split_type(self.folder, split, self.manifest, self.remote)
@@ -336,10 +343,6 @@ class Cache:
         """The lowest and the highest T at which the cache is right, as measured when it was built."""
         known = self.manifest.temperature_range
         return (known["min"], known["max"]) if known else (0.25, 20.0)
-
-    def verify(self) -> list[str]:
-        """Read the whole cache and compare every digest; one line for each problem."""
-        return verify_cache(self.folder, self.remote)
 
 
 def collate(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
