@@ -32,7 +32,7 @@ from kdtrain.config.values import Options, option
 from kdtrain.data.bytes import ByteTokenizer
 from kdtrain.data.corpus import documents
 from kdtrain.errors import UsageError
-from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.tokenizers.alignment import Alignment
 from kdtrain.tokenizers.cells import Cells
 from kdtrain.tokenizers.transcode import TAUGHT

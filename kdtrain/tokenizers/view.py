@@ -26,7 +26,7 @@ from kdtrain.data.spelling import DEEP, Spelling
 from kdtrain.data.spelling import MOST as MOST_SPELLED
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import MEDIUM, file_digest, json_digest, read_sealed, typed
-from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
