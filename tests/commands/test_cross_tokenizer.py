@@ -231,7 +231,7 @@ def test_packed_text_takes_the_place_of_a_view_that_was_begun_and_a_view_is_no_c
 
 
 def test_the_sanity_checks_of_a_run_across_tokenizers_leave_out_what_has_no_meaning_there(bench):
-    code, out, err = distil(bench, "sane", "--cross-tokenizer", "--sanity", "--json")
+    code, _, err = distil(bench, "sane", "--cross-tokenizer", "--sanity", "--json")
     assert code == 0 and "check 5 of 5" in err, err
 
 
