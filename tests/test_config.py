@@ -279,7 +279,6 @@ def test_sections_are_plain_values_by_section():
     "make, words",
     [
         (lambda: options.CheckpointConfig(override_opt_param_scheduler=True), "without --load; add it"),
-        (lambda: options.PrecisionConfig(collect_raw=True), "--collect-raw has no effect without --collect-tensors"),
         (lambda: options.QuantizationConfig(quant_rule="gap"), "--quant-rule has no effect without --time-resume"),
         (lambda: options.ObjectiveConfig(alpha=1.5), "--alpha 1.5 must be at least 0 and at most 1"),
         (lambda: options.OptimizerConfig(lr=float("inf")), "--lr inf must be above 0 and finite"),
