@@ -24,8 +24,13 @@ class Removed(NamedTuple):
 
 
 _RUNS = ("distill", "find-lr")
+_AUDIT = Removed("is an option of kdtrain audit CACHE --teacher T", of=("verify",))
 REMOVED: dict[str, Removed] = {
     "temperature_schedule": Removed("is gone: a schedule of T is linear; leave it out", "linear", _RUNS),
+    **dict.fromkeys(
+        ("teacher", "rows", "seed", "device"),
+        Removed("is an option of kdtrain audit CACHE --teacher T", of=("verify",)),
+    ),
     "histogram_freq": Removed("is gone: histograms are logged with each validation; use --eval-freq", 250, _RUNS),
     "spike_rule": Removed("is gone: --spike-patience 0 disables the guard", "mad", _RUNS),
 }

@@ -34,7 +34,7 @@ from kdtrain.errors import UsageError
 from kdtrain.files import published, set_aside
 from kdtrain.monitor.progress import log
 from kdtrain.objective.batch import Batch
-from kdtrain.plugins.collect import CollectConfig
+from kdtrain.plugins.collect.options import CollectConfig
 from kdtrain.precision.emulated import ELEMENTS, Recipe, mx_scale, quantized_operand
 from kdtrain.ranks import is_main
 from kdtrain.training.observers import Observer, ObserverRequest, StepView

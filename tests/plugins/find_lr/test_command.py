@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from kdtrain import faults
-from kdtrain.commands import find_lr
 from kdtrain.config import FindLrConfig, ObjectiveConfig, OptimizerConfig, rates
 from kdtrain.config.sections import QuantizationConfig
 from kdtrain.errors import RunError
 from kdtrain.library import Cache
 from kdtrain.parallel import memory_plan
+from kdtrain.plugins.find_lr import command as find_lr
+from kdtrain.plugins.find_lr.search import Trained, next_run
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.tokenizers.view import View
-from kdtrain.training.rate_search import Trained, next_run
 from tests.token_kinds import train
 
 OPTIONS = ("--cache", "cache", "--student", "student.toml", "--steps", 80, "--rung-steps", 4, "--eval-batches", 1)
