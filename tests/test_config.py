@@ -216,10 +216,6 @@ REFUSED = [
         lambda: distill(cache=None, teacher="t", data=TEXT, cross_tokenizer="both", server=RUN_SERVER),
         "--cross-tokenizer needs the whole cache before training; capture the server's answers with cache-teacher",
     ),
-    (
-        lambda: options.FindLrConfig(student="s", out="o", teacher="t", data=TEXT, server=RUN_SERVER),
-        "find-lr does not ask a server; make a cache with cache-teacher",
-    ),
     *(
         (
             lambda mode=mode: distill(precision=options.PrecisionConfig(precision=mode, tf32=True)),

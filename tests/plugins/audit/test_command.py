@@ -1,14 +1,13 @@
 """`kdtrain audit`: a right cache passes, a wrong one is named, and what cannot be asked is refused."""
 
-import io
 import json
 
 import pytest
-from rich.console import Console
 
 from kdtrain.plugins.audit import evidence as tests_of
 from kdtrain.plugins.audit.command import Audit
 from kdtrain.plugins.audit.diagnose import Diagnosis
+from kdtrain.tables import show_page
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 
@@ -45,15 +44,15 @@ def test_another_teacher_is_a_finding_with_exit_code_1(workbench, others):
     assert code == 1 and "fails" in out and "best fit" in out and "finding: " in out
 
 
-def test_the_table_of_an_audit_fits_80_columns_whatever_its_figures():
+def test_the_table_of_an_audit_fits_80_columns_whatever_its_figures(monkeypatch, capsys):
     tests = tuple(
         tests_of.Test(name, 331_086_584.2, "chi2(10)", 3.4e-300, 331_086_584.2) for name in ("counts", "likelihood")
     )
     verdict = tests_of.Verdict(60, 7680, tests)
     audit = Audit(teacher="t", same_weights=None, verdict=verdict, diagnosis=Diagnosis("top-p 0.9", 0.37, 0.1, 16))
-    console = Console(width=80, file=io.StringIO())
-    console.print(audit.page()[1])
-    lines = console.file.getvalue().splitlines()
+    monkeypatch.setenv("COLUMNS", "80")
+    show_page([audit.page()[1]])
+    lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and all(line.rstrip().endswith("fails") and "331 M" in line for line in lines[1:])
     assert "partly top-p 0.9 (37% of the difference), or other weights" in audit.finding
 
