@@ -408,9 +408,8 @@ def test_an_error_of_a_command_becomes_one_line_and_its_exit_code(monkeypatch, c
 )
 def test_an_interrupted_command_that_resumes_says_so(monkeypatch, capsys, command):
     monkeypatch.setattr(cli, "parse", lambda *words, **options: None)
-    module = {"import": "import_cache"}.get(command, command.replace("-", "_"))
-    stage = types.SimpleNamespace(main=raising(KeyboardInterrupt()))
-    monkeypatch.setitem(sys.modules, f"kdtrain.commands.{module}", stage)
+    entry = replace(cli.COMMANDS.get(command), main=raising(KeyboardInterrupt()))
+    monkeypatch.setitem(cli.COMMANDS.entries, command, entry)
     with pytest.raises(SystemExit) as stop:
         cli.main([command])
     hint = "" if command == "verify" else "; the same command resumes from what was saved"

@@ -264,6 +264,7 @@ def test_sections_are_plain_values_by_section():
     assert list(table) == [
         *("run", "data", "objective", "optimizer", "lora", "precision", "quantization", "guards"),
         *("stopping", "checkpoint", "monitor", "parallel", "server"),
+        "collect",
     ]
     assert table["run"]["out"] == "o"
     assert table["run"]["epochs"] is None
