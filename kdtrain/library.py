@@ -12,7 +12,7 @@ from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.config.values import LOCAL_LIMIT
 from kdtrain.errors import as_path
-from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.tokenizers.view import ViewReader
 from kdtrain.tokenizers.view_builder import build_view
 

@@ -14,17 +14,11 @@ from kdtrain.checkpoint.sealed import read_checkpoint
 from kdtrain.config import ExportConfig
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import MEDIUM, files_below, parse_json, refuse_displacing, typed
+from kdtrain.models.export import ORIGIN, export_adapter, export_lock, export_model, refuse_foreign
+from kdtrain.models.frozen import refuse_without_torchao
 from kdtrain.models.head import SplitModel
-from kdtrain.models.int8 import refuse_without_torchao
-from kdtrain.models.loading import (
-    ORIGIN,
-    export_adapter,
-    export_lock,
-    export_model,
-    refuse_foreign,
-    tokenizer_files,
-)
 from kdtrain.models.spec import ModelSpec, is_hub_id, paths_of, read_spec
+from kdtrain.models.tokenizer import tokenizer_files
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.ranks import is_main, on_main, process_group
 from kdtrain.run.folder import refuse_no_folder

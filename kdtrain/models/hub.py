@@ -44,7 +44,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config, tok
 from transformers.tokenization_utils_base import get_fast_tokenizer_file
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file, is_flash_attn_2_available
 
-from kdtrain.errors import UsageError, panics_refused
+from kdtrain.errors import UsageError, first_sentence, panics_refused
 from kdtrain.files import LARGE, parse_json, read_bytes, read_text, refuse_leading_out, typed
 from kdtrain.models.spec import ATTENTIONS, ModelSpec, is_hub_id
 from kdtrain.models.tokenizer_limits import refuse_endless, refuse_many_tokens
@@ -296,7 +296,7 @@ def ask(source: str, load: Callable[[], Answer]) -> Answer:
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise
-        line = one_line(error)
+        line = first_sentence(error)
         known = [meaning for fragment, meaning in _EXPLANATIONS.items() if fragment in str(error)]
         if isinstance(error, SafetensorError):
             known = [f"the weights are damaged ({line}); fetch or export them again"]
@@ -398,9 +398,3 @@ def ask_generation(source: str, revision: str = "main") -> dict[str, Any] | None
         return None if table is None or table.get("_from_model_config") else table
 
     return cast(dict[str, Any] | None, ask(source, load))
-
-
-def one_line(error: Exception) -> str:
-    """Return an exception's message up to the end of its first sentence, on one line."""
-    line = " ".join(str(error).split()) or type(error).__name__
-    return re.split(r"(?<=[\w)'\"])[.;] (?=[A-Z])", line, maxsplit=1)[0][:240].rstrip(". ")

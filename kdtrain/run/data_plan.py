@@ -20,8 +20,8 @@ from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import CacheTeacherConfig, CodecConfig, DataConfig, DistillConfig, RunServerConfig, ServerConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
-from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import SELF, ModelSpec
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.objective.divergence import refuse
 from kdtrain.ranks import on_main, raise_on_all_ranks, world_size
 from kdtrain.run.build_cache import SERVED, TEXT, build_tokens, holds_tokens

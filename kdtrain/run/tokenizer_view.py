@@ -11,8 +11,9 @@ from kdtrain.config.across import TERMS, partners
 from kdtrain.config.values import refuse
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
-from kdtrain.models.loading import digest_of, load_tokenizer, tokenizer_digest, vocabulary
+from kdtrain.models.loading import vocabulary
 from kdtrain.models.spec import ModelSpec
+from kdtrain.models.tokenizer import digest_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import bar, log, warn_early
 from kdtrain.teaching.teacher import Teacher
 from kdtrain.tokenizers.view import MOST_DISAGREEMENT, View

@@ -19,8 +19,8 @@ from kdtrain.cache.tools.merge import MIXTURE
 from kdtrain.cache.tools.self_check import other_row
 from kdtrain.config import Weights
 from kdtrain.errors import UsageError
-from kdtrain.models.loading import tokenizer_digest
 from kdtrain.models.spec import ATTENTIONS, DTYPES, read_spec
+from kdtrain.models.tokenizer import tokenizer_digest
 from kdtrain.monitor.progress import bar, log, setup_logging
 from kdtrain.objective.batch import Batch
 from kdtrain.plugins.audit.diagnose import (
