@@ -111,7 +111,7 @@ def main(config: AuditConfig) -> int:
     UsageError: the cache is damaged, or the teacher cannot be asked about it. RunError: a shard cannot be read.
     """
     setup_logging()
-    audited = audit(config, open_cache(config.cache, config.local_limit))
+    audited = audit(config, open_cache(config.cache))
     findings = [audited.finding] if audited.finding else []
     if config.json:
         show("", {"path": config.cache, "ok": not findings, "findings": findings, "audit": audited.to_json()}, True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kdtrain.config import check_device
-from kdtrain.config.values import LOCAL_LIMIT, Options, option
+from kdtrain.config.values import Options, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,6 @@ class AuditConfig(Options):
     """Which sequences: another seed takes others."""
     device: str = option("auto", check=check_device)
     """Where the teacher runs: auto, cpu, cuda or cuda:N."""
-    local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of caches from elsewhere that are kept here."""
     json: bool = False
     """Print one JSON object on stdout."""
 

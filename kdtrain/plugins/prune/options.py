@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from kdtrain.config import check_device
-from kdtrain.config.values import LOCAL_LIMIT, Options, option
+from kdtrain.config.values import Options, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,6 @@ class PruneConfig(Options):
     """Number format of the forwards; auto is bf16 where the device has it."""
     device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
-    local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of caches from elsewhere that are kept here."""
     json: bool = False
     """Print one JSON object on stdout, logs on stderr."""
 
