@@ -65,7 +65,7 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
     small = parameter_count(like.name, pruned_config(known, like, after, list(range(after.layers))))
     _refuse_too_much(config, spec, like, large, small)
 
-    cache = open_cache(config.cache, config.local_limit)
+    cache = open_cache(config.cache)
     settings, reader = cache.manifest.settings, cache["train"]
     digests = {digest_of(spec), settings.tokenizer_digest} - {None}
     if len(digests) > 1 or known.vocab_size < settings.tokenizer_size:

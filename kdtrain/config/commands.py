@@ -30,7 +30,7 @@ from kdtrain.config.sections import (
     Weights,
 )
 from kdtrain.config.teachers import RunServerConfig
-from kdtrain.config.values import LOCAL_LIMIT, USUAL_STEPS, Extended, Options, option, refuse
+from kdtrain.config.values import USUAL_STEPS, Extended, Options, option, refuse
 
 
 def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | None, data: DataConfig, to: str) -> None:
@@ -62,8 +62,6 @@ class DistillConfig(Extended):
     """A finished cache: a folder, hf:datasets/ORG/NAME[@REVISION] or https://...; again: a mixture."""
     cache_weights: tuple[float, ...] = option((), several=",", shown="X,X", above=0, later=True)
     """What a step draws of each --cache, as 3,1; by default in proportion to their sequences."""
-    local_limit: float = option(LOCAL_LIMIT, free=True, per_rank=True, above=0)
-    """GB of caches from elsewhere that are kept here."""
     cross_tokenizer: str | None = option(None, later=True, check=check_terms, shown="TERMS")
     """For a student of another tokenizer than the teacher's: cells, chunks, both, or auto (chunks if cells fail)."""
     special_tokens: tuple[str, ...] = option((), **SPECIAL_TOKENS)
@@ -239,8 +237,6 @@ class EvaluateConfig(Options):
     """A run, a checkpoint, an exported model folder, a TOML or a hub id."""
     cache: Path | None = option(None, once=True, reads="cache", brief="A cache, to compare with its teacher.")
     """A finished cache, also hf: or https://; its validation split unless --split is train."""
-    local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead.")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     cross_tokenizer: str | None = option(None, check=check_terms, shown="TERMS")
@@ -282,15 +278,13 @@ class InspectConfig(Options):
     """Show how a run is doing every ten seconds, and what is wrong, until it ends."""
     hardware: bool = False
     """Show devices, number formats and compilers of this machine instead."""
-    local: bool = False
-    """Show what is kept here of caches from elsewhere instead."""
     json: bool = False
     """Print one JSON object on stdout."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        nothing = self.path is None and not self.hardware and not self.local
-        refuse(nothing, "nothing to inspect; give a PATH, --local or --hardware")
+        nothing = self.path is None and not self.hardware
+        refuse(nothing, "nothing to inspect; give a PATH or --hardware")
         refuse(self.watch and self.json, "--watch prints lines for people; leave --json out")
 
 
@@ -305,8 +299,6 @@ class VerifyConfig(Options):
     """A cache (hf:datasets/ORG/NAME and https:// too), a run or a checkpoint."""
     repair: bool = False
     """Move the damaged shards of a cache aside, so that cache-teacher builds them again."""
-    local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, reads="teacher spec")
     """The teacher of the cache: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     rows: int = option(200, least=2, needs="teacher")
@@ -359,8 +351,6 @@ class PruneConfig(Options):
     """Number format of the forwards; auto is bf16 where the device has it."""
     device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
-    local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of caches from elsewhere that are kept here."""
     json: bool = False
     """Print one JSON object on stdout, logs on stderr."""
 
