@@ -28,7 +28,7 @@ from kdtrain.cache.diagnose import (
 from kdtrain.cache.format.codec import draw_points, grid_offset
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.read.reader import Cache
-from kdtrain.cache.tools.merge import MIXTURE
+from kdtrain.cache.tools.merge_plan import MIXTURE
 from kdtrain.config import VerifyConfig
 from kdtrain.config.sections import Weights
 from kdtrain.errors import UsageError

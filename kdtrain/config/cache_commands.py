@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from kdtrain.config.choices import LAYOUTS, REQUIRES_COMPRESSOR
 from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig, Weights
@@ -156,8 +156,6 @@ class MergeConfig(Options):
     """Two or more finished caches: folders, or addresses (hf:datasets/ORG/NAME, https://...)."""
     out: Path
     """The folder of the merged cache."""
-    weights: str | None = None
-    """Several teachers over the same rows: the weight of each, such as 0.7,0.3; by default their numbers of samples."""
     local_limit: float = option(LOCAL_LIMIT, above=0)
     """GB of caches from elsewhere that are kept here."""
     json: bool = False
@@ -169,13 +167,11 @@ class MergeConfig(Options):
         super().__post_init__()
         refuse(len(self.caches) < 2, "nothing to merge; give two or more caches")
         refuse_own(self.out, self.caches)
-        given = len(self.shares or self.caches)
-        refuse(given != len(self.caches), f"--weights has {given} numbers for {len(self.caches)} caches; give one each")
 
-    @property
-    def shares(self) -> tuple[Fraction, ...] | None:
-        """The weights as they are written."""
-        return None if self.weights is None else tuple(_decimal("--weights", each) for each in self.weights.split(","))
+    OLD: ClassVar[dict[str, tuple[str, None]]] = {
+        "weights": ("is gone with the mixing of teachers; train on all with distill --cache-weights", None),
+    }
+    """Options of earlier versions, and what replaces them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,8 +208,14 @@ class SubsetConfig(Options):
 
     @property
     def share(self) -> Fraction | None:
-        """The fraction as it is written."""
-        return None if self.fraction is None else _decimal("--fraction", self.fraction)
+        """The fraction exactly as it is written. UsageError: it is not a number above 0."""
+        if self.fraction is None:
+            return None
+        if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?|\.[0-9]{1,9}", self.fraction.strip()) or not Fraction(
+            self.fraction.strip()
+        ):
+            raise UsageError(f"--fraction: '{self.fraction[:80]}' is not a number above 0, such as 0.3")
+        return Fraction(self.fraction.strip())
 
     @property
     def range(self) -> tuple[int, int | None] | None:
@@ -231,13 +233,6 @@ def refuse_own(out: Path, caches: Sequence[str]) -> None:
     own = any(same_path(out, each) for each in caches)
     which = "one of the caches" if len(caches) > 1 else "the cache itself"
     refuse(own, f"--out {out} is {which}; choose another")
-
-
-def _decimal(name: str, text: str) -> Fraction:
-    """A number above 0, exactly as it is written."""
-    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?|\.[0-9]{1,9}", text.strip()) or not Fraction(text.strip()):
-        raise UsageError(f"{name}: '{text[:80]}' is not a number above 0, such as 0.3")
-    return Fraction(text.strip())
 
 
 @dataclass(frozen=True, kw_only=True)
