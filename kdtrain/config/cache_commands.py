@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from kdtrain.config.choices import LAYOUTS, REQUIRES_COMPRESSOR
 from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig, Weights
@@ -32,8 +32,6 @@ class CacheTeacherConfig(Options):
     """A teacher that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     out: Path
     """The folder of the cache."""
-    from_logprobs: Path | None = option(None, once=True, reads="file", brief="Instead of --data: what a server said.")
-    """Instead of --data: jsonl or parquet with a server's top log-probabilities (docs/data.md); good at T = 1 only."""
     refine: str | None = option(None, once=True, reads="cache", brief="Instead of --data: a cache to draw between.")
     """Instead of --data: a cache of this teacher's samples; as many more are drawn, between them, for kdtrain merge."""
     config: Path | None = option(None, per_rank=True, once=True, brief="A TOML file with any options, in sections.")
@@ -62,8 +60,7 @@ class CacheTeacherConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        recorded, text = self.from_logprobs is not None, self.data.data is not None
-        elsewhere = "--from-logprobs" if recorded else "--teacher-server" if self.server.teacher_server else None
+        served = bool(self.server.teacher_server)
         idle = {
             "--teacher-parallel": self.parallel.teacher_parallel != "auto",
             "--teacher-weights": self.teacher_weights is not None,
@@ -71,23 +68,16 @@ class CacheTeacherConfig(Options):
             "--precision": self.precision != "auto",
             "--device": self.device.startswith("cuda"),
         }
-        for name, given in idle.items() if elsewhere else ():
-            refuse(given, f"{name} has no effect with {elsewhere}: no teacher runs here; leave it out")
+        for name, given in idle.items() if served else ():
+            refuse(given, f"{name} has no effect with --teacher-server: no teacher runs here; leave it out")
         if self.text.generate:
             self._refuse_no_prompts()
         if self.refine is not None:
             self._refuse_idle_refinement()
             return
         self.data.refuse_training_on_validation()
-        refuse(not text and not recorded, "--data is missing; give stdlib, a file, a folder or hf:NAME")
-        refuse(recorded and text, "--from-logprobs holds its own text; leave --data out")
-        refuse(recorded and bool(self.server.teacher_server), "--from-logprobs and --teacher-server exclude each other")
+        refuse(self.data.data is None, "--data is missing; give stdlib, a file, a folder or hf:NAME")
         codec = self.codec
-        refuse(
-            recorded and (codec.dense or codec.samples > 0 or codec.top_k < 1),
-            "--from-logprobs has the most likely entries only; use --top-k, without --num-samples and --dense",
-        )
-        served = bool(self.server.teacher_server)
         use = "--top-k, or --num-samples where the server has kdtrain's plugin"
         refuse(served and codec.dense, f"--dense: no server gives whole distributions; leave it out, and use {use}")
         refuse(
@@ -96,12 +86,18 @@ class CacheTeacherConfig(Options):
         )
 
     EXAMPLES = ("kdtrain cache-teacher --teacher teachers/stdlib-5m.toml --data stdlib --out cache/t",)
+    OLD: ClassVar[dict[str, tuple[str, Any]]] = {
+        "from_logprobs": (
+            "is now kdtrain import FILE --layout prompt-logprobs --teacher NAME --tokenizer SPEC --out FOLDER",
+            None,
+        ),
+    }
+    """Options of earlier versions, and what replaces them."""
 
     def _refuse_no_prompts(self) -> None:
         """Refuse options that do not go with text by the teacher."""
         data, text = self.data, self.text
         refuse(self.refine is not None, "--generate: --refine takes its text from its cache; leave one out")
-        refuse(self.from_logprobs is not None, "--generate: --from-logprobs holds its own text; leave one out")
         refuse(
             data.document_mask,
             "--document-mask has no effect with --generate: a sequence is one prompt and its answer; leave it out",
@@ -125,7 +121,6 @@ class CacheTeacherConfig(Options):
 
     def _refuse_idle_refinement(self) -> None:
         """Refuse options of what the refined cache decides: its text, and how it is kept."""
-        refuse(self.from_logprobs is not None, "--refine and --from-logprobs exclude each other; give one")
         refuse(
             bool(self.server.teacher_server),
             "--refine asks for another grid of samples, which no server gives; leave --teacher-server out",
@@ -168,7 +163,7 @@ class MergeConfig(Options):
         refuse(len(self.caches) < 2, "nothing to merge; give two or more caches")
         refuse_own(self.out, self.caches)
 
-    OLD: ClassVar[dict[str, tuple[str, None]]] = {
+    OLD: ClassVar[dict[str, tuple[str, Any]]] = {
         "weights": ("is gone with the mixing of teachers; train on all with distill --cache-weights", None),
     }
     """Options of earlier versions, and what replaces them."""

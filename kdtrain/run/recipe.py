@@ -50,7 +50,8 @@ from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, rep
 from kdtrain.run.build_cache import TEXT, build_tokens, holds_tokens
 from kdtrain.run.folder import deciding, restarted, saved_attention, saved_rate
 from kdtrain.run.tokenizer_view import across, align, open_view
-from kdtrain.teaching.teacher import MEASURED, Teacher, open_teacher
+from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
+from kdtrain.teaching.teacher import MEASURED
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.sources.build import open_source
 from kdtrain.training.sources.mixture import mix
@@ -77,7 +78,7 @@ class Recipe:
     """Whether `config.out` already holds this run."""
     student: ModelSpec
     """With its attention and its adapters resolved."""
-    teacher: Teacher | None
+    teacher: OnlineTeacher | None
     """The online teacher, loaded and not yet sharded."""
     sources: dict[str, Source]
     """The splits train and validation."""
@@ -191,7 +192,7 @@ def resolve(
         if taught_by is not None:
             held = given.teacher_weights, "--teacher-weights", given.parallel.teacher_parallel
             taught_by = with_weights(taught_by, *held)
-        teacher = None if taught_by is None else open_teacher(taught_by, device, formats.high)
+        teacher = None if taught_by is None else open_online_teacher(taught_by, device, formats.high)
         apart = across(given, student, teacher)
         sources = {}
         if given.data.data is None and apart is None:
@@ -487,7 +488,7 @@ def _compiles(config: DistillConfig, device: torch.device) -> bool:
     return reason is None
 
 
-def _tokens(config: DistillConfig, student: ModelSpec, teacher: Teacher | None, resumed: bool) -> Path:
+def _tokens(config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None, resumed: bool) -> Path:
     """Build the run's own cache of bare tokens with the teacher's tokenizer, or without a teacher the student's."""
     tokenizer = load_tokenizer(student) if teacher is None else teacher.tokenizer
     width = len(tokenizer) if teacher is None else teacher.vocab_size

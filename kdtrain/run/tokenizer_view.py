@@ -15,7 +15,7 @@ from kdtrain.files import set_aside
 from kdtrain.models.loading import digest_of, load_tokenizer, tokenizer_digest, vocabulary
 from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.progress import bar, log, warn_early
-from kdtrain.teaching.teacher import Teacher
+from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.training.sources.aligned import AlignedSource, Terms, aligned_facts
 from kdtrain.training.sources.source import Facts, Source
 
@@ -23,7 +23,7 @@ _TOKENS = CodecSpec(kind="tokens", vocab_size=2)
 """Of an online teacher's own tokens."""
 
 
-def across(config: DistillConfig, student: ModelSpec, teacher: Teacher | None) -> Facts | None:
+def across(config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None) -> Facts | None:
     """What is known of the data of a run across tokenizers; None without that option, or with one tokenizer.
 
     UsageError: the cache has no teacher's numbers, or `differ`.

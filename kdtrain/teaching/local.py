@@ -12,15 +12,14 @@ Shape suffixes: B sequences, T positions, N tokens (B*T), V vocabulary, D width.
 import dataclasses
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from kdtrain.cache.build.shard_writer import ShardRows
-from kdtrain.cache.format.codec import CodecSpec
-from kdtrain.cache.format.manifest import WeightsCost
+from kdtrain.cache.build.answers import ShardAnswers
+from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
 from kdtrain.errors import UsageError
 from kdtrain.models.attention import use_cached_attention
 from kdtrain.models.frozen import is_packed, pack, refuse_weights
@@ -35,15 +34,15 @@ from kdtrain.parallel.memory_plan import USABLE, ModelFootprint, footprint_of
 from kdtrain.parallel.parallelize import reshard, shard
 from kdtrain.precision.compiled import CompiledLayers
 from kdtrain.precision.modes import autocast, compiles_teacher
-from kdtrain.teaching.teacher import Teacher, register_teacher
-from kdtrain.teaching.writing import Writing, continued, refuse_other_logits
+from kdtrain.teaching.online import OnlineTeacher
+from kdtrain.teaching.teacher import register_teacher
+from kdtrain.teaching.writing import Writing, WrittenAnswers, refuse_other_logits
 
 
 @register_teacher("local")
-class LocalTeacher(Teacher):
+class LocalTeacher(OnlineTeacher):
     """A causal language model of transformers, in evaluation mode and without gradients."""
 
-    gives: ClassVar[Literal["hidden", "logits", "top-k"]] = "hidden"
     model: SplitModel
     """Backbone and output head, once it is loaded."""
     head: OutputHead
@@ -194,10 +193,11 @@ class LocalTeacher(Teacher):
         use_cached_attention(self.model.model)
         refuse_other_logits(self._step, lambda tokens_BT: self.logits(tokens_BT, None), self.name, self.vocab_size)
 
-    def written(self, rows: ShardRows, codec: CodecSpec) -> tuple[ShardRows, Tensor]:
-        """Rows with what it wrote, and the logits of the steps that wrote it, [B, T, V] in fp32."""
-        assert self.writing is not None
-        return continued(self._step, rows, self.writing, self.vocab_size)
+    def answers(self, settings: CacheSettings) -> ShardAnswers:
+        """A forward for each batch, or what it writes into it."""
+        if self.writing is None:
+            return super().answers(settings)
+        return WrittenAnswers(self._step, self.writing, settings, self.logits)
 
     def _step(self, tokens_BT: Tensor, past: Any, **seen: Tensor) -> tuple[Tensor, Any]:
         """Logits [B, V] in fp32 of the next token, and what `SplitModel.step` keeps."""

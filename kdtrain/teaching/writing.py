@@ -16,6 +16,7 @@ has no distributions, and neither has what lies behind the end, since neither co
 Shape suffixes: B rows, T positions, V vocabulary, W longest prompt.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -24,9 +25,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kdtrain.cache.build.answers import Encode, LogitAnswers, Logits
+from kdtrain.cache.build.generated_text import finish_reasons
 from kdtrain.cache.build.shard_writer import ShardRows
 from kdtrain.cache.format.codec import uniforms
+from kdtrain.cache.format.manifest import CacheSettings, end_tokens
 from kdtrain.errors import UsageError
+from kdtrain.monitor.progress import log
+from kdtrain.monitor.tables import duration
+from kdtrain.ranks import world_size
 
 Step = Callable[..., tuple[Tensor, Any]]
 """tokens_BT, past, attention_mask and position_ids -> logits [B, V] of the next token in fp32, and the new past."""
@@ -95,6 +102,41 @@ def continued(step: Step, rows: ShardRows, how: Writing, vocab_size: int) -> tup
             seen = {"attention_mask": mask_BW, "position_ids": inside}
     assert logits_BTV is not None, "a prompt leaves room for a token"
     return replace(rows, tokens=tokens_BT1.numpy().astype(rows.tokens.dtype), loss_mask=mask_BT), logits_BTV
+
+
+class WrittenAnswers(LogitAnswers):
+    """Text that the teacher writes behind the prompts of a batch, and the logits of the steps that wrote it.
+
+    logits: a forward over whole sequences, which measures the fidelity.
+    """
+
+    writes = True
+
+    def __init__(self, step: Step, how: Writing, settings: CacheSettings, logits: Logits) -> None:
+        super().__init__(logits, settings)
+        self._step, self._how, self._first = step, how, True
+
+    def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
+        """As `ShardAnswers.rows`."""
+        started = time.monotonic()
+        found, logits_BTV = continued(self._step, rows, self._how, self._settings.vocab_size)
+        if self._first:
+            log_first_texts(found, self._settings, time.monotonic() - started)
+        self._first = False
+        return self.encoded(found, logits_BTV)
+
+
+def log_first_texts(rows: ShardRows, settings: CacheSettings, seconds: float | None = None) -> None:
+    """Log how long all texts take, by the seconds that the first ones took, and that most of them are cut."""
+    limits = settings.sequences.values()
+    if seconds is not None and None not in limits:
+        most = sum(filter(None, limits))
+        left = duration(seconds / len(rows) * most / world_size())
+        log.info("the first %s texts took %s: %s take about %s", len(rows), duration(seconds), most, left)
+    cut = finish_reasons(rows.tokens, rows.loss_mask, end_tokens(settings)).count("length")
+    if 2 * cut > len(rows):
+        room = "--max-new-tokens or --seq-len gives more room"
+        log.warning("%s of the first %s texts were cut before their end; %s", cut, len(rows), room)
 
 
 def refuse_other_logits(step: Step, score: Callable[[Tensor], Tensor], name: str, vocab_size: int) -> None:

@@ -6,7 +6,7 @@ from kdtrain.config import ObjectiveConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.head import SplitModel, layer_widths
 from kdtrain.objective.hidden import HiddenLoss, layer_pairs
-from kdtrain.teaching.teacher import Teacher
+from kdtrain.teaching.online import OnlineTeacher
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class HiddenPlan:
 
 
 def plan_hidden_loss(
-    objective: ObjectiveConfig, student: SplitModel, teacher: Teacher | None, seed: int
+    objective: ObjectiveConfig, student: SplitModel, teacher: OnlineTeacher | None, seed: int
 ) -> HiddenPlan | None:
     """Return the hidden-state loss of `objective`, on the student's device; None where it has none.
 

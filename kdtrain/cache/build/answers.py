@@ -27,8 +27,10 @@ Encode = Callable[[], Arrays]
 class ShardAnswers(Protocol):
     """Fills a shard, a batch after the other."""
 
-    logits: Logits | None
-    """For a measurement of the fidelity; None where whole distributions are not known."""
+    @property
+    def logits(self) -> Logits | None:
+        """For a measurement of the fidelity; None where whole distributions are not known."""
+
     sharded: bool
     """True when a forward needs all ranks."""
     writes: bool
@@ -110,13 +112,15 @@ class LogitAnswers(StoredAnswers):
 
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
         """As `ShardAnswers.rows`."""
-        settings = self._settings
         tokens_BT = torch.from_numpy(rows.tokens[:, :-1].astype(np.int64))
-        segments_BT = torch.from_numpy(rows.segments.astype(np.int64)) if settings.document_mask else None
+        segments_BT = torch.from_numpy(rows.segments.astype(np.int64)) if self._settings.document_mask else None
         with torch.no_grad():
-            held = [self.logits(tokens_BT, segments_BT)]
-        assert held[0].shape[-1] == settings.vocab_size, "the teacher's vocabulary is not that of the settings"
-        ready = self._side.ready(held[0])
+            return self.encoded(rows, self.logits(tokens_BT, segments_BT))
+
+    def encoded(self, rows: ShardRows, logits_BTV: Tensor) -> tuple[ShardRows, Encode]:
+        """What `rows` returns of a batch with these logits."""
+        settings, held, ready = self._settings, [logits_BTV], self._side.ready(logits_BTV)
+        assert logits_BTV.shape[-1] == settings.vocab_size, "the teacher's vocabulary is not that of the settings"
 
         def encode() -> Arrays:
             labels_BT = torch.from_numpy(rows.tokens[:, 1:].astype(np.int64))

@@ -92,11 +92,9 @@ class _Added(StoredAnswers):
         places = range(rows.first, rows.first + len(rows))
         parts: list[Any] = [cache[rows.split].read(places).targets for cache in self._caches]
 
-        def encode() -> Arrays:
-            found = _added(parts, self._shares, self._absent)
-            return {name: values.reshape(len(rows), -1, *values.shape[1:]) for name, values in found.items()}
-
-        return rows, encode
+        found = _added(parts, self._shares, self._absent)
+        kept = {name: values.reshape(len(rows), -1, *values.shape[1:]) for name, values in found.items()}
+        return rows, lambda: kept
 
 
 def _added(parts: Sequence[SparseTargets], shares: Sequence[float], absent: int) -> Arrays:
