@@ -35,10 +35,10 @@ from kdtrain.errors import UsageError
 from kdtrain.models.loading import tokenizer_digest
 from kdtrain.models.spec import ATTENTIONS, DTYPES, read_spec
 from kdtrain.monitor.progress import bar, log
-from kdtrain.monitor.tables import columns, number, short
 from kdtrain.objective.batch import Batch
 from kdtrain.precision.modes import MODES
 from kdtrain.ranks import pick_device
+from kdtrain.tables import columns, number, short
 from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
 
 DIAGNOSED = 16

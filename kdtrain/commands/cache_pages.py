@@ -11,7 +11,7 @@ from typing import Any
 from kdtrain.cache.build.card import written_lines
 from kdtrain.cache.format.manifest import Manifest, Parent, TemperatureRange, weights_line
 from kdtrain.commands.inspect_pages import Part, aside, quoted
-from kdtrain.monitor.tables import columns, number, size
+from kdtrain.tables import columns, number, size
 
 _MOST_PARENTS, _MOST_COUNTS = 50, 20
 """Most parents of a cache, and most lines about its text, that a page lists."""

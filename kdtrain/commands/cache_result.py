@@ -6,7 +6,7 @@ from typing import Any
 
 from kdtrain.cache.format.manifest import Manifest
 from kdtrain.commands.cache_pages import made_page
-from kdtrain.monitor.tables import show, show_page
+from kdtrain.tables import show, show_page
 
 
 def show_cache(folder: Path, manifest: Manifest, as_json: bool, said: Sequence[str] = (), **facts: Any) -> None:

@@ -13,10 +13,10 @@ from kdtrain.config import CacheTeacherConfig
 from kdtrain.config.values import configured
 from kdtrain.errors import UsageError
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.monitor.tables import duration, size
 from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, reported, world_size
 from kdtrain.run.agreement import same_ranks
 from kdtrain.run.capture import capture
+from kdtrain.tables import duration, size
 
 
 def main(config: CacheTeacherConfig) -> int:

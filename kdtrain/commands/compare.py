@@ -10,7 +10,7 @@ from rich.text import Text
 from kdtrain.config import CompareConfig
 from kdtrain.config.values import flag
 from kdtrain.monitor.runs import MEASURES, Group, caution, difference, differing, grouped, read_runs, spread
-from kdtrain.monitor.tables import finite, literal
+from kdtrain.tables import finite, literal
 
 
 def main(config: CompareConfig) -> int:

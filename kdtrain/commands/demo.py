@@ -23,8 +23,8 @@ from kdtrain.errors import UsageError, refuse_no_path, writing
 from kdtrain.files import publish_text, read_json, temporary_of
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.record import RunRecord
-from kdtrain.monitor.tables import finite
 from kdtrain.ranks import refuse_many_processes
+from kdtrain.tables import finite
 from kdtrain.training.signals import interruptible
 
 OBJECTIVES = {"cross-entropy": options.ObjectiveConfig(alpha=0.0), "distilled": options.ObjectiveConfig()}

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from kdtrain.errors import printable
 from kdtrain.files import typed
-from kdtrain.monitor.tables import literal
+from kdtrain.tables import literal
 
 KINDS = ("cross-entropy", "distilled")
 Run = dict[str, Any]

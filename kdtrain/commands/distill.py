@@ -12,7 +12,6 @@ from kdtrain.config import DistillConfig
 from kdtrain.config.values import configured
 from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.monitor.tables import show, show_page
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, reported
 from kdtrain.run import dry_run, sanity
 from kdtrain.run.agreement import same_ranks
@@ -22,6 +21,7 @@ from kdtrain.run.recipe import resolve, run_device
 from kdtrain.run.resume import Start
 from kdtrain.run.run import Run
 from kdtrain.run.server_capture import captured
+from kdtrain.tables import show, show_page
 from kdtrain.training.signals import interruptible
 
 

@@ -24,7 +24,6 @@ from kdtrain.errors import RunError, UsageError
 from kdtrain.models.loading import check_fits, digest_of, load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import bar, log, setup_logging
-from kdtrain.monitor.tables import show
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.precision.modes import pick_mode
@@ -32,6 +31,7 @@ from kdtrain.ranks import pick_device, refuse_many_processes
 from kdtrain.run.build_cache import build_tokens
 from kdtrain.run.saved_student import open_student
 from kdtrain.run.tokenizer_view import differ, entries, terms_of
+from kdtrain.tables import show
 from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
 from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.sources.build import build_source

@@ -26,7 +26,6 @@ from kdtrain.models.loading import (
 )
 from kdtrain.models.spec import ModelSpec, is_hub_id, paths_of, read_spec
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.monitor.tables import show
 from kdtrain.ranks import is_main, on_main, process_group
 from kdtrain.run.folder import refuse_no_folder
 from kdtrain.run.model_card import card_files
@@ -41,6 +40,7 @@ from kdtrain.run.saved_student import (
     tokenizer_of_run,
     written_parameters,
 )
+from kdtrain.tables import show
 from kdtrain.training.state import read_saved
 
 

@@ -41,13 +41,13 @@ from kdtrain.files import (
 from kdtrain.models.adapters import is_adapter
 from kdtrain.models.loading import is_model_folder
 from kdtrain.monitor.progress import hushed, log, setup_logging
-from kdtrain.monitor.tables import columns, duration, finite, short, show, show_page
 from kdtrain.parallel.memory_plan import student_footprint, student_parameters
 from kdtrain.ranks import refuse_many_processes
 from kdtrain.run.folder import deciding, make
 from kdtrain.run.path_kind import is_run
 from kdtrain.run.recipe import open_sources, student_spec, table_rate
 from kdtrain.run.run import Run
+from kdtrain.tables import columns, duration, finite, short, show, show_page
 from kdtrain.training.rate_search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import interruptible

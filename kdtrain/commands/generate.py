@@ -19,10 +19,10 @@ from kdtrain.models.ends import end_tokens
 from kdtrain.models.generate import continue_text
 from kdtrain.models.loading import load_tokenizer, max_positions
 from kdtrain.monitor.progress import setup_logging
-from kdtrain.monitor.tables import show
 from kdtrain.precision.modes import autocast, pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
 from kdtrain.run.saved_student import open_student
+from kdtrain.tables import show
 
 
 def main(config: GenerateConfig) -> int:

@@ -21,8 +21,8 @@ from kdtrain.files import json_digest
 from kdtrain.models.loading import ChatTokenizer, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import bar, log, setup_logging
-from kdtrain.monitor.tables import duration, number
 from kdtrain.run.folder import refuse_no_folder
+from kdtrain.tables import duration, number
 
 _TOKENS_PER_SHARD = 2**18
 _MAKERS_WORD = ("dtype", "revision", "attention", "temperature")

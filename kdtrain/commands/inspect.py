@@ -31,9 +31,9 @@ from kdtrain.files import aside_in, read_json, typed
 from kdtrain.models.spec import ADAPTER_CONFIG, ModelSpec, read_spec, shipped
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord
-from kdtrain.monitor.tables import show, show_page
 from kdtrain.run.path_kind import damage_of, kind_of
 from kdtrain.run.result import read_result
+from kdtrain.tables import show, show_page
 
 
 class _Progress(TypedDict):

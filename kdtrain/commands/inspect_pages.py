@@ -1,7 +1,7 @@
 """What `kdtrain inspect` shows to people: a page of a run, a shard, a model folder, or a folder of these.
 
 A page is lines and tables without frames; `--json` has the whole of what is known instead. All of it may come from
-strangers: `monitor.tables` escapes it, and a number that is none is a `-`.
+strangers: `kdtrain.tables` escapes it, and a number that is none is a `-`.
 """
 
 import json
@@ -25,9 +25,9 @@ from kdtrain.models.spec import ADAPTER_CONFIG
 from kdtrain.monitor.health import Signs, findings, stalled
 from kdtrain.monitor.progress import formula
 from kdtrain.monitor.record import RunRecord
-from kdtrain.monitor.tables import columns, duration, number, percent, short, size
 from kdtrain.run.path_kind import is_training
 from kdtrain.run.result import RESULT
+from kdtrain.tables import columns, duration, number, percent, short, size
 
 Part = str | Table
 TAIL = 2**22

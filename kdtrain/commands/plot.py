@@ -8,8 +8,8 @@ from kdtrain.config import PlotConfig
 from kdtrain.errors import UsageError, printable, writing
 from kdtrain.files import published
 from kdtrain.monitor.runs import grouped, read_runs
-from kdtrain.monitor.tables import show
 from kdtrain.registry import nearest
+from kdtrain.tables import show
 
 
 def main(config: PlotConfig) -> int:

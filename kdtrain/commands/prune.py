@@ -27,10 +27,10 @@ from kdtrain.models.pruning import Shape, choose, prune, pruned_config, roles_of
 from kdtrain.models.scratch import configuration, parameter_count
 from kdtrain.models.spec import LOCAL, ModelSpec, paths_of, read_spec
 from kdtrain.monitor.progress import bar, log, setup_logging
-from kdtrain.monitor.tables import columns, number, short, show, show_page
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
 from kdtrain.run.folder import refuse_no_folder
+from kdtrain.tables import columns, number, short, show, show_page
 from kdtrain.teaching.importance import Scores, Subject, mean_loss
 from kdtrain.teaching.local import LocalTeacher
 

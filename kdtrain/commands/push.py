@@ -19,7 +19,7 @@ from kdtrain.config import PushConfig
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import MEDIUM, parse_json, refuse_links
 from kdtrain.monitor.progress import setup_logging
-from kdtrain.monitor.tables import show
+from kdtrain.tables import show
 
 log = logging.getLogger("kdtrain")
 

@@ -24,7 +24,7 @@ from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import publish_text
 from kdtrain.monitor.record import samples
 from kdtrain.monitor.runs import MEASURES, Group, Run, count, differing, grouped, read_runs
-from kdtrain.monitor.tables import show
+from kdtrain.tables import show
 
 MOST_BYTES = 2_000_000
 """Most bytes of a page."""

@@ -19,9 +19,9 @@ from kdtrain.commands.audit import audit
 from kdtrain.config import VerifyConfig
 from kdtrain.config.values import refuse
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.monitor.tables import number, show, show_page
 from kdtrain.run.build_cache import OWN, holds_own
 from kdtrain.run.path_kind import damage_of, kind_of
+from kdtrain.tables import number, show, show_page
 
 
 def main(config: VerifyConfig) -> int:

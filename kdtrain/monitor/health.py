@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain.monitor.record import Line, RunRecord
-from kdtrain.monitor.tables import duration, number, size
+from kdtrain.tables import duration, number, size
 
 WINDOW = 50
 """Steps over which training losses are averaged."""

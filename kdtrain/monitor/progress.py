@@ -22,7 +22,7 @@ from rich.table import Column
 from rich.text import Text
 
 from kdtrain.errors import UsageError, printable
-from kdtrain.monitor.tables import duration, number, short
+from kdtrain.tables import duration, number, short
 
 log = logging.getLogger("kdtrain")
 console = Console(stderr=True)

@@ -19,13 +19,13 @@ from kdtrain.config import DistillConfig, OptimizerConfig
 from kdtrain.models.head import layers_of
 from kdtrain.models.loading import active_parameters
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.monitor.tables import show
 from kdtrain.parallel import parallelize
 from kdtrain.ranks import is_main, peak_memory_mb, raise_on_all_ranks, world_size
 from kdtrain.run.folder import is_run
 from kdtrain.run.recipe import Recipe
 from kdtrain.run.resume import Start
 from kdtrain.run.trial import Trial, trial_run
+from kdtrain.tables import show
 from kdtrain.training.schedule import decay_steps, warmup_steps
 from kdtrain.training.state import packed, read_saved
 from kdtrain.training.validate import validate

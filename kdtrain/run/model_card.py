@@ -22,8 +22,8 @@ from kdtrain.config.values import fields_of, marked
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import read_toml
 from kdtrain.models.spec import ModelSpec, is_hub_id, read_spec
-from kdtrain.monitor.tables import percent
 from kdtrain.run.folder import TOKENIZER, to_toml
+from kdtrain.tables import percent
 
 RECIPE = "recipe.toml"
 _DATA = re.compile(r"hf:(?:datasets/)?([\w.-]+/[\w.-]+)(?:[:@].*)?", re.ASCII)

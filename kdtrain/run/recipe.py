@@ -32,7 +32,6 @@ from kdtrain.models.frozen import refuse_weights
 from kdtrain.models.loading import is_model_folder, load_tokenizer, with_weights_of
 from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.monitor.progress import log, warn_early
-from kdtrain.monitor.tables import short
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.parallel.memory_plan import (
@@ -50,6 +49,7 @@ from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, rep
 from kdtrain.run.build_cache import TEXT, build_tokens, holds_tokens
 from kdtrain.run.folder import deciding, restarted, saved_attention, saved_rate
 from kdtrain.run.tokenizer_view import across, align, open_view
+from kdtrain.tables import short
 from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
 from kdtrain.teaching.teacher import MEASURED
 from kdtrain.training.schedule import total_steps

@@ -18,13 +18,13 @@ from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import export_lock, export_model, is_export, load_tokenizer, tokenizer_files
 from kdtrain.models.spec import ModelSpec, at_commit
 from kdtrain.monitor.progress import end_log, formula, log, setup_logging
-from kdtrain.monitor.tables import finite, show
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, rank, world_size
 from kdtrain.run.folder import TOKENIZER, launch, used, write_description, write_tokenizer
 from kdtrain.run.model_card import card_files
 from kdtrain.run.recipe import Recipe
 from kdtrain.run.result import RESULT, below, best_plain_run, count_warnings, read_result
 from kdtrain.run.saved_student import merged_line, origin_of, student_at, written_parameters
+from kdtrain.tables import finite, show
 from kdtrain.training.schedule import warmup_steps
 from kdtrain.training.state import load_saved
 from kdtrain.training.step import out_of_memory

@@ -23,10 +23,10 @@ from kdtrain.data import order
 from kdtrain.models.loading import model_digest
 from kdtrain.models.spec import DTYPES
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.monitor.tables import literal, show
 from kdtrain.objective.batch import Batch
 from kdtrain.ranks import refuse_many_processes
 from kdtrain.run.trial import Trial, trial_run
+from kdtrain.tables import literal, show
 from kdtrain.training.probes import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit
 from kdtrain.training.reporter import gradients_of, initial_loss
 from kdtrain.training.state import load_saved, make_optimizer

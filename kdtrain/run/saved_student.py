@@ -193,4 +193,5 @@ def checkpoint_of(run: Path, wanted: str) -> Path:
 
 
 def run_of(checkpoint: Path) -> Path:
+    """The folder of the run that a checkpoint belongs to."""
     return checkpoint.resolve().parent.parent

@@ -32,8 +32,8 @@ from kdtrain.cache.format.codec import uniforms
 from kdtrain.cache.format.manifest import CacheSettings, end_tokens
 from kdtrain.errors import UsageError
 from kdtrain.monitor.progress import log
-from kdtrain.monitor.tables import duration
 from kdtrain.ranks import world_size
+from kdtrain.tables import duration
 
 Step = Callable[..., tuple[Tensor, Any]]
 """tokens_BT, past, attention_mask and position_ids -> logits [B, V] of the next token in fp32, and the new past."""

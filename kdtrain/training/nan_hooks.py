@@ -31,6 +31,7 @@ from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
 from kdtrain.parallel.parallelize import peak, total_norm
 from kdtrain.ranks import local, world_size
+from kdtrain.training.observers import Observer, StepView
 from kdtrain.training.student import Student
 
 _NORM = "the norm of all gradients"
@@ -73,10 +74,11 @@ class Finding:
         )
 
 
-class NanHooks:
+class NanHooks(Observer):
     """Hooks on a student and all of its modules, from now until `remove`; they see eager calls only.
 
-    `take` returns the first finding since the last call, and restarts the count of micro-batches.
+    `take` returns the first finding since the last call, and restarts the count of micro-batches. As an observer of
+    steps they drop the findings of what ran between two steps, such as a validation.
     """
 
     def __init__(self, student: Student) -> None:
@@ -94,6 +96,10 @@ class NanHooks:
         for name, parameter in student.named_parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(name)))
+
+    def before_step(self, step: StepView) -> None:
+        """Drop the findings from before the step."""
+        self.take()
 
     def take(self) -> Finding | None:
         """Return the first finding since the last call, or None; the next micro-batch is number 1."""

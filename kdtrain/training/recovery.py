@@ -32,7 +32,7 @@ from kdtrain.monitor.progress import log
 from kdtrain.precision.controller import Adaptive, Forget, Recover, Save, Say, Snapshot, SwitchTo
 from kdtrain.ranks import all_gather_object, on_main, rank, reported, world_size
 from kdtrain.training.checkpoints import Checkpoints
-from kdtrain.training.nan_hooks import find_first, write_bundle
+from kdtrain.training.nan_hooks import NanHooks, find_first, write_bundle
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.state import TrainState, seed_everything, snapshot
 from kdtrain.training.step import Status, Stepper, StepResult
@@ -64,6 +64,9 @@ class Recovery:
         self.config, self.state, self.stepper = config, state, stepper
         self.checkpoints, self.reporter = checkpoints, reporter
         self.empty = 0  # steps in a row of which no token counts
+        self.hooks = NanHooks(stepper.student) if config.guards.nan_hooks == "always" else None
+        if self.hooks is not None:
+            stepper.observers.append(self.hooks)
 
     def after_step(self, result: StepResult) -> Next:
         """Recover from a step that was not taken, or whose numbers show a spike or a divergence.
@@ -163,8 +166,7 @@ class Recovery:
         guards.divergence.reset()
         checkpoints.relink_best()
         self.reporter.rewind(progress.step)
-        if self.stepper.collector is not None:
-            self.stepper.collector.forget_after(progress.step)
+        self.stepper.rewound(progress.step)
         checkpoints.save(f"{kind}_{progress.rollbacks}_iter{progress.step}")
         skipped = progress.skipped_data[-1]
         text = f"rolled back to {to.name}; sequences {skipped[0]} to {skipped[1]} of the stream are left out, "
@@ -205,7 +207,7 @@ class Recovery:
             f"batch {batch} at step {progress.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}: skipped"
         )
         self.reporter.writers.warning("skip", progress.step, text, batch=batch, in_a_row=progress.skips_in_a_row)
-        if self.stepper.hooks is not None or (progress.skips == 0 and self.config.guards.nan_hooks == "first"):
+        if self.hooks is not None or (progress.skips == 0 and self.config.guards.nan_hooks == "first"):
             self._investigate(batch, progress.step + 1)
         progress.skips += 1
         progress.sequences += self.config.batch_size
@@ -221,8 +223,8 @@ class Recovery:
         it."""
         stepper, config, writers = self.stepper, self.config, self.reporter.writers
         batches, indices = stepper.batches(), stepper.share(self.state.progress.sequences)
-        if stepper.hooks is not None:
-            how, finding = "hooks", stepper.hooks.take()
+        if self.hooks is not None:
+            how, finding = "hooks", self.hooks.take()
         else:
             seed_everything(config.seed, number)
             how = "run again in eager mode with hooks"

@@ -35,7 +35,7 @@ from kdtrain.parallel.parallelize import SingleProcess, clip_factor, clip_norm_,
 from kdtrain.precision.collect import Collector
 from kdtrain.ranks import all_reduce_sum, is_main, local, rank, world_size
 from kdtrain.training.guards import guarded_step, non_finite
-from kdtrain.training.nan_hooks import NanHooks
+from kdtrain.training.observers import Observer, StepView
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.schedule import alpha, learning_rate, run_length
 from kdtrain.training.signals import StopRequest
@@ -110,9 +110,10 @@ class Stepper:
     """Whether micro-batches have targets; without them the loss is cross-entropy."""
     collector: Collector | None = None
     """Collects tensor statistics."""
+    observers: list[Observer] = field(default_factory=list)
+    """Called around the parts of each step, in this order."""
 
     def __post_init__(self) -> None:
-        self.hooks = NanHooks(self.student) if self.config.guards.nan_hooks == "always" else None
         self.halves_for = FIRST_STEPS
         """Steps from now on in which running out of memory halves the micro-batch; 0 once it is halved."""
         self.tokens = 0
@@ -184,12 +185,13 @@ class Stepper:
             RunError: out of memory, and the micro-batch cannot be halved.
         """
         number = self.state.progress.step + 1
-        if self.hooks is not None:
-            self.hooks.take()  # drop the findings of a validation
         rate = self._prepare(number)
+        view = StepView(number, self.student, self._run_eagerly)
+        for each in self.observers:
+            each.before_step(view)
         own, waited, fits = None, 0.0, True
         try:
-            own, waited = self._accumulate(batches, stop)
+            own, waited = self._accumulate(batches, stop, view)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
@@ -212,12 +214,16 @@ class Stepper:
         if scale is not None:
             for gradient in self._unclipped():
                 gradient.mul_(scale)  # the optimizer divides all gradients by it, and these are not clipped
+        for each in self.observers:
+            each.before_optimizer(view)
         guarded_step(self.state.optimizer, skipped, scale)
         self.state.optimizer.zero_grad(set_to_none=True)
         faults.point("train.after-step")
         values = torch.stack([each.double() for each in tensors.values()]).tolist()
         read = dict(zip(tensors, values, strict=True))
         result = self._result(read, rate, waited)
+        for each in self.observers:
+            each.after_optimizer(view, result.metrics, result.status is Status.SKIPPED)
         stop.settle(int(read["signal"]))
         self.halves_for = max(self.halves_for - 1, 0)
         if result.status is Status.TAKEN:
@@ -230,6 +236,13 @@ class Stepper:
             self.tokens += result.tokens
             self.kept.clear()  # only a skipped step is investigated
         return result
+
+    def rewound(self, step: int) -> None:
+        """Tell the observers that the run continues after `step`."""
+        if self.collector is not None:
+            self.collector.forget_after(step)
+        for each in self.observers:
+            each.rewound(step)
 
     def settle_buckets(self) -> None:
         """Run one micro-batch through DDP before the first step, and drop its gradients.
@@ -277,7 +290,9 @@ class Stepper:
         self.kept.clear()
         return rate
 
-    def _accumulate(self, batches: Iterator[Batch], stop: StopRequest) -> tuple[LossOutput | None, float]:
+    def _accumulate(
+        self, batches: Iterator[Batch], stop: StopRequest, view: StepView
+    ) -> tuple[LossOutput | None, float]:
         """Accumulate the gradients of a step on this rank; return its sums, None when interrupted, and the seconds
         that it waited for data."""
         waited = 0.0
@@ -297,18 +312,34 @@ class Stepper:
                 return None, waited
             if not self.source.repeatable:
                 self.kept.append(batch)
+            view.micro_batch = number
+            for each in self.observers:
+                each.before_forward(view, batch)
             if sums is None:
                 self._measure(batch, self.state.progress.step + 1)
             with self.wrapper.micro_batch(last=number == self.micros):
                 # the loss scale is part of the normalizer, because the objective computes gradients in its forward
                 output: LossOutput = self.wrapper(batch, self.full_tokens / self.state.guards.scale.value)
+                for each in self.observers:
+                    each.after_forward(view, output)
+                for each in self.observers:
+                    each.before_backward(view, output)
                 faults.changed("train.loss", output.loss, self.batch_number).backward()
+            for each in self.observers:
+                each.after_backward(view)
             output = LossOutput(*(each.detach() for each in output))
             sums = output if sums is None else LossOutput(*(a + b for a, b in zip(sums, output, strict=True)))
             faults.point("train.after-micro-batch")
             if stop:
                 return None, waited
         return sums, waited
+
+    def _run_eagerly(self, batch: Batch) -> None:
+        """Run a batch before the first micro-batch of a step, for an observer; leaves no trace."""
+        with self.student.eager():
+            self.student(batch, self.full_tokens).loss.backward()
+        self.state.optimizer.zero_grad(set_to_none=True)
+        seed_everything(self.config.seed, self.state.progress.step + 1)
 
     def _measure(self, batch: Batch, number: int) -> None:
         """Collect tensor statistics and the quantisation gap on the first micro-batch of step `number`, where due.
@@ -317,14 +348,7 @@ class Stepper:
         the compiled graphs of training.
         """
         if self.collector is not None:
-
-            def run_eagerly() -> None:
-                with self.student.eager():
-                    self.student(batch, self.full_tokens).loss.backward()
-
-            if self.collector.collect(number, self.student.present_mode, run_eagerly):
-                self.state.optimizer.zero_grad(set_to_none=True)
-                seed_everything(self.config.seed, number)
+            self.collector.collect(number, self.student.present_mode, lambda: self._run_eagerly(batch))
         adaptive = self.state.adaptive
         if adaptive is None:
             return

@@ -12,7 +12,7 @@ validation loss is lowest; one at the end of each epoch; a special one at a stop
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
 
@@ -33,6 +33,7 @@ from kdtrain.precision.controller import Adaptive
 from kdtrain.ranks import is_main, reported
 from kdtrain.training.checkpoints import Checkpoints
 from kdtrain.training.guards import Guards
+from kdtrain.training.observers import Observer
 from kdtrain.training.recovery import Next, Recovery
 from kdtrain.training.reporter import Reporter, Sampler
 from kdtrain.training.schedule import decay_steps, validation_interval, warmup_steps
@@ -60,7 +61,8 @@ class Trainer:
         config: every option.
         student: the model and its loss.
         train, validation: where sequences come from.
-        total_steps, micro, seq_len, has_teacher, wrapper, collector: see `Stepper`; without a wrapper, in one process.
+        total_steps, micro, seq_len, has_teacher, wrapper, collector, observers: see `Stepper`; without a wrapper, in
+            one process.
         adaptive: decides when the student is quantised; None where the mode does not change.
         identity: what a checkpoint belongs to (options, cache, student).
     """
@@ -79,6 +81,7 @@ class Trainer:
         wrapper: SingleProcess | None = None,
         adaptive: Adaptive | None = None,
         collector: Collector | None = None,
+        observers: Iterable[Observer] = (),
         identity: dict[str, object] | None = None,
     ) -> None:
         self.config, self.student, self.validation_source = config, student, validation
@@ -100,6 +103,7 @@ class Trainer:
             seq_len=seq_len,
             has_teacher=has_teacher,
             collector=collector,
+            observers=[*observers],
         )
         self.recovery = Recovery(config, self.state, self.stepper, self.checkpoints, self.reporter)
         self.stopped_by: str | None = None
@@ -157,8 +161,7 @@ class Trainer:
                 record = RunRecord.read(self.config.out)
                 minutes, tokens = (max(record.places(axis).values()) for axis in ("minutes", "tokens"))
                 self.earlier = 60 * minutes, tokens
-        if self.stepper.collector is not None:
-            self.stepper.collector.forget_after(progress.step)
+        self.stepper.rewound(progress.step)
 
     def finished(self) -> bool:
         """Whether the run has no step left: the last one is taken, or the run was stopped early."""

@@ -16,7 +16,7 @@ from kdtrain.commands.inspect import _tail_rule, main
 from kdtrain.config import InspectConfig
 from kdtrain.errors import UsageError
 from kdtrain.monitor.record import RunRecord
-from kdtrain.monitor.tables import duration, number, short, show, show_page, size
+from kdtrain.tables import duration, number, short, show, show_page, size
 from tests.logged_runs import write_run
 
 CACHE = Path(__file__).parents[1] / "golden" / "cache" / "sparse"

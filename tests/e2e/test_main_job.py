@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from kdtrain.monitor.tables import number
+from kdtrain.tables import number
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 

@@ -310,7 +310,6 @@ def test_options_that_do_not_go_with_text_by_the_teacher_are_refused_by_name():
         "--prompt-tokens has no effect with --messages-column": lambda: asked({"prompt_tokens": 3}, data=chat),
         "--document-mask has no effect": lambda: asked({}, data=DataConfig(data="a", document_mask=True)),
         "--refine takes its text from its cache": lambda: asked({}, refine="cache"),
-        "--from-logprobs holds its own text": lambda: asked({}, from_logprobs="said.jsonl"),
         "leave --teacher-parallel fsdp out": lambda: asked(
             {}, data=chat, parallel=CacheParallelConfig(teacher_parallel="fsdp")
         ),

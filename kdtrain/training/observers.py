@@ -1,0 +1,63 @@
+"""Observers of optimizer steps: code that looks at tensors while a step runs, without an edit of `step`.
+
+A `Stepper` calls each of its observers before and after the forward and the backward of every micro-batch, and before
+and after the optimizer's update. An observer changes nothing: neither weights, gradients nor random numbers. What it
+needs from a pass of its own it gets from `StepView.run_eagerly`, which leaves no trace.
+
+What it gives up: an observer sees no compiled graph from inside. Hooks on modules are called in eager passes alone.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kdtrain.objective.batch import Batch
+from kdtrain.objective.loss import LossOutput
+from kdtrain.training.student import Student
+
+
+@dataclass
+class StepView:
+    """What observers see of the step that is under way."""
+
+    number: int
+    """The step, from 1."""
+    student: Student
+    """The model and its loss; gradients are in its parameters."""
+    run_eagerly: Callable[[Batch], None]
+    """Runs forward and backward of a batch without compiled graphs, so that hooks on modules are called, then drops the
+    gradients and restores the random generators. Only in `before_forward` of micro-batch 1; every rank must call it."""
+    micro_batch: int = 0
+    """The micro-batch of this rank, from 1."""
+
+
+class Observer:
+    """Looks at every step of a run; each method does nothing unless a subclass overrides it."""
+
+    def before_step(self, step: StepView) -> None:
+        """Called before the step reads its first micro-batch; learning rate and random generators are set."""
+
+    def before_forward(self, step: StepView, batch: Batch) -> None:
+        """Called before the forward of a micro-batch."""
+
+    def after_forward(self, step: StepView, output: LossOutput) -> None:
+        """Called after the forward, which with the objective's engine has made the gradient of the output head."""
+
+    def before_backward(self, step: StepView, output: LossOutput) -> None:
+        """Called before the backward of a micro-batch, after `after_forward` of all observers."""
+
+    def after_backward(self, step: StepView) -> None:
+        """Called after the backward of a micro-batch; the parameters hold the sum of the gradients so far."""
+
+    def before_optimizer(self, step: StepView) -> None:
+        """Called before the update, with the exchanged gradients. On a GPU fused AdamW still divides and clips them."""
+
+    def after_optimizer(self, step: StepView, metrics: Mapping[str, float], skipped: bool) -> None:
+        """Called after the update; gradients are dropped.
+
+        Args:
+            metrics: the step's numbers, by their names in metrics.jsonl.
+            skipped: whether loss or gradient was non-finite, so that nothing was updated.
+        """
+
+    def rewound(self, step: int) -> None:
+        """Called when a run resumes after `step`, or is rolled back to it: later steps are taken again."""
