@@ -26,7 +26,7 @@ from kdtrain.tables import duration, number
 
 _TOKENS_PER_SHARD = 2**18
 _MAKERS_WORD = ("dtype", "revision", "attention", "temperature")
-"""What no layout says: an option each, or unknown."""
+"""What no layout states: an option each, or unknown."""
 
 
 def main(config: ImportConfig) -> int:
@@ -167,7 +167,7 @@ def _show(config: ImportConfig, manifest: Manifest, findings: list[str], seconds
     origin = manifest.origin or {}
     facts = {name: origin.get(name) for name in (*_COUNTS, *_FACTS)}
     aligned = (facts["alignment"] or {}).get("shift") == 0
-    said = [
+    lines = [
         f"{number(facts['rows'])} rows of {config.layout}, {number(facts['rows_left_out'])} left out; at --shift "
         f"{config.shift} {'aligned' if aligned else 'a sample cannot tell whether they are aligned'}",
         f"kept mass {number(facts['kept_mass'])}, KL to the whole teacher at most {number(facts['kl_at_most'])} nats; "
@@ -176,4 +176,4 @@ def _show(config: ImportConfig, manifest: Manifest, findings: list[str], seconds
         f"took {duration(seconds)}",
         *(f"does not look right: {each}" for each in findings),
     ]
-    show_cache(config.out, manifest, config.json, said, **facts, findings=findings, seconds=round(seconds, 1))
+    show_cache(config.out, manifest, config.json, lines, **facts, findings=findings, seconds=round(seconds, 1))

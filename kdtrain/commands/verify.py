@@ -25,7 +25,7 @@ from kdtrain.tables import number, show, show_page
 
 
 def main(config: VerifyConfig) -> int:
-    """Print what is damaged, or not what the teacher says; return 0 if nothing is, else 1.
+    """Print what is damaged, or differs from the teacher's outputs; return 0 if nothing is, else 1.
 
     Raises:
         UsageError: the path is neither a cache nor a run nor a checkpoint, or cannot be repaired or audited.
@@ -70,7 +70,7 @@ def main(config: VerifyConfig) -> int:
 
 
 def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[Any]]:
-    """What a sound cache says, and whether it can be right: a record, what is wrong, and a page."""
+    """The facts of a sound cache, and whether it can be right: a record, what is wrong, and a page."""
     cache = Cache(config.path, local_limit=config.local_limit)
     if config.teacher is not None:
         audited = audit(config, cache)

@@ -43,7 +43,7 @@ log = logging.getLogger("kdtrain")
 
 _Rows = dict[str, Iterator[PackedRow]]
 TEXT, SERVED = OWN = ("data", "served")
-"""The caches that a run makes in its own folder: of bare tokens, and of what a server said."""
+"""The caches that a run makes in its own folder: of bare tokens, and of a server's answers."""
 _DAY = r"""strftime_now(\s+is\s+(not\s+)?defined|\(\s*(['"])(%[-_0^#]?[aAbBdejmyYGguUVwWxDFhC%]|[^%'"\\])*\3\s*\))"""
 """What a chat template asks of the date that is the same all day."""
 
@@ -78,7 +78,7 @@ def build_cache(
     teacher.begin(earlier, finished)
     counts: Counts = {}
     if refined is None:
-        settings, rows = _asked(config, teacher, counts)
+        settings, rows = _requested(config, teacher, counts)
     else:
         settings, rows = _refined_settings(refined, teacher), {split: refined[split].rows() for split in refined}
     progress = None
@@ -182,7 +182,7 @@ def refuse_other_vocabulary(refined: Cache, teacher: Teacher) -> None:
         ("vocab_size", settings.vocab_size, teacher.vocab_size),
     ):
         if None not in (theirs, ours) and theirs != ours:
-            named = f"{(settings.teacher or {}).get('spec')}, asked {teacher.name}"
+            named = f"{(settings.teacher or {}).get('spec')}, here {teacher.name}"
             raise UsageError(
                 f"--refine {refined.name} is of another teacher ({named}: {name}: {str(theirs)[:12]} there, "
                 f"{str(ours)[:12]} here)"
@@ -199,21 +199,21 @@ def _refined_settings(refined: Cache, teacher: Teacher) -> CacheSettings:
             f"{name}: {str(theirs.get(name))[:12]} there, {str(ours.get(name))[:12]} here" for name in changed
         )
         raise UsageError(
-            f"--refine {refined.name} is of another teacher ({theirs.get('spec')}, asked {teacher.name}: {differ})"
+            f"--refine {refined.name} is of another teacher ({theirs.get('spec')}, here {teacher.name}: {differ})"
         )
     number = settings.codec.num_samples
     offset = ((grid_offset(settings.sampling) or Fraction(0)) + Fraction(1, 2 * number)) % Fraction(1, number)
     return replace(settings, sampling=grid_name(offset))
 
 
-def _asked(config: CacheTeacherConfig, teacher: Teacher, counts: Counts) -> tuple[CacheSettings, _Rows]:
-    """The settings of the cache that the options ask for, and the rows of each split. counts: see `Masks`."""
-    asked, width, limits = config.codec, teacher.vocab_size, config.splits()
-    if not asked.dense and asked.top_k > width:
-        raise UsageError(f"--top-k {asked.top_k} is more than the vocabulary of {width}; choose less, or --dense")
+def _requested(config: CacheTeacherConfig, teacher: Teacher, counts: Counts) -> tuple[CacheSettings, _Rows]:
+    """The settings of the cache that the options request, and the rows of each split. counts: see `Masks`."""
+    given, width, limits = config.codec, teacher.vocab_size, config.splits()
+    if not given.dense and given.top_k > width:
+        raise UsageError(f"--top-k {given.top_k} is more than the vocabulary of {width}; choose less, or --dense")
     codec = CodecSpec(kind="dense", vocab_size=width)
-    if not asked.dense:
-        codec = CodecSpec(kind="sparse", top_k=asked.top_k, num_samples=asked.samples, vocab_size=width)
+    if not given.dense:
+        codec = CodecSpec(kind="sparse", top_k=given.top_k, num_samples=given.samples, vocab_size=width)
     settings = replace(
         _settings(config.data, teacher.tokenizer, codec, limits),
         teacher=dict(teacher.identity),
@@ -343,7 +343,7 @@ def _text(data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str
 
 
 def _sources(data: DataConfig, limits: dict[str, int | None]) -> dict[str, str]:
-    """The splits of the data: a cache calls the one that was asked for train, and adds validation."""
+    """The splits of the data: a cache calls the requested one train, and adds validation."""
     sources = {"train": data.split, "validation": "validation" if "train" in limits else data.split}
     return {name: sources[name] for name in limits}
 

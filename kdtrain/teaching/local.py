@@ -1,6 +1,6 @@
 """A teacher whose model is loaded here: the kind of every spec that names no other.
 
-The layers run in the mode that was asked for, and the output head's product ends in fp32 in every mode, because bf16
+The layers run in the requested mode, and the output head's product ends in fp32 in every mode, because bf16
 rounds a logit of 20 by up to 0.06 before the softmax. While a run trains, the teacher returns hidden states and the
 loss makes its logits a few rows at a time.
 

@@ -102,7 +102,7 @@ class Teacher:
         raise UsageError(f"a teacher of kind {self.spec.kind} runs behind no server; leave --teacher-server out")
 
     def begin(self, earlier: Mapping[str, Any] | None, finished: bool) -> None:
-        """Called before a cache is made, on every rank; `identity` is asked for after it, and may be the earlier one.
+        """Called before a cache is made, on every rank; `identity` is read after it, and may be the earlier one.
 
         earlier: the `identity` with which the cache was begun; None: it is a new one. finished: it is whole.
 

@@ -151,7 +151,7 @@ def test_a_model_that_steps_with_other_logits_than_it_scores_with_is_refused(mon
     def wrong(*given, **named):
         if padded:  # padding is seen
             named["attention_mask"] = None
-        elif named["attention_mask"] is None and named["input_ids"].shape[1] == 1:  # a wrong place, without padding
+        elif named.get("attention_mask") is None and named["input_ids"].shape[1] == 1:  # a wrong place, without padding
             named["position_ids"] = named["position_ids"] * 0
         return forward(*given, **named)
 

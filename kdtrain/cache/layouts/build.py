@@ -49,7 +49,7 @@ def sample(files: Sequence[SourceFile], names: Sequence[str] | None = None) -> I
 
 
 def try_sample(files: Sequence[SourceFile], cutter: Cutter) -> tuple[DetectedShift, Tally]:
-    """What the detector says about a sample as it would be stored, and its tally.
+    """What the detector finds in a sample as it would be stored, and its tally.
 
     UsageError: the entries are not about the next token, are no log-probabilities, or were renormalised.
     """

@@ -6,6 +6,7 @@ Types are checked before anything is read, sizes before a row is taken apart: th
 
 import hashlib
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kdtrain.cache.layouts.layout import Columns, Lists, Record
-from kdtrain.data.rows import parse_line, read_lines, readable
+from kdtrain.data.rows import parse_line, read_lines, readable, refuse_unpacked
 from kdtrain.errors import UsageError
 from kdtrain.files import open_regular
 from kdtrain.imports import optional
@@ -24,17 +25,10 @@ _ROWS = 8
 """Most rows that are read at once."""
 _AT_ONCE = 2**24
 """Numbers that are read at once, unless a single row has more; pyarrow takes some 20 bytes for each."""
-_SMALL = 2**20
-"""Numbers of a column in a row group that may take any number of bytes."""
-_DENSE = 16
-"""Most numbers of a column for each byte of a row group: real entries take a byte each, and run lengths of one value
-repeated without end nearly none."""
 _TOKENS = 2**22
 """Most tokens of one record."""
 _NUMBERS = 2**28
 """Most numbers in one column of a record: 2,000 a token in a row of 131,072."""
-_BYTES = 2**30
-"""Most bytes of a row, in the mean over a row group."""
 _SUFFIXES = (".parquet", ".jsonl")
 
 
@@ -78,12 +72,13 @@ class _Parquet(SourceFile):
         self._parquet: Any = optional("pyarrow.parquet", "data", str(path))
         with readable(str(path)), self._open() as file:
             self.rows, schema = file.metadata.num_rows, file.schema_arrow
-            groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
-            self._starts = [0, *accumulate(group.num_rows for group in groups)]
-            largest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
-            if largest > _BYTES:
-                raise UsageError(f"{path}: its rows have {largest:,} bytes in the mean; at most {_BYTES:,} are read")
-            self._at_once = self._rows_at_once(file.schema, groups)
+            sizes = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
+            self._starts = [0, *accumulate(sizes)]
+            # The metadata has how many numbers a column of a row group has, not of a row.
+            mean = refuse_unpacked(path, file, [*columns.depths()])
+            if mean > _NUMBERS:
+                raise UsageError(f"{path}: its rows have {mean:,} numbers in the mean; at most {_NUMBERS:,} are read")
+            self._at_once = max(1, min(_ROWS, _AT_ONCE // mean))
         self.depths: dict[str, int] = {}
         for name, depth in columns.depths().items():
             if name in schema.names:
@@ -102,32 +97,6 @@ class _Parquet(SourceFile):
         # A file is read through a small buffer, not a column of a row group at once.
         return self._parquet.ParquetFile(self.path, buffer_size=2**20, pre_buffer=False)
 
-    def _rows_at_once(self, schema: Any, groups: Sequence[Any]) -> int:
-        """How many rows fit into the memory. UsageError: a row group has more numbers than its bytes can stand for.
-
-        The metadata has how many numbers a column of a row group has, not of a row: encoded bytes say little of it.
-        """
-        paths = [(number, schema.column(number).path) for number in range(len(schema.names))]
-        depths, most = self.columns.depths(), 1
-        leaves = [
-            (number, name, depth)
-            for name, depth in depths.items()
-            for number, leaf in paths
-            if leaf == name or leaf.startswith(f"{name}.")
-        ]
-        for which, group in enumerate(groups):
-            chunks = [(name, depth, group.column(number)) for number, name, depth in leaves]
-            taken, rows = sum(chunk.total_compressed_size for _, _, chunk in chunks), max(1, group.num_rows)
-            for name, depth, chunk in chunks:
-                mean, limit = chunk.num_values // rows, _NUMBERS if depth == 2 else _TOKENS
-                if mean > limit or chunk.num_values > max(_SMALL, _DENSE * taken):
-                    raise UsageError(
-                        f"{self.path}: {name} has {chunk.num_values:,} numbers in {rows:,} rows and {taken:,} bytes "
-                        f"(row group {which}); at most {limit:,} a row and {_DENSE} a byte are read"
-                    )
-                most = max(most, mean)
-        return max(1, min(_ROWS, _AT_ONCE // most))
-
     def _check(self, name: str, kind: Any, depth: int) -> None:
         types = self._arrow.types
         for _ in range(depth):
@@ -142,14 +111,8 @@ class _Parquet(SourceFile):
     def records(self, names: Sequence[str] | None = None, first: int = 0) -> Iterator[tuple[str, Record]]:
         wanted = [name for name in self.depths if names is None or name in names]
         with readable(str(self.path)), self._open() as file:
-            groups, start = list[int](), 0
-            for number in range(file.metadata.num_row_groups):
-                size = file.metadata.row_group(number).num_rows
-                if start + size > first or groups:
-                    groups.append(number)
-                else:
-                    start += size
-            number = start
+            group = max(bisect_right(self._starts, first) - 1, 0)
+            groups, number = [*range(group, file.metadata.num_row_groups)], self._starts[group]
             for batch in file.iter_batches(self._at_once, row_groups=groups, columns=wanted) if groups else ():
                 for row in range(batch.num_rows):
                     if number >= first:

@@ -91,9 +91,9 @@ class Layout(ABC):
 
     columns: Columns
     vocab_size: int | None = None
-    """V, if the layout says it."""
+    """V, if the layout states it."""
     top_k: int | None = None
-    """Entries of each position, if the layout says it."""
+    """Entries of each position, if the layout states it."""
 
     def __init__(self, options: LayoutOptions) -> None:
         self.options = options

@@ -3,7 +3,7 @@
 A row of n tokens has n - 1 labels and becomes whole sequences of T of them, the last one filled up with positions
 outside of the loss; so no token is lost, and none sees a text that the teacher did not. Entry i is about token i + 1 +
 shift. A position is outside of the loss if the source has no entries for it, or none that are a distribution, if its
-mask says so, or if its label is the first token of the next document: the teacher's entries are about another one.
+mask excludes it, or if its label is the first token of the next document: the teacher's entries are about another one.
 
 Entries that sum to more than 1, which curves fitted to them may do, are scaled to 1, up to `MASS`.
 

@@ -109,7 +109,7 @@ def names(caches: Sequence[Made]) -> str:
 
 
 def _shown(changed: Sequence[str]) -> str:
-    return "; ".join(each.replace(" there", " in the one").replace(" asked", " in the other") for each in changed[:3])
+    return "; ".join(each.replace(" there", " in the one").replace(" here", " in the other") for each in changed[:3])
 
 
 def _text(cache: Made) -> tuple[tuple[str, str], ...]:
@@ -179,7 +179,7 @@ def _sum(caches: Sequence[Made]) -> CacheSettings:
 
 
 def tokens_of(cache: Made) -> dict[str, str]:
-    """What says which tokens each split has."""
+    """The digest of the tokens of each split."""
     return {split: each["tokens_sha256"] for split, each in cache.manifest.splits.items()}
 
 
