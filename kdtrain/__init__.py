@@ -26,16 +26,16 @@ __version__ = "0.2.0"
 if TYPE_CHECKING:
     from kdtrain.cache.build.sequences import CacheWriter
     from kdtrain.cache.read.mixture import Mixture
-    from kdtrain.cache.read.reader import Cache, collate
+    from kdtrain.cache.read.reader import collate
     from kdtrain.checkpoint.nested import CheckpointStore
     from kdtrain.checkpoint.tiers import Keep
     from kdtrain.cli import register_command
     from kdtrain.commands.cache_teacher import cache_teacher
     from kdtrain.commands.distill import distill
     from kdtrain.config import CacheTeacherConfig, DistillConfig
-    from kdtrain.data.alignment import Alignment
     from kdtrain.data.corpus import register_text
     from kdtrain.errors import RunError, UsageError
+    from kdtrain.library import Cache
     from kdtrain.models.output_head import Head
     from kdtrain.monitor.loggers import Logger, register_logger
     from kdtrain.monitor.record import RunRecord
@@ -56,12 +56,13 @@ if TYPE_CHECKING:
     from kdtrain.precision.controller import Policy, PrecisionController
     from kdtrain.teaching.online import Teacher
     from kdtrain.teaching.teacher import register_teacher
+    from kdtrain.tokenizers.alignment import Alignment
     from kdtrain.training.sources.source import Facts, SourceRequest, register_source
     from kdtrain.training.student import Student
 
 _HOME = {
     "kdtrain.cache.read.mixture": ("Mixture",),
-    "kdtrain.cache.read.reader": ("Cache", "collate"),
+    "kdtrain.cache.read.reader": ("collate",),
     "kdtrain.cache.build.sequences": ("CacheWriter",),
     "kdtrain.checkpoint.nested": ("CheckpointStore",),
     "kdtrain.checkpoint.tiers": ("Keep",),
@@ -69,9 +70,10 @@ _HOME = {
     "kdtrain.commands.cache_teacher": ("cache_teacher",),
     "kdtrain.commands.distill": ("distill",),
     "kdtrain.config": ("CacheTeacherConfig", "DistillConfig"),
-    "kdtrain.data.alignment": ("Alignment",),
+    "kdtrain.tokenizers.alignment": ("Alignment",),
     "kdtrain.data.corpus": ("register_text",),
     "kdtrain.errors": ("RunError", "UsageError"),
+    "kdtrain.library": ("Cache",),
     "kdtrain.models.output_head": ("Head",),
     "kdtrain.monitor.loggers": ("Logger", "register_logger"),
     "kdtrain.monitor.record": ("RunRecord",),

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from kdtrain.cache.read import local_store
-from kdtrain.cache.read.reader import Cache
+from kdtrain.library import Cache
 from tests.web import Web
 
 

@@ -26,8 +26,8 @@ MAX_LINES = 600
 
 STAIRCASE = (
     *("errors", "imports", "faults", "registry", "files", "process", "tables", "ranks", "config", "data", "models"),
-    *("objective", "precision", "cache", "checkpoint", "monitor", "parallel", "teaching", "training", "run"),
-    *("commands", "cli", "vllm_plugin", "testing", "__main__"),
+    *("objective", "precision", "cache", "checkpoint", "monitor", "parallel", "teaching", "tokenizers", "training"),
+    *("run", "commands", "cli", "library", "vllm_plugin", "testing", "__main__"),
 )
 """A floor may import the floors above it in this list, never one below; `kdtrain` itself is the library's face."""
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kdtrain.cache.read.reader import Cache
 from kdtrain.config import choices
+from kdtrain.library import Cache
 from kdtrain.registry import Registry
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 

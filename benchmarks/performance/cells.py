@@ -21,14 +21,14 @@ from benchmarks.harness.command import options
 from benchmarks.harness.machine import cpu_model
 from benchmarks.harness.timing import in_turn, medians, over
 from kdtrain.config.values import Options, option
-from kdtrain.data.alignment import Alignment
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.output_head import OutputHead
 from kdtrain.objective.aligned import AlignedTargets
-from kdtrain.objective.cell_targets import TeacherCells, coarsened
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import FLOOR, SparseTargets, Targets
+from kdtrain.tokenizers.alignment import Alignment
+from kdtrain.tokenizers.teacher_cells import TeacherCells, coarsened
 
 SAMPLES = 50
 

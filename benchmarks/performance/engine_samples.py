@@ -32,8 +32,8 @@ from benchmarks.harness.command import Kdtrain, options
 from benchmarks.harness.machine import cpu_model
 from benchmarks.harness.study import Study
 from kdtrain.cache.engine_samples import SampleRequest
-from kdtrain.cache.read.reader import Cache
 from kdtrain.config.values import Options, option
+from kdtrain.library import Cache
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
 

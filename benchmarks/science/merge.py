@@ -35,9 +35,9 @@ from benchmarks.performance import cache_material
 from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.tools.merge import merge
 from kdtrain.cache.tools.subset import subset
+from kdtrain.library import Cache
 from kdtrain.objective.targets import SparseTargets
 
 CPU = torch.device("cpu")

@@ -31,12 +31,12 @@ from benchmarks.harness import RESULTS, ROOT, write
 from benchmarks.harness.command import options, stop
 from benchmarks.harness.machine import version
 from kdtrain.config.values import Options, option
-from kdtrain.data.alignment import Alignment
 from kdtrain.data.bytes import ByteTokenizer
-from kdtrain.data.cells import Cells
 from kdtrain.data.corpus import documents
-from kdtrain.data.transcode import TAUGHT
 from kdtrain.errors import UsageError
+from kdtrain.tokenizers.alignment import Alignment
+from kdtrain.tokenizers.cells import Cells
+from kdtrain.tokenizers.transcode import TAUGHT
 
 PIECE = 2000
 """Characters of a document, cut at line ends."""

@@ -21,12 +21,12 @@ def train(out: Path, spec: Path, view: Path, cache: Path, steps: int, lr: float,
     import torch
 
     import kdtrain as kd
-    from kdtrain.cache.read.reader import Cache
-    from kdtrain.cache.view_rows import View
     from kdtrain.config.sections import OptimizerConfig
     from kdtrain.data import order
+    from kdtrain.library import Cache
     from kdtrain.models.loading import export_model, load_student, tokenizer_files
     from kdtrain.models.spec import read_spec
+    from kdtrain.tokenizers.view import View
     from kdtrain.training.schedule import learning_rate
     from kdtrain.training.state import make_optimizer
 

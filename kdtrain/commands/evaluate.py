@@ -17,7 +17,7 @@ import torch
 
 from kdtrain.cache.format.manifest import refuse_tokenizer, refuse_vocabulary
 from kdtrain.cache.read.reader import Cache
-from kdtrain.cache.view import build_view
+from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import EvaluateConfig
 from kdtrain.config.across import partners
 from kdtrain.errors import RunError, UsageError
@@ -33,6 +33,7 @@ from kdtrain.run.saved_student import open_student
 from kdtrain.run.tokenizer_view import differ, entries, terms_of
 from kdtrain.tables import show
 from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
+from kdtrain.tokenizers.view_builder import build_view
 from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.sources.build import build_source
 from kdtrain.training.sources.cache import CachedSource
@@ -107,7 +108,7 @@ def _source(
     if across and tokenizer is not None:
         entries(config.student, load_tokenizer(tokenizer), vocab_size)
     if config.cache is not None:
-        cache, split = Cache(config.cache, local_limit=config.local_limit), config.data.split
+        cache, split = open_cache(config.cache, config.local_limit), config.data.split
         apart = across and differ(config, own, cache.manifest.settings.tokenizer_digest)
         if tokenizer is None or not apart:
             yield build_source(CachedSource(cache[split]), device, vocab_size)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from kdtrain.cache.format.names import MANIFEST
-from kdtrain.cache.view_rows import VIEW
 from kdtrain.commands.distill import train
 from kdtrain.config import DistillConfig, FindLrConfig
 from kdtrain.config.rates import WORDS
@@ -48,6 +47,7 @@ from kdtrain.run.path_kind import is_run
 from kdtrain.run.recipe import open_sources, student_spec, table_rate
 from kdtrain.run.run import Run
 from kdtrain.tables import columns, duration, finite, short, show, show_page
+from kdtrain.tokenizers.view import VIEW
 from kdtrain.training.rate_search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import interruptible
@@ -269,7 +269,7 @@ def _by_part(run: Run) -> list[float]:
     trainer, source, micro = run.trainer, run.trainer.validation_source, run.trainer.stepper.micro
     count = min(len(source), trainer.validation_batches * micro)
     size = max(1, min(micro, count // 16))  # sixteen parts at least, if there are as many sequences
-    whole = count if source.facts.mixture is None else len(source)  # whose members stand one behind the other
+    whole = count if not source.facts.members else len(source)  # whose members stand one behind the other
     student, found = trainer.student.eval(), list[float]()
     for number in range(count // size):
         start = number * whole // (count // size)

@@ -15,12 +15,12 @@ def main(config: MergeConfig) -> int:
     """
     setup_logging()
     plan([stated(each, config.local_limit) for each in config.caches])  # refuses before torch is imported
-    from kdtrain.cache.read.reader import Cache
+    from kdtrain.cache.read.remote import open_cache
     from kdtrain.cache.tools.merge import merge
     from kdtrain.run.folder import refuse_no_folder
 
     refuse_no_folder(config.out)
-    caches = [Cache(each, local_limit=config.local_limit) for each in config.caches]
+    caches = [open_cache(each, config.local_limit) for each in config.caches]
     log.info("merging %s into %s", " and ".join(config.caches), config.out)
     with bar("merge", None) as shown:
         manifest = merge(caches, config.out, lambda done, total: shown.update(done, total=total))

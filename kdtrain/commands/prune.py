@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.read.reader import Cache, CacheReader
+from kdtrain.cache.read.reader import CacheReader
+from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import PruneConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import Lock, file_digest, hidden_lock, json_digest, make_folder, refuse_displacing, sweep
@@ -72,7 +73,7 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
     small = parameter_count(like.name, pruned_config(known, like, after, list(range(after.layers))))
     _refuse_too_much(config, spec, like, large, small)
 
-    cache = Cache(config.cache, local_limit=config.local_limit)
+    cache = open_cache(config.cache, config.local_limit)
     settings, reader = cache.manifest.settings, cache["train"]
     digests = {digest_of(spec), settings.tokenizer_digest} - {None}
     if len(digests) > 1 or known.vocab_size < settings.tokenizer_size:

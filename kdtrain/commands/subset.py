@@ -17,7 +17,7 @@ def main(config: SubsetConfig) -> int:
     known = stated(config.cache, config.local_limit)
     splits = tuple(known.manifest.splits) if config.split == "all" else (config.split,)
     refuse_rows(known, splits, config.range)  # before torch is imported
-    from kdtrain.cache.read.reader import Cache
+    from kdtrain.cache.read.remote import open_cache
     from kdtrain.cache.tools.subset import subset
     from kdtrain.run.folder import refuse_no_folder
 
@@ -25,7 +25,7 @@ def main(config: SubsetConfig) -> int:
     log.info("cutting %s into %s", config.cache, config.out)
     with bar("subset", None) as shown:
         manifest = subset(
-            Cache(config.cache, local_limit=config.local_limit),
+            open_cache(config.cache, config.local_limit),
             config.out,
             rows=config.range,
             fraction=config.share,

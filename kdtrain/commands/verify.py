@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain.cache.address import parse_address
-from kdtrain.cache.read.reader import Cache
-from kdtrain.cache.read.remote import open_remote
+from kdtrain.cache.read.remote import open_cache, open_remote
 from kdtrain.cache.tools.self_check import look
 from kdtrain.cache.tools.verify import repair, verify_cache
-from kdtrain.cache.view_rows import verify_view, viewed_cache
 from kdtrain.checkpoint.sealed import checkpoint_at, read_checkpoint
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands.audit import audit
@@ -22,6 +20,7 @@ from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.run.build_cache import OWN, holds_own
 from kdtrain.run.path_kind import damage_of, kind_of
 from kdtrain.tables import number, show, show_page
+from kdtrain.tokenizers.view import verify_view, viewed_cache
 
 
 def main(config: VerifyConfig) -> int:
@@ -71,7 +70,7 @@ def main(config: VerifyConfig) -> int:
 
 def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[Any]]:
     """The facts of a sound cache, and whether it can be right: a record, what is wrong, and a page."""
-    cache = Cache(config.path, local_limit=config.local_limit)
+    cache = open_cache(config.path, config.local_limit)
     if config.teacher is not None:
         audited = audit(config, cache)
         return {"audit": audited.to_json()}, [audited.finding] if audited.finding else [], audited.page()

@@ -12,7 +12,7 @@ member is repeated before all of it was read.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
@@ -56,6 +56,21 @@ def batch(seed: int, start: int, size: int, n: int, stream: int = 0) -> _Indices
         pieces.append(permutation(seed, epoch, n, stream)[offset : offset + taken])
         start += taken
     return np.concatenate(pieces)
+
+
+@dataclass(frozen=True)
+class Order:
+    """The endless order in which a run reads its sequences."""
+
+    batch: Callable[[int, int], _Indices]
+    """(start, size) -> the sequences at positions [start, start + size) of the stream: int64 [size]."""
+    arranged: Callable[[np.ndarray], np.ndarray] = lambda indices: indices
+    """What a rank reads of a step, as it cuts it into micro-batches."""
+
+    @classmethod
+    def shuffled(cls, seed: int, n: int) -> "Order":
+        """Every epoch of `n` sequences in an order of its own."""
+        return cls(partial(batch, seed, n=n))
 
 
 @dataclass(frozen=True)
@@ -115,6 +130,10 @@ class Mixture:
     def firsts(self) -> tuple[int, ...]:
         """The number of each member's first sequence."""
         return tuple(sum(self.sizes[:member]) for member in range(len(self.sizes)))
+
+    def order(self, seed: int) -> Order:
+        """As `batch` has it; a rank reads its part of a step member by member: most micro-batches then hold one."""
+        return Order(partial(self.batch, seed), self.grouped)
 
     def members(self, indices: np.ndarray) -> _Indices:
         """The member of each of these sequences: int64 [N]."""

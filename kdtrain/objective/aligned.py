@@ -2,8 +2,8 @@
 
 Two terms, right at T = 1, each least where the student says what the teacher says, and there 0 but for samples:
 
-cells   where the teacher says what follows (`cell_targets`): KL between the masses that both give to groups of tokens
-        (`cells`, `data.cells`). From samples it is the KL from their shares: at common boundaries an unbiased gradient,
+cells   where the teacher says what follows (`teacher_cells`): KL between the masses that both give to groups of tokens
+        (`tokenizers.cells`). From samples it is the KL from their shares: at common boundaries an unbiased gradient,
         and a value that is too large by how much less entropy they have than the teacher, in the mean, whatever the
         student. From a top-k it is the KL from the nearest distribution that the top-k allows: a lower bound.
 chunks  between common boundaries: teacher's and student's log p of the same bytes. With the sums a, b of log p of the

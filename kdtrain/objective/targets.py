@@ -198,13 +198,6 @@ class Targets(ABC):
         """`resolved` targets against the student's logits, which may be overwritten."""
         raise NotImplementedError
 
-    def centred(self, student_RV: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits of the teacher, less their mean over the vocabulary, and the student's at the same entries.
-
-        Only `resolved` targets have it. student_RV: the student's logits, less their mean.
-        """
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class Supervision:
@@ -269,7 +262,7 @@ class SparseTargets(Targets):
     known_at_one: bool = False
     """True where every beta that is asked for is 1 (`at_one`)."""
     partial: Tensor | None = None
-    """[N,K] 1 where an entry has at least its log p, and some of the tail's mass may be its own (`cell_targets`)."""
+    """[N,K] 1 where an entry has at least its log p, and some of the tail's mass may be its own (`teacher_cells`)."""
 
     width = None
     has_tail = True
@@ -425,14 +418,6 @@ class SparseTargets(Targets):
             return Comparison(divergence, divergence, None)
         return Comparison(divergence, self.events("ghost", statistics, one), self.ids[:, 0])
 
-    def centred(self, student_RV: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the top-k entries, or the drawn ones where there is no top-k."""
-        kept = slice(self.top_k or None)
-        known_RK = self.ids[:, kept] < student_RV.shape[1]
-        ids_RK = self.ids[:, kept].where(known_RK, 0)
-        teacher_RK = (self.logprobs[:, kept] - self.logit_mean[:, None]).where(known_RK, 0.0)
-        return teacher_RK, student_RV.gather(1, ids_RK).where(known_RK, 0.0)
-
 
 @dataclass(frozen=True)
 class DenseTargets(Targets):
@@ -506,10 +491,6 @@ class DenseTargets(Targets):
     def compare(self, z_RV: Tensor, labels_R: Tensor) -> Comparison:
         events = Events(torch.log_softmax(self.energies(), dim=-1), torch.log_softmax(z_RV, dim=-1))
         return Comparison(events, events, self.logprobs.argmax(-1))
-
-    def centred(self, student_RV: Tensor) -> tuple[Tensor, Tensor]:
-        energies_RV = self.energies()
-        return energies_RV - energies_RV.mean(-1, keepdim=True), student_RV
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from kdtrain.cache.format.codec import SAMPLING, CodecSpec, grid_name, grid_offs
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences, read_manifest
 from kdtrain.cache.format.names import MANIFEST, PIECES
 from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.remote import open_cache
+from kdtrain.cache.read.rows import stored_rows
 from kdtrain.config import CacheTeacherConfig, DataConfig
 from kdtrain.config.teachers import DEFAULT_PROMPT
 from kdtrain.data.corpus import documents_of, has_prompts, stated_text
@@ -80,7 +82,7 @@ def build_cache(
     if refined is None:
         settings, rows = _requested(config, teacher, counts)
     else:
-        settings, rows = _refined_settings(refined, teacher), {split: refined[split].rows() for split in refined}
+        settings, rows = _refined_settings(refined, teacher), {split: stored_rows(refined[split]) for split in refined}
     progress = None
     if live is not None:
         folder = config.out.with_name(TEXT)
@@ -157,7 +159,7 @@ def begun_with(folder: Path) -> dict[str, Any] | None:
 
 def refined_cache(where: str) -> Cache:
     """The cache of --refine. UsageError: its samples cannot be added to."""
-    cache = Cache(where)
+    cache = open_cache(where)
     settings, codec = cache.manifest.settings, cache.manifest.codec
     if not codec.counts_only:
         raise UsageError(f"--refine {where}: only a cache of samples alone can be refined; capture this one anew")
@@ -237,7 +239,7 @@ def validation_rows(config: CacheTeacherConfig, teacher: Teacher, refined: Cache
     if refined is None:
         rows = _text(config.data, teacher.tokenizer, config.splits(), {})["validation"]
     else:
-        rows = refined["validation"].rows()
+        rows = stored_rows(refined["validation"])
     first = islice(rows, most)
     while part := list(islice(first, config.batch_size)):
         tokens, mask, segments = (

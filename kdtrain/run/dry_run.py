@@ -7,6 +7,7 @@ longer run shows what it adds (`mem_delta=`).
 """
 
 import math
+import shutil
 import time
 from typing import Any
 
@@ -24,7 +25,8 @@ from kdtrain.ranks import is_main, peak_memory_mb, raise_on_all_ranks, world_siz
 from kdtrain.run.folder import is_run
 from kdtrain.run.recipe import Recipe
 from kdtrain.run.resume import Start
-from kdtrain.run.trial import Trial, trial_run
+from kdtrain.run.run import Run
+from kdtrain.run.trial import Trial, existing_parent, trial_run
 from kdtrain.tables import show
 from kdtrain.training.schedule import decay_steps, warmup_steps
 from kdtrain.training.state import packed, read_saved
@@ -44,7 +46,7 @@ def main(config: DistillConfig) -> int:
         with raise_on_all_ranks():
             begins = _begins(config, start, trial.live is None)
         log.info("built the run; two steps, a validation forward and a save follow")
-        table = {"run": str(config.out), "begins": begins, **_plan(trial), **_estimates(trial), **_capture(trial)}
+        table = {"run": str(config.out), "begins": begins, **_plan(trial.run), **_estimates(trial), **_capture(trial)}
     show(f"distill {config.out}, dry run", table, config.json)
     return 0
 
@@ -68,22 +70,22 @@ def _begins(config: DistillConfig, start: Start, known: bool) -> str:
     return f"at {path.name}"
 
 
-def _plan(trial: Trial) -> dict[str, Any]:
-    trainer, recipe, config, student = trial.trainer, trial.recipe, trial.recipe.config, trial.trainer.student
+def _plan(run: Run) -> dict[str, Any]:
+    trainer, recipe, config, student = run.trainer, run.recipe, run.recipe.config, run.trainer.student
     each = f" on each of {world_size()} ranks" if world_size() > 1 else ""
     several = "es" if trainer.stepper.micros > 1 else ""
     micro_batches = f"{trainer.stepper.micros} micro-batch{several} of {trainer.stepper.micro}"
     sequences, seq_len = len(trainer.stepper.source), recipe.facts.seq_len
     sent = gigabytes_sent(student.model, recipe, trainer.stepper.micros)
-    total, active = trial.run.parameters, active_parameters(student.model)
+    total, active = run.parameters, active_parameters(student.model)
     mixture = {} if active == total else {"active for a token": active}
     return {
-        "student": {"name": recipe.student.name, "parameters": total, **trial.run.trained, **mixture},
+        "student": {"name": recipe.student.name, "parameters": total, **run.trained, **mixture},
         "teacher": recipe.teacher_name,
         "device": str(student.device),
         "parallel": {"ranks": world_size(), **recipe.plan.table(), "GB sent a step": sent},
-        "mode": trial.run.mode,
-        **({"quantised": list(trial.run.quantised)} if trial.run.quantised else {}),
+        "mode": run.mode,
+        **({"quantised": list(run.quantised)} if run.quantised else {}),
         "compiled": student.compile_objective,
         "steps": trainer.total,
         "batch": f"{config.batch_size} x {seq_len} tokens, {micro_batches}{each}",
@@ -92,32 +94,48 @@ def _plan(trial: Trial) -> dict[str, Any]:
         "epochs": round(trainer.total * config.batch_size / sequences, 3),
         "tokens": trainer.total * config.batch_size * seq_len,
         "learning rate": _schedule(trainer.total, config.optimizer, recipe.lr_from),
-        "validations": len(trial.validation_steps),
-        "checkpoints": trial.saves,
     }
 
 
 def _estimates(trial: Trial) -> dict[str, Any]:
-    trainer, device = trial.trainer, trial.trainer.student.device
+    trainer, device, config = trial.trainer, trial.trainer.student.device, trial.recipe.config
+    state, keep, adaptive = trainer.state, config.checkpoint, config.quantization
     first, second = trial.timed_steps(2)
     validation = _validation_seconds(trial)
-    step, started = trainer.state.progress.step, time.perf_counter()
-    numbers = {**trial.run.identity, **trainer.state.numbers()}
-    tensors, snapshots = trainer.state.own_tensors(), packed(trainer.state.snapshots)
+    step, started = state.progress.step, time.perf_counter()
+    numbers, tensors, snapshots = (
+        {**trial.run.identity, **state.numbers()},
+        state.own_tensors(),
+        packed(state.snapshots),
+    )
     stall = trainer.saver.save([tiers.rolling_name(step)], step, tensors, numbers, kept=snapshots)
     trainer.saver.wait()
     saving = time.perf_counter() - started
     files = (file for file in trainer.store.folder.rglob("*") if file.is_file() and not file.is_symlink())
-    size = max(sum(file.stat().st_size for file in files), trial.state_bytes)
+    in_memory = sum(tensor.numel() * tensor.element_size() for tensor in state.tensors().values())
+    size = max(sum(file.stat().st_size for file in files), in_memory)
+    # the most checkpoints that there can be, if each validation is better than those before
+    total, count, batch = trainer.total, len(trainer.stepper.source), config.batch_size
+    validations = {*range(0, total + 1, trainer.eval_freq), total}
+    rolling = {*range(0, total, keep.checkpoint_freq), *validations}
+    epochs = {each for each in range(1, total + 1) if each * batch // count > (each - 1) * batch // count}
+    saves, kept = len(epochs | rolling), min(keep.keep_rolling, len(rolling)) + min(keep.keep_epochs, len(epochs))
+    kept += keep.keep_special + 2  # the best one, and the one in writing
+    if state.adaptive is not None:
+        kept += adaptive.quant_recovery_buffer
+        saves += total // adaptive.quant_window_size
+        saves += total // adaptive.quant_checkpoint_interval if adaptive.quant_snapshot == "disk" else 0
     times = {
         "first step": first.seconds,
-        "steps": (trainer.total - 1) * second.seconds,
-        "validations": len(trial.validation_steps) * validation,
-        "checkpoints": trial.saves * stall,
+        "steps": (total - 1) * second.seconds,
+        "validations": len(validations) * validation,
+        "checkpoints": saves * stall,
     }
     # on a CPU None: other processes use the same memory
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     return {
+        "validations": len(validations),
+        "checkpoints": saves,
         "loss of the two steps": [round(each.numbers["loss"], 4) for each in (first, second)],
         "seconds": {
             "first step": round(first.seconds, 3),
@@ -132,19 +150,19 @@ def _estimates(trial: Trial) -> dict[str, Any]:
         "peak_memory_mb": round(peak_memory_mb(device), 1),
         "memory of the device (MiB)": None if memory is None else round(memory / 2**20, 1),
         "checkpoint (MiB)": round(size / 2**20, 1),
-        "disk for checkpoints (MiB)": round(trial.checkpoints_kept * size / 2**20, 1),
-        "disk free (MiB)": round(trial.disk_free / 2**20, 1),
+        "disk for checkpoints (MiB)": round(kept * size / 2**20, 1),
+        "disk free (MiB)": round(shutil.disk_usage(existing_parent(trial.out)).free / 2**20, 1),
     }
 
 
 def _capture(trial: Trial) -> dict[str, Any]:
-    """What the run asks a server for meanwhile, at the rate of the trial's first sequences."""
+    """What the run requests from a server meanwhile, at the rate of the trial's first sequences."""
     if (live := trial.live) is None:
         return {}
-    rate, seq_len = live.rate, trial.recipe.facts.seq_len
-    asked = live.planned + len(trial.trainer.validation_source)
-    hours = round(asked / rate / 3600, 4) if rate else None
-    found = {"sequences": asked, "tokens_per_second": round(rate * seq_len, 1), "estimated_hours": hours}
+    rate, sequences = live.rate, live.planned + len(trial.trainer.validation_source)
+    hours = round(sequences / rate / 3600, 4) if rate else None
+    speed = round(rate * trial.recipe.facts.seq_len, 1)
+    found = {"sequences": sequences, "tokens_per_second": speed, "estimated_hours": hours}
     return {"server": {**found, "fingerprint of an earlier capture": "not compared"}}
 
 
@@ -184,7 +202,7 @@ def _validation_seconds(trial: Trial) -> float:
     """Seconds of a whole validation, extrapolated from one forward on each rank."""
     trainer = trial.trainer
     student, source, micro = trainer.student.eval(), trainer.validation_source, trainer.stepper.micro
-    sizes = (len(source),) if source.facts.mixture is None else source.facts.mixture.sizes
+    sizes = [len(each.place) for each in source.facts.members.values()] or [len(source)]
     batches = (min(math.ceil(size / micro), trainer.validation_batches) for size in sizes)
     forwards = sum(math.ceil(each / world_size()) for each in batches)
     started = time.perf_counter()

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.view_rows import viewed_cache
 from kdtrain.config import DistillConfig, sections, shareable, written
 from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.errors import RunError, UsageError, making, writing
@@ -51,6 +50,7 @@ from kdtrain.run.build_cache import OWN, holds_own
 from kdtrain.run.path_kind import LOCK as LOCK
 from kdtrain.run.path_kind import is_environment
 from kdtrain.run.path_kind import is_run as is_run
+from kdtrain.tokenizers.view import viewed_cache
 from kdtrain.training.state import read_saved
 
 FREE = marked(DistillConfig, "free")

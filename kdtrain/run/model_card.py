@@ -15,7 +15,6 @@ from typing import Any
 import kdtrain
 from kdtrain.cache.build.card import CARD, license_lines, word
 from kdtrain.cache.format.manifest import Manifest, read_manifest, weights_line
-from kdtrain.cache.view_rows import viewed_cache
 from kdtrain.config import DistillConfig
 from kdtrain.config.choices import resolve_tail
 from kdtrain.config.values import fields_of, marked
@@ -24,6 +23,7 @@ from kdtrain.files import read_toml
 from kdtrain.models.spec import ModelSpec, is_hub_id, read_spec
 from kdtrain.run.folder import TOKENIZER, to_toml
 from kdtrain.tables import percent
+from kdtrain.tokenizers.view import viewed_cache
 
 RECIPE = "recipe.toml"
 _DATA = re.compile(r"hf:(?:datasets/)?([\w.-]+/[\w.-]+)(?:[:@].*)?", re.ASCII)

@@ -18,8 +18,8 @@ import torch
 
 from kdtrain.cache.address import parse_address
 from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.self_check import look
-from kdtrain.cache.view_rows import viewed_cache
 from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
 from kdtrain.config.rates import WORDS, Kind, Rate, rate_of
@@ -52,6 +52,7 @@ from kdtrain.run.tokenizer_view import across, align, open_view
 from kdtrain.tables import short
 from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
 from kdtrain.teaching.teacher import MEASURED
+from kdtrain.tokenizers.view import viewed_cache
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.sources.build import open_source
 from kdtrain.training.sources.mixture import mix
@@ -114,23 +115,18 @@ class Recipe:
     @property
     def members(self) -> list[dict[str, Any]]:
         """What a run that mixes several caches reads: a table for people, empty with one."""
-        facts = self.facts
-        if facts.mixture is None:
-            return []
         return [
             {
                 "name": name,
-                "cache": each.name,
-                "digest": each.identity,
-                "teacher": each.teacher.get("spec"),
-                "targets": each.targets,
-                "sequences": size,
-                "share": round(facts.shares[name], 6),
-                "sequences_an_epoch": quota,
+                "cache": each.facts.name,
+                "digest": each.facts.identity,
+                "teacher": each.facts.teacher.get("spec"),
+                "targets": each.facts.targets,
+                "sequences": len(each.place),
+                "share": round(each.share, 6),
+                "sequences_an_epoch": each.quota,
             }
-            for (name, each), size, quota in zip(
-                facts.members.items(), facts.mixture.sizes, facts.mixture.quotas, strict=True
-            )
+            for name, each in self.facts.members.items()
         ]
 
     @property
@@ -311,7 +307,7 @@ def student_spec(config: DistillConfig) -> ModelSpec:
 def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) -> dict[str, Source]:
     """The splits train and validation of the caches in `places`, or of another --source."""
     caches: list[Cache | None] = [
-        each if isinstance(each, Cache) else Cache(each, local_limit=config.local_limit) for each in places
+        each if isinstance(each, Cache) else open_cache(each, config.local_limit) for each in places
     ] or [None]
     found: dict[str, list[Source]] = {}
     for split in ("train", "validation"):
@@ -324,7 +320,7 @@ def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) ->
 
 def _look(config: DistillConfig) -> None:
     """Look at the rows of caches from elsewhere. UsageError: one cannot be right."""
-    caches = [Cache(each, local_limit=config.local_limit) for each in config.cache if parse_address(each)]
+    caches = [open_cache(each, config.local_limit) for each in config.cache if parse_address(each)]
     for cache in caches:
         seen = look(cache)
         for finding in () if seen is None else seen.findings:
@@ -438,7 +434,7 @@ def _with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) 
                 f"--divergence {objective.divergence} with --tail {objective.tail} cannot be computed across "
                 "tokenizers; use forward-kl, and leave --tail out"
             )
-    members = [] if facts is None else [each for each in facts.members.values() if each.targets != "none"] or [facts]
+    members = [] if facts is None else facts.taught or [facts]
     counts_only = any(each.targets == "sparse" and not each.top_k for each in members)
     more = ", or build a cache with --top-k, which serves others" if counts_only else ""
     if taught and not all(least <= each <= most for each in used):

@@ -161,7 +161,8 @@ class Run:
         resumed = "" if loaded is None else f"resuming from {loaded}"
         for line in filter(None, (*lines, *self.quantised, enabled, self.hidden, resumed, length)):
             log.info("%s", line)
-        shares: dict[str, Any] = {"caches": recipe.facts.shares} if recipe.members else {}
+        members = recipe.facts.members.items()
+        shares: dict[str, Any] = {"caches": {name: each.share for name, each in members}} if members else {}
         trainer.writers.event("start" if loaded is None else "resume", trainer.state.progress.step, **shares)
 
     def fit(self) -> None:

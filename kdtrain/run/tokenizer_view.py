@@ -5,8 +5,7 @@ from typing import Any
 
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.read.reader import Cache
-from kdtrain.cache.view import OtherViewError, build_view
-from kdtrain.cache.view_rows import MOST_DISAGREEMENT, View
+from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import DistillConfig, EvaluateConfig
 from kdtrain.config.across import TERMS, partners
 from kdtrain.config.values import refuse
@@ -16,6 +15,8 @@ from kdtrain.models.loading import digest_of, load_tokenizer, tokenizer_digest, 
 from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.progress import bar, log, warn_early
 from kdtrain.teaching.online import OnlineTeacher
+from kdtrain.tokenizers.view import MOST_DISAGREEMENT, View
+from kdtrain.tokenizers.view_builder import OtherViewError, build_view
 from kdtrain.training.sources.aligned import AlignedSource, Terms, aligned_facts
 from kdtrain.training.sources.source import Facts, Source
 
@@ -113,5 +114,5 @@ def open_view(config: DistillConfig) -> dict[str, Source]:
 def _cache(config: DistillConfig) -> Cache:
     """The cache, or with an online teacher its own tokens of the text."""
     if config.cache:
-        return Cache(config.cache[0], local_limit=config.local_limit)
+        return open_cache(config.cache[0], config.local_limit)
     return Cache(config.out / "data")

@@ -5,7 +5,6 @@ does not change an earlier run in `--out`, of which it reads only the attention.
 """
 
 import math
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -68,50 +67,6 @@ class Trial:
             started = time.perf_counter()
         return taken
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the tensors of a checkpoint after the first step: mostly weights and two moments."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.trainer.state.tensors().values())
-
-    @property
-    def validation_steps(self) -> set[int]:
-        """The steps with a validation."""
-        return {*range(0, self.trainer.total + 1, self.trainer.eval_freq), self.trainer.total}
-
-    @property
-    def rolling_steps(self) -> set[int]:
-        """The steps with a rolling checkpoint, if each validation is better than those before."""
-        return {*range(0, self.trainer.total, self.recipe.config.checkpoint.checkpoint_freq), *self.validation_steps}
-
-    @property
-    def epoch_steps(self) -> set[int]:
-        """The steps that end an epoch."""
-        size, count = self.recipe.config.batch_size, len(self.trainer.stepper.source)
-        return {step for step in range(1, self.trainer.total + 1) if step * size // count > (step - 1) * size // count}
-
-    @property
-    def saves(self) -> int:
-        """Most checkpoints that the run writes: rolling, best, of epochs, and those of adaptive quantisation."""
-        options, windows = self.recipe.config.quantization, 0
-        if self.trainer.state.adaptive is not None:
-            windows = self.trainer.total // options.quant_window_size
-            if options.quant_snapshot == "disk":
-                windows += self.trainer.total // options.quant_checkpoint_interval
-        return len(self.epoch_steps | self.rolling_steps) + windows
-
-    @property
-    def checkpoints_kept(self) -> int:
-        """Most checkpoints on disk: all tiers full, the best one, and the one in writing."""
-        keep, adaptive = self.recipe.config.checkpoint, self.trainer.state.adaptive
-        rolling = min(keep.keep_rolling, len(self.rolling_steps))
-        windows = self.recipe.config.quantization.quant_recovery_buffer if adaptive is not None else 0
-        return rolling + min(keep.keep_epochs, len(self.epoch_steps)) + keep.keep_special + windows + 2
-
-    @property
-    def disk_free(self) -> int:
-        """Free bytes on the disk of the run."""
-        return shutil.disk_usage(_existing(self.out)).free
-
 
 @contextmanager
 def trial_run(config: DistillConfig) -> Iterator[Trial]:
@@ -141,13 +96,15 @@ def trial_folder(out: Path) -> Iterator[Path]:
         def make() -> str:
             with making(out):
                 check_out(out)
-                return str(stack.enter_context(hidden_folder(_existing(out.resolve().parent) / f"{out.name}.trial")))
+                return str(
+                    stack.enter_context(hidden_folder(existing_parent(out.resolve().parent) / f"{out.name}.trial"))
+                )
 
         yield Path(on_main(make))
         all_gather_object(None)  # a barrier: every rank has finished reading
 
 
-def _existing(path: Path) -> Path:
+def existing_parent(path: Path) -> Path:
     """Return `path` or its nearest existing parent, which is on the disk where `path` will be."""
     path = path.resolve()
     while not path.exists():

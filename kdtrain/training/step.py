@@ -27,7 +27,6 @@ from einops import rearrange
 from kdtrain import faults
 from kdtrain.checkpoint.host_copies import HostCopies
 from kdtrain.config import DistillConfig
-from kdtrain.data import order
 from kdtrain.errors import RunError
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
@@ -40,7 +39,7 @@ from kdtrain.training.reporter import Reporter
 from kdtrain.training.schedule import alpha, learning_rate, run_length
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.sources.feed import Feed
-from kdtrain.training.sources.source import Source
+from kdtrain.training.sources.source import Source, order_of
 from kdtrain.training.state import TrainState, seed_everything
 from kdtrain.training.student import Student
 
@@ -114,6 +113,7 @@ class Stepper:
     """Called around the parts of each step, in this order."""
 
     def __post_init__(self) -> None:
+        self.order = order_of(self.source, self.config.seed)
         self.halves_for = FIRST_STEPS
         """Steps from now on in which running out of memory halves the micro-batch; 0 once it is halved."""
         self.tokens = 0
@@ -148,19 +148,11 @@ class Stepper:
 
     def sequences(self, cursor: int) -> np.ndarray:
         """The indices of the sequences of the step at `cursor`, for all ranks."""
-        seed, size, mixture = self.config.seed, self.config.batch_size, self.source.facts.mixture
-        if mixture is None:
-            return order.batch(seed, cursor, size, len(self.source))
-        return mixture.batch(seed, cursor, size)
+        return self.order.batch(cursor, self.config.batch_size)
 
     def share(self, cursor: int) -> np.ndarray:
-        """The indices for this rank: an even part in order, so that a step is the same for any number of ranks.
-
-        Those of a mixture are sorted by member, so that most micro-batches hold one member.
-        """
-        part = np.array_split(self.sequences(cursor), world_size())[rank()]
-        mixture = self.source.facts.mixture
-        return part if mixture is None else mixture.grouped(part)
+        """The indices for this rank: an even part in order, so that a step is the same for any number of ranks."""
+        return self.order.arranged(np.array_split(self.sequences(cursor), world_size())[rank()])
 
     def feed(self) -> Feed:
         """The micro-batches from the cursor on."""

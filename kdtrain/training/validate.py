@@ -92,17 +92,16 @@ def validate_members(student: Student, source: Source, **options: Any) -> tuple[
     The whole is then what a validation split would give that holds the members in the proportion in which training
     draws them; what one member does not know is unknown of it.
     """
-    facts, found = source.facts, dict[str, Metrics]()
-    if facts.mixture is None:
+    if not source.facts.members:
         metrics = validate(student, source, **options)
         return None if metrics is None else (metrics, {})
-    whole, micro, batches = Metrics(), options["micro"], options["batches"]
-    for name, first, size in zip(facts.members, facts.mixture.firsts, facts.mixture.sizes, strict=True):
-        metrics = validate(student, source, **options, part=range(first, first + size))
+    whole, micro, batches, found = Metrics(), options["micro"], options["batches"], dict[str, Metrics]()
+    for name, member in source.facts.members.items():
+        metrics, size = validate(student, source, **options, part=member.place), len(member.place)
         if metrics is None:
             return None
         found[name] = metrics
-        whole += metrics.times(facts.shares[name] / (size if batches is None else min(size, batches * micro)))
+        whole += metrics.times(member.share / (size if batches is None else min(size, batches * micro)))
     tokens = sum(each.tokens for each in found.values())
     return replace(whole.times(tokens / whole.tokens if tokens else 1.0), tokens=tokens), found
 

@@ -12,8 +12,8 @@ import requests
 from kdtrain.cache import download
 from kdtrain.cache.address import Address, is_private
 from kdtrain.cache.hub import ask
-from kdtrain.cache.read.reader import Cache
 from kdtrain.errors import RunError, UsageError
+from kdtrain.library import Cache
 from tests.fetched import assert_same, files_of
 from tests.web import TOKEN, Repository, Web
 

@@ -12,9 +12,9 @@ import yaml
 
 from kdtrain.cache.build import card
 from kdtrain.cache.format.manifest import read_manifest
-from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.files import publish_json, read_sealed
+from kdtrain.library import Cache
 
 ROOT = Path(__file__).parents[2]
 

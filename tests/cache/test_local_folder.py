@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kdtrain.cache.read import local_store
-from kdtrain.cache.read.reader import Cache
 from kdtrain.errors import RunError, UsageError
+from kdtrain.library import Cache
 from tests.fetched import assert_same, room_for, shards_here
 from tests.web import Web, serving
 

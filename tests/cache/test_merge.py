@@ -19,7 +19,6 @@ from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import Manifest, check_sizes, read_manifest
-from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.tools.copy_shards import parent_record
 from kdtrain.cache.tools.kept_mass import joined
 from kdtrain.cache.tools.merge import merge
@@ -27,6 +26,7 @@ from kdtrain.cache.tools.subset import subset
 from kdtrain.cache.tools.verify import repair, verify_cache
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import publish_json, read_sealed
+from kdtrain.library import Cache
 
 NUMBER = 12
 TEACHERS = {"one": 1, "two": 2}

@@ -14,8 +14,8 @@ from kdtrain.objective.mixed import MixedTargets, join
 from kdtrain.testing import tiny_model
 from kdtrain.training.sources.cache import CachedSource
 from kdtrain.training.sources.mixture import mix
-from tests.cache.view_kit import CODECS, foreign_cache
 from tests.token_kinds import train
+from tests.tokenizers.view_kit import CODECS, foreign_cache
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_an_epoch_of_a_loader_draws_three_to_one(caches, shuffle):
 def test_the_epochs_of_a_mixture_follow_each_other_as_those_of_a_run(caches):
     mixture = kd.Mixture(of(caches, "both", "other"), [3, 1], seed=5)
     source = sources(caches, "both", "other", weights=[3, 1])["train"]
-    stream = source.facts.mixture.batch(5, 0, 60)
+    stream = source.order(5).batch(0, 60)
     for epoch in range(3):
         mixture.set_epoch(epoch)
         read = torch.stack([each["tokens"] for each in mixture.__getitems__(list(range(20)))])

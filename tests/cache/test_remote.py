@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from kdtrain.cache.read import local_store
-from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import publish_json
+from kdtrain.library import Cache
 from tests.fetched import assert_same, shards_here
 from tests.web import Web
 

@@ -7,9 +7,9 @@ import pytest
 
 from kdtrain.cache import download
 from kdtrain.cache.read import local_store
-from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.errors import RunError
+from kdtrain.library import Cache
 from tests.fetched import assert_same, shards_here
 from tests.web import Web
 
@@ -113,7 +113,7 @@ def test_what_lies_in_a_part_is_checked_like_everything_else(web: Web, home: Pat
 READ = """
 import sys
 from kdtrain.cache import download
-from kdtrain.cache.read.reader import Cache
+from kdtrain.library import Cache
 download.WAIT = 0.01
 cache = Cache(sys.argv[1])
 print(sum(int(cache["train"][row]["tokens"].sum()) for row in range(10)))

@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from kdtrain import faults
-from kdtrain.cache.read.reader import Cache
 from kdtrain.config import DistillConfig
-from kdtrain.data import alignment as alignments
 from kdtrain.errors import UsageError
+from kdtrain.library import Cache
 from kdtrain.models.spec import read_spec
 from kdtrain.run.tokenizer_view import across
 from kdtrain.testing import END_OF_TEXT, tiny_model, write_model_folder
+from kdtrain.tokenizers import alignment as alignments
 from tests.token_kinds import train
 from tests.web import serving
 

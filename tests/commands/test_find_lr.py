@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from kdtrain import faults
-from kdtrain.cache.read.reader import Cache
-from kdtrain.cache.view_rows import View
 from kdtrain.commands import find_lr
 from kdtrain.config import FindLrConfig, ObjectiveConfig, OptimizerConfig, rates
 from kdtrain.config.sections import QuantizationConfig
 from kdtrain.errors import RunError
+from kdtrain.library import Cache
 from kdtrain.parallel import memory_plan
 from kdtrain.teaching.local import LocalTeacher
+from kdtrain.tokenizers.view import View
 from kdtrain.training.rate_search import Trained, next_run
 from tests.token_kinds import train
 

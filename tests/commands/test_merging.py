@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kdtrain.cache.read.reader import Cache
+from kdtrain.library import Cache
 from tests.web import serving
 
 SMALL = ("--num-sequences", 30, "--precision", "fp32", "--sequences-per-shard", 8)

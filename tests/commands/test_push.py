@@ -9,11 +9,11 @@ import yaml
 
 from kdtrain.cache.build import card
 from kdtrain.cache.format.manifest import read_manifest
-from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.commands import push
 from kdtrain.config import PushConfig
 from kdtrain.errors import RunError, UsageError
+from kdtrain.library import Cache
 from tests.web import Repository, Web
 
 LICENSES = {"license_text": "cc-by-4.0", "license_teacher": "declined", "license_outputs": "My own"}

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kdtrain.data import spelling as spellings
-from kdtrain.data.boundaries import common_boundaries
 from kdtrain.data.bytes import ByteTokenizer, TokenBytes
 from kdtrain.data.spelling import DEEP, Spelling
 from kdtrain.errors import UsageError
+from kdtrain.tokenizers.boundaries import common_boundaries
 from tests.token_kinds import TEXTS, train
 
 

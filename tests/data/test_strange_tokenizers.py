@@ -10,10 +10,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.data.bytes import ByteTokenizer, SpecialTokens, TokenBytes, byte_letters
-from kdtrain.data.cells import prefix_cells
 from kdtrain.data.spelling import Spelling
-from kdtrain.data.transcode import TAUGHT, Transcoder
 from kdtrain.errors import UsageError
+from kdtrain.tokenizers.cells import prefix_cells
+from kdtrain.tokenizers.transcode import TAUGHT, Transcoder
 from tests.token_kinds import train
 
 LETTERS = "".join(letter for letter, _ in sorted(byte_letters().items(), key=lambda each: each[1]))

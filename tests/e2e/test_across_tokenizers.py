@@ -7,8 +7,8 @@ import signal
 import pytest
 import torch
 
-from kdtrain.cache.read.reader import Cache
-from kdtrain.cache.view_rows import View
+from kdtrain.library import Cache
+from kdtrain.tokenizers.view import View
 from tests.token_kinds import train
 
 RUN = (

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet, table
 
-from kdtrain.cache.read.reader import Cache
+from kdtrain.library import Cache
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "import"

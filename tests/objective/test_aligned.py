@@ -10,19 +10,19 @@ import torch
 from objective_cases import run, targets_for
 from objective_reference import problem, sparse
 
-from kdtrain.data.boundaries import common_boundaries
 from kdtrain.data.bytes import TokenBytes
-from kdtrain.data.cells import Cells, prefix_cells
 from kdtrain.data.spelling import Spelling
 from kdtrain.errors import UsageError
 from kdtrain.models.output_head import OutputHead
-from kdtrain.objective import cell_targets
 from kdtrain.objective.aligned import TAU, AlignedTargets
-from kdtrain.objective.cell_targets import TeacherCells, coarsened, condensed
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
 from kdtrain.objective.metrics import measure
 from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets
+from kdtrain.tokenizers import teacher_cells
+from kdtrain.tokenizers.boundaries import common_boundaries
+from kdtrain.tokenizers.cells import Cells, prefix_cells
+from kdtrain.tokenizers.teacher_cells import TeacherCells, coarsened, condensed
 
 TEACHER = ["a", "b", "ab", "ba", "bb", "aab"]
 STUDENT = ["b", "a", "aa", "ab", "bab", "abb"]
@@ -478,7 +478,7 @@ def test_of_whole_distributions_the_likeliest_cells_are_kept_and_the_rest_is_one
     found = condensed(dense, cells_of(of_teacher), torch.arange(30), torch.zeros(30, dtype=torch.int64))
     assert torch.allclose(found.logprobs.exp().double(), mass.gather(1, found.ids), atol=2e-3)
     assert found.top_k == 5 and (found.tail[:, 0] < -8).all()
-    monkeypatch.setattr(cell_targets, "MOST_CELLS", 2)
+    monkeypatch.setattr(teacher_cells, "MOST_CELLS", 2)
     found = condensed(dense, cells_of(of_teacher), torch.arange(30), torch.zeros(30, dtype=torch.int64))
     assert torch.equal(found.ids, mass.topk(2, dim=1).indices)
     assert torch.allclose(found.log_tail(1.0).exp().double(), 1 - mass.gather(1, found.ids).sum(1), atol=2e-3)

@@ -61,6 +61,15 @@ def test_a_step_reads_the_sequences_that_the_order_names(workshop):
     assert all(len(micro) == 2 for micro in source.reads)
 
 
+def test_a_source_may_have_an_order_of_its_own(workshop):
+    source = workshop.source(10)
+    backwards = order.Order(lambda start, size: np.arange(start + size, start, -1) % 10, np.sort)
+    source.order = lambda seed: backwards
+    with workshop.run(train=source, steps=2, micro_batch_size=2) as run:
+        run.fit()
+    assert source.reads == [[1, 2], [3, 4], [5, 6], [7, 8]]
+
+
 def test_a_step_is_the_mean_over_its_unmasked_tokens_however_it_is_cut(workshop):
     found = {}
     for micro in (4, 2, 1):

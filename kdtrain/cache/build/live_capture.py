@@ -30,6 +30,7 @@ from kdtrain.cache.format import codec
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, ShardRecord, SplitRecord, read_manifest, read_sidecar
 from kdtrain.cache.read.reader import Cache, CacheReader
+from kdtrain.cache.read.rows import stored_rows
 from kdtrain.data.order import permutation
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import RunError, UsageError, writing
@@ -119,7 +120,10 @@ class LiveCache(Cache):
             self.places_n = np.argsort(numbers_n)
             self._validation = len(kept)
             self._changed.notify_all()
-        rows = {"train": self._ordered(text["train"], numbers_n, size), "validation": _rows(text["validation"], kept)}
+        rows = {
+            "train": self._ordered(text["train"], numbers_n, size),
+            "validation": stored_rows(text["validation"], kept),
+        }
         return settings, {name: rows[name] for name in ("validation", "train")}, self._progress
 
     def finish(self) -> None:
@@ -231,7 +235,7 @@ class LiveCache(Cache):
                     if self._ending or self._whole:
                         return
                     self._changed.wait()
-            yield from _rows(text, numbers_n[first : first + size])
+            yield from stored_rows(text, numbers_n[first : first + size])
 
     def _last(self, planned: int) -> int:
         """The last shard of the training split that may be captured now. planned: how many the run is to read."""
@@ -261,12 +265,6 @@ class _LiveReader(CacheReader):
     def _places(self, indices: Sequence[int] | np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
         assert isinstance(self.remote, LiveCache)
         return super()._places(self.remote.places_n[np.asarray(indices, dtype=np.int64)])
-
-
-def _rows(text: CacheReader, numbers: Sequence[int] | np.ndarray) -> Iterator[PackedRow]:
-    for start in range(0, len(numbers), 64):
-        found = text.text(numbers[start : start + 64])
-        yield from (PackedRow(*row) for row in zip(*found.values(), strict=True))
 
 
 def _before(settings: CacheSettings, sizes: dict[str, int]) -> Manifest:

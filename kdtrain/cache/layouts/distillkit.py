@@ -12,7 +12,7 @@ most significant bit first. `compressed_logprobs`, one after the other and in th
 
 With `delta_encoding` all values but the first are differences to the one before. The older layout has the columns
 `packed_indices` (64-bit words with floor(64 / b) ids each, the first in the lowest bits), `exact_values` and `coeffs`,
-with x = 1, 2, .. and the powers 0, -1, .. (0, 1, .. without `invert_polynomial`) and at the end, with `with_sqrt_term`, sqrt.
+with x = 1, 2, .. and the powers 0, -1, .. (0, 1, .. without `invert_polynomial`) and, with `with_sqrt_term`, sqrt.
 
 Arithmetic is in the dtypes of the file, as its makers decode it: the fit errs by far more than its rounding, but so the
 numbers agree with theirs.

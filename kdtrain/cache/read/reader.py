@@ -14,13 +14,10 @@ read has to open one again, which takes as long as three sequences of 512 tokens
 (larger shards help).
 """
 
-import atexit
 import math
 import operator
 import os
 import resource
-import shutil
-import tempfile
 import threading
 import time
 import weakref
@@ -28,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,21 +33,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from kdtrain import faults
-from kdtrain.cache.address import parse_address
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.hdf5 import check_structure
-from kdtrain.cache.format.manifest import Manifest, check_sizes, first_rows, read_manifest
-from kdtrain.cache.read.remote import AHEAD, Shards, open_remote
+from kdtrain.cache.format.manifest import Manifest, ShardRecord, check_sizes, first_rows, read_manifest
 from kdtrain.cache.read.shard import Shard, Stored, batch_of, shard_errors
-from kdtrain.cache.tools.verify import verify_cache
-from kdtrain.config.values import LOCAL_LIMIT
-from kdtrain.data.packing import PackedRow
-from kdtrain.errors import UsageError, as_path
+from kdtrain.errors import UsageError
 from kdtrain.files import file_digest
 from kdtrain.objective.batch import Batch
-
-if TYPE_CHECKING:
-    from kdtrain.cache.view_rows import ViewReader
 
 MAX_OPEN = max(16, min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
 """Shards that all readers keep open at once, an eighth of the files that a process may open. Each holds 0.6 MiB of
@@ -58,7 +47,33 @@ HDF5's own, which no setting lowers, and its lists: 0.25 MiB at V = 2,048, 2 MiB
 MAX_LISTS = 2**28
 """Bytes of lists and masks that all readers keep of shards that are closed again."""
 _readers: "weakref.WeakValueDictionary[int, CacheReader]" = weakref.WeakValueDictionary()
-_ROWS_AT_ONCE = 64
+
+
+AHEAD = 8
+"""Shards after the one that is read that a `ShardSource` is asked for in advance."""
+
+
+class ShardSource(Protocol):
+    """What puts the shards of a cache into its folder while it is read: it fetches or captures them."""
+
+    address: Any
+    """What messages call the cache."""
+
+    def bring_tokenizer(self) -> None:
+        """Have the tokenizer's files in the folder. RunError: impossible."""
+
+    def ensure(self, record: ShardRecord, reader: Any = None) -> Path:
+        """Have a shard in the folder, whole, and its record complete. RunError: impossible."""
+        ...
+
+    def ahead(self, records: Iterable[ShardRecord]) -> None:
+        """Begin to fetch these, which may be read next."""
+
+    def release(self, name: str) -> None:
+        """The reader has closed a shard."""
+
+    def put_aside(self, record: ShardRecord) -> None:
+        """The shard that `ensure` returned is not the one of its record."""
 
 
 class AlteredError(OSError):
@@ -72,14 +87,14 @@ class CacheReader(Dataset[dict[str, Tensor]]):
     [2] int64, the rows of the teacher's output head and the entries of its tokenizer, and, where there is a teacher,
     `temperature_range` [2] fp64, the lowest and the highest T at which the cache is right.
 
-    manifest: of this folder, if it is read already. remote: brings the shards into the folder, and the tokenizer.
+    manifest: of this folder, if it is read already. remote: puts the shards and the tokenizer into the folder.
 
     UsageError: the folder holds no finished cache, the cache has no such split, or a shard of any split is missing or
     has another size than the manifest states.
     """
 
     def __init__(
-        self, folder: Path | str, split: str, manifest: Manifest | None = None, remote: Shards | None = None
+        self, folder: Path | str, split: str, manifest: Manifest | None = None, remote: ShardSource | None = None
     ) -> None:
         self.folder = Path(folder)
         self.name = str(folder if remote is None else remote.address)
@@ -172,48 +187,6 @@ class CacheReader(Dataset[dict[str, Tensor]]):
                     parts.append(opened.text(part))
         return {name: np.concatenate([part[name] for part in parts])[place] for name in parts[0]}
 
-    def aligned(
-        self,
-        tokenizer: Any,
-        *,
-        folder: Path | str | None = None,
-        cells: bool = True,
-        chunks: bool = False,
-        special_tokens: Mapping[str, str] | None = None,
-    ) -> "ViewReader":
-        """This split in the rows of a student with another tokenizer: a data set whose items any loop takes.
-
-        Args:
-            tokenizer: the student's, or its folder or hub id.
-            folder: where the rows are made and kept, of every split, and found again; by default a folder that goes
-                with the process.
-            cells, chunks: the terms of the loss (docs/tokenizers.md).
-            special_tokens: see `kdtrain.Alignment`.
-
-        UsageError: the tokenizers do not fit together, the folder holds something else, or the cache has no numbers for
-            a term.
-        """
-        from kdtrain.cache.view import build_view  # needs transformers
-        from kdtrain.cache.view_rows import ViewReader
-        from kdtrain.models.loading import load_tokenizer
-
-        given = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-        kept, splits = folder, None
-        if kept is None:
-            kept, splits = tempfile.mkdtemp(prefix="kdtrain-"), (self.split,)
-            atexit.register(shutil.rmtree, kept, ignore_errors=True)
-        cache = Cache.__new__(Cache)  # with what brings the shards of this split
-        cache.remote, cache.folder, cache.name = cast(Any, self.remote), self.folder, self.name
-        cache.manifest, cache._splits = self.manifest, {self.split: self}
-        view = build_view(Path(kept), cache, given, events=special_tokens, splits=splits)
-        return ViewReader(view, self.split, cells=cells, chunks=chunks)
-
-    def rows(self) -> Iterator[PackedRow]:
-        """The text of all sequences, in order."""
-        for start in range(0, len(self), _ROWS_AT_ONCE):
-            text = self.text(range(start, min(start + _ROWS_AT_ONCE, len(self))))
-            yield from (PackedRow(*row) for row in zip(*text.values(), strict=True))
-
     def shard_file(self, number: int) -> Path:
         """The file of a shard, which has been compared with the manifest and the format. RunError: it is damaged."""
         with self._lock(), self._reading(number):
@@ -246,11 +219,11 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             self.remote.ahead(self._shards[each] for each in shards)
 
     def oldest(self) -> float:
-        """See `remote.Reader`."""
+        """When the open shard that was read longest ago was read, by `time.monotonic`; inf: none is open."""
         return min((shard.read_at for shard in list(self._open.values())), default=math.inf)
 
     def give_way(self) -> bool:
-        """See `remote.Reader`. The wait is short: two readers may ask each other."""
+        """Close that shard; False: none is open, or another thread reads. The wait is short: two may ask each other."""
         lock = self._lock()
         if self._process != os.getpid() or not lock.acquire(timeout=0.05):
             return False
@@ -331,39 +304,25 @@ def _of_process() -> list[CacheReader]:
 
 
 class Cache:
-    """A finished cache: its splits as PyTorch data sets by name, and its manifest.
+    """A finished cache in a folder: its splits as PyTorch data sets by name, and its manifest.
 
-    Args:
-        where: its folder, `hf:datasets/ORG/NAME[@REVISION]` or `https://...`. Of one that lies elsewhere a shard is
-            fetched when it is first read, and kept in KDTRAIN_HOME or ~/.cache/kdtrain.
-        local_limit: GB that are kept there at most.
+    manifest: of this folder, if it is read already. remote: see `CacheReader`.
 
-    Raises:
-        UsageError: there is no finished cache, or it is not to be had.
-        RunError: it cannot be reached.
-
-    >>> cache = Cache("cache/t")
-    >>> list(cache), len(cache["train"]), cache.temperature_range, cache.verify()
-    (['train', 'validation'], 5, (0.6666666666666666, 4.0), [])
-    >>> from torch.utils.data import DataLoader
-    >>> loader = DataLoader(cache["train"], batch_size=2, collate_fn=collate)
-    >>> next(iter(loader))["tokens"].shape
-    torch.Size([2, 25])
+    UsageError: there is no finished cache.
     """
 
-    def __init__(self, where: Path | str, *, local_limit: float = LOCAL_LIMIT) -> None:
-        folder = as_path(where, "where")
-        address = parse_address(where)
-        self.remote = None if address is None else open_remote(address, local_limit)
-        self.folder = folder if self.remote is None else self.remote.folder
-        self.name = str(folder if self.remote is None else self.remote.address)
-        self._splits: dict[str, CacheReader] = {}
-        self.manifest: Manifest = self.remote.manifest if self.remote else read_manifest(self.folder)
+    split_type: type[CacheReader] = CacheReader
 
-    def __getitem__(self, split: str) -> "CacheReader":
+    def __init__(self, folder: Path | str, manifest: Manifest | None = None, remote: ShardSource | None = None) -> None:
+        self.folder, self.remote = Path(folder), remote
+        self.name = str(folder if remote is None else remote.address)
+        self.manifest: Manifest = manifest or read_manifest(folder)
+        self._splits: dict[str, CacheReader] = {}
+
+    def __getitem__(self, split: str) -> CacheReader:
         """The split `train` or `validation`. UsageError: see `CacheReader`."""
         if split not in self._splits:
-            self._splits[split] = CacheReader(self.folder, split, self.manifest, self.remote)
+            self._splits[split] = self.split_type(self.folder, split, self.manifest, self.remote)
         return self._splits[split]
 
     def __iter__(self) -> Iterator[str]:
@@ -384,10 +343,6 @@ class Cache:
         """The lowest and the highest T at which the cache is right, as measured when it was built."""
         known = self.manifest.temperature_range
         return (known["min"], known["max"]) if known else (0.25, 20.0)
-
-    def verify(self) -> list[str]:
-        """Read the whole cache and compare every digest; one line for each problem."""
-        return verify_cache(self.folder, self.remote)
 
 
 def collate(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -23,11 +23,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from kdtrain.cache.address import Address
+from kdtrain.cache.address import Address, parse_address
 from kdtrain.cache.download import CONTACTS, PATIENCE, Unreachable, fetch, offline, size_of
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import Manifest, ShardRecord, read_manifest
 from kdtrain.cache.read import local_store
+from kdtrain.cache.read.reader import Cache
 from kdtrain.config.values import LOCAL_LIMIT
 from kdtrain.errors import RunError, UsageError, printable, writing
 from kdtrain.files import (
@@ -46,8 +47,6 @@ from kdtrain.files import (
 
 log = logging.getLogger("kdtrain")
 
-AHEAD = 8
-"""Shards after the one that is read that are fetched ahead."""
 _THREADS = 2
 _IDLE = 5.0
 """Seconds after which a thread that fetches ahead ends."""
@@ -67,28 +66,6 @@ class Reader(Protocol):
 
     def give_way(self) -> bool:
         """Close that shard; False: none is open, or another thread is reading."""
-
-
-class Shards(Protocol):
-    """What brings the shards of a cache into its folder while it is read, such as `Remote`."""
-
-    address: Any
-    """What the cache is called."""
-
-    def bring_tokenizer(self) -> None: ...
-
-    def ensure(self, record: ShardRecord, reader: Any = None) -> Path:
-        """Have a shard in the folder, whole, and its record complete. RunError: it cannot be had."""
-        ...
-
-    def ahead(self, records: Iterable[ShardRecord]) -> None:
-        """Begin to bring these, which may be read next."""
-
-    def release(self, name: str) -> None:
-        """The reader has closed a shard."""
-
-    def put_aside(self, record: ShardRecord) -> None:
-        """The shard that `ensure` gave is not the one of its record."""
 
 
 _readers: weakref.WeakValueDictionary[int, Reader] = weakref.WeakValueDictionary()
@@ -342,6 +319,14 @@ def open_remote(address: Address, limit: float = LOCAL_LIMIT) -> Remote:
         names = f"{gone[0]}{', ...' if len(gone) > 1 else ''}"
         log.warning("%s: there is no connection, and %d of its shards are not here (%s)", address, len(gone), names)
     return remote
+
+
+def open_cache(where: Path | str, limit: float = LOCAL_LIMIT) -> Cache:
+    """The finished cache in a folder, or at an address. UsageError, RunError: as `Cache`, as `open_remote`."""
+    if (address := parse_address(where)) is None:
+        return Cache(where)
+    remote = open_remote(address, limit)
+    return Cache(remote.folder, remote.manifest, remote)
 
 
 def read_small(address: Address, name: str, most: int) -> bytes:

@@ -28,6 +28,7 @@ from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
 from kdtrain.cache.format.names import BROKEN, PIECES
 from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.rows import stored_rows
 from kdtrain.cache.tools.copy_shards import Piece, TokenizerFiles, parent_record, write_pieces
 from kdtrain.cache.tools.kept_mass import joined
 from kdtrain.cache.tools.merge_plan import MIXTURE, names, plan, tokens_of, who, with_common_rows
@@ -132,7 +133,7 @@ def _added(parts: Sequence[SparseTargets], shares: Sequence[float], absent: int)
 
 def _rows(caches: Sequence[Cache], split: str) -> Iterator[PackedRow]:
     """The rows of caches that have the same, with no targets where any of the teachers had none."""
-    for number, row in enumerate(zip(*(cache[split].rows() for cache in caches), strict=True)):
+    for number, row in enumerate(zip(*(stored_rows(cache[split]) for cache in caches), strict=True)):
         masks = [each.loss_mask for each in row if (each.loss_mask != BROKEN).any()]
         same = all(np.array_equal(each, masks[0]) for each in masks)
         if not same or any(not np.array_equal(each.segments, row[0].segments) for each in row):

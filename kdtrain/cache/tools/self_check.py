@@ -5,7 +5,7 @@ It reads a few rows, for a few seconds at most, so that an import or a download 
 shift        the entries are about another position than the next one (`alignment`)
 other rows   the targets of a row fit the tokens of another row much better (`diagnose.other_row`)
 renormalised labels lie outside of a top-k far more often than its mass predicts (`mass`)
-samples      the label was drawn more or less often than its own log p predicts: a z statistic, exact for systematic samples
+samples      the label was drawn more or less often than its log p predicts: a z statistic, exact for systematic samples
 
 The teacher's loss, its entropy and the label's probability, next to what it would be if the labels came from the
 teacher, are figures for people: text that the teacher does not know looks like a fault of the capture.
@@ -109,7 +109,7 @@ def examine(
     """`look` at decoded rows.
 
     systematic: how samples were drawn. samples: compare them with the label's log p. imported: by which shift.
-    drawn_at: the temperature of a teacher that wrote the labels; above 1 they leave its top-k more often than it predicts.
+    drawn_at: the temperature of a teacher that wrote the labels; above 1 they leave its top-k more often.
     """
     known = [batch for batch in batches if batch.targets is not None and batch.loss_mask.any()]
     if not known:
@@ -189,7 +189,7 @@ def _figures(batch: Batch, systematic: bool) -> tuple[float, ...]:
 def _drawn_labels(
     targets: SparseTargets, label_NK: Tensor, tail_N: Tensor, logprob_N: Tensor, systematic: bool
 ) -> tuple[float, float]:
-    """How much more often labels were drawn than their share of the tail predicts: the sum of shares, and its variance."""
+    """How much more often labels were drawn than by their share of the tail: the sum of shares, and its variance."""
     number, some_N = targets.num_samples, targets.counts.sum(-1) > 0
     in_tail_N = some_N & ~label_NK[:, : targets.top_k].any(-1)
     drawn_N = ((targets.counts * label_NK).sum(-1) / number)[in_tail_N].double()

@@ -17,6 +17,7 @@ from kdtrain.cache.build.rank_rounds import Progress
 from kdtrain.cache.format.manifest import Manifest, Parent, first_rows
 from kdtrain.cache.format.names import PIECES
 from kdtrain.cache.read.reader import Cache, CacheReader
+from kdtrain.cache.read.rows import stored_rows
 from kdtrain.cache.tools.copy_shards import Piece, parent_record, write_pieces
 from kdtrain.cache.tools.merge_plan import between, refuse_rows
 from kdtrain.data.corpus import rank
@@ -51,7 +52,7 @@ def subset(
         if fraction is None:
             chosen[split] = np.arange(*between(rows, len(cache[split])))
         else:
-            ranks = [rank(row.tokens.astype("<u4").tobytes().hex()) for row in cache[split].rows()]
+            ranks = [rank(row.tokens.astype("<u4").tobytes().hex()) for row in stored_rows(cache[split])]
             number = max(1, round(fraction * len(ranks)))
             chosen[split] = np.sort(np.argsort(ranks, kind="stable")[:number])
     parent: Parent = {**parent_record(cache), "rows": words, "splits": sorted(splits)}

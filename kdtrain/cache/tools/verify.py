@@ -30,7 +30,8 @@ from kdtrain.cache.format.manifest import (
     read_sidecar,
     shard_problem,
 )
-from kdtrain.cache.read.remote import AHEAD, Remote, open_remote
+from kdtrain.cache.read.reader import AHEAD
+from kdtrain.cache.read.remote import Remote, open_remote
 from kdtrain.cache.read.shard import Shard, batch_of, first_line
 from kdtrain.errors import RunError, UsageError, system_error, writing
 from kdtrain.files import LARGE, MEDIUM, file_digest, publish_json, read_sealed, refuse_links, set_aside

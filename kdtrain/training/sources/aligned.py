@@ -1,4 +1,4 @@
-"""A cache of a teacher with another tokenizer, in the student's own tokens (`cache.view`), or such a teacher online.
+"""A cache of a teacher with another tokenizer, in the student's own tokens (`view_builder`), or such a teacher online.
 
 An online teacher answers on its own tokens of the same text: for a row of the student, on the two or three of its own
 rows that hold the same bytes.
@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from kdtrain.cache.format.codec import CodecSpec
-from kdtrain.cache.view_rows import View, ViewReader, identity_of
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.cell_targets import MOST_CELLS
 from kdtrain.objective.targets import Targets
 from kdtrain.teaching.online import OnlineTeacher
+from kdtrain.tokenizers.teacher_cells import MOST_CELLS
+from kdtrain.tokenizers.view import View, ViewReader, identity_of
 from kdtrain.training.sources.source import Facts
 
 Terms = tuple[bool, bool]

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from kdtrain import faults
+from kdtrain.data.order import Order
 from kdtrain.errors import RunError
 from kdtrain.objective.batch import Batch
-from kdtrain.training.sources.source import Source
+from kdtrain.training.sources.source import Source, order_of
 
 _PIN_LIMIT = 2**30
 """Larger tensors, in bytes, are copied from pageable memory: pinned memory is taken from every process."""
@@ -37,6 +38,10 @@ class OnDevice:
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def order(self, seed: int) -> Order:
+        """That of the source."""
+        return order_of(self.source, seed)
 
     def read(self, indices: np.ndarray) -> Batch:
         """Return the sequences `indices` on the device.

@@ -19,29 +19,29 @@ from kdtrain.data.order import Mixture
 from kdtrain.errors import UsageError, printable
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.mixed import MixedTargets, join
-from kdtrain.training.sources.source import Facts, Source
+from kdtrain.training.sources.source import Facts, Member, Source
 
 
 class MixtureSource:
     """One split of several sources."""
 
-    def __init__(self, members: Sequence[Source], facts: Facts) -> None:
-        assert facts.mixture is not None
-        self.members, self.facts, self.order = members, facts, facts.mixture
+    def __init__(self, members: Sequence[Source], facts: Facts, mixture: Mixture) -> None:
+        self.members, self.facts, self.mixture = members, facts, mixture
+        self.order = mixture.order
         self.overlaps = all(each.overlaps for each in members)
         self.repeatable = all(each.repeatable for each in members)
 
     def __len__(self) -> int:
-        return sum(self.order.sizes)
+        return sum(self.mixture.sizes)
 
     def read(self, indices: np.ndarray) -> Batch:
         """Return the sequences `indices`, numbered as if the members lay one behind the other. RunError: as theirs."""
-        members = self.order.members(indices)
+        members = self.mixture.members(indices)
         runs = np.split(np.arange(len(indices)), np.flatnonzero(np.diff(members)) + 1)
         batches = []
         for run in runs:
             member = int(members[run[0]])
-            batches.append(self.members[member].read(indices[run] - self.order.firsts[member]))
+            batches.append(self.members[member].read(indices[run] - self.mixture.firsts[member]))
         if len(batches) == 1 and (batches[0].targets is not None or self.facts.targets == "none"):
             return batches[0]
         targets = join([(each.loss_mask.numel(), each.targets) for each in batches])
@@ -70,14 +70,15 @@ def mix(splits: dict[str, list[Source]], weights: Sequence[float] | None) -> dic
     identity = json.dumps([[each.facts.identity, quota] for each, quota in zip(splits["train"], quotas, strict=True)])
     found: dict[str, Source] = {}
     for split, members in splits.items():
-        own = Facts(
-            **facts,
-            name=" + ".join(names),
-            identity=hashlib.sha256(identity.encode()).hexdigest(),
-            members=dict(zip(_short(names), (each.facts for each in members), strict=True)),
-            mixture=Mixture(sizes[split], quotas),
+        mixture = Mixture(sizes[split], quotas)
+        own = {
+            short: Member(each.facts, range(first, first + len(each)), quota, quota / sum(quotas))
+            for short, each, first, quota in zip(_short(names), members, mixture.firsts, quotas, strict=True)
+        }
+        digest = hashlib.sha256(identity.encode()).hexdigest()
+        found[split] = MixtureSource(
+            members, Facts(**facts, name=" + ".join(names), identity=digest, members=own), mixture
         )
-        found[split] = MixtureSource(members, own)
     return found
 
 

@@ -4,9 +4,10 @@ import dataclasses
 
 import numpy as np
 
+from kdtrain.data.order import Order
 from kdtrain.objective.batch import Batch
 from kdtrain.teaching.online import OnlineTeacher
-from kdtrain.training.sources.source import Source
+from kdtrain.training.sources.source import Source, order_of
 
 
 class OnlineSource:
@@ -35,6 +36,10 @@ class OnlineSource:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def order(self, seed: int) -> Order:
+        """That of the tokens."""
+        return order_of(self.tokens, seed)
 
     def read(self, indices: np.ndarray) -> Batch:
         """Return the sequences `indices` with targets from the teacher."""

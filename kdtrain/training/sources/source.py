@@ -12,9 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kdtrain.cache.read.reader import Cache
 from kdtrain.config.choices import SOURCES
-from kdtrain.data.order import Mixture
+from kdtrain.data.order import Order
 from kdtrain.objective.batch import Batch
 
 
@@ -52,10 +51,8 @@ class Facts:
     """What ends the texts, where the teacher wrote them."""
     alignment: Mapping[str, Any] | None = None
     """Of a teacher with another tokenizer, what is known of the alignment; then forward KL at T = 1 is all there is."""
-    members: Mapping[str, "Facts"] = field(default_factory=dict)
-    """Of a mixture, its members by short names, in order."""
-    mixture: Mixture | None = None
-    """The order in which a mixture's members take turns; its sizes are those of the split."""
+    members: Mapping[str, "Member"] = field(default_factory=dict)
+    """Of a mixture, its members by short names, in order; empty for one source alone."""
 
     def term(self, divergence: str) -> str:
         """What the teacher's part of the loss is called: the divergence, or across tokenizers what is compared."""
@@ -64,20 +61,34 @@ class Facts:
     @property
     def replays(self) -> bool:
         """Whether a mixture has members without a teacher beside others with one."""
-        kinds = {each.targets == "none" for each in self.members.values()}
-        return len(kinds) > 1
+        return len({each.facts.targets == "none" for each in self.members.values()}) > 1
 
     @property
-    def shares(self) -> dict[str, float]:
-        """The share of the draws that each member of a mixture gives."""
-        if self.mixture is None:
-            return {}
-        whole = sum(self.mixture.quotas)
-        return {name: quota / whole for name, quota in zip(self.members, self.mixture.quotas, strict=True)}
+    def taught(self) -> list["Facts"]:
+        """The facts of each member with a teacher, or of the one source that there is, if it has one."""
+        alone = [each.facts for each in self.members.values()] or [self]
+        return [each for each in alone if each.targets != "none"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a mixture has of one source."""
+
+    facts: Facts
+    place: range
+    """The numbers of its sequences among those of the split."""
+    quota: int
+    """Sequences that it gives an epoch."""
+    share: float
+    """The same as a share of the draws."""
 
 
 class Source(Protocol):
-    """Sequences by index."""
+    """Sequences by index.
+
+    One that has its own order also has `order(seed)`, which returns a `data.order.Order`; by default every epoch has
+    all sequences in an order of its own.
+    """
 
     facts: Facts
     overlaps: bool
@@ -92,14 +103,20 @@ class Source(Protocol):
         ...
 
 
+def order_of(source: Source, seed: int) -> Order:
+    """The order in which a run with this seed reads `source`."""
+    own: Callable[[int], Order] | None = getattr(source, "order", None)
+    return Order.shuffled(seed, len(source)) if own is None else own(seed)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SourceRequest:
     """What a source is opened for."""
 
     split: str
     """train or validation."""
-    cache: Cache | None
-    """A teacher's, or that of the packed tokens of `--data`. None where neither is given."""
+    cache: Any
+    """A `kdtrain.Cache` of a teacher's, or that of the packed tokens of `--data`. None where neither is given."""
     seed: int
     """The run's."""
 

@@ -1,4 +1,4 @@
-"""Two tokenizers held against each other: `Alignment`, for views of a cache (`cache.view`) and other loops."""
+"""Two tokenizers held against each other: `Alignment`, for views of a cache (`view_builder`) and other loops."""
 
 import functools
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kdtrain.data.bytes import ByteTokenizer, SpecialTokens, TokenBytes
-from kdtrain.data.cells import Cells, merge, prefix_cells
 from kdtrain.data.spelling import Spelling
-from kdtrain.data.transcode import TAUGHT, Transcoder, documents_of
 from kdtrain.errors import UsageError
+from kdtrain.tokenizers.cells import Cells, merge, prefix_cells
+from kdtrain.tokenizers.transcode import TAUGHT, Transcoder, documents_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

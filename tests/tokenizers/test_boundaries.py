@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdtrain.data.boundaries import MOST, common_boundaries
 from kdtrain.data.bytes import ByteTokenizer, SpecialTokens
-from kdtrain.data.cells import Cells, conflicts, merge, prefix_cells
 from kdtrain.data.spelling import Spelling
+from kdtrain.tokenizers.boundaries import MOST, common_boundaries
+from kdtrain.tokenizers.cells import Cells, conflicts, merge, prefix_cells
 from tests.token_kinds import train
 
 

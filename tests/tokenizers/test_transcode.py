@@ -3,14 +3,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kdtrain.data import transcode
-from kdtrain.data.alignment import Alignment
 from kdtrain.data.bytes import ByteTokenizer, SpecialTokens
 from kdtrain.data.corpus import Document
 from kdtrain.data.packing import PackedRow, pack, rows_of
 from kdtrain.data.spelling import Spelling
-from kdtrain.data.transcode import TAUGHT, Transcoder, documents_of, is_joined, teacher_stream
 from kdtrain.errors import UsageError
+from kdtrain.tokenizers import transcode
+from kdtrain.tokenizers.alignment import Alignment
+from kdtrain.tokenizers.transcode import TAUGHT, Transcoder, documents_of, is_joined, teacher_stream
 from tests.token_kinds import KINDS, TEXTS, random_texts, train
 
 

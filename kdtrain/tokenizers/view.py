@@ -1,4 +1,4 @@
-"""Reads views: a cache in the rows of a student with another tokenizer, as `cache.view` makes them.
+"""Reads views: a cache in the rows of a student with another tokenizer, as `view_builder` makes them.
 
 Shapes: n rows, T positions, V entries of the teacher's tokenizer, S of the student's, C cells, K entries.
 """
@@ -19,18 +19,18 @@ from torch.utils.data import Dataset
 
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import Count, Digest, Manifest
-from kdtrain.data.boundaries import MOST
 from kdtrain.data.bytes import MAX_IDS
-from kdtrain.data.cells import Cells
 from kdtrain.data.spelling import DEEP, Spelling
 from kdtrain.data.spelling import MOST as MOST_SPELLED
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import MEDIUM, file_digest, json_digest, read_sealed, typed
 from kdtrain.objective.aligned import AlignedTargets
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.cell_targets import TeacherCells, at_rows, coarsened, condensed
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
+from kdtrain.tokenizers.boundaries import MOST
+from kdtrain.tokenizers.cells import Cells
+from kdtrain.tokenizers.teacher_cells import TeacherCells, at_rows, coarsened, condensed
 
 SETTINGS, VIEW, CELLS = cache_format.SETTINGS, "view.json", cache_format.CELLS
 MOST_DISAGREEMENT = 0.05
@@ -79,7 +79,7 @@ _HEADER = 2**16
 
 
 def row_type(seq_len: int) -> np.dtype[Any]:
-    """A row: what `PackedRow` has, and source, said, length and others of `data.transcode` for each label."""
+    """A row: what `PackedRow` has, and source, said, length and others of `transcode` for each label."""
     shape = (seq_len,)
     return np.dtype(
         [
@@ -315,7 +315,7 @@ class ViewReader(Dataset[dict[str, Tensor]]):
 
     @property
     def _goes_inside(self) -> bool:
-        """Whether cells say something of labels within a token of the teacher's (`cell_targets`)."""
+        """Whether cells say something of labels within a token of the teacher's (`teacher_cells`)."""
         codec = self.reader.manifest.settings.codec
         said_whole = self._ask is not None or codec.kind == "dense" or codec.num_samples > 0
         return said_whole and self._cells is not None and not self._identity

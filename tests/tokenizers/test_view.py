@@ -8,34 +8,34 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from view_kit import CODECS, ROWS, SEQ_LEN, foreign_cache
 
-from kdtrain.cache import view as views
-from kdtrain.cache import view_rows
 from kdtrain.cache.build.folder import holds_nothing
 from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.read.reader import Cache, CacheReader, collate
-from kdtrain.cache.view import build_view
-from kdtrain.cache.view_rows import ViewReader, identity_of, sealed_record
-from kdtrain.data import alignment as alignments
-from kdtrain.data import transcode
-from kdtrain.data.cells import Cells
+from kdtrain.cache.read.reader import CacheReader, collate
 from kdtrain.data.corpus import Document
 from kdtrain.data.packing import PackedRow, pack
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import Lock, publish_json
+from kdtrain.library import Cache
 from kdtrain.models.loading import tokenizer_digest
 from kdtrain.models.output_head import OutputHead
-from kdtrain.objective.cell_targets import MOST_CELLS, condensed
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
 from kdtrain.testing import tiny_model
+from kdtrain.tokenizers import alignment as alignments
+from kdtrain.tokenizers import transcode, view
+from kdtrain.tokenizers import view_builder as views
+from kdtrain.tokenizers.cells import Cells
+from kdtrain.tokenizers.teacher_cells import MOST_CELLS, condensed
+from kdtrain.tokenizers.view import ViewReader, identity_of, sealed_record
+from kdtrain.tokenizers.view_builder import build_view
 from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.student import Student
 from tests.fetched import files_of
 from tests.token_kinds import TEXTS, train
+from tests.tokenizers.view_kit import CODECS, ROWS, SEQ_LEN, foreign_cache
 
 
 @pytest.fixture(autouse=True)
@@ -174,9 +174,9 @@ def test_whole_distributions_come_to_the_host_as_cells_once_however_many_rounds_
     reader, found, moves, rounds = build_view(tmp_path / "data", cache, train("gpt2"))["train"], [], [], []
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: moves.append(tensor) or tensor)
     for size in (3, 10**6):
-        monkeypatch.setitem(view_rows._AT_ONCE, "cpu", size)
+        monkeypatch.setitem(view._AT_ONCE, "cpu", size)
         moves.clear()
-        with mock.patch.object(view_rows, "condensed", wraps=condensed) as each:
+        with mock.patch.object(view, "condensed", wraps=condensed) as each:
             found.append(reader.read([0, 1]).targets)
         rounds.append(each.call_count)
         assert len(moves) == 1 + len(found[-1].near._tensors())

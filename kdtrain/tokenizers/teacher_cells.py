@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdtrain.data.cells import Cells
 from kdtrain.data.spelling import Spelling
 from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets
+from kdtrain.tokenizers.cells import Cells
 
 MOST_CELLS = 64
 """Cells of a whole distribution that are kept; the others are one event."""

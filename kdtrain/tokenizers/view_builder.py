@@ -32,7 +32,24 @@ from kdtrain import faults
 from kdtrain.cache.build.folder import copy_tokenizer, holds_nothing
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.view_rows import (
+from kdtrain.data.packing import PackedRow, rows_of
+from kdtrain.errors import UsageError, making
+from kdtrain.files import (
+    Lock,
+    file_digest,
+    json_digest,
+    publish_json,
+    published,
+    read_sealed,
+    refuse_links,
+    sweep,
+    typed,
+)
+from kdtrain.models.loading import load_tokenizer, tokenizer_digest
+from kdtrain.tokenizers.alignment import Alignment
+from kdtrain.tokenizers.cells import Cells
+from kdtrain.tokenizers.transcode import Transcoder, documents_of, is_joined, teacher_stream
+from kdtrain.tokenizers.view import (
     CELLS,
     SETTINGS,
     VIEW,
@@ -50,23 +67,6 @@ from kdtrain.cache.view_rows import (
     sealed_record,
     viewed_cache,
 )
-from kdtrain.data.alignment import Alignment
-from kdtrain.data.cells import Cells
-from kdtrain.data.packing import PackedRow, rows_of
-from kdtrain.data.transcode import Transcoder, documents_of, is_joined, teacher_stream
-from kdtrain.errors import UsageError, making
-from kdtrain.files import (
-    Lock,
-    file_digest,
-    json_digest,
-    publish_json,
-    published,
-    read_sealed,
-    refuse_links,
-    sweep,
-    typed,
-)
-from kdtrain.models.loading import load_tokenizer, tokenizer_digest
 
 _ROWS = 1024
 _MERGED_FROM = 2_000_000

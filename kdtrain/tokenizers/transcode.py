@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from kdtrain.data.boundaries import common_boundaries
 from kdtrain.data.bytes import ByteTokenizer, SpecialTokens, spelled
 from kdtrain.data.packing import STREAM, split_text
 from kdtrain.data.spelling import Spelling
 from kdtrain.errors import UsageError
+from kdtrain.tokenizers.boundaries import common_boundaries
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -5,9 +5,9 @@ import torch
 from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.read.reader import Cache
 from kdtrain.data.corpus import Document
 from kdtrain.data.packing import pack
+from kdtrain.library import Cache
 from kdtrain.models.loading import tokenizer_digest
 from tests.token_kinds import TEXTS, train
 

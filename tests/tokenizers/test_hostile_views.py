@@ -5,15 +5,15 @@ import shutil
 
 import numpy as np
 import pytest
-from view_kit import CODECS, ROWS, foreign_cache
 
-from kdtrain.cache import view as views
-from kdtrain.cache.view import build_view
-from kdtrain.cache.view_rows import View, verify_view
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import file_digest, publish_json, read_sealed
+from kdtrain.tokenizers import view_builder as views
+from kdtrain.tokenizers.view import View, verify_view
+from kdtrain.tokenizers.view_builder import build_view
 from tests.fetched import files_of
 from tests.token_kinds import train
+from tests.tokenizers.view_kit import CODECS, ROWS, foreign_cache
 
 
 @pytest.fixture(autouse=True)

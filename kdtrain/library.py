@@ -1,0 +1,89 @@
+"""What the library's face adds to the reader of caches: `Cache`, by address too, which verifies and aligns itself."""
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from kdtrain.cache.read import reader
+from kdtrain.cache.read.remote import open_cache
+from kdtrain.cache.tools.verify import verify_cache
+from kdtrain.config.values import LOCAL_LIMIT
+from kdtrain.errors import as_path
+from kdtrain.models.loading import load_tokenizer
+from kdtrain.tokenizers.view import ViewReader
+from kdtrain.tokenizers.view_builder import build_view
+
+
+class CacheSplit(reader.CacheReader):
+    """A split of a `Cache`."""
+
+    def aligned(
+        self,
+        tokenizer: Any,
+        *,
+        folder: Path | str | None = None,
+        cells: bool = True,
+        chunks: bool = False,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> ViewReader:
+        """This split in the rows of a student with another tokenizer: a data set whose items any loop takes.
+
+        Args:
+            tokenizer: the student's, or its folder or hub id.
+            folder: where the rows are made and kept, of every split, and found again; by default a folder that goes
+                with the process.
+            cells, chunks: the terms of the loss (docs/tokenizers.md).
+            special_tokens: see `kdtrain.Alignment`.
+
+        UsageError: the tokenizers do not fit together, the folder holds something else, or the cache has no numbers for
+            a term.
+        """
+        given = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+        kept, splits = folder, None
+        if kept is None:
+            kept, splits = tempfile.mkdtemp(prefix="kdtrain-"), (self.split,)
+            atexit.register(shutil.rmtree, kept, ignore_errors=True)
+        cache = reader.Cache(self.folder, self.manifest, self.remote)
+        view = build_view(Path(kept), cache, given, events=special_tokens, splits=splits)
+        return ViewReader(view, self.split, cells=cells, chunks=chunks)
+
+
+class Cache(reader.Cache):
+    """A finished cache: its splits as PyTorch data sets by name, and its manifest.
+
+    Args:
+        where: its folder, `hf:datasets/ORG/NAME[@REVISION]` or `https://...`. Of one that lies elsewhere a shard is
+            fetched when it is first read, and kept in KDTRAIN_HOME or ~/.cache/kdtrain.
+        local_limit: GB that are kept there at most.
+
+    Raises:
+        UsageError: there is no finished cache, or it is not to be had.
+        RunError: it cannot be reached.
+
+    >>> cache = Cache("cache/t")
+    >>> list(cache), len(cache["train"]), cache.temperature_range, cache.verify()
+    (['train', 'validation'], 5, (0.6666666666666666, 4.0), [])
+    >>> from torch.utils.data import DataLoader
+    >>> from kdtrain import collate
+    >>> loader = DataLoader(cache["train"], batch_size=2, collate_fn=collate)
+    >>> next(iter(loader))["tokens"].shape
+    torch.Size([2, 25])
+    """
+
+    split_type = CacheSplit
+
+    def __init__(self, where: Path | str, *, local_limit: float = LOCAL_LIMIT) -> None:
+        as_path(where, "where")
+        found = open_cache(where, local_limit)
+        super().__init__(found.folder, found.manifest, found.remote)
+
+    def __getitem__(self, split: str) -> CacheSplit:
+        """The split `train` or `validation`. UsageError: see `CacheReader`."""
+        return cast(CacheSplit, super().__getitem__(split))
+
+    def verify(self) -> list[str]:
+        """Read the whole cache and compare every digest; one line for each problem."""
+        return verify_cache(self.folder, cast(Any, self.remote))

@@ -1,0 +1,1 @@
+"""A teacher with another tokenizer: common boundaries, cells of both vocabularies, and views of caches."""

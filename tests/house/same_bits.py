@@ -1,0 +1,343 @@
+"""The same commands by two trees, and whether they end with the same bits: `python tests/house/same_bits.py BEFORE`.
+
+BEFORE is a checkout of another commit (`git worktree add FOLDER TAG`). Each case is a chain of short commands: captures
+by every codec, runs from every source and in every mode, two ranks, a resume, a rollback. Both trees run it, each in a
+folder of its own, and every data set of the caches and every tensor of the last checkpoints is compared, with the
+counters of the run. In the cases "begun before" the tree BEFORE begins a run, is killed, and this tree resumes it.
+
+What it gives up: it needs both trees to take the same options, and it sees a few steps of tiny models.
+All cases take 5 to 10 minutes on two cores. `--keep FOLDER` keeps what BEFORE made for the next time.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parents[2]
+TEXT = ("--data", "corpus", "--seq-len", "32", "--num-workers", "0", "--validation-sequences", "8")
+CAPTURE = ("cache-teacher", "--teacher", "teacher", *TEXT, "--num-sequences", "40", "--precision", "fp32")
+RUN = (
+    *("--warmup-steps", "0", "--lr", "1e-2", "--batch-size", "6", "--micro-batch-size", "3", "--steps", "10"),
+    *("--checkpoint-freq", "3", "--eval-freq", "4", "--log-to", "none"),
+)
+FP32 = (*RUN, "--precision", "fp32", "--no-compile")
+ADAPTIVE = (
+    *("--precision", "mxfp4", "--time-resume", "--quant-rule", "loss+gap", "--quant-loss-threshold", "0.42"),
+    *("--quant-window-size", "3", "--quant-probe-every", "2", "--quant-min-dwell", "2"),
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command: its words, the fault that ends it, its number of ranks, and what is compared of it."""
+
+    words: tuple[str, ...]
+    fault: str = ""
+    ranks: int = 1
+    old: tuple[str, ...] = ()
+    """In the place of the first of these words in the command of BEFORE: these words."""
+    by: str = "each"
+    """`before`: the tree BEFORE runs it in both folders."""
+
+
+def capture(out: str, *options: str, **how: Any) -> Step:
+    """A cache of the tiny teacher."""
+    return Step((*CAPTURE, "--out", out, *options), **how)
+
+
+def distill(out: str, *options: str, cache: str | None = "cache", student: str = "student.toml", **how: Any) -> Step:
+    """A run of ten steps."""
+    source = () if cache is None else ("--cache", cache)
+    return Step(("distill", *source, "--student", student, "--out", out, *options), **how)
+
+
+TOP = ("--top-k", "12", "--num-samples", "0")
+SAMPLES = capture("cache", "--num-samples", "20")
+KILLED = "train.after-step:kill:7"
+CASES: dict[str, tuple[Step, ...]] = {
+    "samples": (SAMPLES, distill("run", *FP32)),
+    "top-k at a likelihood temperature": (
+        capture("cache", *TOP),
+        distill("run", *FP32, "--temperature", "2", "--temperature-mode", "likelihood"),
+    ),
+    "top-k and samples, reverse divergence": (
+        capture("cache", "--top-k", "8", "--num-samples", "24"),
+        distill("run", *FP32, "--tail", "control-variate"),
+    ),
+    "dense": (capture("cache", "--dense"), distill("run", *FP32, "--divergence", "jsd")),
+    "online teacher with hidden states": (
+        distill(
+            "run", *TEXT, "--num-sequences", "40", "--teacher", "teacher", "--hidden-loss", "mse", *FP32, cache=None
+        ),
+    ),
+    "fp8": (SAMPLES, distill("run", *RUN, "--precision", "fp8", "--fp8-backend", "emulated", "--no-compile")),
+    "adaptive mxfp4": (SAMPLES, distill("run", *FP32[:-3], *ADAPTIVE, "--no-compile")),
+    "compiled bf16": (SAMPLES, distill("run", *RUN, "--precision", "bf16")),
+    "LoRA": (SAMPLES, distill("run", *FP32, "--lora-rank", "4", "--lora-dropout", "0.1", student="teacher")),
+    "a mixture of three": (
+        SAMPLES,
+        capture("other", *TOP, "--seed", "3"),
+        distill("run", "--cache", "other", "--cache-weights", "3,1", *FP32),
+    ),
+    "two ranks": (
+        capture("cache", "--num-samples", "20", "--sequences-per-shard", "8", ranks=2),
+        distill("run", *FP32, ranks=2),
+    ),
+    "two ranks, sharded": (SAMPLES, distill("run", *FP32, "--parallel", "fsdp", ranks=2)),
+    "killed and resumed": (
+        capture("cache", *TOP, "--sequences-per-shard", "8", fault="cache.shard.before-close:kill:3"),
+        capture("cache", *TOP, "--sequences-per-shard", "8"),
+        distill("run", *FP32, "--temperature", "2", "--temperature-mode", "adversarial", fault=KILLED),
+        distill("run", *FP32, "--temperature", "2", "--temperature-mode", "adversarial"),
+    ),
+    "a rollback": (SAMPLES, distill("run", *FP32, "--steps", "24", fault="train.loss:x30:14-16")),
+    "merged and cut": (
+        capture("a", "--num-samples", "20"),
+        Step(("cache-teacher", "--teacher", "teacher", "--refine", "a", "--precision", "fp32", "--out", "b")),
+        Step(("merge", "a", "b", "--out", "both")),
+        Step(("subset", "both", "--out", "cut", "--rows", "0:24")),
+        distill("run", *FP32, cache="cut"),
+    ),
+    "another tokenizer": (
+        capture("cache", "--num-samples", "0", "--top-k", "20"),
+        distill("run", *FP32, "--cross-tokenizer", student="other", old=("--cross-tokenizer", "cells")),
+    ),
+    "begun before": (
+        capture("cache", "--num-samples", "20", by="before"),
+        distill("run", *FP32, fault=KILLED, by="before"),
+        distill("run", *FP32),
+    ),
+    "begun before, adaptive": (
+        capture("cache", "--top-k", "8", "--num-samples", "24", by="before"),
+        distill("run", *FP32[:-3], *ADAPTIVE, "--no-compile", fault=KILLED, by="before"),
+        distill("run", *FP32[:-3], *ADAPTIVE, "--no-compile"),
+    ),
+}
+VOLATILE = (
+    "time",
+    "seconds",
+    "host",
+    "version",
+    "path",
+    "created",
+    "libraries",
+    "environment",
+    "kdtrain",
+    "memory",
+    "rate",
+)
+"""Parts of the names of what two equal runs need not share."""
+
+
+class Tree:
+    """An interpreter that has imported the kdtrain of one checkout, and forks for each command."""
+
+    def __init__(self, checkout: Path, *, old: bool) -> None:
+        self.old = old
+        env = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        env |= {"KDTRAIN_HOME": tempfile.mkdtemp()}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker"], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def spelled(self, step: Step) -> list[str]:
+        """The words of the command as this tree takes them."""
+        words = list(step.words)
+        if self.old and step.old:
+            place = words.index(step.old[0])
+            words[place : place + 1] = step.old
+        return words
+
+    def run(self, folder: Path, step: Step) -> int:
+        """Run one command in `folder`, and return the largest exit code of its ranks."""
+        request = {"folder": str(folder), "words": self.spelled(step), "fault": step.fault, "ranks": step.ranks}
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+
+def worker() -> None:
+    """Answer each line of stdin, a command, with its exit code."""
+    import torch
+    import transformers
+
+    import kdtrain.cli
+    from kdtrain import faults
+
+    assert torch and transformers
+    for line in sys.stdin:
+        asked = json.loads(line)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = []
+        for rank in range(asked["ranks"]):
+            if not (child := os.fork()):
+                log = os.open(os.path.join(asked["folder"], "log.txt"), os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                os.chdir(asked["folder"])
+                os.environ["KDTRAIN_FAULT"] = asked["fault"]
+                if asked["ranks"] > 1:
+                    many = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": asked["ranks"], "MASTER_PORT": port}
+                    os.environ |= {name: str(value) for name, value in many.items()} | {"MASTER_ADDR": "127.0.0.1"}
+                    os.environ["LOCAL_WORLD_SIZE"] = str(asked["ranks"])
+                faults.read()
+                print("$ kdtrain", *asked["words"], flush=True)
+                try:
+                    kdtrain.cli.main(list(asked["words"]))
+                    code = 0
+                except SystemExit as ended:
+                    code = ended.code if isinstance(ended.code, int) else 1
+                finally:
+                    sys.stdout.flush()
+                os._exit(code)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(max(abs(code) for code in codes), flush=True)
+
+
+def prepare(folder: Path) -> None:
+    """The teacher, the student and the text of every case."""
+    from transformers import AutoTokenizer
+
+    from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
+
+    write_model_folder(folder / "teacher", tiny_model(vocab_size=300, seed=1), tiny_tokenizer(300))
+    longer = AutoTokenizer.from_pretrained(HERE / "teachers/stdlib-5m")
+    write_model_folder(folder / "other", tiny_model(vocab_size=len(longer), seed=2), longer)
+    config = {**SHAPES["qwen3"], "vocab_size": 300}
+    lines = ['name = "student"', 'init = "scratch"', "[config]"]
+    lines += [f"{name} = {json.dumps(value)}" for name, value in config.items()]
+    (folder / "student.toml").write_text("\n".join(lines) + "\n")
+    (folder / "corpus").mkdir()
+    for number in range(60):
+        text = "".join(
+            f"line {number * line % 97} of text {line * line % 31} and more\n" for line in range(8 + number % 5)
+        )
+        (folder / "corpus" / f"{number:02}.txt").write_text(text)
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Every data set of the caches and every tensor and counter of the newest checkpoints below `folder`."""
+    import h5py
+    import hdf5plugin  # noqa: F401
+    from safetensors import safe_open
+
+    found: dict[str, Any] = {}
+    for path in sorted(folder.glob("**/shards/*.h5")):
+        with h5py.File(path) as file:
+            file.visititems(
+                lambda name, each, path=path: (
+                    found.__setitem__(f"{path.relative_to(folder)}:{name}", each[()].tobytes())
+                    if isinstance(each, h5py.Dataset)
+                    else None
+                )
+            )
+    for manifest in sorted(folder.glob("*/manifest.json")):
+        found[f"{manifest.parent.name}: digest"] = json.loads(manifest.read_text()).get("digest")
+    for checkpoints in sorted(folder.glob("*/checkpoints")):
+        newest = max(checkpoints.glob("step-*"), key=lambda each: each.name)
+        for path in sorted(newest.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    tensor = file.get_tensor(name)
+                    key = f"{checkpoints.parent.name}/{newest.name}/{path.name}:{name}"
+                    found[key] = (
+                        str(tensor.dtype),
+                        tuple(tensor.shape),
+                        bytes(tensor.flatten().contiguous().view(-1).numpy(force=True).tobytes())
+                        if str(tensor.dtype) != "torch.bfloat16"
+                        else tensor.float().numpy().tobytes(),
+                    )
+        found[f"{checkpoints.parent.name}/{newest.name}: progress"] = json.loads(
+            (newest / "state.json").read_text()
+        ).get("progress")
+    return found
+
+
+def different(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The names of what is not equal."""
+
+    def steady(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: steady(v) for k, v in value.items() if not any(part in k for part in VOLATILE)}
+        return value
+
+    return [name for name in sorted({*before, *after}) if steady(before.get(name)) != steady(after.get(name))]
+
+
+def main() -> int:
+    """Run the cases, print a line for each, and return 1 if one differs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("before", type=Path, nargs="?", help="a checkout of the other commit")
+    parser.add_argument("--only", default="", help="cases with these words in their names, comma separated")
+    parser.add_argument("--keep", type=Path, help="a folder for what BEFORE makes, used again if it is there")
+    parser.add_argument("--after", type=Path, default=HERE, help="the checkout to compare; this one by default")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker()
+        return 0
+    if options.before is None:
+        parser.error("name a checkout of the commit to compare with")
+    sys.path.insert(0, str(options.after))
+    work = Path(tempfile.mkdtemp())
+    kept = options.keep or work / "before"
+    trees = {
+        "before": Tree(options.before.resolve(), old=True),
+        "after": Tree(options.after.resolve(), old=options.after.resolve() == options.before.resolve()),
+    }
+    if not (kept / "material").exists():
+        (kept / "material").mkdir(parents=True)
+        prepare(kept / "material")
+    wanted = [each for each in options.only.split(",") if each]
+    failed = 0
+    for name, steps in CASES.items():
+        if wanted and not any(each in name for each in wanted):
+            continue
+        started, folders = (
+            time.monotonic(),
+            {"before": kept / name.replace(" ", "-"), "after": work / name.replace(" ", "-")},
+        )
+        wrong: list[str] = []
+        for side, folder in folders.items():
+            if side == "before" and (folder / "done").exists():
+                continue
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(kept / "material", folder)
+            for step in steps:
+                code = trees["before" if step.by == "before" else side].run(folder, step)
+                expected = 9 if ":kill:" in step.fault else 0
+                if code != expected:
+                    tail = (folder / "log.txt").read_text().splitlines()[-1:]
+                    wrong.append(f"{side}: exit code {code} of kdtrain {' '.join(step.words)}: {' '.join(tail)}")
+                    break
+            else:
+                (folder / "done").touch()
+        if not wrong:
+            found = [contents(folder) for folder in folders.values()]
+            wrong = different(*found) or ([] if len(found[0]) > 5 else ["nothing to compare"])
+        failed += bool(wrong)
+        print(f"{'DIFFERS' if wrong else 'same   '} {name} ({time.monotonic() - started:.0f} s)", flush=True)
+        for line in wrong[:8]:
+            print("   ", line, flush=True)
+        if not wrong:
+            shutil.rmtree(folders["after"])
+    for tree in trees.values():
+        tree.process.stdin.close()  # type: ignore[union-attr]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
