@@ -211,7 +211,8 @@ class LocalTeacher(OnlineTeacher):
 
     def _generate(self, prompts_BW: Tensor, *, positions: int, attention_mask: Tensor, **options: Any) -> None:
         """`generate` of the model with none of its own settings, and logits as `logits` rounds them."""
-        model, own = self.model.model, self.model.model.generation_config
+        model: Any = self.model.model
+        own = model.generation_config
 
         def inside(_: Any, given: Any, named: dict[str, Any]) -> Any:
             if (place := named.get("position_ids")) is not None:
