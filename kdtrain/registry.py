@@ -8,20 +8,22 @@ of the registry. The entry point names the module that registers it:
     mine = "my_package.losses"
 
 Entry points are listed once, without importing anything; a package is imported when its name is first used. A built-in
-name always means the built-in.
+name always means the built-in. Plugins that come with kdtrain (`kdtrain/plugins`) register in the same way. Their
+modules import nothing heavy, so they are imported for their lines of help; one whose folder was deleted is not listed.
 """
 
 import ast
 import difflib
 import importlib
+import importlib.util
 import inspect
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from functools import cached_property
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from functools import cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from typing import Any, cast
 
 from kdtrain.errors import UsageError
 
@@ -113,15 +115,17 @@ class Registry:
 
     def help(self) -> dict[str, str]:
         """Every name with its line of help, or with its package if that is not imported yet."""
-        packages = {name: f"from the package {_package(found[0])}" for name, found in self._packages.items()}
-        return self._help | {name: line for name, line in packages.items() if name not in self._help}
+        lines = dict(self._help)
+        for name, found in self._packages.items():
+            if name not in lines:
+                if _is_own(found[0]):
+                    self.get(name)
+                lines[name] = self._help.get(name, f"from the package {_package(found[0])}")
+        return lines
 
-    @cached_property
+    @property
     def _packages(self) -> dict[str, list[EntryPoint]]:
-        found: dict[str, list[EntryPoint]] = {}
-        for each in entry_points(group=self.group):
-            found.setdefault(each.name, []).append(each)
-        return found
+        return _installed(self.group, tuple(sys.path))
 
     def _load(self, name: str) -> None:
         found = self._packages.get(name, [])
@@ -140,6 +144,33 @@ class Registry:
             raise UsageError(
                 f"{self.option} {name}: {found[0].value} of the package {_package(found[0])} does not register it"
             )
+
+
+@cache
+def _all_entry_points(path: tuple[str, ...]) -> EntryPoints:
+    """Those of all packages on `path`, which is looked through once for all registries."""
+    return cast(EntryPoints, entry_points())
+
+
+@cache
+def _installed(group: str, path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
+    """The entry points of a group by name, without plugins of kdtrain whose folder is missing."""
+    found: dict[str, list[EntryPoint]] = {}
+    for each in _all_entry_points(path).select(group=group):
+        if not _is_own(each) or _is_there(each.module):
+            found.setdefault(each.name, []).append(each)
+    return found
+
+
+def _is_own(found: EntryPoint) -> bool:
+    """Whether it is of a plugin that comes with kdtrain."""
+    return _package(found) == "kdtrain"
+
+
+def _is_there(module: str) -> bool:
+    with suppress(ModuleNotFoundError):  # its parent is missing
+        return importlib.util.find_spec(module) is not None
+    return False
 
 
 def _package(found: EntryPoint) -> str:

@@ -1,13 +1,20 @@
-"""Results on stdout: a table of two columns, a page, or one JSON object; and numbers as people write them."""
+"""The table that all results are shown in, its renderers, and numbers as people write them.
+
+A `Table` is text in rows. `show_page` draws it on a terminal, `markdown` writes it into a card, and a report's template
+makes HTML of it. Facts are tables of two columns, label and value (`facts_table`). Cells may come from strangers: each
+renderer escapes them.
+"""
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from kdtrain.errors import printable
@@ -21,7 +28,7 @@ def show(title: str, table: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(finite(dict(table))))
         return
-    shown = Table(title=literal(title, "table.title"), show_header=False, title_justify="left")
+    shown = RichTable(title=literal(title, "table.title"), show_header=False, title_justify="left")
     shown.add_column()
     shown.add_column(overflow="fold")
     for name, value in table.items():
@@ -29,7 +36,32 @@ def show(title: str, table: Mapping[str, Any], as_json: bool) -> None:
     Console(soft_wrap=True).print(shown)
 
 
-def show_page(parts: Iterable[str | Table], wrapped: bool = False) -> None:
+@dataclass(frozen=True)
+class Table:
+    """Rows of text below a header."""
+
+    header: Sequence[str]
+    """Empty names: a table of facts."""
+    rows: Sequence[Sequence[str]]
+    left: Collection[str] = ()
+    """The columns of text; those of numbers are aligned at their right."""
+
+
+Part = str | Table
+"""A line of a page, or a table."""
+
+
+def columns(header: Sequence[str], rows: Iterable[Sequence[Any]], left: Collection[str] = ()) -> Table:
+    """A table of anything; numbers as people write them."""
+    return Table(header, [[each if isinstance(each, str) else _text(each, True) for each in row] for row in rows], left)
+
+
+def facts_table(facts: Mapping[str, str]) -> Table:
+    """Facts, a row each."""
+    return Table(("", ""), list(facts.items()), ("",))
+
+
+def show_page(parts: Iterable[Part], wrapped: bool = False) -> None:
     """Print lines and tables one below the other on stdout, on rank 0.
 
     wrapped: break long lines between words where stdout is a terminal; commands to copy must not be broken.
@@ -38,22 +70,35 @@ def show_page(parts: Iterable[str | Table], wrapped: bool = False) -> None:
         console = Console(soft_wrap=True)
         for part in parts:
             whole = not (wrapped and isinstance(part, str) and console.is_terminal)
-            console.print(literal(part) if isinstance(part, str) else part, soft_wrap=whole)
+            console.print(literal(part) if isinstance(part, str) else _drawn(part), soft_wrap=whole)
 
 
-def columns(header: Sequence[str], rows: Iterable[Sequence[Any]], left: Collection[str] = ()) -> Table:
-    """A table without lines; numbers as people write them.
+def _drawn(table: Table) -> RichTable:
+    """A table for a terminal, without lines; a last column of text may be broken."""
+    names, last = table.header, len(table.header) - 1
+    drawn = RichTable(
+        box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=any(table.header)
+    )
+    for place, name in enumerate(names):
+        text = name in table.left
+        folds = text and place == last
+        drawn.add_column(literal(name), justify="left" if text else "right", no_wrap=not folds, overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*map(literal, row))
+    return drawn
 
-    left: the columns of text; the others are aligned at their right.
-    """
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in header:
-        text = name in left
-        folds = text and name == header[-1]
-        table.add_column(literal(name), justify="left" if text else "right", no_wrap=not folds, overflow="fold")
-    for row in rows:
-        table.add_row(*(literal(each if isinstance(each, str) else _text(each, True)) for each in row))
-    return table
+
+def markdown(table: Table) -> Iterator[str]:
+    """The lines of a table in Markdown."""
+    yield "|" + "|".join(f" {name} " if name else " " for name in table.header) + "|"
+    yield "|---" * len(table.header) + "|"
+    yield from (f"| {' | '.join(map(markdown_text, row))} |" for row in table.rows)
+
+
+def markdown_text(value: Any) -> str:
+    """A text by a stranger for Markdown: one line, without a sign of Markdown's or HTML's."""
+    text = "" if value is None else printable(str(value))[:500]
+    return re.sub(r"([\\|<>`\[\]])", r"\\\1", text)
 
 
 def number(value: Any) -> str:
@@ -63,6 +108,16 @@ def number(value: Any) -> str:
     if isinstance(value, int) or (value.is_integer() and abs(value) < 1e12):
         return f"{value:,.0f}" if abs(value) < 1e12 else f"{float(max(min(value, 10**300), -(10**300))):.4g}"
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.2g}" if abs(value) < 1e-3 else f"{value:.4g}"
+
+
+def loss_text(loss: Any, digits: int = 3) -> str:
+    """A loss with `digits` digits, aligned with others; a large one as a number."""
+    return f"{loss:.{digits}f}" if isinstance(loss, int | float) and abs(loss) < 1e5 else number(loss)
+
+
+def counted(count: int, thing: str) -> str:
+    """A count of things: 1 token, 1,024 tokens."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def percent(share: Any) -> str:

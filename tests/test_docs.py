@@ -63,6 +63,9 @@ def nodes() -> list[ast.AST]:
     return [node for path in (ROOT / "kdtrain").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
 
 
+cli.COMMANDS.help()  # imports the plugins
+
+
 def commands(pages: list[Path] = PAGES) -> list[str]:
     """The commands in blocks of code, fenced or indented, that can be typed as they stand."""
     lines = []

@@ -27,7 +27,7 @@ MAX_LINES = 600
 STAIRCASE = (
     *("errors", "imports", "faults", "registry", "files", "process", "tables", "ranks", "config", "data", "models"),
     *("objective", "precision", "cache", "checkpoint", "monitor", "parallel", "teaching", "tokenizers", "training"),
-    *("run", "commands", "cli", "library", "vllm_plugin", "testing", "__main__"),
+    *("run", "commands", "cli", "library", "plugins", "vllm_plugin", "testing", "__main__"),
 )
 """A floor may import the floors above it in this list, never one below; `kdtrain` itself is the library's face."""
 
@@ -169,6 +169,28 @@ def test_an_import_down_the_staircase_is_found(importer, line):
 def test_an_import_up_the_staircase_or_within_the_room_is_allowed(importer, line):
     known = NAMES | {"kdtrain.objective.targets", "kdtrain.ranks", "kdtrain.data.packing"}
     assert forbidden_imports(importer, ast.parse(line), False, known) == []
+
+
+def plugin_of(name: str) -> str:
+    parts = name.split(".")
+    return parts[2] if parts[1:2] == ["plugins"] and len(parts) > 2 else ""
+
+
+def test_nothing_outside_of_plugins_imports_one_and_none_imports_another():
+    for path in MODULES:
+        name = name_of(path)
+        for other in imported_modules(name, tree_of(path), path.name == "__init__.py"):
+            assert room_of(other) != "plugins" or plugin_of(name) == plugin_of(other), (name, other)
+
+
+def test_a_plugin_imports_only_what_the_page_of_the_library_names_as_stable():
+    (listed,) = re.findall(r"^```text\n(kdtrain\..*?)^```", (ROOT / "docs/library.md").read_text(), re.M | re.S)
+    stable = {"kdtrain", *(line.split()[0] for line in listed.splitlines())}
+    assert {each for each in stable if each not in NAMES} == set()
+    for path in MODULES:
+        if plugin := plugin_of(name_of(path)):
+            found = imported_modules(name_of(path), tree_of(path), path.name == "__init__.py")
+            assert {each for each in found if plugin_of(each) != plugin} <= stable, path
 
 
 def test_no_files_import_each_other_in_a_circle():

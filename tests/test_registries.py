@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -423,3 +424,30 @@ def test_a_package_that_takes_the_name_of_another_is_refused(tmp_path):
     done = kdtrain(tmp_path, tmp_path / "p", *argv)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "--divergence jsd is registered by kdtrain.objective.divergence and by thief" in done.stderr
+
+
+def test_a_package_adds_a_section_of_options_and_an_observer_whose_values_reach_it(server, bench):
+    """In help, in a TOML file, on the command line; and neither a run without them nor a resumed one sees them."""
+    (code,) = [
+        each
+        for each in re.findall(r"^```python\n(.*?)^```", (DOCS / "library.md").read_text(), re.M | re.S)
+        if "register_section" in each
+    ]
+    packages = bench / "sections"
+    install(packages, "more-sections", "sections", "steep", code)
+    with (packages / "more_sections-1.0.dist-info/entry_points.txt").open("a") as file:
+        file.write("[kdtrain.observers]\nsteep = more_sections\n")
+    (bench / "steep.toml").write_text("[steep]\nsteep_above = 1e-9\n")
+    words = ("distill", "--cache", "cache", "--student", "student.toml", "--batch-size", 4, "--no-compile")
+    words += ("--log-to", "none", "--precision", "fp32", "--steps")
+    for run, *more in (("steep", 2, "--config", "steep.toml"), ("steep", 3), ("calm", 2, "--steep-above", 1e9)):
+        done = forked(server, bench, packages, *words, *more, "--out", run)
+        assert done.returncode == 0, done.stderr
+    assert (bench / "steep/steep.txt").read_text() == "2\n" and (bench / "calm/steep.txt").read_text() == "0\n"
+    assert "steep" not in tomllib.loads((bench / "steep/config.toml").read_text())
+    assert tomllib.loads((bench / "calm/config.toml").read_text())["steep"] == {"steep_above": 1e9}
+    done = forked(server, bench, packages, "distill", "--help", "steep")
+    assert "[steep] Count the steps with a large gradient." in done.stdout and "--steep-above X" in done.stdout
+    assert "--steep-above" in forked(server, bench, packages, "completion", "bash").stdout
+    done = forked(server, bench, packages, *words, 2, "--out", "no", "--steep-above", -1)
+    assert (done.returncode, done.stderr) == (2, "kdtrain: --steep-above -1.0 must be above 0\n")

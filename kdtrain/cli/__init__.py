@@ -32,20 +32,24 @@ _LONGEST = 2000
 """Characters of a message; only a name from a damaged file is longer."""
 _MODULES = {"import": "import_cache"}  # no module can have the name of a keyword
 _WITHOUT_MODELS = ("compare", "completion", "inspect", "plot", "push", "report", "verify")
-"""Commands that load no model, and so run under `python -OO`."""
+"""Built-in commands that load no model, and so run under `python -OO`."""
 _RESUMING = ("cache-teacher", "demo", "distill", "find-lr", "import", "merge", "prune", "push", "subset")
-"""Commands that keep what an interrupted one has done."""
+"""Built-in commands that keep what an interrupted one has done."""
 _NARROWEST = 40
 """Columns of the narrowest terminal that tables and help are made for."""
 
 
-def register_command(name: str, config: type, *, help: str = "") -> Callable[[Main], Main]:
+def register_command(
+    name: str, config: type, *, help: str = "", models: bool = False, resumes: bool = False
+) -> Callable[[Main], Main]:
     """Decorator: make a function the command `kdtrain NAME`.
 
     Args:
         name: the name that users type.
         config: a dataclass; its fields are flags, or sections if they are dataclasses.
         help: its line in `kdtrain --help`; by default the first line of the configuration's docstring.
+        models: whether it loads models.
+        resumes: whether the same command resumes an interrupted one.
 
     Raises:
         UsageError: another module has registered this name, or a section of the configuration holds a section.
@@ -53,7 +57,7 @@ def register_command(name: str, config: type, *, help: str = "") -> Callable[[Ma
     options_of(config)
 
     def register(main: Main) -> Main:
-        COMMANDS.add(name, Command(config, main), main, help or first_line(config))
+        COMMANDS.add(name, Command(config, main, models, resumes), main, help or first_line(config))
         return main
 
     return register
@@ -61,13 +65,11 @@ def register_command(name: str, config: type, *, help: str = "") -> Callable[[Ma
 
 def _register_builtin(name: str, config: type) -> None:
     def main(config: Any) -> int | None:
-        if sys.flags.optimize > 1 and name not in _WITHOUT_MODELS:
-            raise UsageError("python -OO removes the docstrings that transformers needs to load a model; use -O")
         command = importlib.import_module(f"kdtrain.commands.{_MODULES.get(name, name.replace('-', '_'))}")
         code: int | None = command.main(config)
         return code
 
-    register_command(name, config)(main)
+    register_command(name, config, models=name not in _WITHOUT_MODELS, resumes=name in _RESUMING)(main)
 
 
 for _name, _config in commands.COMMANDS.items():
@@ -103,6 +105,8 @@ def main(argv: list[str] | None = None) -> None:
             raise
         _quiet_libraries()
         with panics_refused("a tokenizer fails"):  # where its name is known, the message has it
+            if COMMANDS.get(command).models and sys.flags.optimize > 1:
+                raise UsageError("python -OO removes the docstrings that transformers needs to load a model; use -O")
             code = COMMANDS.get(command).main(config) or 0
             sys.stdout.flush()
             raise SystemExit(code)
@@ -112,7 +116,8 @@ def main(argv: list[str] | None = None) -> None:
     except MemoryError:
         _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
     except KeyboardInterrupt:
-        _fail(1, "interrupted" + ("; the same command resumes from what was saved" if command in _RESUMING else ""))
+        resumes = COMMANDS.get(command).resumes
+        _fail(1, "interrupted" + ("; the same command resumes from what was saved" if resumes else ""))
     except BrokenPipeError:
         _drop_output()
         raise SystemExit(1) from None

@@ -56,7 +56,8 @@ def read_file(
             wrong.append(f"unknown section [{short(section)}]; {hint}")
         for key, value in table.items() if isinstance(table, dict) and section in sections else ():
             name = key.replace("-", "_")
-            if name not in sections[section]:
+            formerly = options[name].field.metadata.get("formerly") if name in options else None
+            if name not in sections[section] and formerly != section:
                 near = _place(name, options, sections, section) if len(wrong) < MOST else ""
                 advice = near or f"{command} --help {section} lists the keys"
                 wrong.append(f"unknown key '{short(key)}' in [{section}]; {advice}")

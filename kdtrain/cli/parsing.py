@@ -17,6 +17,7 @@ from kdtrain.cli.options import MOST, Given, replaced, short
 from kdtrain.cli.words import option_meant, word_meant
 from kdtrain.config.kinds import alternatives, choices, metavar, read_words, wanted, words_wanted
 from kdtrain.config.options import Option, options_of
+from kdtrain.config.registered import sections_of
 from kdtrain.config.values import flag, refuse_value
 from kdtrain.errors import UsageError, refuse_no_path
 
@@ -44,6 +45,7 @@ def parse(command: str, kind: type, argv: list[str], others: Mapping[str, type],
     line.read(argv)
     values = line.values()
     sections = {name: line.build(each, values) for name, each in line.sections.items()}
+    plugins = {name: line.build_plugin(name, each, values) for name, each in sections_of(kind).items()}
     if look is not None:
         texts = {name: (each[-1].words or [""])[-1] for name, each in line.given.items()}
         for name in texts:
@@ -53,7 +55,9 @@ def parse(command: str, kind: type, argv: list[str], others: Mapping[str, type],
                     line.mistakes.append(line.given[name][-1].where + wrong)
     line.refuse()
     own = {name: value for name, value in values.items() if line.options[name].section == "run"}
-    return kind(**own, **{name: each for name, each in sections.items() if each is not None})
+    given = {name: each for name, each in sections.items() if each is not None}
+    added = {name: each for name, each in plugins.items() if each is not None}
+    return kind(**own, **given, **({"plugins": added} if added else {}))
 
 
 def refusal(mistakes: Iterable[str]) -> UsageError:
@@ -243,6 +247,16 @@ class _Line:
         if len(missing) == 1 or not example:
             return "; ".join(f"{each.flag} is missing: {_lowered(each.text) or metavar(each.kind)}" for each in missing)
         return f"{named} are missing, as in {example}"
+
+    def build_plugin(self, name: str, kind: type, values: Mapping[str, Any]) -> Any:
+        """The section `name` that a plugin adds, as `build`."""
+        own = {each: value for each, value in values.items() if self.options[each].section == name}
+        if own and not self.unknown and name not in self.wrong:
+            try:
+                return kind(**own)
+            except UsageError as error:
+                self.mistakes.append(error.args[0])
+        return None
 
     def build(self, section: dataclasses.Field[Any], values: Mapping[str, Any]) -> Any:
         """The section with `values`; None for its default, or if it is refused, which becomes a mistake."""

@@ -1,21 +1,25 @@
 """What a command that has made a cache prints."""
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from kdtrain.cache.format.manifest import Manifest
-from kdtrain.commands.cache_pages import made_page
+from kdtrain.cache.tools.facts import MADE, cache_facts, heading
 from kdtrain.tables import show, show_page
 
 
-def show_cache(folder: Path, manifest: Manifest, as_json: bool, said: Sequence[str] = (), **facts: Any) -> None:
+def show_cache(folder: Path, manifest: Manifest, as_json: bool, lines: Sequence[str] = (), **facts: Any) -> None:
     """Print what a cache is: a short page, or one JSON object of everything.
 
-    said: lines for the page. facts: of this command alone, for the object.
+    lines: for the page, what only this command knows. facts: of this command alone, for the object.
     """
     if not as_json:
-        show_page(made_page(folder, manifest, said))
+        known = cache_facts(manifest)
+        shown = [f"{label}: {known[label]}" for label in (*manifest.splits, *MADE) if label in known]
+        digest = f"digest {manifest.digest[:12]}; kdtrain inspect {shlex.quote(str(folder))} shows how true it is"
+        show_page([f"{folder}: {heading(manifest)}", "", *shown, *lines, digest, *next_step(folder, manifest)])
         return
     sequences = {name: split["sequences"] for name, split in manifest.splits.items()}
     result = {
@@ -31,6 +35,12 @@ def show_cache(folder: Path, manifest: Manifest, as_json: bool, said: Sequence[s
         "temperature_range": manifest.temperature_range,
     }
     show("", {**result, **facts}, True)
+
+
+def next_step(path: Path | str, manifest: Manifest) -> Iterator[str]:
+    """The command that follows for a cache, if it has a teacher's distributions."""
+    if manifest.codec.kind != "tokens":
+        yield f"Next: kdtrain distill --cache {shlex.quote(str(path))} --student SPEC --out runs/NAME"
 
 
 def made_of(manifest: Manifest) -> list[str]:

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.format.manifest import Manifest, weights_line
+from kdtrain.cache.format.manifest import Manifest
 from kdtrain.cache.read.reader import Cache
-from kdtrain.commands.cache_pages import capture_lines
 from kdtrain.commands.cache_result import show_cache
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.config.values import configured
@@ -67,18 +66,14 @@ def _build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> None:
 def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, seconds: float) -> None:
     peak, ranks = peak_memory_mb(device), world_size()
     among = f" in {ranks} ranks" if ranks > 1 else ""
-    said, facts = [], dict[str, Any]()
-    if (cost := manifest.weights_cost) is not None:
-        said, facts = [weights_line(cost)], {"weights_cost": cost}
+    stated = {name: getattr(manifest, name) for name in ("capture", "generated", "weights_cost")}
     show_cache(
         config.out,
         manifest,
         config.json,
-        [*capture_lines(manifest), *said, f"took {duration(seconds)}{among}, peak memory {size(peak)}"],
-        **({} if manifest.capture is None else {"capture": manifest.capture}),
-        **({} if manifest.generated is None else {"generated": manifest.generated}),
+        [f"took {duration(seconds)}{among}, peak memory {size(peak)}"],
+        **{name: value for name, value in stated.items() if value is not None},
         ranks=ranks,
         seconds=round(seconds, 1),
         peak_memory_mb=round(peak, 1),
-        **facts,
     )

@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers.utils import logging as transformers_log
 
-from kdtrain.commands.inspect_pages import closing_page
 from kdtrain.config import DistillConfig
 from kdtrain.config.values import configured
 from kdtrain.errors import RunError, UsageError
+from kdtrain.monitor.facts import closing_page
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, reported
 from kdtrain.run import dry_run, sanity

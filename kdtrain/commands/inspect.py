@@ -1,4 +1,8 @@
-"""`kdtrain inspect`: shows a run, a cache, or what is in them as a page, or the capabilities of this machine."""
+"""`kdtrain inspect`: shows a run, a cache, or what is in them as a page, or the capabilities of this machine.
+
+A page is lines and tables without frames; `--json` has the whole of what is known instead. All of it may come from
+strangers: `kdtrain.tables` escapes it, and a number that is none is a `-`.
+"""
 
 import contextlib
 import math
@@ -7,33 +11,39 @@ import platform
 import shlex
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+from safetensors import SafetensorError, safe_open
+
 from kdtrain.cache.address import Address, parse_address
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import Manifest, check_sizes, read_manifest, read_sidecar
-from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.local_store import home, listing
 from kdtrain.cache.read.remote import open_remote
+from kdtrain.cache.tools.facts import cache_facts, contents, fidelity, heading, parent_lines, tail_rule
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.sealed import STATE, checkpoint_at, problem, read_checkpoint, read_state
 from kdtrain.checkpoint.store import Store
-from kdtrain.commands import inspect_pages
-from kdtrain.commands.cache_pages import cache_page
+from kdtrain.commands.cache_result import next_step
 from kdtrain.config import InspectConfig
-from kdtrain.config.choices import resolve_tail
 from kdtrain.config.values import refuse
 from kdtrain.errors import RunError, UsageError
-from kdtrain.files import aside_in, read_json, typed
+from kdtrain.files import aside_in, open_regular, read_json, typed
 from kdtrain.models.spec import ADAPTER_CONFIG, ModelSpec, read_spec, shipped
+from kdtrain.monitor import facts as of_run
+from kdtrain.monitor.facts import TAIL, as_table, quoted
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord
-from kdtrain.run.path_kind import damage_of, kind_of
+from kdtrain.run.path_kind import damage_of, is_training, kind_of
 from kdtrain.run.result import read_result
-from kdtrain.tables import show, show_page
+from kdtrain.tables import Part, columns, duration, facts_table, loss_text, number, short, show, show_page, size
+
+_PARENTS = 50
+"""Most parents of a cache that a page lists."""
 
 
 class _Progress(TypedDict):
@@ -62,7 +72,7 @@ def main(config: InspectConfig) -> int:
     if config.local:
         rows, total = listing()
         facts = {"folder": str(home()), "bytes": total, "caches": rows}
-        show("", facts, True) if config.json else show_page(inspect_pages.local_page(facts))
+        show("", facts, True) if config.json else show_page(_local_page(facts))
         return 0
     assert config.path is not None
     address = parse_address(config.path)
@@ -87,9 +97,7 @@ def _kind(path: Path) -> str:
         return "spec"
     if not path.exists() and str(path) in {**shipped("students"), **shipped("teachers")}:
         return "spec"
-    is_folder = (
-        path.is_dir() and not (path / cache_format.MANIFEST).exists() and any(inspect_pages.folder_of(path).values())
-    )
+    is_folder = path.is_dir() and not (path / cache_format.MANIFEST).exists() and any(_folders(path).values())
     try:
         kind = kind_of(path)
         return "folder" if is_folder and kind == "cache" else kind
@@ -118,12 +126,12 @@ def _watch(path: Path) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             with _as_written(path):
-                record = RunRecord.read(path, inspect_pages.TAIL)
-                line, trains = inspect_pages.watch_line(path, record)
-                lines = [line, *(inspect_pages.health_lines(path, record) if trains else ())]
-            show_page([lines[0], *(each for each in lines[1:] if each not in before)])
+                record = RunRecord.read(path, TAIL)
+                state, line = of_run.state_of(path, record, is_training(path))
+                lines = [*(of_run.health_lines(path, record) if state in of_run.ACTIVE else ())]
+            show_page([of_run.watch_line(record, line), *(each for each in lines if each not in before)])
             before = lines
-            if not trains:
+            if state not in of_run.ACTIVE:
                 break
             time.sleep(10.0)
     return 0
@@ -148,42 +156,43 @@ def hardware() -> dict[str, Any]:
     table |= {f"{each.mode} by {each.backend}": str(each) for each in capabilities(best)}
     if not torch.cuda.is_available():
         return {**table, "cuda": "no: torch finds no CUDA device"}
-    for number in range(torch.cuda.device_count()):
-        device = torch.device("cuda", number)
-        properties = torch.cuda.get_device_properties(number)
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        properties = torch.cuda.get_device_properties(index)
         bf16 = "bf16" if has_bf16(device) else "no bf16"
-        table[f"cuda:{number}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {bf16}"
+        table[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {bf16}"
     return table
 
 
-_Found = tuple[dict[str, Any], Iterator[inspect_pages.Part] | None]
+_Found = tuple[dict[str, Any], Iterator[Part] | None]
 """What `--json` prints, and the page; None: a table of the same."""
 
 
 def _cache(path: Path) -> _Found:
     manifest = read_manifest(path)
     check_sizes(path, manifest)
-    facts = _cache_facts(path, manifest)
-    return facts, cache_page(path, facts, manifest)
+    record = _cache_record(path, manifest)
+    return record, _cache_page(path, record, manifest)
 
 
 def _remote(address: Address) -> _Found:
     """A cache elsewhere, of which the manifest alone is fetched."""
     remote = open_remote(address, limit=math.inf)
-    facts = {"from": str(remote.address)} | _cache_facts(remote.folder, remote.manifest)
+    record = {"from": str(remote.address)} | _cache_record(remote.folder, remote.manifest)
     missing = {split: len(remote.missing(split)) for split in remote.manifest.splits}
-    return facts | {"shards not here": missing}, cache_page(str(address), facts, remote.manifest)
+    return record | {"shards not here": missing}, _cache_page(str(address), record, remote.manifest)
 
 
-def _cache_facts(path: Path, manifest: Manifest) -> dict[str, Any]:
+def _cache_record(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """What `--json` prints of a cache."""
     settings = manifest.settings
-    codec = {name: value for name, value in settings.codec.to_json().items() if value not in (0, [], ())}
+    optional = ("weights_cost", "generated", "text_counts", "origin", "parents")
     return {
         "digest": manifest.digest,
         "teacher": settings.teacher,
         "data": settings.data,
-        "codec": codec,
-        "tail rule": _tail_rule(settings.codec),
+        "codec": {name: value for name, value in settings.codec.to_json().items() if value not in (0, [], ())},
+        "tail rule": tail_rule(manifest),
         "vocabulary": settings.vocab_size,
         "tokenizer": f"{settings.tokenizer_size:,} entries, digest {(settings.tokenizer_digest or '-')[:12]}",
         "seq_len": settings.seq_len,
@@ -194,59 +203,198 @@ def _cache_facts(path: Path, manifest: Manifest) -> dict[str, Any]:
         "bytes per token": manifest.bytes_per_token,
         "temperature range": manifest.temperature_range,
         "fidelity": manifest.fidelity,
-        **({"weights_cost": manifest.weights_cost} if manifest.weights_cost else {}),
-        **({"generated": manifest.generated} if manifest.generated else {}),
-        **({"text_counts": manifest.text_counts} if manifest.text_counts else {}),
-        **({"origin": manifest.origin} if manifest.origin else {}),
-        **({"parents": manifest.parents} if manifest.parents else {}),
+        **{name: value for name in optional if (value := getattr(manifest, name))},
         "versions": manifest.versions,
         **_aside(path.resolve()),
     }
 
 
-def _tail_rule(codec: CodecSpec) -> str | None:
-    """The default tail rule of `distill` for this cache, and its alternative; None without a tail."""
-    if codec.kind != "sparse":
-        return None
-    used = resolve_tail("ghost", codec.num_samples)
-    return f"{used} by default, or --tail control-variate" if codec.num_samples and codec.top_k else used
+def _cache_page(path: Path | str, record: Mapping[str, Any], manifest: Manifest) -> Iterator[Part]:
+    yield f"{path}: {heading(manifest)}"
+    yield from ("", facts_table(cache_facts(manifest)))
+    if found := fidelity(manifest):
+        yield from ("", *found)
+    if manifest.parents:
+        yield from ("", "made of", *(f"  {line}" for line in parent_lines(manifest, _PARENTS)))
+    yield from _aside_lines(record)
+    yield from ("", *next_step(path, manifest))
 
 
 def _run(path: Path) -> _Found:
-    facts = _run_facts(path)
+    record = _run_record(path)
 
-    def page() -> Iterator[inspect_pages.Part]:  # --json needs none of the logs, which may be unreadable
-        yield from inspect_pages.run_page(path, facts, RunRecord.read(path, inspect_pages.TAIL))
+    def page() -> Iterator[Part]:  # --json needs none of the logs, which may be unreadable
+        yield from _run_page(path, record, RunRecord.read(path, TAIL))
 
-    return facts, page()
+    return record, page()
+
+
+def _run_page(path: Path, known: Mapping[str, Any], record: RunRecord) -> Iterator[Part]:
+    """A run: how it ended, its losses beside the teacher's, checkpoints, warnings, health, and what to do next.
+
+    known: as `--json` prints it.
+    """
+    state, line = of_run.state_of(path, record, is_training(path))
+    yield from (f"{path}: {of_run.heading(record)}", line, "")
+    yield from of_run.losses(record.result or {}, record)
+    yield from of_run.members(record)
+    if checkpoints := {name: as_table(row) for name, row in as_table(known.get("checkpoints")).items()}:
+        rows = [_checkpoint(name, row, known) for name, row in checkpoints.items()]
+        yield columns(("checkpoint", "train", "val", "written", "size", ""), rows, left=("checkpoint", ""))
+        damaged = sum(row.get("verdict") != "ok" for row in checkpoints.values())
+        sound = "all whole" if not damaged else f"{damaged} damaged: kdtrain verify {quoted(path)}"
+        one = "checkpoint" if len(checkpoints) == 1 else "checkpoints"
+        yield f"{len(checkpoints)} {one}, {size(known.get('checkpoints in all (MiB)'))}, {sound}"
+        yield f"train: {of_run.objective(record)} of one step; val: cross-entropy of other text. Compare val alone."
+    else:
+        yield "no checkpoint"
+    yield from _aside_lines(known)
+    yield from of_run.warnings(record)
+    if state == "training":
+        yield from of_run.health_lines(path, record)
+    yield from ("", of_run.next_step(path, state, known.get("exported")))
+
+
+def _checkpoint(name: str, row: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[str, ...]:
+    notes = [link for link in ("best", "latest") if known.get(link) == name]
+    notes += [verdict] if (verdict := str(row.get("verdict"))) != "ok" else []
+    written = str(row.get("written") or "-")[:16]
+    losses = (loss_text(row.get(each)) for each in ("loss", "validation_loss"))
+    return name, *losses, written, size(row.get("MiB")), ", ".join(notes)
 
 
 def _shard(path: Path) -> _Found:
     path = path.absolute()
     try:
-        return inspect_pages.shard_facts(path, read_sidecar(path.parents[1], path.stem)), None
+        sidecar = read_sidecar(path.parents[1], path.stem)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: the record beside it cannot be read ({error}); run kdtrain verify") from None
+    first, count = sidecar["first_sequence"], sidecar["sequences"]
+    return {
+        "split": sidecar["split"],
+        "sequences": f"{count:,}: {first:,} to {first + count - 1:,}",
+        "size": size(sidecar["bytes"] / 2**20),
+        "stored (MiB)": {name: value / 2**20 for name, value in sidecar["stored"].items()},
+        "broken": sidecar["broken"],
+        "sha256": sidecar["sha256"],
+        "cache": str(path.parents[1]),
+    }, None
 
 
 def _model(path: Path) -> _Found:
+    """A model folder, such as an export: its architecture, size and tokenizer."""
+    adapter = (path / ADAPTER_CONFIG).is_file()
+    shapes, dtypes, total = dict[str, int](), Counter[str](), 0
     try:
-        return inspect_pages.model_facts(path), None
-    except (OSError, ValueError) as error:
+        config = read_json(path / (ADAPTER_CONFIG if adapter else "config.json"), dict[str, Any])
+        for file in sorted(path.glob("*.safetensors")):
+            open_regular(file).close()  # opening a pipe blocks
+            total += file.stat().st_size
+            with safe_open(file, "numpy") as tensors:  # of the file the header alone is read
+                for name in tensors.keys():  # noqa: SIM118
+                    part = tensors.get_slice(name)
+                    shapes[name] = math.prod(part.get_shape())
+                    dtypes[part.get_dtype()] += shapes[name]
+    except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(f"{path} is not a model folder: {error}") from None
+    names: tuple[str, ...] = ("base_model_name_or_path", "r", "lora_alpha")
+    if not adapter:
+        names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
+    record: dict[str, Any] = {name: config[name] for name in names if isinstance(config.get(name), int | str)}
+    record |= {"parameters": sum(shapes.values()), "number formats": dict(dtypes)}
+    record |= {"weights": size(total / 2**20), "tokenizer": (path / "tokenizer.json").exists()}
+    with contextlib.suppress(OSError, ValueError):
+        origin = read_json(path / "kdtrain.json", dict[str, Any])
+        shown = ("cache", "step", "caches", "pruned")
+        record["exported by kdtrain"] = {name: origin[name] for name in shown if name in origin}
+    return record, None
+
+
+def _folders(path: Path) -> dict[str, list[Path]]:
+    """The runs and the caches directly in a folder, by name."""
+    inside = sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
+    runs = [each for each in inside if (each / "config.toml").is_file() and (each / "environment.json").is_file()]
+    return {"runs": runs, "caches": [each for each in inside if (each / cache_format.MANIFEST).is_file()]}
 
 
 def _folder(path: Path) -> _Found:
-    found = inspect_pages.folder_of(path)
-    caches = []
+    """The runs and caches of a folder, each with its main numbers."""
+    found, record = _folders(path), dict[str, dict[str, Any]](runs={}, caches={})
+    for each in found["runs"]:
+        try:
+            record["runs"][each.name] = _run_row(each, RunRecord.read(each, TAIL))
+        except (OSError, ValueError) as error:
+            record["runs"][each.name] = {"state": f"cannot be read: {error}"}
+    manifests = dict[str, Manifest]()
     for each in found["caches"]:
         with contextlib.suppress(UsageError, RunError):  # unfinished or damaged: inspect it alone to read why
-            caches.append((each, read_manifest(each)))
-    facts = inspect_pages.folder_facts(found["runs"], caches)
-    return facts, inspect_pages.folder_page(path, facts)
+            manifest = manifests[each.name] = read_manifest(each)
+            record["caches"][each.name] = {
+                "teacher": (manifest.settings.teacher or {}).get("spec"),
+                "kind": manifest.codec.kind,
+                "top_k": manifest.codec.top_k,
+                "num_samples": manifest.codec.num_samples,
+                "tokens": sum(each["sequences"] for each in manifest.splits.values()) * manifest.settings.seq_len,
+                "bytes per token": manifest.bytes_per_token["total"],
+            }
+    return record, _folder_page(path, record, manifests)
 
 
-def _run_facts(path: Path) -> dict[str, Any]:
+def _run_row(path: Path, record: RunRecord) -> dict[str, Any]:
+    result, options = record.result or {}, as_table(record.options.get("run"))
+    losses = [loss for _, loss in record.curve("validation/loss")]
+    last = int(record.metrics[-1]["step"]) if record.metrics else 0
+    return {
+        "state": of_run.state_of(path, record, is_training(path))[0],
+        "student": as_table(record.environment.get("student")).get("name"),
+        "cache": options.get("cache"),
+        "step": result.get("step", last),
+        "steps": record.environment.get("steps") or result.get("steps"),
+        "best_validation_loss": result.get("best_validation_loss", min(losses, default=None)),
+        "teacher_validation_loss": result.get("teacher_validation_loss"),
+        "seconds": result.get("seconds"),
+        "warnings": sum(each.level != "info" for each in record.events),
+    }
+
+
+def _folder_page(path: Path, record: dict[str, dict[str, Any]], manifests: Mapping[str, Manifest]) -> Iterator[Part]:
+    rows = []
+    for name, row in record["runs"].items():
+        named = row.get("cache") or "-"
+        cache = " + ".join(Path(str(each)).name for each in (named if isinstance(named, list) else [named]))
+        losses = (loss_text(row.get(each)) for each in ("best_validation_loss", "teacher_validation_loss"))
+        numbers = (f"{number(row.get('step'))}/{number(row.get('steps'))}", *losses, duration(row.get("seconds")))
+        who = (name, str(row.get("student") or "-"), cache, str(row.get("state")))
+        rows.append((*who, *numbers, number(row.get("warnings"))))
+    if rows:
+        titles = ("run", "student", "cache", "state", "step", "val", "teacher", "time", "warn")
+        yield columns(titles, rows, left=titles[:4])
+    if record["caches"]:
+        yield "" if rows else f"{path}:"
+        caches = []
+        for name, row in record["caches"].items():
+            kept, tokens = contents(manifests[name]), short(row["tokens"])
+            caches.append((name, str(row["teacher"] or "-"), kept, tokens, row["bytes per token"]))
+        header = ("cache", "teacher", "kept", "tokens", "bytes a token")
+        yield columns(header, caches, left=header[:3])
+
+
+def _local_page(facts: Mapping[str, Any]) -> Iterator[Part]:
+    """What is stored of caches from elsewhere: `facts` as `--json` prints them."""
+    yield f"{facts['folder']}: {size(facts['bytes'] / 2**20)} of {len(facts['caches'])} caches from elsewhere"
+    for each in facts["caches"]:
+        stamp = each["last read"]
+        read = "no shard read yet" if stamp is None else time.strftime("last read %F %H:%M", time.localtime(stamp))
+        here = f"{each['shards here']} of {each['shards']} shards, {size(each['bytes'] / 2**20)}"
+        yield from ("", f"{each['digest'][:12]}  {here}, {read}", *(f"  from {where}" for where in each["from"]))
+        yield f"  teacher {each['teacher'] or '-'}"
+        yield f"  in {Path(each['folder']).relative_to(facts['folder'])}"
+    yield from ("", "Above --local-limit the shard that was read longest ago goes first.")
+    yield "A folder of a cache may be removed."
+
+
+def _run_record(path: Path) -> dict[str, Any]:
+    """What `--json` prints of a run."""
     store = Store(path / "checkpoints")
     environment = path / "environment.json"
     rows = {entry.name: _row(store, entry) for entry in store.entries(apart=True)}
@@ -279,6 +427,13 @@ def _aside(path: Path) -> dict[str, Any]:
         return {}
     table = {os.path.relpath(each, path): _mib([each]) for each in aside}
     return {"set aside (MiB)": {**table, "in all": _mib(aside)}}
+
+
+def _aside_lines(record: Mapping[str, Any]) -> Iterator[Part]:
+    if found := record.get("set aside (MiB)"):
+        yield from ("", f"set aside, {size(found['in all'])}; remove what you no longer need:")
+        rows = [(f"  {each}", size(mib)) for each, mib in found.items() if each != "in all"]
+        yield columns(("  path", "size"), rows, left=("  path",))
 
 
 def _mib(paths: list[Path]) -> float:
@@ -348,8 +503,8 @@ def _spec(path: Path) -> _Found:
     return facts, _recipe(shlex.quote(str(path)), spec, teaches)
 
 
-def _recipe(word: str, spec: ModelSpec, teaches: bool) -> Iterator[inspect_pages.Part]:
-    """What the recipe of a teacher or a student says."""
+def _recipe(word: str, spec: ModelSpec, teaches: bool) -> Iterator[Part]:
+    """The recipe of a teacher or a student in words."""
     begins = {"scratch": "fresh weights", "teacher-layers": f"layers {list(spec.layers)} of {spec.teacher}"}
     config = dict(spec.config or {})
     kind = f"a {config.pop('model_type')}, " if config else ""

@@ -15,7 +15,7 @@ from typing import Any
 
 from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.cache.read.local_store import cache_folder, kept_manifest
-from kdtrain.commands.cache_pages import divergence
+from kdtrain.cache.tools.facts import cache_facts, fidelity
 from kdtrain.commands.compare import cell, notes
 from kdtrain.commands.plot import drawing, refuse_existing
 from kdtrain.config import ReportConfig
@@ -23,8 +23,8 @@ from kdtrain.config.values import flag
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import publish_text
 from kdtrain.monitor.record import samples
-from kdtrain.monitor.runs import MEASURES, Group, Run, count, differing, grouped, read_runs
-from kdtrain.tables import show
+from kdtrain.monitor.runs import MEASURES, Group, Run, differing, grouped, read_runs
+from kdtrain.tables import facts_table, show
 
 MOST_BYTES = 2_000_000
 """Most bytes of a page."""
@@ -220,50 +220,13 @@ def _cache(folder: Path, digest: str) -> str:
         return f'<p class="warn">It is no longer there to be described: {_safe(reason)}</p>'
     if not manifest.is_known_as(digest):
         return '<p class="warn">Another cache lies there now; this one is known by its digest alone.</p>'
-    settings, teacher = manifest.settings, manifest.settings.teacher or {}
-    codec = settings.codec
-    parts = ((codec.top_k, "most likely entries"), (codec.num_samples, "samples"))
-    kept = ", ".join(f"{number} {what}" for number, what in parts if number) or codec.kind
-    weights = str(teacher.get("weights_digest"))[:12]
-    span = manifest.temperature_range
-    rows = [
-        (
-            "teacher",
-            f"{teacher.get('spec', '-')}, {teacher.get('precision', '-')}, weights {weights}",
-        ),
-        ("text", ", ".join(f"{name} {value}" for name, value in settings.data.items() if value is not None)),
-        (
-            "size",
-            ", ".join(
-                f"{name} {count(each['sequences'] * settings.seq_len)} tokens" for name, each in manifest.splits.items()
-            ),
-        ),
-        ("kept of a distribution", kept),
-        ("bytes a token", f"{manifest.bytes_per_token['total']:.1f}"),
-        ("right at T", "-" if span is None else f"{span['min']:.3g} to {span['max']:.3g}"),
-        *_fidelity(manifest.fidelity or {}),
-        ("made by", ", ".join(f"{name} {version}" for name, version in list(manifest.versions.items())[:4])),
-    ]
-    return _table(("", ""), ((_safe(name), _safe(value, 400)) for name, value in rows))
-
-
-def _fidelity(fidelity: dict[str, Any]) -> list[tuple[str, str]]:
-    """Divergence and gradient against the whole distribution, where the manifest has them as kdtrain writes them."""
-    rows = []
-    for name, each in list(fidelity.items())[:12]:
-        if not name.startswith("T="):
-            continue
-        try:
-            gradients = [
-                f"{rule}: {found['mean_angle']:.1f}° off, {found['mean_norm']:.3f} of its length"
-                for rule, found in each["gradient"].items()
-            ]
-            known = f"KL(full || cache), the tail spread evenly, {kl} nats; " if (kl := divergence(each)) else ""
-            angles = f"{known}mean gradient of {fidelity['sample']['tokens']:,} tokens by {'; '.join(gradients)}"
-            rows.append((f"fidelity at {name}", angles))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            rows.append((f"fidelity at {name}", "not what kdtrain writes"))
-    return rows
+    shown = [facts_table(cache_facts(manifest)), *fidelity(manifest)]
+    return "".join(
+        f"<p>{_safe(part)}</p>"
+        if isinstance(part, str)
+        else _table([*map(_safe, part.header)], ([_safe(each, 400) for each in row] for row in part.rows))
+        for part in shown
+    )
 
 
 def _heads(groups: Sequence[Group]) -> list[str]:

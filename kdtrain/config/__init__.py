@@ -43,14 +43,14 @@ from kdtrain.config.sections import StoppingConfig as StoppingConfig
 from kdtrain.config.teachers import RunServerConfig as RunServerConfig
 from kdtrain.config.teachers import ServerConfig as ServerConfig
 from kdtrain.config.teachers import TextConfig as TextConfig
-from kdtrain.config.values import fields_of, marked
+from kdtrain.config.values import fields_of, marked, section_of
 
 
 def sections(config: Any) -> dict[str, dict[str, Any]]:
     """The options of `config` by section, as plain values; options without a section are under "run"."""
     result: dict[str, dict[str, Any]] = {"run": {}}
     for section, each in fields_of(type(config)):
-        owner = config if section == "run" else getattr(config, section)
+        owner = section_of(config, section)
         result.setdefault(section, {})[each.name] = written(each, getattr(owner, each.name))
     return result
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from kdtrain.config.choices import LAYOUTS, REQUIRES_COMPRESSOR
 from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig, Weights
 from kdtrain.config.teachers import ServerConfig, TextConfig
-from kdtrain.config.values import LOCAL_LIMIT, Options, flag, option, refuse
+from kdtrain.config.values import LOCAL_LIMIT, Extended, Options, flag, option, refuse
 from kdtrain.errors import UsageError
 from kdtrain.files import same_path
 
@@ -22,7 +22,7 @@ def check_device(name: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheTeacherConfig(Options):
+class CacheTeacherConfig(Extended):
     """Run a teacher once over a data set and store its distributions in an HDF5 cache.
 
     The same command resumes an interrupted one.
@@ -70,6 +70,7 @@ class CacheTeacherConfig(Options):
         }
         for name, given in idle.items() if served else ():
             refuse(given, f"{name} has no effect with --teacher-server: no teacher runs here; leave it out")
+        self.check_plugins()
         if self.text.generate:
             self._refuse_no_prompts()
         if self.refine is not None:
@@ -85,6 +86,7 @@ class CacheTeacherConfig(Options):
             f"--top-k and --num-samples exclude each other with --teacher-server; use either {use}",
         )
 
+    EXTENDED = "cache-teacher"
     EXAMPLES = ("kdtrain cache-teacher --teacher teachers/stdlib-5m.toml --data stdlib --out cache/t",)
     OLD: ClassVar[dict[str, tuple[str, Any]]] = {
         "from_logprobs": (

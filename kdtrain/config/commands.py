@@ -31,7 +31,7 @@ from kdtrain.config.sections import (
     Weights,
 )
 from kdtrain.config.teachers import RunServerConfig
-from kdtrain.config.values import LOCAL_LIMIT, USUAL_STEPS, Options, option, refuse
+from kdtrain.config.values import LOCAL_LIMIT, USUAL_STEPS, Extended, Options, option, refuse
 
 
 def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | None, data: DataConfig, to: str) -> None:
@@ -61,7 +61,7 @@ def _loggers(_: Any, section: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillConfig(Options):
+class DistillConfig(Extended):
     """Train a student from a cache, from an online teacher, or (with neither) by plain cross-entropy on text.
 
     The same command resumes an interrupted run from its newest valid checkpoint.
@@ -178,7 +178,9 @@ class DistillConfig(Options):
             micro is not None and self.batch_size % micro != 0,
             f"--batch-size {self.batch_size} is not a multiple of --micro-batch-size {micro}; choose one that is",
         )
+        self.check_plugins()
 
+    EXTENDED = "distill"
     EXAMPLES = ("kdtrain distill --cache cache/t --student students/stdlib-1m.toml --out runs/t",)
 
     def _refuse_beyond_a_server(self) -> None:

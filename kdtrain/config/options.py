@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from kdtrain.config.kinds import alternatives, documented
+from kdtrain.config.registered import sections_of
 from kdtrain.config.values import flag
 from kdtrain.errors import UsageError
 
@@ -60,7 +61,7 @@ def options_of(kind: type, section: str = "run", default: Any = None) -> dict[st
     hints, found = get_type_hints(kind, include_extras=True), dict[str, Option]()
     for each in dataclasses.fields(kind):
         inner, value = hints[each.name], _default(each) if default is None else getattr(default, each.name)
-        if not each.init:  # the class computes it
+        if not each.init or each.metadata.get("plugins"):  # the class computes it
             continue
         if dataclasses.is_dataclass(inner):
             if section != "run":
@@ -68,6 +69,11 @@ def options_of(kind: type, section: str = "run", default: Any = None) -> dict[st
             found |= options_of(inner, each.name, None if value is dataclasses.MISSING else value)  # type: ignore[arg-type]
         else:
             found[each.name] = Option(kind, section, each.name, inner, each, value)
+    for name, inner in sections_of(kind).items():
+        added = options_of(inner, name)
+        if taken := found.keys() & added.keys():
+            raise UsageError(f"the plugin's section [{name}] has an option '{min(taken)}', which is taken; rename it")
+        found |= added
     return found
 
 

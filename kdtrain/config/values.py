@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from kdtrain.config.registered import sections_of
 from kdtrain.errors import UsageError
 from kdtrain.registry import nearest
 
@@ -44,6 +45,7 @@ def option(default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
         shown: what stands for its value in help.
         several: a tuple for which one value stands too, and None for none; a command line gives each with the flag
             again, or, where this is a comma, joins them with commas.
+        formerly: the section in which earlier versions had it, whose files are read.
         later: checkpoints were written before it was there, and leave it out where it has its default.
     """
     return dataclasses.field(default=default, metadata=attributes)
@@ -54,7 +56,18 @@ def fields_of(kind: Any, section: str = "run") -> Iterator[tuple[str, dataclasse
     hints = get_type_hints(kind)
     for each in dataclasses.fields(kind):
         inner = hints[each.name]
-        yield from fields_of(inner, each.name) if dataclasses.is_dataclass(inner) else [(section, each)]
+        if not each.metadata.get("plugins"):
+            yield from fields_of(inner, each.name) if dataclasses.is_dataclass(inner) else [(section, each)]
+    for name, inner in sections_of(kind).items():
+        yield from fields_of(inner, name)
+
+
+def section_of(config: Any, section: str) -> Any:
+    """The section of a configuration, of a plugin's too; itself for `run`."""
+    if section == "run":
+        return config
+    plugins = getattr(config, "plugins", {})
+    return plugins[section] if section in plugins else getattr(config, section)
 
 
 def marked(kind: type, attribute: str) -> set[str]:
@@ -74,6 +87,11 @@ def configured(kind: type[T], config: T | None, options: Mapping[str, Any]) -> T
     given: dict[str, Any] = {name: value for name, value in options.items() if homes[name] == "run"}
     for section in {homes[name] for name in options} - {"run"}:
         inner = {name: value for name, value in options.items() if homes[name] == section}
+        if section in (added := sections_of(kind)):
+            base = added[section]() if config is None else section_of(config, section)
+            earlier = given.get("plugins", getattr(config, "plugins", {}))
+            given["plugins"] = {**earlier, section: dataclasses.replace(base, **inner)}
+            continue
         (declared,) = (each for each in dataclasses.fields(kind) if each.name == section)  # type: ignore[arg-type]
         factory: Any = declared.default_factory
         base = factory() if config is None else getattr(config, section)
@@ -135,6 +153,31 @@ class Options:
             except UsageError as error:
                 wrong.append(error.args[0])
         refuse(bool(wrong), "; ".join(wrong))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extended(Options):
+    """The base of the configurations to which plugins add sections (`registered.register_section`)."""
+
+    EXTENDED: ClassVar[str] = ""
+    """The command whose added sections it takes."""
+    plugins: dict = dataclasses.field(default_factory=dict, metadata={"plugins": True})  # type: ignore[type-arg]
+    """The sections that plugins add, by name; where one is not given, it has its defaults."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = sections_of(type(self))
+        for name, each in self.plugins.items():
+            refuse(name not in known, f"no installed plugin adds the section '{name}'; {nearest(name, known)}")
+            refuse(not isinstance(each, known[name]), f"the section '{name}' is not a {known[name].__name__}")
+        every = {name: self.plugins.get(name) or kind() for name, kind in known.items()}
+        object.__setattr__(self, "plugins", every)
+
+    def check_plugins(self) -> None:
+        """Raise a `UsageError` for what a plugin's options cannot be combined with."""
+        for each in self.plugins.values():
+            if (check := getattr(each, "check", None)) is not None:
+                check(self)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

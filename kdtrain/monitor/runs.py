@@ -19,6 +19,7 @@ from kdtrain.config import DistillConfig, written
 from kdtrain.config.values import fields_of
 from kdtrain.errors import UsageError, printable
 from kdtrain.monitor.record import Event, RunRecord
+from kdtrain.tables import duration, loss_text, short, size
 
 NOT_COMPARED = {"out", "seed", "json", "yes", "resume", "overwrite", "config", "dry_run", "sanity"}
 """Options in which runs of a group may differ: where a run lies, and how it was started."""
@@ -42,23 +43,8 @@ class Measure:
     """Whether it is of tokens, so that those of two tokenizers do not compare."""
 
 
-def count(value: float) -> str:
-    """A count as people write it: 812, 61.4 k, 2.62 M, 10.5 B."""
-    for size, unit in ((1e9, " B"), (1e6, " M"), (1e4, " k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if unit == ' k' else size):.3g}{unit}"
-    return f"{value:,.0f}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people write them: 14 s, 2.5 min, 3.1 h."""
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
-
-
 def _loss(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 1e5 else f"{value:.3g}"
+    return loss_text(value, 4)
 
 
 def _share(value: float) -> str:
@@ -78,13 +64,13 @@ MEASURES = {
     "ece": Measure("calibration error (ECE), last", _share),
     "last_training_loss": Measure("training loss (average), last", _loss, tested=False, by_token=True),
     "temperature": Measure("temperature T, last", lambda value: f"{value:.3f}", tested=False),
-    "tokens": Measure("tokens", count, tested=False),
+    "tokens": Measure("tokens", short, tested=False),
     "seconds": Measure("time of its steps", duration, tested=False),
-    "tokens_per_second": Measure("tokens/s (median)", count, tested=False),
-    "peak_memory_mb": Measure("peak memory", lambda value: f"{value:,.0f} MiB", tested=False),
+    "tokens_per_second": Measure("tokens/s (median)", short, tested=False),
+    "peak_memory_mb": Measure("peak memory", size, tested=False),
     "quantized_share": Measure("steps quantised", lambda value: f"{100 * value:.0f} %", tested=False),
     **{
-        name: Measure(name.replace("_", " "), count, tested=False)
+        name: Measure(name.replace("_", " "), short, tested=False)
         for name in ("rollbacks", "skipped_steps", "switches", "resumes", "warnings")
     },
 }
@@ -122,9 +108,9 @@ class Run:
     def student(self) -> str:
         """Name and size of the student."""
         named = _table(self.record.environment.get("student"))
-        size = _number(named.get("parameters"))
+        parameters = _number(named.get("parameters"))
         name = printable(str(named.get("name") or self.options.get("student")))[:80]
-        return f"{name} ({count(size)})" if size else name
+        return f"{name} ({short(parameters)})" if parameters else name
 
     @property
     def cache(self) -> str | None:
@@ -390,7 +376,7 @@ def caution(groups: Sequence[Group]) -> list[str]:
     tokens = [value for each in groups for run in each.runs if (value := run.numbers["tokens"]) is not None]
     if not apart and tokens and max(tokens) > 1.01 * min(tokens):
         notes.append(
-            f"the runs have seen different amounts of text: {count(min(tokens))} to {count(max(tokens))} tokens"
+            f"the runs have seen different amounts of text: {short(min(tokens))} to {short(max(tokens))} tokens"
         )
     open_runs = [run.name for each in groups for run in each.runs if run.record.result is None]
     if open_runs:

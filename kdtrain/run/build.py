@@ -37,6 +37,7 @@ from kdtrain.run.recipe import PARTS, Recipe
 from kdtrain.run.run import Run
 from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.training.hidden_plan import HiddenPlan, plan_hidden_loss
+from kdtrain.training.observers import Observer, ObserverRequest, observers_of
 from kdtrain.training.schedule import decay_start
 from kdtrain.training.sources.build import build_source
 from kdtrain.training.student import Student
@@ -55,6 +56,7 @@ def build(recipe: Recipe) -> Run:
             teacher.meet(model)
         hidden = plan_hidden_loss(config.objective, model, teacher, config.seed)
         quantised, collector = _quantize(recipe, model), _collector(recipe, model)
+        observers = _observers(recipe, model)
         identity = recipe.identity | _identity(recipe, model, teacher)
         answers = None if teacher is None else dict(teacher.identity)
     compared = {name: identity[name] for name in PARTS} | {"the teacher's answers": answers}
@@ -77,6 +79,7 @@ def build(recipe: Recipe) -> Run:
         wrapper=parallelize(student, plan.student, plan.accumulate),
         adaptive=_adaptive(recipe),
         collector=collector,
+        observers=observers,
         identity=identity,
     )
     return Run(recipe, trainer, identity, quantised, "" if hidden is None else hidden.describe())
@@ -145,6 +148,11 @@ def _collector(recipe: Recipe, model: SplitModel) -> Collector | None:
     path, dtype = recipe.config.out / "tensors.h5" if is_main() else None, head_dtype(formats.high) or torch.float32
     every, raw = options.collect_every, options.collect_raw
     return Collector(path, model.model, pattern, every, formats.recipe, dtype, raw)
+
+
+def _observers(recipe: Recipe, model: SplitModel) -> tuple[Observer, ...]:
+    dtype, formats = head_dtype(recipe.formats.high) or torch.float32, recipe.formats.recipe
+    return observers_of(ObserverRequest(config=recipe.config, model=model.model, recipe=formats, dtype=dtype))
 
 
 def _student(recipe: Recipe, model: SplitModel, hidden: HiddenPlan | None) -> Student:

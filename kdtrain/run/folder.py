@@ -53,11 +53,6 @@ from kdtrain.run.path_kind import is_run as is_run
 from kdtrain.tokenizers.view import viewed_cache
 from kdtrain.training.state import read_saved
 
-FREE = marked(DistillConfig, "free")
-"""Options that may change when a run resumes; all others decide its result."""
-
-_LATER = marked(DistillConfig, "later")
-"""Deciding options that earlier versions did not have; their defaults are left out of checkpoints."""
 _FIXED = {"quantization": {"quant_max_switches": 20}}
 """Deciding options of earlier versions, with the value that they have now."""
 
@@ -215,8 +210,9 @@ def refuse_no_folder(out: Path) -> None:
 
 def deciding(config: DistillConfig) -> dict[str, dict[str, Any]]:
     """Return the options that decide the result of a run, by section."""
+    free, later = marked(DistillConfig, "free"), marked(DistillConfig, "later")
     tables = {
-        section: {name: value for name, value in table.items() if name not in FREE and (name not in _LATER or value)}
+        section: {name: value for name, value in table.items() if name not in free and (name not in later or value)}
         for section, table in sections(config).items()
     }
     return {section: table for section, table in tables.items() if table}
@@ -229,10 +225,10 @@ def changes(
 
     only: the one section to compare. but: options to leave out.
     """
-    found = []
+    found, later = [], marked(DistillConfig, "later")
     for section, table in deciding(config).items():
         before = {each.name: written(each, each.default) for home, each in fields_of(DistillConfig) if home == section}
-        table = {name: before[name] for name in _LATER & before.keys()} | table
+        table = {name: before[name] for name in later & before.keys()} | table
         before |= _FIXED.get(section, {}) | saved.get(section, {})
         if before.get("fp8_recipe") == "current":
             before["fp8_recipe"] = "tensorwise"  # its other name in earlier versions
@@ -256,9 +252,11 @@ def refuse_changes(
 
 
 def used(config: DistillConfig) -> dict[str, dict[str, Any]]:
-    """Return the options to record, without those of text if the run reads a cache, which has its own."""
-    tables = shareable(config)
-    return {section: table for section, table in tables.items() if section not in _MAY_LACK or not config.cache}
+    """Return the options to record, without those of text if the run reads a cache, which has its own, and without
+    those of plugins that have their defaults."""
+    idle = {name for name, each in config.plugins.items() if each == type(each)()}
+    idle |= _MAY_LACK if config.cache else set()
+    return {section: table for section, table in shareable(config).items() if section not in idle}
 
 
 def write_description(config: DistillConfig, metadata: dict[str, Any]) -> None:
@@ -292,11 +290,11 @@ def write_description(config: DistillConfig, metadata: dict[str, Any]) -> None:
 
 
 def _is_written(path: Path) -> bool:
-    """Whether `write_description` wrote this config.toml: it has every section, and no comments."""
+    """Whether `write_description` wrote this config.toml: it has every section but a plugin's, and no comments."""
     try:
         tables = typed(read_toml(path), dict[str, dict[str, Any]])
         needed = _SECTIONS - _MAY_LACK - {"lora"}  # earlier versions had no [lora]
-        return needed <= tables.keys() <= _SECTIONS and to_toml(tables) == read_text(path)
+        return needed <= tables.keys() and to_toml(tables) == read_text(path)
     except (OSError, ValueError, TypeError):  # TypeError: a date, which JSON does not have
         return False
 

@@ -1,8 +1,8 @@
 """The card of an exported student: a README.md for people, whose head the hub reads, and the recipe as TOML.
 
-What it says is taken from the checkpoint, from the run's config.toml, and from the manifests of the run's caches, as
-far as they are still there and are those that the checkpoint names. A run may have been downloaded, so every word of it
-is escaped, and options that a file cannot set, or that name a place on this machine, are left out or shortened.
+It is made from the checkpoint, the run's config.toml, and the manifests of the run's caches, as far as they are still
+there and are those that the checkpoint names. A run may have been downloaded, so every word of it is escaped, and
+options that a file cannot set, or that name a place on this machine, are left out or shortened.
 """
 
 import json
@@ -13,8 +13,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import kdtrain
-from kdtrain.cache.build.card import CARD, license_lines, word
-from kdtrain.cache.format.manifest import Manifest, read_manifest, weights_line
+from kdtrain.cache.build.card import CARD, license_lines
+from kdtrain.cache.format.manifest import Manifest, read_manifest
+from kdtrain.cache.tools.facts import cache_facts
 from kdtrain.config import DistillConfig
 from kdtrain.config.choices import resolve_tail
 from kdtrain.config.values import fields_of, marked
@@ -22,7 +23,7 @@ from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import read_toml
 from kdtrain.models.spec import ModelSpec, is_hub_id, read_spec
 from kdtrain.run.folder import TOKENIZER, to_toml
-from kdtrain.tables import percent
+from kdtrain.tables import facts_table, markdown, markdown_text, percent
 from kdtrain.tokenizers.view import viewed_cache
 
 RECIPE = "recipe.toml"
@@ -85,16 +86,24 @@ def card_files(
         del recipe["objective"]["tail"]
         if len(rules) == 1 and "cross_tokenizer" not in given:
             recipe["objective"]["tail"] = rules.pop()
-    hub_id = _hub_id(given.get("student"), base)
-    head = _head(given, recipe, list(manifests.values()), license, (hub_id, adapter))
-    rows = {"student": state["student"]["name"], "parameters": f"{parameters:,}", "weights": weights}
-    body = _body(name, run, given, state, manifests, rows, adapter)
-    toml = to_toml(recipe)
-    licence = "The licence is not stated" if license is None else f"The student's licence is {word(license)}"
-    lines = ["---", *head, "---", "", *body, "## Recipe", "", "```toml", *toml.rstrip().splitlines(), "```", ""]
-    lines += [
-        "## Licence",
-        "",
+    facts = {"student": state["student"]["name"], "parameters": f"{parameters:,}", "weights": weights}
+    teachers = dict[str, None]()
+    for each in _members(run, state):
+        teacher, found = _member_facts(each, manifests.get(str(each.get("digest"))), given.get("teacher"))
+        facts |= found
+        teachers |= dict.fromkeys([teacher] if teacher else [])
+    facts |= _checkpoint_facts(state)
+    made = f"distilled from {' and '.join(map(markdown_text, teachers))}" if teachers else "trained by cross-entropy"
+    hub_id, toml = _hub_id(given.get("student"), base), to_toml(recipe)
+    licence = "The licence is not stated" if license is None else f"The student's licence is {markdown_text(license)}"
+    lines = [
+        *("---", *_head(given, recipe, list(manifests.values()), license, hub_id, adapter), "---", ""),
+        *(f"# {markdown_text(name)}", ""),
+        f"{'Adapters of a' if adapter else 'A'} language model, {made} with kdtrain {kdtrain.__version__}.",
+        *("", *markdown(facts_table(facts)), ""),
+        *("```python", *_loading(name, run, adapter), "```", ""),
+        *("## Recipe", "", "```toml", *toml.rstrip().splitlines(), "```", ""),
+        *("## Licence", ""),
         f"{licence}; those of the teacher, the text and the student's first weights may bind it.",
     ]
     return {CARD: "\n".join([*lines, ""]).encode(), RECIPE: toml.encode()}
@@ -138,9 +147,9 @@ def _head(
     recipe: Mapping[str, Mapping[str, Any]],
     manifests: list[Manifest],
     license: str | None,
-    kind: tuple[str | None, bool],
+    base: str | None,
+    adapter: bool,
 ) -> Iterator[str]:
-    base, adapter = kind
     yield f"library_name: {'peft' if adapter else 'transformers'}"
     yield "pipeline_tag: text-generation"
     yield "tags: [kdtrain, knowledge-distillation]"
@@ -157,62 +166,45 @@ def _head(
         yield from license_lines(license)
 
 
-def _body(
-    name: str,
-    run: Path,
-    given: Mapping[str, Any],
-    state: Mapping[str, Any],
-    manifests: Mapping[str, Manifest],
-    rows: dict[str, Any],
-    adapter: bool,
-) -> Iterator[str]:
-    progress, teachers = state["progress"], dict[str, None]()
-    for each in _members(run, state):
-        of = f" of {each['name']}" if "name" in each else ""
-        manifest = manifests.get(str(each.get("digest")))
-        record: Mapping[str, Any] = (manifest and manifest.settings.teacher) or {}
-        if "share" in each:
-            rows[f"share of the draws{of}"] = percent(each["share"])
-        if teacher := record.get("spec") or each.get("teacher") or given.get("teacher"):
-            rows[f"teacher{of}"] = public(teacher)
-            teachers[word(public(teacher))] = None
-        if record.get("weights_digest"):
-            rows[f"teacher's weights{of}"] = f"{record['weights_digest']} in {record.get('dtype')}"
-        if manifest is not None and manifest.weights_cost is not None:
-            rows[f"their cost{of}"] = weights_line(manifest.weights_cost)
-        rows[f"cache{of}"] = each.get("digest")
-        if manifest is not None:
-            data = manifest.settings.data.items()
-            rows[f"text{of}"] = ", ".join(f"{key} {public(value)}" for key, value in data if value is not None)
-    if "caches" in state:
-        rows["their mixture"] = state["cache"]
+def _member_facts(member: Mapping[str, Any], manifest: Manifest | None, named: Any) -> tuple[Any, dict[str, str]]:
+    """The teacher behind a cache of the run, and the facts of it; `named`: the run's --teacher."""
+    of = f" of {member['name']}" if "name" in member else ""
+    known = {} if manifest is None else cache_facts(manifest, public)
+    spec = (manifest.settings.teacher or {}).get("spec") if manifest is not None else None
+    teacher = public(spec or member.get("teacher") or named or "")
+    facts = {
+        f"share of the draws{of}": percent(member["share"]) if "share" in member else "",
+        f"teacher{of}": known.get("teacher") if spec else teacher,
+        f"weights digest{of}": known.get("weights digest"),
+        f"its weights{of}": known.get("its weights"),
+        f"cache{of}": member.get("digest"),
+        f"text{of}": known.get("text"),
+    }
+    return teacher, {label: text for label, text in facts.items() if text}
+
+
+def _checkpoint_facts(state: Mapping[str, Any]) -> dict[str, str]:
+    progress, facts = state["progress"], {"their mixture": state["cache"]} if "caches" in state else {}
     if (kind := state["student"].get("weights")) is not None:
-        rows["trained"] = (
+        facts["trained"] = (
             f"adapters beside {kind} weights, of which the losses below are; merged they are another model"
         )
-    rows |= {"step": f"{progress['step']:,}", "tokens": f"{progress['tokens']:,}"}
+    facts |= {"step": f"{progress['step']:,}", "tokens": f"{progress['tokens']:,}"}
     for key, words in _LOSSES.items():
-        if isinstance(progress.get(key), float):
-            value = f"{progress[key]:.4f} nats a token"
-            if size := progress.get("bytes_per_token"):
-                value += f", {progress[key] / size / math.log(2):.4f} bits a byte"
-            rows[words.format(progress["validated_step"])] = value
-    made = f"distilled from {' and '.join(teachers)}" if teachers else "trained by cross-entropy"
-    yield f"# {word(name)}"
-    yield ""
-    yield f"{'Adapters of a' if adapter else 'A'} language model, {made} with kdtrain {kdtrain.__version__}."
-    yield ""
-    yield from ("| | |", "|---|---|")
-    yield from (f"| {word(key)} | {word(value)} |" for key, value in rows.items())
-    yield ""
+        if isinstance(loss := progress.get(key), float):
+            size = progress.get("bytes_per_token")
+            bits = f", {loss / size / math.log(2):.4f} bits a byte" if size else ""
+            facts[words.format(progress["validated_step"])] = f"{loss:.4f} nats a token{bits}"
+    return facts
+
+
+def _loading(name: str, run: Path, adapter: bool) -> Iterator[str]:
+    """The code that loads the folder."""
     place = json.dumps(f"path/to/{name}")
-    yield "```python"
     if adapter:
         yield from ("from peft import AutoPeftModelForCausalLM", "")
         yield f"model = AutoPeftModelForCausalLM.from_pretrained({place})"
     else:
-        yield from ("from transformers import pipeline", "")
         chat = (run / TOKENIZER / "chat_template.jinja").exists()
         prompt = '[{"role": "user", "content": "Say hello."}]' if chat else '"Once upon a time"'
-        yield f'pipeline("text-generation", {place})({prompt})'
-    yield from ("```", "")
+        yield from ("from transformers import pipeline", "", f'pipeline("text-generation", {place})({prompt})')

@@ -4,14 +4,23 @@ A `Stepper` calls each of its observers before and after the forward and the bac
 and after the optimizer's update. An observer changes nothing: neither weights, gradients nor random numbers. What it
 needs from a pass of its own it gets from `StepView.run_eagerly`, which leaves no trace.
 
+A plugin or a package adds one by a function that `registered.register_observer` decorates: it gets an
+`ObserverRequest` for each run, and returns an observer, or None for a run without it.
+
 What it gives up: an observer sees no compiled graph from inside. Hooks on modules are called in eager passes alone.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
+from kdtrain.config import DistillConfig
+from kdtrain.config.registered import OBSERVERS
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
+from kdtrain.precision.emulated import Recipe
 from kdtrain.training.student import Student
 
 
@@ -61,3 +70,22 @@ class Observer:
 
     def rewound(self, step: int) -> None:
         """Called when a run resumes after `step`, or is rolled back to it: later steps are taken again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserverRequest:
+    """The run that an observer is made for."""
+
+    config: DistillConfig
+    model: nn.Module
+    """The student as transformers has it, whole on every rank."""
+    recipe: Recipe | None
+    """The format of its quantised products; None if it has none."""
+    dtype: torch.dtype
+    """Of its other products."""
+
+
+def observers_of(request: ObserverRequest) -> tuple[Observer, ...]:
+    """The observers that packages add to a run. UsageError: one of them refuses it."""
+    made = (OBSERVERS.get(name)(request) for name in OBSERVERS.help())
+    return tuple(each for each in made if each is not None)

@@ -125,10 +125,10 @@ def test_the_card_of_an_import_and_of_a_merge_says_where_they_are_from_in_words(
     assert (
         "| teacher | T |\n| text | source a |\n" in text and "None" not in text and "{" not in text.split("## Use")[0]
     )
-    assert "| imported from | s.parquet, layout topk, shift -1 |" in text
-    assert "| kept mass | 0.84: KL to the whole teacher is at most 1.2 nats |" in text
+    assert "| imported from | s.parquet in the layout topk, shift -1 |" in text
+    assert "| kept mass | 0.84: KL to the whole teacher is at most 1.2 nats; the label's loss - |" in text
     assert "| not known of the teacher | dtype |" in text
-    assert "- aaaaaaaaaaaa: a, 50 samples, 0.5 of the sum, 1 sequence of train\n" in text
+    assert "- aaaaaaaaaaaa of a, 50 samples, 0.5 of the sum, 1 sequence of train\n" in text
 
 
 def test_names_of_strangers_do_not_leave_their_line_of_a_card(tmp_path: Path, workshop, codecs) -> None:

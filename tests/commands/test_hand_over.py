@@ -116,7 +116,7 @@ def test_the_card_names_what_the_student_comes_from_and_nothing_of_this_machine(
     manifest = json.loads((run.root / "cache" / "manifest.json").read_text())
     result = json.loads((run.root / "run" / "result.json").read_text())
     assert json.loads((out / "kdtrain.json").read_text())["cache"] == result["cache"] and result["cache"] in card
-    assert "| teacher | teacher |" in card and manifest["teacher"]["weights_digest"] in card
+    assert "| teacher | teacher, " in card and manifest["teacher"]["weights_digest"] in card
     assert f"{result['best_validation_loss']:.4f} nats a token" in card and "bfloat16" in card
     assert recipe in card and tomllib.loads(recipe)["run"]["steps"] == 2
     assert str(run.root) not in card + recipe

@@ -7,47 +7,52 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from kdtrain.cache.format.codec import CodecSpec
-from kdtrain.cache.format.manifest import read_manifest
-from kdtrain.commands import inspect_pages
-from kdtrain.commands.cache_pages import cache_page
-from kdtrain.commands.inspect import _tail_rule, main
+from kdtrain.cache.format.manifest import Manifest, read_manifest
+from kdtrain.cache.tools.facts import cache_facts, fidelity, parent_lines, tail_rule
+from kdtrain.checkpoint.store import Store
+from kdtrain.commands.inspect import main
 from kdtrain.config import InspectConfig
 from kdtrain.errors import UsageError
-from kdtrain.monitor.record import RunRecord
+from kdtrain.monitor.facts import closing_page
 from kdtrain.tables import duration, number, short, show, show_page, size
-from tests.logged_runs import write_run
+from tests.logged_runs import write_lines, write_run
 
 CACHE = Path(__file__).parents[1] / "golden" / "cache" / "sparse"
 
 
 @pytest.fixture
-def fidelity() -> dict:
-    found = read_manifest(CACHE).fidelity
-    assert found
-    return found
+def found() -> dict:
+    """The fidelity of the cache."""
+    return read_manifest(CACHE).fidelity or {}
 
 
-def test_a_cache_is_shown_with_a_row_of_fidelity_for_each_temperature_and_tail_rule(
-    capsys: pytest.CaptureFixture[str], fidelity: dict
-) -> None:
+def manifest_with(**changed: object) -> Manifest:
+    return dataclasses.replace(read_manifest(CACHE), **changed)  # type: ignore[arg-type]
+
+
+def test_a_cache_is_shown_with_a_row_of_fidelity_for_each_temperature_and_tail_rule(capsys, found: dict) -> None:
     assert main(InspectConfig(path=CACHE)) == 0
     printed = capsys.readouterr().out
     assert max(len(line) for line in printed.splitlines() if str(CACHE) not in line) <= 90
     rows = [line.split() for line in printed.splitlines()]
     for temperature in ("1", "2", "4"):
-        found = fidelity[f"T={temperature}"]
-        assert f"{found['kl_spread']:.2g} at T={temperature}" in printed
-        for rule, each in found["gradient"].items():
+        own = found[f"T={temperature}"]
+        assert f"{own['kl_spread']:.2g} at T={temperature}" in printed
+        for rule, each in own["gradient"].items():
             token = [f"{each['token_angle']:.1f}°", f"{each['token_norm']:.2f}"]
-            least = each["mean_angle"] * (fidelity["sample"]["tokens"] / 8192) ** 0.5
+            least = each["mean_angle"] * (found["sample"]["tokens"] / 8192) ** 0.5
             mean = [f"{least:.1f}°", "to", f"{each['mean_angle']:.1f}°", f"{each['mean_norm']:.2f}"]
             assert [temperature, rule, *token, *mean] == next(row[:8] for row in rows if row[:2] == [temperature, rule])
-    assert f"{fidelity['sample']['tokens']:,} tokens of {fidelity['split']}" in printed
+    assert f"{found['sample']['tokens']:,} tokens of {found['split']}" in printed
     assert "error of log Z at most" in printed and "for T from 0.6667 to 4" in printed
-    assert "tail rule sampled by default, or --tail control-variate" in printed
-    assert "649 bytes a token" in printed and ["validation", "2", "48", "1"] in [row[:4] for row in rows]
+    facts = {line[:13].strip(): line[13:].strip() for line in printed.splitlines()}
+    assert facts["tail rule"] == "sampled by default, or --tail control-variate" and facts["bytes a token"] == "649"
+    assert facts["validation"] == "2 sequences of 24, 48 tokens, 1 shard, 35 KiB"
+    assert main(InspectConfig(path=CACHE, json=True)) == 0
+    assert json.loads(capsys.readouterr().out)["fidelity"] == found
 
 
 @pytest.mark.parametrize(
@@ -63,53 +68,54 @@ def test_a_cache_is_shown_with_a_row_of_fidelity_for_each_temperature_and_tail_r
     ],
 )
 def test_words_for_an_angle_are_those_of_all_angles_that_as_many_tokens_allow(
-    capsys: pytest.CaptureFixture[str],
-    fidelity: dict,
-    tokens: int,
-    angle: float,
-    ratio: float,
-    between: str,
-    words: str,
+    found: dict, tokens: int, angle: float, ratio: float, between: str, words: str
 ) -> None:
     gradient = {"token_angle": 12.5, "token_norm": 1.0, "mean_angle": angle, "mean_norm": ratio}
-    found = {**fidelity, "sample": {"tokens": tokens, "sequences": 1}}
-    found["T=1"] = {**found["T=1"], "gradient": {"ghost": gradient}}
-    show_page(cache_page(CACHE, {}, dataclasses.replace(read_manifest(CACHE), fidelity=found)))
-    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[:2] == ["1", "ghost"])
-    assert row.split()[4:] == f"{between} {ratio:.2f} {words}".split()
+    found |= {"sample": {"tokens": tokens}, "T=1": {"kl_spread": 0.1, "gradient": {"ghost": gradient}}}
+    (table,) = (each for each in fidelity(manifest_with(fidelity=found)) if not isinstance(each, str))
+    assert list(table.rows[0])[4:] == [between, f"{ratio:.2f}", words]
 
 
-def test_a_divergence_is_what_a_cache_does_not_know_of_the_tail_and_not_its_rounding(fidelity: dict) -> None:
-    def page(gradient: dict) -> str:
-        found = {**fidelity, "T=1": {**fidelity["T=1"], "gradient": gradient}}
-        for name in ("T=2", "T=4"):
-            del found[name]
-        return "\n".join(
-            str(part) for part in cache_page(CACHE, {}, dataclasses.replace(read_manifest(CACHE), fidelity=found))
-        )
+def test_a_divergence_is_what_a_cache_does_not_know_of_the_tail_and_not_its_rounding(found: dict) -> None:
+    def text(rule: str) -> str:
+        own = {**found["T=1"], "gradient": {rule: found["T=1"]["gradient"][rule]}}
+        kept = {name: each for name, each in found.items() if not name.startswith("T=")}
+        return "\n".join(map(str, fidelity(manifest_with(fidelity={**kept, "T=1": own}))))
 
-    known = fidelity["T=1"]["gradient"]
-    assert "KL(full || cache), the tail's mass spread evenly: 0.95 at T=1" in page({"ghost": known["ghost"]})
-    assert "KL(full" not in page({"sampled": known["sampled"]}) and "2.3e-06" not in page(known)
+    assert "KL(full || cache), the tail's mass spread evenly: 0.95 at T=1" in text("ghost")
+    assert "KL(full" not in text("sampled") and "2.3e-06" not in text("ghost")
 
 
-def test_a_warning_is_shown_whole_and_a_very_long_one_ends_between_words() -> None:
+def test_a_fidelity_that_kdtrain_did_not_write_is_left_out(found: dict) -> None:
+    for odd in ({}, {"T=1": []}, {**found, "T=1": {"gradient": {"ghost": {}}}}, {**found, "sample": {"tokens": "x"}}):
+        assert fidelity(manifest_with(fidelity=odd)) == []
+
+
+def test_a_warning_is_shown_whole_and_a_very_long_one_ends_between_words(tmp_path, capsys) -> None:
     message = "shard train-00000 is not what the manifest states, and was not kept: name a revision, or ask its author"
-    assert inspect_pages._cut(2 * f"{message} ") == f"{message} {message}"
-    cut = inspect_pages._cut("word " * 500)
-    assert len(cut) <= 1000 and set(cut.split()) == {"word", "..."}
+    run = write_run(tmp_path / "run")
+    (run / "checkpoints").mkdir()
+    for kind, text in (("short", 2 * f"{message} "), ("long", "word " * 500)):
+        write_lines(run / "events.jsonl", [{"event": kind, "level": "warning", "step": 3, "message": text}])
+    assert main(InspectConfig(path=run)) == 0
+    shown = capsys.readouterr().out
+    assert f"@3: {message} {message}" in " ".join(shown.split())
+    assert 190 < shown.count("word") <= 200 and "word ..." in " ".join(shown.split())
 
 
-def test_a_shard_is_shown_by_the_record_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(InspectConfig(path=CACHE / "shards" / "train-00001.h5", json=True)) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert (shown["split"], shown["cache"]) == ("train", str(CACHE)) and shown["stored (MiB)"]["ids"] > 0
+def test_a_shard_is_shown_by_the_record_beside_it_from_inside_of_its_folder_too(monkeypatch, capsys) -> None:
+    for path in (CACHE / "shards" / "train-00001.h5", Path("train-00001.h5")):
+        assert main(InspectConfig(path=path, json=True)) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert (shown["split"], shown["cache"]) == ("train", str(CACHE)) and shown["stored (MiB)"]["ids"] > 0
+        monkeypatch.chdir(CACHE / "shards")
 
 
-def test_a_shard_is_shown_from_inside_of_its_folder(monkeypatch, capsys):
-    monkeypatch.chdir(CACHE / "shards")
-    assert main(InspectConfig(path=Path("train-00001.h5"), json=True)) == 0
-    assert json.loads(capsys.readouterr().out)["split"] == "train"
+def save_checkpoint(run: Path) -> None:
+    """A whole checkpoint of step 40 of one small tensor."""
+    state = {"cache": "c", "options": {}, "student": {"name": "s", "architecture": {}, "attention": "sdpa"}}
+    state |= {"progress": {"step": 40}, "watchers": {}, "teacher": None}
+    Store(run / "checkpoints").save("step-00000040", 40, {"student.w": torch.zeros(5)}, state)
 
 
 def test_json_of_a_run_needs_none_of_its_logs(tmp_path, capsys):
@@ -124,7 +130,7 @@ def test_json_of_a_run_needs_none_of_its_logs(tmp_path, capsys):
 
 
 def closing(run: Path, result: dict, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    show_page(inspect_pages.closing_page(run, result))
+    show_page(closing_page(run, result))
     return capsys.readouterr().out.splitlines()
 
 
@@ -217,8 +223,8 @@ def test_the_page_of_a_run_says_what_is_trained_and_the_routers_part_of_the_loss
     trained = {"trained": "LoRA of rank 4 (alpha 32 / rank) on all-linear", "trained_parameters": 12_345}
     environment["student"] |= trained | {"router_weight": 0.5}
     path.write_text(json.dumps(environment))
-    facts = {"checkpoints": {"step-00000040": {"step": 40, "verdict": "ok", "MiB": 1.0}}}
-    show_page(list(inspect_pages.run_page(path.parent, facts, RunRecord.read(path.parent))))
+    save_checkpoint(path.parent)
+    assert main(InspectConfig(path=path.parent)) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "(12.3k trained: LoRA of rank 4 (alpha 32 / rank) on all-linear)" in shown
     assert ".9 kl + .1 ce + .5 router" in shown
@@ -227,7 +233,7 @@ def test_the_page_of_a_run_says_what_is_trained_and_the_routers_part_of_the_loss
 def test_a_folder_lists_its_runs_and_caches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(InspectConfig(path=CACHE.parent)) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["sparse", "-", "top", "4", "+", "6", "samples", "168", "649"] in rows
+    assert ["sparse", "-", "the", "4", "most", "likely", "entries", "and", "6", "samples", "168", "649"] in rows
 
 
 @pytest.mark.parametrize(
@@ -251,40 +257,30 @@ def test_sizes_durations_and_counts_have_their_units():
 
 def test_the_control_variate_is_offered_where_there_is_a_top_k():
     kinds = {"top_k": 8, "num_samples": 24}, {"num_samples": 50}, {"top_k": 12}
-    offered = [_tail_rule(CodecSpec(kind="sparse", vocab_size=64, **kind)) for kind in kinds]
+    settings = read_manifest(CACHE).settings
+    codecs = (CodecSpec(kind="sparse", vocab_size=64, **kind) for kind in kinds)
+    offered = [tail_rule(manifest_with(settings=dataclasses.replace(settings, codec=codec))) for codec in codecs]
     assert offered == ["sampled by default, or --tail control-variate", "sampled", "ghost"]
 
 
-def test_json_has_the_fidelity_as_the_manifest_has_it(capsys: pytest.CaptureFixture[str], fidelity: dict) -> None:
-    assert main(InspectConfig(path=CACHE, json=True)) == 0
-    assert json.loads(capsys.readouterr().out)["fidelity"] == fidelity
-
-
-def test_the_page_of_a_cache_that_counts_very_many_reasons_lists_some_and_counts_the_others() -> None:
+def test_of_very_many_reasons_or_parents_some_are_listed_and_the_others_counted() -> None:
     for reasons, more in ((20, None), (20_000, "... and 19,980 more")):
         counts = {"train": {f"left out {place}": 7 for place in range(reasons)}, "test": {}}
-        manifest = dataclasses.replace(read_manifest(CACHE), text_counts=counts)
-        page = [str(part) for part in cache_page(CACHE, {}, manifest)]
-        listed = [part for part in page if "left out" in part]
-        assert listed == [f"train: 7 left out {place}" for place in range(20)]
-        assert page[page.index(listed[-1]) + 1] == more if more else not any("more" in part for part in page)
-
-
-def test_the_page_of_a_cache_of_very_many_parents_lists_some_and_counts_the_others() -> None:
+        text = cache_facts(manifest_with(text_counts=counts))["left out of the text"]
+        listed = [f"train: 7 left out {place}" for place in range(20)]
+        assert text.split("; ") == [*listed, *([more] if more else [])]
     parent = {"digest": "0" * 64, "teacher": None, "num_samples": 0, "weight": 1.0, "sequences": {"train": 1}}
-    manifest = dataclasses.replace(read_manifest(CACHE), parents=[parent] * 20_000)  # type: ignore[list-item]
-    page = [str(part) for part in cache_page(CACHE, {}, manifest)]
-    assert page.count("  000000000000 of no teacher") == 50 and "  ... and 19,950 more" in page
-    few = dataclasses.replace(manifest, parents=[parent] * 50)  # type: ignore[list-item]
-    assert not any("more" in str(part) for part in cache_page(CACHE, {}, few) if "..." in str(part))
+    lines = list(parent_lines(manifest_with(parents=[parent] * 20_000), 50))
+    assert lines == ["000000000000 of no teacher, 1 sequence of train"] * 50 + ["... and 19,950 more, in manifest.json"]
+    assert len(list(parent_lines(manifest_with(parents=[parent] * 50), 50))) == 50
 
 
 @pytest.mark.parametrize(
     "origin", [{"x": 1}, {"source": [1], "layout": {}, "shift": "a", "kept_mass": [], "unknown": 5}, {"unknown": [{}]}]
 )
-def test_the_page_of_a_cache_with_an_odd_origin_is_shown(origin: dict) -> None:
-    manifest = dataclasses.replace(read_manifest(CACHE), origin=origin)
-    assert any(str(part).startswith("imported from") for part in cache_page(CACHE, {}, manifest))
+def test_the_facts_of_a_cache_with_an_odd_origin_are_text(origin: dict) -> None:
+    facts = cache_facts(manifest_with(origin=origin))
+    assert "imported from" in facts and all(isinstance(text, str) for text in facts.values())
 
 
 def test_untrusted_names_are_shown_without_control_characters_or_markup(capsys):

@@ -58,8 +58,8 @@ def test_a_real_run_is_compared_plotted_and_reported(workbench, tmp_path):
     workbench.json("plot", tmp_path / "run", "--out", tmp_path / "f.pdf", "--y", "validation/loss,lr")
     workbench.json("report", tmp_path / "run", "--out", tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text()
-    assert "kept of a distribution</th><td>12 most likely entries" in page and "fidelity at T=1" in page
-    assert "KL(full || cache), the tail spread evenly, " in page and " tokens by ghost: " in page
+    assert "kept</th><td>the 12 most likely entries" in page and "fidelity, of " in page
+    assert "KL(full || cache), the tail&#x27;s mass spread evenly: " in page and "<th>1</th><td>ghost</td>" in page
     assert "def " not in page or "<pre>" in page
     assert "greedy" in page and "done 4/4" in page and "fp32 on cpu, 1 rank<" in page
     record = RunRecord.read(tmp_path / "run")

@@ -62,7 +62,7 @@ def test_a_killed_and_resumed_capture_equals_an_undisturbed_one_bit_by_bit(bench
             torch.testing.assert_close(row["logprobs"][here][:, :8].float(), top.values, rtol=0, atol=2e-2)
     assert {"stop", "length"} <= {reason for each in made["generated"].values() for reason in each if each[reason]}
     assert cache.manifest.fidelity["T=1"]["kl_bucket"] < 1e-3
-    page = bench.run("inspect", "whole").ok().stdout
+    page = " ".join(bench.run("inspect", "whole").ok().stdout.split())
     assert "the teacher continued 8 tokens of each sequence (temperature 0.9, top-p 0.95, seed 3)" in page
     assert "written by the teacher" in (bench.root / "whole" / "README.md").read_text()
     other = bench.run(*asks, "--out", "whole", "--gen-top-p", 0.5)
@@ -93,7 +93,7 @@ def test_answers_to_conversations_are_the_same_from_two_ranks(bench, writes):
         prompt = tokenizer.decode(row["tokens"][: int(row["loss_mask"].int().argmax()) + 1])
         assert prompt.startswith("<user>") and prompt.removeprefix("<user>").removesuffix("\n") in asked
         assert 1 <= int(row["loss_mask"].sum()) <= 9
-    page = bench.run("inspect", "alone").ok().stdout
+    page = " ".join(bench.run("inspect", "alone").ok().stdout.split())
     assert "the teacher continued the turns before the last answer" in page
 
 

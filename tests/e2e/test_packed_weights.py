@@ -124,7 +124,7 @@ def test_what_packed_weights_cost_a_teacher_is_measured_and_stands_in_its_cache(
     argv = ("evaluate", "--student", "teacher", "--data", "corpus", "--seq-len", 32, "--num-sequences", 8, "--json")
     assert base.run(*argv).json["loss"] == pytest.approx(cost["whole_loss"], rel=1e-4)
     line = f"int8 weights cost the teacher {cost['cost']:+.4f} nats a token"
-    assert line in found.stderr and line in base.run("inspect", "narrow").stdout.replace("\n", " ")
+    assert line in found.stderr and line in " ".join(base.run("inspect", "narrow").stdout.split())
     assert line in (base.root / "narrow" / "README.md").read_text()
     base.ok(2, *TEACHER, "--out", "ranks-narrow", "--teacher-weights", "int8", *base.small)
     assert read_manifest(base.root / "ranks-narrow").digest == manifest.digest

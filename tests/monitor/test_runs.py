@@ -9,7 +9,7 @@ import pytest
 
 import kdtrain as kd
 from kdtrain.monitor.record import RunRecord
-from kdtrain.monitor.runs import caution, count, difference, differing, duration, grouped, read_runs, spread
+from kdtrain.monitor.runs import caution, difference, differing, grouped, read_runs, spread
 from tests.logged_runs import write_lines, write_run
 
 
@@ -110,8 +110,3 @@ def test_the_same_run_twice_and_too_many_runs_are_refused(tmp_path):
         read_runs([folder, folder / ".." / "a"])
     with pytest.raises(kd.UsageError, match="name at most 64"):
         read_runs([folder] * 65)
-
-
-def test_numbers_are_written_as_people_write_them():
-    assert [count(each) for each in (812, 61_440, 2_621_440, 1.05e10)] == ["812", "61.4 k", "2.62 M", "10.5 B"]
-    assert [duration(each) for each in (14.2, 150, 11_160)] == ["14.2 s", "2.5 min", "3.1 h"]

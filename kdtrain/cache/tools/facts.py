@@ -1,0 +1,249 @@
+"""What people are shown of a cache: labelled values, how true it is, and the caches that it was made of.
+
+Each fact is stated here once. The page of `kdtrain inspect`, the end of a command that makes a cache, the card in its
+folder, the card of a student and a report take from it what they show.
+
+A manifest may come from a stranger: entries that are not what kdtrain writes are left out.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypedDict
+
+from kdtrain.cache.format.manifest import Manifest, Parent, weights_line
+from kdtrain.config.choices import resolve_tail
+from kdtrain.files import typed
+from kdtrain.tables import Table, columns, counted, number, size
+
+_MOST_COUNTS = 20
+"""Most counts of a text that are listed."""
+_CHECKED, _LEAST = 8192, 1000
+"""Tokens of the samples by which the words for an angle were checked, and of the smallest that gets one."""
+MADE = ("its weights", "written by the teacher", "left out of the text", "kept mass", "bytes a token", "temperatures")
+"""The facts that a command which has made a cache prints, after its splits."""
+
+
+def contents(manifest: Manifest) -> str:
+    """What a cache keeps of each distribution."""
+    codec = manifest.codec
+    if codec.kind != "sparse":
+        return {"tokens": "bare tokens, no teacher"}.get(codec.kind, "all log-probabilities (dense)")
+    entries = [f"the {codec.top_k:,} most likely entries"] * bool(codec.top_k)
+    return " and ".join(entries + [f"{codec.num_samples:,} samples"] * bool(codec.num_samples))
+
+
+def heading(manifest: Manifest) -> str:
+    """What a cache keeps, and of whom."""
+    of = f" of {(manifest.settings.teacher or {}).get('spec') or 'a teacher'} a token"
+    return contents(manifest) + (of if manifest.codec.kind != "tokens" else "")
+
+
+def cache_facts(manifest: Manifest, public: Callable[[Any], Any] = lambda value: value) -> dict[str, str]:
+    """What is known of a cache, by label; `public` makes names of places fit to be published."""
+    settings, codec, data = manifest.settings, manifest.codec, manifest.settings.data
+    parts = dict(manifest.bytes_per_token)
+    total = parts.pop("total")
+    largest = sorted(parts, key=parts.__getitem__, reverse=True)
+    facts = {
+        "teacher": "" if codec.kind == "tokens" else _teacher(settings.teacher or {}, public),
+        "weights digest": str((settings.teacher or {}).get("weights_digest") or ""),
+        "its weights": "" if manifest.weights_cost is None else weights_line(manifest.weights_cost),
+        "text": ", ".join(f"{name} {public(each)}" for name, each in data.items() if isinstance(each, str | int)),
+        "written by the teacher": "; ".join(_written(manifest)),
+        "left out of the text": "; ".join(_text_counts(manifest)),
+        "kept mass": _kept_mass(manifest.capture or {}),
+        **_origin(manifest.origin or {}),
+        "kept": contents(manifest),
+        **{split: split_text(manifest, split) for split in manifest.splits},
+        "vocabulary": f"{settings.vocab_size:,}, of a tokenizer with {settings.tokenizer_size:,} entries",
+        "documents": "each sees itself alone" if settings.document_mask else "",
+        "bytes a token": number(total),
+        "of these": ", ".join(f"{name} {number(parts[name])}" for name in largest),
+        "temperatures": _temperatures(manifest),
+        "tail rule": tail_rule(manifest) or "",
+        "digest": manifest.digest,
+        "made by": ", ".join(f"{name} {version}" for name, version in list(manifest.versions.items())[:4]),
+    }
+    return {label: text for label, text in facts.items() if text}
+
+
+def split_text(manifest: Manifest, split: str) -> str:
+    """How large a split is."""
+    stated, length = manifest.splits[split], manifest.settings.seq_len
+    parts = [f"{counted(stated['sequences'], 'sequence')} of {length:,}", f"{stated['sequences'] * length:,} tokens"]
+    mib = sum(each["bytes"] for each in stated["shards"]) / 2**20
+    return ", ".join([*parts, counted(len(stated["shards"]), "shard"), size(mib)])
+
+
+def _teacher(record: Mapping[str, Any], public: Callable[[Any], Any]) -> str:
+    dtype = record.get("dtype")
+    return f"{public(record.get('spec') or 'unknown')}{'' if dtype in (None, 'unknown') else f', {dtype}'}"
+
+
+def _kept_mass(capture: Mapping[str, Any]) -> str:
+    """What the top-k of a served teacher leaves out."""
+    mass, loss, positions = (number(capture.get(name)) for name in ("kept_mass", "mass_loss", "positions"))
+    return f"{mass}, mean -log of it {loss} nats, in {positions} positions" if capture else ""
+
+
+def tail_rule(manifest: Manifest) -> str | None:
+    """The default tail rule of `distill` for a cache, and its alternative; None without a tail."""
+    codec = manifest.codec
+    if codec.kind != "sparse":
+        return None
+    used = resolve_tail("ghost", codec.num_samples)
+    return f"{used} by default, or --tail control-variate" if codec.num_samples and codec.top_k else used
+
+
+def _temperatures(manifest: Manifest) -> str:
+    span = manifest.temperature_range
+    if span is None:
+        return ""
+    if span["min"] == span["max"]:  # samples alone, or a top-k from elsewhere
+        unknown = " (what lies outside of the entries is not known)" if manifest.codec.top_k else ""
+        return f"for T = {number(span['min'])} only{unknown}"
+    between = f"for T from {number(span['min'])} to {number(span['max'])}"
+    return f"{between} (log Z is right to {number(span['worst_error'])} nats)"
+
+
+def _written(manifest: Manifest) -> Iterator[str]:
+    """How a teacher continued the text of a cache, and why its texts ended."""
+    how = manifest.settings.data.get("generated")
+    if not isinstance(how, Mapping):
+        return
+    if "temperature" in how:
+        prompt = how.get("prompt_tokens")
+        begins = "the turns before the last answer" if prompt is None else f"{prompt} tokens of each sequence"
+        drawn = f"temperature {how.get('temperature')}, top-p {how.get('top_p')}, seed {how.get('seed')}"
+        yield f"the teacher continued {begins} ({drawn})"
+    else:
+        yield "text by teachers, each written as the cache that it comes from states"
+    for split, each in (manifest.generated or {}).items():
+        ended, cut, tokens = (each.get(name, 0) for name in ("stop", "length", "tokens"))
+        yield f"{split}: {counted(tokens, 'token')} by the teacher; {counted(ended, 'text')} ended, {cut:,} cut"
+
+
+def _text_counts(manifest: Manifest) -> list[str]:
+    counts = manifest.text_counts or {}
+    lines = [f"{split}: {count:,} {what}" for split, each in counts.items() for what, count in each.items()]
+    more = len(lines) - _MOST_COUNTS
+    return lines if more <= 0 else [*lines[:_MOST_COUNTS], f"... and {more:,} more"]
+
+
+def _origin(origin: Mapping[str, Any]) -> dict[str, str]:
+    """Of an imported cache: where it is from, how much of the teacher it has, and what is not known."""
+    if not origin:
+        return {}
+    names = ("shift", "kept_mass", "kl_at_most", "label_loss")  # a stranger's file may lack some
+    shift, mass, most, loss = (number(origin.get(name)) for name in names)
+    known = origin.get("kl_at_most") is not None
+    bound = f"KL to the whole teacher is at most {most} nats"
+    bound = bound if known else "the labels show that it is not the teacher's"
+    unknown = origin.get("unknown")
+    return {
+        "imported from": f"{origin.get('source')} in the layout {origin.get('layout')}, shift {shift}",
+        "kept mass": f"{mass}: {bound}; the label's loss {loss}",
+        "not known of the teacher": ", ".join(map(str, unknown)) if isinstance(unknown, list) else "",
+    }
+
+
+def parent_lines(manifest: Manifest, most: int) -> Iterator[str]:
+    """What a cache took of each that it was merged or cut from."""
+    parents = manifest.parents or []
+    yield from map(_parent, parents[:most])
+    if (more := len(parents) - most) > 0:
+        yield f"... and {more:,} more, in manifest.json"
+
+
+def _parent(parent: Parent) -> str:
+    parts = [f"{parent['digest'][:12]} of {(parent['teacher'] or {}).get('spec') or 'no teacher'}"]
+    parts += [counted(parent["num_samples"], "sample")] * bool(parent["num_samples"])
+    parts += [f"{number(parent['weight'])} of the sum"] * (parent["weight"] < 1)
+    if "rows" in parent:
+        parts.append(f"rows {parent['rows']} of {' and '.join(parent.get('splits', []))}")
+    else:
+        each = (f"{counted(count, 'sequence')} of {split}" for split, count in parent["sequences"].items())
+        parts.append(" and ".join(each))
+    parts += [f"imported from {origin.get('source')}"] if (origin := parent.get("origin")) else []
+    return ", ".join(parts)
+
+
+# Fidelity -----------------------------------------------------------------------------------------------------------
+
+
+class _Gradient(TypedDict):
+    token_angle: float
+    token_norm: float
+    mean_angle: float
+    mean_norm: float
+
+
+class _AtTemperature(TypedDict):
+    kl_spread: float | None
+    gradient: dict[str, _Gradient]
+
+
+class _Sample(TypedDict):
+    tokens: int
+
+
+class _ErrorOfLogZ(TypedDict):
+    T: float
+    worst: float
+
+
+class _Fidelity(TypedDict):
+    split: str
+    sample: _Sample
+    log_partition_error: list[_ErrorOfLogZ]
+
+
+def fidelity(manifest: Manifest) -> list[str | Table]:
+    """How near the gradient of a student that learns from the cache is to that from the whole teacher; or nothing."""
+    found = manifest.fidelity or {}
+    try:
+        about = typed(found, _Fidelity)
+        each_T = {name[2:]: typed(each, _AtTemperature) for name, each in found.items() if name.startswith("T=")}
+    except ValueError:
+        return []
+    tokens, rows, divergences = about["sample"]["tokens"], [], []
+    for temperature, at in list(each_T.items())[:12]:
+        for rule, each in at["gradient"].items():
+            angles = (f"{each['token_angle']:.1f}°", f"{each['token_norm']:.2f}")
+            between, words = _in_words(each["mean_angle"], each["mean_norm"], tokens)
+            rows.append((temperature, rule, *angles, between, f"{each['mean_norm']:.2f}", words))
+        if at["gradient"].keys() != {"sampled"} and at["kl_spread"] is not None:  # samples alone leave no tail
+            divergences.append(f"{at['kl_spread']:.2g} at T={temperature}")
+    parts: list[str | Table] = [
+        f"fidelity, of {tokens:,} tokens of {about['split']}: the gradient against the whole",
+        "teacher's, of each token and of their mean (the same: angle 0° and length 1)",
+    ]
+    if tokens < _CHECKED:
+        parts.append(f"mean angle: what {_CHECKED:,} tokens would show, if all of it were noise and if none were")
+    header = ("T", "tail rule", "angle", "length", "mean angle", "mean length", "in words")
+    parts.append(columns(header, rows, left=("tail rule", "in words")))
+    if divergences:
+        parts.append(f"KL(full || cache), the tail's mass spread evenly: {', '.join(divergences)}")
+    if errors := about["log_partition_error"]:
+        worst = max(errors, key=lambda row: row["worst"])
+        parts.append(f"error of log Z at most {number(worst['worst'])} nats, at T={worst['T']:.3g}")
+    return parts
+
+
+def _in_words(angle: float, ratio: float, tokens: int) -> tuple[str, str]:
+    """The mean gradient's angle of `_CHECKED` tokens, and how far it is off.
+
+    Noise falls with the root of the tokens and bias stays: the angle is between all noise and all bias.
+    """
+    share = min((tokens / _CHECKED) ** 0.5, 1.0)
+    words = {_word(part * angle, 1 + part * (ratio - 1)) for part in (share, 1.0)}
+    between = f"{share * angle:.1f}° to {angle:.1f}°" if share < 1 else f"{angle:.1f}°"
+    return between, words.pop() if len(words) == 1 and tokens >= _LEAST else "too few to tell"
+
+
+def _word(angle: float, ratio: float) -> str:
+    """How far a gradient is off; docs/fidelity.md says what students of such caches learned."""
+    if angle < 3 and abs(ratio - 1) < 0.03:
+        return "the same"
+    if angle < 10 and abs(ratio - 1) < 0.1:
+        return "a little off"
+    return "another way" if angle >= 10 else "too long" if ratio > 1 else "too short"

@@ -1,0 +1,240 @@
+"""What people are shown of a run: how it is doing, its losses beside the teacher's, its warnings, what to do next.
+
+The page of `kdtrain inspect`, its `--watch` and the end of `distill` are made of these parts. All of it may come from
+strangers: `kdtrain.tables` escapes it, and a number that is none is a `-`.
+"""
+
+import math
+import shlex
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kdtrain.monitor.health import Signs, findings, stalled
+from kdtrain.monitor.progress import formula
+from kdtrain.monitor.record import RunRecord
+from kdtrain.tables import Part, columns, duration, loss_text, number, percent, short, size
+
+TAIL = 2**22
+"""Bytes of a log that a page reads, from its end: some ten thousand steps."""
+RESULT = "result.json"
+_MOST_CACHES = 50
+"""Most caches of a mixture that a page lists."""
+_MESSAGE = 1000
+"""Most characters of a warning on a page."""
+ACTIVE = ("training", "silent", "unknown")
+"""The states of a run that may be training. silent: killed, or training on another machine or in another container."""
+
+
+def as_table(value: Any) -> Mapping[str, Any]:
+    """A value that should be a mapping; empty where it is none."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def quoted(path: Path | str) -> str:
+    """A path as a shell takes it."""
+    return shlex.quote(str(path))
+
+
+def heading(record: RunRecord) -> str:
+    """What is trained, from what, in which number format and where."""
+    options, environment = as_table(record.options.get("run")), record.environment
+    student = as_table(environment.get("student"))
+    name = student.get("name") or (record.result or {}).get("student_name") or options.get("student")
+    parameters = f", {short(count)} parameters" if isinstance(count := student.get("parameters"), int) else ""
+    if isinstance(count := student.get("trained_parameters"), int):
+        held = f", beside {kind} weights" if (kind := student.get("base_weights")) else ""
+        parameters += f" ({short(count)} trained: {student.get('trained')}{held})"
+    named = next((options[each] for each in ("cache", "data") if options.get(each)), "")
+    source = f" from {' and '.join(map(str, named)) if isinstance(named, list) else named}" if named else ""
+    teacher = f" with teacher {options['teacher']}" if options.get("teacher") else ""
+    return f"{name}{parameters}{source}{teacher}, {environment.get('mode')} on {environment.get('device')}"
+
+
+def state_of(path: Path, record: RunRecord, training: bool | None) -> tuple[str, str]:
+    """In a word (one of `ACTIVE`, or done, failed, stopped, killed) and as a line.
+
+    training: whether a process of this machine trains it; None where the system does not report that.
+    """
+    result, done = record.result or {}, int(record.metrics[-1]["step"]) if record.metrics else 0
+    steps = record.environment.get("steps") or as_table(record.options.get("optimizer")).get("steps")
+    if training or (training is None and not result):
+        last = record.steps[-1] if record.steps else {}
+        parts = [f"training: step {done:,} of {number(steps)}"]
+        shown = {"tok/s": lambda rate: f"{short(rate)} tok/s", "eta_h": lambda left: f"{duration(left * 3600)} left"}
+        parts += [text(last[name]) for name, text in shown.items() if math.isfinite(last.get(name, math.nan))]
+        return ("training" if training else "unknown"), ", ".join(parts)
+    if result:
+        return ended(result)
+    line = f"killed at step {done:,} of {number(steps)}: no process trains it, and it has no {RESULT}"
+    signs = Signs.of(path, record, time.time())
+    if signs.idle is None or stalled(signs) is not None:
+        return "killed", line
+    return "silent", line.replace("no process", "unless another machine does: no process here")
+
+
+def ended(result: Mapping[str, Any]) -> tuple[str, str]:
+    """`state_of` a run that has a result."""
+    reason, where = (
+        str(result.get("stop_reason")),
+        f"at step {number(result.get('step'))} of {number(result.get('steps'))}",
+    )
+    if result.get("error") is not None:
+        return "failed", f"failed ({reason}) {where}: {str(result['error'])[:500]}"
+    stopped = reason == "signal"
+    parts = [f"{'stopped by ' + str(result.get('stopped_by')) if stopped else reason} {where}"]
+    parts += [f"{duration(seconds)} of training"] if isinstance(seconds := result.get("seconds"), int | float) else []
+    parts += [f"{short(tokens)} tokens"] if isinstance(tokens := result.get("tokens"), int) else []
+    parts += [f"{short(rate)} tok/s"] if isinstance(rate := result.get("tokens_per_second"), int | float) else []
+    return ("stopped" if stopped else "done"), ", ".join(parts)
+
+
+def watch_line(record: RunRecord, line: str) -> str:
+    """How a run is doing: the `line` of its state, the training loss and the last validation."""
+    parts, last = [line], record.steps[-1] if record.steps else {}
+    parts += [f"loss {number(last['loss_avg'])}"] if "loss_avg" in last else []
+    for found in record.validations[-1:]:
+        parts.append(f"val @{number(found['step'])} {number(found['validation/loss'])}")
+    return " | ".join(parts)
+
+
+def losses(result: Mapping[str, Any], record: RunRecord) -> Iterator[Part]:
+    """The validation losses beside those of the teacher and of plain cross-entropy."""
+    found = [(int(each["step"]), each["validation/loss"]) for each in record.validations]
+    if not found and "first_validation_loss" not in result:
+        return
+    finite = [(step, loss) for step, loss in found if math.isfinite(loss)]
+    best_step, best = min(finite, key=lambda each: each[1], default=(None, None))
+    teacher = record.validations[-1].get("validation/teacher_loss") if found else None
+    row = {
+        "validation loss": "nats a token",
+        "start": loss_text(result.get("first_validation_loss", finite[0][1] if finite else None)),
+        "best": _at(result.get("best_validation_loss", best), result.get("best_step", best_step)),
+        "last": _at(finite[-1][1], finite[-1][0]) if finite else number(result.get("last_validation_loss")),
+    }
+    known = result.get("teacher_validation_loss")
+    others = {"teacher": teacher if known is None else known, "merged": result.get("merged_validation_loss")}
+    for name, value in {**others, "cross-entropy": result.get("cross_entropy_validation_loss")}.items():
+        if isinstance(value, int | float) and math.isfinite(value):
+            row[name] = loss_text(value)
+    yield columns(list(row), [list(row.values())], left=("validation loss",))
+    if result.get("cross_entropy_run"):
+        yield f"cross-entropy: {result['cross_entropy_run']}, the same student, cache and tokens without a teacher"
+    yield ""
+
+
+def _at(loss: Any, step: Any) -> str:
+    return loss_text(loss) + (f" @{step:,}" if isinstance(step, int) else "")
+
+
+def last_numbers(result: Mapping[str, Any], record: RunRecord) -> str:
+    """The other numbers of the last validation, T, and the peak of memory, in a line; empty without any."""
+    last = record.validations[-1] if record.validations else {}
+    numbers = {name: last.get(f"validation/{name}", math.nan) for name in ("kl", "bits_per_byte", "accuracy", "ece")}
+    known, parts = {name: value for name, value in numbers.items() if math.isfinite(value)}, []
+    if "kl" in known:
+        parts.append(f"KL to the teacher {loss_text(known['kl'])}{' (an estimate from samples)' * (known['kl'] < 0)}")
+    if "bits_per_byte" in known:
+        teacher = last.get("validation/teacher_bits_per_byte")
+        of_teacher = "" if teacher is None else f" (teacher {loss_text(teacher)})"
+        parts.append(f"{loss_text(known['bits_per_byte'])} bits per byte{of_teacher}")
+    shares = {"accuracy": "next token right", "ece": "ECE"}
+    parts += [f"{label} {100 * known[name]:.1f} %" for name, label in shares.items() if name in known]
+    temperature, peak = result.get("temperature"), result.get("peak_memory_mb")
+    parts += [f"T {loss_text(temperature)}"] if temperature not in (None, 1.0) else []
+    return ", ".join([*parts, f"peak memory {size(peak)}"] if peak else parts)
+
+
+def members(record: RunRecord) -> Iterator[Part]:
+    """The caches that a run mixes: what it draws of each, and the last validation by each."""
+    caches, last = record.environment.get("caches"), record.validations[-1] if record.validations else {}
+    rows = []
+    for each in map(as_table, caches[:_MOST_CACHES] if isinstance(caches, list) else ()):
+        about = (str(each.get(key) or "-")[:60] for key in ("sequences", "teacher"))
+        own = (loss_text(last.get(f"validation/{each.get('name')}/{key}")) for key in ("loss", "teacher_loss"))
+        rows.append((str(each.get("name") or "-")[:60], percent(each.get("share")), *about, *own))
+    if rows:
+        heads = ("cache", "share of the draws", "sequences", "taught by", "val", "teacher's val")
+        yield columns(heads, rows, left=("cache", "taught by"))
+        yield ""
+
+
+def objective(record: RunRecord) -> str:
+    """The objective in the words of a step's line."""
+    options, environment = as_table(record.options.get("objective")), record.environment
+    alpha, terms = options.get("alpha"), as_table(environment.get("alignment")).get("terms")
+    divergence = "+".join(map(str, terms[:2])) if isinstance(terms, list) else options.get("divergence")
+    distils = any(as_table(record.options.get("run")).get(each) for each in ("cache", "teacher"))
+    weight = float(alpha) if distils and isinstance(alpha, int | float) else 0.0
+    own = options.get("hidden_weight", 1.0)
+    hidden = float(own) if options.get("hidden_loss") not in (None, "none") and isinstance(own, int | float) else None
+    caches = environment.get("caches")
+    kinds = {as_table(each).get("targets") == "none" for each in caches} if isinstance(caches, list) else set()
+    routed = as_table(environment.get("student")).get("router_weight")
+    router = routed if isinstance(routed, int | float) else 0.0
+    return formula(weight, str(divergence), hidden, bool(weight) and len(kinds) > 1, router)
+
+
+def warnings(record: RunRecord) -> Iterator[Part]:
+    """The kinds of warnings with the last one of each, the most frequent first."""
+    found = [each for each in record.events if each.level != "info"]
+    last = {each.event: each for each in found}
+    rows = [
+        (kind, times, f"@{last[kind].step}: {_cut(last[kind].details.get('message', ''))}")
+        for kind, times in Counter(each.event for each in found).most_common()
+    ]
+    if rows:
+        yield from ("", columns(("warning", "times", "the last one"), rows, left=("warning", "the last one")))
+
+
+def _cut(text: Any) -> str:
+    """A message of one line, as long as kdtrain's are; a longer one ends between words."""
+    return textwrap.shorten(str(text)[: 2 * _MESSAGE], _MESSAGE, placeholder=" ...")
+
+
+def health_lines(path: Path, record: RunRecord) -> Iterator[str]:
+    """What is wrong with a run that trains, a line each, or that nothing is."""
+    found = findings(Signs.of(path, record, time.time()))
+    yield from (f"health: {kind}: {text}" for kind, text in found.items())
+    if not found:
+        yield "health: good"
+
+
+def next_step(path: Path, state: str, exported: Any) -> str:
+    """The command that follows for a run in this state."""
+    word = quoted(path)
+    if state in ACTIVE:
+        return f"Next: kdtrain inspect {word} --watch"
+    if state in ("stopped", "killed", "failed"):
+        first = "Mend what failed. " if state == "failed" else ""
+        return f"{first}Next: kdtrain distill --config {quoted(path / 'config.toml')}"
+    if exported:
+        chat = (path / "student" / "chat_template.jinja").exists()
+        return f'Next: kdtrain generate {word} "{"Say hello." if chat else "def main("}"'
+    return f"Next: kdtrain export {word} --out {quoted(path.with_name(path.name + '-student'))}"
+
+
+def closing_page(path: Path, result: Mapping[str, Any]) -> Iterator[Part]:
+    """The end of `distill`: how the run ended, its losses, where things are, and what to do next.
+
+    result: of result.json, which has the rest; without `step` no step was taken.
+    """
+    state, line = ended(result)
+    if result.get("step") is None:
+        yield f"{path}: stopped by {result.get('stopped_by')} while not training"
+    else:
+        record = RunRecord.read(path, TAIL)
+        yield f"{path}: {line}"
+        yield ""
+        yield from losses(result, record)
+        if numbers := last_numbers(result, record):
+            yield numbers
+        if counts := result.get("warnings"):
+            kinds = ", ".join(f"{times} {kind}" for kind, times in counts.items())
+            yield f"warnings: {kinds} (kdtrain inspect {quoted(path)} shows them)"
+        if result.get("student"):
+            yield f"student in {result['student']}, all numbers in {path / RESULT}"
+    yield next_step(path, state, result.get("student")) if (path / "config.toml").exists() else "Next: the same command"
