@@ -444,7 +444,7 @@ def test_an_error_of_a_command_becomes_one_line_and_its_exit_code(monkeypatch, c
 )
 def test_an_interrupted_command_that_resumes_says_so(monkeypatch, capsys, command):
     monkeypatch.setattr(cli, "parse", lambda *words, **options: None)
-    module = {"import": "import_cache"}.get(command, command.replace("-", "_"))
+    module = command.replace("-", "_")
     stage = types.SimpleNamespace(main=raising(KeyboardInterrupt()))
     monkeypatch.setitem(sys.modules, f"kdtrain.commands.{module}", stage)
     with pytest.raises(SystemExit) as stop:

@@ -85,18 +85,6 @@ TEXTS = Registry(
         "hf": "hf:NAME[:SUBSET], a data set of the Hugging Face hub",
     },
 )
-REQUIRES_COMPRESSOR = "compressor"
-"""Of a layout: the coding of its data stands in a file of its own."""
-LAYOUTS = Registry(
-    "--layout",
-    "kdtrain.layouts",
-    "kdtrain.cache.layouts",
-    {
-        "distillkit": "DistillKit's packed parquet; its compressor's YAML is given with --compressor",
-        "topk-parquet": "lists of token ids and log-probabilities, in parquet or jsonl; columns by option",
-    },
-    {"distillkit": {REQUIRES_COMPRESSOR}},
-)
 LOGGERS = Registry(
     "--log-to",
     "kdtrain.loggers",

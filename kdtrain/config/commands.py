@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 from kdtrain.config.across import SPECIAL_TOKENS, check_terms, refuse_across
 from kdtrain.config.cache_commands import (
     CacheTeacherConfig,
-    ImportConfig,
     MergeConfig,
     PushConfig,
     SubsetConfig,
@@ -557,7 +556,6 @@ COMMANDS = {
     "evaluate": EvaluateConfig,
     "generate": GenerateConfig,
     "inspect": InspectConfig,
-    "import": ImportConfig,
     "verify": VerifyConfig,
     "merge": MergeConfig,
     "subset": SubsetConfig,

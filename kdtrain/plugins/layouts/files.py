@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from kdtrain.cache.layouts.layout import Columns, Lists, Record
 from kdtrain.data.rows import parse_line, read_lines, readable, refuse_unpacked
 from kdtrain.errors import UsageError
 from kdtrain.files import open_regular
 from kdtrain.imports import optional
+from kdtrain.plugins.layouts.layout import Columns, Lists, Record
 
 _ROWS = 8
 """Most rows that are read at once."""

@@ -5,15 +5,16 @@ from typing import Any
 
 import numpy as np
 
-from kdtrain.cache.layouts.layout import MOST_ENTRIES, Columns, Entries, Layout, LayoutOptions, Record, register_layout
 from kdtrain.errors import UsageError
+from kdtrain.plugins.layouts import ImportConfig
+from kdtrain.plugins.layouts.layout import MOST_ENTRIES, Columns, Entries, Layout, Record, register_layout
 
 
 @register_layout("topk-parquet")
 class TopK(Layout):
     """lists of token ids and natural log-probabilities, in parquet or jsonl; columns by option"""
 
-    def __init__(self, options: LayoutOptions) -> None:
+    def __init__(self, options: ImportConfig) -> None:
         super().__init__(options)
         if options.compressor is not None:
             raise UsageError("--compressor has no effect with this layout; leave it out")
@@ -49,10 +50,10 @@ class TopK(Layout):
 class PromptLogprobs(TopK):
     """the prompt log-probabilities of an inference server: tokens, top_ids and top_logprobs, in jsonl or parquet"""
 
-    def __init__(self, options: LayoutOptions) -> None:
+    def __init__(self, options: ImportConfig) -> None:
         names: dict[str, Any] = {"tokens_column": "tokens", "ids_column": "top_ids", "logprobs_column": "top_logprobs"}
         for name in names:
-            if getattr(options, name) != getattr(LayoutOptions, name):
+            if getattr(options, name) != getattr(ImportConfig, name):
                 raise UsageError(
                     f"--{name.replace('_', '-')} has no effect with --layout prompt-logprobs; leave it out"
                 )

@@ -16,10 +16,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from kdtrain.cache.format.codec import CodecSpec, keep
-from kdtrain.cache.layouts.layout import Columns, Entries, Layout, Record
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.objective.targets import FLOOR
+from kdtrain.plugins.layouts.layout import Columns, Entries, Layout, Record
 
 MASS = 1.25
 """The largest sum of probabilities that is taken for 1. With one exact value and three terms, as DistillKit recommends

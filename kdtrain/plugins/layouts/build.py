@@ -16,15 +16,15 @@ import torch
 from kdtrain.cache.build.writer import CacheBuilder
 from kdtrain.cache.format.codec import CodecSpec, decode
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
-from kdtrain.cache.layouts.files import SourceFile
-from kdtrain.cache.layouts.layout import Record
-from kdtrain.cache.layouts.rows import Cutter, Tally
 from kdtrain.cache.tools.alignment import SHIFTS, DetectedShift, detect
 from kdtrain.cache.tools.kept_mass import more_than_promised, outside
 from kdtrain.data.corpus import assign, by_hash, rank
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.objective.batch import Batch
+from kdtrain.plugins.layouts.files import SourceFile
+from kdtrain.plugins.layouts.layout import Record
+from kdtrain.plugins.layouts.rows import Cutter, Tally
 
 _SAMPLE, _PLACES, _POSITIONS = 64, 8, 512
 """Rows that are tried before the work begins, the places in the source they are from, and the labels of each."""
