@@ -5,9 +5,8 @@ Types are checked before anything is read, sizes before a row is taken apart: th
 """
 
 import hashlib
-from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -32,48 +31,66 @@ _NUMBERS = 2**28
 _SUFFIXES = (".parquet", ".jsonl")
 
 
-class SourceFile(ABC):
-    """One file, and the columns of it that are read. UsageError: it cannot be read, or lacks one."""
-
-    name: str
-    """Relative to the source."""
+class SourceFile:
+    """A jsonl file, and the columns of it that are read. UsageError: it cannot be read, or lacks one."""
 
     def __init__(self, path: Path, columns: Columns) -> None:
         self.path, self.columns, self.name = path, columns, path.name
+        """`name`: relative to the source."""
+
+    @cached_property
+    def rows(self) -> int:
+        """Number of records."""
+        with readable(str(self.path)):
+            return sum(1 for _ in read_lines(self.path))
+
+    def __len__(self) -> int:
+        return self.rows
 
     def near(self, number: int) -> int:
         """A record at or before `number` from which reading costs nothing for those before it."""
         return number
 
-    @abstractmethod
     def records(self, names: Sequence[str] | None = None, first: int = 0) -> Iterator[tuple[str, Record]]:
         """The records from number `first` on, each with where it is, for messages; `names`: only these columns."""
+        for number, where, found in self._read(names, first):
+            if number < first:
+                continue
+            tokens = found[self.columns.tokens]
+            if len(tokens) > _TOKENS:
+                raise UsageError(f"{where}: has {len(tokens):,} tokens; at most {_TOKENS:,} are read")
+            for name, values in found.items():
+                if not isinstance(values, Lists) and len(values) != len(tokens):
+                    # The last token of a row may have no entries, and its document then no number.
+                    raise UsageError(f"{where}: has {len(tokens)} tokens and {len(values)} numbers in {name}")
+            yield where, found
 
-    @abstractmethod
-    def __len__(self) -> int:
-        """Number of records."""
+    def _read(self, names: Sequence[str] | None, first: int) -> Iterator[tuple[int, str, Record]]:
+        depths = {name: each for name, each in self.columns.depths().items() if names is None or name in names}
+        with readable(str(self.path)):
+            for count, (number, line) in enumerate(read_lines(self.path)):
+                where = f"{self.path}, line {number}"
+                if count >= first:
+                    record, found = parse_line(line, where), dict[str, Any]()
+                    for name, depth in depths.items():
+                        values = record.get(name) if isinstance(record, dict) else None
+                        if values is None and name in self.columns.optional:
+                            continue
+                        found[name] = _from_json(values, depth, where, name)
+                    yield count, where, found
 
-    def _take(self, found: Mapping[str, Any], where: str) -> Record:
-        """`found` where it is complete, and each column has the length of the tokens if it has one number a token."""
-        tokens = found[self.columns.tokens]
-        if len(tokens) > _TOKENS:
-            raise UsageError(f"{where}: has {len(tokens):,} tokens; at most {_TOKENS:,} are read")
-        for name, values in found.items():
-            if not isinstance(values, Lists) and len(values) != len(tokens):
-                # The last token of a row may have no entries, and its document then no number.
-                raise UsageError(f"{where}: has {len(tokens)} tokens and {len(values)} numbers in {name}")
-        return found
 
+class ParquetFile(SourceFile):
+    """A parquet file."""
 
-class _Parquet(SourceFile):
     def __init__(self, path: Path, columns: Columns) -> None:
         super().__init__(path, columns)
         self._arrow: Any = optional("pyarrow", "data", str(path))
         self._parquet: Any = optional("pyarrow.parquet", "data", str(path))
         with readable(str(path)), self._open() as file:
-            self.rows, schema = file.metadata.num_rows, file.schema_arrow
-            sizes = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
-            self._starts = [0, *accumulate(sizes)]
+            about, schema = file.metadata, file.schema_arrow
+            sizes = [about.row_group(number).num_rows for number in range(about.num_row_groups)]
+            self.rows, self._starts = about.num_rows, [0, *accumulate(sizes)]
             # The metadata has how many numbers a column of a row group has, not of a row.
             mean = refuse_unpacked(path, file, [*columns.depths()])
             if mean > _NUMBERS:
@@ -87,11 +104,9 @@ class _Parquet(SourceFile):
             elif name not in columns.optional:
                 raise UsageError(f"{path}: has no column '{name}'; it has {', '.join(schema.names[:20])}")
 
-    def __len__(self) -> int:
-        return int(self.rows)
-
     def near(self, number: int) -> int:
-        return max(start for start in self._starts if start <= number)
+        """As `SourceFile.near`: the begin of a row group."""
+        return self._starts[bisect_right(self._starts, number) - 1]
 
     def _open(self) -> Any:
         # A file is read through a small buffer, not a column of a row group at once.
@@ -100,25 +115,22 @@ class _Parquet(SourceFile):
     def _check(self, name: str, kind: Any, depth: int) -> None:
         types = self._arrow.types
         for _ in range(depth):
-            if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
-                kind = None
-                break
-            kind = kind.value_type
-        if kind is None or not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+            listed = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+            kind = kind.value_type if listed else self._arrow.null()
+        if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
             wanted = "a list of numbers a token" if depth == 2 else "a number a token"
             raise UsageError(f"{self.path}: column '{name}' does not hold {wanted}; name another column")
 
-    def records(self, names: Sequence[str] | None = None, first: int = 0) -> Iterator[tuple[str, Record]]:
+    def _read(self, names: Sequence[str] | None, first: int) -> Iterator[tuple[int, str, Record]]:
         wanted = [name for name in self.depths if names is None or name in names]
+        group = max(0, bisect_right(self._starts[:-1], first) - 1)
         with readable(str(self.path)), self._open() as file:
-            group = max(bisect_right(self._starts, first) - 1, 0)
             groups, number = [*range(group, file.metadata.num_row_groups)], self._starts[group]
             for batch in file.iter_batches(self._at_once, row_groups=groups, columns=wanted) if groups else ():
                 for row in range(batch.num_rows):
+                    where = f"{self.path}, row {number + 1}"
                     if number >= first:
-                        where = f"{self.path}, row {number + 1}"
-                        found = {name: self._row(batch.column(name)[row], where, name) for name in wanted}
-                        yield where, self._take(found, where)
+                        yield number, where, {name: self._row(batch.column(name)[row], where, name) for name in wanted}
                     number += 1
 
     def _row(self, scalar: Any, where: str, name: str) -> np.ndarray | Lists:
@@ -127,57 +139,33 @@ class _Parquet(SourceFile):
             raise UsageError(f"{where}: {name} is null")
         if self.depths[name] == 1:
             return self._numbers(inner, where, name)
-        lengths = self._arrow.compute.fill_null(self._arrow.compute.list_value_length(inner), 0)
-        starts = np.concatenate([[0], np.cumsum(lengths.to_numpy(zero_copy_only=False).astype(np.int64))])
-        if starts[-1] > _NUMBERS:
-            raise UsageError(f"{where}: {name} has {starts[-1]:,} numbers; at most {_NUMBERS:,} are read")
-        return Lists(self._numbers(inner.flatten(), where, name), starts)
+        compute = self._arrow.compute
+        lengths = compute.fill_null(compute.list_value_length(inner), 0).to_numpy(zero_copy_only=False)
+        return _lists(lengths, lambda: self._numbers(inner.flatten(), where, name), where, name)
 
     def _numbers(self, array: Any, where: str, name: str) -> np.ndarray:
         if array.null_count:
             raise UsageError(f"{where}: {name} has a null among its numbers")
-        found: np.ndarray = array.to_numpy(zero_copy_only=False)
-        return _signed(found, where, name)
+        return _signed(array.to_numpy(zero_copy_only=False), where, name)
 
 
-class _Jsonl(SourceFile):
-    @cached_property
-    def rows(self) -> int:
-        with readable(str(self.path)):
-            return sum(1 for _ in read_lines(self.path))
+def _lists(lengths: Any, values: Callable[[], np.ndarray], where: str, name: str) -> Lists:
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+    if starts[-1] > _NUMBERS:
+        raise UsageError(f"{where}: {name} has {starts[-1]:,} numbers; at most {_NUMBERS:,} are read")
+    return Lists(values(), starts)
 
-    def __len__(self) -> int:
-        return self.rows
 
-    def records(self, names: Sequence[str] | None = None, first: int = 0) -> Iterator[tuple[str, Record]]:
-        with readable(str(self.path)):
-            for count, (number, line) in enumerate(read_lines(self.path)):
-                if count < first:
-                    continue
-                where = f"{self.path}, line {number}"
-                yield where, self._take(self._parsed(parse_line(line, where), where, names), where)
-
-    def _parsed(self, record: Any, where: str, names: Sequence[str] | None) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, depth in self.columns.depths().items():
-            if names is not None and name not in names:
-                continue
-            values = record.get(name) if isinstance(record, dict) else None
-            if values is None and name in self.columns.optional:
-                continue
-            if not isinstance(values, list):
-                raise UsageError(f"{where}: needs a list in '{name}'")
-            if depth == 2:
-                inner = [[] if each is None else each for each in values]
-                if not all(isinstance(each, list) for each in inner):
-                    raise UsageError(f"{where}: {name} has a position that is not a list")
-                starts = np.concatenate([[0], np.cumsum([len(each) for each in inner], dtype=np.int64)]).astype(
-                    np.int64
-                )
-                found[name] = Lists(_plain([each for part in inner for each in part], where, name), starts)
-            else:
-                found[name] = _plain(values, where, name)
-        return found
+def _from_json(values: Any, depth: int, where: str, name: str) -> np.ndarray | Lists:
+    if not isinstance(values, list):
+        raise UsageError(f"{where}: needs a list in '{name}'")
+    if depth == 1:
+        return _plain(values, where, name)
+    inner = [[] if each is None else each for each in values]
+    if not all(isinstance(each, list) for each in inner):
+        raise UsageError(f"{where}: {name} has a position that is not a list")
+    flat = [each for part in inner for each in part]
+    return _lists([len(each) for each in inner], lambda: _plain(flat, where, name), where, name)
 
 
 def _plain(values: list[Any], where: str, name: str) -> np.ndarray:
@@ -203,19 +191,18 @@ def open_source(source: str, columns: Columns) -> list[SourceFile]:
     UsageError: there are none, of both kinds, or a link among them; one lacks a column.
     """
     root = Path(source)
-    if root.is_file():
-        paths = [root]
-    elif root.is_dir():
-        paths = sorted(path for path in root.rglob("*") if path.suffix in _SUFFIXES and not path.name.startswith("."))
-        paths = [path for path in paths if path.is_file()]
-    else:
+    if not root.is_file() and not root.is_dir():
         raise UsageError(f"{source}: there is no such file or folder; give parquet or jsonl")
+    paths = [root]
+    if root.is_dir():
+        paths = sorted(path for path in root.rglob("*") if path.suffix in _SUFFIXES and not path.name.startswith("."))
+    paths = [path for path in paths if path.is_file()]
     kinds = {path.suffix for path in paths}
     if not paths or not kinds <= set(_SUFFIXES):
         raise UsageError(f"{source}: give a .parquet or .jsonl file, or a folder of them")
     if len(kinds) > 1:
         raise UsageError(f"{source}: holds parquet and jsonl; name one of the files, or give a folder for each")
-    files: list[SourceFile] = [(_Parquet if path.suffix == ".parquet" else _Jsonl)(path, columns) for path in paths]
+    files = [(ParquetFile if path.suffix == ".parquet" else SourceFile)(path, columns) for path in paths]
     for file in files if root.is_dir() else ():
         file.name = file.path.relative_to(root).as_posix()
     return files
