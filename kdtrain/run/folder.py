@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from kdtrain.config import DistillConfig, sections, shareable, written
+from kdtrain.config.removed import renewed
 from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import (
@@ -52,9 +53,6 @@ from kdtrain.run.path_kind import is_environment
 from kdtrain.run.path_kind import is_run as is_run
 from kdtrain.tokenizers.view import viewed_cache
 from kdtrain.training.state import read_saved
-
-_FIXED = {"quantization": {"quant_max_switches": 20}}
-"""Deciding options of earlier versions, with the value that they have now."""
 
 TOKENIZER = "tokenizer"
 """The folder of the tokenizer for the exported student."""
@@ -229,12 +227,15 @@ def changes(
     for section, table in deciding(config).items():
         before = {each.name: written(each, each.default) for home, each in fields_of(DistillConfig) if home == section}
         table = {name: before[name] for name in later & before.keys()} | table
-        before |= _FIXED.get(section, {}) | saved.get(section, {})
-        if before.get("fp8_recipe") == "current":
-            before["fp8_recipe"] = "tensorwise"  # its other name in earlier versions
-        for name, value in (table | _FIXED.get(section, {})).items() if only in (None, section) else ():
-            if name not in but and before[name] != value:
-                found.append(f"{flag(name)} (was {before[name]}, now {value})")
+        earlier = renewed("distill", saved.get(section, {}))
+        before |= earlier.table
+        if only in (None, section):
+            found += earlier.refused
+            found += [
+                f"{flag(name)} (was {before[name]}, now {value})"
+                for name, value in table.items()
+                if name not in but and before[name] != value
+            ]
     return found
 
 
