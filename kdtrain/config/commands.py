@@ -164,6 +164,11 @@ class DistillConfig(Extended):
     EXTENDED = "distill"
     EXAMPLES = ("kdtrain distill --cache cache/t --student students/stdlib-1m.toml --out runs/t",)
 
+    @property
+    def online(self) -> bool:
+        """Whether a teacher of this process answers while the student trains."""
+        return self.teacher is not None and not self.server.teacher_server
+
     def _refuse_beyond_a_server(self) -> None:
         """Refuse what a server's answers cannot do, before it is asked for hours."""
         refuse(
