@@ -21,7 +21,7 @@ Bad arguments raise `UsageError`, what fails while running raises `RunError`.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from kdtrain.cache.build.sequences import CacheWriter

@@ -17,8 +17,8 @@ from typing import Literal
 import pytest
 
 from kdtrain import __main__, cli
-from kdtrain.config import DistillConfig, EvaluateConfig
-from kdtrain.config.values import fields_of, flag, option
+from kdtrain.config import EvaluateConfig, removed
+from kdtrain.config.values import flag, option
 from kdtrain.errors import RunError, UsageError
 
 STUDENT = str(Path(__file__).resolve().parents[1] / "students" / "stdlib-1m.toml")
@@ -330,76 +330,38 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
     assert not set("\n╭│╰─\x1b") & set(message)
 
 
-@pytest.mark.parametrize("old", DistillConfig.OLD)
-def test_an_old_option_is_answered_by_what_replaces_it(tmp_path, old):
-    (name, _, value), (text, renew) = old.partition(" "), DistillConfig.OLD[old]
-    answer = f"{flag(old)} {text}"
-    for argv in ([flag(name), value or "1"], [f"{flag(name)}={value or 1}"]):
-        with pytest.raises(UsageError) as caught:
-            cli.parse("distill", [*DISTILL, *argv])
-        assert str(caught.value) == answer
-    if renew is None or renew(value, {}) is None:
-        with pytest.raises(UsageError) as caught:
-            parsed(tmp_path, f"[guards]\n{name} = '{value}'\n")
-        assert str(caught.value) == f"{tmp_path / 'options.toml'}: {answer}"
-    known = {flag(each.name) for _, each in fields_of(DistillConfig)}
-    assert set(re.findall(r"--[a-z][a-z0-9-]+", text)) <= known
-    assert flag(name) not in known or value
+@pytest.mark.parametrize("key, each", removed.REMOVED.items(), ids=removed.REMOVED)
+def test_a_removed_option_is_answered_by_what_replaces_it_which_there_is(key, each):
+    (name, _, value), commands = key.partition(" "), each.of or ("distill",)
+    for command in commands:
+        known = {flag(name) for kind in cli.COMMANDS.entries.values() for name in cli.options_of(kind.config)}
+        assert set(re.findall(r"(?<!kdtrain )--[a-z][a-z0-9-]+", each.answer)) <= known
+        for argv in ([flag(name), value or "1"], [f"{flag(name)}={value or 1}"]):
+            with pytest.raises(UsageError) as caught:
+                cli.parse(command, argv)
+            assert str(caught.value) == f"{flag(key)} {each.answer}"
 
 
-def test_all_old_options_of_a_file_that_have_no_place_today_are_named_at_once(tmp_path):
+def test_a_file_with_a_removed_option_at_its_default_is_read_and_a_dry_run_lists_it(tmp_path, capsys):
+    before = (
+        "[guards]\nspike_rule = 'mad'\n[objective]\ntemperature-schedule = 'linear'\n[monitor]\nhistogram_freq = 250\n"
+    )
+    assert replace(parsed(tmp_path, before), config=None) == cli.parse("distill", DISTILL)
+    assert capsys.readouterr().err == ""
+    parsed(tmp_path, before, "--dry-run")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert lines[0].endswith(
+        "options.toml: spike_rule = mad: --spike-rule is gone: --spike-patience 0 disables the guard"
+    )
+
+
+def test_all_removed_options_of_a_file_at_other_values_are_named_at_once(tmp_path):
     with pytest.raises(UsageError) as caught:
-        parsed(tmp_path, "[checkpoint]\nkeep_aside = 3\nauto_resume = false\n[monitor]\nwandb_name = 'x'\n")
-    message = str(caught.value)
-    assert all(f"--{name} is " in message for name in ("keep-aside", "wandb-name")) and "auto-resume" not in message
-    with pytest.raises(UsageError, match=r"^--tensorboard is now --log-to"):
-        cli.parse("distill", [*DISTILL, "--no-tensorboard"])
-
-
-EARLIER = """
-[quantization]
-quant_max_switches = 20
-[guards]
-spike_rule = "mad"
-spike_factor = 3.0
-divergence_factor = 1.2
-[stopping]
-early_stopping_warmup = 50
-grad_spike_threshold = 1000.0
-grad_spike_patience = 3
-[checkpoint]
-keep_aside = 2
-auto_resume = false
-[monitor]
-tensorboard = true
-"""
-"""What an earlier version wrote into each run, as far as it is not written today."""
-
-
-def test_a_file_that_an_earlier_version_wrote_into_a_run_works(tmp_path):
-    assert replace(parsed(tmp_path, EARLIER), config=None) == cli.parse("distill", DISTILL)
-
-
-@pytest.mark.parametrize(
-    "text, section, name, value",
-    [
-        ("[checkpoint]\nauto-resume = true", "checkpoint", "yes", True),
-        ("[guards]\ndivergence_factor = 2.5", "guards", "max_loss_ratio", 2.5),
-        ("[stopping]\nearly_stopping_warmup = 7", "stopping", "stopping_warmup", 7),
-        ("[stopping]\ngrad_spike_threshold = 9.0", "stopping", "explosion_threshold", 9.0),
-        ("[monitor]\ntensorboard = false", "monitor", "log_to", "none"),
-        ("[monitor]\nwandb_project = 'p'", "monitor", "log_to", "tensorboard,wandb:p"),
-        ("[monitor]\ntensorboard = true\nwandb_project = 'p'", "monitor", "log_to", "tensorboard,wandb:p"),
-        ("[monitor]\ntensorboard = false\nwandb_project = 'p'", "monitor", "log_to", "wandb:p"),
-    ],
-)
-def test_an_option_of_a_file_that_has_another_name_today_takes_it(tmp_path, text, section, name, value):
-    assert getattr(getattr(parsed(tmp_path, text), section), name) == value
-
-
-def test_an_old_name_beside_the_one_of_today_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="--tensorboard is now --log-to"):
-        parsed(tmp_path, "[monitor]\ntensorboard = false\nlog_to = 'wandb'")
+        parsed(
+            tmp_path, "[guards]\nspike_rule = 'none'\n[monitor]\nhistogram_freq = 0\n[objective]\ntemperature = 'x'\n"
+        )
+    assert all(f"--{name} is gone" in str(caught.value) for name in ("spike-rule", "histogram-freq"))
 
 
 def ended(monkeypatch, capsys, action, argv=("inspect", "--hardware")):

@@ -38,6 +38,7 @@ FILES = {
     "options/value.toml": "[run]\nsteps = 'many'\n",
     "options/outside.toml": "steps = 3\n",
     "options/broken.toml": "[run\n",
+    "options/earlier.toml": "[guards]\nspike_rule = 'none'\nspike_patience = 3\n",
     "options/three.toml": "[run]\nlr = 1\nstepz = 3\n[optimizer]\nclip = 'x'\n",
 }
 LIMIT = 0.5

@@ -117,7 +117,7 @@ class Bench:
             device=str(options.device),
             optimizer=OptimizerConfig(lr=lr, lr_schedule="constant", warmup_steps=min(20, total)),
             precision=PrecisionConfig(compile=options.compile),
-            guards=GuardsConfig(spike_rule="none", nan_hooks="off"),
+            guards=GuardsConfig(spike_patience=0, nan_hooks="off"),
             monitor=MonitorConfig(log_to="none"),
             stopping=StoppingConfig(early_stopping=False),
         )

@@ -34,7 +34,7 @@ CACHES = {
     "s": (*TEXT, "--validation-sequences", "64", "--top-k", "8", "--num-samples", "24"),
 }
 RULES_OFF = (
-    *("--spike-rule", "none", "--max-loss-ratio", "1e9", "--explosion-threshold", "1e30"),
+    *("--spike-patience", "0", "--max-loss-ratio", "1e9", "--explosion-threshold", "1e30"),
     *("--batch-size", "4", "--micro-batch-size", "4", "--eval-freq", "25", "--checkpoint-freq", "10000"),
     *("--temperature", "1", "--log-to", "none", "--sample-freq", "0"),
 )

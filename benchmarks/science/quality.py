@@ -35,7 +35,7 @@ from kdtrain.config.values import option
 from kdtrain.files import publish_text
 from kdtrain.monitor.record import RunRecord
 
-QUIET = ("--histogram-freq", "0", "--sample-freq", "0", "--log-to", "none")
+QUIET = ("--sample-freq", "0", "--log-to", "none")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,23 +2,23 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from kdtrain.cli.options import MOST, Given, replaced, short
+from kdtrain.cli.options import MOST, Given, short
 from kdtrain.cli.paths import near_path
 from kdtrain.cli.words import option_meant, word_meant
 from kdtrain.config.kinds import wanted
 from kdtrain.config.options import Option
+from kdtrain.config.removed import renewed
 from kdtrain.config.values import flag
 from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import read_toml, same_path
 from kdtrain.models.spec import foreign_beside
 
 
-def read_file(
-    path: Path, options: Mapping[str, Option], old: Mapping[str, Any], command: str
-) -> tuple[dict[str, Given], list[str]]:
-    """What a file gives for each option, and what is wrong with its keys; `parsing` reads the values.
+def read_file(path: Path, options: Mapping[str, Option], command: str) -> tuple[dict[str, Given], list[str], list[str]]:
+    """What a file gives for each option, what is wrong with its keys, and what of it is called otherwise today.
+
+    `parsing` reads the values.
 
     Raises:
         UsageError: it cannot be read, has options of an earlier version without a place today, or names a command
@@ -36,10 +36,10 @@ def read_file(
         raise UsageError(f"--config {path}: {error.strerror}") from None
     except ValueError as error:
         raise UsageError(f"--config {path}: not TOML: {error}") from None
-    tables = {name: _renewed(old, table) if isinstance(table, dict) else table for name, table in tables.items()}
-    pairs = [pair for table in tables.values() if isinstance(table, dict) for pair in table.items()]
-    if was := replaced(old, ((key.replace("-", "_"), value) for key, value in pairs)):
-        raise UsageError(f"{path}: {'; '.join(was)}")
+    today = {name: renewed(command, table) for name, table in tables.items() if isinstance(table, dict)}
+    if gone := [line for each in today.values() for line in each.refused]:
+        raise UsageError(f"{path}: {'; '.join(gone)}")
+    tables |= {name: each.table for name, each in today.items()}
     options = {name: each for name, each in options.items() if name != "config"}
     sections: dict[str, list[str]] = {"run": []}
     for each in options.values():
@@ -69,20 +69,8 @@ def read_file(
                 continue
             words = tuple(str(each) for each in value) if isinstance(value, list) else (str(value),)
             given[name] = Given(words, f"{path}: ")
-    return given, [f"{path}: {wrong[0]}", *wrong[1:]] if wrong else []
-
-
-def _renewed(old: Mapping[str, Any], table: dict[str, Any]) -> dict[str, Any]:
-    """A section of a file with today's names; a run's file has every option, and nobody chose an old default."""
-    section, renewed = {key.replace("-", "_"): value for key, value in table.items()}, dict(table)
-    for key in table:
-        name = key.replace("-", "_")
-        _, renew = old.get(name, ("", None))
-        new = None if renew is None else renew(section[name], section)
-        if new is not None and not new.keys() & section.keys():
-            del renewed[key]
-            renewed |= new
-    return renewed
+    changed = [f"{path}: {line}" for each in today.values() for line in each.changed]
+    return given, [f"{path}: {wrong[0]}", *wrong[1:]] if wrong else [], changed
 
 
 def _place(key: str, options: Mapping[str, Option], sections: Mapping[str, list[str]], section: str = "") -> str:

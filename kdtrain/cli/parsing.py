@@ -8,16 +8,18 @@ to be missing is usually the one that was misspelt.
 
 import dataclasses
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from kdtrain.cli.config_file import read_file
-from kdtrain.cli.options import MOST, Given, replaced, short
+from kdtrain.cli.options import MOST, Given, short
 from kdtrain.cli.words import option_meant, word_meant
 from kdtrain.config.kinds import alternatives, choices, metavar, read_words, wanted, words_wanted
 from kdtrain.config.options import Option, options_of
 from kdtrain.config.registered import sections_of
+from kdtrain.config.removed import answers
 from kdtrain.config.values import flag, refuse_value
 from kdtrain.errors import UsageError, refuse_no_path
 
@@ -54,6 +56,8 @@ def parse(command: str, kind: type, argv: list[str], others: Mapping[str, type],
                 if values.get(name) not in (None, ()) and (wrong := look(line.options[name], text, texts)):
                     line.mistakes.append(line.given[name][-1].where + wrong)
     line.refuse()
+    for each in line.changed if values.get("dry_run") else ():
+        print(each, file=sys.stderr)
     own = {name: value for name, value in values.items() if line.options[name].section == "run"}
     given = {name: each for name, each in sections.items() if each is not None}
     added = {name: each for name, each in plugins.items() if each is not None}
@@ -79,7 +83,8 @@ class _Line:
             for each in dataclasses.fields(kind)
             if each.init and dataclasses.is_dataclass(hints[each.name])
         }
-        self.old: dict[str, Any] = getattr(kind, "OLD", {})
+        self.changed: list[str] = []
+        """What the file has that is fixed or called otherwise today."""
         self.given: dict[str, list[Given]] = {}
         self.mistakes: list[str] = []
         self.unknown = False
@@ -112,8 +117,8 @@ class _Line:
                 positionals = positionals if several else positionals[1:]
             else:
                 position += self._stray(word, values, argv)
-        if old := replaced(self.old, flags):
-            raise refusal(old)
+        if gone := answers(self.command, flags):
+            raise refusal(gone)
         if self.strange:
             more = f" and {len(self.strange) - MOST} more" if len(self.strange) > MOST else ""
             many = "no such options" if self.strange[1:] else "no such option"
@@ -126,7 +131,7 @@ class _Line:
         if "config" in self.given:
             try:
                 path = Path(self.given["config"][-1].words[-1])
-                found, wrong = read_file(path, self.options, self.old, self.command)
+                found, wrong, self.changed = read_file(path, self.options, self.command)
             except UsageError as error:
                 found, wrong, self.unknown = {}, [error.args[0]], True
             self.mistakes += wrong

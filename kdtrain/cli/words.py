@@ -105,7 +105,7 @@ _VALUE = {
     **{"gpu": "--device cuda", "use_cpu": "--device cpu", "use_fp8": "--precision fp8"},
     **dict.fromkeys(("wandb", "use_wandb", "wandb_exp_name", "run_name"), "--log-to wandb:PROJECT"),
     **dict.fromkeys(("wandb_project", "wandb_name"), "--log-to wandb:PROJECT"),
-    **dict.fromkeys(("use_tensorboard", "tensorboard_dir"), "--log-to tensorboard"),
+    **dict.fromkeys(("tensorboard", "use_tensorboard", "tensorboard_dir"), "--log-to tensorboard"),
     **{"load_in_4bit": "--base-weights nf4", "load_in_8bit": "--base-weights int8"},
     **{"cosine": "--lr-schedule cosine", "wsd": "--lr-schedule wsd", "fsdp": "--parallel fsdp"},
     **{"ddp": "--parallel ddp", "reverse_kl": "--divergence reverse-kl", "jsd": "--divergence jsd"},

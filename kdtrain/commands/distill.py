@@ -16,11 +16,9 @@ from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, reported
 from kdtrain.run import dry_run, sanity
 from kdtrain.run.agreement import same_ranks
 from kdtrain.run.build import build
-from kdtrain.run.folder import run_lock
 from kdtrain.run.recipe import resolve, run_device
 from kdtrain.run.resume import Start
 from kdtrain.run.run import Run
-from kdtrain.run.server_capture import captured
 from kdtrain.tables import show, show_page
 from kdtrain.training.signals import interruptible
 
@@ -91,8 +89,7 @@ def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) 
         stack.enter_context(_quiet_libraries())
         device = stack.enter_context(run_device(config))
         stack.enter_context(same_ranks(config, device))
-        config, live = stack.enter_context(captured(config, device))
-        recipe = resolve(config, device, claim=lambda used: stack.enter_context(run_lock(used)), live=live)
+        recipe = resolve(config, device, stack)
         run = build(recipe)
         trainer, start = run.trainer, Start(run)
         loaded = start.resume_or_load()  # writes nothing yet, so that a refusal changes nothing
@@ -104,8 +101,8 @@ def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) 
             run.log_start(loaded, length)
             run.fit()
             if trainer.stopped_by is None:
-                if live is not None:
-                    live.finish()
+                if recipe.live is not None:
+                    recipe.live.finish()
                 with raise_on_all_ranks():
                     run.refuse_no_progress()
                 run.log_outcome()

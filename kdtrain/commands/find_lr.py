@@ -42,9 +42,10 @@ from kdtrain.models.loading import is_model_folder
 from kdtrain.monitor.progress import hushed, log, setup_logging
 from kdtrain.parallel.memory_plan import student_footprint, student_parameters
 from kdtrain.ranks import refuse_many_processes
+from kdtrain.run.data_plan import open_sources
 from kdtrain.run.folder import deciding, make
 from kdtrain.run.path_kind import is_run
-from kdtrain.run.recipe import open_sources, student_spec, table_rate
+from kdtrain.run.recipe import student_spec, table_rate
 from kdtrain.run.run import Run
 from kdtrain.tables import columns, duration, finite, short, show, show_page
 from kdtrain.tokenizers.view import VIEW
@@ -293,7 +294,7 @@ def short_run(config: FindLrConfig, out: Path, lr: float, steps: int, whole: int
         "decay_steps": None if decay is None else math.ceil(decay * steps / whole),
         **{"max_rollbacks": 0, "early_stopping": False, "eval_freq": steps, "checkpoint_freq": steps},
         **{"checkpoint_minutes": 0.0, "keep_rolling": 1, "keep_epochs": 1, "keep_special": 1, "yes": True},
-        **{"log_to": "none", "histogram_freq": 0, "sample_freq": 0, "on_event": None},
+        **{"log_to": "none", "sample_freq": 0, "on_event": None},
     }
     return configured(DistillConfig, DistillConfig(**own), options)
 

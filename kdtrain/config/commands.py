@@ -1,10 +1,9 @@
 """The configuration of each command: its own options, and the sections it takes."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from kdtrain.config.across import SPECIAL_TOKENS, check_terms, refuse_across
 from kdtrain.config.cache_commands import (
@@ -39,24 +38,6 @@ def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | No
     refuse(not cache and data.data is None, f"nothing to {to} on; give --cache FOLDER or --data SOURCE")
     if cache:
         data.refuse_changes()
-
-
-_Renewal = Callable[[Any, dict[str, Any]], dict[str, Any] | None]
-"""An old option's value in a file, and its section -> the options of today that replace it; None: it is refused."""
-
-
-def _renamed(name: str) -> _Renewal:
-    return lambda value, _: {name: value}
-
-
-def _fixed(today: float) -> _Renewal:
-    return lambda value, _: {} if value == today else None
-
-
-def _loggers(_: Any, section: dict[str, Any]) -> dict[str, Any]:
-    names = ["tensorboard"] if section.get("tensorboard", True) else []
-    names += [f"wandb:{section['wandb_project']}"] if "wandb_project" in section else []
-    return {"log_to": "auto" if names == ["tensorboard"] else ",".join(names) or "none"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +163,11 @@ class DistillConfig(Extended):
     EXTENDED = "distill"
     EXAMPLES = ("kdtrain distill --cache cache/t --student students/stdlib-1m.toml --out runs/t",)
 
+    @property
+    def online(self) -> bool:
+        """Whether a teacher of this process answers while the student trains."""
+        return self.teacher is not None and not self.server.teacher_server
+
     def _refuse_beyond_a_server(self) -> None:
         """Refuse what a server's answers cannot do, before it is asked for hours."""
         refuse(
@@ -205,24 +191,6 @@ class DistillConfig(Extended):
             "--cross-tokenizer needs the whole cache before training; capture the server's answers with cache-teacher, "
             "and give --cache",
         )
-
-    OLD: ClassVar[dict[str, tuple[str, _Renewal | None]]] = {
-        "auto_resume": ("is now --yes", _renamed("yes")),
-        "tensorboard": ("is now --log-to: tensorboard or none", _loggers),
-        "wandb_project": ("is now --log-to wandb:PROJECT", _loggers),
-        "wandb_name": ("is now WANDB_NAME in the environment", None),
-        "divergence_factor": ("is now --max-loss-ratio", _renamed("max_loss_ratio")),
-        "early_stopping_warmup": ("is now --stopping-warmup", _renamed("stopping_warmup")),
-        "grad_spike_threshold": ("is now --explosion-threshold", _renamed("explosion_threshold")),
-        "grad_spike_patience": ("is fixed at 3; leave it out", _fixed(3)),
-        "spike_factor": ("went with --spike-rule factor; use --spike-rule mad", _fixed(3.0)),
-        "spike_rule factor": ("is gone; use --spike-rule mad", None),
-        "keep_aside": ("is fixed at 2; leave it out", _fixed(2)),
-        "quant_max_switches": ("is fixed at 20; leave it out", _fixed(20)),
-        "fp8_recipe current": ("is --fp8-recipe tensorwise", None),
-        **{f"scaling_control {each}": ("is gone; use max or max_minus_1", None) for each in ("rceil", "ceil", "even")},
-    }
-    """Options of earlier versions, or an option and its value: what replaces them, in a message and in a file."""
 
     @property
     def micro_batch_given(self) -> int | None:

@@ -138,8 +138,6 @@ class ObjectiveConfig(Options):
     """Temperature T of both distributions; the start of a learnable T."""
     temperature_mode: str = option("fixed", check=TEMPERATURES.check, brief="fixed, schedule, likelihood, ...")
     """How T changes over the run; listed below (docs/temperature.md)."""
-    temperature_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """Shape of the schedule from --temperature to --temperature-end."""
     temperature_end: float = option(1.0, above=0)
     """Temperature at the end of the schedule."""
     temperature_min: float | None = option(None, above=0)
@@ -347,8 +345,6 @@ class MonitorConfig(Options):
     """Steps between plain lines in train.log."""
     log_to: str = option("auto", free=True)
     """Loggers that show the run, as NAME or NAME:TEXT joined with commas; auto: tensorboard if installed; or none."""
-    histogram_freq: int = option(250, free=True, least=0)
-    """Steps between histograms of parameters and gradients in the loggers; 0 for none."""
     sample_freq: int = option(1000, free=True, least=0)
     """Steps between sample texts of the student; 0 for none."""
     on_event: str | None = option(None, free=True, per_rank=True, once=True, private="runs a command")
@@ -387,10 +383,8 @@ class GuardsConfig(Options):
     """Consecutive steps that may be skipped because loss or gradient is non-finite; one more ends the run."""
     nan_hooks: Literal["first", "always", "off"] = option("first", free=True)
     """Find the module that made a step non-finite: rerun the first such step with hooks, always hook (slow), or off."""
-    spike_rule: Literal["mad", "none"] = "mad"
-    """A loss is a spike if it exceeds the median by 6 robust deviations and by half (mad); none: nothing is."""
-    spike_patience: int = option(3, least=1)
-    """Consecutive spikes after which the run rolls back to a checkpoint before them."""
+    spike_patience: int = option(3, least=0)
+    """Losses 6 robust deviations, and half, above the median that roll the run back if in a row; 0 disables."""
     spike_lr_factor: float = option(0.5, above=0, most=1)
     """Factor on the learning rate at each rollback."""
     max_rollbacks: int = option(3, free=True, least=0)

@@ -149,14 +149,14 @@ def _json(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
                     row, stop = scan(text, start)
                     text[start:stop].encode()
                     refuse_depth(row)
-                    if (entries := sum(text.count(each, start, stop) for each in "[{,")) > _ENTRIES:
-                        raise UsageError(f"{where}: has {entries:,} entries; at most {_ENTRIES:,} are read")
                 except UnicodeEncodeError:
                     raise UsageError(f"{where}: {_NOT_UTF8}") from None
                 except (ValueError, RecursionError) as error:
                     if piece and len(text) - start < _MOST_OBJECT and isinstance(error, json.JSONDecodeError):
                         break  # the next piece has the rest of it
                     raise UsageError(f"{where}: not JSON of at most {_MOST_OBJECT:,} characters: {error}") from None
+                if (entries := sum(text.count(each, start, stop) for each in "[{,")) > _ENTRIES:
+                    raise UsageError(f"{where}: has {entries:,} entries; at most {_ENTRIES:,} are read")
                 yield _object(row, where, "\\u" in text[start:stop])
                 number, place = number + 1, stop
             text = text[place:].lstrip()

@@ -447,7 +447,7 @@ def plan_run(config: DistillConfig, job: Job | None, free: float | None) -> Plan
     own = config.parallel
     if world_size() == 1 and (own.parallel != "auto" or own.teacher_parallel != "auto" or own.shard_size is not None):
         log.info("one process holds everything: --parallel, --teacher-parallel and --shard-size are for torchrun")
-    return choose(own, world_size(), online=config.teacher is not None, job=job, free=free)
+    return choose(own, world_size(), online=config.online, job=job, free=free)
 
 
 def fitting_micro_batch(config: DistillConfig, job: Job | None, free: float | None) -> int:
@@ -478,7 +478,7 @@ def job_of(
     on_gpu = device.type == "cuda"
     how = {"seq_len": seq_len, "mode": mode, "on_gpu": on_gpu, "freeze_head": config.freeze_head}
     measured = student_footprint(student, vocab_size, **how)
-    if measured is None or (config.teacher is not None and teacher is None):
+    if measured is None or (config.online and teacher is None):
         return None
     narrow, quantization = head_dtype(mode), config.quantization
     rows = chunk_rows(measured.vocabulary, measured.width, narrow or torch.float32, device.type)

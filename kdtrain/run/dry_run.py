@@ -44,7 +44,7 @@ def main(config: DistillConfig) -> int:
         if (path := start.recipe.loads) is not None:
             start.load(path)
         with raise_on_all_ranks():
-            begins = _begins(config, start, trial.live is None)
+            begins = _begins(config, start, trial.recipe.live is None)
         log.info("built the run; two steps, a validation forward and a save follow")
         table = {"run": str(config.out), "begins": begins, **_plan(trial.run), **_estimates(trial), **_capture(trial)}
     show(f"distill {config.out}, dry run", table, config.json)
@@ -157,7 +157,7 @@ def _estimates(trial: Trial) -> dict[str, Any]:
 
 def _capture(trial: Trial) -> dict[str, Any]:
     """What the run requests from a server meanwhile, at the rate of the trial's first sequences."""
-    if (live := trial.live) is None:
+    if (live := trial.recipe.live) is None:
         return {}
     rate, sequences = live.rate, live.planned + len(trial.trainer.validation_source)
     hours = round(sequences / rate / 3600, 4) if rate else None

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from kdtrain.config import DistillConfig, sections, shareable, written
+from kdtrain.config.removed import renewed
 from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import (
@@ -53,9 +54,6 @@ from kdtrain.run.path_kind import is_run as is_run
 from kdtrain.tokenizers.view import viewed_cache
 from kdtrain.training.state import read_saved
 
-_FIXED = {"quantization": {"quant_max_switches": 20}}
-"""Deciding options of earlier versions, with the value that they have now."""
-
 TOKENIZER = "tokenizer"
 """The folder of the tokenizer for the exported student."""
 _SECTIONS = {"run", *(each.name for each in dataclasses.fields(DistillConfig) if dataclasses.is_dataclass(each.type))}
@@ -71,18 +69,18 @@ _LINKS = ("checkpoints/best", "checkpoints/latest")
 _LIBRARIES = ["kdtrain", "torch", "transformers", "datasets", "h5py", "hdf5plugin", "numpy", "safetensors", "torchao"]
 
 
-def holds_run(config: DistillConfig) -> bool:
-    """Return whether `config.out` holds an earlier run.
+def holds_run(config: DistillConfig, resume: str | None = None) -> bool:
+    """Return whether `config.out` holds an earlier run. resume: instead of `--resume`.
 
     UsageError: it holds something else, a run that `--resume never` would overwrite, or one that cannot be moved aside,
     because the command needs what is in it.
     """
-    out = config.out
+    out, resume = config.out, resume or config.checkpoint.resume
     if not check_out(out):
         return False
-    if config.checkpoint.resume == "never" and not config.checkpoint.overwrite:
+    if resume == "never" and not config.checkpoint.overwrite:
         raise UsageError(f"--out {out} holds a run; name another folder, or add --overwrite to move it aside")
-    if config.checkpoint.resume == "never":
+    if resume == "never":
         refuse_displacing(out, _needed(config))
     else:
         refuse_displacing(out / "student", {})  # which the export replaces, perhaps after days
@@ -99,15 +97,15 @@ def _needed(config: DistillConfig) -> dict[str, Path | str | None]:
     return needed
 
 
-def claim_folder(config: DistillConfig) -> bool:
+def claim_folder(config: DistillConfig, resume: str | None = None) -> bool:
     """Return whether to resume an earlier run in `config.out`; with `--resume never` move it aside.
 
     UsageError: as `holds_run`, or the user declines.
     """
-    if not holds_run(config):
+    if not holds_run(config, resume):
         return False
-    out = config.out
-    if config.checkpoint.resume == "never":
+    out, resume = config.out, resume or config.checkpoint.resume
+    if resume == "never":
         real = out.resolve()
         log.info("the earlier run was moved to %s", set_aside(real.parent, real.name, "old"))
         return False
@@ -115,7 +113,7 @@ def claim_folder(config: DistillConfig) -> bool:
     for path in (out / name for name in _LINKS):
         if path.exists() and not path.is_symlink():
             raise UsageError(f"{path} is not a link, and the run needs that name for one; move it away")
-    explicit = config.checkpoint.yes or config.checkpoint.resume != "auto"
+    explicit = config.checkpoint.yes or resume != "auto"
     if explicit or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return True
     print(f"{out} holds an earlier run. Resume it? [Y/n] ", end="", file=sys.stderr, flush=True)
@@ -160,7 +158,7 @@ def saved_rate(config: DistillConfig, out: Path, resume: str) -> float | None:
 def _saved(out: Path, resume: str) -> Iterator[dict[str, Any]]:
     """The states of the checkpoint that `--resume` would take for `out`, and of others of its run, if they are read."""
     folder = out / "checkpoints"
-    with suppress(OSError):  # `holds_run` says what is wrong with the folder
+    with suppress(OSError):  # `holds_run` names what is wrong with the folder
         named = [] if resume in ("auto", "never") else [folder / resume, Path(resume)]
         own = [] if resume == "never" else sorted(folder.glob("*-*"), reverse=True)
         for path in (*named, *own):
@@ -229,12 +227,15 @@ def changes(
     for section, table in deciding(config).items():
         before = {each.name: written(each, each.default) for home, each in fields_of(DistillConfig) if home == section}
         table = {name: before[name] for name in later & before.keys()} | table
-        before |= _FIXED.get(section, {}) | saved.get(section, {})
-        if before.get("fp8_recipe") == "current":
-            before["fp8_recipe"] = "tensorwise"  # its other name in earlier versions
-        for name, value in (table | _FIXED.get(section, {})).items() if only in (None, section) else ():
-            if name not in but and before[name] != value:
-                found.append(f"{flag(name)} (was {before[name]}, now {value})")
+        earlier = renewed("distill", saved.get(section, {}))
+        before |= earlier.table
+        if only in (None, section):
+            found += earlier.refused
+            found += [
+                f"{flag(name)} (was {before[name]}, now {value})"
+                for name, value in table.items()
+                if name not in but and before[name] != value
+            ]
     return found
 
 
@@ -344,10 +345,11 @@ HANDOVER = 120.0
 
 
 @contextmanager
-def run_lock(config: DistillConfig) -> Iterator[bool]:
+def run_lock(config: DistillConfig, resume: str | None = None) -> Iterator[bool]:
     """Keep other launches out of `config.out` during the block; yield whether an earlier run is resumed.
 
     Every rank must enter it; rank 0 claims the folder. A folder that it makes and that stays empty is removed.
+    resume: as for `holds_run`.
 
     UsageError: another process trains there, the folder cannot be made, or `claim_folder` refuses it. RunError: the
     folder is not writable.
@@ -355,9 +357,9 @@ def run_lock(config: DistillConfig) -> Iterator[bool]:
 
     def enter() -> bool:
         with making(config.out):
-            holds_run(config)  # a refusal changes nothing
+            holds_run(config, resume)  # a refusal changes nothing
             _lock(config.out, held)
-            if resumes := claim_folder(config):
+            if resumes := claim_folder(config, resume):
                 sweep(config.out)
             if not config.out.exists():  # an earlier run was moved aside together with the lock file
                 _lock(config.out, held)

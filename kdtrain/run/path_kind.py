@@ -1,4 +1,4 @@
-"""What a path is: a run and whether it trains, a checkpoint, or a cache; told from its files, without torch."""
+"""What a path is: a run and whether it trains, a checkpoint, or a cache; seen from its files, without torch."""
 
 from pathlib import Path
 from typing import NotRequired, TypedDict

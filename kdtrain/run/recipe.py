@@ -1,13 +1,12 @@
 """What a run is, resolved once from its options before a model is loaded.
 
-`resolve` reads each spec and the manifest of the cache once, chooses number formats, micro-batch and memory plan, fills
-in the bounds of T, and refuses what cannot work before the folder of the run is touched. A run without a cache then
-packs its text once into a cache of bare tokens in its own folder: all runs read in the same way and the same order, in
-constant memory, and a resumed run does not tokenize again.
+`resolve` reads each spec and the manifest of the cache once, plans the data, chooses number formats, micro-batch and
+memory plan, fills in the bounds of T, and refuses what cannot work before the folder of the run is touched. It then
+takes the folder, loads an online teacher, and prepares the data.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,19 +16,18 @@ import numpy as np
 import torch
 
 from kdtrain.cache.address import parse_address
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.build.live_capture import LiveCache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.self_check import look
 from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
 from kdtrain.config.rates import WORDS, Kind, Rate, rate_of
 from kdtrain.errors import UsageError
-from kdtrain.files import set_aside
 from kdtrain.imports import optional
 from kdtrain.models.adapters import is_adapter, read_adapter
 from kdtrain.models.attention import resolve_attention
 from kdtrain.models.frozen import refuse_weights
-from kdtrain.models.loading import is_model_folder, load_tokenizer, with_weights_of
+from kdtrain.models.loading import is_model_folder, with_weights_of
 from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.objective.batch import Batch
@@ -46,17 +44,13 @@ from kdtrain.parallel.memory_plan import (
 from kdtrain.precision.backends import Formats, formats_of
 from kdtrain.precision.modes import why_not_compile, why_not_tf32
 from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, reported, world_size
-from kdtrain.run.build_cache import TEXT, build_tokens, holds_tokens
-from kdtrain.run.folder import deciding, restarted, saved_attention, saved_rate
-from kdtrain.run.tokenizer_view import across, align, open_view
+from kdtrain.run.data_plan import plan_data
+from kdtrain.run.folder import deciding, restarted, run_lock, saved_attention, saved_rate
 from kdtrain.tables import short
 from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
 from kdtrain.teaching.teacher import MEASURED
-from kdtrain.tokenizers.view import viewed_cache
 from kdtrain.training.schedule import total_steps
-from kdtrain.training.sources.build import open_source
-from kdtrain.training.sources.mixture import mix
-from kdtrain.training.sources.source import Facts, Source, SourceRequest
+from kdtrain.training.sources.source import Facts, Source
 
 LEARNED_RANGE = (2 / 3, 4.0)
 """Default bounds of a learnable T: far above them T^2 KL rises again without limit."""
@@ -83,6 +77,8 @@ class Recipe:
     """The online teacher, loaded and not yet sharded."""
     sources: dict[str, Source]
     """The splits train and validation."""
+    live: LiveCache | None
+    """The capture that goes on while the run reads it."""
     formats: Formats
     plan: Plan
     micro: int
@@ -157,21 +153,15 @@ class Recipe:
                 raise
 
 
-def resolve(
-    given: DistillConfig,
-    device: torch.device,
-    claim: Callable[[DistillConfig], bool],
-    earlier: Path | None = None,
-    live: Cache | None = None,
-) -> Recipe:
-    """Resolve the options of a run, inside `run_device`, and load its teacher; writes only the tokens of `--data`.
+def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier: Path | None = None) -> Recipe:
+    """Resolve the options of a run, inside `run_device` and `same_ranks`, and load its teacher.
 
-    claim: takes the folder of the run, and returns whether it already holds this run; called after all refusals that do
-    not need the folder.
-    earlier: the folder of the run that would be resumed, which keeps attention and rate; by default `given.out`.
-    live: the cache of `given`, if it is captured while the run reads it.
+    It writes the data of the run alone. The folder is locked after all refusals that do not need it.
 
-    UsageError: data, cache, student or options do not fit together.
+    held: releases the folder's lock, and ends a capture.
+    earlier: for a trial, whose folder nobody else has: that of the run, whose attention and rate it would keep.
+
+    UsageError: data, cache, student or options do not fit together. RunError: the folder cannot be written.
     """
     restart = on_main(lambda: restarted(given))
     checkpoint = replace(given.checkpoint, resume="auto") if restart else given.checkpoint
@@ -184,16 +174,14 @@ def resolve(
             LOGGERS.get(name).ready(text)
         student, formats = student_spec(given), formats_of(given.precision, given.quantization, device)
         student = _with_base_weights(given, student, formats, device)
-        taught_by = None if given.teacher is None else teacher_spec(given.teacher, student)
-        if taught_by is not None:
-            held = given.teacher_weights, "--teacher-weights", given.parallel.teacher_parallel
-            taught_by = with_weights(taught_by, *held)
-        teacher = None if taught_by is None else open_online_teacher(taught_by, device, formats.high)
-        apart = across(given, student, teacher)
-        sources = {}
-        if given.data.data is None and apart is None:
-            sources = open_sources(given, given.cache if live is None else [live])
-        facts = sources["train"].facts if sources else apart
+        teacher = None
+        if given.teacher is not None and given.online:
+            spec = teacher_spec(given.teacher, student)
+            spec = with_weights(spec, given.teacher_weights, "--teacher-weights", given.parallel.teacher_parallel)
+            teacher = open_online_teacher(spec, device, formats.high)
+    data = plan_data(given, student, teacher, device, held, trial=earlier is not None)
+    with raise_on_all_ranks():
+        facts = data.facts
         seq_len, size = (given.data.seq_len, None) if facts is None else (facts.seq_len, facts.vocab_size)
         masked, compiles = given.data.document_mask if facts is None else facts.document_mask, _compiles(given, device)
         attention = (saved if student.attention == "auto" else None) or student.attention
@@ -201,59 +189,47 @@ def resolve(
             attention, device, formats.high, compiled=compiles, length=seq_len, document_mask=masked
         )
         student = replace(student, attention=attention)
-        asked = None if teacher is None else teacher.footprint(seq_len)
+        footprint = None if teacher is None else teacher.footprint(seq_len)
         size = teacher.vocab_size if size is None and teacher is not None else size
-        job = job_of(given, formats.high, device, student, seq_len, size, asked)
+        job = job_of(given, formats.high, device, student, seq_len, size, footprint)
         micro = _micro_batch(given, job, free)
         plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
-        if apart is not None and teacher is not None and plan.teacher == "fsdp":
+        if facts is not None and facts.alignment is not None and teacher is not None and plan.teacher == "fsdp":
             raise UsageError(
                 "a teacher with another tokenizer reads other numbers of rows on each rank, and cannot be sharded; use "
                 "--teacher-parallel replicate, or a cache"
             )
-        objective = _with_bounds(given.objective, facts, teacher is not None)
+        with_bounds(given.objective, facts, teacher is not None)
         parameters = None if job is None else job.student.parameters
         if job is None and given.optimizer.lr == "auto" and rate is None:
             parameters = student_parameters(student, size)
         lr, lr_from = _learning_rate(given, student, parameters, rate)
-        optimizer = replace(given.optimizer, lr=lr)
-        config = replace(given, objective=objective, optimizer=optimizer, checkpoint=checkpoint)
     on_main(lambda: _look(given))
-    resumed = claim(config)
+    resumed = held.enter_context(run_lock(given, checkpoint.resume)) if earlier is None else False
     if teacher is not None:
         with raise_on_all_ranks():  # before its text is packed, which may take hours
             teacher.load(sharded=plan.teacher == "fsdp")
             teacher.check(seq_len, masked)
-    if apart is not None:
+    sources, rows = data.prepare(resumed)
+    with raise_on_all_ranks():
+        objective = with_bounds(given.objective, sources["train"].facts, teacher is not None)
         if teacher is not None:
-            on_main(lambda: str(_tokens(config, student, teacher, resumed)))
-        on_main(lambda: align(config, student, resumed))
-        with raise_on_all_ranks():
-            sources = open_view(config)
-    if not sources:
-        folder = on_main(lambda: str(_tokens(config, student, teacher, resumed)))
-        with raise_on_all_ranks():
-            sources = open_sources(given, [folder])
-            if given.source != "cache":  # it may have targets of its own
-                objective = _with_bounds(given.objective, sources["train"].facts, teacher is not None)
-                config = replace(config, objective=objective)
-    if teacher is not None:
-        with raise_on_all_ranks():
-            rows = sources["validation"] if apart is None else open_sources(given, [config.out / "data"])["validation"]
             teacher.pack(_first_rows(rows, micro) if is_main() else (), document_mask=rows.facts.document_mask)
+    optimizer = replace(given.optimizer, lr=lr)
     return Recipe(
         given=given,
-        config=config,
+        config=replace(given, **data.options, objective=objective, optimizer=optimizer, checkpoint=checkpoint),
         lr_from=lr_from,
         device=device,
         resumed=resumed,
         student=student,
         teacher=teacher,
         sources=sources,
+        live=data.live,
         formats=formats,
         plan=plan,
         micro=micro,
-        total=total_steps(config, len(sources["train"])),
+        total=total_steps(given, len(sources["train"])),
         compiles=compiles,
     )
 
@@ -264,23 +240,23 @@ def run_device(config: DistillConfig) -> Iterator[torch.device]:
 
     UsageError: this machine does not have the device, or the device has no TF32.
     """
-    asked, memory = config.precision, cast(Any, torch.utils.deterministic)
-    if asked.deterministic:
+    options, memory = config.precision, cast(Any, torch.utils.deterministic)
+    if options.deterministic:
         # cuBLAS is deterministic only with this, and reads it once: it must be there before the first call of CUDA
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = pick_device(config.device)
-    if asked.tf32 and (why := why_not_tf32(device)) is not None:
+    if options.tf32 and (why := why_not_tf32(device)) is not None:
         error = UsageError(f"--tf32 cannot be used on {device}: {why}; leave it out")
         raise error if device.type == "cuda" else reported(error)
     with ExitStack() as before:
-        if asked.deterministic:
+        if options.deterministic:
             warns = torch.is_deterministic_algorithms_warn_only_enabled()
             enabled = torch.are_deterministic_algorithms_enabled()
             before.callback(torch.use_deterministic_algorithms, enabled, warn_only=warns)
             before.callback(setattr, memory, "fill_uninitialized_memory", memory.fill_uninitialized_memory)
             torch.use_deterministic_algorithms(True)  # also makes inductor choose kernels without timing them
             memory.fill_uninitialized_memory = False  # it would fill each new tensor, and nothing reads that
-        if asked.tf32:
+        if options.tf32:
             before.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             # not `torch.backends.cuda.matmul.fp32_precision`, under which inductor fails
             torch.set_float32_matmul_precision("high")
@@ -302,20 +278,6 @@ def student_spec(config: DistillConfig) -> ModelSpec:
     if folder is not None and model:
         student = with_weights_of(folder, student)
     return replace(student, lora=_lora(config, student))
-
-
-def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) -> dict[str, Source]:
-    """The splits train and validation of the caches in `places`, or of another --source."""
-    caches: list[Cache | None] = [
-        each if isinstance(each, Cache) else open_cache(each, config.local_limit) for each in places
-    ] or [None]
-    found: dict[str, list[Source]] = {}
-    for split in ("train", "validation"):
-        requests = (SourceRequest(split=split, cache=each, seed=config.seed) for each in caches)
-        found[split] = [open_source(config.source, each) for each in requests]
-    if len(caches) > 1:
-        return mix(found, config.cache_weights or None)
-    return {split: members[0] for split, members in found.items()}
 
 
 def _look(config: DistillConfig) -> None:
@@ -413,7 +375,7 @@ def _micro_batch(config: DistillConfig, job: Job | None, free: float | None) -> 
     return micro
 
 
-def _with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) -> ObjectiveConfig:
+def with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) -> ObjectiveConfig:
     """Return `objective` with default bounds of T; refuse what the targets are not good for.
 
     facts: of the data, if they are known; None for text that is not packed yet.
@@ -482,20 +444,3 @@ def _compiles(config: DistillConfig, device: torch.device) -> bool:
     if reason is not None:
         log.info("not compiled: %s; the run is slower, with the same result to rounding", reason)
     return reason is None
-
-
-def _tokens(config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None, resumed: bool) -> Path:
-    """Build the run's own cache of bare tokens with the teacher's tokenizer, or without a teacher the student's."""
-    tokenizer = load_tokenizer(student) if teacher is None else teacher.tokenizer
-    width = len(tokenizer) if teacher is None else teacher.vocab_size
-    folder = config.out / TEXT
-    if not resumed and viewed_cache(folder) is not None:  # of an earlier attempt across tokenizers
-        set_aside(config.out, folder.name, "left")
-    try:
-        build_tokens(folder, config.data, tokenizer, width)
-    except UsageError:
-        if resumed or not holds_tokens(folder):
-            raise
-        set_aside(config.out, folder.name, "left")  # the tokens of an earlier attempt with other options
-        build_tokens(folder, config.data, tokenizer, width)
-    return folder

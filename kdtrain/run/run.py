@@ -336,8 +336,8 @@ class Run:
                 where = error.filename or self.out
                 text = f"{where}: {error.strerror or error}; published checkpoints are intact{advice(error)}"
             with suppress(OSError):  # the error may be a full disk
-                step, said = self.trainer.state.progress.step, reason(error)
-                self.trainer.writers.event("failure", step, "error", reason=said, message=text)
+                step, why = self.trainer.state.progress.step, reason(error)
+                self.trainer.writers.event("failure", step, "error", reason=why, message=text)
             with suppress(OSError):
                 end_log(text)
             result = self.result(reason(error), text)

@@ -126,7 +126,7 @@ def base_spec(state: Mapping[str, Any], base: ModelSpec | None) -> ModelSpec:
     try:
         found = read_spec(typed(options.get("run", {}).get("student"), str))
         if found.trust_remote_code:
-            raise UsageError(f"{found.name} has trust_remote_code = true, which a run is not asked for")
+            raise UsageError(f"{found.name} has trust_remote_code = true, which a run may not turn on")
         folder = options.get("checkpoint", {}).get("load")
         if isinstance(folder, str) and is_model_folder(Path(folder)):
             found = with_weights_of(Path(folder), found)

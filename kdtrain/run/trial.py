@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from kdtrain.cache.build.live_capture import LiveCache
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, making
 from kdtrain.files import hidden_folder
@@ -23,7 +22,6 @@ from kdtrain.run.build import build
 from kdtrain.run.folder import check_out
 from kdtrain.run.recipe import resolve, run_device
 from kdtrain.run.run import Run
-from kdtrain.run.server_capture import captured
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.step import Status
 
@@ -38,10 +36,8 @@ class TimedStep(NamedTuple):
 class Trial:
     """A run that is tried out, and what it would write into `out`."""
 
-    def __init__(self, run: Run, out: Path, live: LiveCache | None = None) -> None:
+    def __init__(self, run: Run, out: Path) -> None:
         self.run, self.recipe, self.trainer, self.out = run, run.recipe, run.trainer, out
-        self.live = live
-        """What it asks a server for."""
 
     def timed_steps(self, count: int) -> list[TimedStep]:
         """Take the next steps of the run. RunError: the loss or a gradient is non-finite."""
@@ -76,16 +72,17 @@ def trial_run(config: DistillConfig) -> Iterator[Trial]:
     RunError: the folder of `--out` cannot be written.
     """
     silent = replace(config.monitor, log_to="none", on_event=None)
-    with run_device(config) as device, same_ranks(config, device), trial_folder(config.out) as folder:
-        hidden = replace(config, out=folder, monitor=silent)
-        with captured(hidden, device, trial=True) as (used, live):
-            run = build(resolve(used, device, claim=lambda _: False, earlier=config.out, live=live))
-            run.open()
-            try:
-                yield Trial(run, config.out, live)
-            finally:
-                run.trainer.saver.close()
-                run.trainer.writers.close()
+    with ExitStack() as held:
+        device = held.enter_context(run_device(config))
+        held.enter_context(same_ranks(config, device))
+        hidden = replace(config, out=held.enter_context(trial_folder(config.out)), monitor=silent)
+        run = build(resolve(hidden, device, held, earlier=config.out))
+        run.open()
+        try:
+            yield Trial(run, config.out)
+        finally:
+            run.trainer.saver.close()
+            run.trainer.writers.close()
 
 
 @contextmanager

@@ -157,7 +157,7 @@ class SpikeDetector(Watcher[_Clean]):
     @classmethod
     def of(cls, config: GuardsConfig) -> "SpikeDetector":
         """Return the detector with these options."""
-        return cls(config.spike_rule, config.spike_patience)
+        return cls("mad" if config.spike_patience else "none", config.spike_patience)
 
     @property
     def suspicious_since(self) -> int | None:

@@ -205,7 +205,7 @@ class Reporter:
 
     def shows_gradients(self, number: int) -> bool:
         """Whether histograms of step `number` are due."""
-        return _due(number, self.config.monitor.histogram_freq)
+        return _due(number, self.config.monitor.eval_freq)
 
     def gradients(self, number: int) -> None:
         """After clipping, before the optimizer's step: write histograms where they are due."""

@@ -1,6 +1,8 @@
 """The layers of a teacher are compiled on a GPU; here a CPU passes for one, and the back end generates no code."""
 
 import functools
+from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,7 +61,7 @@ def test_an_online_teacher_is_compiled_with_its_student_and_answers_the_same(wor
     for option in ("--compile", "--no-compile"):
         graphs.clear()
         words = [str(word) for word in (*run[1:], option, "--out", f"run{option}", "--batch-size", 8)]
-        recipe = resolve(cli.parse("distill", words), torch.device("cpu"), claim=lambda used: False)
+        recipe = resolve(cli.parse("distill", words), torch.device("cpu"), ExitStack(), Path("none"))
         source = build.build(recipe).trainer.stepper.source
         hidden[option] = source.read(np.arange(8)).targets.hidden
         assert len(graphs) == (option == "--compile"), option

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from kdtrain import cli
 from kdtrain.commands import distill
 from kdtrain.precision import modes
 from kdtrain.run import build, recipe, trial
+from kdtrain.run.data_plan import TextData, open_sources
 
 RUN = ("--cache", "cache", "--student", "student.toml", "--out", "x", "--batch-size", "8", "--precision", "fp32")
 
@@ -18,7 +20,7 @@ RUN = ("--cache", "cache", "--student", "student.toml", "--out", "x", "--batch-s
 def built(*options):
     """The run of these options, which has not started."""
     config = cli.parse("distill", [*RUN, *options])
-    return build.build(recipe.resolve(config, torch.device("cpu"), claim=lambda used: False))
+    return build.build(recipe.resolve(config, torch.device("cpu"), ExitStack(), config.out))
 
 
 @pytest.mark.parametrize("option, mode", [("max-autotune", "max-autotune-no-cudagraphs"), ("reduce-overhead",) * 2])
@@ -107,7 +109,7 @@ def test_tf32_is_refused_by_one_line_where_it_cannot_work(workbench, monkeypatch
 def resolved(*options):
     """The recipe of a run in bf16."""
     config = cli.parse("distill", [*RUN, "--precision", "bf16", *options])
-    return recipe.resolve(config, torch.device("cpu"), claim=lambda used: False)
+    return recipe.resolve(config, torch.device("cpu"), ExitStack(), config.out)
 
 
 def test_a_new_run_takes_the_faster_attention_and_a_resumed_one_that_of_its_checkpoint(workbench, monkeypatch):
@@ -124,8 +126,9 @@ def test_a_new_run_takes_the_faster_attention_and_a_resumed_one_that_of_its_chec
     text = ("--data", "text.txt", "--student", "student.toml", "--precision", "bf16", "--out", "z", "--batch-size", "8")
     for more, expected in ((), "eager"), (("--document-mask",), "sdpa"), (("--seq-len", "257"), "sdpa"):
         config = cli.parse("distill", [*text, "--seq-len", "32", "--num-workers", "0", *more])
-        monkeypatch.setattr(recipe, "_tokens", lambda *known: workbench.root / "cache")
-        assert recipe.resolve(config, torch.device("cpu"), claim=lambda used: False).student.attention == expected
+        sources = open_sources(config, ["cache"])
+        monkeypatch.setattr(TextData, "prepare", lambda *_: (sources, sources["validation"]))  # noqa: B023
+        assert recipe.resolve(config, torch.device("cpu"), ExitStack(), config.out).student.attention == expected
     begun = ("distill", *RUN, "--precision", "bf16", "--steps", "2")
     assert workbench.call(*begun, "--no-compile", "--log-to", "none")[0] == 0
     assert attention() == "sdpa" and attention("--resume", "never", "--overwrite") == "eager"

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,9 @@ def test_each_spec_and_the_manifest_are_read_once_in_a_run(workbench, monkeypatc
 
 def test_a_recipe_cannot_be_changed_and_its_options_are_those_of_the_trainer(workbench):
     config = cli.parse("distill", ["--cache", "cache", *STUDENT, "--out", "x", "--batch-size", "8"])
-    claimed = []
-    recipe = resolve(config, torch.device("cpu"), claim=lambda used: bool(claimed.append(used)))
-    assert recipe.given is config and claimed == [recipe.config] and not recipe.resumed
+    with ExitStack() as held:
+        recipe = resolve(config, torch.device("cpu"), held)
+    assert recipe.given is config and not recipe.resumed
     assert config.objective.temperature_min is None and recipe.config.objective.temperature_min is not None
     assert build(recipe).trainer.config is recipe.config
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -19,7 +19,6 @@ from kdtrain.config import (
     DistillConfig,
     ObjectiveConfig,
     OptimizerConfig,
-    PrecisionConfig,
     sections,
 )
 from kdtrain.errors import UsageError
@@ -262,16 +261,12 @@ def test_an_option_that_the_checkpoint_does_not_know_had_its_default():
 
 def test_the_options_of_an_earlier_version_resume_unless_one_that_is_fixed_now_had_another_value():
     saved = deciding(config_of("o"))
-    saved["guards"] |= {"spike_factor": 3.0}
-    saved["quantization"] |= {"quant_max_switches": 20}
-    saved["precision"] |= {"fp8_recipe": "current"}
-    saved["checkpoint"] |= {"auto_resume": True, "keep_aside": 7}
-    fp8 = PrecisionConfig(precision="fp8", fp8_recipe="tensorwise")
-    saved["precision"] |= {"precision": "fp8"}
-    refuse_changes(saved, config_of("o", precision=fp8), Path("o"), "step-00000004")
-    saved["quantization"]["quant_max_switches"] = 5
-    with pytest.raises(UsageError, match=r"other options: --quant-max-switches \(was 5, now 20\) \(in step"):
-        refuse_changes(saved, config_of("o", precision=fp8), Path("o"), "step-00000004")
+    saved["guards"] |= {"spike_rule": "mad"}
+    saved["objective"] |= {"temperature_schedule": "linear"}
+    refuse_changes(saved, config_of("o"), Path("o"), "step-00000004")
+    saved["guards"]["spike_rule"] = "none"
+    with pytest.raises(UsageError, match=r"other options: --spike-rule is gone: .*--spike-patience 0.* \(in step"):
+        refuse_changes(saved, config_of("o"), Path("o"), "step-00000004")
 
 
 def test_the_written_configuration_is_read_back_by_the_command(tmp_path):

@@ -200,7 +200,7 @@ def test_an_object_of_json_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "name, bounds, words",
     [
-        ("a.json", {"_ENTRIES": 50}, "row 0: has 101 entries; at most 50 are read"),
+        ("a.json", {"_ENTRIES": 50}, "row 0: has 102 entries; at most 50 are read"),
         ("a.jsonl", {"_ENTRIES": 50}, "line 1: not JSON: it has more than 50 entries"),
         ("a.csv", {"LARGE": 100}, "line 2 has more than 100 characters"),
         ("a.jsonl", {"LARGE": 100}, "line 1: has more than 100 bytes"),

@@ -14,7 +14,7 @@ from kdtrain.checkpoint.store import load
 _HOW = ("--steps", 14, "--lr", 1e-5, "--lr-schedule", "constant", "--warmup-steps", 0, "--batch-size", 6, "--alpha", 0)
 _RULE = ("--time-resume", "--quant-rule", "loss", "--quant-loss-threshold", 9, "--quant-window-size", 4)
 _DWELL = ("--quant-min-dwell", 5)
-_QUIET = ("--no-compile", "--log-to", "none", "--spike-rule", "none", "--eval-freq", 14)
+_QUIET = ("--no-compile", "--log-to", "none", "--spike-patience", 0, "--eval-freq", 14)
 _RISING = "train.loss:x2.5:5-8"
 
 

@@ -148,7 +148,7 @@ def test_two_ranks_capture_before_they_train_and_one_reads_what_they_captured(be
     assert asked("pair", stand_in, *few, "--steps", 4, "--json").json["steps"] == 4
     assert [line["step"] for line in bench.metrics("pair")] == [1, 2, 3, 4]
     refused = asked("pair", stand_in, *few, "--steps", 4, "--resume", "never", "--overwrite")
-    assert refused.code == 2 and "--resume never would move aside what the server said" in refused.refusal()
+    assert refused.code == 2 and "--resume never would move aside the server's answers" in refused.refusal()
 
 
 def test_a_file_that_may_have_been_downloaded_cannot_name_a_server(bench):

@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def main() -> None:
         with mock.patch.object(module, "formats_of", formats):
             options = [*OPTIONS, "--out", f"{kind}-{gathered}", "--parallel", kind]
             config = cli.parse("distill", options)
-            built = build(module.resolve(config, torch.device("cpu"), claim=lambda used: False))
+            built = build(module.resolve(config, torch.device("cpu"), ExitStack(), Path("none")))
         built.open()
         with Counted() as seen:
             losses[gathered] = torch.tensor([each.numbers["loss"] for each in Trial(built, Path()).timed_steps(3)])

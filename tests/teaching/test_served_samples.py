@@ -1,5 +1,6 @@
 """Samples from inside a server's engine, and text that a server writes: the cache of the local teacher, or one line."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import kdtrain as kd
 from kdtrain.cache.engine_samples import SampleRequest, sample
 from kdtrain.config import DataConfig, ObjectiveConfig, RunServerConfig, TextConfig
-from kdtrain.run.server_capture import captured
+from kdtrain.run.data_plan import plan_data
 from tests.captures import PREFLIGHT, samples_of
 
 
@@ -95,11 +96,15 @@ def test_samples_that_are_wrong_once_are_asked_for_again_and_always_end_the_capt
         samples_of(plugin, "other", server_patience=0.3)
 
 
+def planned(config):
+    return plan_data(config, None, None, torch.device("cpu"), ExitStack())
+
+
 def test_the_student_itself_is_no_teacher_behind_a_server():
     server = RunServerConfig(teacher_server=("http://host/v1",))
     config = kd.DistillConfig(student="s", out="o", teacher="self", data=DataConfig(data="text.txt"), server=server)
     with pytest.raises(kd.UsageError, match="--teacher self is the student, which no server runs"):
-        captured(config, torch.device("cpu")).__enter__()
+        planned(config)
 
 
 def test_a_run_that_cannot_learn_from_what_a_server_gives_is_refused_before_it_is_asked():
@@ -109,8 +114,8 @@ def test_a_run_that_cannot_learn_from_what_a_server_gives_is_refused_before_it_i
         return kd.DistillConfig(student="s", out="o", teacher="t", **given)
 
     with pytest.raises(kd.UsageError, match="--tail drop would throw away the 50 samples"):
-        captured(config(ObjectiveConfig(tail="drop"), server_num_samples=50), torch.device("cpu")).__enter__()
+        planned(config(ObjectiveConfig(tail="drop"), server_num_samples=50))
     with pytest.raises(kd.UsageError, match=r"--tail .* needs a cache with samples"):
-        captured(config(ObjectiveConfig(tail="sampled")), torch.device("cpu")).__enter__()
+        planned(config(ObjectiveConfig(tail="sampled")))
     with pytest.raises(kd.UsageError, match="--server-num-samples are instead of --server-top-k"):
         config(server_num_samples=50, server_top_k=32)

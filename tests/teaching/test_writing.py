@@ -151,8 +151,8 @@ def test_a_model_that_steps_with_other_logits_than_it_scores_with_is_refused(mon
     def wrong(*given, **named):
         if padded:  # padding is seen
             named["attention_mask"] = None
-        elif named.get("attention_mask") is None and named["input_ids"].shape[1] == 1:  # a wrong place, without padding
-            named["position_ids"] = named["position_ids"] * 0
+        elif named.get("attention_mask") is None and named["input_ids"].shape[1] == 1:  # a prompt is forgotten
+            named |= {"past_key_values": None, "use_cache": False}
         return forward(*given, **named)
 
     monkeypatch.setattr(teacher.model.model, "forward", wrong)

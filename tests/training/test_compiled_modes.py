@@ -28,7 +28,7 @@ GENERATED = ("fp8 by torchao", "mxfp4")
 """The back ends whose code is generated; the graphs of the others are traced and run as they are."""
 STEPS, STOPPED_IN_FALLBACK, STOPPED_QUANTISED = 15, 3, 5
 MODEL = {"num_hidden_layers": 1, "intermediate_size": 48}
-CALM = {"lr": 1e-3, "lr_schedule": "constant", "spike_rule": "none", "checkpoint_freq": 1, "keep_rolling": 50}
+CALM = {"lr": 1e-3, "lr_schedule": "constant", "spike_patience": 0, "checkpoint_freq": 1, "keep_rolling": 50}
 
 
 class EachSecond(PrecisionController):

@@ -77,9 +77,9 @@ def test_norm_clip_and_update_move_thirty_six_bytes_a_parameter_and_not_forty_ei
 
 def test_histograms_show_clipped_gradients_and_change_no_bit(workshop, on_gpu, monkeypatch):
     shown = {}
-    for name, wanted, freq in (("passes", False, 2), ("folded", True, 2), ("unseen", True, 0)):
+    for name, wanted, freq in (("passes", False, 2), ("folded", True, 2), ("unseen", True, 4)):
         on_gpu(wanted)
-        with workshop.run(name, steps=3, clip=0.05, histogram_freq=freq) as run:
+        with workshop.run(name, steps=3, clip=0.05, eval_freq=freq) as run:
             shown[name] = []
             monkeypatch.setattr(
                 run.writers,

@@ -26,7 +26,7 @@ CALM = {
     "lr": 1e-5,
     "lr_schedule": "constant",
     "alpha": 0.0,
-    "spike_rule": "none",
+    "spike_patience": 0,
     "max_skips": 20,
     "nan_hooks": "off",
     "keep_special": 50,

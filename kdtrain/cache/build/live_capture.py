@@ -1,6 +1,6 @@
 """A cache that is captured while a run reads it, such as that of a server's answers.
 
-The text is packed first, so every sequence has its number, and its place in the run's order, before a teacher is asked.
+The text is packed first, so every sequence has its number, and its place in the run's order, before a teacher answers.
 The training split is stored in the order of the run's first epoch, and captured in it by a thread, at most `AHEAD`
 shards beyond what was read. Readers ask for sequences by their numbers in the text (`_LiveReader`), and wait for the
 shard: the batches are those of a cache that was captured before, whatever the speed of the teacher. A published shard
@@ -42,11 +42,11 @@ AHEAD = 4
 """Shards after the one that is read that are captured ahead."""
 _POLL = 0.1
 _ABANDON = 5.0
-"""Seconds for which an answer of the teacher is waited for that nobody wants any more."""
+"""Seconds to wait for the last answer of a capture that is cancelled."""
 
 
 class _Abandoned(Exception):
-    """Nobody wants the capture any more."""
+    """Cancels the capture thread."""
 
 
 class LiveCache(Cache):
@@ -55,7 +55,7 @@ class LiveCache(Cache):
     Args:
         seed: of the run, whose first epoch gives the order.
         planned: n -> sequences that the run reads in its first epoch.
-        capture: builds the cache, with the rows of `begin`, and tells `progress`; called in a thread, or by `open`.
+        capture: builds the cache, with the rows of `begin`, and calls `progress`; runs in a thread, or by `open`.
         trial: capture only what is read, and of validation the first shard.
         whole: capture all that is planned in `open`, which every rank calls.
         asked_to_stop: whether a reader must not wait any longer.
@@ -81,14 +81,14 @@ class LiveCache(Cache):
         self._error: BaseException | None = None
         self._begun = self._ending = self._abandoned = False
         self._wanted = -1
-        """The last shard of the training split that was asked for."""
+        """The last shard of the training split that was requested."""
         self._done = 0
         """Sequences that are published: all of validation, then those of train."""
         self.planned = 0
         """Sequences of the training split that the run reads in its first epoch."""
         self._first: float | None = None
         self.rate = 0.0
-        """Sequences a second, since the teacher was first asked."""
+        """Sequences a second, since the teacher's first answer."""
 
     def open(self) -> None:
         """Begin the capture, and return when it is known what it will be. UsageError, RunError: as `capture`."""
@@ -246,7 +246,7 @@ class LiveCache(Cache):
         return max(0, self._wanted, min(planned - 1, self._wanted + AHEAD))
 
     def _progress(self, done: int, _: int | None) -> None:
-        """Take what the builder says between two batches: after a shard is published it counts all of it."""
+        """Take what the builder reports between two batches: after a shard is published it counts all of it."""
         now = time.monotonic()
         with self._changed:
             if self._abandoned:

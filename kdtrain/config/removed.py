@@ -1,0 +1,72 @@
+"""Options that earlier versions had: what answers on a command line, in a file of `--config`, and in a checkpoint.
+
+Each stands here once, in `REMOVED`. A file or a checkpoint in which a removed option has the value that is fixed today
+is read; any other use ends with exit code 2 and what replaces the option. docs/upgrading.md has the list for people.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from kdtrain.config.values import flag
+
+
+class Removed(NamedTuple):
+    """What answers for an option that is gone, or for one of its values."""
+
+    answer: str
+    """The rest of the message that begins with the flag: what replaces it, and what to type."""
+    default: Any = None
+    """The value that is fixed today, with which a file is read. None: no file holds it."""
+    of: Collection[str] = ()
+    """The commands that had it; empty: all that took it."""
+    becomes: Mapping[str, Any] | None = None
+    """Of a value: the options of today that say the same, by which a file is read; None: it is refused."""
+
+
+_RUNS = ("distill", "find-lr")
+REMOVED: dict[str, Removed] = {
+    "temperature_schedule": Removed("is gone: a schedule of T is linear; leave it out", "linear", _RUNS),
+    "histogram_freq": Removed("is gone: histograms are logged with each validation; use --eval-freq", 250, _RUNS),
+    "spike_rule": Removed("is gone: --spike-patience 0 disables the guard", "mad", _RUNS),
+}
+"""The name of an option (`spike_rule`), or its name and a value (`precision int4`) -> what answers."""
+
+
+def removed_from(command: str) -> dict[str, Removed]:
+    """The entries for a command, such as `distill`."""
+    name = command.removeprefix("kdtrain ")
+    return {key: each for key, each in REMOVED.items() if not each.of or name in each.of}
+
+
+def answers(command: str, given: Iterable[tuple[str, Any]]) -> list[str]:
+    """What replaces those options of a command line, each with its value, that are gone."""
+    known = removed_from(command)
+    keys = [key for name, value in given for key in (name, name.removeprefix("no_"), f"{name} {value}")]
+    return [f"{flag(key)} {known[key].answer}" for key in dict.fromkeys(keys) if key in known]
+
+
+class Renewed(NamedTuple):
+    """A table of options of an earlier version, in today's names."""
+
+    table: dict[str, Any]
+    """The options of today."""
+    changed: list[str]
+    """One line for each option that is fixed or called otherwise today, at a value that changes nothing."""
+    refused: list[str]
+    """One line for each whose value has no place today."""
+
+
+def renewed(command: str, table: Mapping[str, Any]) -> Renewed:
+    """`table`, a section of a file or of a checkpoint, as today's version reads it."""
+    known, result = removed_from(command), Renewed({}, [], [])
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        entry = known.get(f"{name} {value}") or known.get(name)
+        if entry is None:
+            result.table[key] = value
+        elif entry.becomes is not None or (entry.default is not None and value == entry.default):
+            result.table.update(entry.becomes or {})
+            result.changed.append(f"{name} = {value}: {flag(name)} {entry.answer}")
+        else:
+            result.refused.append(f"{flag(f'{name} {value}' if f'{name} {value}' in known else name)} {entry.answer}")
+    return result

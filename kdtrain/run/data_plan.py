@@ -1,0 +1,205 @@
+"""What a run reads: planned before its folder is touched, and prepared in it. One class for each kind of data.
+
+A run without a cache packs its text once into a cache of bare tokens in its own folder: all runs read in the same way
+and the same order, in constant memory, and a resumed run does not tokenize again. A run whose teacher is behind a
+server reads a cache in its own folder too, which is captured while the student trains (`cache.build.live_capture`):
+there is one way to train from a server's answers, and they can be resumed, reused and audited as any cache.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from kdtrain.cache.build.live_capture import LiveCache
+from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.remote import open_cache
+from kdtrain.config import CacheTeacherConfig, CodecConfig, DataConfig, DistillConfig, RunServerConfig, ServerConfig
+from kdtrain.errors import UsageError
+from kdtrain.files import set_aside
+from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.spec import SELF, ModelSpec
+from kdtrain.objective.divergence import refuse
+from kdtrain.ranks import on_main, raise_on_all_ranks, world_size
+from kdtrain.run.build_cache import SERVED, TEXT, build_tokens, holds_tokens
+from kdtrain.run.capture import capture
+from kdtrain.run.folder import check_out, restarted
+from kdtrain.run.tokenizer_view import across, align, open_view
+from kdtrain.teaching.online import OnlineTeacher
+from kdtrain.tokenizers.view import viewed_cache
+from kdtrain.training.schedule import total_steps
+from kdtrain.training.signals import asked_to_stop
+from kdtrain.training.sources.build import open_source
+from kdtrain.training.sources.mixture import mix
+from kdtrain.training.sources.source import Facts, Source, SourceRequest
+
+_STEPS, _MOST = 16, 256
+"""Steps of a shard, and sequences at most: the student's first step waits for one, and the server rests between two."""
+
+
+class DataPlan(Protocol):
+    """Where the sequences of a run come from."""
+
+    facts: Facts | None
+    """None for text, of which more is known when it is packed."""
+    live: LiveCache | None
+    """The capture that goes on while the run reads it."""
+    options: dict[str, Any]
+    """Options in place of those given, with which the run would read the same data again."""
+
+    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
+        """The splits train and validation, and sequences for validation in the teacher's own tokens.
+
+        Every rank calls it, once the folder is the run's. resumed: whether that holds an earlier part of this run.
+
+        UsageError, RunError: the data cannot be read, or do not fit the options.
+        """
+        ...
+
+
+class CachedData:
+    """One cache or a mixture of several, one that is captured while it is read, or another --source without text."""
+
+    def __init__(self, config: DistillConfig, caches: Sequence[str | Cache], **options: Any) -> None:
+        self.sources, self.options = open_sources(config, caches), options
+        self.facts: Facts | None = self.sources["train"].facts
+        self.live = next((each for each in caches if isinstance(each, LiveCache)), None)
+
+    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
+        """Nothing is left to do."""
+        return self.sources, self.sources["validation"]
+
+
+class TextData:
+    """Text, packed with the tokenizer of an online teacher, or without one of the student."""
+
+    facts: Facts | None = None
+
+    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None) -> None:
+        self.live: LiveCache | None = None
+        self.options: dict[str, Any] = {}
+        self.config, self.student, self.teacher = config, student, teacher
+
+    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
+        """Pack the text; set aside what an earlier attempt with other options packed, unless a run has read it."""
+        folder = self.config.out / TEXT
+
+        def pack() -> None:
+            tokenizer = load_tokenizer(self.student) if self.teacher is None else self.teacher.tokenizer
+            width = len(tokenizer) if self.teacher is None else self.teacher.vocab_size
+            if not resumed and viewed_cache(folder) is not None:  # of an earlier attempt across tokenizers
+                set_aside(self.config.out, folder.name, "left")
+            try:
+                build_tokens(folder, self.config.data, tokenizer, width)
+            except UsageError:
+                if resumed or not holds_tokens(folder):
+                    raise
+                set_aside(self.config.out, folder.name, "left")
+                build_tokens(folder, self.config.data, tokenizer, width)
+
+        on_main(pack)
+        with raise_on_all_ranks():
+            sources = open_sources(self.config, [str(folder)])
+        return sources, sources["validation"]
+
+
+class AlignedData(TextData):
+    """A cache, or an online teacher's own text, in the tokens of a student with another tokenizer."""
+
+    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None, facts: Facts) -> None:
+        super().__init__(config, student, teacher)
+        self.facts = facts
+
+    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
+        """Pack the text of an online teacher, and make the view in the student's tokens."""
+        text = None if self.teacher is None else super().prepare(resumed)
+        on_main(lambda: align(self.config, self.student, resumed))
+        with raise_on_all_ranks():
+            sources = open_view(self.config)
+        return sources, sources["validation"] if text is None else text[1]
+
+
+def plan_data(
+    config: DistillConfig,
+    student: ModelSpec,
+    teacher: OnlineTeacher | None,
+    device: torch.device,
+    held: ExitStack,
+    trial: bool = False,
+) -> DataPlan:
+    """Plan the data of `config`. Every rank calls it.
+
+    teacher: an online one. held: ends a capture. trial: a server answers for what is read only.
+
+    UsageError, RunError: the data cannot be read; as `cache_teacher`.
+    """
+    if config.server.teacher_server:
+        return _served_data(config, device, held, trial)
+    with raise_on_all_ranks():
+        if (facts := across(config, student, teacher)) is not None:
+            return AlignedData(config, student, teacher, facts)
+        return TextData(config, student, teacher) if config.data.data is not None else CachedData(config, config.cache)
+
+
+def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) -> dict[str, Source]:
+    """The splits train and validation of the caches in `places`, or of another --source."""
+    caches: list[Cache | None] = [
+        each if isinstance(each, Cache) else open_cache(each, config.local_limit) for each in places
+    ] or [None]
+    found: dict[str, list[Source]] = {}
+    for split in ("train", "validation"):
+        requests = (SourceRequest(split=split, cache=each, seed=config.seed) for each in caches)
+        found[split] = [open_source(config.source, each) for each in requests]
+    if len(caches) > 1:
+        return mix(found, config.cache_weights or None)
+    return {split: members[0] for split, members in found.items()}
+
+
+def _served_data(config: DistillConfig, device: torch.device, held: ExitStack, trial: bool) -> CachedData:
+    """Begin to capture what a server answers into a cache in the run's folder; a finished one requests nothing."""
+    assert config.teacher is not None
+    if config.teacher == SELF:
+        raise UsageError(f"--teacher {SELF} is the student, which no server runs; leave --teacher-server out")
+    on_main(lambda: _refuse_moving(config))
+    samples, objective = config.server.server_num_samples, config.objective
+    top_k = 0 if samples else config.server.server_top_k
+    if objective.distils:  # several ranks capture all before they train
+        refuse(objective.divergence, objective.tail, top_k=top_k, num_samples=samples)
+    capture_config = CacheTeacherConfig(
+        teacher=config.teacher,
+        out=config.out / SERVED,
+        data=config.data,
+        codec=CodecConfig(top_k=top_k, num_samples=samples or None),
+        server=ServerConfig(**{each.name: getattr(config.server, each.name) for each in fields(ServerConfig)}),
+        sequences_per_shard=(4 if trial else _STEPS) * min(config.batch_size, _MOST // _STEPS),
+    )
+
+    def capture_all(live: LiveCache) -> None:
+        capture(capture_config, device, live)
+        on_main(lambda: None)  # rank 0 writes the manifest after the others have finished
+
+    live = LiveCache(
+        capture_config.out,
+        seed=config.seed,
+        planned=lambda sequences: min(sequences, total_steps(config, sequences) * config.batch_size),
+        capture=capture_all,
+        trial=trial,
+        whole=world_size() > 1,
+        asked_to_stop=asked_to_stop,
+    )
+    held.callback(live.close)
+    live.open()
+    cache, data = (str(capture_config.out),), DataConfig(num_workers=config.data.num_workers)
+    return CachedData(config, [live], cache=cache, teacher=None, data=data, server=RunServerConfig())
+
+
+def _refuse_moving(config: DistillConfig) -> None:
+    """UsageError: `config.out` holds something else, or a run that would be moved away with the server's answers."""
+    if check_out(config.out) and config.checkpoint.resume == "never" and not restarted(config):
+        raise UsageError(
+            f"--out {config.out} holds a run, and --resume never would move aside the server's answers with it; name "
+            "another folder"
+        )
