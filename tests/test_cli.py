@@ -401,9 +401,7 @@ def test_an_error_of_a_command_becomes_one_line_and_its_exit_code(monkeypatch, c
     assert len(stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "command", ["cache-teacher", "demo", "distill", "import", "merge", "prune", "push", "subset", "verify"]
-)
+@pytest.mark.parametrize("command", ["cache-teacher", "demo", "distill", "merge", "prune", "push", "subset", "verify"])
 def test_an_interrupted_command_that_resumes_says_so(monkeypatch, capsys, command):
     monkeypatch.setattr(cli, "parse", lambda *words, **options: None)
     module = command.replace("-", "_")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig, Weights
 from kdtrain.config.teachers import ServerConfig, TextConfig
@@ -87,13 +87,6 @@ class CacheTeacherConfig(Extended):
 
     EXTENDED = "cache-teacher"
     EXAMPLES = ("kdtrain cache-teacher --teacher teachers/stdlib-5m.toml --data stdlib --out cache/t",)
-    OLD: ClassVar[dict[str, tuple[str, Any]]] = {
-        "from_logprobs": (
-            "is now kdtrain import FILE --layout prompt-logprobs --teacher NAME --tokenizer SPEC --out FOLDER",
-            None,
-        ),
-    }
-    """Options of earlier versions, and what replaces them."""
 
     def _refuse_no_prompts(self) -> None:
         """Refuse options that do not go with text by the teacher."""
@@ -163,11 +156,6 @@ class MergeConfig(Options):
         super().__post_init__()
         refuse(len(self.caches) < 2, "nothing to merge; give two or more caches")
         refuse_own(self.out, self.caches)
-
-    OLD: ClassVar[dict[str, tuple[str, Any]]] = {
-        "weights": ("is gone with the mixing of teachers; train on all with distill --cache-weights", None),
-    }
-    """Options of earlier versions, and what replaces them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,10 @@ class Removed(NamedTuple):
 
 
 _RUNS = ("distill", "find-lr")
+_IMPORT = "kdtrain import FILE --layout prompt-logprobs --teacher NAME --tokenizer SPEC --out FOLDER"
 REMOVED: dict[str, Removed] = {
+    "from_logprobs": Removed(f"is gone: use {_IMPORT}", None, ("cache-teacher",)),
+    "weights": Removed("is gone: train on all caches with kdtrain distill --cache-weights", None, ("merge",)),
     "temperature_schedule": Removed("is gone: a schedule of T is linear; leave it out", "linear", _RUNS),
     "histogram_freq": Removed("is gone: histograms are logged with each validation; use --eval-freq", 250, _RUNS),
     "spike_rule": Removed("is gone: --spike-patience 0 disables the guard", "mad", _RUNS),

@@ -167,6 +167,7 @@ class _Kept:
 
     def take(self, rows: np.ndarray, places: np.ndarray, labels: np.ndarray, logits_NV: Tensor) -> None:
         """As `Take`."""
+        self._device = logits_NV.device
         broken_N = ~logits_NV.amax(-1).isfinite()
         self.arrays["broken"][rows[broken_N.cpu().numpy()]] = True
         logits_NV = logits_NV.masked_fill_(broken_N[:, None], 0.0)
@@ -181,8 +182,9 @@ class _Kept:
         rest = np.argwhere(~rows.loss_mask)
         for part in (rest[start : start + BLOCK * len(rows)] for start in range(0, len(rest), BLOCK * len(rows))):
             labels = rows.tokens[part[:, 0], part[:, 1] + 1].astype(np.int64)
-            logits_NV = torch.full((len(part), self._spec.vocab_size), NOTHING)
-            self.take(part[:, 0], part[:, 1], labels, logits_NV.scatter_(1, torch.from_numpy(labels)[:, None], 0.0))
+            logits_NV = torch.full((len(part), self._spec.vocab_size), NOTHING, device=self._device)
+            logits_NV.scatter_(1, torch.from_numpy(labels)[:, None].to(self._device), 0.0)
+            self.take(part[:, 0], part[:, 1], labels, logits_NV)
 
 
 def log_first_texts(rows: ShardRows, settings: CacheSettings, seconds: float | None = None) -> None:

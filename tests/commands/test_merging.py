@@ -98,7 +98,7 @@ def test_what_makes_a_cache_ends_with_what_it_is_where_and_the_next_command(pair
         ),
         (("merge", "five", "--out", "x"), "give two or more caches"),
         (("merge", "five", "cache", "--out", "x"), "keep different things|only caches of samples|top-k of a sum"),
-        (("merge", "five", "ten", "--weights", "1,2", "--out", "x"), "--weights is gone .*--cache-weights"),
+        (("merge", "five", "ten", "--weights", "1,2", "--out", "x"), "--weights is gone.*--cache-weights"),
         (("merge", "five", "nowhere", "--out", "x"), "nowhere: no cache is there"),
         (("merge", "five", "five-more", "--out", "cache"), "holds a finished cache with other settings"),
         (("subset", "five", "--out", "x"), "one of them"),

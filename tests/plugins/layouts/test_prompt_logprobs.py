@@ -38,4 +38,4 @@ def test_a_student_learns_from_a_servers_log_probabilities(bench) -> None:
     assert "the cache is valid at T = 1 only; use --temperature-mode fixed" in learned.refusal()
     gone = bench.run("cache-teacher", "--teacher", "teacher", "--from-logprobs", "server.jsonl", "--out", "x")
     assert gone.code == 2
-    assert "--from-logprobs is now kdtrain import FILE --layout prompt-logprobs" in gone.refusal()
+    assert "--from-logprobs is gone: use kdtrain import FILE --layout prompt-logprobs" in gone.refusal()
