@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
-from kdtrain.cache.build.answers import Encode, Logits, StoredAnswers
+from kdtrain.cache.build.answers import Encode, Logits, ShardAnswers
 from kdtrain.cache.build.generated_text import finish_reasons
 from kdtrain.cache.build.shard_writer import ShardRows
 from kdtrain.cache.format.codec import draw_points, encode, grid_offset, uniforms
@@ -131,7 +131,7 @@ def continued(generate: Generate, rows: ShardRows, how: Writing, take: Take) -> 
     return replace(rows, tokens=draws.tokens_BT1, loss_mask=draws.mask_BT)
 
 
-class WrittenAnswers(StoredAnswers):
+class WrittenAnswers(ShardAnswers):
     """Text that the teacher writes behind the prompts of a batch, and the logits of the steps that wrote it.
 
     logits: a forward over whole sequences, which measures the fidelity.

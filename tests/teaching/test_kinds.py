@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kdtrain as kd
-from kdtrain.cache.build.answers import StoredAnswers
+from kdtrain.cache.build.answers import ShardAnswers
 from kdtrain.cache.format.codec import keep
 from kdtrain.config import CodecConfig, DataConfig
 from kdtrain.config.choices import TEACHERS
@@ -31,7 +31,7 @@ class Server(Teacher):
     asked: ClassVar[list[tuple[str, int, int]]] = []
 
     def answers(self, settings):
-        found = StoredAnswers()
+        found = ShardAnswers()
         found.rows = lambda rows: (rows, lambda: self.kept(rows, settings.codec))
         return found
 

@@ -6,7 +6,7 @@ Shape suffixes: B sequences, T positions, V vocabulary.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,25 +24,25 @@ Encode = Callable[[], Arrays]
 """What is kept of a batch, [B, T, ...], as `codec.encode_sequences` makes it; called in the thread that writes."""
 
 
-class ShardAnswers(Protocol):
-    """Fills a shard, a batch after the other."""
+class ShardAnswers:
+    """Fills a shard, a batch after the other; as it is, with what the rows bring (`PackedRow.kept`)."""
 
-    @property
-    def logits(self) -> Logits | None:
-        """For a measurement of the fidelity; None where whole distributions are not known."""
-
-    sharded: bool
+    logits: Logits | None = None
+    """For a measurement of the fidelity; None where whole distributions are not known."""
+    sharded = False
     """True when a forward needs all ranks."""
-    writes: bool
+    writes = False
     """True when the teacher continues the prompts of the rows."""
-    examine: Callable[[Batch], dict[str, Any]] | None
+    examine: Callable[[Batch], dict[str, Any]] | None = None
     """Makes the manifest's `capture` of the held sample."""
 
     def session(self, shard: ShardRows) -> AbstractContextManager[None]:
         """Entered around `rows` of all rows of a shard, in order; after an error at its end the shard is not kept."""
+        return nullcontext()
 
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
         """A batch, with what the teacher wrote into it if it does, and what encodes its answers."""
+        return rows, lambda: rows.kept
 
 
 class SideStream:
@@ -82,23 +82,7 @@ class SideStream:
                 self._stream.synchronize()
 
 
-class StoredAnswers:
-    """What the rows bring (`PackedRow.kept`); the other answers extend it."""
-
-    logits: Logits | None = None
-    sharded = writes = False
-    examine: Callable[[Batch], dict[str, Any]] | None = None
-
-    def session(self, shard: ShardRows) -> AbstractContextManager[None]:
-        """As `ShardAnswers.session`."""
-        return nullcontext()
-
-    def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
-        """As `ShardAnswers.rows`."""
-        return rows, lambda: rows.kept
-
-
-class LogitAnswers(StoredAnswers):
+class LogitAnswers(ShardAnswers):
     """A forward of a teacher for each batch; its logits are encoded while the next one runs.
 
     sharded: True when a forward needs all ranks.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kdtrain.cache.build import fidelity
-from kdtrain.cache.build.answers import StoredAnswers
+from kdtrain.cache.build.answers import ShardAnswers
 from kdtrain.cache.build.shard_writer import intact_record
 from kdtrain.cache.build.writer import CacheBuilder
 from kdtrain.cache.format import names as cache_format
@@ -104,7 +104,7 @@ class CacheWriter:
         self.sequences_per_shard = as_whole(sequences_per_shard, "sequences_per_shard", 1)
         self._lock = threading.RLock()  # a function that gives logits may close the writer
         self._builder: CacheBuilder | None = None
-        self._answers = StoredAnswers()
+        self._answers = ShardAnswers()
         self._there: dict[str, int] = {}
         """How many sequences the shard in work of a split has, where one is there already."""
         self._compared: dict[str, Shard] = {}

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from kdtrain import faults
 from kdtrain.cache.build import fidelity
-from kdtrain.cache.build.answers import Encode, LogitAnswers, Logits, ShardAnswers, StoredAnswers
+from kdtrain.cache.build.answers import Encode, LogitAnswers, Logits, ShardAnswers
 from kdtrain.cache.build.folder import open_folder
 from kdtrain.cache.build.generated_text import read_written
 from kdtrain.cache.build.publish import publish_manifest, read_sidecars, set_aside_others
@@ -101,10 +101,9 @@ class CacheBuilder:
         progress: Progress | None = None,
         all_ranks: bool = False,
     ) -> None:
-        if teacher is None or hasattr(teacher, "session"):
-            self.answers: ShardAnswers = teacher or StoredAnswers()  # type: ignore[assignment]
-        else:
-            self.answers = LogitAnswers(teacher, settings)
+        self.answers = ShardAnswers()
+        if teacher is not None:
+            self.answers = teacher if isinstance(teacher, ShardAnswers) else LogitAnswers(teacher, settings)
         assert self.answers.logits is None or settings.codec.kind != "tokens", "the codec 'tokens' has no teacher"
         self.folder, self.settings, self.batch_size = Path(folder), settings, batch_size
         self.rounds = Rounds(all_ranks, progress, (settings.teacher or {}).get("dtype"))

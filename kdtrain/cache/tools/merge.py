@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kdtrain.cache.build.answers import Encode, StoredAnswers
+from kdtrain.cache.build.answers import Encode, ShardAnswers
 from kdtrain.cache.build.rank_rounds import Progress
 from kdtrain.cache.build.shard_writer import ShardRows
 from kdtrain.cache.build.writer import CacheBuilder
@@ -82,7 +82,7 @@ def _sum(caches: Sequence[Cache], out: Path, settings: CacheSettings, progress: 
     return there
 
 
-class _Added(StoredAnswers):
+class _Added(ShardAnswers):
     """The samples of several caches of the same rows, added."""
 
     def __init__(self, caches: Sequence[Cache], shares: Sequence[float], settings: CacheSettings) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kdtrain.cache.build.answers import Encode, ShardAnswers, StoredAnswers
+from kdtrain.cache.build.answers import Encode, ShardAnswers
 from kdtrain.cache.build.shard_writer import ShardRows
 from kdtrain.cache.format.codec import CodecSpec, decode
 from kdtrain.cache.format.compression import Arrays
@@ -384,7 +384,7 @@ class ServedTeacher(Teacher):
         )
 
 
-class _ServedAnswers(StoredAnswers):
+class _ServedAnswers(ShardAnswers):
     """What the servers answer, shard by shard."""
 
     def __init__(self, teacher: ServedTeacher, settings: CacheSettings) -> None:
