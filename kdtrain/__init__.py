@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from kdtrain.teaching.online import Teacher
     from kdtrain.teaching.teacher import register_teacher
     from kdtrain.tokenizers.alignment import Alignment
+    from kdtrain.training.optimizers import register_optimizer
     from kdtrain.training.sources.source import Facts, SourceRequest, register_source
     from kdtrain.training.student import Student
 
@@ -88,6 +89,7 @@ _HOME = {
     ),
     "kdtrain.precision.backends": ("quantize_", "register_backend"),
     "kdtrain.precision.controller": ("Policy", "PrecisionController"),
+    "kdtrain.training.optimizers": ("register_optimizer",),
     "kdtrain.training.sources.source": ("Facts", "SourceRequest", "register_source"),
     "kdtrain.teaching.online": ("Teacher",),
     "kdtrain.teaching.teacher": ("register_teacher",),
@@ -131,6 +133,7 @@ __all__ = [
     "register_command",
     "register_divergence",
     "register_logger",
+    "register_optimizer",
     "register_source",
     "register_tail",
     "register_teacher",

@@ -32,8 +32,8 @@ from kdtrain.cache.tools.merge_plan import MIXTURE
 from kdtrain.config import VerifyConfig
 from kdtrain.config.sections import Weights
 from kdtrain.errors import UsageError
-from kdtrain.models.loading import tokenizer_digest
 from kdtrain.models.spec import ATTENTIONS, DTYPES, read_spec
+from kdtrain.models.tokenizer import tokenizer_digest
 from kdtrain.monitor.progress import bar, log
 from kdtrain.objective.batch import Batch
 from kdtrain.precision.modes import MODES

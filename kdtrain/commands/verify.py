@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.address import parse_address
 from kdtrain.cache.read.remote import open_cache, open_remote
 from kdtrain.cache.tools.self_check import look
 from kdtrain.cache.tools.verify import repair, verify_cache
@@ -17,6 +16,7 @@ from kdtrain.commands.audit import audit
 from kdtrain.config import VerifyConfig
 from kdtrain.config.values import refuse
 from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.net.address import parse_address
 from kdtrain.run.build_cache import OWN, holds_own
 from kdtrain.run.path_kind import damage_of, kind_of
 from kdtrain.tables import number, show, show_page
@@ -38,7 +38,7 @@ def main(config: VerifyConfig) -> int:
         problems = _problems(config.path, kind)
     else:
         refuse(config.repair, f"--repair is for caches in folders; ask the author of {address}")
-        problems = verify_cache(config.path, open_remote(address, config.local_limit))
+        problems = verify_cache(config.path, open_remote(address))
     result: dict[str, Any] = {
         "path": path,
         "kind": kind,
@@ -70,7 +70,7 @@ def main(config: VerifyConfig) -> int:
 
 def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[Any]]:
     """The facts of a sound cache, and whether it can be right: a record, what is wrong, and a page."""
-    cache = open_cache(config.path, config.local_limit)
+    cache = open_cache(config.path)
     if config.teacher is not None:
         audited = audit(config, cache)
         return {"audit": audited.to_json()}, [audited.finding] if audited.finding else [], audited.page()

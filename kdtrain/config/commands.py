@@ -29,7 +29,7 @@ from kdtrain.config.sections import (
     Weights,
 )
 from kdtrain.config.teachers import RunServerConfig
-from kdtrain.config.values import LOCAL_LIMIT, USUAL_STEPS, Extended, Options, option, refuse
+from kdtrain.config.values import USUAL_STEPS, Extended, Options, option, refuse
 
 
 def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | None, data: DataConfig, to: str) -> None:
@@ -61,8 +61,6 @@ class DistillConfig(Extended):
     """A finished cache: a folder, hf:datasets/ORG/NAME[@REVISION] or https://...; again: a mixture."""
     cache_weights: tuple[float, ...] = option((), several=",", shown="X,X", above=0, later=True)
     """What a step draws of each --cache, as 3,1; by default in proportion to their sequences."""
-    local_limit: float = option(LOCAL_LIMIT, free=True, per_rank=True, above=0)
-    """GB of caches from elsewhere that are kept here."""
     cross_tokenizer: str | None = option(None, later=True, check=check_terms, shown="TERMS")
     """For a student of another tokenizer than the teacher's: cells, chunks, both, or auto (chunks if cells fail)."""
     special_tokens: tuple[str, ...] = option((), **SPECIAL_TOKENS)
@@ -238,8 +236,6 @@ class EvaluateConfig(Options):
     """A run, a checkpoint, an exported model folder, a TOML or a hub id."""
     cache: Path | None = option(None, once=True, reads="cache", brief="A cache, to compare with its teacher.")
     """A finished cache, also hf: or https://; its validation split unless --split is train."""
-    local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead.")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     cross_tokenizer: str | None = option(None, check=check_terms, shown="TERMS")
@@ -281,15 +277,13 @@ class InspectConfig(Options):
     """Show how a run is doing every ten seconds, and what is wrong, until it ends."""
     hardware: bool = False
     """Show devices, number formats and compilers of this machine instead."""
-    local: bool = False
-    """Show what is kept here of caches from elsewhere instead."""
     json: bool = False
     """Print one JSON object on stdout."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        nothing = self.path is None and not self.hardware and not self.local
-        refuse(nothing, "nothing to inspect; give a PATH, --local or --hardware")
+        nothing = self.path is None and not self.hardware
+        refuse(nothing, "nothing to inspect; give a PATH or --hardware")
         refuse(self.watch and self.json, "--watch prints lines for people; leave --json out")
 
 
@@ -304,8 +298,6 @@ class VerifyConfig(Options):
     """A cache (hf:datasets/ORG/NAME and https:// too), a run or a checkpoint."""
     repair: bool = False
     """Move the damaged shards of a cache aside, so that cache-teacher builds them again."""
-    local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, reads="teacher spec")
     """The teacher of the cache: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     rows: int = option(200, least=2, needs="teacher")
@@ -358,8 +350,6 @@ class PruneConfig(Options):
     """Number format of the forwards; auto is bf16 where the device has it."""
     device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
-    local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of caches from elsewhere that are kept here."""
     json: bool = False
     """Print one JSON object on stdout, logs on stderr."""
 
@@ -488,27 +478,6 @@ class PlotConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportConfig(Options):
-    """Write one page about runs, to read and to send: what was run, what differs, curves, samples, cost, limits."""
-
-    runs: tuple[Path, ...] = option((), positional=True, reads="path")
-    """Folders of runs; the others are compared with the first."""
-    out: Path
-    """The page to write, a name that ends in .html; it needs no network and no other file."""
-    title: str = "Runs of kdtrain"
-    """Its title."""
-    overwrite: bool = False
-    """Replace a file that is already there."""
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse(not self.runs, "no run to report on; give the folders of runs, such as runs/*")
-        refuse(self.out.suffix not in (".html", ".htm"), f"--out {self.out} must end in .html")
-
-
-@dataclass(frozen=True, kw_only=True)
 class CompletionConfig(Options):
     """Print a script that completes commands and options in bash, zsh or fish."""
 
@@ -532,7 +501,6 @@ COMMANDS = {
     "push": PushConfig,
     "compare": CompareConfig,
     "plot": PlotConfig,
-    "report": ReportConfig,
     "completion": CompletionConfig,
 }
 """The built-in commands: `kdtrain NAME` runs `main` of the module of that name in `kdtrain.commands`."""

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kdtrain.config.choices import BACKENDS, DIVERGENCES, IGNORES_T, LEARNS, LOGGERS, SCHEDULED, TAILS, TEMPERATURES
+from kdtrain.config.choices import (
+    BACKENDS,
+    DIVERGENCES,
+    IGNORES_T,
+    LEARNS,
+    LOGGERS,
+    OPTIMIZERS,
+    SCHEDULED,
+    TAILS,
+    TEMPERATURES,
+)
 from kdtrain.config.values import Options, flag, option, refuse
 from kdtrain.errors import UsageError
 
@@ -195,10 +205,12 @@ class ObjectiveConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Options):
-    """AdamW and the learning-rate schedule."""
+    """The optimizer and the learning-rate schedule."""
 
     lr: float | Literal["auto"] = option("auto", above=0, brief="Peak rate; kdtrain find-lr finds it.")
     """Peak learning rate; auto takes it by size from a table for fresh weights, pretrained ones and adapters."""
+    optimizer: str = option("adamw", check=OPTIMIZERS.check, later=True)
+    """What updates the weights: adamw, or the name of a package's."""
     min_lr: float = option(1e-6, least=0)
     """Learning rate at the end of a decay."""
     lr_schedule: Literal["cosine", "wsd", "constant"] = option("cosine", brief="cosine, wsd or constant.")

@@ -30,9 +30,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kdtrain.errors import UsageError
 from kdtrain.models.hub import config_of
-from kdtrain.models.loading import plain_config, savable_generation
+from kdtrain.models.loading import plain_config
 from kdtrain.models.scratch import configuration, new_model
 from kdtrain.models.spec import ModelSpec
+from kdtrain.models.tokenizer import savable_generation
 
 _FREE = re.compile("(?:dropout|pdrop)(?:_prob|_rate|_p)?|initializer_range|use_cache")
 """Keys of a [config] that a pruned model takes from its shape, because they are no part of the forward."""

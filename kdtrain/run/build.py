@@ -5,24 +5,23 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.format.manifest import refuse_tokenizer, refuse_vocabulary
-from kdtrain.models.adapters import restrict
+from kdtrain.cache.format.manifest import refuse_tokenizer
+from kdtrain.models.adapters import adapter_parts, restrict
 from kdtrain.models.attention import choose_kernel
-from kdtrain.models.ends import learn_ends
 from kdtrain.models.frozen import pack_student
-from kdtrain.models.head import SplitModel, split
+from kdtrain.models.head import SplitModel, router_weight, split
 from kdtrain.models.loading import (
     architecture,
     check_fits,
     checkpoint_activations,
-    digest_of,
     generation_settings,
     load_student,
-    load_tokenizer,
     vocabulary,
 )
-from kdtrain.models.router import router_weight
+from kdtrain.models.output_head import refuse_vocabulary
+from kdtrain.models.tokenizer import digest_of, learn_ends, load_tokenizer
 from kdtrain.monitor.progress import log
+from kdtrain.objective.hidden import HiddenPlan, plan_hidden_loss
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.parallel.parallelize import parallelize, shard
@@ -36,7 +35,6 @@ from kdtrain.run.agreement import agree, code, weights_digest
 from kdtrain.run.recipe import PARTS, Recipe
 from kdtrain.run.run import Run
 from kdtrain.teaching.online import OnlineTeacher
-from kdtrain.training.hidden_plan import HiddenPlan, plan_hidden_loss
 from kdtrain.training.observers import Observer, ObserverRequest, observers_of
 from kdtrain.training.schedule import decay_start
 from kdtrain.training.sources.build import build_source
@@ -138,7 +136,9 @@ def _quantize(recipe: Recipe, model: SplitModel) -> tuple[str, ...]:
     skip = {"skip_first": options.quant_skip_first, "skip_last": options.quant_skip_last}
     head, backend = model.model.get_output_embeddings(), formats.choice.backend
     whole = recipe.plan.student != "fsdp"  # else each rank would hold all quantised weights
-    return *formats.lines, str(convert(model.model, formats.switch, backend, head=head, hold=whole, **skip))
+    own = adapter_parts(model.model)
+    done = convert(model.model, formats.switch, backend, head=head, adapters=own, hold=whole, **skip)
+    return *formats.lines, str(done)
 
 
 def _collector(recipe: Recipe, model: SplitModel) -> Collector | None:

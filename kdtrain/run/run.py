@@ -13,10 +13,11 @@ import torch
 from kdtrain.cache.format.manifest import weights_line
 from kdtrain.errors import RunError, UsageError, advice, reason, writing
 from kdtrain.files import publish_text, set_aside
+from kdtrain.models.export import export_lock, export_model, is_export
 from kdtrain.models.frozen import whole_size
 from kdtrain.models.head import SplitModel
-from kdtrain.models.loading import export_lock, export_model, is_export, load_tokenizer, tokenizer_files
 from kdtrain.models.spec import ModelSpec, at_commit
+from kdtrain.models.tokenizer import byte_lengths, load_tokenizer, tokenizer_files
 from kdtrain.monitor.progress import end_log, formula, log, setup_logging
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, rank, world_size
 from kdtrain.run.folder import TOKENIZER, launch, used, write_description, write_tokenizer
@@ -113,7 +114,12 @@ class Run:
         """Open the trainer's logs; `init` is where the student's weights come from, None: as in its spec."""
         recipe, facts = self.recipe, self.recipe.facts
         tokenizer = None if facts.tokenizer is None else load_tokenizer(facts.tokenizer)
-        self.trainer.open(tokenizer, init=init or recipe.student.init, samples=facts.num_samples)
+        self.trainer.open(
+            tokenizer,
+            init=init or recipe.student.init,
+            samples=facts.num_samples,
+            byte_lengths=byte_lengths(facts.tokenizer),
+        )
 
     def end_on_event(self) -> None:
         """Let the commands for the last events end, if the logs were opened."""

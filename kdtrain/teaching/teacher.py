@@ -24,8 +24,8 @@ from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
 from kdtrain.config import CodecConfig, ServerConfig
 from kdtrain.config.choices import TEACHERS
 from kdtrain.errors import UsageError
-from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import ModelSpec
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.objective.batch import Batch
 from kdtrain.parallel.memory_plan import ModelFootprint
 from kdtrain.teaching.writing import Writing

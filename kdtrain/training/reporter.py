@@ -22,8 +22,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.config import DistillConfig
+from kdtrain.errors import first_sentence
 from kdtrain.models.generate import generate
-from kdtrain.models.hub import one_line
 from kdtrain.monitor.health import WINDOW, Signs, findings, free_mib, newest_mib
 from kdtrain.monitor.progress import Bar, Rate, StepText, log
 from kdtrain.monitor.watchers import ClippedShare, DataWait, LearnedSamples, MemoryGrowth, initial_loss
@@ -315,7 +315,9 @@ class Reporter:
             except Exception as error:  # NVML's bindings fail in many ways, without NVML or the permission to use it
                 self.utilization_known = False
                 missing = isinstance(error, ModuleNotFoundError)
-                why = "pip install 'kdtrain[gpu]' brings nvidia-ml-py, which reads it" if missing else one_line(error)
+                why = (
+                    "pip install 'kdtrain[gpu]' adds nvidia-ml-py, which reads it" if missing else first_sentence(error)
+                )
                 log.info("no gpu_utilization in metrics.jsonl: %s", why)
         return resources
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
 
+import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.checkpoint import tiers
@@ -34,12 +35,13 @@ from kdtrain.ranks import is_main, reported
 from kdtrain.training.checkpoints import Checkpoints
 from kdtrain.training.guards import Guards
 from kdtrain.training.observers import Observer
+from kdtrain.training.optimizers import make_optimizer
 from kdtrain.training.recovery import Next, Recovery
 from kdtrain.training.reporter import Reporter, Sampler
 from kdtrain.training.schedule import decay_steps, validation_interval, warmup_steps
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.sources.source import Source
-from kdtrain.training.state import TrainState, make_optimizer
+from kdtrain.training.state import TrainState
 from kdtrain.training.step import Status, Stepper, StepResult
 from kdtrain.training.student import Student
 from kdtrain.training.validate import calibration, summary, validate_members
@@ -106,6 +108,7 @@ class Trainer:
             observers=[*observers],
         )
         self.recovery = Recovery(config, self.state, self.stepper, self.checkpoints, self.reporter)
+        self.byte_lengths: np.ndarray | None = None
         self.stopped_by: str | None = None
         """The signal that ended training, or None."""
         # the time of this process is not part of the state
@@ -144,15 +147,24 @@ class Trainer:
         sequences = self.config.monitor.eval_batches * (self.config.micro_batch_given or self.config.batch_size)
         return sequences // self.stepper.micro
 
-    def open(self, tokenizer: PreTrainedTokenizerFast | None, *, init: str, samples: int = 0) -> None:
+    def open(
+        self,
+        tokenizer: PreTrainedTokenizerFast | None,
+        *,
+        init: str,
+        samples: int = 0,
+        byte_lengths: np.ndarray | None = None,
+    ) -> None:
         """Open the run's logs and metrics, at the current step.
 
         Args:
             tokenizer: turns tokens into text; without one there are no samples.
+            byte_lengths: see `validate`.
             init: where the student's weights come from, as in its spec.
             samples: entries drawn for a token of the targets.
         """
         progress, sampler = self.state.progress, None
+        self.byte_lengths = byte_lengths
         if tokenizer is not None:
             sampler = Sampler(self.student, self.validation_source, tokenizer, self.config.seed)
         self.reporter.open(progress.step, progress.validated_step, init=init, sampler=sampler, samples=samples)
@@ -220,9 +232,13 @@ class Trainer:
             RunError: the loss is non-finite before the first step, or no token counts.
         """
         progress, guards, source = self.state.progress, self.state.guards, self.validation_source
-        found = validate_members(
-            self.student.eval(), source, micro=self.stepper.micro, batches=self.validation_batches, read=stop.read
-        )
+        size = {
+            "micro": self.stepper.micro,
+            "batches": self.validation_batches,
+            "byte_lengths": self.byte_lengths,
+            "layout": self.stepper.layout,
+        }
+        found = validate_members(self.student.eval(), source, read=stop.read, **size)
         self.stepper.wrapper.reshard()
         if found is None:
             return Outcome.INTERRUPTED, math.nan

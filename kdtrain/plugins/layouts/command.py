@@ -14,8 +14,8 @@ from kdtrain.cache.tools.self_check import look
 from kdtrain.commands.cache_result import show_cache
 from kdtrain.errors import UsageError
 from kdtrain.files import json_digest
-from kdtrain.models.loading import ChatTokenizer, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.models.spec import read_spec
+from kdtrain.models.tokenizer import ChatTokenizer, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import bar, log, setup_logging
 from kdtrain.plugins.layouts import LAYOUTS, ImportConfig
 from kdtrain.plugins.layouts.build import build, sample, try_sample
