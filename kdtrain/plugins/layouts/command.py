@@ -17,10 +17,10 @@ from kdtrain.files import json_digest
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import ChatTokenizer, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import bar, log, setup_logging
-from kdtrain.plugins.layouts import LAYOUTS, ImportConfig
 from kdtrain.plugins.layouts.build import build, sample, try_sample
 from kdtrain.plugins.layouts.files import SourceFile, digests, open_source
 from kdtrain.plugins.layouts.layout import Layout
+from kdtrain.plugins.layouts.options import LAYOUTS, ImportConfig
 from kdtrain.plugins.layouts.rows import Cutter
 from kdtrain.run.folder import refuse_no_folder
 from kdtrain.tables import duration, number

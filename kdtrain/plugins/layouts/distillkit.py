@@ -34,8 +34,8 @@ from torch import Tensor
 from kdtrain.errors import UsageError
 from kdtrain.files import read_text, typed
 from kdtrain.imports import optional
-from kdtrain.plugins.layouts import ImportConfig
 from kdtrain.plugins.layouts.layout import MOST_ENTRIES, Columns, Entries, Layout, Record, register_layout
+from kdtrain.plugins.layouts.options import ImportConfig
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]

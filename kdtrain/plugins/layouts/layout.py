@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from kdtrain.errors import UsageError
-from kdtrain.plugins.layouts import LAYOUTS, ImportConfig
+from kdtrain.plugins.layouts.options import LAYOUTS, ImportConfig
 
 MOST_ENTRIES = 2**26
 """Most entries of a row, with shorter lists filled up: 512 a token in a row of 131,072."""

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from kdtrain.errors import UsageError
-from kdtrain.plugins.layouts import ImportConfig
 from kdtrain.plugins.layouts.layout import MOST_ENTRIES, Columns, Entries, Layout, Record, register_layout
+from kdtrain.plugins.layouts.options import ImportConfig
 
 
 @register_layout("topk-parquet")

@@ -10,10 +10,11 @@ import torch
 
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.errors import UsageError
-from kdtrain.plugins.layouts import ImportConfig, distillkit, files
+from kdtrain.plugins.layouts import distillkit, files
 from kdtrain.plugins.layouts.distillkit import DistillKit, coded_bytes, fit, read_compressor, unpack_bits
 from kdtrain.plugins.layouts.files import open_source
 from kdtrain.plugins.layouts.layout import Columns, Entries, Lists
+from kdtrain.plugins.layouts.options import ImportConfig
 from kdtrain.plugins.layouts.rows import Cutter, Tally, distributions
 from kdtrain.plugins.layouts.topk import TopK
 
