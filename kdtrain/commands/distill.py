@@ -13,7 +13,7 @@ from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.facts import closing_page
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, reported
-from kdtrain.run import dry_run, sanity
+from kdtrain.run import sanity, trial
 from kdtrain.run.agreement import same_ranks
 from kdtrain.run.build import build
 from kdtrain.run.recipe import resolve, run_device
@@ -28,15 +28,15 @@ def main(config: DistillConfig) -> int:
 
     UsageError: data, cache, student or options do not fit together. RunError: the training failed.
     """
-    trial = sanity.main if config.sanity else dry_run.main if config.dry_run else None
+    tried = sanity.main if config.sanity else trial.main if config.dry_run else None
     try:
         with interruptible():
-            if trial is not None:
-                return trial(config)
+            if tried is not None:
+                return tried(config)
             result = distill(config)
     except KeyboardInterrupt as interrupt:
         outside = "stopped while not training; the same command resumes"
-        log.info(outside if trial is None else "interrupted; the trial run is removed")
+        log.info(outside if tried is None else "interrupted; the trial run is removed")
         result = {"run": str(config.out), "stop_reason": "signal", "stopped_by": str(interrupt) or "SIGINT"}
     if config.json:
         show("", result, True)

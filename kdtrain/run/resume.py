@@ -149,7 +149,7 @@ class Start:
                 )
             names = {each.split()[0] for each in changes(saved, config, only="objective")}
             leave = [part for part, own in _KINDS.items() if names & {f"--{name.replace('_', '-')}" for name in own}]
-            self._load(checkpoint, path, leave=leave, memory=not restart)
+            self._load(checkpoint, path, leave=leave, memory=not restart, same_data=same_data)
         same_order = saved.get("run", {}).get("seed") == config.seed
         progress = trainer.state.progress
         cursor = progress.sequences if same_data and same_order else 0
