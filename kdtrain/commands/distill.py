@@ -17,7 +17,6 @@ from kdtrain.run import sanity, trial
 from kdtrain.run.agreement import same_ranks
 from kdtrain.run.build import build
 from kdtrain.run.recipe import resolve, run_device
-from kdtrain.run.resume import Start
 from kdtrain.run.run import Run
 from kdtrain.tables import show, show_page
 from kdtrain.training.signals import interruptible
@@ -91,9 +90,8 @@ def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) 
         stack.enter_context(same_ranks(config, device))
         recipe = resolve(config, device, stack)
         run = build(recipe)
-        trainer, start = run.trainer, Start(run)
-        loaded = start.resume_or_load()  # writes nothing yet, so that a refusal changes nothing
-        length = on_main(start.new_length) if recipe.resumed else None  # before environment.json has the new one
+        trainer, loaded = run.trainer, run.resume_or_load()  # writes nothing yet, so that a refusal changes nothing
+        length = on_main(run.new_length) if recipe.resumed else None  # before environment.json has the new one
         run.write_metadata()
         with run.recording_failure():
             stack.callback(run.end_on_event)  # after the last event

@@ -36,7 +36,6 @@ from kdtrain.run.agreement import same_ranks
 from kdtrain.run.build import build
 from kdtrain.run.folder import check_out, is_run
 from kdtrain.run.recipe import Recipe, resolve, run_device
-from kdtrain.run.resume import Start
 from kdtrain.run.run import Run
 from kdtrain.tables import show
 from kdtrain.training.schedule import decay_steps, warmup_steps
@@ -136,19 +135,18 @@ def main(config: DistillConfig) -> int:
     """
     setup_logging(quiet=not is_main())
     with trial_run(config) as trial:
-        start = Start(trial.run)
-        if (path := start.recipe.loads) is not None:
-            start.load(path)
+        if (path := trial.recipe.loads) is not None:
+            trial.run.load(path)
         with raise_on_all_ranks():
-            begins = _begins(config, start, trial.recipe.live is None)
+            begins = _begins(config, trial.run)
         log.info("built the run; two steps, a validation forward and a save follow")
         table = {"run": str(config.out), "begins": begins, **_plan(trial.run), **_estimates(trial), **_capture(trial)}
     show(f"distill {config.out}, dry run", table, config.json)
     return 0
 
 
-def _begins(config: DistillConfig, start: Start, known: bool) -> str:
-    """Where the run would start, given the present contents of its folder. known: whether its data are those there."""
+def _begins(config: DistillConfig, run: Run) -> str:
+    """Where the run would start, given the present contents of its folder."""
     if config.checkpoint.resume == "never" or not is_run(config.out):
         return "from the beginning" if config.checkpoint.load is None else f"with {config.checkpoint.load}"
     store = Store(config.out / "checkpoints")
@@ -161,8 +159,8 @@ def _begins(config: DistillConfig, start: Start, known: bool) -> str:
         if name is None:
             return "from the beginning"
         path = store.path(name)
-    if known:
-        start.refuse_changes(read_saved(path), config.out, path.name)
+    if run.recipe.live is None:  # whose data are not those in the folder
+        run.refuse_changes(read_saved(path), config.out, path.name)
     return f"at {path.name}"
 
 
