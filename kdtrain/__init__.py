@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from kdtrain.precision.controller import Policy, PrecisionController
     from kdtrain.teaching.teacher import Teacher, register_teacher
     from kdtrain.tokenizers.alignment import Alignment
+    from kdtrain.training.optimizers import register_optimizer
     from kdtrain.training.sources.source import Facts, SourceRequest, register_source
     from kdtrain.training.student import Student
 
@@ -87,6 +88,7 @@ _HOME = {
     ),
     "kdtrain.precision.backends": ("quantize_", "register_backend"),
     "kdtrain.precision.controller": ("Policy", "PrecisionController"),
+    "kdtrain.training.optimizers": ("register_optimizer",),
     "kdtrain.training.sources.source": ("Facts", "SourceRequest", "register_source"),
     "kdtrain.teaching.teacher": ("Teacher", "register_teacher"),
     "kdtrain.training.student": ("Student",),
@@ -129,6 +131,7 @@ __all__ = [
     "register_command",
     "register_divergence",
     "register_logger",
+    "register_optimizer",
     "register_source",
     "register_tail",
     "register_teacher",

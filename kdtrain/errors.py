@@ -73,6 +73,12 @@ def system_error(error: BaseException) -> OSError | None:
     return None
 
 
+def first_sentence(error: Exception) -> str:
+    """Return an exception's message up to the end of its first sentence, on one line."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    return re.split(r"(?<=[\w)'\"])[.;] (?=[A-Z])", line, maxsplit=1)[0][:240].rstrip(". ")
+
+
 def reason(error: BaseException) -> str:
     """The `reason` of a RunError; for another error `disk` if the disk is full, else `error`."""
     if isinstance(error, RunError):

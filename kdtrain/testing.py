@@ -16,7 +16,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from kdtrain.models.loading import export_model, load_student
+from kdtrain.models.export import export_model
+from kdtrain.models.loading import load_student
 from kdtrain.models.spec import ModelSpec
 
 END_OF_TEXT = "<|endoftext|>"

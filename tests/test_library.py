@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import kdtrain as kd
 from kdtrain import errors
-from kdtrain.cache.format.manifest import refuse_vocabulary
 from kdtrain.config import CheckpointConfig, CodecConfig, DataConfig, MonitorConfig, OptimizerConfig, PrecisionConfig
+from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.testing import tiny_model, tiny_tokenizer
 from tests.token_kinds import train
 

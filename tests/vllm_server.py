@@ -92,8 +92,9 @@ def worn(folder: Path) -> Path:
     """The shipped teacher with its weights rounded to 8 bits, saved in `folder`."""
     import torch
 
-    from kdtrain.models.loading import load_teacher, load_tokenizer
+    from kdtrain.models.loading import load_teacher
     from kdtrain.models.spec import read_spec
+    from kdtrain.models.tokenizer import load_tokenizer
 
     spec = read_spec(NAME, "teachers")
     model = load_teacher(spec, "cpu")

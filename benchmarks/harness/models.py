@@ -19,8 +19,8 @@ from benchmarks.harness import ATTENTION, TEACHER
 from kdtrain.config import DataConfig
 from kdtrain.data.packing import packed_rows
 from kdtrain.models.head import SplitModel, split
-from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.teaching.local import LocalTeacher
 
 VOCABULARY = 128_256

@@ -21,8 +21,8 @@ from benchmarks.harness.command import options
 from benchmarks.harness.machine import cpu_model
 from benchmarks.harness.timing import in_turn, medians, over
 from kdtrain.config.values import Options, option
-from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.output_head import OutputHead
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.objective.aligned import AlignedTargets
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.loss import distillation_loss

@@ -34,8 +34,8 @@ from benchmarks.harness.study import Study
 from kdtrain.cache.engine_samples import SampleRequest
 from kdtrain.config.values import Options, option
 from kdtrain.library import Cache
-from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
+from kdtrain.models.tokenizer import load_tokenizer
 
 RESULTS = Path(__file__).parents[1] / "results" / "engine_samples.json"
 TOP = (0, 16, 64)

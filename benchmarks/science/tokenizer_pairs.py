@@ -96,7 +96,7 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _load(folder: str) -> Any:
-    from kdtrain.models.loading import load_tokenizer
+    from kdtrain.models.tokenizer import load_tokenizer
 
     return load_tokenizer(folder)
 

@@ -24,11 +24,13 @@ def train(out: Path, spec: Path, view: Path, cache: Path, steps: int, lr: float,
     from kdtrain.config.sections import OptimizerConfig
     from kdtrain.data import order
     from kdtrain.library import Cache
-    from kdtrain.models.loading import export_model, load_student, tokenizer_files
+    from kdtrain.models.export import export_model
+    from kdtrain.models.loading import load_student
     from kdtrain.models.spec import read_spec
+    from kdtrain.models.tokenizer import tokenizer_files
     from kdtrain.tokenizers.view import View
+    from kdtrain.training.optimizers import make_optimizer
     from kdtrain.training.schedule import learning_rate
-    from kdtrain.training.state import make_optimizer
 
     source = View(view, Cache(cache))
     rows, taught = source["train"], source.cache["train"]

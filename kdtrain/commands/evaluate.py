@@ -15,14 +15,16 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.format.manifest import refuse_tokenizer, refuse_vocabulary
+from kdtrain.cache.format.manifest import refuse_tokenizer
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import EvaluateConfig
 from kdtrain.config.across import partners
 from kdtrain.errors import RunError, UsageError
-from kdtrain.models.loading import check_fits, digest_of, load_tokenizer
+from kdtrain.models.loading import check_fits
+from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.models.spec import read_spec
+from kdtrain.models.tokenizer import byte_lengths, digest_of, load_tokenizer
 from kdtrain.monitor.progress import bar, log, setup_logging
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
@@ -83,7 +85,14 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
                 shown.update(min(shown.done + config.batch_size, len(source)))
                 return action()
 
-            metrics = validate(measured.eval(), source, micro=config.batch_size, batches=None, read=read)
+            metrics = validate(
+                measured.eval(),
+                source,
+                micro=config.batch_size,
+                batches=None,
+                read=read,
+                byte_lengths=byte_lengths(facts.tokenizer),
+            )
         assert metrics is not None
         loss = summary(metrics)["loss"]
         if not metrics.tokens:
@@ -108,7 +117,7 @@ def _source(
     if across and tokenizer is not None:
         entries(config.student, load_tokenizer(tokenizer), vocab_size)
     if config.cache is not None:
-        cache, split = open_cache(config.cache, config.local_limit), config.data.split
+        cache, split = open_cache(config.cache), config.data.split
         apart = across and differ(config, own, cache.manifest.settings.tokenizer_digest)
         if tokenizer is None or not apart:
             yield build_source(CachedSource(cache[split]), device, vocab_size)

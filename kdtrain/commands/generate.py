@@ -15,9 +15,9 @@ from kdtrain.data.formats import Document
 from kdtrain.data.masks import Masks
 from kdtrain.data.packing import Encoder
 from kdtrain.errors import RunError, UsageError, printable
-from kdtrain.models.ends import end_tokens
 from kdtrain.models.generate import continue_text
-from kdtrain.models.loading import load_tokenizer, max_positions
+from kdtrain.models.loading import max_positions
+from kdtrain.models.tokenizer import end_tokens, load_tokenizer
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.precision.modes import autocast, pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes

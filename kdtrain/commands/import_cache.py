@@ -18,8 +18,8 @@ from kdtrain.config import ImportConfig
 from kdtrain.config.choices import LAYOUTS
 from kdtrain.errors import UsageError
 from kdtrain.files import json_digest
-from kdtrain.models.loading import ChatTokenizer, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.models.spec import read_spec
+from kdtrain.models.tokenizer import ChatTokenizer, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import bar, log, setup_logging
 from kdtrain.run.folder import refuse_no_folder
 from kdtrain.tables import duration, number

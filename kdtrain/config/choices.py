@@ -50,6 +50,12 @@ TEMPERATURES = Registry(
     },
     {"schedule": {SCHEDULED}, "likelihood": {LEARNS}, "adversarial": {LEARNS, MAXIMIZES}, "minimize": {LEARNS}},
 )
+OPTIMIZERS = Registry(
+    "--optimizer",
+    "kdtrain.optimizers",
+    "kdtrain.training.optimizers",
+    {"adamw": "AdamW with decoupled weight decay"},
+)
 BACKENDS = Registry(
     "--fp8-backend",
     "kdtrain.backends",

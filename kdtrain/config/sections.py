@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kdtrain.config.choices import BACKENDS, DIVERGENCES, IGNORES_T, LEARNS, LOGGERS, SCHEDULED, TAILS, TEMPERATURES
+from kdtrain.config.choices import (
+    BACKENDS,
+    DIVERGENCES,
+    IGNORES_T,
+    LEARNS,
+    LOGGERS,
+    OPTIMIZERS,
+    SCHEDULED,
+    TAILS,
+    TEMPERATURES,
+)
 from kdtrain.config.values import Options, flag, option, refuse
 from kdtrain.errors import UsageError
 
@@ -195,10 +205,12 @@ class ObjectiveConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Options):
-    """AdamW and the learning-rate schedule."""
+    """The optimizer and the learning-rate schedule."""
 
     lr: float | Literal["auto"] = option("auto", above=0, brief="Peak rate; kdtrain find-lr finds it.")
     """Peak learning rate; auto takes it by size from a table for fresh weights, pretrained ones and adapters."""
+    optimizer: str = option("adamw", check=OPTIMIZERS.check, later=True)
+    """What updates the weights: adamw, or the name of a package's."""
     min_lr: float = option(1e-6, least=0)
     """Learning rate at the end of a decay."""
     lr_schedule: Literal["cosine", "wsd", "constant"] = option("cosine", brief="cosine, wsd or constant.")
@@ -479,12 +491,6 @@ class PrecisionConfig(Options):
     """Transformer layers at the input that are never quantised."""
     quant_skip_last: int = option(0, precisions=QUANTIZED, least=0)
     """Transformer layers at the output that are never quantised."""
-    collect_tensors: str | None = option(None, free=True)
-    """Write statistics of the linear layers whose names match this pattern, such as '*.mlp.*', to tensors.h5."""
-    collect_every: int = option(100, free=True, least=1)
-    """Steps between two collections."""
-    collect_raw: bool = option(False, free=True, needs="collect_tensors")
-    """With --collect-tensors: store the numbers too, at most 65,536 of a tensor, until the file has 512 MiB."""
     compile: bool = option(True, free=True, brief="Off: starts at once, trains more slowly.")
     """Compile the student and the objective with torch.compile."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = option("default", free=True, needs="compile")

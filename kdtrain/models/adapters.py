@@ -33,11 +33,10 @@ from transformers.pytorch_utils import Conv1D
 
 from kdtrain.config import LoraConfig
 from kdtrain.config.sections import ALL_LINEAR
-from kdtrain.errors import UsageError, printable
+from kdtrain.errors import UsageError, first_sentence, printable
 from kdtrain.files import open_regular, read_json, refuse_leading_out
 from kdtrain.imports import optional
 from kdtrain.models.head import SplitModel, layers_of
-from kdtrain.models.hub import one_line
 from kdtrain.models.spec import ADAPTER_CONFIG
 from kdtrain.ranks import local
 
@@ -361,4 +360,4 @@ def _open(folder: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, ValueError, SafetensorError) as error:
-        raise UsageError(f"{path} cannot be read: {one_line(error)}") from None
+        raise UsageError(f"{path} cannot be read: {first_sentence(error)}") from None

@@ -20,6 +20,7 @@ Shape suffixes: D inputs, O outputs.
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from kdtrain.errors import UsageError
 from kdtrain.imports import optional
 from kdtrain.models.adapters import adapter_parts, frozen_names
 from kdtrain.models.head import SplitModel
-from kdtrain.models.int8 import int8_config
+from kdtrain.models.hub import ask
 
 _BLOCK = 64
 """Numbers that share a scale in nf4."""
@@ -226,3 +227,30 @@ def frozen_bytes(model: nn.Module) -> int:
     """Bytes of the weights of a model that are not trained."""
     packed = (each for layer in model.modules() if isinstance(layer, PackedLinear) for each in layer.buffers())
     return sum(each.nbytes for each in (*packed, *(each for each in model.parameters() if not each.requires_grad)))
+
+
+def int8_config() -> Any:
+    """How torchao makes int8 weights: symmetric, a scale for each row; no setting of the compiler changes."""
+    quantization: Any = optional("torchao.quantization", "fp8", "int8")
+    return quantization.Int8WeightOnlyConfig(version=2, set_inductor_config=False)
+
+
+def refuse_without_torchao() -> None:
+    """Raise a UsageError if torchao is not installed."""
+    optional("torchao", "fp8", "--quantize int8")
+
+
+def quantize_folder(whole: Path, out: Path, most: str) -> None:
+    """Write the int8 form of the model in the folder `whole` into `out`, in files of at most `most` ("5GB").
+
+    UsageError: torchao is missing or refuses the model.
+    """
+    refuse_without_torchao()
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    def quantize() -> None:
+        options: Any = {"quantization_config": TorchAoConfig(int8_config()), "dtype": "auto"}
+        model: Any = AutoModelForCausalLM.from_pretrained(whole, trust_remote_code=False, **options)
+        model.save_pretrained(out, max_shard_size=most)
+
+    ask(str(whole), quantize)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kdtrain.errors import UsageError
+
 
 @dataclass(frozen=True)
 class OutputHead:
@@ -52,3 +54,20 @@ class OutputHead:
 
 
 Head = OutputHead  # the name that `import kdtrain` offers
+
+
+def refuse_vocabulary(vocab_size: int, cached: int, used: int) -> None:
+    """UsageError: a student's `vocab_size` logits cannot hold the ids of a cache (both sizes named).
+
+    More rows than the teacher's are fine, the trainer ignores them. Fewer are fine while only padding is missing: the
+    tokenizer fits, and the difference is at most 1,024 or 1 % of the teacher's rows.
+
+    cached: rows of the teacher's output head. used: entries of its tokenizer.
+    """
+    if vocab_size >= cached or (vocab_size >= used and cached - vocab_size <= max(1024, cached // 100)):
+        return
+    raise UsageError(
+        f"the student has a vocabulary of {vocab_size}, the cache one of {cached} (tokenizer {used}): "
+        f"give a fresh student a vocab_size of {cached}; one with a tokenizer of its own is trained across tokenizers, "
+        "by --cross-tokenizer auto or the rows of aligned(tokenizer)"
+    )

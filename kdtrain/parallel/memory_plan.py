@@ -9,7 +9,7 @@ A rank's memory is estimated at the moments at which it can be largest, and the 
 The parts are, in bytes, for a student of P parameters, L of them in its layers, and a head of V rows of width D; for N
 tokens in a micro-batch, w ranks that share one copy (1 unless sharded), c bytes a number in products (2 or 4):
 
-    weights and moments   12 P / w                        fp32 masters, two fp32 moments (AdamW)
+    weights and moments   (4 + s) P / w                   fp32 masters, and s of the optimizer's (AdamW: 8)
     snapshots             as many again, each             of adaptive quantisation, if they are in memory, on a CPU
     copy for the save     as many again, on a CPU: the buffers of background saves are kept from one to the next
     gradients             4 P, under DDP all the time; sharded 4 P / w, and 4 P while micro-batches are added up, unless
@@ -52,17 +52,20 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations import moe
 
 from kdtrain.config import CacheTeacherConfig, DistillConfig, ParallelConfig
+from kdtrain.config.choices import OPTIMIZERS
 from kdtrain.errors import UsageError
 from kdtrain.models.adapters import sketch
 from kdtrain.models.attention import CAUSAL, FUSED, fits_causal
 from kdtrain.models.frozen import frozen_bytes, pack
 from kdtrain.models.head import layers_of
 from kdtrain.models.hub import attention_option, never_asking
-from kdtrain.models.loading import checkpoint_activations, load_tokenizer
+from kdtrain.models.loading import checkpoint_activations
 from kdtrain.models.scratch import configuration, layers_config, parameter_count
 from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.monitor.progress import log
 from kdtrain.objective.logits import chunk_rows, weight_chunks
+from kdtrain.parallel.layout import Layout
 from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import all_gather_object, is_main, world_size
 
@@ -229,6 +232,7 @@ class Job:
     compiled: bool = False
     copies: bool = False  # True if the copy of a background save is in the same memory, as on a CPU
     waiting_rows: int = 0  # rows beside a chunk whose 16-bit gradients in the logits wait for dWeight
+    state_bytes: float = 8.0  # of the optimizer's state for one trained number
     snapshots: int = 0  # states that adaptive quantisation keeps in the same memory
 
     def micro(self, world: int) -> int:
@@ -378,7 +382,7 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
     student, teacher, tokens = job.student, job.teacher, job.micro(world) * job.seq_len
     shared = (plan.shard_size or world) if plan.student == "fsdp" else 1
     root, in_layer = student.parameters - student.in_layers, student.in_layers / max(student.layers, 1)
-    whole, masters = 4.0 * student.trained, 12 * student.trained / shared
+    whole, masters = 4.0 * student.trained, (4 + job.state_bytes) * student.trained / shared
     weights = masters + student.frozen_bytes * student.frozen / shared
     state = {"weights and moments": weights, "snapshots": job.snapshots * masters}
     state["copy for the save"] = masters if job.copies else 0.0
@@ -455,7 +459,7 @@ def fitting_micro_batch(config: DistillConfig, job: Job | None, free: float | No
 
     free: see `free_everywhere`; without it, or for a model that cannot be measured, the whole share.
     """
-    micro = config.batch_size // world_size()
+    micro = config.batch_size // Layout.of_ranks().data_size
     if job is not None and free is not None:
         while micro % 2 == 0 and not _fits(config.parallel, world_size(), replace(job, micro_batch_size=micro), free):
             micro //= 2
@@ -495,6 +499,7 @@ def job_of(
         activation_checkpointing=config.activation_checkpointing,
         compiled=config.precision.compile and config.guards.nan_hooks != "always",
         copies=device.type == "cpu" and config.checkpoint.async_save,
+        state_bytes=OPTIMIZERS.get(config.optimizer.optimizer).state_bytes,
         snapshots=quantization.quant_recovery_buffer if in_memory else 0,
     )
 

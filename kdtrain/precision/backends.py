@@ -30,6 +30,7 @@ from kdtrain.config import PrecisionConfig, QuantizationConfig
 from kdtrain.config.choices import BACKENDS
 from kdtrain.errors import UsageError
 from kdtrain.imports import quiet_import
+from kdtrain.models.adapters import adapter_parts
 from kdtrain.precision.controller import Policy
 from kdtrain.precision.emulated import Recipe, Scaling, ScalingControl, compute_dtype
 from kdtrain.precision.linear import Backend, Emulated, Product, Switch, convert
@@ -538,7 +539,8 @@ def quantize_(
     head = next((each.get_output_embeddings() for each in modules if hasattr(each, "get_output_embeddings")), None)
     owner = next((each for each in modules if isinstance(getattr(each, "switch", None), Switch)), None)
     switch: Switch = Switch() if owner is None else owner.switch
-    convert(model, switch, found.backend, head=head, skip_first=skip_first, skip_last=skip_last)
+    adapters = adapter_parts(model)
+    convert(model, switch, found.backend, head=head, adapters=adapters, skip_first=skip_first, skip_last=skip_last)
     if owner is not None:
         owner.quantized = mode
     switch.position = "quantized"

@@ -14,7 +14,7 @@ Shape suffixes: N tokens, D inputs, O outputs.
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast, get_args
 
@@ -153,24 +153,24 @@ def convert(
     backend: Backend,
     *,
     head: nn.Module | None = None,
+    adapters: Collection[nn.Module] = (),
     skip_first: int = 0,
     skip_last: int = 0,
     hold: bool = False,
 ) -> Conversion:
     """Make the linear layers of a model switchable, in place.
 
-    head: the output head, which stays high, as adapters do. skip_first, skip_last: transformer layers at either end
-    whose linear layers stay high (they lose most: arXiv 2509.25149); layers are the members of the model's longest list
-    of modules. hold: quantise weights that are not trained once, and keep them so beside the weights, which must not
-    change any more; TransformerEngine quantises them each time.
+    head, adapters: the output head and the modules of adapters, which stay high. skip_first, skip_last: transformer
+    layers at either end whose linear layers stay high (they lose most: arXiv 2509.25149); layers are the members of the
+    model's longest list of modules. hold: quantise weights that are not trained once, and keep them so beside the
+    weights, which must not change any more; TransformerEngine quantises them each time.
     """
-    from kdtrain.models.adapters import adapter_parts  # transformers' models, not to be read to ask for capabilities
-    from kdtrain.models.head import layers_of
+    from kdtrain.models.head import layers_of  # transformers' models, which a list of capabilities does not need
 
     layers = layers_of(model)
     ends = layers[:skip_first] + (layers[-skip_last:] if skip_last else [])
     kept = {module for layer in ends for module in layer.modules()}
-    done, adapters = Conversion(), adapter_parts(model)
+    done = Conversion()
     for name, layer in model.named_modules():
         if layer is head or type(layer) not in (nn.Linear, Conv1D):
             continue

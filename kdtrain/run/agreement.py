@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from kdtrain.config import CacheTeacherConfig, DistillConfig, sections
-from kdtrain.config.choices import BACKENDS, DIVERGENCES, SOURCES, TAILS, TEACHERS, TEMPERATURES, TEXTS
+from kdtrain.config.choices import BACKENDS, DIVERGENCES, OPTIMIZERS, SOURCES, TAILS, TEACHERS, TEMPERATURES, TEXTS
 from kdtrain.config.values import flag, marked
 from kdtrain.errors import UsageError
 from kdtrain.ranks import all_gather_object, process_group, raise_on_all_ranks, reported, world_size
@@ -93,7 +93,7 @@ def code() -> dict[str, str]:
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
-    for registry in (DIVERGENCES, TAILS, TEMPERATURES, BACKENDS, SOURCES, TEXTS, TEACHERS):
+    for registry in (DIVERGENCES, TAILS, TEMPERATURES, OPTIMIZERS, BACKENDS, SOURCES, TEXTS, TEACHERS):
         for name, module in sorted(registry.modules.items()):  # a package's own, of those that are loaded
             if name not in registry.builtin and (source := getattr(sys.modules[module], "__file__", None)):
                 digest.update(f"{registry.option} {name}\n".encode() + Path(source).read_bytes())

@@ -5,38 +5,35 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.format.manifest import refuse_tokenizer, refuse_vocabulary
-from kdtrain.models.adapters import restrict
+from kdtrain.cache.format.manifest import refuse_tokenizer
+from kdtrain.models.adapters import adapter_parts, restrict
 from kdtrain.models.attention import choose_kernel
-from kdtrain.models.ends import learn_ends
 from kdtrain.models.frozen import pack_student
-from kdtrain.models.head import SplitModel, split
+from kdtrain.models.head import SplitModel, router_weight, split
 from kdtrain.models.loading import (
     architecture,
     check_fits,
     checkpoint_activations,
-    digest_of,
     generation_settings,
     load_student,
-    load_tokenizer,
     vocabulary,
 )
-from kdtrain.models.router import router_weight
+from kdtrain.models.output_head import refuse_vocabulary
+from kdtrain.models.tokenizer import digest_of, learn_ends, load_tokenizer
 from kdtrain.monitor.progress import log
+from kdtrain.objective.hidden import HiddenPlan, plan_hidden_loss
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.parallel.parallelize import parallelize, shard
 from kdtrain.precision.backends import policy
-from kdtrain.precision.collect import Collector
 from kdtrain.precision.controller import Adaptive, PrecisionController
 from kdtrain.precision.linear import convert
 from kdtrain.precision.modes import head_dtype
-from kdtrain.ranks import is_main, raise_on_all_ranks
+from kdtrain.ranks import raise_on_all_ranks
 from kdtrain.run.agreement import agree, code, weights_digest
 from kdtrain.run.recipe import PARTS, Recipe
 from kdtrain.run.run import Run
 from kdtrain.teaching.teacher import Teacher
-from kdtrain.training.hidden_plan import HiddenPlan, plan_hidden_loss
 from kdtrain.training.observers import Observer, ObserverRequest, observers_of
 from kdtrain.training.schedule import decay_start
 from kdtrain.training.sources.build import build_source
@@ -55,8 +52,7 @@ def build(recipe: Recipe) -> Run:
         if teacher is not None:
             teacher.meet(model)
         hidden = plan_hidden_loss(config.objective, model, teacher, config.seed)
-        quantised, collector = _quantize(recipe, model), _collector(recipe, model)
-        observers = _observers(recipe, model)
+        quantised, observers = _quantize(recipe, model), _observers(recipe, model)
         identity = recipe.identity | _identity(recipe, model, teacher)
         answers = None if teacher is None else dict(teacher.identity)
     compared = {name: identity[name] for name in PARTS} | {"the teacher's answers": answers}
@@ -78,7 +74,6 @@ def build(recipe: Recipe) -> Run:
         has_teacher=recipe.has_teacher,
         wrapper=parallelize(student, plan.student, plan.accumulate),
         adaptive=_adaptive(recipe),
-        collector=collector,
         observers=observers,
         identity=identity,
     )
@@ -138,16 +133,9 @@ def _quantize(recipe: Recipe, model: SplitModel) -> tuple[str, ...]:
     skip = {"skip_first": options.quant_skip_first, "skip_last": options.quant_skip_last}
     head, backend = model.model.get_output_embeddings(), formats.choice.backend
     whole = recipe.plan.student != "fsdp"  # else each rank would hold all quantised weights
-    return *formats.lines, str(convert(model.model, formats.switch, backend, head=head, hold=whole, **skip))
-
-
-def _collector(recipe: Recipe, model: SplitModel) -> Collector | None:
-    options, formats = recipe.config.precision, recipe.formats
-    if (pattern := options.collect_tensors) is None:
-        return None
-    path, dtype = recipe.config.out / "tensors.h5" if is_main() else None, head_dtype(formats.high) or torch.float32
-    every, raw = options.collect_every, options.collect_raw
-    return Collector(path, model.model, pattern, every, formats.recipe, dtype, raw)
+    own = adapter_parts(model.model)
+    done = convert(model.model, formats.switch, backend, head=head, adapters=own, hold=whole, **skip)
+    return *formats.lines, str(done)
 
 
 def _observers(recipe: Recipe, model: SplitModel) -> tuple[Observer, ...]:

@@ -36,8 +36,7 @@ from kdtrain.data.packing import PackedRow, pack, packed_rows
 from kdtrain.data.prompts import prompt_rows
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import read_sealed
-from kdtrain.models.ends import filler_token
-from kdtrain.models.loading import ChatTokenizer, ends_of, generation_of, tokenizer_digest
+from kdtrain.models.tokenizer import ChatTokenizer, ends_of, filler_token, generation_of, tokenizer_digest
 from kdtrain.monitor.progress import bar
 from kdtrain.objective.batch import Batch
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, world_size

@@ -9,8 +9,8 @@ from kdtrain.cache.format.manifest import weights_line
 from kdtrain.cache.format.names import MANIFEST
 from kdtrain.cache.read.reader import Cache
 from kdtrain.config import CacheTeacherConfig
-from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec, with_weights
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.monitor.progress import log
 from kdtrain.parallel.memory_plan import free_everywhere, shards_teacher
 from kdtrain.precision.modes import MODES, pick_mode

@@ -20,8 +20,8 @@ from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import CacheTeacherConfig, CodecConfig, DataConfig, DistillConfig, RunServerConfig, ServerConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
-from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import SELF, ModelSpec
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.objective.divergence import refuse
 from kdtrain.ranks import on_main, raise_on_all_ranks, world_size
 from kdtrain.run.build_cache import SERVED, TEXT, build_tokens, holds_tokens
@@ -142,9 +142,7 @@ def plan_data(
 
 def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) -> dict[str, Source]:
     """The splits train and validation of the caches in `places`, or of another --source."""
-    caches: list[Cache | None] = [
-        each if isinstance(each, Cache) else open_cache(each, config.local_limit) for each in places
-    ] or [None]
+    caches: list[Cache | None] = [each if isinstance(each, Cache) else open_cache(each) for each in places] or [None]
     found: dict[str, list[Source]] = {}
     for split in ("train", "validation"):
         requests = (SourceRequest(split=split, cache=each, seed=config.seed) for each in caches)

@@ -43,8 +43,8 @@ from kdtrain.files import (
     temporary_of,
     typed,
 )
-from kdtrain.models.loading import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
+from kdtrain.models.tokenizer import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import log
 from kdtrain.ranks import on_main
 from kdtrain.run.build_cache import OWN, holds_own
@@ -207,11 +207,18 @@ def refuse_no_folder(out: Path) -> None:
         remove_empty(make(out))
 
 
+def _later() -> dict[str, Any]:
+    """The deciding options that earlier versions did not have, with their defaults, which checkpoints leave out."""
+    return {
+        each.name: written(each, each.default) for _, each in fields_of(DistillConfig) if each.metadata.get("later")
+    }
+
+
 def deciding(config: DistillConfig) -> dict[str, dict[str, Any]]:
     """Return the options that decide the result of a run, by section."""
-    free, later = marked(DistillConfig, "free"), marked(DistillConfig, "later")
+    free, later = marked(DistillConfig, "free"), _later()
     tables = {
-        section: {name: value for name, value in table.items() if name not in free and (name not in later or value)}
+        section: {name: value for name, value in table.items() if name not in free and value != later.get(name, ...)}
         for section, table in sections(config).items()
     }
     return {section: table for section, table in tables.items() if table}
@@ -224,10 +231,10 @@ def changes(
 
     only: the one section to compare. but: options to leave out.
     """
-    found, later = [], marked(DistillConfig, "later")
+    found, later = [], _later()
     for section, table in deciding(config).items():
         before = {each.name: written(each, each.default) for home, each in fields_of(DistillConfig) if home == section}
-        table = {name: before[name] for name in later & before.keys()} | table
+        table = {name: before[name] for name in later.keys() & before.keys()} | table
         earlier = renewed("distill", saved.get(section, {}))
         before |= earlier.table
         if only in (None, section):

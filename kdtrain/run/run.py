@@ -15,10 +15,11 @@ from kdtrain.checkpoint.store import Checkpoint
 from kdtrain.errors import RunError, UsageError, advice, reason, writing
 from kdtrain.files import publish_text, same_path, set_aside
 from kdtrain.models.adapters import fill_adapter, is_adapter
+from kdtrain.models.export import export_lock, export_model, is_export
 from kdtrain.models.frozen import whole_size
 from kdtrain.models.head import SplitModel
-from kdtrain.models.loading import export_lock, export_model, is_export, load_tokenizer, tokenizer_files
 from kdtrain.models.spec import ModelSpec, at_commit
+from kdtrain.models.tokenizer import byte_lengths, load_tokenizer, tokenizer_files
 from kdtrain.monitor.progress import end_log, formula, log, setup_logging, warn_early
 from kdtrain.parallel.parallelize import part_of, reshard
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, raise_on_all_ranks, rank, reported, world_size
@@ -310,7 +311,12 @@ class Run:
         """Open the trainer's logs; `init` is where the student's weights come from, None: as in its spec."""
         recipe, facts = self.recipe, self.recipe.facts
         tokenizer = None if facts.tokenizer is None else load_tokenizer(facts.tokenizer)
-        self.trainer.open(tokenizer, init=init or recipe.student.init, samples=facts.num_samples)
+        self.trainer.open(
+            tokenizer,
+            init=init or recipe.student.init,
+            samples=facts.num_samples,
+            byte_lengths=byte_lengths(facts.tokenizer),
+        )
 
     def end_on_event(self) -> None:
         """Let the commands for the last events end, if the logs were opened."""

@@ -25,8 +25,9 @@ from kdtrain.objective.batch import Batch
 from kdtrain.ranks import refuse_many_processes
 from kdtrain.run.trial import Trial, trial_run
 from kdtrain.tables import literal, show
+from kdtrain.training.optimizers import Optimizer, make_optimizer
 from kdtrain.training.reporter import gradients_of, initial_loss
-from kdtrain.training.state import load_saved, make_optimizer
+from kdtrain.training.state import load_saved
 from kdtrain.training.student import Student
 from kdtrain.training.validate import validate
 
@@ -215,9 +216,7 @@ def entropy_floor(batches: Sequence[Batch], document_mask: bool) -> float:
     return nats / max(tokens, 1)
 
 
-def overfit(
-    student: Student, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], clip: float
-) -> Iterator[float]:
+def overfit(student: Student, optimizer: Optimizer, batches: Sequence[Batch], clip: float) -> Iterator[float]:
     """Train on the same batches by cross-entropy, without end; yield the loss of each step, nats a token.
 
     The student runs eagerly, without dropout and hidden-state loss, and keeps these settings. The learning rate rises
@@ -239,7 +238,7 @@ def overfit(
                 part.backward()
                 loss += float(part.detach())
         nn.utils.clip_grad_norm_(student.model.parameters(), clip or math.inf)
-        optimizer.step()
+        optimizer.guarded_step(torch.zeros((), device=student.device))
         yield loss
 
 

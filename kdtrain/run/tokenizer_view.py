@@ -11,8 +11,9 @@ from kdtrain.config.across import TERMS, partners
 from kdtrain.config.values import refuse
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
-from kdtrain.models.loading import digest_of, load_tokenizer, tokenizer_digest, vocabulary
+from kdtrain.models.loading import vocabulary
 from kdtrain.models.spec import ModelSpec
+from kdtrain.models.tokenizer import digest_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import bar, log, warn_early
 from kdtrain.teaching.teacher import Teacher
 from kdtrain.tokenizers.view import MOST_DISAGREEMENT, View
@@ -114,5 +115,5 @@ def open_view(config: DistillConfig) -> dict[str, Source]:
 def _cache(config: DistillConfig) -> Cache:
     """The cache, or with an online teacher its own tokens of the text."""
     if config.cache:
-        return open_cache(config.cache[0], config.local_limit)
+        return open_cache(config.cache[0])
     return Cache(config.out / "data")

@@ -34,8 +34,8 @@ from kdtrain.config.choices import TEACHERS
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.models.head import SplitModel
-from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import ModelSpec
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.parallel.memory_plan import ModelFootprint

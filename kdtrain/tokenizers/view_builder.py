@@ -45,7 +45,7 @@ from kdtrain.files import (
     sweep,
     typed,
 )
-from kdtrain.models.loading import load_tokenizer, tokenizer_digest
+from kdtrain.models.tokenizer import load_tokenizer, tokenizer_digest
 from kdtrain.tokenizers.alignment import Alignment
 from kdtrain.tokenizers.cells import Cells
 from kdtrain.tokenizers.transcode import Transcoder, documents_of, is_joined, teacher_stream
@@ -145,7 +145,7 @@ class _Maker:
 
 
 def _filler(tokenizer: Any, ends: Sequence[int]) -> dict[str, str]:
-    """What fills the rows behind the answers of a teacher that wrote the text (`models.ends`), to be left out."""
+    """What fills the rows behind the answers of a teacher that wrote the text (`models.tokenizer`), to be left out."""
     pad, kept = tokenizer.pad_token_id, {*ends, tokenizer.eos_token_id, tokenizer.bos_token_id}
     return {} if not ends or pad is None or pad in kept else {tokenizer.pad_token: ""}
 

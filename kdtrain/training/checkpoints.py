@@ -3,8 +3,7 @@
 import time
 
 from kdtrain.checkpoint import tiers
-from kdtrain.checkpoint.host_copies import HostCopies
-from kdtrain.checkpoint.saver import Saver
+from kdtrain.checkpoint.saver import HostCopies, Saver
 from kdtrain.checkpoint.store import Checkpoint, Store
 from kdtrain.config import DistillConfig
 from kdtrain.monitor.progress import log

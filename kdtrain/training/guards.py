@@ -1,10 +1,7 @@
 """Watchers of the numbers of each step: non-finite values, exploding gradients, spikes, divergence, a plateau.
 
 **Non-finite steps.** A step with a non-finite loss or gradient changes nothing in the model. `non_finite` returns one
-number on the device, 1 where anything is NaN or infinite on any rank, and `guarded_step` passes it to fused AdamW,
-which then keeps weights, moments and its own step counters bitwise. AdamW handles overflows of mixed precision in the
-same way (`found_inf`, which `torch.amp.GradScaler` sets): the kernel decides, so that the host never waits and no NaN
-is multiplied by zero on its way to a weight.
+number on the device, 1 where anything is NaN or infinite on any rank, which the optimizer's `guarded_step` takes.
 
 **Exploding gradients** (`GradientExplosion`) are finite and stay huge: clipping hides them, and the run learns nothing.
 
@@ -60,22 +57,6 @@ def non_finite(*tensors: torch.Tensor) -> torch.Tensor:
     """
     bad = torch.stack([torch.isfinite(each.detach()).all() for each in tensors]).all().logical_not()
     return agreed_max(bad.float())
-
-
-def guarded_step(optimizer: torch.optim.AdamW, found_inf: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-    """Take the optimizer's step where `found_inf` is 0, and change nothing where it is 1.
-
-    scale: on the device; the optimizer divides each gradient by it as it reads it. None: gradients are as they must be.
-
-    The first call creates the moments as zeros. The optimizer must be fused: others ignore `found_inf` and would take
-    the step.
-    """
-    assert getattr(optimizer, "_step_supports_amp_scaling", False), "the guard needs a fused optimizer"
-    optimizer.found_inf, optimizer.grad_scale = found_inf, scale  # type: ignore[attr-defined]
-    try:
-        optimizer.step()
-    finally:
-        del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
 
 
 M = TypeVar("M", bound="_Huge | _Losses | _Plateau | _Clean")

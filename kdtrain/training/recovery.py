@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 
 from kdtrain import faults
 from kdtrain.checkpoint import tiers
-from kdtrain.checkpoint.host_copies import host_buffers
+from kdtrain.checkpoint.saver import host_buffers
 from kdtrain.checkpoint.store import Checkpoint
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError
@@ -34,7 +34,7 @@ from kdtrain.ranks import all_gather_object, on_main, rank, reported, world_size
 from kdtrain.training.checkpoints import Checkpoints
 from kdtrain.training.nan_hooks import NanHooks, find_first, write_bundle
 from kdtrain.training.reporter import Reporter
-from kdtrain.training.state import TrainState, seed_everything, snapshot
+from kdtrain.training.state import TrainState, snapshot
 from kdtrain.training.step import Status, Stepper, StepResult
 
 
@@ -226,7 +226,7 @@ class Recovery:
         if self.hooks is not None:
             how, finding = "hooks", self.hooks.take()
         else:
-            seed_everything(config.seed, number)
+            stepper.seed(number)
             how = "run again in eager mode with hooks"
             finding = find_first(stepper.student, batches, stepper.full_tokens)
         stepper.wrapper.reshard()

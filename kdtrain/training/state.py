@@ -26,15 +26,16 @@ from torch.distributed.tensor import DTensor
 from kdtrain.checkpoint import shards
 from kdtrain.checkpoint.sealed import read_state
 from kdtrain.checkpoint.store import Checkpoint, load
-from kdtrain.config import GuardsConfig, OptimizerConfig, StoppingConfig
+from kdtrain.config import GuardsConfig, StoppingConfig
 from kdtrain.config.sections import Weights
 from kdtrain.errors import RunError
 from kdtrain.files import typed
 from kdtrain.parallel.parallelize import cut_like, part_of, reshard
 from kdtrain.precision.controller import Adaptive
 from kdtrain.precision.loss_scale import LossScale
-from kdtrain.ranks import local, rank
+from kdtrain.ranks import local
 from kdtrain.training.guards import Guards, Watcher
+from kdtrain.training.optimizers import Optimizer
 from kdtrain.training.sources.source import Growing
 from kdtrain.training.student import Student
 
@@ -179,7 +180,7 @@ class TrainState:
     """The student with all learned parameters, the optimizer, the progress, and the watchers."""
 
     student: Student
-    optimizer: torch.optim.AdamW
+    optimizer: Optimizer
     progress: Progress = field(default_factory=Progress)
     guards: Guards = field(default_factory=lambda: Guards(GuardsConfig(), StoppingConfig(), fp16=False))
     """Watch the numbers of each step."""
@@ -277,7 +278,7 @@ class TrainState:
             prefix = f"optimizer.{name}."
             moments = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             if moments:
-                _refuse_other_moments(name, moments, parameter)
+                _refuse_other_moments(name, moments, self.optimizer.slots(parameter))
                 # sharded like their parameter and on its device; fused AdamW keeps its step counter there too
                 self.optimizer.state[parameter] = {key: cut_like(value, parameter) for key, value in moments.items()}
         if unknown := sorted(numbers["progress"].keys() - asdict(self.progress).keys()):
@@ -301,39 +302,12 @@ class TrainState:
         return [(f"{part}.{name}", each) for part, module in self._parts() for name, each in module.named_parameters()]
 
 
-def make_optimizer(student: Student, config: OptimizerConfig, temperature_lr: float) -> torch.optim.AdamW:
-    """Fused AdamW (arXiv 1711.05101): weight decay on the model's matrices only, a separate rate for the temperature.
-
-    Each group has `peak`, its peak learning rate relative to that of `config`.
-    """
-    hidden = student.hidden_loss
-    embeddings = {id(each.weight) for each in student.model.modules() if isinstance(each, nn.Embedding)}
-    matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for parameter in student.model.parameters():
-        if parameter.requires_grad:
-            (matrices if parameter.ndim >= 2 and id(parameter) not in embeddings else others).append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": config.weight_decay, "peak": 1.0},
-        {"params": others, "weight_decay": 0.0, "peak": 1.0},
-        {
-            "params": list(student.temperature.parameters()),
-            "weight_decay": 0.0,
-            "peak": temperature_lr / config.peak_lr,
-        },
-        {"params": [] if hidden is None else list(hidden.parameters()), "weight_decay": 0.0, "peak": 1.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.peak_lr, betas=config.betas, fused=True
-    )
-
-
-def seed_everything(seed: int, step: int) -> None:
+def seed_everything(seed: int, step: int, data_rank: int = 0) -> None:
     """Seed Python, NumPy and torch from (seed, step), so that a repeated step draws the same random numbers.
 
-    Each rank draws different numbers; otherwise dropout would drop the same units on every rank.
+    Each data rank draws different numbers; otherwise dropout would drop the same units on every rank.
     """
-    parts = [seed, step, rank()] if rank() else [seed, step]
+    parts = [seed, step, data_rank] if data_rank else [seed, step]
     mixed = int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
@@ -351,12 +325,11 @@ def _once(module: nn.Module) -> dict[str, torch.Tensor]:
     return unique
 
 
-def _refuse_other_moments(name: str, saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> None:
+def _refuse_other_moments(name: str, saved: dict[str, torch.Tensor], slots: dict[str, torch.Size]) -> None:
     """Refuse moments of another shape or type: fused AdamW reads and writes beyond the end of smaller tensors."""
-    kept = {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size()}
-    if kept.keys() != saved.keys():
-        raise RunError(f"the checkpoint's optimizer.{name} has {sorted(saved)}; an optimizer keeps {sorted(kept)}")
-    for key, shape in kept.items():
+    if slots.keys() != saved.keys():
+        raise RunError(f"the checkpoint's optimizer.{name} has {sorted(saved)}; an optimizer keeps {sorted(slots)}")
+    for key, shape in slots.items():
         _refuse_unlike(f"optimizer.{name}.{key}", saved[key], shape, torch.float32)
 
 

@@ -25,16 +25,17 @@ import torch
 from einops import rearrange
 
 from kdtrain import faults
-from kdtrain.checkpoint.host_copies import HostCopies
+from kdtrain.checkpoint.saver import HostCopies
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
+from kdtrain.parallel.layout import Layout
 from kdtrain.parallel.parallelize import SingleProcess, clip_factor, clip_norm_, total_norm
-from kdtrain.precision.collect import Collector
-from kdtrain.ranks import all_reduce_sum, is_main, local, rank, world_size
-from kdtrain.training.guards import guarded_step, non_finite
+from kdtrain.ranks import is_main, local, world_size
+from kdtrain.training.guards import non_finite
 from kdtrain.training.observers import Observer, StepView
+from kdtrain.training.optimizers import Optimizer
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.schedule import alpha, learning_rate, run_length
 from kdtrain.training.signals import StopRequest
@@ -107,8 +108,6 @@ class Stepper:
     """T, tokens in a sequence."""
     has_teacher: bool = True
     """Whether micro-batches have targets; without them the loss is cross-entropy."""
-    collector: Collector | None = None
-    """Collects tensor statistics."""
     observers: list[Observer] = field(default_factory=list)
     """Called around the parts of each step, in this order."""
 
@@ -127,6 +126,11 @@ class Stepper:
         return self.state.student
 
     @property
+    def layout(self) -> Layout:
+        """Which part of the data this rank reads."""
+        return self.wrapper.layout
+
+    @property
     def total(self) -> int:
         """Optimizer steps of the whole run, as known now."""
         return run_length(self.planned, self.config.optimizer, self.state.progress.decay_from)
@@ -134,7 +138,7 @@ class Stepper:
     @property
     def micros(self) -> int:
         """Micro-batches in a step, on each rank."""
-        return self.config.batch_size // (self.micro * world_size())
+        return self.config.batch_size // (self.micro * self.layout.data_size)
 
     @property
     def full_tokens(self) -> float:
@@ -152,7 +156,11 @@ class Stepper:
 
     def share(self, cursor: int) -> np.ndarray:
         """The indices for this rank: an even part in order, so that a step is the same for any number of ranks."""
-        return self.order.arranged(np.array_split(self.sequences(cursor), world_size())[rank()])
+        return self.order.arranged(self.layout.share(self.sequences(cursor)))
+
+    def seed(self, number: int) -> None:
+        """Seed the random generators of this data rank for step `number`."""
+        seed_everything(self.config.seed, number, self.layout.data_rank)
 
     def feed(self) -> Feed:
         """The micro-batches from the cursor on."""
@@ -193,7 +201,7 @@ class Stepper:
         if own is None:
             return StepResult(Status.INTERRUPTED)
         tensors = self._all_reduce(own, stop, save_due)
-        _all_reduce_gradients(self._unclipped())
+        self._all_reduce_gradients()
         if self.reporter.gradients_checked or tensors["tokens"] > 0:
             self.reporter.backward(number)
         norm, scale = self._clip(tensors["tokens"], self.reporter.shows_gradients(number))
@@ -208,7 +216,7 @@ class Stepper:
                 gradient.mul_(scale)  # the optimizer divides all gradients by it, and these are not clipped
         for each in self.observers:
             each.before_optimizer(view)
-        guarded_step(self.state.optimizer, skipped, scale)
+        self.state.optimizer.guarded_step(skipped, scale)
         self.state.optimizer.zero_grad(set_to_none=True)
         faults.point("train.after-step")
         values = torch.stack([each.double() for each in tensors.values()]).tolist()
@@ -231,8 +239,6 @@ class Stepper:
 
     def rewound(self, step: int) -> None:
         """Tell the observers that the run continues after `step`."""
-        if self.collector is not None:
-            self.collector.forget_after(step)
         for each in self.observers:
             each.rewound(step)
 
@@ -270,7 +276,7 @@ class Stepper:
 
     def _prepare(self, number: int) -> float:
         """Set random generators, learning rate, temperature and alpha for step `number`; return the rate."""
-        seed_everything(self.config.seed, number)
+        self.seed(number)
         progress = self.state.progress
         rate = learning_rate(number, self.total, self.config.optimizer, progress.decay_from) * progress.lr_factor
         for group in self.state.optimizer.param_groups:
@@ -331,16 +337,14 @@ class Stepper:
         with self.student.eager():
             self.student(batch, self.full_tokens).loss.backward()
         self.state.optimizer.zero_grad(set_to_none=True)
-        seed_everything(self.config.seed, self.state.progress.step + 1)
+        self.seed(self.state.progress.step + 1)
 
     def _measure(self, batch: Batch, number: int) -> None:
-        """Collect tensor statistics and the quantisation gap on the first micro-batch of step `number`, where due.
+        """Measure the quantisation gap on the first micro-batch of step `number`, where due.
 
-        The gap is the difference of the losses of two forwards, quantised and high, with the step's random numbers and
+        It is the difference of the losses of two forwards, quantised and high, with the step's random numbers and
         the compiled graphs of training.
         """
-        if self.collector is not None:
-            self.collector.collect(number, self.student.present_mode, lambda: self._run_eagerly(batch))
         adaptive = self.state.adaptive
         if adaptive is None:
             return
@@ -349,13 +353,13 @@ class Stepper:
             return
         losses = []
         for position in adaptive.positions:
-            seed_everything(self.config.seed, number)
+            self.seed(number)
             with adaptive.switch.at(position):
                 sums = self.student(batch, self.full_tokens)
             total = self.student.total(sums, self.student.temperature.value().detach())
-            loss, tokens = all_reduce_sum(torch.stack([total, sums.tokens.double()]))
+            loss, tokens = self.layout.sum(torch.stack([total, sums.tokens.double()]))
             losses.append(loss / tokens.clamp(min=1))
-        seed_everything(self.config.seed, number)
+        self.seed(number)
         adaptive.gap = float(losses[0] - losses[1])
 
     def _all_reduce(self, own: LossOutput, stop: StopRequest, save_due: bool) -> dict[str, torch.Tensor]:
@@ -372,11 +376,11 @@ class Stepper:
         total = self.student.total(own, temperature)
         # filled on the device: `new_tensor` would copy from the host, which waits for all work in the queue
         due, signal_ = total.new_full((), float(is_main() and save_due)), total.new_zeros(())
-        if world_size() == 1:
+        if self.layout.data_size == 1:
             loss = total / own.tokens.double().clamp(min=1)
         else:
             requests = [total.new_full((), float(stop.received == each)) for each in _SIGNALS]
-            vector = all_reduce_sum(torch.stack([total, due, *requests, *(each.double() for each in own)]))
+            vector = self.layout.sum(torch.stack([total, due, *requests, *(each.double() for each in own)]))
             first = 2 + len(_SIGNALS)
             due, votes, own = vector[1], vector[2:first], LossOutput(*vector[first:])
             asked = [(vote > 0).double() * float(each) for vote, each in zip(votes, _SIGNALS, strict=True)]
@@ -397,7 +401,7 @@ class Stepper:
         gradients[0].copy_(faults.changed("train.gradient", gradients[0], self.batch_number))
         factor = self.full_tokens / (self.state.guards.scale.value * tokens.clamp(min=1).to(gradients[0].dtype))
         largest = self.config.optimizer.clip or float("inf")
-        if not _scales_in_optimizer(gradients[0].device):
+        if not _scales_in_optimizer(self.state.optimizer, gradients[0].device):
             torch._foreach_mul_(gradients, factor)
             return clip_norm_(list(self.student.model.parameters()), largest), None
         clipped = [each.grad for each in self.student.model.parameters() if each.grad is not None]
@@ -409,6 +413,15 @@ class Stepper:
             torch._foreach_div_([local(each) for each in clipped], scale)
             scale = torch.ones_like(scale)
         return norm, scale
+
+    def _all_reduce_gradients(self) -> None:
+        """Sum over the data ranks the gradients that no wrapper exchanges."""
+        gradients = self._unclipped()
+        if self.layout.data_size == 1 or not gradients:
+            return
+        flat = self.layout.sum(torch.cat([each.flatten() for each in gradients]))
+        for gradient, total in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+            gradient.copy_(total.view_as(gradient))
 
     def _unclipped(self) -> list[torch.Tensor]:
         """The gradients that are not part of the norm."""
@@ -468,18 +481,9 @@ class Stepper:
         return f"{text}: continuing with {self.micro}, as --micro-batch-size {self.micro} does from the start"
 
 
-def _all_reduce_gradients(gradients: list[torch.Tensor]) -> None:
-    """Sum over ranks the gradients that no wrapper exchanges."""
-    if world_size() == 1 or not gradients:
-        return
-    flat = all_reduce_sum(torch.cat([each.flatten() for each in gradients]))
-    for gradient, total in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
-        gradient.copy_(total.view_as(gradient))
-
-
-def _scales_in_optimizer(device: torch.device) -> bool:
-    """Whether fused AdamW scales and clips the gradients as it reads them, and not two passes before it.
+def _scales_in_optimizer(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether the optimizer scales and clips the gradients as it reads them, and not two passes before it.
 
     On a GPU: 36 bytes a parameter for norm, clip and update, not 48. A CPU keeps the passes, and its bits.
     """
-    return device.type == "cuda"
+    return device.type == "cuda" and optimizer.scales

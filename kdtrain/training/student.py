@@ -19,11 +19,10 @@ from einops import rearrange
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kdtrain.cache.format.manifest import refuse_vocabulary
 from kdtrain.config.sections import QUANTIZED
 from kdtrain.errors import UsageError, as_number, as_whole
-from kdtrain.models.head import SplitModel, layer_widths, split
-from kdtrain.models.router import router_weight
+from kdtrain.models.head import SplitModel, layer_widths, router_weight, split
+from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.objective.batch import Batch, Codecs
 from kdtrain.objective.hidden import HiddenLoss
 from kdtrain.objective.loss import DistillationLoss, LossOutput, joined

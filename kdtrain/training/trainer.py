@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
 
+import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.checkpoint import tiers
@@ -28,18 +29,18 @@ from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.batch import Batch
 from kdtrain.parallel.parallelize import SingleProcess
-from kdtrain.precision.collect import Collector
 from kdtrain.precision.controller import Adaptive
 from kdtrain.ranks import is_main, reported
 from kdtrain.training.checkpoints import Checkpoints
 from kdtrain.training.guards import Guards
 from kdtrain.training.observers import Observer
+from kdtrain.training.optimizers import make_optimizer
 from kdtrain.training.recovery import Next, Recovery
 from kdtrain.training.reporter import Reporter, Sampler
 from kdtrain.training.schedule import decay_steps, validation_interval, warmup_steps
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.sources.source import Source
-from kdtrain.training.state import TrainState, make_optimizer
+from kdtrain.training.state import TrainState
 from kdtrain.training.step import Status, Stepper, StepResult
 from kdtrain.training.student import Student
 from kdtrain.training.validate import calibration, summary, validate_members
@@ -61,8 +62,7 @@ class Trainer:
         config: every option.
         student: the model and its loss.
         train, validation: where sequences come from.
-        total_steps, micro, seq_len, has_teacher, wrapper, collector, observers: see `Stepper`; without a wrapper, in
-            one process.
+        total_steps, micro, seq_len, has_teacher, wrapper, observers: see `Stepper`; without a wrapper, in one process.
         adaptive: decides when the student is quantised; None where the mode does not change.
         identity: what a checkpoint belongs to (options, cache, student).
     """
@@ -80,7 +80,6 @@ class Trainer:
         has_teacher: bool = True,
         wrapper: SingleProcess | None = None,
         adaptive: Adaptive | None = None,
-        collector: Collector | None = None,
         observers: Iterable[Observer] = (),
         identity: dict[str, object] | None = None,
     ) -> None:
@@ -104,10 +103,10 @@ class Trainer:
             micro=micro,
             seq_len=seq_len,
             has_teacher=has_teacher,
-            collector=collector,
             observers=[*observers],
         )
         self.recovery = Recovery(config, self.state, self.stepper, self.checkpoints, self.reporter)
+        self.byte_lengths: np.ndarray | None = None
         self.stopped_by: str | None = None
         """The signal that ended training, or None."""
         # the time of this process is not part of the state
@@ -146,15 +145,24 @@ class Trainer:
         sequences = self.config.monitor.eval_batches * (self.config.micro_batch_given or self.config.batch_size)
         return sequences // self.stepper.micro
 
-    def open(self, tokenizer: PreTrainedTokenizerFast | None, *, init: str, samples: int = 0) -> None:
+    def open(
+        self,
+        tokenizer: PreTrainedTokenizerFast | None,
+        *,
+        init: str,
+        samples: int = 0,
+        byte_lengths: np.ndarray | None = None,
+    ) -> None:
         """Open the run's logs and metrics, at the current step.
 
         Args:
             tokenizer: turns tokens into text; without one there are no samples.
+            byte_lengths: see `validate`.
             init: where the student's weights come from, as in its spec.
             samples: entries drawn for a token of the targets.
         """
         progress, sampler = self.state.progress, None
+        self.byte_lengths = byte_lengths
         if tokenizer is not None:
             sampler = Sampler(self.student, self.validation_source, tokenizer, self.config.seed)
         self.reporter.open(progress.step, progress.validated_step, init=init, sampler=sampler, samples=samples)
@@ -222,9 +230,13 @@ class Trainer:
             RunError: the loss is non-finite before the first step, or no token counts.
         """
         progress, guards, source = self.state.progress, self.state.guards, self.validation_source
-        found = validate_members(
-            self.student.eval(), source, micro=self.stepper.micro, batches=self.validation_batches, read=stop.read
-        )
+        size = {
+            "micro": self.stepper.micro,
+            "batches": self.validation_batches,
+            "byte_lengths": self.byte_lengths,
+            "layout": self.stepper.layout,
+        }
+        found = validate_members(self.student.eval(), source, read=stop.read, **size)
         self.stepper.wrapper.reshard()
         if found is None:
             return Outcome.INTERRUPTED, math.nan

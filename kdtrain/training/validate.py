@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,9 @@ import torch
 from einops import rearrange
 
 from kdtrain import faults
-from kdtrain.data.bytes import TokenBytes
-from kdtrain.errors import RunError, UsageError
-from kdtrain.models.loading import load_tokenizer
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.metrics import Metrics, measure
-from kdtrain.ranks import all_reduce_sum, rank, world_size
+from kdtrain.parallel.layout import Layout
 from kdtrain.training.sources.source import Source
 from kdtrain.training.student import Student
 
@@ -29,6 +25,8 @@ def validate(
     batches: int | None,
     read: Callable[[Callable[[], Batch]], Batch | None] = lambda action: action(),
     part: range | None = None,
+    byte_lengths: np.ndarray | None = None,
+    layout: Layout | None = None,
 ) -> Metrics | None:
     """Return sums over the first sequences of `source`, over all ranks; None when `read` returns None.
 
@@ -42,12 +40,15 @@ def validate(
         batches: the largest number of forwards over all ranks; None: the whole split.
         read: reads each batch, on every rank; see `StopRequest.read`.
         part: the sequences of a member of a mixture instead of the whole split.
+        byte_lengths: see `models.tokenizer.byte_lengths`; None: nothing is measured in bits per byte.
+        layout: of the ranks; None: data parallelism.
     """
-    total, part = Metrics(), part or range(len(source))
-    sizes = None if source.facts.tokenizer is None else _byte_lengths(source.facts.tokenizer)
+    total, part, layout = Metrics(), part or range(len(source)), layout or Layout.of_ranks()
+    own = layout.data_rank * micro
+    sizes = None if byte_lengths is None else torch.from_numpy(byte_lengths)
     count = len(part) if batches is None else min(len(part), batches * micro)
     with torch.no_grad():
-        for start in range(rank() * micro, count + rank() * micro, world_size() * micro):
+        for start in range(own, count + own, layout.data_size * micro):
             faults.point("validate.batch")
             indices = np.arange(start, start + micro)
             batch = read(partial(source.read, part.start + np.minimum(indices, count - 1)))
@@ -64,26 +65,9 @@ def validate(
                 vocab_size=student.vocab_size,
                 bytes_N=None if sizes is None else sizes.to(labels_N.device)[labels_N.clamp(0, len(sizes) - 1)],
             )
-    if world_size() == 1:
+    if layout.data_size == 1:
         return total
-    return Metrics.from_vector(all_reduce_sum(torch.tensor(total.vector(), dtype=torch.float64)).tolist())
-
-
-def _byte_lengths(folder: Path) -> torch.Tensor | None:
-    """The bytes of each token of a tokenizer, then 0 for any other id; None where they are not known, or not there."""
-    try:
-        written = (folder / "tokenizer.json").stat()
-    except OSError:
-        return None
-    return _read_byte_lengths(folder.resolve(), written.st_mtime_ns)
-
-
-@cache
-def _read_byte_lengths(folder: Path, written_ns: int) -> torch.Tensor | None:
-    try:
-        return torch.from_numpy(np.append(TokenBytes.of(load_tokenizer(folder)).lengths, 0))
-    except (UsageError, RunError):
-        return None
+    return Metrics.from_vector(layout.sum(torch.tensor(total.vector(), dtype=torch.float64)).tolist())
 
 
 def validate_members(student: Student, source: Source, **options: Any) -> tuple[Metrics, dict[str, Metrics]] | None:

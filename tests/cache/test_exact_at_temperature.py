@@ -13,8 +13,8 @@ from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.config import DataConfig
 from kdtrain.data.packing import packed_rows
-from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.objective.targets import SparseTargets
 from kdtrain.teaching.teacher import open_teacher
 

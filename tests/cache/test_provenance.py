@@ -12,12 +12,13 @@ from transformers import PreTrainedTokenizerFast
 from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import CodecSpec
-from kdtrain.cache.format.manifest import CacheSettings, Manifest, read_manifest, refuse_tokenizer, refuse_vocabulary
+from kdtrain.cache.format.manifest import CacheSettings, Manifest, read_manifest, refuse_tokenizer
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.tools.verify import repair, verify_cache
 from kdtrain.errors import UsageError
 from kdtrain.files import publish_json, read_sealed
-from kdtrain.models.loading import tokenizer_digest
+from kdtrain.models.output_head import refuse_vocabulary
+from kdtrain.models.tokenizer import tokenizer_digest
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ import pytest
 import torch
 from checkpoint_kit import STATES, assert_equal, tensors
 
-from kdtrain.checkpoint.host_copies import HostCopies, host_buffers
-from kdtrain.checkpoint.saver import Saver
+from kdtrain.checkpoint.saver import HostCopies, Saver, host_buffers
 from kdtrain.checkpoint.store import Store, load
 
 log: list[tuple] = []

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from kdtrain import faults, files
 from kdtrain.errors import UsageError
-from kdtrain.models.loading import export_lock
+from kdtrain.models.export import export_lock
 from kdtrain.run import saved_student
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 from kdtrain.training.state import load_saved

@@ -65,7 +65,7 @@ def test_int8_weights_load_in_transformers_and_nearly_answer_as_the_whole_ones(r
 
 
 def test_quantisation_without_torchao_is_refused_in_one_line_before_anything_is_written(run, tmp_path, monkeypatch):
-    from kdtrain.models import int8
+    from kdtrain.models import frozen as int8
 
     def missing(package, extra, what):
         raise UsageError(f"{what} needs the package {package}; pip install 'kdtrain[{extra}]'")

@@ -12,7 +12,7 @@ import pytest
 
 import kdtrain
 from kdtrain.config.choices import DIVERGENCES
-from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.run import agreement
 from kdtrain.testing import tiny_model, write_model_folder
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from kdtrain.config import LoraConfig
 from kdtrain.errors import UsageError
 from kdtrain.models import adapters
+from kdtrain.models.export import export_model
 from kdtrain.models.head import SplitModel, split
-from kdtrain.models.loading import export_model
 from kdtrain.testing import tiny_model
 
 peft = pytest.importorskip("peft")

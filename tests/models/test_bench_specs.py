@@ -6,8 +6,9 @@ import pytest
 
 from kdtrain.errors import UsageError
 from kdtrain.models.head import split
-from kdtrain.models.loading import load_student, load_tokenizer, max_positions
+from kdtrain.models.loading import load_student, max_positions
 from kdtrain.models.spec import read_spec
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.testing import END_OF_TEXT, tiny_model, tiny_tokenizer, write_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,20 +18,19 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 from kdtrain import faults
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models import hub
+from kdtrain.models.export import export_model
 from kdtrain.models.head import split
 from kdtrain.models.loading import (
     architecture,
-    export_model,
     load_student,
     load_teacher,
-    load_tokenizer,
     max_positions,
     model_digest,
     model_of,
-    tokenizer_files,
     with_weights_of,
 )
 from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.tokenizer import load_tokenizer, tokenizer_files
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
 TOKENS_BT = torch.randint(300, (2, 24), generator=torch.Generator().manual_seed(5))

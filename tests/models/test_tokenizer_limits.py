@@ -10,7 +10,7 @@ from kdtrain.data.formats import Document
 from kdtrain.data.packing import pack
 from kdtrain.errors import UsageError
 from kdtrain.models import tokenizer_limits
-from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.testing import tiny_tokenizer
 
 LONG_MAP = base64.b64encode(b"\0\0\0\0" + b"a" * 100).decode()

@@ -14,8 +14,9 @@ from transformers import dynamic_module_utils
 from kdtrain.errors import UsageError
 from kdtrain.models import hub, scratch
 from kdtrain.models.hub import ask_config, save_tokenizer
-from kdtrain.models.loading import architecture, load_student, load_teacher, load_tokenizer, model_of
+from kdtrain.models.loading import architecture, load_student, load_teacher, model_of
 from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,9 @@ import torch
 from objective_reference import OutputHead, dense, sparse
 
 from kdtrain.models.head import split
-from kdtrain.models.loading import load_student, load_teacher, load_tokenizer
+from kdtrain.models.loading import load_student, load_teacher
 from kdtrain.models.spec import read_spec
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.temperature import build_temperature
 

@@ -28,8 +28,9 @@ from kdtrain.parallel import parallelize
 from kdtrain.parallel.parallelize import SingleProcess, clip_norm_, mesh_of, peaks, shard
 from kdtrain.ranks import all_gather_object, all_reduce_max, local, on_main, process_group, raise_on_all_ranks
 from kdtrain.testing import tiny_model
-from kdtrain.training.guards import guarded_step, non_finite
-from kdtrain.training.state import TrainState, make_optimizer
+from kdtrain.training.guards import non_finite
+from kdtrain.training.optimizers import make_optimizer
+from kdtrain.training.state import TrainState
 from kdtrain.training.student import Student
 
 VOCABULARY, SEQ_LEN, MICROS = 300, 8, 3
@@ -194,7 +195,7 @@ def a_step_with_nan_on_one_rank_changes_no_bit_and_the_next_one_the_same_bits_on
             before = [local(each.detach()).clone() for each in wrapped.model.parameters()]
             accumulate(wrapped, own())
             loss = torch.tensor(float("nan") if broken and dist.get_rank() == 1 else 1.0)
-            guarded_step(optimizer, non_finite(loss))
+            optimizer.guarded_step(non_finite(loss))
             optimizer.zero_grad(set_to_none=True)
             after = [local(each.detach()) for each in wrapped.model.parameters()]
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) is broken, kind

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from kdtrain.models.loading import load_teacher, load_tokenizer
+from kdtrain.models.loading import load_teacher
 from kdtrain.models.spec import read_spec
+from kdtrain.models.tokenizer import load_tokenizer
 from tests.captures import capture, content, write_text
 from tests.stand_in import standing_in
 

@@ -18,10 +18,9 @@ from kdtrain.config import CacheParallelConfig, CacheTeacherConfig, DataConfig, 
 from kdtrain.data.corpus import has_prompts
 from kdtrain.data.prompts import prompt_rows
 from kdtrain.errors import UsageError
-from kdtrain.models.ends import end_tokens, filler_token, learn_ends
 from kdtrain.models.head import split
-from kdtrain.models.loading import ends_of
 from kdtrain.models.spec import read_spec
+from kdtrain.models.tokenizer import end_tokens, ends_of, filler_token, learn_ends
 from kdtrain.run import build_cache
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.teaching.writing import Writing, draw

@@ -19,8 +19,8 @@ from kdtrain.data.packing import PackedRow, pack
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import Lock, publish_json
 from kdtrain.library import Cache
-from kdtrain.models.loading import tokenizer_digest
 from kdtrain.models.output_head import OutputHead
+from kdtrain.models.tokenizer import tokenizer_digest
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
 from kdtrain.testing import tiny_model

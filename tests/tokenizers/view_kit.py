@@ -8,7 +8,7 @@ from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.data.corpus import Document
 from kdtrain.data.packing import pack
 from kdtrain.library import Cache
-from kdtrain.models.loading import tokenizer_digest
+from kdtrain.models.tokenizer import tokenizer_digest
 from tests.token_kinds import TEXTS, train
 
 SEQ_LEN = 12

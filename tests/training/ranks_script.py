@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from kdtrain.config import ObjectiveConfig
 from kdtrain.models.head import split
 from kdtrain.objective.batch import Batch
+from kdtrain.objective.hidden import plan_hidden_loss
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.testing import tiny_model
-from kdtrain.training.hidden_plan import plan_hidden_loss
 from kdtrain.training.student import Student
 
 VOCABULARY, SEQ_LEN, SEQUENCES = 300, 8, 8

@@ -8,11 +8,11 @@ from kdtrain.errors import UsageError
 from kdtrain.models.head import layer_widths, split
 from kdtrain.models.loading import checkpoint_activations
 from kdtrain.objective.batch import Batch
+from kdtrain.objective.hidden import plan_hidden_loss
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.testing import tiny_model
-from kdtrain.training.hidden_plan import plan_hidden_loss
 from kdtrain.training.student import Student
 
 VOCABULARY, SEQ_LEN = 300, 8

@@ -13,7 +13,7 @@ LEARNED = {"temperature_mode": "likelihood", "temperature": 2.0}
 @pytest.fixture
 def on_gpu(monkeypatch):
     def pretend(wanted):
-        monkeypatch.setattr(step, "_scales_in_optimizer", lambda device: wanted)
+        monkeypatch.setattr(step, "_scales_in_optimizer", lambda *_: wanted)
 
     return pretend
 

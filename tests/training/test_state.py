@@ -12,7 +12,8 @@ from kdtrain.models.head import split
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.testing import tiny_model
-from kdtrain.training.state import TrainState, make_optimizer, seed_everything
+from kdtrain.training.optimizers import make_optimizer
+from kdtrain.training.state import TrainState, seed_everything
 from kdtrain.training.student import Student
 
 

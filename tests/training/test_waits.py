@@ -95,7 +95,7 @@ def test_cells_are_moved_once_and_cost_one_wait_a_micro_batch(workshop, monkeypa
     for module in (engine, targets):
         monkeypatch.setattr(module, "readable", lambda tensor: False)
     monkeypatch.setattr(engine, "chunk_rows", lambda *_: 5)
-    monkeypatch.setattr(step, "_scales_in_optimizer", lambda device: True)
+    monkeypatch.setattr(step, "_scales_in_optimizer", lambda *_: True)
     with workshop.run(steps=3, train=over_cells(workshop.source(10)), micro_batch_size=2) as run:
         read = run.stepper.feed().steps()
         run.stepper.take(next(read), StopRequest())
@@ -119,7 +119,7 @@ def test_a_step_waits_for_the_device_once(workshop, options, world, monkeypatch)
     monkeypatch.setattr(engine, "_scale", scale)
     for module in (engine, targets):
         monkeypatch.setattr(module, "readable", lambda tensor: False)
-    monkeypatch.setattr(step, "_scales_in_optimizer", lambda device: True)
+    monkeypatch.setattr(step, "_scales_in_optimizer", lambda *_: True)
     with workshop.run(steps=3, **options) as run:
         read = run.stepper.feed().steps()
         run.stepper.take(next(read), StopRequest())  # the first names parameters without a gradient

@@ -34,8 +34,8 @@ from kdtrain.data.corpus import by_hash, rank
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError, as_whole
 from kdtrain.files import canonical_json
-from kdtrain.models.loading import load_tokenizer, tokenizer_digest
 from kdtrain.models.output_head import OutputHead
+from kdtrain.models.tokenizer import load_tokenizer, tokenizer_digest
 
 Numbers = Tensor | np.ndarray
 SPLITS = ("train", "validation")

@@ -431,23 +431,6 @@ def file_problem(path: Path, error: OSError | ValueError, aside: str) -> Problem
     return Problem(f"{path}: {error}", aside)
 
 
-def refuse_vocabulary(vocab_size: int, cached: int, used: int) -> None:
-    """UsageError: a student's `vocab_size` logits cannot hold the ids of a cache (both sizes named).
-
-    More rows than the teacher's are fine, the trainer ignores them. Fewer are fine while only padding is missing: the
-    tokenizer fits, and the difference is at most 1,024 or 1 % of the teacher's rows.
-
-    cached: rows of the teacher's output head. used: entries of its tokenizer.
-    """
-    if vocab_size >= cached or (vocab_size >= used and cached - vocab_size <= max(1024, cached // 100)):
-        return
-    raise UsageError(
-        f"the student has a vocabulary of {vocab_size}, the cache one of {cached} (tokenizer {used}): "
-        f"give a fresh student a vocab_size of {cached}; one with a tokenizer of its own is trained across tokenizers, "
-        "by --cross-tokenizer auto or the rows of aligned(tokenizer)"
-    )
-
-
 def refuse_tokenizer(digest: str | None, cached: str | None) -> None:
     """UsageError: the digest of the student's tokenizer is not the cache's (both named); None is not checked."""
     if None not in (digest, cached) and digest != cached:

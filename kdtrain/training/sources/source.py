@@ -32,7 +32,7 @@ class Facts:
     tokenizer_size: int
     """Entries of the tokenizer; at most `vocab_size`."""
     tokenizer_digest: str | None = None
-    """See `models.loading.tokenizer_digest`; None: not compared with the student's."""
+    """See `models.tokenizer.tokenizer_digest`; None: not compared with the student's."""
     tokenizer: Path | None = None
     """The folder of the tokenizer's files; None: the student is exported without, and no text is sampled."""
     document_mask: bool = False

@@ -1,0 +1,224 @@
+"""Export: a model or its adapters as a folder that transformers loads, published whole."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from kdtrain.errors import RunError, UsageError, first_sentence, making, writing
+from kdtrain.files import (
+    Lock,
+    file_digest,
+    files_below,
+    hidden_folder,
+    hidden_lock,
+    make_folder,
+    publish_json,
+    read_sealed,
+    refuse_displacing,
+    refuse_mount,
+    remove_empty,
+    remove_folder,
+    swap_in,
+    sweep,
+    typed,
+)
+from kdtrain.models.adapters import adapted, merged_state, refuse_overflow, write_adapter
+from kdtrain.models.frozen import quantize_folder
+from kdtrain.models.head import SplitModel
+from kdtrain.models.loading import whole_model
+from kdtrain.models.tokenizer import SPECIAL, generation_of, load_tokenizer
+
+ORIGIN = "kdtrain.json"
+"""A sealed file in an exported model: its origin, and the SHA-256 of its files."""
+
+
+def export_model(
+    model: nn.Module,
+    tokenizer: Mapping[str, bytes] | None,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    origin: Mapping[str, Any] | None = None,
+    shard_gb: float = 5.0,
+    int8: bool = False,
+    beside: Mapping[str, bytes] | None = None,
+) -> Path | None:
+    """Write a folder that `transformers.AutoModelForCausalLM` and `AutoTokenizer` load, and publish it whole.
+
+    model: a model or a `SplitModel`, whose adapters are added to its weights; special tokens and generation settings
+    that it does not have are completed from `tokenizer`, the files that `tokenizer_files` returns. out: inside
+    `export_lock`, if another process may export there. dtype: of the written weights; by default the model's own.
+    origin: entries for `kdtrain.json`, which also holds the sealed digests of all files. shard_gb: the largest file of
+    weights. int8: quantise the weights (`kdtrain.models.frozen`). beside: more files, by name. An earlier export is
+    replaced; if it holds anything that was not exported, it is moved aside, and its new path returned.
+
+    UsageError: `out` holds what kdtrain did not write. RunError: the disk is full or refuses the write.
+    """
+
+    def write(partial: Path) -> None:
+        most = f"{max(1, round(shard_gb * 1e6))}KB"
+        if not int8:
+            _write_model(model, partial, dtype, most, partial if tokenizer else None)
+            return
+        with hidden_folder(out) as whole:
+            _write_model(model, whole, dtype, most, partial if tokenizer else None)
+            quantize_folder(whole, partial, most)
+
+    return _publish(out, write, {**(tokenizer or {}), **(beside or {})}, origin)
+
+
+def export_adapter(
+    model: SplitModel,
+    base: str,
+    tokenizer: Mapping[str, bytes] | None,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    origin: Mapping[str, Any] | None = None,
+    beside: Mapping[str, bytes] | None = None,
+) -> Path | None:
+    """`export_model` of the adapters alone, as `peft` loads them over the model `base`, a folder or a hub id."""
+
+    def write(partial: Path) -> None:
+        assert model.lora is not None
+        write_adapter(model.model, model.lora, base, partial, dtype)
+
+    return _publish(out, write, {**(tokenizer or {}), **(beside or {})}, origin)
+
+
+def _publish(
+    out: Path, write: Callable[[Path], None], beside: Mapping[str, bytes], origin: Mapping[str, Any] | None
+) -> Path | None:
+    refuse_foreign(out)
+    out = out.resolve()
+    try:
+        with making(out), hidden_folder(out) as partial, writing(out):
+            for name, content in beside.items():
+                (partial / name).parent.mkdir(exist_ok=True)
+                (partial / name).write_bytes(content)
+            write(partial)
+            digests = {name: file_digest(path) for name, path in files_below(partial).items()}
+            publish_json(partial / ORIGIN, {**(origin or {}), "files": digests}, "export.origin")
+            aside = swap_in(partial, out, "export")
+            removed = aside is not None and remove_folder(aside, _exported(aside), "export.removing")
+            return None if removed else aside
+    except SafetensorError as error:
+        raise RunError(f"{out}: the weights cannot be written: {first_sentence(error)}") from error
+
+
+@contextmanager
+def export_lock(out: Path, wait: float = 0.0) -> Iterator[None]:
+    """Keep other exports out of `out` during the block, and remove what killed ones left.
+
+    An export replaces the whole folder, so that the lock is a file beside it. wait: seconds to wait for another export.
+
+    UsageError: another process exports there, `out` is a mount point, or its parent cannot be a folder. RunError: that
+    is not writable.
+    """
+    refuse_mount(out)
+    out = out.resolve()
+    made = make_folder(out.parent)
+    lock = None
+    try:
+        message = f"another process is exporting to {out}; wait for it, or name another folder"
+        lock = Lock(hidden_lock(out), message, "export", wait)
+        sweep(out.parent, of=out.name)
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+        remove_empty(made)
+
+
+def refuse_foreign(out: Path) -> None:
+    """Refuse to export into a file, a folder that is not empty and not an export, or one that cannot be replaced.
+
+    UsageError: see above and `refuse_displacing`.
+    """
+    refuse_displacing(out, {})
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file; name a folder")
+    if out.exists() and any(out.iterdir()) and not is_export(out):
+        raise UsageError(f"{out} holds other files than an export; name another folder")
+
+
+def is_export(folder: Path) -> bool:
+    """Whether `export_model` wrote a folder, by its sealed `kdtrain.json`; its other files may have changed."""
+    try:
+        return bool(read_sealed(folder / ORIGIN))
+    except (OSError, ValueError):
+        return False
+
+
+def _exported(folder: Path) -> set[str]:
+    """The files of an export if all are unchanged, else none."""
+    try:
+        files = typed(read_sealed(folder / ORIGIN).get("files"), dict[str, str])
+        sound = all(file_digest(folder / name) == digest for name, digest in files.items())
+    except (OSError, ValueError):
+        return set()
+    return {ORIGIN, *files} if sound else set()
+
+
+def _write_model(model: nn.Module, out: Path, dtype: str | None, most: str, tokenizer: Path | None) -> None:
+    """Write configurations and weights, in files of at most `most`; `tokenizer`: the folder with its files."""
+    whole: Any = whole_model(model)
+    if tokenizer is not None and whole.generation_config is not None:
+        _complete_generation(whole, tokenizer)
+    kind, state = None if dtype is None else getattr(torch, dtype), None
+    if adapted(whole):
+        state = merged_state(whole)
+        if kind is not None:
+            refuse_overflow(state, kind)
+        state = {name: each.to(kind) if each.is_floating_point() else each for name, each in state.items()}
+        if kind is not None:
+            whole.config.dtype = kind
+    elif kind is not None:
+        refuse_overflow(whole.state_dict(), kind)
+        whole = copy.deepcopy(whole).to(kind)
+    whole.save_pretrained(out, state_dict=state, max_shard_size=most)
+
+
+def _complete_generation(model: Any, folder: Path) -> None:
+    """Give a model what it lacks of special tokens and generation settings, from the tokenizer's files in `folder`.
+
+    Settings that came with the weights stay. Fresh weights have only those that transformers derives from their
+    configuration, in which the end of text may stand in for a start that the tokenizer does not have.
+    """
+    own, config, tokenizer = model.generation_config, model.config, load_tokenizer(folder)
+    ids = {f"{each}_token_id": _inside(config, getattr(tokenizer, f"{each}_token_id")) for each in SPECIAL}
+    if own._from_model_config:
+        given = generation_of(folder)
+        model.generation_config = given or own
+        if ids["bos_token_id"] is None and getattr(config, "bos_token_id", None) == ids["eos_token_id"]:
+            config.bos_token_id = None
+        for key, value in ids.items():
+            stated = getattr(config, key, None)
+            if stated is None and value is not None:
+                setattr(config, key, value)
+            if stated in (None, value):  # else it is the user's, from [config]
+                theirs = None if given is None else _inside(config, getattr(given, key))
+                stated = value if theirs is None else theirs
+            setattr(model.generation_config, key, stated)
+    elif own.eos_token_id is None:
+        own.eos_token_id = ids["eos_token_id"]
+        own.pad_token_id = ids["pad_token_id"] if own.pad_token_id is None else own.pad_token_id
+    else:
+        return
+    eos = model.generation_config.eos_token_id
+    if model.generation_config.pad_token_id is None:
+        model.generation_config.pad_token_id = eos[0] if isinstance(eos, list) else eos
+
+
+def _inside(config: Any, ids: int | list[int] | None) -> int | list[int] | None:
+    """The ids that a model's vocabulary has; None for none."""
+    size = config.get_text_config().vocab_size
+    if isinstance(ids, list):
+        return [each for each in ids if each < size] or None
+    return None if ids is None or ids >= size else ids
