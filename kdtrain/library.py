@@ -10,8 +10,6 @@ from typing import Any, cast
 from kdtrain.cache.read import reader
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.verify import verify_cache
-from kdtrain.config.values import LOCAL_LIMIT
-from kdtrain.errors import as_path
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.tokenizers.view import ViewReader
 from kdtrain.tokenizers.view_builder import build_view
@@ -25,21 +23,20 @@ class CacheSplit(reader.CacheReader):
         tokenizer: Any,
         *,
         folder: Path | str | None = None,
-        cells: bool = True,
-        chunks: bool = False,
         special_tokens: Mapping[str, str] | None = None,
     ) -> ViewReader:
         """This split in the rows of a student with another tokenizer: a data set whose items any loop takes.
+
+        The student needs it too, for what its tensors do not hold: `Student(model, loss, data=...)`.
 
         Args:
             tokenizer: the student's, or its folder or hub id.
             folder: where the rows are made and kept, of every split, and found again; by default a folder that goes
                 with the process.
-            cells, chunks: the terms of the loss (docs/tokenizers.md).
             special_tokens: see `kdtrain.Alignment`.
 
-        UsageError: the tokenizers do not fit together, the folder holds something else, or the cache has no numbers for
-            a term.
+        UsageError: the tokenizers do not fit together, the folder holds something else, or the cache has no teacher's
+            numbers.
         """
         given = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         kept, splits = folder, None
@@ -48,7 +45,7 @@ class CacheSplit(reader.CacheReader):
             atexit.register(shutil.rmtree, kept, ignore_errors=True)
         cache = reader.Cache(self.folder, self.manifest, self.remote)
         view = build_view(Path(kept), cache, given, events=special_tokens, splits=splits)
-        return ViewReader(view, self.split, cells=cells, chunks=chunks)
+        return ViewReader(view, self.split)
 
 
 class Cache(reader.Cache):
@@ -56,8 +53,7 @@ class Cache(reader.Cache):
 
     Args:
         where: its folder, `hf:datasets/ORG/NAME[@REVISION]` or `https://...`. Of one that lies elsewhere a shard is
-            fetched when it is first read, and kept in KDTRAIN_HOME or ~/.cache/kdtrain.
-        local_limit: GB that are kept there at most.
+            fetched when it is first read, and stays: of the hub in HF_HOME, else in KDTRAIN_HOME or ~/.cache/kdtrain.
 
     Raises:
         UsageError: there is no finished cache, or it is not to be had.
@@ -75,9 +71,8 @@ class Cache(reader.Cache):
 
     split_type = CacheSplit
 
-    def __init__(self, where: Path | str, *, local_limit: float = LOCAL_LIMIT) -> None:
-        as_path(where, "where")
-        found = open_cache(where, local_limit)
+    def __init__(self, where: Path | str) -> None:
+        found = open_cache(where)
         super().__init__(found.folder, found.manifest, found.remote)
 
     def __getitem__(self, split: str) -> CacheSplit:

@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from kdtrain.cache.address import parse_address
 from kdtrain.cache.format.folder import why_no_cache
 from kdtrain.cli.words import word_meant
 from kdtrain.config.choices import TEXTS
@@ -21,6 +20,7 @@ from kdtrain.config.values import flag
 from kdtrain.data.formats import Columns, column_hint, first_columns, row_format
 from kdtrain.errors import UsageError, shown_address
 from kdtrain.models.spec import SELF, is_hub_id, read_spec, shipped
+from kdtrain.net.address import parse_address
 
 _MOST = 2000
 """Entries of a folder that are compared with a name."""

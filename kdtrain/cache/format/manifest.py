@@ -421,5 +421,5 @@ def refuse_tokenizer(digest: str | None, cached: str | None) -> None:
     if None not in (digest, cached) and digest != cached:
         raise UsageError(
             f"the student has another tokenizer ({str(digest)[:12]}) than the teacher's text ({str(cached)[:12]}): "
-            "give the student the teacher's tokenizer, or train across tokenizers with --cross-tokenizer auto"
+            "give the student the teacher's tokenizer, or train across tokenizers with --cross-tokenizer"
         )
