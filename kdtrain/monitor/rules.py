@@ -381,7 +381,7 @@ class History:
 
 
 def free_mib(folder: Path) -> float | None:
-    """MiB that are free on the disk of a folder; None where it cannot be asked."""
+    """MiB that are free on the disk of a folder; None where the system does not report it."""
     try:
         return shutil.disk_usage(folder).free / 2**20
     except OSError:
