@@ -193,8 +193,8 @@ REFUSED = [
     ),
     (lambda: options.ParallelConfig(parallel="ddp", accumulate="sharded"), "--accumulate sharded has no effect"),
     (
-        lambda: options.CacheTeacherConfig(teacher="t", out=Path("c"), from_logprobs=Path("p"), compile=False),
-        "--no-compile has no effect with --from-logprobs",
+        lambda: options.CacheTeacherConfig(teacher="t", out="c", data=TEXT, compile=False, server=SERVER),
+        "--no-compile has no effect with --teacher-server",
     ),
     (
         lambda: options.CacheTeacherConfig(teacher="t", out="c", data=TEXT, precision="fp32", server=SERVER),
@@ -213,12 +213,8 @@ REFUSED = [
         "--teacher-weights has no effect with --teacher-server",
     ),
     (
-        lambda: distill(cache=None, teacher="t", data=TEXT, cross_tokenizer="both", server=RUN_SERVER),
+        lambda: distill(cache=None, teacher="t", data=TEXT, cross_tokenizer=True, server=RUN_SERVER),
         "--cross-tokenizer needs the whole cache before training; capture the server's answers with cache-teacher",
-    ),
-    (
-        lambda: options.FindLrConfig(student="s", out="o", teacher="t", data=TEXT, server=RUN_SERVER),
-        "find-lr does not ask a server; make a cache with cache-teacher",
     ),
     *(
         (
@@ -268,6 +264,7 @@ def test_sections_are_plain_values_by_section():
     assert list(table) == [
         *("run", "data", "objective", "optimizer", "lora", "precision", "quantization", "guards"),
         *("stopping", "checkpoint", "monitor", "parallel", "server"),
+        "collect",
     ]
     assert table["run"]["out"] == "o"
     assert table["run"]["epochs"] is None
@@ -279,7 +276,6 @@ def test_sections_are_plain_values_by_section():
     "make, words",
     [
         (lambda: options.CheckpointConfig(override_opt_param_scheduler=True), "without --load; add it"),
-        (lambda: options.PrecisionConfig(collect_raw=True), "--collect-raw has no effect without --collect-tensors"),
         (lambda: options.QuantizationConfig(quant_rule="gap"), "--quant-rule has no effect without --time-resume"),
         (lambda: options.ObjectiveConfig(alpha=1.5), "--alpha 1.5 must be at least 0 and at most 1"),
         (lambda: options.OptimizerConfig(lr=float("inf")), "--lr inf must be above 0 and finite"),

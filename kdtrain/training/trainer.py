@@ -29,7 +29,6 @@ from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.batch import Batch
 from kdtrain.parallel.parallelize import SingleProcess
-from kdtrain.precision.collect import Collector
 from kdtrain.precision.controller import Adaptive
 from kdtrain.ranks import is_main, reported
 from kdtrain.training.checkpoints import Checkpoints
@@ -63,8 +62,7 @@ class Trainer:
         config: every option.
         student: the model and its loss.
         train, validation: where sequences come from.
-        total_steps, micro, seq_len, has_teacher, wrapper, collector, observers: see `Stepper`; without a wrapper, in
-            one process.
+        total_steps, micro, seq_len, has_teacher, wrapper, observers: see `Stepper`; without a wrapper, in one process.
         adaptive: decides when the student is quantised; None where the mode does not change.
         identity: what a checkpoint belongs to (options, cache, student).
     """
@@ -82,14 +80,15 @@ class Trainer:
         has_teacher: bool = True,
         wrapper: SingleProcess | None = None,
         adaptive: Adaptive | None = None,
-        collector: Collector | None = None,
         observers: Iterable[Observer] = (),
         identity: dict[str, object] | None = None,
     ) -> None:
         self.config, self.student, self.validation_source = config, student, validation
         guards = Guards(config.guards, config.stopping, fp16=student.mode == "fp16")
         optimizer = make_optimizer(student, config.optimizer, config.objective.temperature_lr)
-        self.state = TrainState(student, optimizer, guards=guards, adaptive=adaptive)
+        self.state = TrainState(
+            student, optimizer, guards=guards, adaptive=adaptive, growing=getattr(train, "growing", None)
+        )
         term = train.facts.term(config.objective.divergence)
         self.reporter = Reporter(config, student, total_steps, train.overlaps, term)
         self.checkpoints = Checkpoints(config, self.state, self.reporter, identity or {})
@@ -104,7 +103,6 @@ class Trainer:
             micro=micro,
             seq_len=seq_len,
             has_teacher=has_teacher,
-            collector=collector,
             observers=[*observers],
         )
         self.recovery = Recovery(config, self.state, self.stepper, self.checkpoints, self.reporter)

@@ -3,14 +3,14 @@
 It reads a few rows, for a few seconds at most, so that an import or a download can end with it. What it finds wrong:
 
 shift        the entries are about another position than the next one (`alignment`)
-other rows   the targets of a row fit the tokens of another row much better (`diagnose.other_row`)
-renormalised labels lie outside of a top-k far more often than its mass says (`mass`)
-samples      the label was drawn more or less often than its own log p says: a z statistic, exact for systematic samples
+other rows   the targets of a row fit the tokens of another row much better (`other_row`)
+renormalised labels lie outside of a top-k far more often than its mass predicts (`mass`)
+samples      the label was drawn more or less often than its log p predicts: a z statistic, exact for systematic samples
 
 The teacher's loss, its entropy and the label's probability, next to what it would be if the labels came from the
 teacher, are figures for people: text that the teacher does not know looks like a fault of the capture.
 
-What it gives up: numbers that are wrong and fit each other. Only the teacher knows (`audit`).
+What it gives up: numbers that are wrong and fit each other. Only the teacher knows: `kdtrain audit`.
 """
 
 import math
@@ -23,19 +23,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdtrain.cache.diagnose import OTHER_ROWS, other_row
 from kdtrain.cache.format.codec import grid_offset
 from kdtrain.cache.format.compression import FINENESS
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.tools.alignment import SHIFTS, DetectedShift, detect
 from kdtrain.cache.tools.kept_mass import outside
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.targets import SparseTargets
+from kdtrain.objective.targets import SparseTargets, Targets
 
 ROWS, SECONDS = 64, 20.0
 LEVEL = 1e-5
 _ENTRIES = 2**28  # that are held at once
 _LEAST_MATCHED = 0.1
+_MATCHED = 0.2  # of the labels: how much better another row must fit, and how well
+_FEW = 16  # labels that chance may match
+OTHER_ROWS = "targets of other rows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +111,7 @@ def examine(
     """`look` at decoded rows.
 
     systematic: how samples were drawn. samples: compare them with the label's log p. imported: by which shift.
-    drawn_at: the temperature of a teacher that wrote the labels; above 1 they leave its top-k more often than it says.
+    drawn_at: the temperature of a teacher that wrote the labels; above 1 they leave its top-k more often.
     """
     known = [batch for batch in batches if batch.targets is not None and batch.loss_mask.any()]
     if not known:
@@ -137,7 +139,7 @@ def examine(
         findings.append(f"mass: {labels}; build it again from the teacher's own log-probabilities")
     if z is not None and math.erfc(abs(z) / math.sqrt(2)) < LEVEL:
         findings.append(
-            f"samples: the labels were drawn {'more' if z > 0 else 'less'} often than their log p says (z {z:.1f})"
+            f"samples: the labels were drawn {'more' if z > 0 else 'less'} often than their log p predicts (z {z:.1f})"
         )
     if 10 * number < (total := sum(batch.loss_mask.numel() for batch in batches)):
         notes.append(f"only {number:,} of {total:,} tokens count")
@@ -189,7 +191,7 @@ def _figures(batch: Batch, systematic: bool) -> tuple[float, ...]:
 def _drawn_labels(
     targets: SparseTargets, label_NK: Tensor, tail_N: Tensor, logprob_N: Tensor, systematic: bool
 ) -> tuple[float, float]:
-    """How much more often labels were drawn than their share of the tail says: the sum of shares, and its variance."""
+    """How much more often labels were drawn than by their share of the tail: the sum of shares, and its variance."""
     number, some_N = targets.num_samples, targets.counts.sum(-1) > 0
     in_tail_N = some_N & ~label_NK[:, : targets.top_k].any(-1)
     drawn_N = ((targets.counts * label_NK).sum(-1) / number)[in_tail_N].double()
@@ -213,3 +215,18 @@ def _matched(batches: Sequence[Batch]) -> tuple[list[tuple[int, int]], int]:
             found += [] if other is None else [(row, other)]
             row += 1
     return found, row
+
+
+def other_row(targets: Targets, own: int, labels_RT: Tensor, counted_T: Tensor) -> int | None:
+    """The row, of R whose labels these are, that the targets of row `own` fit much better; None if none does.
+
+    counted_T: bool, its labels of the loss. At the others a capture may keep a filler, which fits the filler of others.
+    """
+    ids_NK, mass_NK = targets.map(lambda _, each: each[counted_T]).listed()
+    kept = mass_NK.topk(min(50, mass_NK.shape[1]))
+    ids_NK, mass_NK = ids_NK.gather(1, kept.indices), kept.values
+    labels_RN, fits_R = labels_RT[:, counted_T], torch.zeros(len(labels_RT))
+    for ids_N, mass_N in zip(ids_NK.T, mass_NK.T, strict=True):
+        fits_R += ((labels_RN == ids_N) * mass_N).sum(-1) / max(_FEW, len(ids_NK))
+    best = int(fits_R.argmax())
+    return best if best != own and fits_R[best] > fits_R[own] + _MATCHED else None

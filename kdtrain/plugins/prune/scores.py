@@ -1,0 +1,299 @@
+"""Importance scores of a teacher's parts on the tokens of a cache, for pruning (`cut`), kept in a file.
+
+After Minitron (arXiv 2407.14679, section 2.2), by forwards alone:
+
+    a head       the L2 norm of its output, in front of the attention's output projection
+    a neuron     its absolute activation, in front of the MLP's down projection
+    a channel    the absolute output of each norm that reads it, summed over the norms of the layers that stay
+    a layer      the mean cross-entropy of the teacher without it (its output is its input), in nats a label
+
+Each of the first three is averaged over the positions of a sequence, then the root of the mean square is taken over the
+sequences: the paper's choice among nine ways (sequence: mean, batch: L2). The share of each channel in the mean square
+in front of each norm is measured beside them. Every position counts, for the loss those of the loss mask.
+
+The file is safetensors, fp64, with a JSON record in its header: whose scores these are, how many sequences are done and
+a digest. It is written after the first batch, which finds a folder that cannot be written, and then every `EVERY`
+seconds; a killed command resumes from it to the same bits. Layers are scored only when a shape has fewer.
+
+Shape suffixes: B sequences, T positions, H heads, D channels, X numbers of a head.
+"""
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from einops import rearrange
+from msgspec import Meta
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from kdtrain import faults
+from kdtrain.cache.read.reader import CacheReader
+from kdtrain.errors import RunError, UsageError, printable
+from kdtrain.files import LARGE, canonical_json, json_digest, open_regular, parse_json, published, typed
+from kdtrain.objective.loss import DistillationLoss
+from kdtrain.plugins.prune.cut import Importance, Roles, Shape
+from kdtrain.teaching.local import LocalTeacher
+
+EVERY = 20.0
+"""Seconds between two writes of an unfinished file."""
+_RECORD = "kdtrain"
+"""The entry of the file's header that holds the record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What scores are of; other scores are not used in their place."""
+
+    teacher: str
+    """Digest of weights and architecture."""
+    cache: str
+    """Digest of the cache."""
+    sequences: int
+    """Of its train split, at equal distances."""
+    precision: str
+    """Of the forwards."""
+
+    @property
+    def key(self) -> str:
+        """A short name."""
+        return json_digest(asdict(self))[:12]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Record:
+    subject: Subject
+    width: Annotated[int, Meta(ge=0)]
+    """Sequences that are scored for heads, neurons and channels."""
+    depth: Annotated[int, Meta(ge=0)]
+    """The same for layers."""
+    digest: str
+
+
+class Scores:
+    """The scores of a teacher in a file, which is made where it is missing.
+
+    path: in an existing folder; the caller keeps others away. roles, shape: the teacher's.
+
+    UsageError: the file holds something else, is damaged, or has the scores of another subject.
+    """
+
+    def __init__(self, path: Path, subject: Subject, roles: Roles, shape: Shape) -> None:
+        self.path, self.subject, self.roles, self.shape = path, subject, roles, shape
+        self.done = {"width": 0, "depth": 0}
+        sizes: dict[str, int] = {"losses": shape.layers + 1, "labels": 1}
+        for layer in range(shape.layers):
+            sizes |= {f"heads.{layer}": shape.heads, f"neurons.{layer}": shape.neurons}
+        sizes |= {f"output.{name}": shape.width for name in roles.reading_norms(list(range(shape.layers)))}
+        sizes |= {f"share.{name}": shape.width for name in roles.all_norms(shape.layers)}
+        self._sums = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
+        self._written = -math.inf
+        if path.exists():
+            self._read()
+
+    def complete(self, teacher: LocalTeacher, reader: CacheReader, batch: int, depth: bool, shown: Any) -> None:
+        """Score what is not scored yet, a batch of sequences after the other; `depth`: the layers too.
+
+        shown: a progress bar, over `work(depth)`.
+        """
+        self._sums = {name: each.to(teacher.device) for name, each in self._sums.items()}
+        rows = spread(len(reader), self.subject.sequences)
+        for part, how in (("width", self._score_width), ("depth", self._score_layers)):
+            while (part == "width" or depth) and self.done[part] < len(rows):
+                chosen = rows[self.done[part] : self.done[part] + batch]
+                how(teacher, texts(reader, chosen))
+                self.done[part] += len(chosen)
+                shown.update(self.work(depth, done=True))
+                finished = self.done[part] == len(rows)
+                if finished or time.monotonic() - self._written > EVERY:
+                    self._write()
+                faults.point("prune.scored")
+
+    def work(self, depth: bool, done: bool = False) -> int:
+        """Forwards of a sequence, in all or those that are `done`."""
+        passes = {"width": 1, "depth": self.shape.layers + 1 if depth else 0}
+        return sum(many * (self.done[part] if done else self.subject.sequences) for part, many in passes.items())
+
+    def importance(self) -> Importance:
+        """The scores of all sequences; those of layers where they are complete. RunError: one is non-finite."""
+        count = self.subject.sequences
+        assert self.done["width"] == count
+        sums = {name: each.cpu() for name, each in self._sums.items()}
+        if self.done["depth"] == count and not sums["labels"].item():
+            raise RunError("no token of these sequences is a label, by which layers are scored; take a larger number")
+        if odd := [name for name, each in sums.items() if not each.isfinite().all()]:
+            raise RunError(f"the scores {odd[0]} are non-finite; look at the teacher's weights")
+
+        def of(kind: str) -> dict[str, Tensor]:
+            return {name.removeprefix(f"{kind}."): each for name, each in sums.items() if name.startswith(f"{kind}.")}
+
+        heads, neurons = (torch.stack([*of(kind).values()]).div(count).sqrt() for kind in ("heads", "neurons"))
+        outputs = {name: each.div(count).sqrt() for name, each in of("output").items()}
+        shares = {name: each.div(count) for name, each in of("share").items()}
+        losses = sums["losses"] / sums["labels"] if self.done["depth"] == count else None
+        return Importance(heads, neurons, outputs, shares, None if losses is None else losses[:-1])
+
+    def _score_width(self, teacher: LocalTeacher, text: dict[str, Tensor]) -> None:
+        with self._watched(teacher.model.model):
+            teacher.hidden_states(text["tokens"][:, :-1], text.get("segments"))
+
+    def _score_layers(self, teacher: LocalTeacher, text: dict[str, Tensor]) -> None:
+        for layer in range(self.shape.layers + 1):  # the last: none is left out
+            with _left_out(teacher.model.model, f"{self.roles.layers}.{layer}" if layer < self.shape.layers else None):
+                loss, labels = cross_entropy(teacher, text)
+            self._sums["losses"][layer] += loss
+        self._sums["labels"] += labels
+
+    @contextmanager
+    def _watched(self, model: nn.Module) -> Iterator[None]:
+        """Add to the sums what each module sees during the block."""
+        attention, mlp = self.roles.writes
+        with ExitStack() as hooks:
+
+            def before(name: str, look: Callable[[nn.Module, Tensor], None]) -> None:
+                def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+                    look(module, inputs[0].float())
+
+                hooks.enter_context(_removed(model.get_submodule(name).register_forward_pre_hook(hook)))
+
+            for layer in range(self.shape.layers):
+                before(f"{self.roles.layers}.{layer}.{attention}", self._heads(layer))
+                before(f"{self.roles.layers}.{layer}.{mlp}", self._neurons(layer))
+            for name in self.roles.all_norms(self.shape.layers):
+                before(name, self._share(name))
+            for name in self.roles.reading_norms(list(range(self.shape.layers))):
+                hooks.enter_context(_removed(model.get_submodule(name).register_forward_hook(self._output(name))))
+            yield
+
+    def _heads(self, layer: int) -> Callable[[nn.Module, Tensor], None]:
+        def look(_: nn.Module, value: Tensor) -> None:
+            value_BTHX = rearrange(value, "B T (H X) -> B T H X", X=self.shape.head_dim)
+            self._add(f"heads.{layer}", value_BTHX.norm(dim=-1))
+
+        return look
+
+    def _neurons(self, layer: int) -> Callable[[nn.Module, Tensor], None]:
+        return lambda _, value: self._add(f"neurons.{layer}", value.abs())
+
+    def _output(self, name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        return lambda _, inputs, value: self._add(f"output.{name}", value.float().abs())
+
+    def _share(self, name: str) -> Callable[[nn.Module, Tensor], None]:
+        def look(module: nn.Module, value_BTD: Tensor) -> None:
+            if isinstance(module, nn.LayerNorm):
+                value_BTD = value_BTD - value_BTD.mean(-1, keepdim=True)
+            squares_BTD = value_BTD.square()
+            shares_BTD = squares_BTD / squares_BTD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+            self._sums[f"share.{name}"] += shares_BTD.mean(1).double().sum(0)
+
+        return look
+
+    def _add(self, name: str, value_BTX: Tensor) -> None:
+        self._sums[name] += value_BTX.mean(1).double().square().sum(0)
+
+    def _read(self) -> None:
+        try:
+            with open_regular(self.path) as file:
+                if file.seek(0, 2) > LARGE:
+                    raise ValueError("it is too large")
+            with safe_open(self.path, framework="pt") as opened:
+                record = typed(parse_json((opened.metadata() or {}).get(_RECORD, "null")), _Record)
+                if _differences(record.subject, self.subject) == []:
+                    tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UsageError(
+                f"{self.path} holds no scores ({printable(str(error))[:200]}); name another file"
+            ) from None
+        if different := _differences(record.subject, self.subject):
+            raise UsageError(f"{self.path} has the scores of another {' and '.join(different)}; name another file")
+        like = {name: (each.shape, each.dtype) for name, each in self._sums.items()}
+        fits = like == {name: (each.shape, each.dtype) for name, each in tensors.items()}
+        done = {"width": record.width, "depth": record.depth}
+        if not fits or record.digest != _digest(done, tensors) or max(done.values()) > self.subject.sequences:
+            raise UsageError(f"{self.path} is damaged: its scores are not those of its record; remove it")
+        self.done, self._sums = done, tensors
+
+    def _write(self) -> None:
+        tensors = {name: each.cpu() for name, each in self._sums.items()}
+        record = {"subject": asdict(self.subject), **self.done, "digest": _digest(self.done, tensors)}
+        with published(self.path, "prune.scores") as temporary:
+            save_file(tensors, temporary, {_RECORD: canonical_json(record)})
+        self._written = time.monotonic()
+
+
+def spread(available: int, wanted: int) -> list[int]:
+    """`wanted` of `available` rows, at equal distances."""
+    return [row * available // wanted for row in range(wanted)]
+
+
+def texts(reader: CacheReader, rows: list[int]) -> dict[str, Tensor]:
+    """`tokens` [B, T+1], `loss_mask` [B, T] and, where the cache keeps documents apart, `segments` [B, T]."""
+    found = reader.text(rows)
+    text = {name: torch.from_numpy(found[name].astype(np.int64)) for name in ("tokens", "segments")}
+    if not reader.manifest.settings.document_mask:
+        del text["segments"]
+    return {**text, "loss_mask": torch.from_numpy(found["loss_mask"].astype(bool))}
+
+
+def cross_entropy(teacher: LocalTeacher, text: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The sum of the cross-entropy over the labels that count, and how many these are."""
+    tokens_BT, mask_N = text["tokens"].to(teacher.device), text["loss_mask"].flatten().to(teacher.device)
+    with torch.no_grad():
+        hidden_BTD, _ = teacher.hidden_states(tokens_BT[:, :-1], text.get("segments"))
+        hidden_ND, labels_N = rearrange(hidden_BTD, "B T D -> (B T) D"), tokens_BT[:, 1:].flatten()
+        found = DistillationLoss(alpha=0.0)(
+            hidden_ND, teacher.head, labels_N, mask_N, None, vocab_size=teacher.vocab_size, normalizer=1.0
+        )
+    return found.ce.double(), mask_N.sum()
+
+
+def mean_loss(teacher: LocalTeacher, reader: CacheReader, sequences: int, batch: int) -> float:
+    """The mean cross-entropy on `sequences` of a split, in nats a label."""
+    rows, loss, labels = spread(len(reader), sequences), 0.0, 0
+    for start in range(0, len(rows), batch):
+        found = cross_entropy(teacher, texts(reader, rows[start : start + batch]))
+        loss, labels = loss + float(found[0]), labels + int(found[1])
+    return loss / max(labels, 1)
+
+
+@contextmanager
+def _left_out(model: nn.Module, layer: str | None) -> Iterator[None]:
+    """The model without a layer during the block; None: with all."""
+
+    def skip(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        return (inputs[0], *output[1:]) if isinstance(output, tuple) else inputs[0]
+
+    if layer is None:
+        yield
+        return
+    with _removed(model.get_submodule(layer).register_forward_hook(skip)):
+        yield
+
+
+@contextmanager
+def _removed(hook: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _differences(found: Subject, wanted: Subject) -> list[str]:
+    names = {"teacher": "teacher", "cache": "cache", "sequences": "number of sequences", "precision": "precision"}
+    return [words for name, words in names.items() if getattr(found, name) != getattr(wanted, name)]
+
+
+def _digest(done: Mapping[str, int], tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(canonical_json(dict(done)).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
