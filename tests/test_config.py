@@ -193,8 +193,8 @@ REFUSED = [
     ),
     (lambda: options.ParallelConfig(parallel="ddp", accumulate="sharded"), "--accumulate sharded has no effect"),
     (
-        lambda: options.CacheTeacherConfig(teacher="t", out=Path("c"), from_logprobs=Path("p"), compile=False),
-        "--no-compile has no effect with --from-logprobs",
+        lambda: options.CacheTeacherConfig(teacher="t", out="c", data=TEXT, compile=False, server=SERVER),
+        "--no-compile has no effect with --teacher-server",
     ),
     (
         lambda: options.CacheTeacherConfig(teacher="t", out="c", data=TEXT, precision="fp32", server=SERVER),
