@@ -69,15 +69,15 @@ class DataConfig(Options):
         yield self.messages_column is not None and not conversations, f"--messages-column {idle}"
         yield self.text_column != "text" and self.format not in ("auto", "text"), f"--text-column {idle}"
 
-    def refuse_training_on_validation(self) -> None:
-        """Raise a `UsageError` if the run would train on the validation split."""
-        refuse(self.split == "validation", "--split validation would train on the validation data; use train or test")
+    def conflicts_in_training(self) -> Conflicts:
+        """The conflict of a run that would train on the validation split."""
+        yield self.split == "validation", "--split validation would train on the validation data; use train or test"
 
-    def refuse_changes(self, cache: str = "--cache") -> None:
-        """Raise a `UsageError` for an option of the text: the cache of the option `cache` holds the text."""
+    def conflicts_with(self, cache: str) -> Conflicts:
+        """The conflicts of options of the text with the option `cache`, whose cache holds the text."""
         for each in dataclasses.fields(self):
             changed = getattr(self, each.name) != each.default and not each.metadata.get("with_cache")
-            refuse(changed, f"{flag(each.name)} has no effect with {cache}, which holds its text; leave it out")
+            yield changed, f"{flag(each.name)} has no effect with {cache}, which holds its text; leave it out"
 
 
 DEFAULT_SAMPLES = 50
@@ -485,14 +485,12 @@ class PrecisionConfig(Options):
         """
         return {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(self.compile_mode, self.compile_mode)
 
-    def refuse_idle(self, mode: str) -> None:
-        """Raise a `UsageError` for an option that has no effect in `mode`."""
+    def conflicts_with(self, mode: str) -> Conflicts:
+        """The conflicts of options that have no effect in `mode`."""
         for each in dataclasses.fields(self):
             wanted = each.metadata.get("precisions", (mode,))
-            refuse(
-                mode not in wanted and getattr(self, each.name) != each.default,
-                f"{flag(each.name)} has no effect on {mode}; it needs --precision {' or '.join(wanted)}",
-            )
+            idle = mode not in wanted and getattr(self, each.name) != each.default
+            yield idle, f"{flag(each.name)} has no effect on {mode}; it needs --precision {' or '.join(wanted)}"
 
 
 def _check_rule(given: str) -> None:
@@ -536,13 +534,9 @@ class QuantizationConfig(Options):
         """The mode of --precision `precision`: auto is fp8 if quantisation is adaptive."""
         return "fp8" if precision == "auto" and self.time_resume else precision
 
-    def refuse_idle(self, mode: str, lr_schedule: str) -> None:
-        """Raise a `UsageError` for a --time-resume that cannot work, in `mode`."""
-        refuse(
-            self.time_resume and mode not in QUANTIZED,
-            f"--time-resume has nothing to fall back from with --precision {mode}; use fp8, mxfp8 or mxfp4",
-        )
-        refuse(
-            "schedule" in self.rules(lr_schedule) and lr_schedule == "constant",
-            "--quant-rule schedule needs a decay phase, and --lr-schedule constant has none; use wsd or cosine",
-        )
+    def conflicts_with(self, mode: str, lr_schedule: str) -> Conflicts:
+        """The conflicts of a --time-resume that cannot work, in `mode`."""
+        high = f"--time-resume has nothing to fall back from with --precision {mode}; use fp8, mxfp8 or mxfp4"
+        yield self.time_resume and mode not in QUANTIZED, high
+        endless = "--quant-rule schedule needs a decay phase, and --lr-schedule constant has none; use wsd or cosine"
+        yield "schedule" in self.rules(lr_schedule) and lr_schedule == "constant", endless

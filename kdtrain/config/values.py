@@ -171,17 +171,14 @@ class Extended(Options):
     """The sections that plugins add, by name; where one is not given, it has its defaults."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         known = sections_of(type(self))
         for name, each in self.plugins.items():
             refuse(name not in known, f"no installed plugin adds the section '{name}'; {nearest(name, known)}")
             refuse(not isinstance(each, known[name]), f"the section '{name}' is not a {known[name].__name__}")
         every = {name: self.plugins.get(name) or kind() for name, kind in known.items()}
         object.__setattr__(self, "plugins", every)
-
-    def check_plugins(self) -> None:
-        """Raise a `UsageError` for what a plugin's options cannot be combined with."""
-        for each in self.plugins.values():
+        super().__post_init__()
+        for each in every.values():
             if (check := getattr(each, "check", None)) is not None:
                 check(self)
 
