@@ -40,6 +40,7 @@ from kdtrain.files import (
     published,
     read_sealed,
     refuse_links,
+    remove_file,
     rename_over,
     set_aside,
     typed,
@@ -182,7 +183,7 @@ class Remote:
             download(self.address.url(name), part, what=what, most=most, exact=exact, sha256=sha256)
             if not (sha256 or sound(part)):
                 with writing(part):
-                    part.unlink()
+                    remove_file(part)
                 raise RunError(f"{what} is not what the manifest states, and was not kept; ask its author")
             with published(path, "cache.fetch") as temporary:
                 rename_over(part, temporary)
