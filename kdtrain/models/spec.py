@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kdtrain.config import LoraConfig
-from kdtrain.config.sections import Weights
+from kdtrain.config.choices import Weights
 from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import canonical_json, read_toml
 from kdtrain.registry import nearest
