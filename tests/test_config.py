@@ -54,6 +54,7 @@ def test_the_defaults_are_those_of_the_design():
     config = distill()
     assert (config.batch_size, config.micro_batch_size, config.steps, config.seed) == (16, None, None, 0)
     assert dataclasses.asdict(config.optimizer) == {
+        "optimizer": "adamw",
         "lr": "auto",
         "min_lr": 1e-6,
         "lr_schedule": "cosine",
@@ -193,8 +194,8 @@ REFUSED = [
     ),
     (lambda: options.ParallelConfig(parallel="ddp", accumulate="sharded"), "--accumulate sharded has no effect"),
     (
-        lambda: options.CacheTeacherConfig(teacher="t", out=Path("c"), from_logprobs=Path("p"), compile=False),
-        "--no-compile has no effect with --from-logprobs",
+        lambda: options.CacheTeacherConfig(teacher="t", out="c", data=TEXT, compile=False, server=SERVER),
+        "--no-compile has no effect with --teacher-server",
     ),
     (
         lambda: options.CacheTeacherConfig(teacher="t", out="c", data=TEXT, precision="fp32", server=SERVER),

@@ -34,7 +34,7 @@ from kdtrain.run.build_cache import build_tokens
 from kdtrain.run.saved_student import open_student
 from kdtrain.run.tokenizer_view import differ, entries
 from kdtrain.tables import show
-from kdtrain.teaching.teacher import open_teacher
+from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
 from kdtrain.tokenizers.view_builder import build_view
 from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.sources.build import build_source
@@ -111,7 +111,8 @@ def _source(
     config: EvaluateConfig, tokenizer: Path | str | None, device: torch.device, mode: str, vocab_size: int
 ) -> Iterator[Source]:
     """Yield the data to measure on: a split of a cache, or text packed into a temporary folder."""
-    teacher, across, own = None, config.cross_tokenizer, digest_of(tokenizer)
+    teacher: OnlineTeacher | None = None
+    across, own = config.cross_tokenizer, digest_of(tokenizer)
     if across:
         if tokenizer is None or own is None:
             raise UsageError(f"--student {config.student} has no tokenizer to match; leave --cross-tokenizer out")
@@ -124,7 +125,7 @@ def _source(
             apart = False
             if config.teacher is not None:
                 spec = read_spec(config.teacher, "teachers")
-                teacher = open_teacher(spec, device, mode)
+                teacher = open_online_teacher(spec, device, mode)
                 teacher.load()
                 teacher.check(config.data.seq_len, config.data.document_mask)
                 teacher.prepare()

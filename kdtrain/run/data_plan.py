@@ -28,7 +28,7 @@ from kdtrain.run.build_cache import SERVED, TEXT, build_tokens, holds_tokens
 from kdtrain.run.capture import capture
 from kdtrain.run.folder import check_out, restarted
 from kdtrain.run.tokenizer_view import across, align, open_view
-from kdtrain.teaching.teacher import Teacher
+from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.tokenizers.view import viewed_cache
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import asked_to_stop
@@ -78,7 +78,7 @@ class TextData(DataPlan):
     What an earlier attempt with other options packed is set aside, unless a run has read it.
     """
 
-    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: Teacher | None) -> None:
+    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None) -> None:
         self.config, self.student, self.teacher = config, student, teacher
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
@@ -106,7 +106,7 @@ class TextData(DataPlan):
 class AlignedData(TextData):
     """A cache, or an online teacher's own text, in the tokens of a student with another tokenizer."""
 
-    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: Teacher | None, facts: Facts) -> None:
+    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None, facts: Facts) -> None:
         super().__init__(config, student, teacher)
         self.facts = facts
 
@@ -121,7 +121,7 @@ class AlignedData(TextData):
 def plan_data(
     config: DistillConfig,
     student: ModelSpec,
-    teacher: Teacher | None,
+    teacher: OnlineTeacher | None,
     device: torch.device,
     held: ExitStack,
     trial: bool = False,

@@ -141,7 +141,7 @@ the SHA-256 of every shard, and `kdtrain verify` compares them."""
 
 
 def license_lines(name: str) -> Iterator[str]:
-    """What the head of a card says of a licence; one that the hub does not know gets a name."""
+    """The lines of a card's head about a licence; one that the hub does not know gets a name."""
     name = name.lower()
     yield f"license: {name if name in _KNOWN else 'other'}"
     if name not in _KNOWN:
