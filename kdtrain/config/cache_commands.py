@@ -9,7 +9,7 @@ from typing import Literal
 
 from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig, Weights
 from kdtrain.config.teachers import ServerConfig, TextConfig
-from kdtrain.config.values import Conflicts, Extended, Options, flag, option, refuse
+from kdtrain.config.values import Conflicts, Extended, Options, option, refuse
 from kdtrain.errors import UsageError
 from kdtrain.files import same_path
 
@@ -195,41 +195,3 @@ def _conflicts_with_own(out: Path, caches: Sequence[str]) -> Conflicts:
     """The conflict of a cache that would be written into a folder that it is made from."""
     which = "one of the caches" if len(caches) > 1 else "the cache itself"
     yield any(same_path(out, each) for each in caches), f"--out {out} is {which}; choose another"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PushConfig(Options):
-    """Publish a cache as a data set on the hub, with a card and a preview.
-
-    The same command resumes an interrupted one: files that are there already are not sent again.
-    """
-
-    cache: Path = option(positional=True, reads="cache")
-    """The folder of a finished cache."""
-    to: str = option(positional=True, reads="data set")
-    """Where to: hf:ORG/NAME, which is made if it is not there."""
-    private: bool = False
-    """Make the data set private, if it is made; a public one is refused."""
-    license_text: str | None = None
-    """Licence of the text: a name such as apache-2.0, unknown, or declined."""
-    license_teacher: str | None = None
-    """Licence of the teacher's weights: a name, unknown, or declined."""
-    license_outputs: str | None = None
-    """Licence of what the teacher said, which is that of the data set: a name, unknown, or declined."""
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        missing = [
-            flag(name) for name in ("license_text", "license_teacher", "license_outputs") if not getattr(self, name)
-        ]
-        refuse(
-            bool(missing),
-            f"{', '.join(missing)} missing: whoever reads the cache must know what it may be used for; give each a "
-            "name such as apache-2.0, or unknown, or declined",
-        )
-
-    EXAMPLES = (
-        "kdtrain push cache/t hf:ORG/NAME --license-text mit --license-teacher apache-2.0 --license-outputs unknown",
-    )

@@ -1,6 +1,5 @@
 """The configuration of each command: its own options, and the sections it takes."""
 
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -9,7 +8,6 @@ from kdtrain.config.across import SPECIAL_TOKENS, conflicts_across
 from kdtrain.config.cache_commands import (
     CacheTeacherConfig,
     MergeConfig,
-    PushConfig,
     SubsetConfig,
     check_device,
 )
@@ -29,7 +27,7 @@ from kdtrain.config.sections import (
     Weights,
 )
 from kdtrain.config.teachers import RunServerConfig
-from kdtrain.config.values import Conflicts, Extended, Options, option, refuse
+from kdtrain.config.values import Conflicts, Extended, Options, option
 
 
 def _conflicts_of_sources(cache: object, teacher: str | None, data: DataConfig, verb: str) -> Conflicts:
@@ -245,11 +243,6 @@ class VerifyConfig(Options):
     """Print one JSON object on stdout."""
 
 
-def _check_push(where: str) -> None:
-    found = re.fullmatch(r"hf:[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", where, re.ASCII)
-    refuse(found is None, f"--push {where} names no repository of the hub; write hf:ORG/NAME")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(Options):
     """Write a trained student as a folder that transformers.AutoModelForCausalLM loads."""
@@ -272,10 +265,6 @@ class ExportConfig(Options):
     """The spec of the weights that the run did not train, if it is not where the run found it."""
     license: str | None = None
     """Licence of the student for its card, as the hub names it: apache-2.0, mit, ..."""
-    push: str | None = option(None, check=_check_push)
-    """Also publish the folder on the hub, as hf:ORG/NAME."""
-    private: bool = option(False, needs="push")
-    """The repository on the hub is private."""
     overwrite: bool = False
     """Replace a folder that is already there."""
     json: bool = False
@@ -385,7 +374,6 @@ COMMANDS = {
     "merge": MergeConfig,
     "subset": SubsetConfig,
     "export": ExportConfig,
-    "push": PushConfig,
     "compare": CompareConfig,
     "plot": PlotConfig,
     "completion": CompletionConfig,

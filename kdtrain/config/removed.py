@@ -36,6 +36,8 @@ REMOVED: dict[str, Removed] = {
     "temperature_schedule": Removed("is gone: a schedule of T is linear; leave it out", "linear", _RUNS),
     **dict.fromkeys(("teacher", "rows", "seed", "device"), _AUDIT),
     "histogram_freq": Removed("is gone: histograms are logged with each validation; use --eval-freq", 250, _RUNS),
+    "push": Removed("is a command: kdtrain push OUT hf:ORG/NAME publishes what export has written", of=("export",)),
+    "private": Removed("is an option of kdtrain push OUT hf:ORG/NAME", of=("export",)),
     "local_limit": Removed("is gone: what is fetched stays, and hf cache or rm makes room; leave it out", 50.0),
     "local": Removed("is gone: hf cache ls, and a folder of KDTRAIN_HOME/caches, show it", False, ("inspect",)),
     "log_all_ranks": Removed("is gone: each rank writes its log, rank-00001.log for rank 1", False, _RUNS),
