@@ -241,7 +241,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """The part of student and teacher on each rank."""
 
     student: Literal["single", "ddp", "fsdp"]
@@ -288,7 +288,7 @@ class Plan:
 
 def choose(
     options: ParallelConfig, world: int, *, online: bool, job: Job | None = None, free: float | None = None
-) -> Plan:
+) -> MemoryPlan:
     """The plan for `world` ranks.
 
     Args:
@@ -319,10 +319,10 @@ def choose(
     )
 
 
-def _candidates(options: ParallelConfig, world: int, online: bool, job: Job | None) -> list[Plan]:
+def _candidates(options: ParallelConfig, world: int, online: bool, job: Job | None) -> list[MemoryPlan]:
     """The plans that the options allow, by preference."""
     if world == 1:
-        return [Plan("single", "replicate" if online else "none")]
+        return [MemoryPlan("single", "replicate" if online else "none")]
     students: list[Literal["ddp", "fsdp"]] = ["ddp", "fsdp"]
     teachers: list[Literal["none", "replicate", "fsdp"]] = ["replicate", "fsdp"] if online else ["none"]
     if job is not None and job.student.packed:
@@ -331,7 +331,7 @@ def _candidates(options: ParallelConfig, world: int, online: bool, job: Job | No
         teachers.remove("fsdp")
     ways: list[Literal["whole", "sharded"]] = ["whole", "sharded"]
     return [
-        Plan(student, teacher, options.shard_size, way)
+        MemoryPlan(student, teacher, options.shard_size, way)
         for way in ways
         for student in students
         for teacher in teachers
@@ -370,14 +370,14 @@ def _what_helps(options: ParallelConfig, world: int, job: Job, free: float) -> I
             return
 
 
-def estimated(plan: Plan, job: Job, world: int) -> Plan:
+def estimated(plan: MemoryPlan, job: Job, world: int) -> MemoryPlan:
     """`plan` with the bytes that each of `world` ranks needs."""
     moments = _moments(plan, job, world)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     return replace(plan, needs={name: each for name, each in moments[moment].items() if each}, moment=moment)
 
 
-def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
+def _moments(plan: MemoryPlan, job: Job, world: int) -> dict[str, dict[str, float]]:
     """Bytes by part at each moment."""
     student, teacher, tokens = job.student, job.teacher, job.micro(world) * job.seq_len
     shared = (plan.shard_size or world) if plan.student == "fsdp" else 1
@@ -440,7 +440,7 @@ def _teacher_held(teacher: ModelFootprint, shared: int) -> float:
     return teacher.weight_bytes * numbers + wide
 
 
-def plan_run(config: DistillConfig, job: Job | None, free: float | None) -> Plan:
+def plan_run(config: DistillConfig, job: Job | None, free: float | None) -> MemoryPlan:
     """The plan of a run.
 
     job: see `job_of`. free: see `free_everywhere`.

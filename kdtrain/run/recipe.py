@@ -34,7 +34,7 @@ from kdtrain.objective.batch import Batch
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.parallel.memory_plan import (
     Job,
-    Plan,
+    MemoryPlan,
     fitting_micro_batch,
     free_everywhere,
     job_of,
@@ -79,7 +79,7 @@ class Recipe:
     live: LiveCache | None
     """The capture that goes on while the run reads it."""
     formats: Formats
-    plan: Plan
+    plan: MemoryPlan
     micro: int
     """Sequences in one forward of a rank."""
     total: int
