@@ -65,7 +65,7 @@ from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.monitor.progress import log
 from kdtrain.objective.logits import chunk_rows, weight_chunks
-from kdtrain.parallel.layout import Layout
+from kdtrain.parallel.layout import RankLayout
 from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import all_gather_object, is_main, world_size
 
@@ -459,7 +459,7 @@ def fitting_micro_batch(config: DistillConfig, job: Job | None, free: float | No
 
     free: see `free_everywhere`; without it, or for a model that cannot be measured, the whole share.
     """
-    micro = config.batch_size // Layout.of_ranks().data_size
+    micro = config.batch_size // RankLayout.of_ranks().data_size
     if job is not None and free is not None:
         while micro % 2 == 0 and not _fits(config.parallel, world_size(), replace(job, micro_batch_size=micro), free):
             micro //= 2

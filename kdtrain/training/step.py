@@ -30,7 +30,7 @@ from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
-from kdtrain.parallel.layout import Layout
+from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.parallelize import SingleProcess, clip_factor, clip_norm_, total_norm
 from kdtrain.precision.collect import Collector
 from kdtrain.ranks import is_main, local, world_size
@@ -129,7 +129,7 @@ class Stepper:
         return self.state.student
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RankLayout:
         """Which part of the data this rank reads."""
         return self.wrapper.layout
 
