@@ -21,6 +21,7 @@ from kdtrain.models.head import layers_of
 from kdtrain.models.loading import active_parameters
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.parallel import parallelize
+from kdtrain.parallel.layout import RankLayout
 from kdtrain.ranks import is_main, peak_memory_mb, raise_on_all_ranks, world_size
 from kdtrain.run.folder import is_run
 from kdtrain.run.recipe import Recipe
@@ -204,7 +205,7 @@ def _validation_seconds(trial: Trial) -> float:
     student, source, micro = trainer.student.eval(), trainer.validation_source, trainer.stepper.micro
     sizes = [len(each.place) for each in source.facts.members.values()] or [len(source)]
     batches = (min(math.ceil(size / micro), trainer.validation_batches) for size in sizes)
-    forwards = sum(math.ceil(each / world_size()) for each in batches)
+    forwards = sum(math.ceil(each / RankLayout.of_ranks().data_size) for each in batches)
     started = time.perf_counter()
     validate(student, source, micro=micro, batches=1)
     parallelize.reshard(student.model)
