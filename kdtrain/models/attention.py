@@ -199,17 +199,11 @@ _UNGROUPED: Any = SimpleNamespace(is_causal=True)
 
 
 def _fused_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **keywords: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **keywords: Any
 ) -> tuple[Tensor, None]:
     """Keep what every fused kernel keeps for the backward (its inputs and output), with neither a mask nor scores."""
-    output, _ = sdpa_attention_forward(module, query, key, value, None, **keywords)
+    others = {name: each for name, each in keywords.items() if name not in ("sliding_window", "softcap")}
+    output, _ = sdpa_attention_forward(module, query, key, value, None, **others)
     return output, None
 
 
