@@ -45,6 +45,8 @@ class Table:
     rows: Sequence[Sequence[str]]
     left: Collection[str] = ()
     """The columns of text; those of numbers are aligned at their right."""
+    boxed: bool = False
+    """With lines, and all columns aligned at their left: the cells may have several lines."""
 
 
 Part = str | Table
@@ -74,14 +76,15 @@ def show_page(parts: Iterable[Part], wrapped: bool = False) -> None:
 
 
 def _drawn(table: Table) -> RichTable:
-    """A table for a terminal, without lines; a last column of text may be broken."""
-    names, last = table.header, len(table.header) - 1
-    drawn = RichTable(
-        box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=any(table.header)
-    )
-    for place, name in enumerate(names):
-        text = name in table.left
-        folds = text and place == last
+    """A table for a terminal; a last column of text may be broken."""
+    if table.boxed:
+        drawn = RichTable(header_style="bold")
+    else:
+        look: Any = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0), "header_style": "bold"}
+        drawn = RichTable(**look, show_header=any(table.header))
+    for place, name in enumerate(table.header):
+        text = table.boxed or name in table.left
+        folds = table.boxed or (text and place == len(table.header) - 1)
         drawn.add_column(literal(name), justify="left" if text else "right", no_wrap=not folds, overflow="fold")
     for row in table.rows:
         drawn.add_row(*map(literal, row))

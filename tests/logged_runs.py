@@ -58,3 +58,19 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     """Append records to a log."""
     with open(path, "a") as file:
         file.writelines(json.dumps(each) + "\n" for each in lines)
+
+
+def write_three(parent: Path) -> list[Path]:
+    """Two seeds of one setup, and a run of another that was resumed, rolled back and switched."""
+    found = [write_run(parent / f"a{seed}", 2 + seed / 100, seed) for seed in range(2)]
+    found.append(write_run(parent / "b", 2.9, alpha=0.5))
+    events = [
+        {"event": "resume", "level": "info", "step": 10},
+        {"event": "rollback", "level": "warning", "step": 20, "message": "rolled back to step-00000020"},
+        {"event": "switch", "level": "info", "step": 30, "mode": "bf16"},
+    ]
+    write_lines(found[-1] / "events.jsonl", events)
+    for folder in (found[0], found[-1]):
+        texts = [{"step": step, "prompt": "def f(", "greedy": f"{folder.name} at {step}"} for step in (20, 40)]
+        write_lines(folder / "samples.jsonl", texts)
+    return found

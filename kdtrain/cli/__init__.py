@@ -31,7 +31,7 @@ from kdtrain.registry import first_line
 _LONGEST = 2000
 """Characters of a message; only a name from a damaged file is longer."""
 _MODULES = {"import": "import_cache"}  # no module can have the name of a keyword
-_WITHOUT_MODELS = ("compare", "completion", "inspect", "plot", "push", "report", "verify")
+_WITHOUT_MODELS = ("compare", "completion", "inspect", "plot", "push", "verify")
 """Built-in commands that load no model, and so run under `python -OO`."""
 _RESUMING = ("cache-teacher", "demo", "distill", "find-lr", "import", "merge", "prune", "push", "subset")
 """Built-in commands that keep what an interrupted one has done."""

@@ -2,17 +2,27 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from kdtrain.cli.options import MOST, Given, short
 from kdtrain.cli.paths import near_path
-from kdtrain.cli.words import option_meant, word_meant
-from kdtrain.config.kinds import wanted
+from kdtrain.cli.words import MOST, option_meant, short, word_meant
 from kdtrain.config.options import Option
 from kdtrain.config.removed import renewed
 from kdtrain.config.values import flag
 from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import read_toml, same_path
 from kdtrain.models.spec import foreign_beside
+
+
+class Given(NamedTuple):
+    """What was given for an option."""
+
+    words: tuple[str, ...]
+    """As messages show it."""
+    where: str = ""
+    """How a message about it begins: empty, or the file."""
+    value: Any = None
+    """The file's value; None on a command line."""
 
 
 def read_file(path: Path, options: Mapping[str, Option], command: str) -> tuple[dict[str, Given], list[str], list[str]]:
@@ -64,11 +74,8 @@ def read_file(path: Path, options: Mapping[str, Option], command: str) -> tuple[
                 continue
             if does := options[name].field.metadata.get("private"):
                 _refuse_foreign(path, name, does)
-            if options[name].switch is not isinstance(value, bool):
-                wrong.append(f"{flag(name)} {short(str(value))}: {wanted(options[name].kind)}")
-                continue
             words = tuple(str(each) for each in value) if isinstance(value, list) else (str(value),)
-            given[name] = Given(words, f"{path}: ")
+            given[name] = Given(words, f"{path}: ", value)
     changed = [f"{path}: {line}" for each in today.values() for line in each.changed]
     return given, [f"{path}: {wrong[0]}", *wrong[1:]] if wrong else [], changed
 

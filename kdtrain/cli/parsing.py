@@ -6,25 +6,22 @@ required option that is missing, a path that leads nowhere. What was typed wrong
 to be missing is usually the one that was misspelt.
 """
 
-import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from kdtrain.cli.config_file import read_file
-from kdtrain.cli.options import MOST, Given, short
-from kdtrain.cli.words import option_meant, word_meant
-from kdtrain.config.kinds import alternatives, choices, metavar, read_words, wanted, words_wanted
+from kdtrain.cli.config_file import Given, read_file
+from kdtrain.cli.words import MOST, option_meant, short, word_meant
+from kdtrain.config.kinds import alternatives, choices, convert, metavar, read_words, wanted, words_wanted
 from kdtrain.config.options import Option, options_of
-from kdtrain.config.registered import sections_of
 from kdtrain.config.removed import answers
-from kdtrain.config.values import flag, refuse_value
+from kdtrain.config.values import configured, flag, refuse_value
 from kdtrain.errors import UsageError, refuse_no_path
 
 _SWITCHED = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-
+_FLAG = re.compile(r"--.|-[A-Za-z]")
 
 Look = Callable[[Option, str, Mapping[str, str]], str | None]
 """An option, its text and the texts of all options given -> what is wrong with the path it names, or None."""
@@ -41,27 +38,22 @@ def parse(command: str, kind: type, argv: list[str], others: Mapping[str, type],
         look: looks at paths.
 
     Raises:
-        UsageError: every mistake found.
+        UsageError: every mistake found; or else a combination that cannot work.
     """
     line = _Line(command, kind, others)
     line.read(argv)
     values = line.values()
-    sections = {name: line.build(each, values) for name, each in line.sections.items()}
-    plugins = {name: line.build_plugin(name, each, values) for name, each in sections_of(kind).items()}
-    if look is not None:
-        texts = {name: (each[-1].words or [""])[-1] for name, each in line.given.items()}
-        for name in texts:
-            several = line.options[name].field.metadata.get("several")
-            for text in line.given[name][-1].words if several else [texts[name]]:
-                if values.get(name) not in (None, ()) and (wrong := look(line.options[name], text, texts)):
-                    line.mistakes.append(line.given[name][-1].where + wrong)
-    line.refuse()
-    for each in line.changed if values.get("dry_run") else ():
-        print(each, file=sys.stderr)
-    own = {name: value for name, value in values.items() if line.options[name].section == "run"}
-    given = {name: each for name, each in sections.items() if each is not None}
-    added = {name: each for name, each in plugins.items() if each is not None}
-    return kind(**own, **given, **({"plugins": added} if added else {}))
+    texts = {name: (each[-1].words or ("",))[-1] for name, each in line.given.items()}
+    for name, each in line.given.items():
+        option, last = line.options[name], each[-1]
+        for text in last.words if option.several else [texts[name]]:
+            if look and values.get(name) not in (None, ()) and (wrong := look(option, text, texts)):
+                line.mistakes.append(last.where + wrong)
+    if line.mistakes:
+        raise refusal(line.mistakes)
+    for changed in line.changed if values.get("dry_run") else ():
+        print(changed, file=sys.stderr)
+    return configured(kind, None, values)
 
 
 def refusal(mistakes: Iterable[str]) -> UsageError:
@@ -75,14 +67,7 @@ class _Line:
     """A command line while it is read: what was given for each option, and the mistakes."""
 
     def __init__(self, command: str, kind: type, others: Mapping[str, type]) -> None:
-        self.command, self.kind, self.others = command, kind, others
-        self.options = options_of(kind)
-        hints = get_type_hints(kind)
-        self.sections = {
-            each.name: each
-            for each in dataclasses.fields(kind)
-            if each.init and dataclasses.is_dataclass(hints[each.name])
-        }
+        self.command, self.kind, self.others, self.options = command, kind, others, options_of(kind)
         self.changed: list[str] = []
         """What the file has that is fixed or called otherwise today."""
         self.given: dict[str, list[Given]] = {}
@@ -91,22 +76,16 @@ class _Line:
         """Whether something was typed that is not understood, which may be the option that seems to be missing."""
         self.strange: list[str] = []
         """Options that are like none there is."""
-        self.wrong: set[str] = set()
-        """Sections with values that are refused."""
-
-    def refuse(self) -> None:
-        """Raise a UsageError if there are mistakes."""
-        if self.mistakes:
-            raise refusal(self.mistakes)
 
     def read(self, argv: list[str]) -> None:
         """Take `argv`, and behind it the file that it names with `--config`."""
         positionals = [each for each in self.options.values() if each.positional]
         position, flags = 0, []
         while position < len(argv):
-            word, values = argv[position], _until_flag(argv[position + 1 :])
+            word, values = argv[position], argv[position + 1 :]
+            values = values[: next((place for place, each in enumerate(values) if _FLAG.match(each)), len(values))]
             position += 1
-            if _is_flag(word):
+            if _FLAG.match(word):
                 name, equals, value = word.partition("=")
                 taken = self._flag(name, [value] if equals else values, bool(equals), bool(positionals))
                 flags.append((name[2:].replace("-", "_"), value if equals else " ".join(values[:1])))
@@ -121,12 +100,11 @@ class _Line:
             raise refusal(gone)
         if self.strange:
             more = f" and {len(self.strange) - MOST} more" if len(self.strange) > MOST else ""
-            many = "no such options" if self.strange[1:] else "no such option"
-            named = ", ".join(self.strange[:MOST]) + more
-            self.mistakes.append(f"{named}: {many}; {self.command} --help all lists them")
+            named = f"{', '.join(self.strange[:MOST])}{more}: no such option{'s' * (len(self.strange) > 1)}"
+            self.mistakes.append(f"{named}; {self.command} --help all lists them")
         for name, each in self.options.items():
-            single = each.positional or each.field.metadata.get("once")
-            if single and (times := len(self.given.get(name, []))) > 1:
+            times = len(self.given.get(name, []))
+            if times > 1 and (each.positional or each.field.metadata.get("once")):
                 self.mistakes.append(f"{flag(name)} is given {times} times; {self.command} takes one")
         if "config" in self.given:
             try:
@@ -143,31 +121,25 @@ class _Line:
 
         wanting: whether a word behind a switch may be an argument.
         """
-        name = word[2:].replace("-", "_")
-        option = self.options.get(name) if word.startswith("--") else None
-        positive = self.options.get(name.removeprefix("no_")) if word.startswith("--") else None
-        if option is None and positive is not None and positive.switch:
-            option, name = positive, positive.name
+        name = word[2:].replace("-", "_") if word.startswith("--") else ""
+        option, on = self.options.get(name), True
+        if option is None and (positive := self.options.get(name.removeprefix("no_"))) and positive.switch:
+            option, on = positive, False
         if option is None:
             return self._no_option(word, values)
         if option.switch:
-            on = word[2:].replace("-", "_") == name
             if values and (equals or (not wanting and values[0].lower() in _SWITCHED)):
-                meant = on == _SWITCHED.get(values[0].lower(), True)
-                self.mistakes.append(
-                    f"{word} {short(values[0])}: it takes no value, use {flag(name if meant else f'no_{name}')}"
-                )
+                meant = option.name if on == _SWITCHED.get(values[0].lower(), True) else f"no_{option.name}"
+                self.mistakes.append(f"{word} {short(values[0])}: it takes no value, use {flag(meant)}")
                 return 1
-            self._add(name, "true" if on else "false")
+            self._add(option.name, "true" if on else "false")
             return 0
-        several = option.field.metadata.get("several")
-        many = 1 if several else words_wanted(option.kind)
-        words = values[:many]
-        if not words:
+        words = values[: 1 if option.several else words_wanted(option.kind)]
+        if words:
+            self._add(name, *words, extend=bool(option.several))
+        else:
             self.mistakes.append(f"{word}: {wanted(option.kind)}, and none is given")
             self.unknown = True
-        else:
-            self._add(name, *words, extend=bool(several))
         return len(words)
 
     def _add(self, name: str, *words: str, extend: bool = False) -> None:
@@ -186,13 +158,11 @@ class _Line:
             return 0
         meant = option_meant(name, self.options)
         elsewhere = next((other for other, kind in self.others.items() if name in options_of(kind)), None)
-        if meant is None and elsewhere is not None:
-            near = [f"; there is {flag(each)} here" for each in self.options if each.endswith(f"_{name}")]
-            hint = f"; it is one of kdtrain {elsewhere}{''.join(near[:1])}"
-        else:
-            hint = self._perhaps(meant) if meant else ""
-        if hint:
-            self.mistakes.append(f"{short(word)}: no such option{hint}")
+        if meant:
+            self.mistakes.append(f"{short(word)}: no such option; perhaps you meant {meant}")
+        elif elsewhere is not None:
+            near = next((f"; there is {flag(each)} here" for each in self.options if each.endswith(f"_{name}")), "")
+            self.mistakes.append(f"{short(word)}: no such option; it is one of kdtrain {elsewhere}{near}")
         else:
             self.strange.append(short(word))
         if not any(each.positional for each in self.options.values()):
@@ -206,38 +176,33 @@ class _Line:
         name, equals, value = word.partition("=")
         meant = option_meant(name, self.options) if re.fullmatch(r"[A-Za-z][\w-]*", name) else None
         if meant is not None:
-            number = value if equals else " ".join(values[:1])
-            self.mistakes.append(f"{short(word)}: an option begins with --{self._perhaps(f'{meant} {number}'.strip())}")
+            example = f"{meant} {value if equals else ' '.join(values[:1])}".strip()
+            self.mistakes.append(f"{short(word)}: an option begins with --; perhaps you meant {example}")
             return 0 if equals else len(values)
         places = " ".join(each.flag for each in self.options.values() if each.positional)
         wanting = [each.flag for each in self.options.values() if each.required and each.flag not in argv]
-        hint = self._perhaps(f"{wanting[0]} {short(word)}") if wanting and not places else ""
-        takes = f"{self.command} takes {f'one {places}' if places else 'no word without an option before it'}"
-        self.mistakes.append(f"{short(word)}: {takes}{hint}")
+        hint = f"; perhaps you meant {wanting[0]} {short(word)}" if wanting and not places else ""
+        takes = f"one {places}" if places else "no word without an option before it"
+        self.mistakes.append(f"{short(word)}: {self.command} takes {takes}{hint}")
         return 0
-
-    @staticmethod
-    def _perhaps(meant: str) -> str:
-        return f"; perhaps you meant {meant}"
 
     def values(self) -> dict[str, Any]:
         """The value of each option that is given; those that are none, or missing, become mistakes."""
         values = {}
         for name, each in self.given.items():
             option = self.options[name]
-            several = option.field.metadata.get("several")
             for given in each:
                 try:
-                    joined = several == ","
-                    words = [part for word in given.words for part in word.split(",")] if joined else list(given.words)
-                    value = () if several and words == ["None"] else read_words(words, option.kind)
-                    named = isinstance(value, str | Path) or several is True
+                    value = _value(option, given)
+                    named = isinstance(value, str | Path) or option.several is True
                     for word in given.words if named and not option.field.metadata.get("text") else ():
-                        _refuse_word(word, flag(name))
+                        refuse_no_path(word, flag(name))
+                        if word.startswith("~"):
+                            why = "~ is for the shell, which did not replace it; write the path out"
+                            raise UsageError(f"{flag(name)} {word}: {why}")
                     refuse_value(option.field, value)
                     values[name] = value
                 except UsageError as error:
-                    self.wrong.add(option.section)
                     self.mistakes.append(given.where + _wrong(option, given.words, error.args[0]))
         missing = [each for each in self.options.values() if each.required and each.name not in self.given]
         if missing and not self.unknown:
@@ -253,53 +218,20 @@ class _Line:
             return "; ".join(f"{each.flag} is missing: {_lowered(each.text) or metavar(each.kind)}" for each in missing)
         return f"{named} are missing, as in {example}"
 
-    def build_plugin(self, name: str, kind: type, values: Mapping[str, Any]) -> Any:
-        """The section `name` that a plugin adds, as `build`."""
-        own = {each: value for each, value in values.items() if self.options[each].section == name}
-        if own and not self.unknown and name not in self.wrong:
-            try:
-                return kind(**own)
-            except UsageError as error:
-                self.mistakes.append(error.args[0])
-        return None
 
-    def build(self, section: dataclasses.Field[Any], values: Mapping[str, Any]) -> Any:
-        """The section with `values`; None for its default, or if it is refused, which becomes a mistake."""
-        own = {name: value for name, value in values.items() if self.options[name].section == section.name}
-        base, factory = section.default, section.default_factory
-        if self.unknown or section.name in self.wrong:
-            return None
-        try:
-            if factory is not dataclasses.MISSING:
-                base = factory()
-            if base is dataclasses.MISSING:
-                return get_type_hints(self.kind)[section.name](**own)
-            return dataclasses.replace(base, **own) if own else None
-        except UsageError as error:
-            self.mistakes.append(error.args[0])
-        except TypeError:  # a required option of it is missing, which is noted
-            if not self.mistakes:
-                raise
-        return None
-
-
-def _is_flag(word: str) -> bool:
-    return re.match(r"--.|-[A-Za-z]", word) is not None
+def _value(option: Option, given: Given) -> Any:
+    """The value of an option. UsageError: what is wanted."""
+    if given.value is not None:  # a file's: with its own type
+        value = given.value if isinstance(given.value, list) or not option.several else [given.value]
+        return convert(value, option.kind)
+    if option.several and given.words == ("None",):
+        return ()
+    words = [part for word in given.words for part in (word.split(",") if option.several == "," else [word])]
+    return read_words(words, option.kind)
 
 
 def _lowered(text: str) -> str:
     return (text[:1].lower() + text[1:] if text[1:2].islower() or text[1:2] == " " else text).rstrip(".")
-
-
-def _until_flag(words: list[str]) -> list[str]:
-    end = next((place for place, word in enumerate(words) if _is_flag(word)), len(words))
-    return words[:end]
-
-
-def _refuse_word(word: str, name: str) -> None:
-    refuse_no_path(word, name)
-    if word.startswith("~"):
-        raise UsageError(f"{name} {word}: ~ is for the shell, which did not replace it; write the path out")
 
 
 def _wrong(option: Option, words: tuple[str, ...], problem: str) -> str:

@@ -5,6 +5,10 @@ from collections.abc import Collection
 
 from kdtrain.config.values import flag
 
+MOST = 5
+"""Mistakes that one message names, and for which a hint is looked for."""
+_LONGEST = 60
+"""Characters of a word in a message."""
 COMMANDS = {
     **dict.fromkeys(("train", "fit", "run", "finetune", "sft", "student", "kd"), "distill"),
     **dict.fromkeys(("cache", "teacher", "logits", "generate-logits", "precompute", "prepare"), "cache-teacher"),
@@ -141,3 +145,8 @@ def word_meant(word: str, known: Collection[str]) -> str | None:
     lower = {each.lower(): each for each in known}
     found = difflib.get_close_matches(word.lower(), lower, 1)
     return lower[found[0]] if found else None
+
+
+def short(word: str) -> str:
+    """`word` as a message shows it."""
+    return word if len(word) <= _LONGEST else f"{word[:_LONGEST]}..."

@@ -25,7 +25,6 @@ from kdtrain.config.commands import GenerateConfig as GenerateConfig
 from kdtrain.config.commands import InspectConfig as InspectConfig
 from kdtrain.config.commands import PlotConfig as PlotConfig
 from kdtrain.config.commands import PruneConfig as PruneConfig
-from kdtrain.config.commands import ReportConfig as ReportConfig
 from kdtrain.config.commands import VerifyConfig as VerifyConfig
 from kdtrain.config.sections import CacheParallelConfig as CacheParallelConfig
 from kdtrain.config.sections import CheckpointConfig as CheckpointConfig

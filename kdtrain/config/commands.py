@@ -489,27 +489,6 @@ class PlotConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportConfig(Options):
-    """Write one page about runs, to read and to send: what was run, what differs, curves, samples, cost, limits."""
-
-    runs: tuple[Path, ...] = option((), positional=True, reads="path")
-    """Folders of runs; the others are compared with the first."""
-    out: Path
-    """The page to write, a name that ends in .html; it needs no network and no other file."""
-    title: str = "Runs of kdtrain"
-    """Its title."""
-    overwrite: bool = False
-    """Replace a file that is already there."""
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse(not self.runs, "no run to report on; give the folders of runs, such as runs/*")
-        refuse(self.out.suffix not in (".html", ".htm"), f"--out {self.out} must end in .html")
-
-
-@dataclass(frozen=True, kw_only=True)
 class CompletionConfig(Options):
     """Print a script that completes commands and options in bash, zsh or fish."""
 
@@ -534,7 +513,6 @@ COMMANDS = {
     "push": PushConfig,
     "compare": CompareConfig,
     "plot": PlotConfig,
-    "report": ReportConfig,
     "completion": CompletionConfig,
 }
 """The built-in commands: `kdtrain NAME` runs `main` of the module of that name in `kdtrain.commands`."""

@@ -5,14 +5,19 @@ class that makes its value from one word.
 """
 
 import ast
+import dataclasses
 import inspect
+import os
 import textwrap
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import cache
 from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
 
 from kdtrain.errors import UsageError
 
@@ -49,21 +54,30 @@ def words_wanted(kind: Any) -> int | None:
     return 1 if items is None else None if items[-1] is ... else len(items)
 
 
-def read_words(words: list[str], kind: Any) -> Any:
-    """The value that `words` stand for. UsageError: they are no `kind`; the message says what is wanted."""
+def read_words(words: Sequence[str], kind: Any) -> Any:
+    """The value of a `kind` that `words` stand for. UsageError: what is wanted."""
     items = _items(kind)
-    if optional(kind) and words == ["None"]:
+    if words == ["None"] and optional(kind):
         return None
     if (count := words_wanted(kind)) is not None and len(words) != count:
         raise UsageError(wanted(kind))
-    kinds = [kind] if items is None else items if count is not None else items[:1] * len(words)
-    try:
-        values = [_read_word(word, each) for word, each in zip(words, kinds, strict=True)]
-    except ValueError:
-        raise UsageError(wanted(kind)) from None
     if items is None:
-        return values[0]
-    return values if get_origin(alternatives(kind)[0]) is list else tuple(values)
+        return _read_word(words[0], kind, wanted(kind))
+    each = items if count is not None else items[:1] * len(words)
+    return convert([_read_word(word, item, wanted(kind)) for word, item in zip(words, each, strict=True)], kind)
+
+
+def convert(value: Any, kind: Any) -> Any:
+    """`value` as a `kind`: a list for a tuple, text for a path and a path for text. UsageError: what is wanted."""
+    value = value.item() if hasattr(value, "item") else value  # a number of numpy
+    if value is None and optional(kind):
+        return None
+    for each in alternatives(kind):
+        if each is type(value) or (dataclasses.is_dataclass(each) and isinstance(value, each)):  # type: ignore[arg-type]
+            return value
+        with suppress(msgspec.ValidationError, TypeError):
+            return msgspec.convert(os.fspath(value) if each is str else value, each, dec_hook=_made)
+    raise UsageError(wanted(kind))
 
 
 def wanted(kind: Any) -> str:
@@ -109,17 +123,19 @@ def _items(kind: Any) -> tuple[Any, ...] | None:
     return get_args(found[0]) if get_origin(found[0]) is tuple else (*get_args(found[0]), ...)
 
 
-def _read_word(word: str, kind: Any) -> Any:
-    named = {str(each): each for part in alternatives(kind) if get_origin(part) is Literal for each in get_args(part)}
-    if word in named:
-        return named[word]
-    for each in sorted(alternatives(kind), key=lambda each: each is str):  # text takes what nothing else does
-        with suppress(ValueError, TypeError, KeyError):
-            if each is bool:
-                return {"true": True, "false": False}[word.lower()]
-            if get_origin(each) is None:
-                return each[word] if _members(each) else each(word)
-    raise ValueError
+def _read_word(word: str, kind: Any, expected: str) -> Any:
+    members = [each.__members__ for each in alternatives(kind) if _members(each)]
+    for read in (int, float, *(each.__getitem__ for each in ({"true": True, "false": False}, *members)), str):
+        with suppress(ValueError, KeyError, UsageError):
+            return convert(read(word), kind)
+    raise UsageError(expected)
+
+
+def _made(kind: Any, value: Any) -> Any:
+    """A class that makes its value from one word."""
+    if not isinstance(value, str | kind):
+        raise TypeError
+    return value if isinstance(value, kind) else kind(value)
 
 
 def _members(kind: Any) -> list[str]:

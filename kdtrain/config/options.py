@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 
 from kdtrain.config.kinds import alternatives, documented
 from kdtrain.config.registered import sections_of
-from kdtrain.config.values import flag
+from kdtrain.config.values import default_of, flag
 from kdtrain.errors import UsageError
 
 
@@ -48,6 +48,11 @@ class Option:
         return self.default is dataclasses.MISSING
 
     @property
+    def several(self) -> bool | str:
+        """True if its flag is given again for each value; a comma that joins them."""
+        return self.field.metadata.get("several", False)  # type: ignore[no-any-return]
+
+    @property
     def positional(self) -> bool:
         """True if it may be given without its flag."""
         return bool(self.field.metadata.get("positional"))
@@ -60,7 +65,7 @@ def options_of(kind: type, section: str = "run", default: Any = None) -> dict[st
     """
     hints, found = get_type_hints(kind, include_extras=True), dict[str, Option]()
     for each in dataclasses.fields(kind):
-        inner, value = hints[each.name], _default(each) if default is None else getattr(default, each.name)
+        inner, value = hints[each.name], default_of(kind, each.name) if default is None else getattr(default, each.name)
         if not each.init or each.metadata.get("plugins"):  # the class computes it
             continue
         if dataclasses.is_dataclass(inner):
@@ -75,7 +80,3 @@ def options_of(kind: type, section: str = "run", default: Any = None) -> dict[st
             raise UsageError(f"the plugin's section [{name}] has an option '{min(taken)}', which is taken; rename it")
         found |= added
     return found
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

@@ -5,11 +5,10 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from numbers import Integral, Real
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from numbers import Real
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
+from kdtrain.config.kinds import convert
 from kdtrain.config.registered import sections_of
 from kdtrain.errors import UsageError
 from kdtrain.registry import nearest
@@ -84,28 +83,35 @@ def configured(kind: type[T], config: T | None, options: Mapping[str, Any]) -> T
     for name in options:
         if name not in homes:
             raise UsageError(f"unknown option '{name}'; {nearest(name, list(homes))}")
-    given: dict[str, Any] = {name: value for name, value in options.items() if homes[name] == "run"}
-    for section in {homes[name] for name in options} - {"run"}:
-        inner = {name: value for name, value in options.items() if homes[name] == section}
-        if section in (added := sections_of(kind)):
-            base = added[section]() if config is None else section_of(config, section)
-            earlier = given.get("plugins", getattr(config, "plugins", {}))
-            given["plugins"] = {**earlier, section: dataclasses.replace(base, **inner)}
-            continue
-        (declared,) = (each for each in dataclasses.fields(kind) if each.name == section)  # type: ignore[arg-type]
-        factory: Any = declared.default_factory
-        base = factory() if config is None else getattr(config, section)
-        given[section] = dataclasses.replace(base, **inner)
+    own: dict[str, dict[str, Any]] = {section: {} for section in homes.values()}
+    for name, value in options.items():
+        own[homes[name]][name] = value
+    given, hints, added = own.pop("run", {}), get_type_hints(kind), sections_of(kind)
+    plugins = dict(getattr(config, "plugins", {}))
+    for section, values in own.items():
+        base = default_of(kind, section) if config is None else section_of(config, section)
+        if section in added and values:
+            plugins[section] = dataclasses.replace(base, **values)
+        elif base is dataclasses.MISSING:
+            given[section] = hints[section](**values)
+        elif values:
+            given[section] = dataclasses.replace(base, **values)
+    if added:
+        given["plugins"] = plugins
     if config is not None:
         return dataclasses.replace(config, **given)  # type: ignore[type-var]
-    needed = [each.name for each in dataclasses.fields(kind) if _is_required(each)]  # type: ignore[arg-type]
+    needed = [each.name for each in dataclasses.fields(kind) if default_of(kind, each.name) is dataclasses.MISSING]  # type: ignore[arg-type]
     if missing := [flag(name) for name in needed if name not in given]:
         raise UsageError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
     return kind(**given)
 
 
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+def default_of(kind: type, name: str) -> Any:
+    """The default of an option, or of a section, of a configuration's class; MISSING where there is none."""
+    if name in (added := sections_of(kind)):
+        return added[name]()
+    field = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def flag(name: str) -> str:
@@ -131,16 +137,10 @@ class Options:
             value = getattr(self, each.name)
             if each.metadata.get("several"):
                 value = _as_tuple(value)
-                object.__setattr__(self, each.name, value)
-            kinds = get_args(each.type) if get_origin(each.type) in (Union, UnionType) else (each.type,)
-            if isinstance(value, str) and Path in kinds:
-                object.__setattr__(self, each.name, Path(value))
-            elif isinstance(value, os.PathLike) and str in kinds:
-                object.__setattr__(self, each.name, os.fspath(value))
-            elif not any(_fits(value, kind) for kind in kinds):
-                raise UsageError(f"{flag(each.name)} {value!r} is not {' or '.join(map(_named, kinds))}")
-            elif isinstance(value, list):
-                object.__setattr__(self, each.name, tuple(value))
+            try:
+                object.__setattr__(self, each.name, convert(value, each.type))
+            except UsageError as error:
+                raise UsageError(f"{flag(each.name)} {value!r}: {error}") from None
         for each in fields:
             value, needs = getattr(self, each.name), each.metadata.get("needs")
             try:
@@ -203,27 +203,3 @@ def _refuse_outside(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
         wanted = f"above {above:g}" if above > -math.inf else f"at least {least:g}"
         limit = f" and at most {most:g}" if "most" in bounds and most < math.inf else ""
         raise UsageError(f"{name} {value} must be {wanted}{limit}{' and finite' if value == math.inf else ''}")
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) is tuple:
-        wanted = get_args(kind)
-        if not isinstance(value, tuple | list):
-            return False
-        kinds = wanted[:1] * len(value) if wanted[-1] is ... else wanted
-        return len(value) == len(kinds) and all(map(_fits, value, kinds))
-    if kind in (int, float):
-        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-    return isinstance(value, kind)
-
-
-def _named(kind: Any) -> str:
-    """A type as a message names it."""
-    if get_origin(kind) is Literal:
-        return " or ".join(map(repr, get_args(kind)))
-    if get_origin(kind) is tuple:
-        return f"a tuple, each {_named(get_args(kind)[0])}"
-    names = {int: "a whole number", float: "a number", str: "text", bool: "True or False", Path: "a path"}
-    return names.get(kind) or ("None" if kind is NoneType else f"a {kind.__name__}")

@@ -150,44 +150,7 @@ def draw(groups: Sequence[Group], x: str, names: Sequence[str]) -> Figure:
     return made
 
 
-def draw_panel(groups: Sequence[Group], x: str, name: str) -> Figure:
-    """One panel without a legend."""
-    made, panels = figure(COLUMN, 2.3, 1, 1)
-    panel(panels[0, 0], groups, x, name)
-    return made
-
-
-def draw_legend(groups: Sequence[Group]) -> Figure:
-    """The legend of panels, alone."""
-    handles = legend_of(groups)
-    made = Figure(figsize=(COLUMN, 0.19 * len(handles) + 0.05))
-    made.legend(handles=handles, loc="center left", frameon=False, fontsize=8, borderaxespad=0, handlelength=4)
-    return made
-
-
-def draw_reliability(groups: Sequence[Group]) -> Figure | None:
-    """Accuracy against confidence at the last validation, the seeds of a group together; None: no run has it.
-
-    Bins with less than a thousandth of the tokens are left out: a few tokens make no share.
-    """
-    made, [[axes]] = figure(COLUMN, 3.2, 1, 1)
-    axes.plot([0, 1], [0, 1], color=GREY, linestyle=":", linewidth=1.2)
-    drawn = False
-    for group, (color, marker, line) in zip(groups, looks(groups), strict=True):
-        diagrams = [run.record.calibration for run in group.runs if run.record.calibration]
-        bins = pooled([each for each in diagrams if len(each) == len(diagrams[0])])
-        least = sum(each["tokens"] for each in bins) / 1000
-        points = [(each["confidence"], each["accuracy"]) for each in bins if each["tokens"] > max(least, 0)]
-        if points:
-            drawn = True
-            look: dict[str, Any] = {"marker": marker, "markersize": 4, "linestyle": line, "linewidth": 1.4}
-            axes.plot(*zip(*points, strict=True), color=color, **look)
-    finish(axes, "Calibration, last validation", "the student's confidence", "share that is right")
-    _small(axes)
-    return made if drawn else None
-
-
-def _small(axes: Axes) -> None:
+def small(axes: Axes) -> None:
     """The letters of a panel that is a column wide."""
     axes.title.set_fontsize(9)
     axes.tick_params(labelsize=8)
@@ -215,7 +178,7 @@ def panel(axes: Axes, groups: Sequence[Group], x: str, name: str) -> None:
         _teacher(axes, [each.mean("teacher_validation_loss") for each in groups])
     title, unit = TITLES.get(name, (literal(name), ""))
     finish(axes, title, AXES[x], unit)
-    _small(axes)
+    small(axes)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=x != "minutes"))
     if x != "minutes":
         axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
@@ -320,5 +283,5 @@ def draw_rates(rungs: Mapping[str, Sequence[tuple[float, float]]], best: float, 
     axes.xaxis.set_major_formatter(lambda rate, _: f"{rate:.2g}")
     axes.tick_params(axis="x", rotation=45)
     finish(axes, f"Validation loss by rate: {best:.2g} is suggested", "peak learning rate", "nats a token")
-    _small(axes)
+    small(axes)
     return made

@@ -1,7 +1,7 @@
 """Several runs side by side: a flat record of each, groups that differ in the seed alone, and what the seeds explain.
 
 Two groups differ in a number if a t test at 95 % says so, with the standard deviation over seeds that is pooled over
-all groups: |a - b| > t s sqrt(1/n_a + 1/n_b). Without a group of two seeds nothing can be said, and nothing is marked.
+all groups: |a - b| > t s sqrt(1/n_a + 1/n_b). Without a group of two seeds nothing is known, and nothing is marked.
 """
 
 import glob
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kdtrain.cache.format.manifest import Manifest, read_manifest
+from kdtrain.cache.read.local_store import cache_folder, kept_manifest
 from kdtrain.config import DistillConfig, written
 from kdtrain.config.values import fields_of
 from kdtrain.errors import UsageError, printable
@@ -356,6 +358,28 @@ def difference(groups: Sequence[Group], group: Group, name: str) -> tuple[float,
     return off, abs(off) > quantile * deviation * math.sqrt(1 / len(own) + 1 / len(first))
 
 
+def cell(groups: Sequence[Group], group: Group, name: str) -> tuple[str, str, bool]:
+    """A number of a group: its mean with the deviation over seeds, how far it is from the first group, and whether
+    that is beyond what seeds explain."""
+    mean, values, measure = group.mean(name), group.values(name), MEASURES[name]
+    if mean is None:
+        return "-", "", False
+    shown = measure.text(mean)
+    if len(values) > 1 and measure.tested and (own := spread([group], name)) is not None:
+        shown += f" ± {measure.text(own[0])}"
+    off = difference(groups, group, name)
+    if off is None or not measure.tested:
+        return shown, "", False
+    return shown, f"{'+' if off[0] >= 0 else '-'}{measure.text(abs(off[0]))}", bool(off[1])
+
+
+def notes(groups: Sequence[Group]) -> list[str]:
+    """The lines below a comparison: what a mark means, and what to be careful about."""
+    marked = "* beyond what the seeds explain (t test at 95 %, deviation pooled over the runs with several seeds)"
+    tested = spread(groups, "last_validation_loss") is not None and len(groups) > 1
+    return [*([marked] if tested else []), *caution(groups)]
+
+
 def _tokenizers(groups: Sequence[Group]) -> set[Any]:
     """What is known of the tokenizers of the runs."""
     return {run.tokenizer for each in groups for run in each.runs} - {None}
@@ -384,3 +408,20 @@ def caution(groups: Sequence[Group]) -> list[str]:
     if len({run.cache for each in groups for run in each.runs}) > 1:
         notes.append("the runs learned from different caches: losses compare only where their validation text is one")
     return notes
+
+
+def cache_manifest(where: Path | str, digest: str) -> Manifest:
+    """The manifest of the cache that a run read at `where` and knows by `digest`. UsageError, RunError: it is gone."""
+    manifest = kept_manifest(cache_folder(digest)) or read_manifest(where)
+    if not manifest.is_known_as(digest):
+        raise UsageError("another cache lies there now; this one is known by its digest alone")
+    return manifest
+
+
+def refuse_existing(out: Path, overwrite: bool) -> None:
+    """Refuse to write over a file unasked, over anything else at all, and where there is no folder."""
+    if os.path.lexists(out) and (not overwrite or not out.is_file() or out.is_symlink()):
+        what = "is there already; name another file, or add --overwrite" if out.is_file() else "is not a file"
+        raise UsageError(f"--out {out} {what}")
+    if not out.parent.is_dir():
+        raise UsageError(f"--out {out}: the folder {out.parent} does not exist; make it")

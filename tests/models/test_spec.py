@@ -59,7 +59,7 @@ def test_a_table_of_adapters_has_the_names_of_the_options_without_their_beginnin
         ("[lora]\nalpha = 8", "lora is a table with a rank"),
         ("[lora]\nrank = 8\nrnk = 4", "unknown key 'rnk' in [lora]; perhaps you meant 'rank'"),
         ("[lora]\nrank = 0", "[lora]: rank 0 must be at least 1"),
-        ("[lora]\nrank = 8\ndropout = 'much'", "[lora]: dropout 'much' is not a number"),
+        ("[lora]\nrank = 8\ndropout = 'much'", "[lora]: dropout 'much': a number is wanted"),
     ],
 )
 def test_a_table_of_adapters_that_is_none_is_refused(tmp_path, table, message):

@@ -1,0 +1,276 @@
+"""The page of `kdtrain report`: what the template `page.html` is filled with.
+
+Everything in a run may be anyone's: what the template prints is escaped and cut, curves are thinned, and the page
+forbids itself to load anything. A cache is described from its own manifest, if it is still where the run read it and
+has the same digest.
+"""
+
+import io
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from kdtrain.cache.tools.facts import cache_facts, fidelity
+from kdtrain.config.values import flag
+from kdtrain.errors import RunError, UsageError, printable
+from kdtrain.files import publish_text
+from kdtrain.monitor import figures
+from kdtrain.monitor.figures import COLUMN, GREY
+from kdtrain.monitor.record import samples
+from kdtrain.monitor.runs import (
+    MEASURES,
+    Group,
+    Run,
+    cache_manifest,
+    cell,
+    differing,
+    grouped,
+    notes,
+    read_runs,
+    refuse_existing,
+)
+from kdtrain.tables import Table, columns, facts_table, show
+
+MOST_BYTES = 2_000_000
+"""Most bytes of a page."""
+CURVES = (
+    *("validation/loss", "loss_avg", "validation/kl", "validation/ece"),
+    *("validation/accuracy", "T", "lr", "tok/s"),
+)
+QUALITY = (
+    *("best_validation_loss", "last_validation_loss", "bits_per_byte", "kl", "teacher_validation_loss"),
+    *("teacher_bits_per_byte", "compared", "entropy_kept", "last_training_loss"),
+)
+CALIBRATION = ("ece", "accuracy", "temperature")
+COST = ("tokens", "seconds", "tokens_per_second", "peak_memory_mb", "quantized_share", "rollbacks", "skipped_steps")
+_MOST_CACHES = 50
+"""Most caches of a mixture that a page describes."""
+_EVENTS, _PROMPTS, _SAMPLED, _TEXT = 12, 3, 8, 600
+"""Most events of a run, prompts, runs beside a prompt, and characters of a prompt."""
+_COLOURS = {
+    **{"#0072b2": "--_blue", "#d55e00": "--_orange", "#009e73": "--_green", "#56b4e9": "--_sky", "#cc79a7": "--_pink"},
+    **{"#e69f00": "--_amber", "#999999": "--_grey", "#b0b0b0": "--_line", "#000000": "--_ink"},
+}
+"""The colours of a figure, which the page has in a light and a dark shade."""
+
+
+def write(config: Any) -> int:
+    """Write the page of a `ReportConfig`. UsageError, RunError: as `main` of the plugin."""
+    refuse_existing(config.out, config.overwrite)
+    groups = grouped(read_runs(config.runs))
+    text = page(groups, config.title)
+    if len(text.encode()) > MOST_BYTES:
+        raise UsageError(f"a page about {len(config.runs)} runs would have more than 2 MB; name fewer")
+    publish_text(config.out, text, "report")
+    table = {"page": str(config.out), "KiB": len(text.encode()) // 1024, "runs": sum(len(each.runs) for each in groups)}
+    show("report", table, config.json)
+    return 0
+
+
+def page(groups: Sequence[Group], title: str) -> str:
+    """The page about `groups`."""
+    environment = Environment(
+        loader=PackageLoader("kdtrain.plugins.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=cut,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["cut"] = cut
+    runs = [run for group in groups for run in group.runs]
+    return environment.get_template("page.html").render(
+        title=title,
+        written=f"{len(runs)} run{'s' if len(runs) > 1 else ''}, written {time.strftime('%Y-%m-%d %H:%M')}",
+        groups=groups,
+        run_table=_run_table(runs),
+        caches=_caches(runs),
+        options=[(flag(name), [group.runs[0].shown(name) for group in groups]) for name in differing(groups)],
+        alone=len(runs) == 1,
+        quality=_numbers(groups, QUALITY),
+        notes=notes(groups),
+        curves=_curves(groups),
+        legend=_svg(_legend(groups), "legend"),
+        calibration=_numbers(groups, CALIBRATION),
+        reliability=None if (drawn := draw_reliability(groups)) is None else _svg(drawn, "reliability"),
+        prompts=_prompts(runs),
+        cost=_numbers(groups, COST),
+        interventions=_interventions(runs),
+        limits=_limits(groups),
+    )
+
+
+def cut(value: Any, most: int = _TEXT) -> Any:
+    """Text of unknown origin for the page: cut, without control characters. What is HTML already stays."""
+    if hasattr(value, "__html__"):
+        return value
+    text = "\n".join(map(printable, str(value)[: most + 1].split("\n")))
+    return text if len(str(value)) <= most else f"{text[:most]}…"
+
+
+def _run_table(runs: Sequence[Run]) -> Table:
+    rows = []
+    for run in runs:
+        environment, result = run.record.environment, run.record.result or {}
+        libraries = environment.get("libraries")
+        libraries = libraries if isinstance(libraries, dict) else {}
+        versions = ", ".join(f"{name} {libraries.get(name)}" for name in ("kdtrain", "torch") if libraries.get(name))
+        ranks = environment.get("ranks", 1)
+        over = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        machine = f"{environment.get('mode', '-')} on {environment.get('device', '-')}, {over}"
+        objective = result.get("objective") or ("cross-entropy" if run.options.get("alpha") == 0 else "distillation")
+        rows.append([run.name, run.student, str(objective), str(run.seed), machine, versions, run.status])
+    return columns(("run", "student", "objective", "seed", "machine", "versions", "how it ended"), rows)
+
+
+def _caches(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """What is known of each cache."""
+    found: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        if run.cache is None or run.cache in found:
+            continue
+        path, mixed = run.options.get("cache"), run.record.environment.get("caches")
+        aligned = run.record.environment.get("alignment")
+        digest = str(aligned.get("cache")) if isinstance(aligned, dict) else run.cache
+        if isinstance(mixed, list):
+            members = [each for each in mixed[:_MOST_CACHES] if isinstance(each, dict)]
+            parts = [_described(str(each.get("cache")), str(each.get("digest"))) for each in members]
+            heads = [f"{each.get('name')}: {each.get('share')} of the draws" for each in members]
+        else:
+            parts, heads = [_described(str(path) if path else run.folder / "data", digest)], [""]
+        named = " + ".join(map(str, path)) if isinstance(path, list) else path
+        found[run.cache] = {
+            "name": named or "text packed by the run",
+            "digest": digest[:16],
+            "users": ", ".join(each.name for each in runs if each.cache == run.cache),
+            "aligned": isinstance(aligned, dict),
+            "members": list(zip(heads, parts, strict=True)),
+        }
+    return list(found.values())
+
+
+def _described(where: Path | str, digest: str) -> dict[str, Any]:
+    """The parts of a cache's description, or why there is none."""
+    try:
+        manifest = cache_manifest(where, digest)
+    except (UsageError, RunError, OSError, ValueError) as error:
+        return {"missing": f"It is no longer there to be described: {printable(str(error))[:200]}", "parts": []}
+    return {"missing": "", "parts": [facts_table(cache_facts(manifest)), *fidelity(manifest)]}
+
+
+def _numbers(groups: Sequence[Group], names: Iterable[str]) -> list[tuple[str, list[tuple[str, str, bool]]]]:
+    kept = [name for name in names if any(group.mean(name) for group in groups)]
+    return [(MEASURES[name].label, [cell(groups, group, name) for group in groups]) for name in kept]
+
+
+def _curves(groups: Sequence[Group]) -> list[str]:
+    records = [run.record for group in groups for run in group.runs]
+    drawn = []
+    for name in CURVES:
+        if any(len(record.curve(name)) > 1 for record in records):
+            made, panels = figures.figure(COLUMN, 2.3, 1, 1)
+            figures.panel(panels[0, 0], groups, "tokens", name)
+            drawn.append(_svg(made, name))
+    return drawn
+
+
+def _legend(groups: Sequence[Group]) -> Any:
+    handles = figures.legend_of(groups)
+    made = figures.Figure(figsize=(COLUMN, 0.19 * len(handles) + 0.05))
+    made.legend(handles=handles, loc="center left", frameon=False, fontsize=8, borderaxespad=0, handlelength=4)
+    return made
+
+
+def draw_reliability(groups: Sequence[Group]) -> Any:
+    """Accuracy against confidence at the last validation, the seeds of a group together; None: no run has it.
+
+    Bins with less than a thousandth of the tokens are left out: a few tokens make no share.
+    """
+    made, [[axes]] = figures.figure(COLUMN, 3.2, 1, 1)
+    axes.plot([0, 1], [0, 1], color=GREY, linestyle=":", linewidth=1.2)
+    drawn = False
+    for group, (color, marker, line) in zip(groups, figures.looks(groups), strict=True):
+        diagrams = [run.record.calibration for run in group.runs if run.record.calibration]
+        bins = figures.pooled([each for each in diagrams if len(each) == len(diagrams[0])])
+        least = sum(each["tokens"] for each in bins) / 1000
+        points = [(each["confidence"], each["accuracy"]) for each in bins if each["tokens"] > max(least, 0)]
+        if points:
+            drawn = True
+            look: dict[str, Any] = {"marker": marker, "markersize": 4, "linestyle": line, "linewidth": 1.4}
+            axes.plot(*zip(*points, strict=True), color=color, **look)
+    figures.finish(axes, "Calibration, last validation", "the student's confidence", "share that is right")
+    figures.small(axes)
+    return made if drawn else None
+
+
+def _svg(made: Any, name: str) -> str:
+    """A figure as inline SVG in the colours of the page."""
+    file = io.BytesIO()
+    figures.save(made, file, kind="svg", salt=name, text=True, transparent=True)
+    text = file.getvalue().decode()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{name}">', text)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
+    text = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)
+    return re.sub(r"(?<=[: ])#[0-9a-f]{6}", lambda found: f"var({_COLOURS.get(found[0], '--_ink')})", text)
+
+
+def _prompts(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, dict[str, Any]]]]]:
+    """Prompts with the last texts of the runs that have them; those that more runs have come first: they compare."""
+    texts: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for run in runs:
+        try:
+            rows = samples(run.folder)
+        except (OSError, ValueError):
+            continue
+        for row in rows:
+            texts.setdefault(str(row.get("prompt"))[:_TEXT], []).append((run.name, row))
+    chosen = sorted(texts.items(), key=lambda pair: -len(pair[1]))[:_PROMPTS]
+    return [(prompt, found[:_SAMPLED]) for prompt, found in chosen]
+
+
+def _interventions(runs: Sequence[Run]) -> Table | None:
+    rows = []
+    for run in runs:
+        found = run.interventions
+        for each in found[:_EVENTS]:
+            message = each.details.get("message") or ", ".join(
+                f"{name} {value}" for name, value in list(each.details.items())[:6] if name != "time"
+            )
+            rows.append((run.name, f"{each.step:,}", each.event[:40], each.level[:20], str(message)))
+        if len(found) > _EVENTS:
+            kinds = Counter(each.event for each in found).most_common(6)
+            rows.append((run.name, "", "in all", "", ", ".join(f"{number} {kind}" for kind, number in kinds)))
+    return columns(("run", "step", "event", "level", "what"), rows) if rows else None
+
+
+def _limits(groups: Sequence[Group]) -> list[str]:
+    """What no number above says."""
+    runs = [run for group in groups for run in group.runs]
+    seeds = max(len({str(run.seed) for run in group.runs}) for group in groups)
+    on_cpu = any("cpu" in str(run.record.environment.get("device")) for run in runs)
+    rolled, quantized = (any(run.numbers[name] for run in runs) for name in ("rollbacks", "quantized_share"))
+    lines = [
+        (
+            True,
+            "Losses are on the validation split by which the runs chose their best checkpoint, not on a test split.",
+        ),
+        (True, "Nothing here is a downstream task: no answers, no code that runs and no long text were judged."),
+        (True, "The training loss of distillation weighs divergence and cross-entropy; compare the validation loss."),
+        (seeds < 2, "Every setup has one seed; any difference on this page may be the luck of a seed."),
+        (
+            len({run.cache for run in runs}) > 1,
+            "The runs read different caches; if their validation text differs, their losses do not compare.",
+        ),
+        (rolled, "Steps that a rollback took back are not in the curves, nor in tokens and time."),
+        (
+            on_cpu and quantized,
+            "Quantised steps on a CPU are emulated: the loss is that of the format, the speed is not.",
+        ),
+    ]
+    return [line for holds, line in lines if holds]
