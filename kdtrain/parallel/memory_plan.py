@@ -386,11 +386,11 @@ def _moments(plan: MemoryPlan, job: Job, world: int) -> dict[str, dict[str, floa
     weights = masters + student.frozen_bytes * student.frozen / shared
     state = {"weights and moments": weights, "snapshots": job.snapshots * masters}
     state["copy for the save"] = masters if job.copies else 0.0
-    asked = 0.0
+    teaching = 0.0
     if teacher is not None:
         sharded = (plan.shard_size or world) if plan.teacher == "fsdp" else 1
         state["teacher"] = _teacher_held(teacher, sharded) + 4.0 * tokens * teacher.width
-        asked = _of_a_layer(teacher, tokens)  # nothing is kept
+        teaching = _of_a_layer(teacher, tokens)  # nothing is kept
     gathered = state | {"gathered": 4.0 * root + 2 * job.compute_bytes * in_layer if shared > 1 else 0.0}
 
     # DDP's buckets, of which gradients are views, exist from the first step on.
@@ -420,7 +420,7 @@ def _moments(plan: MemoryPlan, job: Job, world: int) -> dict[str, dict[str, floa
     embedding = 4.0 * head_weight if student.tied and not student.frozen_head else 0.0
     at_end = {"gradients": gradients + embedding, "activations": _of_a_layer(student, tokens)}
     return {
-        "teach": gathered | buckets | {"teacher's forward": asked},
+        "teach": gathered | buckets | {"teacher's forward": teaching},
         "head": gathered | at_head,
         "backward": gathered | at_end,
     }
@@ -528,7 +528,7 @@ def shards_teacher(
     teacher: None if it cannot be estimated. free: see `free_everywhere`.
 
     Raises:
-        UsageError: the teacher does not fit, or one process is asked to shard it.
+        UsageError: the teacher does not fit, or one process cannot shard it.
     """
     wanted, world = config.parallel.teacher_parallel, world_size()
     if wanted == "fsdp" and world == 1:

@@ -369,7 +369,7 @@ def choose(mode: str, wanted: str, recipe: Recipe, scaling: str, device: torch.d
         UsageError: the named back end does not support the recipe.
     """
     refuse_recipe(mode, wanted, recipe, scaling)
-    asked: list[str] = []
+    tried: list[str] = []
     for name in _ORDER if wanted == "auto" else [wanted]:
         if name != wanted:
             try:
@@ -379,11 +379,11 @@ def choose(mode: str, wanted: str, recipe: Recipe, scaling: str, device: torch.d
         found = capability(mode, name, device, recipe)
         if found.works and (found.real or wanted != "auto" or name == "emulated"):
             kind = "real" if found.real else "emulated" if name == "emulated" else "not faster here"
-            why = f" ({'; '.join(asked)})" if asked else ""
+            why = f" ({'; '.join(tried)})" if tried else ""
             by = "" if name == kind else f" by {name}"
             return Choice(mode, name, BACKENDS.get(name).make(recipe), found.real, f"{mode}{by}, {kind}{why}")
-        asked.append(f"{name}: {found.reason}")
-    return "; ".join(asked)
+        tried.append(f"{name}: {found.reason}")
+    return "; ".join(tried)
 
 
 def make_recipe(mode: str, scaling: str, form: str | None, control: ScalingControl, stochastic: bool) -> Recipe:
