@@ -13,6 +13,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import docstring_parser
@@ -20,7 +21,9 @@ from markdown.extensions import Extension
 from markdown.preprocessors import Preprocessor
 from mkdocs.structure.files import File
 
-from kdtrain.config import choices, commands
+from kdtrain import cli
+from kdtrain.config import choices
+from kdtrain.config.registered import sections_of
 from kdtrain.config.values import flag
 from kdtrain.registry import Registry
 
@@ -86,7 +89,8 @@ def options() -> str:
         "",
         "Made from the code. A flag `--seq-len` is the key `seq_len` of its section in a TOML file.",
     ]
-    for name, kind in commands.COMMANDS.items():
+    for name in cli.COMMANDS.help():
+        kind = cli.COMMANDS.get(name).config
         lines += ["", f"## {name}", "", *_table(kind, [each for each in _fields(kind) if each[2] is None])]
         for field, _, section in _fields(kind):
             if section is not None:
@@ -98,13 +102,15 @@ def options() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _fields(kind: Any) -> list[tuple[dataclasses.Field[Any], str, Any]]:
+def _fields(kind: Any) -> list[tuple[Any, str, Any]]:
     """Each field, its docstring, and its class if it is a section."""
     parsed = [docstring_parser.parse_from_object(each).params for each in reversed(kind.__mro__[:-1])]
     texts = {param.arg_name: param.description or "" for params in parsed for param in params}
     hints = get_type_hints(kind)
     sections = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
-    return [(each, texts.get(each.name, ""), sections.get(each.name)) for each in dataclasses.fields(kind)]
+    declared = [each for each in dataclasses.fields(kind) if not each.metadata.get("plugins")]
+    found = [(each, texts.get(each.name, ""), sections.get(each.name)) for each in declared]
+    return found + [(SimpleNamespace(name=name), "", section) for name, section in sections_of(kind).items()]
 
 
 def _table(kind: Any, fields: list[tuple[dataclasses.Field[Any], str, Any]]) -> list[str]:

@@ -10,8 +10,6 @@ from typing import Any, cast
 from kdtrain.cache.read import reader
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.verify import verify_cache
-from kdtrain.config.values import LOCAL_LIMIT
-from kdtrain.errors import as_path
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.tokenizers.view import ViewReader
 from kdtrain.tokenizers.view_builder import build_view
@@ -56,8 +54,7 @@ class Cache(reader.Cache):
 
     Args:
         where: its folder, `hf:datasets/ORG/NAME[@REVISION]` or `https://...`. Of one that lies elsewhere a shard is
-            fetched when it is first read, and kept in KDTRAIN_HOME or ~/.cache/kdtrain.
-        local_limit: GB that are kept there at most.
+            fetched when it is first read, and stays: of the hub in HF_HOME, else in KDTRAIN_HOME or ~/.cache/kdtrain.
 
     Raises:
         UsageError: there is no finished cache, or it is not to be had.
@@ -75,9 +72,8 @@ class Cache(reader.Cache):
 
     split_type = CacheSplit
 
-    def __init__(self, where: Path | str, *, local_limit: float = LOCAL_LIMIT) -> None:
-        as_path(where, "where")
-        found = open_cache(where, local_limit)
+    def __init__(self, where: Path | str) -> None:
+        found = open_cache(where)
         super().__init__(found.folder, found.manifest, found.remote)
 
     def __getitem__(self, split: str) -> CacheSplit:

@@ -216,10 +216,6 @@ REFUSED = [
         lambda: distill(cache=None, teacher="t", data=TEXT, cross_tokenizer="both", server=RUN_SERVER),
         "--cross-tokenizer needs the whole cache before training; capture the server's answers with cache-teacher",
     ),
-    (
-        lambda: options.FindLrConfig(student="s", out="o", teacher="t", data=TEXT, server=RUN_SERVER),
-        "find-lr does not ask a server; make a cache with cache-teacher",
-    ),
     *(
         (
             lambda mode=mode: distill(precision=options.PrecisionConfig(precision=mode, tf32=True)),
@@ -268,6 +264,7 @@ def test_sections_are_plain_values_by_section():
     assert list(table) == [
         *("run", "data", "objective", "optimizer", "lora", "precision", "quantization", "guards"),
         *("stopping", "checkpoint", "monitor", "parallel", "server"),
+        "collect",
     ]
     assert table["run"]["out"] == "o"
     assert table["run"]["epochs"] is None
@@ -279,7 +276,6 @@ def test_sections_are_plain_values_by_section():
     "make, words",
     [
         (lambda: options.CheckpointConfig(override_opt_param_scheduler=True), "without --load; add it"),
-        (lambda: options.PrecisionConfig(collect_raw=True), "--collect-raw has no effect without --collect-tensors"),
         (lambda: options.QuantizationConfig(quant_rule="gap"), "--quant-rule has no effect without --time-resume"),
         (lambda: options.ObjectiveConfig(alpha=1.5), "--alpha 1.5 must be at least 0 and at most 1"),
         (lambda: options.OptimizerConfig(lr=float("inf")), "--lr inf must be above 0 and finite"),

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from kdtrain.config.commands import COMMANDS
+from kdtrain import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "kdtrain"
@@ -25,9 +25,9 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 600
 
 STAIRCASE = (
-    *("errors", "imports", "faults", "registry", "files", "process", "tables", "ranks", "config", "data", "models"),
-    *("objective", "precision", "cache", "checkpoint", "monitor", "parallel", "teaching", "tokenizers", "training"),
-    *("run", "commands", "cli", "library", "plugins", "vllm_plugin", "testing", "__main__"),
+    *("errors", "imports", "faults", "registry", "files", "process", "tables", "ranks", "config", "net", "data"),
+    *("models", "objective", "precision", "cache", "checkpoint", "monitor", "parallel", "teaching", "tokenizers"),
+    *("training", "run", "commands", "cli", "library", "plugins", "vllm_plugin", "testing", "__main__"),
 )
 """A floor may import the floors above it in this list, never one below; `kdtrain` itself is the library's face."""
 
@@ -252,11 +252,11 @@ def test_importing_the_command_loads_nothing_heavy():
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
-@pytest.mark.parametrize("argv", [("--help",), *((command, "--help") for command in COMMANDS)], ids=" ".join)
+@pytest.mark.parametrize("argv", [("--help",), *((command, "--help") for command in cli.COMMANDS.help())], ids=" ".join)
 def test_help_works_where_nothing_heavy_can_be_imported(argv):
     done = run_python(WITHOUT_HEAVY, *argv)
     assert done.returncode == 0, done.stderr
-    assert all(word in done.stdout for word in (COMMANDS if len(argv) == 1 else ("usage: kdtrain", argv[0])))
+    assert all(word in done.stdout for word in (cli.COMMANDS.help() if len(argv) == 1 else ("usage: kdtrain", argv[0])))
 
 
 def project() -> dict:

@@ -13,13 +13,33 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
+
 TOKEN = "hf_good"
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No waits between attempts, and short ones for a byte."""
+    monkeypatch.setattr("urllib3.util.retry.Retry.get_backoff_time", lambda _: 0.001)
+    monkeypatch.setattr("kdtrain.net.request.IDLE", 1.0)
+
+
+def with_hub(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's real client goes to `url`, and keeps what it fetches in `folder`."""
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_ENDPOINT", url)
+    monkeypatch.setenv("HF_HOME", str(folder))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    settings = {"HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+    for name, value in {**settings, "HF_TOKEN_PATH": str(folder / "no-token")}.items():
+        monkeypatch.setattr(constants, name, value)
 
 
 class Repository:
@@ -55,6 +75,7 @@ class Web:
         self.ranges: list[tuple[str, str | None, str | None]] = []
         self.uploads: list[str] = []
         self.authorized: list[str] = []
+        self.passwords = 0
         self.fired: list[str] = []
         self._faults: list[list[Any]] = []
         self._lock = threading.Lock()
@@ -124,6 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         web, path = self.server_web, urlsplit(self.path).path
         fault = web.fault(path)
+        web.passwords += self.headers.get("Authorization", "").startswith("Basic")
         web.ranges.append((path, self.headers.get("Range"), self.headers.get("If-Range")))
         if self._failed(fault):
             return
@@ -150,6 +172,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif fault.isdecimal():
             self._empty(int(fault))
+        elif fault == "drip headers":
+            with suppress(OSError):
+                for byte in b"HTTP/1.1 200 OK\r\nX-Filler: " + b"x" * 1000:
+                    self.wfile.write(bytes([byte]))
+                    time.sleep(0.05)
+            self.close_connection = True
         elif fault.startswith("later:"):
             code, after = fault.removeprefix("later:").split("=")
             self._empty(int(code), {"Retry-After": after})
@@ -163,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
             return False
         return True
 
-    def _file(self, content: bytes | None, fault: str) -> None:
+    def _file(self, content: bytes | None, fault: str, more: dict[str, str] | None = None) -> None:
         if content is None:
             return self._empty(404)
         tag = f'"{hashlib.md5(content).hexdigest()}"'
@@ -185,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
             tag = '"another"'
         if fault == "weak":
             tag = f"W/{tag}"
-        start, code, headers = 0, 200, {"ETag": tag, "Accept-Ranges": "bytes"}
+        start, code, headers = 0, 200, {"ETag": tag, "Accept-Ranges": "bytes", **(more or {})}
         asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         if asked is not None and fault != "whole" and self.headers.get("If-Range", tag) == tag:
             start, code = int(asked[1]), 206
@@ -228,6 +256,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.flush()
                 time.sleep(0.02)
             return
+        if fault == "drip":
+            with suppress(OSError):
+                for begin in range(len(body)):
+                    self.wfile.write(body[begin : begin + 1])
+                    time.sleep(0.05)
+            return
         if fault == "endless":
             for _ in range(1000):
                 body += bytes(2**16)
@@ -263,15 +297,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.server_web.authorized += ["hub"] * self._known()
         if (repository := self._seen(name)) is None:
             return None
-        found = repository.at(revision)
-        content = None if found is None else found[1].get(path)
-        if content is None:
+        if (found := repository.at(revision)) is None:
+            return self._refuse(404, "RevisionNotFound")
+        if (content := found[1].get(path)) is None:
             return self._refuse(404, "EntryNotFound")
+        oid, commit = hashlib.sha256(content).hexdigest(), {"X-Repo-Commit": found[0]}
         if not path.endswith(".h5"):
-            return self._file(content, "")
-        oid = hashlib.sha256(content).hexdigest()
+            return self._file(content, "", commit)
         self.server_web.objects[oid] = content
-        return self._empty(302, {"Location": f"{self.server_web.url.replace('127.0.0.1', 'localhost')}/cdn/{oid}"})
+        place = f"{self.server_web.url.replace('127.0.0.1', 'localhost')}/cdn/{oid}"
+        linked = {"X-Linked-Etag": f'"{oid}"', "X-Linked-Size": str(len(content))}
+        return self._empty(302, {"Location": place, **commit, **linked})
 
     def do_POST(self) -> None:
         web, path = self.server_web, urlsplit(self.path).path

@@ -1,4 +1,4 @@
-"""What `kdtrain verify CACHE --teacher T` finds, and how often it accuses a right cache.
+"""What `kdtrain audit CACHE --teacher T` finds, and how often it accuses a right cache.
 
 `python -m benchmarks.science.audit` writes benchmarks/results/audit.json. The teacher is the shipped one in bf16, the
 text packed rows of the standard library, the caches 50 samples a token and the top 12, coded as on disk. Each fault is
@@ -37,8 +37,13 @@ from torch import Tensor
 from benchmarks.harness import RESULTS, TEACHER, write
 from benchmarks.harness.machine import commit, machine
 from benchmarks.harness.models import packed, token_tensor
-from kdtrain.cache.audit import Evidence, judge, score, worst_first
-from kdtrain.cache.diagnose import (
+from kdtrain.cache.format.codec import CodecSpec, decode, draw_points, encode_sequences
+from kdtrain.cache.format.compression import Coding
+from kdtrain.models.spec import read_spec
+from kdtrain.objective.batch import Batch
+from kdtrain.objective.targets import SparseTargets
+from kdtrain.plugins.audit.command import DIAGNOSED, NEIGHBOURS, logprobs, other_forwards, rounded_to_int8
+from kdtrain.plugins.audit.diagnose import (
     AHEAD,
     INT8,
     LOST,
@@ -50,12 +55,7 @@ from kdtrain.cache.diagnose import (
     gains,
     other_row,
 )
-from kdtrain.cache.format.codec import CodecSpec, decode, draw_points, encode_sequences
-from kdtrain.cache.format.compression import Coding
-from kdtrain.commands.audit import DIAGNOSED, NEIGHBOURS, logprobs, other_forwards, rounded_to_int8
-from kdtrain.models.spec import read_spec
-from kdtrain.objective.batch import Batch
-from kdtrain.objective.targets import SparseTargets
+from kdtrain.plugins.audit.evidence import Evidence, judge, score, worst_first
 from kdtrain.teaching.local import LocalTeacher
 
 RESULT = RESULTS / "audit.json"

@@ -33,7 +33,7 @@ _LONGEST = 2000
 _MODULES = {"import": "import_cache"}  # no module can have the name of a keyword
 _WITHOUT_MODELS = ("compare", "completion", "inspect", "plot", "push", "verify")
 """Built-in commands that load no model, and so run under `python -OO`."""
-_RESUMING = ("cache-teacher", "demo", "distill", "find-lr", "import", "merge", "prune", "push", "subset")
+_RESUMING = ("cache-teacher", "demo", "distill", "import", "merge", "push", "subset")
 """Built-in commands that keep what an interrupted one has done."""
 _NARROWEST = 40
 """Columns of the narrowest terminal that tables and help are made for."""

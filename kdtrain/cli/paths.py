@@ -13,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from kdtrain.cache.address import parse_address
 from kdtrain.cli.words import word_meant
 from kdtrain.config.choices import TEXTS
 from kdtrain.config.options import Option
@@ -22,6 +21,7 @@ from kdtrain.data.formats import Columns, column_hint, row_format
 from kdtrain.errors import UsageError, shown_address
 from kdtrain.files import open_regular
 from kdtrain.models.spec import SELF, is_hub_id, read_spec, shipped
+from kdtrain.net.address import parse_address
 
 _MOST = 2000
 """Entries of a folder that are compared with a name."""

@@ -117,7 +117,7 @@ def _source(
     if across and tokenizer is not None:
         entries(config.student, load_tokenizer(tokenizer), vocab_size)
     if config.cache is not None:
-        cache, split = open_cache(config.cache, config.local_limit), config.data.split
+        cache, split = open_cache(config.cache), config.data.split
         apart = across and differ(config, own, cache.manifest.settings.tokenizer_digest)
         if tokenizer is None or not apart:
             yield build_source(CachedSource(cache[split]), device, vocab_size)

@@ -1,25 +1,24 @@
 """`kdtrain export`: writes a trained student as a folder that `transformers.AutoModelForCausalLM` loads."""
 
-import hashlib
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
 
-from kdtrain.cache.address import Address
 from kdtrain.cache.build.card import CARD
 from kdtrain.cache.hub import make_repository, names_in, upload
-from kdtrain.cache.read.remote import read_small
 from kdtrain.checkpoint.sealed import read_checkpoint
 from kdtrain.config import ExportConfig
 from kdtrain.errors import UsageError, printable
-from kdtrain.files import MEDIUM, files_below, parse_json, refuse_displacing, typed
+from kdtrain.files import MEDIUM, file_digest, files_below, read_json, refuse_displacing
 from kdtrain.models.export import ORIGIN, export_adapter, export_lock, export_model, refuse_foreign
 from kdtrain.models.frozen import refuse_without_torchao
 from kdtrain.models.head import SplitModel
 from kdtrain.models.spec import ModelSpec, is_hub_id, paths_of, read_spec
 from kdtrain.models.tokenizer import tokenizer_files
 from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.net.address import Address
+from kdtrain.net.hub import fetch_file
 from kdtrain.ranks import is_main, on_main, process_group
 from kdtrain.run.folder import refuse_no_folder
 from kdtrain.run.model_card import card_files
@@ -84,10 +83,10 @@ def _there(where: str, repository: str) -> tuple[set[str], bool]:
 
     UsageError: it holds something else.
     """
-    names, address, ours = names_in(where, repository, "model"), Address(where, repository, kind="model"), {}
+    names, address, ours = names_in(where, repository, "model"), Address(where, repository), {}
     if ORIGIN in names:
         try:
-            ours = typed(parse_json(read_small(address, ORIGIN, MEDIUM).decode()), _Origin)["files"]
+            ours = read_json(fetch_file(address, ORIGIN, most=MEDIUM, kind="model"), _Origin, MEDIUM)["files"]
         except ValueError as error:
             raise UsageError(f"{where}: {ORIGIN} there is not what kdtrain writes ({error})") from None
     elif other := sorted(names - {".gitattributes", CARD}):
@@ -95,7 +94,7 @@ def _there(where: str, repository: str) -> tuple[set[str], bool]:
             f"{where} holds {printable(other[0])}, which kdtrain did not publish; name another repository, "
             "which --push makes if it is missing"
         )
-    stays = CARD in names and hashlib.sha256(read_small(address, CARD, MEDIUM)).hexdigest() != ours.get(CARD)
+    stays = CARD in names and file_digest(fetch_file(address, CARD, most=MEDIUM, kind="model")) != ours.get(CARD)
     if stays:
         log.warning("%s has a %s that kdtrain did not write; it stays as it is", where, CARD)
     return (ours.keys() & names) - {CARD}, stays

@@ -19,10 +19,8 @@ from typing import Any, NotRequired, TypedDict
 
 from safetensors import SafetensorError, safe_open
 
-from kdtrain.cache.address import Address, parse_address
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import Manifest, check_sizes, read_manifest, read_sidecar
-from kdtrain.cache.read.local_store import home, listing
 from kdtrain.cache.read.remote import open_remote
 from kdtrain.cache.tools.facts import cache_facts, contents, fidelity, heading, parent_lines, tail_rule
 from kdtrain.checkpoint import tiers
@@ -38,6 +36,7 @@ from kdtrain.monitor import facts as of_run
 from kdtrain.monitor.facts import TAIL, as_table, quoted
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord
+from kdtrain.net.address import Address, parse_address
 from kdtrain.run.path_kind import damage_of, is_training, kind_of
 from kdtrain.run.result import read_result
 from kdtrain.tables import Part, columns, duration, facts_table, loss_text, number, short, show, show_page, size
@@ -68,11 +67,6 @@ def main(config: InspectConfig) -> int:
     setup_logging()
     if config.hardware:
         show("hardware", hardware(), config.json)
-        return 0
-    if config.local:
-        rows, total = listing()
-        facts = {"folder": str(home()), "bytes": total, "caches": rows}
-        show("", facts, True) if config.json else show_page(_local_page(facts))
         return 0
     assert config.path is not None
     address = parse_address(config.path)
@@ -177,7 +171,7 @@ def _cache(path: Path) -> _Found:
 
 def _remote(address: Address) -> _Found:
     """A cache elsewhere, of which the manifest alone is fetched."""
-    remote = open_remote(address, limit=math.inf)
+    remote = open_remote(address)
     record = {"from": str(remote.address)} | _cache_record(remote.folder, remote.manifest)
     missing = {split: len(remote.missing(split)) for split in remote.manifest.splits}
     return record | {"shards not here": missing}, _cache_page(str(address), record, remote.manifest)
@@ -377,20 +371,6 @@ def _folder_page(path: Path, record: dict[str, dict[str, Any]], manifests: Mappi
             caches.append((name, str(row["teacher"] or "-"), kept, tokens, row["bytes per token"]))
         header = ("cache", "teacher", "kept", "tokens", "bytes a token")
         yield columns(header, caches, left=header[:3])
-
-
-def _local_page(facts: Mapping[str, Any]) -> Iterator[Part]:
-    """What is stored of caches from elsewhere: `facts` as `--json` prints them."""
-    yield f"{facts['folder']}: {size(facts['bytes'] / 2**20)} of {len(facts['caches'])} caches from elsewhere"
-    for each in facts["caches"]:
-        stamp = each["last read"]
-        read = "no shard read yet" if stamp is None else time.strftime("last read %F %H:%M", time.localtime(stamp))
-        here = f"{each['shards here']} of {each['shards']} shards, {size(each['bytes'] / 2**20)}"
-        yield from ("", f"{each['digest'][:12]}  {here}, {read}", *(f"  from {where}" for where in each["from"]))
-        yield f"  teacher {each['teacher'] or '-'}"
-        yield f"  in {Path(each['folder']).relative_to(facts['folder'])}"
-    yield from ("", "Above --local-limit the shard that was read longest ago goes first.")
-    yield "A folder of a cache may be removed."
 
 
 def _run_record(path: Path) -> dict[str, Any]:

@@ -14,15 +14,13 @@ def main(config: MergeConfig) -> int:
         RunError: a shard is damaged, the disk is full or cannot be written.
     """
     setup_logging()
-    plan(
-        [stated(each, config.local_limit) for each in config.caches], config.shares
-    )  # refuses before torch is imported
+    plan([stated(each) for each in config.caches], config.shares)  # refuses before torch is imported
     from kdtrain.cache.read.remote import open_cache
     from kdtrain.cache.tools.merge import merge
     from kdtrain.run.folder import refuse_no_folder
 
     refuse_no_folder(config.out)
-    caches = [open_cache(each, config.local_limit) for each in config.caches]
+    caches = [open_cache(each) for each in config.caches]
     log.info("merging %s into %s", " and ".join(config.caches), config.out)
     with bar("merge", None) as shown:
         manifest = merge(caches, config.out, config.shares, lambda done, total: shown.update(done, total=total))

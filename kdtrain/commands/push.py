@@ -10,15 +10,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.address import Address, parse_address
 from kdtrain.cache.build.card import CARD, LICENSES, is_card, make_card
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import Manifest, maker, read_manifest
-from kdtrain.cache.hub import api, ask, make_repository, upload
+from kdtrain.cache.hub import make_repository, upload
 from kdtrain.config import PushConfig
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import MEDIUM, parse_json, refuse_links
 from kdtrain.monitor.progress import setup_logging
+from kdtrain.net.address import Address, parse_address
+from kdtrain.net.hub import api, ask, fetch_file
 from kdtrain.tables import show
 
 log = logging.getLogger("kdtrain")
@@ -110,11 +111,9 @@ def _there(hub: Any, address: Address, manifest: Manifest) -> str | None:
 
 def _content(hub: Any, address: Address, name: str) -> str | None:
     """The text of a small file of the data set; None if there is none."""
-    from kdtrain.cache.read.remote import read_small
-
     if not hub.get_paths_info(str(address.repository), [name], repo_type="dataset"):
         return None
-    return read_small(address, name, MEDIUM).decode("utf-8", errors="replace")
+    return fetch_file(address, name, most=MEDIUM).read_text("utf-8", errors="replace")
 
 
 def _write_preview(folder: Path, path: Path) -> bool:

@@ -14,7 +14,7 @@ def main(config: SubsetConfig) -> int:
         RunError: a shard is damaged, the disk is full or cannot be written.
     """
     setup_logging()
-    known = stated(config.cache, config.local_limit)
+    known = stated(config.cache)
     splits = tuple(known.manifest.splits) if config.split == "all" else (config.split,)
     refuse_rows(known, splits, config.range)  # before torch is imported
     from kdtrain.cache.read.remote import open_cache
@@ -25,7 +25,7 @@ def main(config: SubsetConfig) -> int:
     log.info("cutting %s into %s", config.cache, config.out)
     with bar("subset", None) as shown:
         manifest = subset(
-            open_cache(config.cache, config.local_limit),
+            open_cache(config.cache),
             config.out,
             rows=config.range,
             fraction=config.share,

@@ -1,22 +1,21 @@
 """`kdtrain verify`: checks every digest of a cache, of a run's checkpoints, or of one checkpoint.
 
-A cache is looked at, too (`cache.look`), or scored again by its teacher (`commands.audit`).
+Some rows of a sound cache are looked at, too (`cache.tools.self_check`); its teacher is not needed.
 """
 
 import shlex
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.address import parse_address
 from kdtrain.cache.read.remote import open_cache, open_remote
 from kdtrain.cache.tools.self_check import look
 from kdtrain.cache.tools.verify import repair, verify_cache
 from kdtrain.checkpoint.sealed import checkpoint_at, read_checkpoint
 from kdtrain.checkpoint.store import Store
-from kdtrain.commands.audit import audit
 from kdtrain.config import VerifyConfig
 from kdtrain.config.values import refuse
 from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.net.address import parse_address
 from kdtrain.run.build_cache import OWN, holds_own
 from kdtrain.run.path_kind import damage_of, kind_of
 from kdtrain.tables import number, show, show_page
@@ -24,21 +23,20 @@ from kdtrain.tokenizers.view import verify_view, viewed_cache
 
 
 def main(config: VerifyConfig) -> int:
-    """Print what is damaged, or not what the teacher says; return 0 if nothing is, else 1.
+    """Print what is damaged or cannot be right; return 0 if nothing is, else 1.
 
     Raises:
-        UsageError: the path is neither a cache nor a run nor a checkpoint, or cannot be repaired or audited.
+        UsageError: the path is neither a cache nor a run nor a checkpoint, or cannot be repaired.
     """
     setup_logging()
     address = parse_address(config.path)
     kind, path = ("cache", str(address)) if address else (kind_of(config.path), str(config.path))
-    for name, given in (("--repair", config.repair), ("--teacher", config.teacher is not None)):
-        refuse(given and kind != "cache", f"{name} is for caches; {path} is a {kind}")
+    refuse(config.repair and kind != "cache", f"--repair is for caches; {path} is a {kind}")
     if address is None:
         problems = _problems(config.path, kind)
     else:
         refuse(config.repair, f"--repair is for caches in folders; ask the author of {address}")
-        problems = verify_cache(config.path, open_remote(address, config.local_limit))
+        problems = verify_cache(config.path, open_remote(address))
     result: dict[str, Any] = {
         "path": path,
         "kind": kind,
@@ -60,7 +58,7 @@ def main(config: VerifyConfig) -> int:
     if config.json:
         show("", result, True)
     else:
-        box = {name: each for name, each in result.items() if name not in ("look", "audit")}
+        box = {name: each for name, each in result.items() if name != "look"}
         if isinstance(wrong := result.get("findings"), list) and wrong:
             box["findings"] = f"{len(wrong)}, below"
         show(f"verify {path}", box, False)
@@ -70,10 +68,7 @@ def main(config: VerifyConfig) -> int:
 
 def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[Any]]:
     """What a sound cache says, and whether it can be right: a record, what is wrong, and a page."""
-    cache = open_cache(config.path, config.local_limit)
-    if config.teacher is not None:
-        audited = audit(config, cache)
-        return {"audit": audited.to_json()}, [audited.finding] if audited.finding else [], audited.page()
+    cache = open_cache(config.path)
     seen = look(cache)
     if seen is None:
         return {}, [], ["it holds no targets of tokens that count to look at"]
@@ -83,7 +78,7 @@ def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[Any]
         f"{alignment}",
         *(f"finding: {each}" for each in seen.findings),
         *(f"note: {each}" for each in seen.notes),
-        "with --teacher T some rows are scored again",
+        "kdtrain audit scores some rows again by the teacher",
     ]
     return {"look": seen.to_json()}, list(seen.findings), page
 

@@ -15,16 +15,15 @@ from kdtrain.config.cache_commands import ImportConfig as ImportConfig
 from kdtrain.config.cache_commands import MergeConfig as MergeConfig
 from kdtrain.config.cache_commands import PushConfig as PushConfig
 from kdtrain.config.cache_commands import SubsetConfig as SubsetConfig
+from kdtrain.config.cache_commands import check_device as check_device
 from kdtrain.config.commands import CompareConfig as CompareConfig
 from kdtrain.config.commands import DemoConfig as DemoConfig
 from kdtrain.config.commands import DistillConfig as DistillConfig
 from kdtrain.config.commands import EvaluateConfig as EvaluateConfig
 from kdtrain.config.commands import ExportConfig as ExportConfig
-from kdtrain.config.commands import FindLrConfig as FindLrConfig
 from kdtrain.config.commands import GenerateConfig as GenerateConfig
 from kdtrain.config.commands import InspectConfig as InspectConfig
 from kdtrain.config.commands import PlotConfig as PlotConfig
-from kdtrain.config.commands import PruneConfig as PruneConfig
 from kdtrain.config.commands import VerifyConfig as VerifyConfig
 from kdtrain.config.sections import CacheParallelConfig as CacheParallelConfig
 from kdtrain.config.sections import CheckpointConfig as CheckpointConfig
@@ -39,6 +38,7 @@ from kdtrain.config.sections import ParallelConfig as ParallelConfig
 from kdtrain.config.sections import PrecisionConfig as PrecisionConfig
 from kdtrain.config.sections import QuantizationConfig as QuantizationConfig
 from kdtrain.config.sections import StoppingConfig as StoppingConfig
+from kdtrain.config.sections import Weights as Weights
 from kdtrain.config.teachers import RunServerConfig as RunServerConfig
 from kdtrain.config.teachers import ServerConfig as ServerConfig
 from kdtrain.config.teachers import TextConfig as TextConfig

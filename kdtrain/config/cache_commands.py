@@ -10,7 +10,7 @@ from typing import Literal
 from kdtrain.config.choices import LAYOUTS, REQUIRES_COMPRESSOR
 from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig, Weights
 from kdtrain.config.teachers import ServerConfig, TextConfig
-from kdtrain.config.values import LOCAL_LIMIT, Extended, Options, flag, option, refuse
+from kdtrain.config.values import Extended, Options, flag, option, refuse
 from kdtrain.errors import UsageError
 from kdtrain.files import same_path
 
@@ -160,8 +160,6 @@ class MergeConfig(Options):
     """The folder of the merged cache."""
     weights: str | None = None
     """Several teachers over the same rows: the weight of each, such as 0.7,0.3; by default their numbers of samples."""
-    local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of caches from elsewhere that are kept here."""
     json: bool = False
     """Print one JSON object on stdout, logs on stderr."""
 
@@ -197,8 +195,6 @@ class SubsetConfig(Options):
     """The share of the rows to take, above 0 and at most 1, by the hash of their tokens."""
     split: Literal["train", "validation", "test", "all"] = "train"
     """The split to cut, or all; the others stay whole."""
-    local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of caches from elsewhere that are kept here."""
     json: bool = False
     """Print one JSON object on stdout, logs on stderr."""
 

@@ -30,7 +30,7 @@ from kdtrain.config.sections import (
     Weights,
 )
 from kdtrain.config.teachers import RunServerConfig
-from kdtrain.config.values import LOCAL_LIMIT, USUAL_STEPS, Extended, Options, option, refuse
+from kdtrain.config.values import Extended, Options, option, refuse
 
 
 def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | None, data: DataConfig, to: str) -> None:
@@ -62,8 +62,6 @@ class DistillConfig(Extended):
     """A finished cache: a folder, hf:datasets/ORG/NAME[@REVISION] or https://...; again: a mixture."""
     cache_weights: tuple[float, ...] = option((), several=",", shown="X,X", above=0, later=True)
     """What a step draws of each --cache, as 3,1; by default in proportion to their sequences."""
-    local_limit: float = option(LOCAL_LIMIT, free=True, per_rank=True, above=0)
-    """GB of caches from elsewhere that are kept here."""
     cross_tokenizer: str | None = option(None, later=True, check=check_terms, shown="TERMS")
     """For a student of another tokenizer than the teacher's: cells, chunks, both, or auto (chunks if cells fail)."""
     special_tokens: tuple[str, ...] = option((), **SPECIAL_TOKENS)
@@ -200,38 +198,6 @@ class DistillConfig(Extended):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FindLrConfig(DistillConfig):
-    """Find the learning rate of a run by short real ones.
-
-    It suggests one with its uncertainty. It takes the options of `distill`; what --lr says is the first guess. The same
-    command resumes an interrupted one.
-    """
-
-    rung_steps: int | None = option(None, least=2, brief="Steps of the first short runs [a twentieth].")
-    """Steps of the first rung; by default a twentieth of the run, 20 to 200. The best go on to three times."""
-
-    EXAMPLES = ("kdtrain find-lr --cache cache/t --student stdlib-1m --out runs/lr --steps 2500",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        start = self.checkpoint
-        refuse(self.dry_run or self.sanity, "--dry-run and --sanity are for distill; leave them out")
-        refuse(
-            bool(self.server.teacher_server),
-            "find-lr does not ask a server; make a cache with cache-teacher, and give --cache",
-        )
-        refuse(
-            start.resume != "auto" or start.overwrite,
-            "find-lr resumes its own short runs; leave --resume and --overwrite out, or name another --out",
-        )
-
-    @property
-    def first_steps(self) -> int:
-        """Steps of the first rung."""
-        return self.rung_steps or min(max((self.steps or USUAL_STEPS) // 20, 20), 200)
-
-
-@dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(Options):
     """Measure a student: loss, perplexity, KL to the teacher, agreement, calibration, acceptance."""
 
@@ -239,8 +205,6 @@ class EvaluateConfig(Options):
     """A run, a checkpoint, an exported model folder, a TOML or a hub id."""
     cache: Path | None = option(None, once=True, reads="cache", brief="A cache, to compare with its teacher.")
     """A finished cache, also hf: or https://; its validation split unless --split is train."""
-    local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead.")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     cross_tokenizer: str | None = option(None, check=check_terms, shown="TERMS")
@@ -282,89 +246,31 @@ class InspectConfig(Options):
     """Show how a run is doing every ten seconds, and what is wrong, until it ends."""
     hardware: bool = False
     """Show devices, number formats and compilers of this machine instead."""
-    local: bool = False
-    """Show what is kept here of caches from elsewhere instead."""
     json: bool = False
     """Print one JSON object on stdout."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        nothing = self.path is None and not self.hardware and not self.local
-        refuse(nothing, "nothing to inspect; give a PATH, --local or --hardware")
+        nothing = self.path is None and not self.hardware
+        refuse(nothing, "nothing to inspect; give a PATH or --hardware")
         refuse(self.watch and self.json, "--watch prints lines for people; leave --json out")
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig(Options):
-    """Check every digest of a cache, a run or a checkpoint; list what is damaged, with exit code 1.
-
-    With --teacher it scores rows of a cache again, and says whether the teacher said what the cache says.
-    """
+    """Check every digest of a cache, a run or a checkpoint; list what is damaged, with exit code 1."""
 
     path: Path = option(positional=True, reads="cache path")
     """A cache (hf:datasets/ORG/NAME and https:// too), a run or a checkpoint."""
     repair: bool = False
     """Move the damaged shards of a cache aside, so that cache-teacher builds them again."""
-    local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of caches from elsewhere that are kept here."""
-    teacher: str | None = option(None, reads="teacher spec")
-    """The teacher of the cache: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
-    rows: int = option(200, least=2, needs="teacher")
-    """Sequences to score again, drawn at random; with 20 most faults are found."""
-    seed: int = option(0, least=0, most=2**32 - 1, needs="teacher")
-    """Which sequences: another seed takes others."""
-    device: str = option("auto", check=check_device, needs="teacher")
-    """Where the teacher runs: auto, cpu, cuda or cuda:N."""
     json: bool = False
     """Print one JSON object on stdout."""
-
-    EXAMPLES = ("kdtrain verify cache/t --teacher stdlib-5m",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse(self.repair and self.teacher is not None, "--repair drops damaged files; leave --teacher out")
 
 
 def _check_push(where: str) -> None:
     found = re.fullmatch(r"hf:[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", where, re.ASCII)
     refuse(found is None, f"--push {where} names no repository of the hub; write hf:ORG/NAME")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PruneConfig(Options):
-    """Cut a teacher to a student's shape: what matters least on a cache's text goes, and distillation mends the rest.
-
-    The same command resumes an interrupted one.
-    """
-
-    teacher: str = option(positional=True, reads="teacher spec")
-    """The model to cut: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
-    like: str = option(once=True, reads="spec")
-    """The shape: a student's TOML with a [config], or a model folder; it may have less of what the teacher has."""
-    cache: str = option(once=True, reads="cache")
-    """A finished cache, also hf: or https://, of any teacher with this tokenizer: its text alone is read."""
-    out: Path
-    """The model folder to write; distill --student takes it."""
-    scores: Path | None = None
-    """The file of importance scores, which another shape reuses; by default scores-... beside --out."""
-    num_sequences: int = option(1024, least=1)
-    """Sequences of the cache's train split on which importance is scored; all if it has fewer."""
-    allow_high_pruning_ratio: bool = False
-    """Remove more than half of the parameters, from which distillation recovers poorly; better prune in two steps."""
-    overwrite: bool = False
-    """Replace a folder that is already there."""
-    batch_size: int = option(16, least=1)
-    """Sequences in one forward."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Number format of the forwards; auto is bf16 where the device has it."""
-    device: str = option("auto", check=check_device)
-    """auto, cpu, cuda or cuda:N."""
-    local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of caches from elsewhere that are kept here."""
-    json: bool = False
-    """Print one JSON object on stdout, logs on stderr."""
-
-    EXAMPLES = ("kdtrain prune stdlib-5m --like students/stdlib-3m-h64.toml --cache cache/t --out models/pruned-3m",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -500,7 +406,6 @@ COMMANDS = {
     "demo": DemoConfig,
     "cache-teacher": CacheTeacherConfig,
     "distill": DistillConfig,
-    "find-lr": FindLrConfig,
     "evaluate": EvaluateConfig,
     "generate": GenerateConfig,
     "inspect": InspectConfig,
@@ -508,7 +413,6 @@ COMMANDS = {
     "verify": VerifyConfig,
     "merge": MergeConfig,
     "subset": SubsetConfig,
-    "prune": PruneConfig,
     "export": ExportConfig,
     "push": PushConfig,
     "compare": CompareConfig,

@@ -24,9 +24,16 @@ class Removed(NamedTuple):
 
 
 _RUNS = ("distill", "find-lr")
+_AUDIT = Removed("is an option of kdtrain audit CACHE --teacher T", of=("verify",))
 REMOVED: dict[str, Removed] = {
     "temperature_schedule": Removed("is gone: a schedule of T is linear; leave it out", "linear", _RUNS),
+    **dict.fromkeys(
+        ("teacher", "rows", "seed", "device"),
+        Removed("is an option of kdtrain audit CACHE --teacher T", of=("verify",)),
+    ),
     "histogram_freq": Removed("is gone: histograms are logged with each validation; use --eval-freq", 250, _RUNS),
+    "local_limit": Removed("is gone: what is fetched stays, and hf cache or rm makes room; leave it out", 50.0),
+    "local": Removed("is gone: hf cache ls, and a folder of KDTRAIN_HOME/caches, show it", False, ("inspect",)),
     "spike_rule": Removed("is gone: --spike-patience 0 disables the guard", "mad", _RUNS),
 }
 """The name of an option (`spike_rule`), or its name and a value (`precision int4`) -> what answers."""

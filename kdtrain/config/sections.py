@@ -491,12 +491,6 @@ class PrecisionConfig(Options):
     """Transformer layers at the input that are never quantised."""
     quant_skip_last: int = option(0, precisions=QUANTIZED, least=0)
     """Transformer layers at the output that are never quantised."""
-    collect_tensors: str | None = option(None, free=True)
-    """Write statistics of the linear layers whose names match this pattern, such as '*.mlp.*', to tensors.h5."""
-    collect_every: int = option(100, free=True, least=1)
-    """Steps between two collections."""
-    collect_raw: bool = option(False, free=True, needs="collect_tensors")
-    """With --collect-tensors: store the numbers too, at most 65,536 of a tensor, until the file has 512 MiB."""
     compile: bool = option(True, free=True, brief="Off: starts at once, trains more slowly.")
     """Compile the student and the objective with torch.compile."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = option("default", free=True, needs="compile")

@@ -19,8 +19,6 @@ MOST = 2**53
 """The largest count: floats are exact up to it, and no run reaches it."""
 USUAL_STEPS = 2000
 """Steps of a run where nobody says."""
-LOCAL_LIMIT = 50.0
-"""GB of caches from elsewhere that are kept if nothing else is asked for."""
 
 
 def option(default: Any = dataclasses.MISSING, **attributes: Any) -> Any:

@@ -19,14 +19,10 @@ import contextlib
 import difflib
 import errno
 import re
-import socket
 import threading
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
-from urllib.parse import urlsplit
 
 import torch
 from huggingface_hub import constants
@@ -48,6 +44,7 @@ from kdtrain.errors import UsageError, first_sentence, panics_refused
 from kdtrain.files import LARGE, parse_json, read_bytes, read_text, refuse_leading_out, typed
 from kdtrain.models.spec import ATTENTIONS, ModelSpec, is_hub_id
 from kdtrain.models.tokenizer_limits import refuse_endless, refuse_many_tokens
+from kdtrain.net.hub import no_network
 
 MAX_LAYERS = 1000
 """Layers are made one by one; the deepest models have about 130."""
@@ -271,24 +268,13 @@ def never_asking(offline: bool = False) -> Iterator[None]:
                 dynamic_module_utils.TIME_OUT_REMOTE_CODE, constants.HF_HUB_OFFLINE = before
 
 
-def _no_network(endpoint: str) -> bool:
-    """Whether the hub's name is unknown here: its client would try again for half a minute. A proxy may know it."""
-    for wait in () if urllib.request.getproxies() else (1.0, 0.0):
-        try:
-            socket.getaddrinfo(urlsplit(endpoint).hostname, None)
-            return False
-        except OSError as error:
-            time.sleep(wait if error.errno == socket.EAI_AGAIN else 0.0)
-    return not urllib.request.getproxies()
-
-
 def ask(source: str, load: Callable[[], Answer]) -> Answer:
     """Call `load`; turn any exception into a `UsageError` of one line that begins with `source`.
 
     Out of memory and a full disk pass through: the same request may work elsewhere.
     """
     try:
-        offline = is_hub_id(source) and not constants.HF_HUB_OFFLINE and _no_network(constants.ENDPOINT)
+        offline = is_hub_id(source) and not constants.HF_HUB_OFFLINE and no_network(constants.ENDPOINT)
         with panics_refused(f"{source}: cannot be loaded"), never_asking(offline):
             return load()
     except (torch.OutOfMemoryError, MemoryError, UsageError):

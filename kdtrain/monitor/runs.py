@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.format.manifest import Manifest, read_manifest
-from kdtrain.cache.read.local_store import cache_folder, kept_manifest
+from kdtrain.cache.format.manifest import Manifest
+from kdtrain.cache.read.remote import kept_manifest
 from kdtrain.config import DistillConfig, written
 from kdtrain.config.values import fields_of
 from kdtrain.errors import UsageError, printable
@@ -412,7 +412,7 @@ def caution(groups: Sequence[Group]) -> list[str]:
 
 def cache_manifest(where: Path | str, digest: str) -> Manifest:
     """The manifest of the cache that a run read at `where` and knows by `digest`. UsageError, RunError: it is gone."""
-    manifest = kept_manifest(cache_folder(digest)) or read_manifest(where)
+    manifest = kept_manifest(where, digest)
     if not manifest.is_known_as(digest):
         raise UsageError("another cache lies there now; this one is known by its digest alone")
     return manifest

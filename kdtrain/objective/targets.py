@@ -67,7 +67,7 @@ class Targets(ABC):
     width: int | None
     """V of whole rows; None for single entries."""
     has_tail = False
-    """True where a tail rule decides what stands for entries that are not kept; a divergence sees the others as dense."""
+    """True where a tail rule stands for entries that are not kept; a divergence sees the others as dense."""
     only_at_one = False
     """True for targets that are right at T = 1 only."""
     known_at_one: bool = False

@@ -26,11 +26,10 @@ from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.parallel.parallelize import parallelize, shard
 from kdtrain.precision.backends import policy
-from kdtrain.precision.collect import Collector
 from kdtrain.precision.controller import Adaptive, PrecisionController
 from kdtrain.precision.linear import convert
 from kdtrain.precision.modes import head_dtype
-from kdtrain.ranks import is_main, raise_on_all_ranks
+from kdtrain.ranks import raise_on_all_ranks
 from kdtrain.run.agreement import agree, code, weights_digest
 from kdtrain.run.recipe import PARTS, Recipe
 from kdtrain.run.run import Run
@@ -53,8 +52,7 @@ def build(recipe: Recipe) -> Run:
         if teacher is not None:
             teacher.meet(model)
         hidden = plan_hidden_loss(config.objective, model, teacher, config.seed)
-        quantised, collector = _quantize(recipe, model), _collector(recipe, model)
-        observers = _observers(recipe, model)
+        quantised, observers = _quantize(recipe, model), _observers(recipe, model)
         identity = recipe.identity | _identity(recipe, model, teacher)
         answers = None if teacher is None else dict(teacher.identity)
     compared = {name: identity[name] for name in PARTS} | {"the teacher's answers": answers}
@@ -76,7 +74,6 @@ def build(recipe: Recipe) -> Run:
         has_teacher=recipe.has_teacher,
         wrapper=parallelize(student, plan.student, plan.accumulate),
         adaptive=_adaptive(recipe),
-        collector=collector,
         observers=observers,
         identity=identity,
     )
@@ -139,15 +136,6 @@ def _quantize(recipe: Recipe, model: SplitModel) -> tuple[str, ...]:
     own = adapter_parts(model.model)
     done = convert(model.model, formats.switch, backend, head=head, adapters=own, hold=whole, **skip)
     return *formats.lines, str(done)
-
-
-def _collector(recipe: Recipe, model: SplitModel) -> Collector | None:
-    options, formats = recipe.config.precision, recipe.formats
-    if (pattern := options.collect_tensors) is None:
-        return None
-    path, dtype = recipe.config.out / "tensors.h5" if is_main() else None, head_dtype(formats.high) or torch.float32
-    every, raw = options.collect_every, options.collect_raw
-    return Collector(path, model.model, pattern, every, formats.recipe, dtype, raw)
 
 
 def _observers(recipe: Recipe, model: SplitModel) -> tuple[Observer, ...]:

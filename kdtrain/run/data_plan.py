@@ -146,9 +146,7 @@ def plan_data(
 
 def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) -> dict[str, Source]:
     """The splits train and validation of the caches in `places`, or of another --source."""
-    caches: list[Cache | None] = [
-        each if isinstance(each, Cache) else open_cache(each, config.local_limit) for each in places
-    ] or [None]
+    caches: list[Cache | None] = [each if isinstance(each, Cache) else open_cache(each) for each in places] or [None]
     found: dict[str, list[Source]] = {}
     for split in ("train", "validation"):
         requests = (SourceRequest(split=split, cache=each, seed=config.seed) for each in caches)

@@ -15,7 +15,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from kdtrain.cache.address import parse_address
 from kdtrain.cache.build.live_capture import LiveCache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.self_check import look
@@ -30,6 +29,7 @@ from kdtrain.models.frozen import refuse_weights
 from kdtrain.models.loading import is_model_folder, with_weights_of
 from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.monitor.progress import log, warn_early
+from kdtrain.net.address import parse_address
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.parallel.layout import RankLayout
@@ -282,7 +282,7 @@ def student_spec(config: DistillConfig) -> ModelSpec:
 
 def _look(config: DistillConfig) -> None:
     """Look at the rows of caches from elsewhere. UsageError: one cannot be right."""
-    caches = [open_cache(each, config.local_limit) for each in config.cache if parse_address(each)]
+    caches = [open_cache(each) for each in config.cache if parse_address(each)]
     for cache in caches:
         seen = look(cache)
         for finding in () if seen is None else seen.findings:

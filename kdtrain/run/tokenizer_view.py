@@ -115,5 +115,5 @@ def open_view(config: DistillConfig) -> dict[str, Source]:
 def _cache(config: DistillConfig) -> Cache:
     """The cache, or with an online teacher its own tokens of the text."""
     if config.cache:
-        return open_cache(config.cache[0], config.local_limit)
+        return open_cache(config.cache[0])
     return Cache(config.out / "data")

@@ -32,7 +32,6 @@ from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.parallelize import SingleProcess, clip_factor, clip_norm_, total_norm
-from kdtrain.precision.collect import Collector
 from kdtrain.ranks import is_main, local, world_size
 from kdtrain.training.guards import non_finite
 from kdtrain.training.observers import Observer, StepView
@@ -109,8 +108,6 @@ class Stepper:
     """T, tokens in a sequence."""
     has_teacher: bool = True
     """Whether micro-batches have targets; without them the loss is cross-entropy."""
-    collector: Collector | None = None
-    """Collects tensor statistics."""
     observers: list[Observer] = field(default_factory=list)
     """Called around the parts of each step, in this order."""
 
@@ -242,8 +239,6 @@ class Stepper:
 
     def rewound(self, step: int) -> None:
         """Tell the observers that the run continues after `step`."""
-        if self.collector is not None:
-            self.collector.forget_after(step)
         for each in self.observers:
             each.rewound(step)
 
@@ -345,13 +340,11 @@ class Stepper:
         self.seed(self.state.progress.step + 1)
 
     def _measure(self, batch: Batch, number: int) -> None:
-        """Collect tensor statistics and the quantisation gap on the first micro-batch of step `number`, where due.
+        """Measure the quantisation gap on the first micro-batch of step `number`, where due.
 
-        The gap is the difference of the losses of two forwards, quantised and high, with the step's random numbers and
+        It is the difference of the losses of two forwards, quantised and high, with the step's random numbers and
         the compiled graphs of training.
         """
-        if self.collector is not None:
-            self.collector.collect(number, self.student.present_mode, lambda: self._run_eagerly(batch))
         adaptive = self.state.adaptive
         if adaptive is None:
             return

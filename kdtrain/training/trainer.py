@@ -29,7 +29,6 @@ from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.batch import Batch
 from kdtrain.parallel.parallelize import SingleProcess
-from kdtrain.precision.collect import Collector
 from kdtrain.precision.controller import Adaptive
 from kdtrain.ranks import is_main, reported
 from kdtrain.training.checkpoints import Checkpoints
@@ -63,8 +62,7 @@ class Trainer:
         config: every option.
         student: the model and its loss.
         train, validation: where sequences come from.
-        total_steps, micro, seq_len, has_teacher, wrapper, collector, observers: see `Stepper`; without a wrapper, in
-            one process.
+        total_steps, micro, seq_len, has_teacher, wrapper, observers: see `Stepper`; without a wrapper, in one process.
         adaptive: decides when the student is quantised; None where the mode does not change.
         identity: what a checkpoint belongs to (options, cache, student).
     """
@@ -82,7 +80,6 @@ class Trainer:
         has_teacher: bool = True,
         wrapper: SingleProcess | None = None,
         adaptive: Adaptive | None = None,
-        collector: Collector | None = None,
         observers: Iterable[Observer] = (),
         identity: dict[str, object] | None = None,
     ) -> None:
@@ -104,7 +101,6 @@ class Trainer:
             micro=micro,
             seq_len=seq_len,
             has_teacher=has_teacher,
-            collector=collector,
             observers=[*observers],
         )
         self.recovery = Recovery(config, self.state, self.stepper, self.checkpoints, self.reporter)

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache import download
 from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import KNOTS, CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings, read_manifest
 from kdtrain.data.packing import PackedRow
 from tests.fetched import files_of
-from tests.web import Repository, Web, serving
+from tests.web import Repository, Web, hurry, serving, with_hub
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -124,8 +123,7 @@ def whole(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("KDTRAIN_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr(download, "WAIT", 0.001)
-    monkeypatch.setattr(download, "TIMEOUT", (1.0, 1.0))
+    hurry(monkeypatch)
     return tmp_path / "home"
 
 
@@ -138,11 +136,8 @@ def web(whole: Path, home: Path) -> Iterator[Web]:
 @pytest.fixture
 def hub(whole: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     """A stand-in of the hub with the cache as the data set org/cache."""
-    from huggingface_hub import constants
-
     with serving() as found:
-        monkeypatch.setenv("HF_ENDPOINT", found.url)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        with_hub(found.url, home.parent / "hf", monkeypatch)
         found.hub["org/cache"] = Repository()
         found.hub["org/cache"].commit(files_of(whole))
         yield found

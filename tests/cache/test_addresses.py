@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import requests
+from urllib3.util.retry import Retry
 
-from kdtrain.cache import download
-from kdtrain.cache.address import Address, is_private
-from kdtrain.cache.hub import ask
 from kdtrain.errors import RunError, UsageError
 from kdtrain.library import Cache
+from kdtrain.net import request
+from kdtrain.net.address import is_private
+from kdtrain.net.hub import ask
 from tests.fetched import assert_same, files_of
 from tests.web import TOKEN, Repository, Web
 
@@ -40,10 +41,10 @@ def test_a_public_host_does_not_lead_into_a_private_network(
 
     monkeypatch.setattr(requests.Session, "get", get)
     with pytest.raises(UsageError, match=r"it: the server redirects to .*, which is not a public host"):
-        download.fetch("https://example.com/x", tmp_path / "part", what="it", most=10)
+        request.download("https://example.com/x", tmp_path / "part", what="it", most=10)
     assert asked == ["https://example.com/x"]
     with pytest.raises(UsageError, match="redirects more than"):  # who is inside knows what is there
-        download.fetch("https://10.0.0.1/x", tmp_path / "part", what="it", most=10)
+        request.download("https://10.0.0.1/x", tmp_path / "part", what="it", most=10)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +95,9 @@ def test_a_data_set_that_is_not_to_be_had_is_one_line(hub: Web, where: str, chan
 
 
 def test_a_hub_that_does_not_answer_leaves_what_is_here(hub: Web, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kdtrain.cache.hub.WAIT", 0.001)
-    hub.fail("/main", "503", times=2)
+    hub.fail("/manifest.json", "503", times=2)
     Cache("hf:org/cache")["validation"][0]
-    hub.fail("/main", "503", times=1000)
+    hub.fail("/manifest.json", "503", times=1000)
     assert_same(Cache("hf:org/cache")["validation"][1], Cache(whole)["validation"][1])
     with pytest.raises(RunError, match="the hub does not answer"):
         Cache("hf:org/other")
@@ -116,24 +116,21 @@ def test_an_address_that_cannot_be_right_is_given_up_at_once_and_an_unreachable_
         nowhere = f"http://127.0.0.1:{free.getsockname()[1]}/cache"
     with caplog.at_level("INFO", "kdtrain"), pytest.raises(RunError, match="connection was refused; tried 3 times"):
         Cache(nowhere)
-    assert len(tried) == 2 and sum(tried) < 10 * download.WAIT
+    assert len(tried) == 2 and sum(tried) < 10 * 0.5
     said = [each.getMessage() for each in caplog.records if each.thread == own]
     assert said and all(
         re.fullmatch(r".*: the connection was refused; trying again in [\d.]+ s", each) for each in said
     )
 
 
-@pytest.mark.parametrize("contacts, times", [(3, 3), (6, 6)])
-def test_the_hub_is_given_up_sooner_where_it_was_never_reached(
-    hub: Web, monkeypatch, contacts: int, times: int
-) -> None:
+@pytest.mark.parametrize("retry, times", [(request.CONTACT, 3), (request.RETRY, 6)])
+def test_the_hub_is_given_up_sooner_where_it_was_never_reached(hub: Web, retry: Retry, times: int) -> None:
     asked = []
 
     def question() -> None:
         asked.append(1)
         raise OSError("[Errno -2] Name or service not known")
 
-    monkeypatch.setattr("kdtrain.cache.hub.WAIT", 0.001)
     with pytest.raises(RunError, match="the name of the server is not known"):
-        ask(Address("hf:org/cache", "org/cache", "main"), question, 6, contacts)
+        ask("hf:org/cache", question, retry)
     assert len(asked) == times

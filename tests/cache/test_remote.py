@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kdtrain.cache.read import local_store
+from kdtrain.cache.read.remote import cache_folder
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import publish_json
 from kdtrain.library import Cache
 from tests.fetched import assert_same, shards_here
-from tests.web import Web
+from tests.web import Web, serving
 
 
 def test_a_cache_on_a_web_server_reads_as_the_folder_does_and_each_file_is_fetched_once(web: Web, whole: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_shard_that_was_replaced_upstream_is_never_read(web: Web, home: Path, 
     content = bytearray((whole / "shards" / "train-00001.h5").read_bytes())
     content[3000] ^= 1
     web.replaced["shards/train-00001.h5"] = bytes(content)
-    with pytest.raises(RunError, match=r"train-00001 is not what the manifest states \(its SHA-256 differs\)"):
+    with pytest.raises(RunError, match=r"train-00001.h5 is not what the manifest states \(its SHA-256 differs\)"):
         reader[4]
     assert "train-00001" not in shards_here(home) and not list(home.rglob("train-00001.h5.part"))
     assert_same(reader[0], Cache(whole)["train"][0])
@@ -112,7 +112,7 @@ def test_without_a_connection_what_is_here_is_read_and_what_is_missing_is_named(
         cache = Cache(web.url)
         assert_same(cache["validation"][1], Cache(whole)["validation"][1])
         assert "there is no connection, and 3 of its shards are not here (train-00000, ...)" in caplog.text
-        with pytest.raises(RunError, match=f"{web.url}: shard train-00001 is not here, and there is no connection"):
+        with pytest.raises(RunError, match=f"{web.url}: shards/train-00001.h5 is not here, and there is no connection"):
             cache["train"][4]
     assert len(web.requests) == asked
     with pytest.raises(RunError, match=r"cannot be fetched: the connection was refused"):
@@ -121,7 +121,7 @@ def test_without_a_connection_what_is_here_is_read_and_what_is_missing_is_named(
 
 def test_verify_reads_all_of_a_cache_elsewhere_and_names_what_is_wrong(web: Web, whole: Path) -> None:
     assert verify_cache(web.url) == []
-    for path in local_store.cache_folder(Cache(web.url).manifest.digest).rglob("*"):
+    for path in cache_folder(Cache(web.url).manifest.digest).rglob("*"):
         if path.is_file() and path.name not in ("manifest.json",):
             path.unlink()
     web.replaced["index.h5"] = b"x"
@@ -129,4 +129,59 @@ def test_verify_reads_all_of_a_cache_elsewhere_and_names_what_is_wrong(web: Web,
     web.fail("validation-00000.h5", "404", times=100)
     found = verify_cache(web.url)
     assert len(found) == 3 and "index.h5 is not what the manifest states" in found[0]
-    assert "train-00002.json" in found[1] and "validation-00000 is not there" in found[2]
+    assert "train-00002.json" in found[1] and "validation-00000.h5 is not there" in found[2]
+
+
+def test_the_same_cache_from_two_places_is_kept_once(web: Web, whole: Path, home: Path) -> None:
+    with serving(whole.parent) as other:
+        Cache(web.url)["train"][0]
+        Cache(f"{other.url}/{whole.name}")["train"][0]
+        assert not [path for path in other.requests if path.endswith(".h5")]
+    assert len(list((home / "names").iterdir())) == 2 and len(list((home / "caches").iterdir())) == 1
+
+
+def test_a_shard_that_was_damaged_here_is_moved_aside_and_fetched_again(web: Web, home: Path, whole: Path) -> None:
+    Cache(web.url)["train"][0]
+    path = next(home.rglob("train-00000.h5"))
+    content = bytearray(path.read_bytes())
+    content[3000] ^= 1
+    path.write_bytes(content)
+    assert_same(Cache(web.url)["train"][0], Cache(whole)["train"][0])
+    assert [each.name for each in path.parent.glob("*damaged*")] == ["train-00000.h5.damaged-1"]
+    path.write_bytes(b"short")
+    assert_same(Cache(web.url)["train"][0], Cache(whole)["train"][0])
+
+
+def test_a_damaged_shard_that_another_process_set_aside_first_is_fetched_once(
+    web: Web, home: Path, whole: Path
+) -> None:
+    one, other = Cache(web.url).remote, Cache(web.url).remote
+    assert one is not None and other is not None
+    record = one.manifest.splits["train"]["shards"][0]
+    one.ensure(record).write_bytes(b"x" * record["bytes"])
+    assert one.ensure(record, altered=True).read_bytes() == (whole / "shards" / "train-00000.h5").read_bytes()
+    asked = len(web.requests)
+    path = other.ensure(record, altered=True)  # what is there now is good
+    assert len(web.requests) == asked and len(list(path.parent.glob("*damaged*"))) == 1
+
+
+def test_another_cache_under_a_known_address_is_logged(
+    web: Web, tmp_path: Path, workshop, codecs, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = Cache(web.url)["train"]
+    web.root = workshop.build(tmp_path / "other", codecs["dense"])
+    with pytest.raises(RunError, match=r"instead of|SHA-256 differs"):  # the manifest that was read first counts
+        reader[0]
+    assert Cache(web.url).manifest.digest != reader.manifest.digest
+    assert "another cache lies there than before" in caplog.text
+
+
+def test_no_link_in_the_local_folder_is_followed(web: Web, home: Path, tmp_path: Path) -> None:
+    Cache(web.url)["train"][0]
+    path = next(home.rglob("train-00000.h5"))
+    path.unlink()
+    (tmp_path / "target").write_bytes(b"precious")
+    path.symlink_to(tmp_path / "target")
+    with pytest.raises(UsageError, match="is a link"):
+        Cache(web.url)
+    assert (tmp_path / "target").read_bytes() == b"precious"

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from kdtrain import cli
-from kdtrain.cache import download
 from kdtrain.monitor.progress import log
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
-from tests.web import TOKEN, Web, serving
+from tests.web import TOKEN, Web, hurry, serving, with_hub
 
 TEXT = "".join(f"{number} squared is {number * number}, and its half is {number / 2}.\n" for number in range(400))
 
@@ -82,17 +81,9 @@ def workbench(made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     """A stand-in of the hub, to which the real client of this process goes."""
-    from huggingface_hub import constants
-
     with serving() as found:
-        monkeypatch.setenv("HF_ENDPOINT", found.url)
+        with_hub(found.url, tmp_path / "hf", monkeypatch)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
         monkeypatch.setenv("KDTRAIN_HOME", str(tmp_path / "home"))
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        monkeypatch.setattr(download, "WAIT", 0.001)
-        monkeypatch.setattr("kdtrain.cache.hub.WAIT", 0.001)
+        hurry(monkeypatch)
         yield found

@@ -284,11 +284,11 @@ def test_an_option_of_evaluate_without_an_effect_is_refused(bench, options, mess
     assert code == 2 and message in err and len(err.splitlines()) == 1
 
 
-def test_the_view_of_a_split_elsewhere_reads_through_its_connection_and_below_its_limit(bench, tmp_path, monkeypatch):
+def test_the_view_of_a_split_elsewhere_reads_through_its_connection(bench, tmp_path, monkeypatch):
     monkeypatch.setenv("KDTRAIN_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with serving(Path("cache")) as web:
-        cache = Cache(web.url, local_limit=0.5)
+        cache = Cache(web.url)
         rows = cache["train"].aligned("words")
         assert rows.view.cache.remote is cache.remote and rows[0]["tokens"].shape == (33,)
         assert web.requests.count("/manifest.json") == 1

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import kdtrain as kd
-from kdtrain.cache.download import fetch
+from kdtrain.net.request import download
 from kdtrain.teaching.served.client import Client, Refused, quoted
 from tests.stand_in import standing_in
 
@@ -77,7 +77,7 @@ def test_certificates_that_are_not_there_are_one_line(server, monkeypatch, tmp_p
     with pytest.raises(kd.UsageError, match=words):
         client.get(client.hosts[0], f"{url}/models", dict)
     with pytest.raises(kd.UsageError, match=words):
-        fetch(url, tmp_path / "part", what="it", most=100, exact=False)
+        download(url, tmp_path / "part", what="it", most=100, exact=False)
 
 
 def test_a_proxy_of_the_environment_sees_no_key(server, monkeypatch):
@@ -158,7 +158,7 @@ def test_the_body_of_a_redirect_is_not_read(server, tmp_path):
     with pytest.raises(Refused, match=r"it redirects to .*192.*, which is not followed"):
         ask(server)
     with pytest.raises(kd.UsageError, match=r"redirects to .*192.*, which is not read"):
-        fetch(f"{server.url}/models", tmp_path / "part", what="it", most=2**20)
+        download(f"{server.url}/models", tmp_path / "part", what="it", most=2**20)
     assert sum(sent) < 2 * 2**24, "what the sockets hold"
 
 

@@ -157,8 +157,11 @@ class LiveCache(Cache):
         """Wait until the folder has a tokenizer. RunError: it will not."""
         self._wait(lambda: (self.folder / cache_format.TOKENIZER).is_dir())
 
-    def ensure(self, record: ShardRecord, reader: CacheReader | None = None) -> Path:
-        """Wait until a shard is published, and fill in its record. RunError: it will not be."""
+    def ensure(self, record: ShardRecord, altered: bool = False) -> Path:
+        """Wait until a shard is published, and fill in its record. RunError: it will not be.
+
+        altered: no matter, since the reader names a shard that was altered, and a resumed capture replaces it.
+        """
         split, number = record["name"].rsplit("-", 1)
         last = int(number) * self.manifest.settings.sequences_per_shard + record["sequences"]
         if split == "train":
@@ -177,12 +180,6 @@ class LiveCache(Cache):
 
     def ahead(self, records: Iterable[ShardRecord]) -> None:
         """Nothing: the capture is ahead by itself."""
-
-    def release(self, name: str) -> None:
-        """Nothing: every shard stays."""
-
-    def put_aside(self, record: ShardRecord) -> None:
-        """Nothing: the reader names a shard that was altered, and a resumed capture replaces it."""
 
     def _wait(self, there: Callable[[], bool]) -> None:
         """Wait for what the capture publishes, and begin it again where it ended before that."""

@@ -49,7 +49,6 @@ class Shard:
         self._path, self._spec = path, spec
         self._coding: Coding | None = None
         self._flags: dict[str, Runs] = {}
-        self.read_at = 0.0
         self.open()
 
     def open(self) -> None:

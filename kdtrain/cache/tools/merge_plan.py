@@ -11,13 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from kdtrain.cache.address import parse_address
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, check_sizes, differences, read_manifest
 from kdtrain.cache.format.names import PIECES
 from kdtrain.cache.format.spec import grid_name, grid_offset
 from kdtrain.cache.read.remote import open_remote
-from kdtrain.config.values import LOCAL_LIMIT
 from kdtrain.errors import UsageError, printable
+from kdtrain.net.address import parse_address
 
 MIXTURE = "mixture"
 """`sampling` of samples that are not of one grid."""
@@ -47,10 +46,10 @@ class Stated:
     manifest: Manifest
 
 
-def stated(where: str, local_limit: float = LOCAL_LIMIT) -> Stated:
+def stated(where: str) -> Stated:
     """What a cache states. UsageError, RunError: as of `reader.Cache`, or a shard of a folder is missing."""
     if (address := parse_address(where)) is not None:
-        return Stated(str(address), open_remote(address, local_limit).manifest)
+        return Stated(str(address), open_remote(address).manifest)
     manifest = read_manifest(where)
     check_sizes(where, manifest)
     return Stated(str(Path(where)), manifest)

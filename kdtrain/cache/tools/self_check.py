@@ -3,14 +3,14 @@
 It reads a few rows, for a few seconds at most, so that an import or a download can end with it. What it finds wrong:
 
 shift        the entries are about another position than the next one (`alignment`)
-other rows   the targets of a row fit the tokens of another row much better (`diagnose.other_row`)
+other rows   the targets of a row fit the tokens of another row much better (`other_row`)
 renormalised labels lie outside of a top-k far more often than its mass says (`mass`)
 samples      the label was drawn more or less often than its own log p says: a z statistic, exact for systematic samples
 
 The teacher's loss, its entropy and the label's probability, next to what it would be if the labels came from the
 teacher, are figures for people: text that the teacher does not know looks like a fault of the capture.
 
-What it gives up: numbers that are wrong and fit each other. Only the teacher knows (`audit`).
+What it gives up: numbers that are wrong and fit each other. Only the teacher knows: `kdtrain audit`.
 """
 
 import math
@@ -23,19 +23,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdtrain.cache.diagnose import OTHER_ROWS, other_row
 from kdtrain.cache.format.codec import grid_offset
 from kdtrain.cache.format.compression import FINENESS
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.tools.alignment import SHIFTS, DetectedShift, detect
 from kdtrain.cache.tools.kept_mass import outside
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.targets import SparseTargets
+from kdtrain.objective.targets import SparseTargets, Targets
 
 ROWS, SECONDS = 64, 20.0
 LEVEL = 1e-5
 _ENTRIES = 2**28  # that are held at once
 _LEAST_MATCHED = 0.1
+_MATCHED = 0.2  # of the labels: how much better another row must fit, and how well
+_FEW = 16  # labels that chance may match
+OTHER_ROWS = "targets of other rows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,3 +215,18 @@ def _matched(batches: Sequence[Batch]) -> tuple[list[tuple[int, int]], int]:
             found += [] if other is None else [(row, other)]
             row += 1
     return found, row
+
+
+def other_row(targets: Targets, own: int, labels_RT: Tensor, counted_T: Tensor) -> int | None:
+    """The row, of R whose labels these are, that the targets of row `own` fit much better; None if none does.
+
+    counted_T: bool, its labels of the loss. At the others a capture may keep a filler, which fits the filler of others.
+    """
+    ids_NK, mass_NK = targets.map(lambda _, each: each[counted_T]).listed()
+    kept = mass_NK.topk(min(50, mass_NK.shape[1]))
+    ids_NK, mass_NK = ids_NK.gather(1, kept.indices), kept.values
+    labels_RN, fits_R = labels_RT[:, counted_T], torch.zeros(len(labels_RT))
+    for ids_N, mass_N in zip(ids_NK.T, mass_NK.T, strict=True):
+        fits_R += ((labels_RN == ids_N) * mass_N).sum(-1) / max(_FEW, len(ids_NK))
+    best = int(fits_R.argmax())
+    return best if best != own and fits_R[best] > fits_R[own] + _MATCHED else None

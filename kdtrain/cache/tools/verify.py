@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from kdtrain.cache.address import parse_address
 from kdtrain.cache.build.test_vector import agrees, make_vector
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import CodecSpec
@@ -34,7 +33,8 @@ from kdtrain.cache.read.reader import AHEAD
 from kdtrain.cache.read.remote import Remote, open_remote
 from kdtrain.cache.read.shard import Shard, batch_of, first_line
 from kdtrain.errors import RunError, UsageError, system_error, writing
-from kdtrain.files import LARGE, MEDIUM, file_digest, publish_json, read_sealed, refuse_links, set_aside
+from kdtrain.files import LARGE, MEDIUM, file_digest, publish_json, read_sealed, refuse_links, set_aside, typed
+from kdtrain.net.address import parse_address
 
 _ENTRIES_AT_ONCE = 2**20  # entries that `check_content` unpacks at once
 
@@ -158,30 +158,29 @@ def _remote_problems(remote: Remote) -> Iterator[Problem]:
         except (UsageError, RunError) as error:
             yield Problem(str(error.args[0]))
 
-    def describes(stated: ShardRecord) -> Callable[[Path], bool]:
-        def sound(at: Path) -> bool:
+    def holds(states: Callable[[dict[str, Any]], bool]) -> Callable[[Path], bool]:
+        def sound(path: Path) -> bool:
             try:
-                return _same(read_sidecar(at, stated["name"]), stated)
+                return states(read_sealed(path))
             except (OSError, ValueError):
                 return False
 
         return sound
 
     digest = manifest.settings.digest()
-    yield from brought(remote.bring_sealed, cache_format.SETTINGS, lambda at: _settings_problem(at, digest) is None)
+    settings = holds(lambda record: CacheSettings.from_json(record).digest() == digest)
+    yield from brought(remote.bring_sealed, cache_format.SETTINGS, settings)
     yield from brought(remote.bring, cache_format.INDEX, manifest.index_sha256)
     yield from brought(remote.bring_tokenizer)
     for split, summary in manifest.splits.items():
         rows = first_rows(summary)
         for number, stated in enumerate(summary["shards"]):
             sidecar = cache_format.sidecar_path(folder, stated["name"]).relative_to(folder).as_posix()
+            same = holds(lambda record, stated=stated: _same(typed(record, Sidecar), stated))  # type: ignore[misc]
             remote.ahead(summary["shards"][number : number + AHEAD])
-            found = list(brought(remote.ensure, stated)) + list(
-                brought(remote.bring_sealed, sidecar, describes(stated))
-            )
+            found = [*brought(remote.ensure, stated), *brought(remote.bring_sealed, sidecar, same)]
             found = found or list(_sidecar_problems(folder, stated["name"], stated))
             yield from found or _content_problems(folder, manifest, split, rows[number], stated)
-            remote.release(stated["name"])
 
 
 def verify_cache(where: Path | str, remote: Remote | None = None) -> list[str]:

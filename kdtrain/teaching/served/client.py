@@ -33,17 +33,15 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kdtrain.cache.address import ALLOW_HTTP, is_inside
-from kdtrain.cache.download import LATER, read, reason, retry_after
 from kdtrain.config.teachers import KEY, api_url
 from kdtrain.errors import RunError, UsageError, printable, shown_address
 from kdtrain.monitor.progress import log
+from kdtrain.net.address import ALLOW_HTTP, is_inside
+from kdtrain.net.request import LATER, Session, body, reason, retry_after
 from kdtrain.teaching.served.answers import Entry, Wrong
 
 if TYPE_CHECKING:
     import requests
-
-    from kdtrain.cache.session import Session
 
 T = TypeVar("T")
 
@@ -334,62 +332,51 @@ class Client:
                     raise _Passing(str(problem)) from None
                 host.doubted = False
 
-    def _exchange(self, host: Host, method: str, url: str, body: dict[str, Any] | None, most: int) -> bytes:
+    def _exchange(self, host: Host, method: str, url: str, content: dict[str, Any] | None, most: int) -> bytes:
         """The body of an answer with code 200. _Passing, Refused: there is none."""
         import requests
 
         session = self._session(url)
-        deadline = time.monotonic() + self.timeout
+        session.until = time.monotonic() + self.timeout
         try:
-            with (
-                session.within(self.timeout),
-                session.request(
-                    method,
-                    url,
-                    data=None if body is None else msgspec.json.encode(body),
-                    headers={"Accept-Encoding": "identity", "Content-Type": "application/json"},
-                    stream=True,
-                    timeout=(CONNECT, self.timeout),
-                    allow_redirects=False,
-                ) as answer,
-            ):
+            with session.request(
+                method,
+                url,
+                data=None if content is None else msgspec.json.encode(content),
+                headers={"Content-Type": "application/json"},
+                timeout=(CONNECT, self.timeout),
+            ) as answer:
                 if answer.is_redirect:
                     target = shown_address(quoted(answer.headers.get("Location", "")))
                     raise Refused(answer.status_code, f"it redirects to {target}, which is not followed")
-                content = _body(answer, most, deadline)
-                code, wait = answer.status_code, retry_after(answer.headers.get("Retry-After"))
+                found = _body(answer, most)
+                code, wait = answer.status_code, retry_after(answer)
         except (requests.RequestException, requests.exceptions.BaseHTTPError) as error:
             words, kind = reason(error)
             if kind == "final":
                 raise Refused(0, words) from None
-            raise _Passing(_LATE if time.monotonic() > deadline else words) from None
+            raise _Passing(_LATE if time.monotonic() >= session.until else words) from None
         except UsageError:
             raise
         except ValueError as error:  # its text may quote the key
             raise Refused(0, f"the request cannot be sent ({type(error).__name__})") from None
         self._sessions.put(session)  # one that failed is not used again
         if code == 200:
-            return content
-        words = quoted(_words_of(content)) or "nothing more"
+            return found
+        words = quoted(_words_of(found)) or "nothing more"
         if code in LATER or code >= 500:
             raise _Passing(f"it answers {code}: {words}", wait, away=code != 429)
         raise Refused(code, words)
 
-    def _session(self, url: str) -> "Session":
+    def _session(self, url: str) -> Session:
         try:
             session = self._sessions.get_nowait()
         except queue.Empty:
-            from kdtrain.cache.session import Session
-
             session, key = Session(), self._key
             session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
 
-            def authorize(request: Any) -> Any:
-                if key is not None:
-                    request.headers["Authorization"] = f"Bearer {key}"
-                return request
-
-            session.auth = authorize  # also keeps requests from sending what ~/.netrc has
+            if key is not None:
+                session.headers["Authorization"] = f"Bearer {key}"
         # Proxies of the environment reach no host inside, and through http they would read the key.
         session.trust_env = not is_inside(url) and (self._key is None or urlsplit(url).scheme == "https")
         return session
@@ -424,23 +411,19 @@ def _refuse_open(url: str) -> None:
         )
 
 
-def _body(answer: "requests.Response", most: int, deadline: float) -> bytes:
+def _body(answer: "requests.Response", most: int) -> bytes:
     """At most `most` bytes; of an error `SMALL`, and no more is read."""
     content, failed = bytearray(), answer.status_code != 200
     if (packed := answer.headers.get("Content-Encoding", "").lower()) not in ("", "identity"):
         if failed:
             return b""
         raise Wrong(f"a body that is packed ({quoted(packed, 40)}), which was not asked for")
-    while piece := read(answer, 2**16):
+    for piece in body(answer):
         content += piece
         if failed and len(content) > SMALL:
             break
         if len(content) > most:
             raise Wrong(f"more than {most:,} bytes")
-        if time.monotonic() > deadline:
-            break
-    if time.monotonic() > deadline:
-        raise _Passing(_LATE)
     return bytes(content)
 
 

@@ -2,7 +2,7 @@
 
 A short run is one of `distill` in a folder of its own, `OUT/lr-0.0003-60`, and trained by the same code: weights, data,
 order and seed are those of the run to come, and so are the shapes of its schedules, of which warm-up and decay take the
-same shares. `training.rate_search` says which is next. `OUT/find-lr.json` has every loss; what is in it is not trained
+same shares. `search` says which is next. `OUT/find-lr.json` has every loss; what is in it is not trained
 again, and a run that was cut short resumes.
 """
 
@@ -22,7 +22,7 @@ import torch
 
 from kdtrain.cache.format.names import MANIFEST
 from kdtrain.commands.distill import train
-from kdtrain.config import DistillConfig, FindLrConfig
+from kdtrain.config import DistillConfig
 from kdtrain.config.rates import WORDS
 from kdtrain.config.values import USUAL_STEPS, configured, flag
 from kdtrain.errors import RunError, UsageError, making, refuse_no_path, writing
@@ -41,6 +41,8 @@ from kdtrain.models.adapters import is_adapter
 from kdtrain.models.loading import is_model_folder
 from kdtrain.monitor.progress import hushed, log, setup_logging
 from kdtrain.parallel.memory_plan import student_footprint, student_parameters
+from kdtrain.plugins.find_lr.options import FindLrConfig
+from kdtrain.plugins.find_lr.search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
 from kdtrain.ranks import refuse_many_processes
 from kdtrain.run.data_plan import open_sources
 from kdtrain.run.folder import deciding, make
@@ -49,7 +51,6 @@ from kdtrain.run.recipe import student_spec, table_rate
 from kdtrain.run.run import Run
 from kdtrain.tables import columns, duration, finite, short, show, show_page
 from kdtrain.tokenizers.view import VIEW
-from kdtrain.training.rate_search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import interruptible
 from kdtrain.training.validate import validate

@@ -34,8 +34,6 @@ class Address:
     repository: str | None = None
     """ORG/NAME on the hub; None: `text` is a URL."""
     revision: str = "main"
-    kind: str = "dataset"
-    """Of the repository: dataset, or model for an exported student."""
 
     def __str__(self) -> str:
         return self.text
@@ -45,19 +43,8 @@ class Address:
         return Address(f"hf:datasets/{self.repository}@{commit}", self.repository, commit)
 
     def url(self, name: str) -> str:
-        """The URL of the file `name`, a path inside of the cache."""
-        if self.repository is None:
-            return f"{self.text}/{quote(name)}"
-        from huggingface_hub import hf_hub_url
-
-        endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
-        return hf_hub_url(
-            self.repository,
-            name,
-            repo_type=self.kind,
-            revision=self.revision,
-            endpoint=endpoint,
-        )
+        """The URL of the file `name`, a path inside of a cache that a web server shows."""
+        return f"{self.text}/{quote(name)}"
 
 
 def parse_address(where: Path | str) -> Address | None:
@@ -98,7 +85,7 @@ def _web(text: str, shown: str) -> Address:
     if not host:
         raise UsageError(f"{shown}: names no host; give {_SHAPE}")
     if parts.username is not None or parts.password is not None:
-        raise UsageError(f"{parts.scheme}://...@{host}: a password would end in logs; put it into ~/.netrc")
+        raise UsageError(f"{parts.scheme}://...@{host}: a password would end in logs; give the folder of a copy")
     if parts.query or parts.fragment:
         raise UsageError(f"{shown}: names of files are put behind it, so leave out what follows ? or #")
     if not is_allowed(text):

@@ -1,4 +1,4 @@
-"""Importance scores of a teacher's parts on the tokens of a cache, for pruning (`models.pruning`), kept in a file.
+"""Importance scores of a teacher's parts on the tokens of a cache, for pruning (`cut`), kept in a file.
 
 After Minitron (arXiv 2407.14679, section 2.2), by forwards alone:
 
@@ -39,8 +39,8 @@ from kdtrain import faults
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import LARGE, canonical_json, json_digest, open_regular, parse_json, published, typed
-from kdtrain.models.pruning import Importance, Roles, Shape
 from kdtrain.objective.loss import DistillationLoss
+from kdtrain.plugins.prune.cut import Importance, Roles, Shape
 from kdtrain.teaching.local import LocalTeacher
 
 EVERY = 20.0

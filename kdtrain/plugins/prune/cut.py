@@ -1,7 +1,7 @@
 """Pruning: a smaller model of what matters most in a larger one, after Minitron (arXiv 2407.14679, section 2).
 
 Attention heads and MLP neurons are chosen in each layer, embedding channels once for the whole model, by importance
-scores (`teaching.importance`); layers by the loss without each. Under grouped queries whole groups go, and where the
+scores (`scores`); layers by the loss without each. Under grouped queries whole groups go, and where the
 shape has fewer queries a key, the least important query heads of each group that stays. What stays keeps its order.
 
 A norm over fewer channels divides by another root mean square. Its weight is therefore multiplied by sqrt(s D / W): D

@@ -14,10 +14,10 @@ from kdtrain import faults
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import split
 from kdtrain.models.loading import architecture
-from kdtrain.models.pruning import ROLES, Cut, Importance, Shape, choose, prune, pruned_config, wanted_shape
 from kdtrain.models.spec import ModelSpec
-from kdtrain.teaching import importance
-from kdtrain.teaching.importance import Scores, Subject, mean_loss, spread
+from kdtrain.plugins.prune import scores as scores_file
+from kdtrain.plugins.prune.cut import ROLES, Cut, Importance, Shape, choose, prune, pruned_config, wanted_shape
+from kdtrain.plugins.prune.scores import Scores, Subject, mean_loss, spread
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.testing import SHAPES, tiny_model
 
@@ -287,7 +287,7 @@ def test_scores_equal_their_definition_computed_by_hand(tmp_path):
 def test_scoring_that_was_stopped_anywhere_ends_in_the_same_bits(tmp_path, monkeypatch):
     model = teacher_of("gpt2")
     _, _, whole = scored(model, tmp_path / "whole")
-    monkeypatch.setattr(importance, "EVERY", 0.0)
+    monkeypatch.setattr(scores_file, "EVERY", 0.0)
     for number in range(1, 6):  # three batches for the width, three for the layers; the last one ends it
         monkeypatch.setenv("KDTRAIN_FAULT", f"prune.scored:raise:{number}")
         faults.read()

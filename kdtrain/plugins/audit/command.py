@@ -1,4 +1,4 @@
-"""The audit of `kdtrain verify CACHE --teacher T`: the teacher scores rows of a cache again, in two number formats."""
+"""`kdtrain audit CACHE --teacher T`: the teacher scores rows of a cache again, in two number formats."""
 
 import copy
 import math
@@ -11,8 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kdtrain.cache.audit import NOISE, NOISE_UNKNOWN, Evidence, Test, Verdict, judge, score, worst_first
-from kdtrain.cache.diagnose import (
+from kdtrain.cache.format.codec import draw_points, grid_offset
+from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.remote import open_cache
+from kdtrain.cache.tools.merge import MIXTURE
+from kdtrain.cache.tools.self_check import other_row
+from kdtrain.config import Weights
+from kdtrain.errors import UsageError
+from kdtrain.models.spec import ATTENTIONS, DTYPES, read_spec
+from kdtrain.models.tokenizer import tokenizer_digest
+from kdtrain.monitor.progress import bar, log, setup_logging
+from kdtrain.objective.batch import Batch
+from kdtrain.plugins.audit.diagnose import (
     ADDED,
     INT8,
     LOST,
@@ -23,22 +34,12 @@ from kdtrain.cache.diagnose import (
     Gains,
     diagnose,
     gains,
-    other_row,
 )
-from kdtrain.cache.format.codec import draw_points, grid_offset
-from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.read.reader import Cache
-from kdtrain.cache.tools.merge import MIXTURE
-from kdtrain.config import VerifyConfig
-from kdtrain.config.sections import Weights
-from kdtrain.errors import UsageError
-from kdtrain.models.spec import ATTENTIONS, DTYPES, read_spec
-from kdtrain.models.tokenizer import tokenizer_digest
-from kdtrain.monitor.progress import bar, log
-from kdtrain.objective.batch import Batch
+from kdtrain.plugins.audit.evidence import NOISE, NOISE_UNKNOWN, Evidence, Verdict, judge, score, worst_first
+from kdtrain.plugins.audit.options import AuditConfig
 from kdtrain.precision.modes import MODES
 from kdtrain.ranks import pick_device
-from kdtrain.tables import columns, number, short
+from kdtrain.tables import columns, number, short, show, show_page
 from kdtrain.teaching.teacher import Teacher, open_teacher
 
 DIAGNOSED = 16
@@ -50,7 +51,7 @@ _LOGITS = 2**27  # of one forward
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What the teacher says about some rows of a cache."""
+    """What the teacher predicts for some rows of a cache."""
 
     teacher: str
     same_weights: bool | None
@@ -61,7 +62,7 @@ class Audit:
 
     @property
     def finding(self) -> str | None:
-        """One line that says what is wrong; None if nothing is."""
+        """One line that names what is wrong; None if nothing is."""
         if (found := self.diagnosis) is None:
             return None
         fit = f"best fit: {found.fault}"
@@ -70,53 +71,33 @@ class Audit:
         elif found.share:
             fit = f"best fit: partly {found.fault} ({found.share:.0%} of the difference), or {OTHER_WEIGHTS}"
         return (
-            f"{', '.join(test.name for test in self.verdict.failed)}: not what {self.teacher} says; {fit} "
+            f"{', '.join(test.name for test in self.verdict.failed)}: not what {self.teacher} predicts; {fit} "
             f"({number(max(found.divergence, 0.0))} nats a token from the teacher)"
         )
 
     def to_json(self) -> dict[str, Any]:
         """A plain record."""
-        return {
-            "teacher": self.teacher,
-            "same_weights": self.same_weights,
-            "rows": self.verdict.rows,
-            "positions": self.verdict.positions,
-            "level": self.verdict.level,
-            "tests": [asdict(test) for test in self.verdict.tests],
-            "failed": [test.name for test in self.verdict.failed],
-            "diagnosis": None if self.diagnosis is None else asdict(self.diagnosis),
-        }
+        verdict = asdict(self.verdict) | {"failed": [test.name for test in self.verdict.failed]}
+        diagnosis = None if self.diagnosis is None else asdict(self.diagnosis)
+        return {"teacher": self.teacher, "same_weights": self.same_weights, **verdict, "diagnosis": diagnosis}
 
     def page(self) -> list[Any]:
         """Lines and a table for people."""
-        failed = {test.name for test in self.verdict.failed}
-        rows = [
-            (
-                test.name,
-                _read(test),
-                _few(test.statistic),
-                test.kind,
-                f"{test.p:.2g}",
-                "fails" * (test.name in failed),
-            )
-            for test in self.verdict.tests
-        ]
-        said = f"finding: {self.finding}" if self.finding else "the cache says what the teacher says"
+        verdict, rows = self.verdict, []
+        for test in verdict.tests:
+            allowed = f"{_few(test.figure)} of what is allowed"
+            of = {"z": f"log p {test.figure:+.4f} nats off", "c": f"{_few(test.figure)} a degree of freedom"}
+            found, fails = of.get(test.kind[0], allowed), "fails" * (test in verdict.failed)
+            rows.append((test.name, found, _few(test.statistic), test.kind, f"{test.p:.2g}", fails))
         weights = {True: "the same weights", False: "OTHER weights by their digest", None: "digest unknown"}
         return [
-            f"{self.verdict.rows} rows, {self.verdict.positions:,} positions, against {self.teacher} "
+            f"{verdict.rows} rows, {verdict.positions:,} positions, against {self.teacher} "
             f"({weights[self.same_weights]})",
             columns(("test", "found", "statistic", "kind", "p", ""), rows, left=("test", "found", "kind")),
-            f"a test fails below p = {self.verdict.level / max(1, len(self.verdict.tests)):.2g}, "
-            f"{self.verdict.level:.0%} for all of them",
-            said,
+            f"a test fails below p = {verdict.level / max(1, len(verdict.tests)):.2g}, {verdict.level:.0%} for all of "
+            "them",
+            f"finding: {self.finding}" if self.finding else "the cache holds what the teacher predicts",
         ]
-
-
-def _read(test: Test) -> str:
-    """The figure of a test in words."""
-    of = {"z": f"log p {test.figure:+.4f} nats off", "c": f"{_few(test.figure)} a degree of freedom"}
-    return of.get(test.kind[0], f"{_few(test.figure)} of what is allowed")
 
 
 def _few(value: float) -> str:
@@ -124,17 +105,32 @@ def _few(value: float) -> str:
     return number(value) if not 1e4 <= abs(value) < math.inf else short(value) if abs(value) < 1e12 else f"{value:.2g}"
 
 
-def audit(config: VerifyConfig, cache: Cache) -> Audit:
+def main(config: AuditConfig) -> int:
+    """Show what the audit finds; return 1 if a test fails.
+
+    UsageError: the cache is damaged, or the teacher cannot be asked about it. RunError: a shard cannot be read.
+    """
+    setup_logging()
+    audited = audit(config, open_cache(config.cache))
+    findings = [audited.finding] if audited.finding else []
+    if config.json:
+        show("", {"path": config.cache, "ok": not findings, "findings": findings, "audit": audited.to_json()}, True)
+    else:
+        show_page(audited.page(), wrapped=True)
+    return 1 if findings else 0
+
+
+def audit(config: AuditConfig, cache: Cache) -> Audit:
     """Score rows of the cache again.
 
     UsageError: the teacher cannot be asked about this cache. RunError: a shard cannot be read.
     """
-    assert config.teacher is not None
     settings = cache.manifest.settings
     if settings.codec.kind == "tokens":
-        raise UsageError(f"{cache.folder} holds tokens without targets; leave --teacher out")
+        raise UsageError(f"{cache.folder} holds tokens without targets, which verify checks")
     if settings.sampling == MIXTURE:
         raise UsageError(f"{cache.folder} mixes several teachers; audit the caches that it was merged from")
+    stated = (settings.teacher or {}).get("precision") in MODES
     teacher, reference = _teachers(config, settings)
     every = [(split, row) for split in cache for row in range(cache.manifest.splits[split]["sequences"])]
     order = np.random.RandomState(config.seed).permutation(len(every))
@@ -148,32 +144,25 @@ def audit(config: VerifyConfig, cache: Cache) -> Audit:
     if len(scored) < 2:
         raise UsageError(f"{len(scored)} of the rows of {cache.folder} count in a loss; an audit needs two")
     found = [evidence for _, evidence in scored]
-    _, stated = _format(settings)
     verdict = judge(found, noise=NOISE if stated else NOISE_UNKNOWN)
-    worst = [scored[place][0] for place in worst_first(found)[:DIAGNOSED]]
     known = (settings.teacher or {}).get("weights_digest") if stated else None
     return Audit(
         teacher=str(teacher),
         same_weights=None if known is None else teacher.digest == known,
         verdict=verdict,
-        diagnosis=compare.diagnosis(worst) if verdict.failed else None,
+        diagnosis=compare.diagnosis([scored[at][0] for at in worst_first(found)[:DIAGNOSED]])
+        if verdict.failed
+        else None,
     )
 
 
-def _format(settings: CacheSettings) -> tuple[str, bool]:
-    """The number format of the capture, and whether the manifest states it."""
-    stated = (settings.teacher or {}).get("precision")
-    return (stated, True) if stated in MODES else ("bf16", False)
-
-
-def _teachers(config: VerifyConfig, settings: CacheSettings) -> tuple[Teacher, Teacher]:
-    """The teacher in the number format of the cache, and in fp32."""
-    assert config.teacher is not None
-    device, said = pick_device(config.device), settings.teacher or {}
-    spec = read_spec(config.teacher, "teachers")
-    stated = {"dtype": DTYPES, "attention": ATTENTIONS, "weights": get_args(Weights)}
-    spec = replace(spec, **{key: said[key] for key, allowed in stated.items() if said.get(key) in allowed})
-    mode = _format(settings)[0]
+def _teachers(config: AuditConfig, settings: CacheSettings) -> tuple[Teacher, Teacher]:
+    """The teacher in the number format of the cache, bf16 where that is unknown, and in fp32."""
+    device, stated = pick_device(config.device), settings.teacher or {}
+    allowed = {"dtype": DTYPES, "attention": ATTENTIONS, "weights": get_args(Weights)}
+    given = {key: stated[key] for key, values in allowed.items() if stated.get(key) in values}
+    spec = replace(read_spec(config.teacher, "teachers"), **given)
+    mode = stated["precision"] if stated.get("precision") in MODES else "bf16"
     teacher, wrong = open_teacher(spec, device, mode), "give the teacher of the cache"
     if teacher.vocab_size != settings.vocab_size:
         sizes = f"{teacher.vocab_size:,} logits and the cache {settings.vocab_size:,}"
@@ -189,7 +178,7 @@ def _teachers(config: VerifyConfig, settings: CacheSettings) -> tuple[Teacher, T
 
     loaded(teacher)
     _ = teacher.digest  # before anything is compiled
-    teacher.prepare(compile=said.get("compiled") is True)
+    teacher.prepare(compile=stated.get("compiled") is True)
     log.info("auditing with %s, and with fp32 as the reference", teacher)
     return teacher, teacher if mode == "fp32" else loaded(open_teacher(spec, device, "fp32"))
 
@@ -210,12 +199,12 @@ class _Comparison:
         captured = getattr(cache.manifest, "origin", None) is None
         self.whole = captured and cache.manifest.parents is None
         """Whether its rows are numbered as they were when they were captured."""
-        # a top-k from elsewhere has a tail of one bucket, and says so by its range
+        # a top-k from elsewhere has a tail of one bucket, which shows in its range
         at_one = span is not None and span["min"] == span["max"]
         self.whole_tail = captured if self.settings.codec.counts_only else not at_one
 
     def rows(self, split: str, indices: list[int]) -> list[tuple[tuple[str, int], Evidence]]:
-        """What each of these rows says; rows that do not count in a loss are left out."""
+        """The evidence of each row; rows that do not count in a loss are left out."""
         batch = self.cache[split].read(indices)
         own, right = (logprobs(each, batch, self.settings.document_mask) for each in (self.teacher, self.reference))
         number, offset = self.settings.codec.num_samples, grid_offset(self.settings.sampling)

@@ -7,13 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kdtrain.cache.audit import BINS, Evidence, judge, score, student_tail
-from kdtrain.cache.audit import _drawn as drawn_at
-from kdtrain.cache.audit import _features as features
-from kdtrain.cache.audit import _mean_test as mean_test
-from kdtrain.cache.audit import _of_grids as of_grids
-from kdtrain.cache.audit import _of_independent as of_independent
-from kdtrain.cache.diagnose import (
+from kdtrain.cache.format.codec import CodecSpec, decode, draw_points, encode_sequences
+from kdtrain.cache.tools.self_check import examine, other_row
+from kdtrain.objective.batch import Batch
+from kdtrain.objective.targets import SparseTargets
+from kdtrain.plugins.audit.diagnose import (
     AHEAD,
     BEHIND,
     INT8,
@@ -24,12 +22,13 @@ from kdtrain.cache.diagnose import (
     Diagnosis,
     diagnose,
     gains,
-    other_row,
 )
-from kdtrain.cache.format.codec import CodecSpec, decode, draw_points, encode_sequences
-from kdtrain.cache.tools.self_check import examine
-from kdtrain.objective.batch import Batch
-from kdtrain.objective.targets import SparseTargets
+from kdtrain.plugins.audit.evidence import BINS, Evidence, judge, score, student_tail
+from kdtrain.plugins.audit.evidence import _drawn as drawn_at
+from kdtrain.plugins.audit.evidence import _features as features
+from kdtrain.plugins.audit.evidence import _mean_test as mean_test
+from kdtrain.plugins.audit.evidence import _of_grids as of_grids
+from kdtrain.plugins.audit.evidence import _of_independent as of_independent
 
 V, T, ROWS = 48, 40, 24
 SPECS = {

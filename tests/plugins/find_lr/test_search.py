@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdtrain.training.rate_search import FIRST, LONGER, REACH, RUNGS, Trained, next_run, suggest
+from kdtrain.plugins.find_lr.search import FIRST, LONGER, REACH, RUNGS, Trained, next_run, suggest
 
 
 def bowl(at, depth=0.1):

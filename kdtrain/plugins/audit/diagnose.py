@@ -28,8 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdtrain.cache.audit import LOWEST
+from kdtrain.cache.tools.self_check import OTHER_ROWS
 from kdtrain.objective.targets import SparseTargets, Targets
+from kdtrain.plugins.audit.evidence import LOWEST
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0, 3.0)
 TOP_P = (0.8, 0.9, 0.95, 0.99)
@@ -39,11 +40,8 @@ _ERRORS = 3.0  # standard errors of a gain
 _NEARLY_ALL = 0.8
 _CUT = 4.0  # nats by which a fault makes an entry less likely, at most
 _FURTHEST = 5.0  # nats: a label's log p that is further off counts as this much
-_MATCHED = 0.2  # of the labels: how much better another row must fit, and how well
-_FEW = 16  # labels that chance may match
 
 AHEAD, BEHIND = "off by one: the targets of the next position", "off by one: the targets of the last position"
-OTHER_ROWS = "targets of other rows"
 OTHER_WEIGHTS = "other weights: an earlier checkpoint, a fine-tuned or another model"
 MASK = "another document mask"
 LOST, ADDED = "rows without their first token (a lost BOS)", "a token before each row (an added BOS)"
@@ -123,21 +121,6 @@ def misfit(targets: Targets, labels_T: Tensor, logprobs_TV: Tensor) -> tuple[Ten
         assert isinstance(targets, SparseTargets)
         cross_T += targets.tail[:, len(targets.knots) + targets.knots.index(1.0)]
     return cross_T, away_T.square() / 2
-
-
-def other_row(targets: Targets, own: int, labels_RT: Tensor, counted_T: Tensor) -> int | None:
-    """The row, of R whose labels these are, that the targets of row `own` fit much better; None if none does.
-
-    counted_T: bool, its labels of the loss. At the others a capture may keep a filler, which fits the filler of others.
-    """
-    ids_NK, mass_NK = targets.map(lambda _, each: each[counted_T]).listed()
-    kept = mass_NK.topk(min(50, mass_NK.shape[1]))
-    ids_NK, mass_NK = ids_NK.gather(1, kept.indices), kept.values
-    labels_RN, fits_R = labels_RT[:, counted_T], torch.zeros(len(labels_RT))
-    for ids_N, mass_N in zip(ids_NK.T, mass_NK.T, strict=True):
-        fits_R += ((labels_RN == ids_N) * mass_N).sum(-1) / max(_FEW, len(ids_NK))
-    best = int(fits_R.argmax())
-    return best if best != own and fits_R[best] > fits_R[own] + _MATCHED else None
 
 
 def diagnose(rows: Sequence[Gains], matched: Sequence[int | None] = ()) -> Diagnosis:

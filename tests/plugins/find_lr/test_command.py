@@ -9,20 +9,21 @@ from pathlib import Path
 import pytest
 
 from kdtrain import faults
-from kdtrain.commands import find_lr
-from kdtrain.config import FindLrConfig, ObjectiveConfig, OptimizerConfig, rates
+from kdtrain.config import DataConfig, ObjectiveConfig, OptimizerConfig, RunServerConfig, rates
 from kdtrain.config.sections import QuantizationConfig
-from kdtrain.errors import RunError
+from kdtrain.errors import RunError, UsageError
 from kdtrain.library import Cache
 from kdtrain.parallel import memory_plan
+from kdtrain.plugins.find_lr import command as find_lr
+from kdtrain.plugins.find_lr.options import FindLrConfig
+from kdtrain.plugins.find_lr.search import Trained, next_run
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.tokenizers.view import View
-from kdtrain.training.rate_search import Trained, next_run
 from tests.token_kinds import train
 
 OPTIONS = ("--cache", "cache", "--student", "student.toml", "--steps", 80, "--rung-steps", 4, "--eval-batches", 1)
 AROUND = ("--lr", 3e-2)
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -318,3 +319,9 @@ def test_the_page_shows_the_table_of_the_code():
     page = (ROOT / "docs" / "learning-rate.md").read_text()
     table = page[page.index("<!-- rates -->") : page.index("<!-- /rates -->")]
     assert table.splitlines()[3:] == lines
+
+
+def test_a_server_and_the_options_of_a_run_that_resumes_are_refused():
+    data, server = DataConfig(data="stdlib"), RunServerConfig(teacher_server=("http://host/v1",))
+    with pytest.raises(UsageError, match="find-lr does not ask a server; make a cache with cache-teacher"):
+        FindLrConfig(student="s", out="o", teacher="t", data=data, server=server)

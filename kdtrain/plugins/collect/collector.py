@@ -1,6 +1,6 @@
-"""Collecting tensor statistics, for research into number formats: the effect of a format on a layer's operands.
+"""Collecting tensor statistics: the effect of a number format on the operands of linear layers.
 
-Before it trains, a step that collects runs one of its micro-batches once more, eagerly and with hooks on the layers;
+Before it trains, a step that collects runs its first micro-batch once more, eagerly and with hooks on the layers;
 compiled graphs never see a hook, so other steps are as fast as without collecting. For each layer's weight, input
 ("activation") and output gradient it records the largest magnitude, the relative RMS error of rounding to the run's
 format, the share of elements that the format clamps, the share that it turns into zero, and a histogram of magnitudes
@@ -17,9 +17,8 @@ row that alone is longer, its beginning). Its attribute `shape` is that of the w
 """
 
 import fnmatch
-import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,12 @@ from transformers.pytorch_utils import Conv1D
 
 from kdtrain.errors import UsageError
 from kdtrain.files import published, set_aside
+from kdtrain.monitor.progress import log
+from kdtrain.objective.batch import Batch
+from kdtrain.plugins.collect.options import CollectConfig
 from kdtrain.precision.emulated import ELEMENTS, Recipe, mx_scale, quantized_operand
+from kdtrain.ranks import is_main
+from kdtrain.training.observers import Observer, ObserverRequest, StepView
 
 MOST_BYTES = 2**32
 """Of the file; it is copied at each collection."""
@@ -47,114 +51,88 @@ _TEXT = h5py.string_dtype()
 _FLOATS = ("amax", "error", "saturated", "flushed", "zeros")
 
 
-class Collector:
-    """Collects from the layers whose names match, every `every` steps.
+class Collector(Observer):
+    """Collects from the layers whose names match, every so many steps; rank 0 writes.
 
     Args:
-        path: the HDF5 file; rows of an earlier part of the run are kept. None if another rank writes it.
-        model: the model of the linear layers.
-        pattern: shell pattern of their names, such as `*.mlp.*`.
-        every: steps between collections.
-        recipe: the format whose errors are measured; None if the run has none.
-        dtype: of the products, without a recipe.
-        raw: also store the operands themselves, within bounds.
+        path: the HDF5 file; rows of an earlier part of the run are kept.
+        options: what to collect, and when.
+        run: the run; errors are those of its format.
 
     Raises:
         UsageError: no linear layer has such a name.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        model: nn.Module,
-        pattern: str,
-        every: int,
-        recipe: Recipe | None,
-        dtype: torch.dtype,
-        raw: bool = False,
-    ) -> None:
-        linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D)}
+    def __init__(self, path: Path, options: CollectConfig, run: ObserverRequest) -> None:
+        linear = {name: each for name, each in run.model.named_modules() if isinstance(each, nn.Linear | Conv1D)}
+        pattern = options.collect_tensors or ""
         self.layers = {name: each for name, each in linear.items() if fnmatch.fnmatchcase(name, pattern)}
         if not self.layers:
             some = ", ".join(list(linear)[:3])
             raise UsageError(f"--collect-tensors '{pattern}' matches no linear layer; there are {some}, ...")
-        self.path, self.every, self.recipe, self.dtype, self.raw = path, every, recipe, dtype, raw
-        self.said: set[str] = set()
-        """What is logged once."""
+        self.path, self.options, self.recipe, self.dtype = path, options, run.recipe, run.dtype
+        self._logged: set[str] = set()
 
-    def collect(self, step: int, mode: str, run_eagerly: Callable[[], None]) -> bool:
-        """Collect at `step` if it is due; True if it was.
+    def before_forward(self, step: StepView, batch: Batch) -> None:
+        """Collect from the first micro-batch of a step, if it is due."""
+        if step.micro_batch == 1 and step.number % self.options.collect_every == 0:
+            with _watched(self.layers) as seen:
+                step.run_eagerly(batch)
+            if is_main():
+                self.write(step.number, step.student.present_mode, seen)
 
-        run_eagerly: a forward and backward of one micro-batch in eager mode; the caller clears the gradients.
-        """
-        if step % self.every:
-            return False
-        if self.path is None:
-            run_eagerly()
-            return True
-        with _watched(self.layers) as seen:
-            run_eagerly()
+    def write(self, step: int, mode: str, seen: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Add the operands of each layer at `step`."""
         cut: list[str] = []
         with self._replacing() as file:
             if "exponents" not in file:
                 file["exponents"] = np.array(EXPONENTS)
-            for layer, tensors in seen.items():
-                for kind, tensor in tensors.items():
-                    group = file.require_group(f"{layer}/{kind}")
-                    values = statistics(tensor, kind, self.recipe, self.dtype)
-                    for name, value in {"step": step, "mode": mode, **values}.items():
-                        _append(group, name, value)
-                    if self.raw and not self._is_full(file, step):
-                        cut += _write_raw(group, step, tensor)
+            for group, kind, tensor in (
+                (file.require_group(f"{layer}/{kind}"), kind, tensor)
+                for layer, tensors in seen.items()
+                for kind, tensor in tensors.items()
+            ):
+                values = statistics(tensor, kind, self.recipe, self.dtype)
+                for name, value in {"step": step, "mode": mode, **values}.items():
+                    _append(group, name, value)
+                if self.options.collect_raw and file.id.get_filesize() < RAW_BYTES:
+                    cut += [group.name] if _write_raw(group, step, tensor) else []
+                elif self.options.collect_raw:
+                    size = f"{RAW_BYTES / 2**20:,.0f} MiB"
+                    self._warn_once(f"has {size}: from step {step} on no raw numbers are added, only statistics")
         if cut:
             more = f" and {len(cut) - 1} more" if len(cut) > 1 else ""
-            self._say(
-                "cut",
-                f"{self.path} holds {RAW_ELEMENTS:,} raw numbers at most of each operand, in whole rows that are "
-                f"evenly spaced: {cut[0]}{more} are cut",
-            )
-        return True
+            limit = f"holds {RAW_ELEMENTS:,} raw numbers at most of each operand"
+            self._warn_once(f"{limit}, in whole rows that are evenly spaced: {cut[0]}{more} are cut")
 
-    def _is_full(self, file: h5py.File, step: int) -> bool:
-        if file.id.get_filesize() < RAW_BYTES:
-            return False
-        size = f"{RAW_BYTES / 2**20:,.0f} MiB"
-        self._say("full", f"{self.path} has {size}: from step {step} on no raw numbers are added, only statistics")
-        return True
+    def _warn_once(self, text: str) -> None:
+        kind = text.partition(" ")[0]
+        if kind not in self._logged:
+            self._logged.add(kind)
+            log.warning("%s %s", self.path, text)
 
-    def _say(self, kind: str, text: str) -> None:
-        if kind not in self.said:
-            self.said.add(kind)
-            logging.getLogger("kdtrain").warning("%s", text)
-
-    def forget_after(self, step: int) -> None:
-        """Drop the rows of later steps: a run that resumes at `step` collects them again."""
-        if self.path is None or not self.path.exists():
+    def rewound(self, step: int) -> None:
+        """Drop the rows of later steps, which are collected again."""
+        if not is_main() or not self.path.exists():
             return
         with self._replacing() as file:
-            groups: list[h5py.Group] = []
-            file.visititems(
-                lambda _, each: groups.append(each) if isinstance(each, h5py.Group) and "step" in each else None
-            )
-            for layer in groups:
-                kept = int(np.searchsorted(layer["step"][:], step, side="right"))
-                for dataset in layer.values():
+            for group in _groups(file):
+                kept = int(np.searchsorted(group["step"][:], step, side="right"))
+                for dataset in group.values():
                     if isinstance(dataset, h5py.Dataset):
                         dataset.resize(kept, axis=0)
-                for name in [name for name in layer.get("raw", ()) if int(name) > step]:
-                    del layer["raw"][name]
+                for name in [name for name in group.get("raw", ()) if int(name) > step]:
+                    del group["raw"][name]
 
     @contextmanager
     def _replacing(self) -> Iterator[h5py.File]:
-        assert self.path is not None
         if self.path.exists() and not _is_ours(self.path):
             aside = set_aside(self.path.parent, self.path.name, "old")
-            message = "%s has another layout than kdtrain writes, and was moved to %s"
-            logging.getLogger("kdtrain").warning(message, self.path, aside)
+            log.warning("%s has another layout than kdtrain writes, and was moved to %s", self.path, aside)
         with published(self.path, "precision.collect") as hidden:
             if self.path.exists():
                 shutil.copyfile(self.path, hidden)
-            with h5py.File(hidden, "a" if self.path.exists() else "w") as file:
+            with h5py.File(hidden, "a") as file:
                 yield file
 
 
@@ -190,27 +168,21 @@ def statistics(values: Tensor, kind: str, recipe: Recipe | None, dtype: torch.dt
 @contextmanager
 def _watched(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, dict[str, Tensor]]]:
     """The operands of `layers`, which forwards and backwards in the block fill in."""
-    seen: dict[str, dict[str, Tensor]] = {}
-    handles = []
+    seen: dict[str, dict[str, Tensor]] = {name: {} for name in layers}
+    names = {layer: name for name, layer in layers.items()}
+    sharded = {each for each in names if hasattr(each.get_parameter("weight"), "full_tensor")}
 
-    def watch(name: str, layer: nn.Module) -> None:
-        cut_up = hasattr(layer.get_parameter("weight"), "full_tensor")
-        seen[name] = {}
+    def forward(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        weight = module.get_parameter("weight").detach()
+        weight = weight.clone() if module in sharded else weight  # FSDP2 frees the gathered weight after the forward
+        kept = {"weight": weight.T if isinstance(module, Conv1D) else weight, "activation": _rows(inputs[0])}
+        seen[names[module]] |= kept
 
-        def forward(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            weight = module.get_parameter("weight").detach()
-            weight = weight.clone() if cut_up else weight  # FSDP2 frees the gathered weight after the forward
-            seen[name]["weight"] = weight.T if isinstance(module, Conv1D) else weight
-            seen[name]["activation"] = _rows(inputs[0])
+    def backward(module: nn.Module, inputs: object, outputs: tuple[Tensor, ...]) -> None:
+        seen[names[module]]["gradient"] = _rows(outputs[0])
 
-        def backward(module: nn.Module, inputs: object, outputs: tuple[Tensor, ...]) -> None:
-            seen[name]["gradient"] = _rows(outputs[0])
-
-        handles.append(layer.register_forward_pre_hook(forward))
-        handles.append(layer.register_full_backward_hook(backward))
-
-    for name, layer in layers.items():
-        watch(name, layer)
+    handles = [each.register_forward_pre_hook(forward) for each in names]
+    handles += [each.register_full_backward_hook(backward) for each in names]
     try:
         yield seen
     finally:
@@ -231,14 +203,19 @@ def _append(group: h5py.Group, name: str, value: Any) -> None:
     group[name][-1] = value
 
 
-def _write_raw(group: h5py.Group, step: int, operand: Tensor) -> list[str]:
-    """Store an operand [rows, columns] of a step, within the bounds; return its name if it is cut."""
+def _write_raw(group: h5py.Group, step: int, operand: Tensor) -> bool:
+    """Store an operand [rows, columns] of a step, within the bounds; True if it is cut."""
     rows, columns = operand.shape
     kept = min(rows, max(1, RAW_ELEMENTS // columns))
     picked = torch.arange(kept, device=operand.device) * rows // kept
     numbers = operand.detach()[picked, :RAW_ELEMENTS].float().cpu().numpy()
     group.create_dataset(f"raw/{step:08d}", data=numbers, dtype="f4").attrs["shape"] = (rows, columns)
-    return [group.name] if numbers.size < operand.numel() else []
+    return bool(numbers.size < operand.numel())
+
+
+def _groups(file: h5py.File) -> list[h5py.Group]:
+    """Those of each operand of each layer."""
+    return [group for name, layer in file.items() if name != "exponents" for group in layer.values()]
 
 
 def _is_ours(path: Path) -> bool:
@@ -249,29 +226,27 @@ def _is_ours(path: Path) -> bool:
     try:
         with h5py.File(path) as file:
             linked = file.visititems_links(lambda name, link: None if isinstance(link, h5py.HardLink) else name)
-            groups = (kind for name, layer in file.items() if name != "exponents" for kind in layer.values())
-            return not linked and all(_has_rows(group, size) for group in groups)
+            return not linked and all(_has_rows(group, size) for group in _groups(file))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError):  # the errors of HDF5 and h5py
         return False
 
 
 def _has_rows(group: h5py.Group, size: int) -> bool:
-    rows, raw = len(group["step"]), group.get("raw", {})
-    if raw and not (
-        isinstance(raw, h5py.Group)
-        and all(
-            name.isdecimal() and (data.ndim, data.dtype, data.external, data.is_virtual) == (2, "f4", None, False)
-            for name, data in raw.items()
-        )
+    rows = len(group["step"])
+    raw = group["raw"].items() if "raw" in group else ()
+    if group.keys() - {"raw"} != {"step", "mode", *_FLOATS, "histogram"} or rows * 8 > size:
+        return False
+    if not all(
+        name.isdecimal() and (data.ndim, data.dtype, data.external, data.is_virtual) == (2, "f4", None, False)
+        for name, data in raw
     ):
         return False
-    return group.keys() - {"raw"} == {"step", "mode", *_FLOATS, "histogram"} and all(
-        (data.shape, data.maxshape, data.chunks) == ((rows, *inner), (None, *inner), (64, *inner))
-        and h5py.check_string_dtype(data.dtype) == (h5py.check_string_dtype(_TEXT) if name == "mode" else None)
-        and (name == "mode" or data.dtype == ("f8" if name in _FLOATS else "i8"))
-        and data.id.get_create_plist().get_nfilters() == 0
-        and rows * 8 <= size
-        for name, data in group.items()
-        if name != "raw"
-        for inner in [(len(EXPONENTS),) if name == "histogram" else ()]
-    )
+    for name in group.keys() - {"raw"}:
+        data, inner = group[name], (len(EXPONENTS),) if name == "histogram" else ()
+        form = (data.shape, data.maxshape, data.chunks, data.id.get_create_plist().get_nfilters())
+        kind = h5py.check_string_dtype(data.dtype) == h5py.check_string_dtype(_TEXT)
+        if form != ((rows, *inner), (None, *inner), (64, *inner), 0):
+            return False
+        if not (kind if name == "mode" else data.dtype == ("f8" if name in _FLOATS else "i8")):
+            return False
+    return True

@@ -9,22 +9,22 @@ import torch
 
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.read.remote import open_cache
-from kdtrain.config import PruneConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import Lock, file_digest, hidden_lock, json_digest, make_folder, refuse_displacing, sweep
 from kdtrain.models.export import export_lock, export_model, refuse_foreign
 from kdtrain.models.head import split
 from kdtrain.models.loading import architecture, check_fits, load_teacher, model_digest
-from kdtrain.models.pruning import Shape, choose, prune, pruned_config, roles_of, wanted_shape
 from kdtrain.models.scratch import configuration, parameter_count
 from kdtrain.models.spec import LOCAL, ModelSpec, paths_of, read_spec
 from kdtrain.models.tokenizer import digest_of, tokenizer_files
 from kdtrain.monitor.progress import bar, log, setup_logging
+from kdtrain.plugins.prune.cut import Shape, choose, prune, pruned_config, roles_of, wanted_shape
+from kdtrain.plugins.prune.options import PruneConfig
+from kdtrain.plugins.prune.scores import Scores, Subject, mean_loss
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
 from kdtrain.run.folder import refuse_no_folder
 from kdtrain.tables import columns, number, short, show, show_page
-from kdtrain.teaching.importance import Scores, Subject, mean_loss
 from kdtrain.teaching.local import LocalTeacher
 
 _MOST_REMOVED = 0.5
@@ -65,7 +65,7 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
     small = parameter_count(like.name, pruned_config(known, like, after, list(range(after.layers))))
     _refuse_too_much(config, spec, like, large, small)
 
-    cache = open_cache(config.cache, config.local_limit)
+    cache = open_cache(config.cache)
     settings, reader = cache.manifest.settings, cache["train"]
     digests = {digest_of(spec), settings.tokenizer_digest} - {None}
     if len(digests) > 1 or known.vocab_size < settings.tokenizer_size:

@@ -1,0 +1,165 @@
+"""Files of the hub by its own client (resume, locks, offline mode, HF_HOME), and its refusals in one line.
+
+A file's size there is compared before the download; what it is, its caller compares by digest. The hub is trusted for
+time.
+"""
+
+import os
+import re
+import socket
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+from urllib3.util.retry import Retry
+
+from kdtrain.errors import RunError, UsageError, printable
+from kdtrain.errors import reason as error_reason
+from kdtrain.net.address import Address
+from kdtrain.net.request import CONTACT, LATER, RETRY, Unreachable, pause, reason, refuse_size
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+Answer = TypeVar("Answer")
+LOGIN = "log in with hf auth login, or set HF_TOKEN"
+
+
+def offline() -> bool:
+    """Whether the user wants no network (HF_HUB_OFFLINE)."""
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    return any(os.environ.get(name, "").lower() in ("1", "on", "yes", "true") for name in names)
+
+
+def no_network(endpoint: str) -> bool:
+    """Whether the hub's name is unknown here: its client would try again for half a minute. A proxy may know it."""
+    for wait in () if urllib.request.getproxies() else (1.0, 0.0):
+        try:
+            socket.getaddrinfo(urlsplit(endpoint).hostname, None)
+            return False
+        except OSError as error:
+            time.sleep(wait if error.errno == socket.EAI_AGAIN else 0.0)
+    return not urllib.request.getproxies()
+
+
+def api() -> "HfApi":
+    """The hub's client; HF_ENDPOINT and HF_TOKEN count."""
+    from huggingface_hub import HfApi
+
+    return HfApi(endpoint=os.environ.get("HF_ENDPOINT", "").rstrip("/") or None, library_name="kdtrain")
+
+
+def kept_file(address: Address, name: str) -> Path | None:
+    """A file of a data set that was fetched before, in HF_HOME; None: it was not."""
+    from huggingface_hub import try_to_load_from_cache
+
+    assert address.repository is not None
+    found = try_to_load_from_cache(address.repository, name, revision=address.revision, repo_type="dataset")
+    return Path(found) if isinstance(found, str) else None
+
+
+def fetch_file(
+    address: Address,
+    name: str,
+    *,
+    most: int,
+    exact: bool = False,
+    again: bool = False,
+    retry: Retry = RETRY,
+    kind: str = "dataset",
+) -> Path:
+    """A file of a repository, in HF_HOME: fetched if it is not there, or `again`.
+
+    most: bytes that it may have. exact: it has exactly these. kind: of the repository, dataset or model.
+
+    UsageError: it is not there, or needs a permission. Unreachable: no answer. RunError: it has another size, or the
+    disk refuses.
+    """
+    from huggingface_hub import errors, hf_hub_url
+    from huggingface_hub.utils import tqdm
+
+    client, repository = api(), cast(str, address.repository)
+    if not again and re.fullmatch(r"[0-9a-f]{40}", address.revision) and (there := kept_file(address, name)):
+        return there
+    url = hf_hub_url(repository, name, repo_type=kind, revision=address.revision, endpoint=client.endpoint)
+    what = f"{address}: {printable(name)}"
+    if retry is CONTACT and no_network(client.endpoint):
+        raise Unreachable(f"{what} cannot be fetched: {reason(OSError('name or service'))[0]}")
+
+    def size() -> int | None:
+        try:
+            return client.get_hf_file_metadata(url=url, timeout=10).size
+        except errors.EntryNotFoundError as error:
+            raise UsageError(f"{what} is not there (404); check the address") from error
+
+    if (found := ask(address, size, retry)) is not None:
+        refuse_size(what, found, most, exact)
+
+    class Quiet(tqdm):  # type: ignore[type-arg]
+        """No bar among the lines of a run."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "disable": True})
+
+    def content() -> str:
+        return client.hf_hub_download(
+            *(repository, name),
+            repo_type=kind,
+            revision=address.revision,
+            force_download=again,
+            tqdm_class=Quiet,
+        )
+
+    return Path(ask(address, content, Retry(total=0)))
+
+
+def ask(where: object, question: Callable[[], Answer], retry: Retry = RETRY) -> Answer:
+    """Ask the hub, again where it may pass.
+
+    where: what messages call the repository.
+
+    UsageError: the repository is missing or gated, or a token. Unreachable: no answer. RunError: the disk refuses.
+    """
+    from huggingface_hub import errors
+
+    while True:
+        try:
+            return question()
+        except (UsageError, RunError):
+            raise
+        except errors.GatedRepoError as error:
+            raise UsageError(f"{where}: it is gated; ask for access on its page on the hub, and {LOGIN}") from error
+        except errors.RepositoryNotFoundError as error:
+            raise UsageError(
+                f"{where}: no such repository on the hub, or it is private; check the name, or {LOGIN}"
+            ) from error
+        except errors.RevisionNotFoundError as error:
+            raise UsageError(f"{where}: it has no such revision; check what follows @") from error
+        except errors.LocalTokenNotFoundError as error:
+            raise UsageError(f"{where}: no token for the hub; {LOGIN}") from error
+        except Exception as error:
+            code = _code(error)
+            if isinstance(error, OSError) and error.filename is not None:
+                problem = f"cannot write {error.filename}: {error.strerror}"
+                raise RunError(f"{problem}; make room, or set HF_HOME", reason=error_reason(error)) from error
+            if code is None and not isinstance(error, ValueError | TypeError):
+                words, kind = reason(error)
+            elif code in LATER or (code or 0) >= 500:
+                words, kind = f"it answers {code}", ""
+            else:
+                line = printable(" ".join(str(error).split()))[:200] or type(error).__name__
+                raise UsageError(f"{where}: the hub refuses it ({line}); check the name, and {LOGIN}") from error
+            problem = f"the hub does not answer: {words}"
+            retry = pause(Retry(total=0) if kind == "final" else retry, problem, str(where), far=kind == "far")
+
+
+def _code(error: BaseException | None) -> int | None:
+    """The code of the answer that an error, or its cause, is about; an upload's error wraps the answer."""
+    while error is not None:
+        if (code := getattr(getattr(error, "response", None), "status_code", None)) is not None:
+            return int(code)
+        error = error.__cause__
+    return None

@@ -1,0 +1,378 @@
+"""One way over the network: bounded in size and time, retried, and checked before a file has a name.
+
+`Session` is a session of requests whose answers end at a deadline, headers and body, and that sends no password of
+this machine. `download` fetches one file: it resumes a part (Range), retries what may pass (drops, short answers,
+time-outs, 408, 425, 429, 5xx; urllib3's `Retry` counts and waits), refuses bytes beyond the stated size, and compares
+the SHA-256. Redirects lead to https, or from this machine to this machine, take no key to another host, and do not lead
+from a public host into a private network.
+
+What it gives up: a part of a file that was replaced meanwhile is found by its digest only, after the whole download.
+"""
+
+import http.client
+import io
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3.exceptions import ConnectTimeoutError, HTTPError, InvalidHeader, MaxRetryError, ProtocolError
+from urllib3.util.retry import Retry
+
+from kdtrain import faults
+from kdtrain.errors import RunError, UsageError, printable, shown_address, writing
+from kdtrain.files import file_digest, remove_file
+from kdtrain.net.address import is_allowed, is_private
+
+log = logging.getLogger("kdtrain")
+
+LATER = (408, 425, 429, 500, 502, 503, 504)
+"""Codes of answers that may be another one later."""
+RETRY = Retry(total=5, backoff_factor=0.5, backoff_jitter=0.5, backoff_max=30, status_forcelist=LATER)
+"""Failures in a row that a download survives."""
+CONTACT = RETRY.new(connect=2)
+"""The same for the first contact with a server, which may not exist."""
+BRIEF = RETRY.new(total=1)
+"""Where there is something to fall back on."""
+CONNECT, IDLE = 10.0, 30.0
+"""Seconds for a connection, and for one read of an answer."""
+SLOWEST = 2**16 / 60
+"""Bytes a second below which a server counts as silent, after the first minute."""
+_MINUTE = 60.0
+_LONGEST_WAIT = 300.0  # seconds that a server may ask for
+_PIECE = 2**18
+_REDIRECTS = 5
+_LENGTH = re.compile(r"[0-9]{1,18}")
+_RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18}|\*)")
+
+
+class Unreachable(RunError):
+    """The server did not answer, however often it was tried."""
+
+
+class _Retryable(Exception):
+    """A failure that may pass. wait: seconds that the server asks for. far: no server was reached."""
+
+    def __init__(self, text: str, wait: float | None = None, far: bool = False) -> None:
+        super().__init__(text)
+        self.wait, self.far = wait, far
+
+
+class Session(requests.Session):
+    """A session whose answers end when the clock (`time.monotonic`) shows `until`, and that reads no body by itself."""
+
+    until = math.inf
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auth = _no_password
+        for scheme in ("http://", "https://"):
+            self.mount(scheme, _Adapter(self))
+
+    def request(self, method: Any, url: Any, *args: Any, **options: Any) -> requests.Response:
+        """As of requests, by default without redirects, not packed, and as a stream."""
+        options["headers"] = {"Accept-Encoding": "identity", **(options.get("headers") or {})}
+        bounds = {"stream": True, "timeout": (CONNECT, IDLE)}
+        return super().request(method, url, *args, **{**bounds, **options, "allow_redirects": False})
+
+    def get_redirect_target(self, resp: requests.Response) -> None:
+        """None. Given a target, requests reads the redirect's whole body, of any size, even if it does not follow."""
+
+
+def _no_password(request: requests.PreparedRequest) -> requests.PreparedRequest:
+    """Keeps requests from sending what ~/.netrc has."""
+    return request
+
+
+class _Adapter(HTTPAdapter):
+    """Makes connections whose answers are read through `_Until`."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+
+    def get_connection_with_tls_context(self, *args: Any, **options: Any) -> Any:
+        pool: Any = super().get_connection_with_tls_context(*args, **options)
+        if "ConnectionCls" not in vars(pool):
+            session = self._session
+
+            class Answer(http.client.HTTPResponse):
+                def __init__(self, sock: Any, *args: Any, **options: Any) -> None:
+                    super().__init__(sock, *args, **options)
+                    self.fp = io.BufferedReader(_Until(self.fp.detach(), sock, session))  # type: ignore[attr-defined]
+
+            pool.ConnectionCls = type("Bounded", (pool.ConnectionCls,), {"response_class": Answer})
+        return pool
+
+    def cert_verify(self, *args: Any, **options: Any) -> None:
+        try:
+            super().cert_verify(*args, **options)
+        except OSError as error:
+            raise UsageError(f"{printable(str(error))}; set REQUESTS_CA_BUNDLE to a file of certificates") from None
+
+
+class _Until(io.RawIOBase):
+    """The bytes of a connection until the session's deadline, which a time-out of requests is not: it begins anew at
+    each byte."""
+
+    def __init__(self, raw: io.RawIOBase, sock: Any, session: Session) -> None:
+        self._raw, self._sock, self._session = raw, sock, session
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._session.until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(min(left, IDLE))
+        return self._raw.readinto(buffer)  # type: ignore[attr-defined, no-any-return]
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def body(answer: requests.Response, piece: int = _PIECE) -> Iterator[bytes]:
+    """What arrives of a body, without waiting for a whole piece, and never unpacked."""
+    raw: Any = answer.raw
+    read = raw.read1 if hasattr(raw, "read1") else lambda most, **options: raw.read(min(most, 2**12), **options)
+    while found := read(piece, decode_content=False):
+        yield found
+
+
+def retry_after(answer: requests.Response) -> float | None:
+    """Seconds that a server asks to wait, by its header Retry-After, at most 300; None: it does not ask."""
+    try:
+        found = RETRY.parse_retry_after(answer.headers.get("Retry-After", ""))
+    except (InvalidHeader, ValueError, OverflowError):
+        return None
+    return min(max(0.0, found), _LONGEST_WAIT)
+
+
+def pause(retry: Retry, problem: str, what: str, *, wait: float | None = None, far: bool = False) -> Retry:
+    """Wait before another attempt, and return what is left of `retry`. Unreachable: nothing is.
+
+    wait: seconds that the server asks for. far: no server was reached.
+    """
+    error = (ConnectTimeoutError if far else ProtocolError)(problem)
+    try:
+        retry = retry.increment("GET", error=error)
+    except MaxRetryError:
+        times = f"; tried {len(retry.history) + 1} times" if retry.history else ""
+        raise Unreachable(
+            f"{what} cannot be fetched: {problem}{times}. What is here stays; run the same command again"
+        ) from None
+    seconds = retry.get_backoff_time() if wait is None else wait
+    log.info("%s: %s; trying again in %.1f s", what, problem, seconds)
+    time.sleep(seconds)
+    return retry
+
+
+def download(
+    url: str,
+    part: Path,
+    *,
+    what: str,
+    most: int,
+    sha256: str | None = None,
+    exact: bool = False,
+    retry: Retry = RETRY,
+) -> None:
+    """Fetch `url` into the file `part`, behind the bytes that it has, and check it.
+
+    Args:
+        what: names the file in messages.
+        most: bytes that it may have. exact: it has exactly these.
+        sha256: of the file; None for one that carries its own seal.
+        retry: failures in a row before it is given up.
+
+    Raises:
+        Unreachable: no answer. UsageError: it is not there, or needs a permission.
+        RunError: it is another file than was stated, or the disk refuses.
+    """
+    left, largest = retry, _size(part)
+    for second in (False, True):
+        while True:
+            try:
+                with Session() as session:
+                    _attempt(session, url, part, what, most, exact)
+                break
+            except _Retryable as problem:
+                gained = _size(part) - largest  # what a server takes back is no progress
+                if gained > min(0.01 * most, 0.1 * (most - largest)):
+                    left, largest = retry, largest + gained
+                left = pause(left, str(problem), what, wait=problem.wait, far=problem.far)
+        if sha256 is None or file_digest(part) == sha256:
+            return
+        _drop(part)
+        if second:
+            break
+        largest = 0
+    raise RunError(
+        f"{what} is not what the manifest states (its SHA-256 differs), and was not kept: it was altered, or "
+        "the cache was replaced there; name a revision, or ask its author"
+    )
+
+
+def _attempt(session: Session, url: str, part: Path, what: str, most: int, exact: bool) -> None:
+    have = _size(part)
+    if have > most or (have == most and not exact):
+        _drop(part)
+        have = 0
+    if have == most:
+        return
+    session.until = time.monotonic() + _MINUTE
+    try:
+        with _follow(session, url, {"Range": f"bytes={have}-"} if have else {}, what) as answer:
+            start = _beginning(answer, have, what, most, exact)
+            if start is None:
+                _drop(part)
+                raise _Retryable("the server has another file now")
+            _receive(session, answer, part, start, what, most, exact)
+    except (OSError, HTTPError) as error:  # those of requests are OSErrors; writing has turned those of the disk
+        words, kind = reason(error)
+        if kind == "final":
+            raise Unreachable(f"{what} cannot be fetched: {words}. What is here stays") from None
+        raise _Retryable(words, far=kind == "far") from error
+
+
+def _follow(session: Session, url: str, headers: Mapping[str, str], what: str) -> requests.Response:
+    """The answer at the end of the redirects. UsageError: it will not be another one later."""
+    inside = is_private(url)
+    for _ in range(_REDIRECTS + 1):
+        try:
+            answer = session.get(url, headers=headers)
+            target = urljoin(url, answer.headers.get("Location", ""))
+            read = is_allowed(target) and (urlsplit(url).scheme != "https" or urlsplit(target).scheme == "https")
+            hidden = not inside and is_private(target)  # what only this machine reaches is not a stranger's to name
+        except (requests.RequestException, UsageError):
+            raise
+        except ValueError as error:
+            raise UsageError(f"{what}: the server redirects to no URL ({printable(str(error))[:200]})") from None
+        if not answer.is_redirect:
+            return _refuse(answer, what)
+        answer.close()
+        if not read:
+            raise UsageError(f"{what}: the server redirects to {shown_address(target)}, which is not read; give https")
+        if hidden:
+            raise UsageError(
+                f"{what}: the server redirects to {shown_address(target)}, which is not a public host; ask its author"
+            )
+        url = target
+    raise UsageError(f"{what}: the server redirects more than {_REDIRECTS} times; ask its author")
+
+
+def _refuse(answer: requests.Response, what: str) -> requests.Response:
+    code = answer.status_code
+    if code in (200, 206, 416):
+        return answer
+    answer.close()
+    if code in LATER:
+        raise _Retryable(f"the server answers {code}", retry_after(answer))
+    if code in (401, 403):
+        raise UsageError(f"{what}: the server refuses it ({code}), and no password is sent; give the folder of a copy")
+    if code in (404, 410):
+        raise UsageError(f"{what} is not there ({code}); check the address")
+    raise UsageError(f"{what}: the server answers {code}; check the address")
+
+
+def _beginning(answer: requests.Response, have: int, what: str, most: int, exact: bool) -> int | None:
+    """The byte at which the answer begins; None if the part is of another file.
+
+    RunError: the file has another size.
+    """
+    if answer.status_code == 416:
+        return None
+    total, start = _length(answer), 0
+    if answer.status_code == 206:
+        found = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
+        if found is None or int(found[1]) != have:
+            return None
+        start, total = have, None if found[2] == "*" else int(found[2])
+    if total is not None:
+        refuse_size(what, total, most, exact)
+    return start
+
+
+def refuse_size(what: str, total: int, most: int, exact: bool) -> None:
+    """RunError: a file has another size elsewhere than the manifest states."""
+    if total > most or (exact and total != most):
+        raise RunError(
+            f"{what} has {total:,} bytes there instead of {'' if exact else 'at most '}{most:,}: it was altered, or "
+            "the cache was replaced there; name a revision, or ask its author"
+        )
+
+
+def _length(answer: requests.Response) -> int | None:
+    """Bytes that an answer states; None if it states none that are possible."""
+    stated = answer.headers.get("Content-Length", "")
+    return int(stated) if _LENGTH.fullmatch(stated) else None
+
+
+def _receive(
+    session: Session, answer: requests.Response, part: Path, start: int, what: str, most: int, exact: bool
+) -> None:
+    have, began = start, time.monotonic()
+    with writing(part):
+        part.touch()
+        os.truncate(part, start)
+        file = open(part, "ab")  # noqa: SIM115  (closed below; an error of the network is none of the disk)
+    with file:
+        for piece in body(answer):
+            have += len(piece)
+            session.until = began + _MINUTE + (have - start) / SLOWEST
+            if have > most:
+                _drop(part)
+                raise RunError(f"{what}: the server sends more than {most:,} bytes; ask its author")
+            with writing(part):
+                faults.point("cache.fetch.bytes", len(piece))
+                file.write(piece)
+                file.flush()
+    if (exact and have < most) or have - start < (_length(answer) or 0):
+        raise _Retryable(f"the answer ended after {have:,} bytes")
+
+
+def _drop(part: Path) -> None:
+    with writing(part):
+        remove_file(part)
+
+
+def _size(part: Path) -> int:
+    return part.stat().st_size if part.exists() else 0
+
+
+_REASONS = (
+    ("certificate", "final", "its certificate is not valid; check the address"),
+    ("wrong_version_number", "final", "the server does not speak https there; check the address"),
+    ("http_request", "final", "the server does not speak https there; check the address"),
+    ("ssl: ", "", "the encrypted connection failed"),
+    ("resol", "far", "the name of the server is not known; is there a connection?"),
+    ("name or service", "far", "the name of the server is not known; is there a connection?"),
+    ("nodename", "far", "the name of the server is not known; is there a connection?"),
+    ("refused", "far", "the connection was refused"),
+    ("unreachable", "far", "the network does not reach the server"),
+    ("no route", "far", "the network does not reach the server"),
+    ("connecttimeout", "far", "the server does not answer"),
+    ("timed out", "", "the server does not answer"),
+    ("timeout", "", "the server does not answer"),
+    ("reset", "", "the connection was reset"),
+    ("incompleteread", "", "the answer broke off"),
+    ("closed", "", "the server closed the connection"),
+    ("disconnected", "", "the server closed the connection"),
+)
+"""What the text of an error contains -> `final`: it will not pass; `far`: no server was reached; and words for it."""
+
+
+def reason(error: BaseException) -> tuple[str, str]:
+    """An error of a connection in words, and its kind, see `_REASONS`."""
+    text = f"{type(error).__name__} {error}".lower()
+    found = next(((words, kind) for known, kind, words in _REASONS if known in text), None)
+    return found or (f"the connection failed ({type(error).__name__})", "")

@@ -1,0 +1,19 @@
+"""`--collect-tensors`: statistics of a run's operands, for research into number formats (docs/precision.md)."""
+
+from typing import Any
+
+from kdtrain.config.registered import register_observer, register_section
+from kdtrain.plugins.collect.options import CollectConfig
+
+register_section("collect", {"distill": CollectConfig})
+
+
+@register_observer("collect")
+def observer(request: Any) -> Any:
+    """Collects from a run with --collect-tensors."""
+    options = request.config.plugins["collect"]
+    if options.collect_tensors is None:
+        return None
+    from kdtrain.plugins.collect.collector import Collector
+
+    return Collector(request.config.out / "tensors.h5", options, request)
