@@ -12,17 +12,17 @@ from kdtrain.checkpoint.store import load
 from kdtrain.objective import matmul
 from kdtrain.precision.backends import Torchao
 from kdtrain.precision.controller import Adaptive, Policy, PrecisionController, SwitchTo
-from kdtrain.precision.emulated import Recipe
+from kdtrain.precision.emulated import FormatRecipe
 from kdtrain.precision.linear import Emulated, convert
 
 pytestmark = pytest.mark.slow
 
-FP8 = Recipe("tensorwise", gradient="e5m2")
+FP8 = FormatRecipe("tensorwise", gradient="e5m2")
 BACKENDS = {
     "fp8 by torchao": Torchao(FP8),
     "fp8 emulated": Emulated(FP8),
-    "mxfp8": Emulated(Recipe("mx")),
-    "mxfp4": Emulated(Recipe("mx", "e2m1", "e2m1")),
+    "mxfp8": Emulated(FormatRecipe("mx")),
+    "mxfp4": Emulated(FormatRecipe("mx", "e2m1", "e2m1")),
 }
 GENERATED = ("fp8 by torchao", "mxfp4")
 """The back ends whose code is generated; the graphs of the others are traced and run as they are."""
