@@ -193,8 +193,8 @@ REFUSED = [
     ),
     (lambda: options.ParallelConfig(parallel="ddp", accumulate="sharded"), "--accumulate sharded has no effect"),
     (
-        lambda: options.CacheTeacherConfig(teacher="t", out=Path("c"), from_logprobs=Path("p"), compile=False),
-        "--no-compile has no effect with --from-logprobs",
+        lambda: options.CacheTeacherConfig(teacher="t", out="c", data=TEXT, compile=False, server=SERVER),
+        "--no-compile has no effect with --teacher-server",
     ),
     (
         lambda: options.CacheTeacherConfig(teacher="t", out="c", data=TEXT, precision="fp32", server=SERVER),
@@ -213,7 +213,7 @@ REFUSED = [
         "--teacher-weights has no effect with --teacher-server",
     ),
     (
-        lambda: distill(cache=None, teacher="t", data=TEXT, cross_tokenizer="both", server=RUN_SERVER),
+        lambda: distill(cache=None, teacher="t", data=TEXT, cross_tokenizer=True, server=RUN_SERVER),
         "--cross-tokenizer needs the whole cache before training; capture the server's answers with cache-teacher",
     ),
     *(

@@ -237,5 +237,3 @@ def test_options_that_a_server_cannot_serve_are_refused():
     for words, codec in ((words, CodecConfig(**given)) for words, given in refused.items()):
         with pytest.raises(kd.UsageError, match=f"{words}.* use .*--top-k, or --num-samples where the server has kdtr"):
             kd.CacheTeacherConfig(teacher="t", out="c", data=DataConfig(data="text.txt"), codec=codec, server=server)
-    with pytest.raises(kd.UsageError, match="exclude each other"):
-        kd.CacheTeacherConfig(teacher="t", out="c", from_logprobs="f", codec=CodecConfig(top_k=4), server=server)

@@ -1,6 +1,6 @@
 """The records of a cache: what it was built from, and what each of its files must be.
 
-`settings.json`, written first, states what was asked for; shards carry its digest, so that a resume never
+`settings.json`, written first, states what was requested; shards carry its digest, so that a resume never
 mixes two caches. `manifest.json`, written last and sealed by its own digest, repeats the settings and adds
 digests of every shard, the index and the tokenizer files, the measured fidelity, and bytes a token. Every
 reader starts at it. Both may be downloaded, with a valid seal of a stranger: reading types them, and checks numbers
@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 from msgspec import Meta
 
 from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.folder import why_no_cache
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.config.sections import Weights
 from kdtrain.errors import UsageError, printable
@@ -308,13 +309,13 @@ def _refuse_contradictions(split: str, stated: SplitRecord, settings: CacheSetti
             raise ValueError(f"splits.{split}: shard {number} has {'no ' * pieces}first_sequence")
 
 
-def differences(there: Any, asked: Any, name: str = "") -> Iterator[str]:
+def differences(there: Any, wanted: Any, name: str = "") -> Iterator[str]:
     """One phrase for each leaf that differs between two JSON records."""
-    if isinstance(there, dict) and isinstance(asked, dict):
-        for key in sorted(there.keys() | asked.keys()):
-            yield from differences(there.get(key), asked.get(key), f"{name}.{key}" if name else key)
-    elif there != asked:
-        yield f"{name}: {there} there, {asked} asked"
+    if isinstance(there, dict) and isinstance(wanted, dict):
+        for key in sorted(there.keys() | wanted.keys()):
+            yield from differences(there.get(key), wanted.get(key), f"{name}.{key}" if name else key)
+    elif there != wanted:
+        yield f"{name}: {there} there, {wanted} here"
 
 
 def first_rows(stated: SplitRecord) -> list[int]:
@@ -324,25 +325,9 @@ def first_rows(stated: SplitRecord) -> list[int]:
 
 def read_manifest(folder: Path | str) -> Manifest:
     """The manifest of a finished cache. UsageError: it is missing, unfinished, altered or of an unknown version."""
-    folder = Path(folder)
-    path = folder / cache_format.MANIFEST
-    if not path.exists():
-        if (folder / cache_format.CELLS).exists():
-            raise UsageError(
-                f"{folder} is not a cache but a view of one, in a student's tokens; run kdtrain verify on the run that "
-                "it belongs to"
-            )
-        if any((folder / cache_format.SHARDS).glob("*.h5*")):  # a temporary one too
-            raise UsageError(
-                f"the cache {folder} is unfinished; run the same cache-teacher command again to finish it, "
-                "or the distill, import, merge or subset that began it"
-            )
-        if (folder / cache_format.SETTINGS).exists():
-            raise UsageError(
-                f"the cache {folder} holds no shard: the command that began it was refused or stopped before its first "
-                "one; run cache-teacher again"
-            )
-        raise UsageError(f"{folder} holds no cache (no {cache_format.MANIFEST}); make one with kdtrain cache-teacher")
+    path = Path(folder, cache_format.MANIFEST)
+    if (missing := why_no_cache(folder)) is not None:
+        raise UsageError(f"{folder}: {missing}")
     try:
         record = read_sealed(path, MEDIUM)
         version = record.get("format_version")
@@ -436,5 +421,5 @@ def refuse_tokenizer(digest: str | None, cached: str | None) -> None:
     if None not in (digest, cached) and digest != cached:
         raise UsageError(
             f"the student has another tokenizer ({str(digest)[:12]}) than the teacher's text ({str(cached)[:12]}): "
-            "give the student the teacher's tokenizer, or train across tokenizers with --cross-tokenizer auto"
+            "give the student the teacher's tokenizer, or train across tokenizers with --cross-tokenizer"
         )
