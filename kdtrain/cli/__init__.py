@@ -30,9 +30,9 @@ from kdtrain.registry import first_line
 
 _LONGEST = 2000
 """Characters of a message; only a name from a damaged file is longer."""
-_WITHOUT_MODELS = ("compare", "completion", "inspect", "plot", "push", "verify")
+_WITHOUT_MODELS = ("compare", "completion", "inspect", "plot", "verify")
 """Built-in commands that load no model, and so run under `python -OO`."""
-_RESUMING = ("cache-teacher", "demo", "distill", "merge", "push", "subset")
+_RESUMING = ("cache-teacher", "demo", "distill", "merge", "subset")
 """Built-in commands that keep what an interrupted one has done."""
 _NARROWEST = 40
 """Columns of the narrowest terminal that tables and help are made for."""

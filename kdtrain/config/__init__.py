@@ -12,7 +12,6 @@ from typing import Any
 
 from kdtrain.config.cache_commands import CacheTeacherConfig as CacheTeacherConfig
 from kdtrain.config.cache_commands import MergeConfig as MergeConfig
-from kdtrain.config.cache_commands import PushConfig as PushConfig
 from kdtrain.config.cache_commands import SubsetConfig as SubsetConfig
 from kdtrain.config.cache_commands import check_device as check_device
 from kdtrain.config.commands import CompareConfig as CompareConfig

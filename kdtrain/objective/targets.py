@@ -8,7 +8,7 @@ log-partition L(beta) = log sum_{j in tail} exp(beta e_j) with its slope at a fe
 knots L is a cubic Hermite polynomial in beta, so that Z(beta) and the tail's mass are right at temperatures
 other than 1, which neither a bucket of mass 1 - sum p nor renormalising over the top-k is.
 
-Each kind knows how the engine walks it, how metrics measure it and what it cannot be used for (`Targets`):
+Each kind states how the engine walks it, how metrics measure it and what it cannot be used for (`Targets`):
 another kind is another subclass, and no code asks for the kind.
 
 Given up: outside the knots L continues along its end slope, which is a lower bound of the true, convex L; the
@@ -53,7 +53,7 @@ class Comparison(NamedTuple):
 
 
 class Targets(ABC):
-    """A teacher's predictions for N rows. A kind is a frozen dataclass of tensors whose first dimension is N.
+    """A teacher's distributions of N rows. A kind is a frozen dataclass of tensors whose first dimension is N.
 
     A kind is compared with the student at single entries of a row (`entries`, `events`), or over whole rows of `width`
     columns (`row_logprobs`). The defaults are those of whole rows.
@@ -67,7 +67,7 @@ class Targets(ABC):
     width: int | None
     """V of whole rows; None for single entries."""
     has_tail = False
-    """True where a tail rule stands for entries that are not kept; a divergence sees the others as dense."""
+    """True where a tail rule stands for entries that are not stored; a divergence sees the others as dense."""
     only_at_one = False
     """True for targets that are right at T = 1 only."""
     known_at_one: bool = False
@@ -171,7 +171,7 @@ class Targets(ABC):
         return measure(self.events(tail, statistics, beta))
 
     def common(self) -> Tensor | None:
-        """[N] bool, of a teacher with another tokenizer: where it speaks of the label's first byte. Else None."""
+        """[N] bool, of a teacher with another tokenizer: where it predicts the label's first byte. Else None."""
         return None
 
     def label_bytes(self, own_N: Tensor) -> Tensor:

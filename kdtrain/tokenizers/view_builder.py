@@ -6,7 +6,7 @@
     FOLDER/tokenizer/        the student's
     FOLDER/view.json         at the end, sealed: the digests, and what was measured
 
-A row has the student's tokens, and for each label where in the cache the teacher speaks of the same bytes; its
+A row has the student's tokens, and for each label where in the cache the teacher predicts the same bytes; its
 numbers stay in the cache, and `ViewReader` joins both when it reads. Shards are published one by one, and a killed
 build goes on behind the last: the shards are the same, as the rows are a pure function of the cache and the settings.
 
@@ -135,7 +135,7 @@ class _Maker:
         self.begun = worker, joined, {}
         for first, documents in self.stream(reader, joined):
             out = self.begun[2][first] = worker(first, documents)
-            out = out[(out["source"] >= 0) & (out["said"] == 0)]
+            out = out[(out["source"] >= 0) & (out["prefix"] == 0)]
             pairs.append(np.stack([out["taught"], out["token"]]))
             read += len(documents)
             if read >= _MERGED_FROM:
@@ -303,7 +303,7 @@ def _build_split(
             np.save(file, stored := _stored(taken, maker.seq_len), allow_pickle=False)
         at = stored["source"] >= 0
         taught = np.stack([row.kept["taught"] for row in taken])[at] if taken else np.empty(0, np.int64)
-        begins = stored["said"][at] == 0
+        begins = stored["prefix"][at] == 0
         one, other = cells.of_teacher[taught], cells.of_student[stored["tokens"][:, 1:][at]]
         documents, left_out = worker.count(after, math.inf if last else next_token)
         tally = LabelCounts(
@@ -339,7 +339,7 @@ def _stored(rows: Sequence[PackedRow], seq_len: int) -> np.ndarray:
     for each, row in zip(out, rows, strict=True):
         each["tokens"], each["loss_mask"], each["segments"] = row.tokens, row.loss_mask, row.segments
         each["source"] = np.where(row.loss_mask, row.kept["source"], -1)
-        each["said"] = np.where(each["source"] >= 0, row.kept["said"], 0)
+        each["prefix"] = np.where(each["source"] >= 0, row.kept["prefix"], 0)
     return out
 
 

@@ -9,7 +9,7 @@ import pytest
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import file_digest, publish_json, read_sealed
 from kdtrain.tokenizers import view_builder as views
-from kdtrain.tokenizers.view import View, verify_view
+from kdtrain.tokenizers.view import View, row_type, verify_view
 from kdtrain.tokenizers.view_builder import build_view
 from tests.fetched import files_of
 from tests.token_kinds import train
@@ -84,8 +84,8 @@ HOSTILE = {
     "a token of nobody": of_rows(lambda rows: rows["tokens"].__setitem__((0, 1), 2**20)),
     "a segment of nobody": of_rows(lambda rows: rows["segments"].__setitem__((0, 1), -(2**30))),
     "a mask of 7": of_rows(lambda rows: rows["loss_mask"].view(np.uint8).__setitem__((0, 1), 7)),
-    "said what nobody says": of_rows(lambda rows: rows["said"].__setitem__((0, 1), 2**30)),
-    "said less than nothing": of_rows(lambda rows: rows["said"].__setitem__((0, 1), -1)),
+    "a prefix of nobody": of_rows(lambda rows: rows["prefix"].__setitem__((0, 1), 2**30)),
+    "a prefix below 0": of_rows(lambda rows: rows["prefix"].__setitem__((0, 1), -1)),
     "a source of nobody": of_rows(lambda rows: rows["source"].__setitem__((0, 1), 2**62)),
 }
 
@@ -123,6 +123,27 @@ def test_a_view_of_another_version_is_known_as_such_also_where_it_is_finished(so
         publish_json(folder / name, {key: each for key, each in record.items() if key != "digest"}, "x")
     with pytest.raises(views.OtherViewError, match="holds the view of another version of kdtrain; name another folder"):
         build_view(folder, sound.cache, train("gpt2"))
+
+
+def test_a_finished_view_of_version_2_is_read_as_it_is(sound, tmp_path):
+    folder = tmp_path / "data"
+    shutil.copytree(sound.folder, folder)
+    record = read_sealed(folder / "view.json")
+    record["settings"]["version"] = 2
+    for split, shards in record["shards"].items():
+        record["tallies"][split]["in_chunks"] = 7
+        for number, shard in enumerate(shards):
+            rows = np.load(path := folder / f"{split}-{number:05d}.npy")
+            older = np.ones(rows.shape, row_type(sound.seq_len, 2))
+            for old, name in zip(older.dtype.names, rows.dtype.names, strict=False):
+                older[old] = rows[name]
+            np.save(path, older)
+            shard["sha256"] = file_digest(path)
+    publish_json(folder / "view.json", record, "x")
+    found = build_view(folder, sound.cache, train("gpt2"))
+    assert found.record.settings["version"] == 2 and verify_view(folder) == []
+    one, other = (each["train"].rows(range(4)) for each in (found, sound))
+    assert all(np.array_equal(one[name], other[name]) for name in other.dtype.names)
 
 
 def test_an_array_larger_than_stated_is_not_read_to_its_end(sound, tmp_path):

@@ -48,20 +48,20 @@ def cache(request, tmp_path_factory):
     return foreign_cache(tmp_path_factory.mktemp("view") / "cache", *request.param)
 
 
-def by_cell(view, whole, position, said, own=None):
-    """The teacher's masses of cells at a position of the cache; behind the tokens of number `said`, of what goes on.
+def by_cell(view, whole, position, prefix, own=None):
+    """The teacher's masses of cells at a position of the cache; behind the tokens of number `prefix`, of what goes on.
 
     own: the student's token there, which counts as one of 20 samples.
     """
     masses, spelling = np.zeros(view.cells.count + 1), view.spelling
     for token, mass in zip(*(each[position].tolist() for each in whole.targets.listed()), strict=True):
         if token < len(view.cells.of_teacher):
-            following = int(spelling.next(np.array([token]), np.array([said]))[0])
-            masses[view.cells.of_student[following] if said and following >= 0 else -1] += mass * bool(said)
-            masses[view.cells.of_teacher[token]] += mass * (not said)
-    if said and own is not None and masses[:-1].any():
+            following = int(spelling.next(np.array([token]), np.array([prefix]))[0])
+            masses[view.cells.of_student[following] if prefix and following >= 0 else -1] += mass * bool(prefix)
+            masses[view.cells.of_teacher[token]] += mass * (not prefix)
+    if prefix and own is not None and masses[:-1].any():
         masses[view.cells.of_student[own]] += 1 / 20
-    return masses[:-1] / masses[:-1].sum() if said and masses[:-1].any() else masses[:-1]
+    return masses[:-1] / masses[:-1].sum() if prefix and masses[:-1].any() else masses[:-1]
 
 
 def cells_at(view, targets, place):
@@ -78,12 +78,12 @@ def test_a_batch_has_the_teachers_numbers_for_the_same_bytes(cache, tmp_path):
     labels = whole.tokens[:, 1:].flatten()
     rows = reader.rows([3, 0])
     source = torch.from_numpy(rows["source"]).flatten()
-    targets, said = batch.targets, torch.from_numpy(rows["said"]).flatten()
+    targets, prefix = batch.targets, torch.from_numpy(rows["prefix"]).flatten()
     own = batch.tokens[:, 1:].flatten()
     assert targets.common().float().mean() > 0.5
     for place in torch.nonzero(source >= 0).flatten().tolist():
-        expected = by_cell(view, whole, int(source[place]), int(said[place]), own[place])
-        if said[place] and not cache.manifest.settings.codec.num_samples:
+        expected = by_cell(view, whole, int(source[place]), int(prefix[place]), own[place])
+        if prefix[place] and not cache.manifest.settings.codec.num_samples:
             expected *= 0  # a top-k says nothing of the rest within a token
         assert targets.common()[place] == expected.any()
         assert not expected.any() or np.allclose(cells_at(view, targets, place), expected, atol=1e-6)
@@ -160,11 +160,11 @@ def test_whole_distributions_have_the_likeliest_cells_also_within_tokens(tmp_pat
     view = build_view(tmp_path / "data", cache, train("gpt2"))
     order = range(len(view["train"]) - 1, -1, -1)
     stored, targets = view["train"].rows(order), view["train"].read(order).targets
-    source, said = (stored[name].ravel() for name in ("source", "said"))
-    assert torch.equal(targets.compared, torch.from_numpy(source >= 0)) and (said > 0).sum() > 3
+    source, prefix = (stored[name].ravel() for name in ("source", "prefix"))
+    assert torch.equal(targets.compared, torch.from_numpy(source >= 0)) and (prefix > 0).sum() > 3
     whole = cache["train"].read(range(len(cache["train"])))
     for place in np.flatnonzero(source >= 0):
-        expected, found = by_cell(view, whole, source[place], said[place]), cells_at(view, targets, place)
+        expected, found = by_cell(view, whole, source[place], prefix[place]), cells_at(view, targets, place)
         expected /= expected.sum()
         least = np.sort(expected)[-MOST_CELLS:].min()
         assert np.allclose(found[found > 0], expected[found > 0], rtol=1e-4) and (expected[found == 0] <= least).all()
