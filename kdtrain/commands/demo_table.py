@@ -29,7 +29,7 @@ class _Run(TypedDict):
     tokens: int
     tokens_per_second: float | None
     validation: dict[str, list[float | None]]
-    test: dict[str, float | None]
+    test: dict[str, Any]
     calibration: list[dict[str, float]]
 
 
@@ -39,12 +39,14 @@ def check(run: Run, kind: str, seed: int) -> None:
     for part, names in _NEEDED.items():
         if missing := [name for name in names if name not in run[part]]:
             raise ValueError(f"its {part} lacks {', '.join(missing)}")
+    test = typed({name: run["test"][name] for name in _NEEDED["test"]}, dict[str, float | None])
     if (run["student"], run["seed"]) != (kind, seed):
         raise ValueError(f"it is of {printable(run['student'])[:80]}, seed {run['seed']}")
     curves = run["validation"]
     whole = len({len(curves[name]) for name in _NEEDED["validation"]}) == 1 and any(curves["loss"])
-    if not whole or None in (*best(run), curves["teacher_loss"][-1]):
-        raise ValueError("its validations are incomplete")
+    measured = (test["loss"], test["ece"], test["teacher_loss"])
+    if not whole or None in (*best(run), curves["teacher_loss"][-1], *measured):
+        raise ValueError("its measurements are incomplete")
 
 
 def show(result: dict[str, Any]) -> None:
