@@ -30,7 +30,6 @@ from kdtrain.models.loading import is_model_folder, with_weights_of
 from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.net.address import parse_address
-from kdtrain.objective.batch import Batch
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.memory_plan import (
@@ -215,7 +214,10 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     with raise_on_all_ranks():
         objective = with_bounds(given.objective, sources["train"].facts, teacher is not None)
         if teacher is not None:
-            teacher.pack(_first_rows(rows, micro) if is_main() else (), document_mask=rows.facts.document_mask)
+            # the sequences on which the cost of packed weights is measured
+            starts = range(0, min(len(rows), MEASURED), micro) if is_main() else range(0)
+            first = (rows.read(np.arange(at, min(at + micro, len(rows), MEASURED))) for at in starts)
+            teacher.pack(first, document_mask=rows.facts.document_mask)
     optimizer = replace(given.optimizer, lr=lr)
     return Recipe(
         given=given,
@@ -348,12 +350,6 @@ def _with_base_weights(config: DistillConfig, spec: ModelSpec, formats: Formats,
         )
     refuse_weights(kind, "--base-weights", device)
     return spec
-
-
-def _first_rows(source: Source, size: int) -> Iterator[Batch]:
-    """The first sequences of a split, on which the cost of a teacher's packed weights is measured."""
-    count = min(len(source), MEASURED)
-    return (source.read(np.arange(start, min(start + size, count))) for start in range(0, count, size))
 
 
 def _micro_batch(config: DistillConfig, job: Job | None, free: float | None) -> int:
