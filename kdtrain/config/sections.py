@@ -23,9 +23,6 @@ from kdtrain.config.choices import (
 from kdtrain.config.values import Conflicts, Options, flag, option, refuse
 from kdtrain.errors import UsageError
 
-Weights = Literal["bf16", "int8", "nf4"]
-"""Formats of frozen weights that take fewer bits (`kdtrain.models.frozen`)."""
-
 
 def _check_split(split: str) -> None:
     known = split in ("train", "validation", "test")
