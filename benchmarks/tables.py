@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.harness import RESULTS, ROOT, SECTIONS
 from benchmarks.harness.record import counts, find
-from benchmarks.science import quality_tables, tokenizer_tables
+from benchmarks.science import quality_tables
 from benchmarks.science.quality_tables import markdown
 from kdtrain.commands.demo_table import KINDS, rows, title, verdict
 
@@ -28,7 +28,6 @@ PAGES = {
     "prune": ROOT / "docs" / "prune.md",
     "lora": ROOT / "docs" / "lora.md",
     "find_lr": ROOT / "docs" / "learning-rate.md",
-    "tokenizers": ROOT / "docs" / "tokenizers.md",
     "gpu": ROOT / "docs" / "performance.md",
 }
 COLUMNS = {
@@ -105,9 +104,6 @@ def current(name: str) -> dict[str, str]:
         return {"lora-table": lora(_record("lora")), "variants-table": variants(_record("lora"))}
     if name == "find_lr":
         return {"find-lr-table": find_lr(_record("find_lr"))}
-    if name == "tokenizers":
-        there = [each if (RESULTS / f"{each}.json").exists() else None for each in ("tokenizers", "tokenizer_pairs")]
-        return tokenizer_tables.blocks(*(None if each is None else _record(each) for each in there))
     if name == "demo":
         return {"demo-table": demo(_record("demo"))}
     return {"objective-table": objective(_record("objective"), _record("step"))}

@@ -23,21 +23,20 @@ class CacheSplit(reader.CacheReader):
         tokenizer: Any,
         *,
         folder: Path | str | None = None,
-        cells: bool = True,
-        chunks: bool = False,
         special_tokens: Mapping[str, str] | None = None,
     ) -> ViewReader:
         """This split in the rows of a student with another tokenizer: a data set whose items any loop takes.
+
+        The student needs it too, for what its tensors do not hold: `Student(model, loss, data=...)`.
 
         Args:
             tokenizer: the student's, or its folder or hub id.
             folder: where the rows are made and kept, of every split, and found again; by default a folder that goes
                 with the process.
-            cells, chunks: the terms of the loss (docs/tokenizers.md).
             special_tokens: see `kdtrain.Alignment`.
 
-        UsageError: the tokenizers do not fit together, the folder holds something else, or the cache has no numbers for
-            a term.
+        UsageError: the tokenizers do not fit together, the folder holds something else, or the cache has no teacher's
+            numbers.
         """
         given = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         kept, splits = folder, None
@@ -46,7 +45,7 @@ class CacheSplit(reader.CacheReader):
             atexit.register(shutil.rmtree, kept, ignore_errors=True)
         cache = reader.Cache(self.folder, self.manifest, self.remote)
         view = build_view(Path(kept), cache, given, events=special_tokens, splits=splits)
-        return ViewReader(view, self.split, cells=cells, chunks=chunks)
+        return ViewReader(view, self.split)
 
 
 class Cache(reader.Cache):

@@ -213,7 +213,7 @@ REFUSED = [
         "--teacher-weights has no effect with --teacher-server",
     ),
     (
-        lambda: distill(cache=None, teacher="t", data=TEXT, cross_tokenizer="both", server=RUN_SERVER),
+        lambda: distill(cache=None, teacher="t", data=TEXT, cross_tokenizer=True, server=RUN_SERVER),
         "--cross-tokenizer needs the whole cache before training; capture the server's answers with cache-teacher",
     ),
     *(

@@ -1,10 +1,10 @@
 """What cells cost the objective: `python -m benchmarks.performance.cells --student TOKENIZER`, on a quiet machine.
 
 Loss and gradients of the output head from 50 samples a token, in turn: of a teacher with the student's tokenizer
-(`one`), and of one with another (`--teacher`), by cells, and by cells and chunks. Both teachers' logits are N(0, 4^2),
-and their samples are kept as counts, as a cache keeps them. A figure is the median over rounds of the ratio to `one` of
+(`one`), and of one with another (`--teacher`), by cells. Both teachers' logits are N(0, 4^2), and their samples are
+stored as counts, as a cache stores them. A figure is the median over rounds of the ratio to `one` of
 the same round, and every second round goes the other way. Folders of tokenizers are those that a pair of models has, or
-what the study of tokenizers trained (`runs/tokenizers/tokenizer-8192`).
+any other that `transformers` saved.
 """
 
 import functools
@@ -23,11 +23,11 @@ from benchmarks.harness.timing import in_turn, medians, over
 from kdtrain.config.values import Options, option
 from kdtrain.models.output_head import OutputHead
 from kdtrain.models.tokenizer import load_tokenizer
-from kdtrain.objective.aligned import AlignedTargets
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import FLOOR, SparseTargets, Targets
 from kdtrain.tokenizers.alignment import Alignment
+from kdtrain.tokenizers.targets import AlignedTargets
 from kdtrain.tokenizers.teacher_cells import TeacherCells, coarsened
 
 SAMPLES = 50
@@ -86,9 +86,7 @@ def _measured(
     own = _samples(count, size, g)
     theirs = _samples(count, len(cells.of_token), g)
     near = coarsened(theirs, cells, torch.arange(count), torch.zeros(count, dtype=torch.int64))
-    one_N = torch.ones(count, dtype=torch.int64)
-    both = AlignedTargets(one_N, theirs.label_logprob, one_N == 1, near, index)
-    alone = AlignedTargets(one_N, theirs.label_logprob, one_N == 1, near, index, chunks=False)
+    aligned = AlignedTargets(near, mask_N, torch.ones(count), index)
 
     def call(targets: Targets | None) -> Tensor:
         hidden_ND.grad = weight_VD.grad = None
@@ -107,7 +105,7 @@ def _measured(
         loss.backward()
         return loss.detach()
 
-    sides = {"one": own, "cells": alone, "both": both, "cross-entropy": None}
+    sides = {"one": own, "cells": aligned, "cross-entropy": None}
     times = in_turn(
         {name: functools.partial(call, each) for name, each in sides.items()}, settings.rounds, hidden_ND.device, warm=2
     )

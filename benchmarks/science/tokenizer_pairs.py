@@ -7,7 +7,7 @@ file or a folder: `.mo` files are read as their translations, other files as tex
 `english` (the pages in docs) and `digits` (sums, made here) are always measured. Each pair is measured both ways, by
 the parts that make a view of a cache: bytes, common boundaries, prefix cells, merged on one half of each text and
 measured on the other. A pair that is refused is recorded with the reason. Pairs are recorded one by one, and the same
-command resumes.
+command measures those that are missing.
 
 No model of these families runs here. What cells keep of the entropy is that of a bigram model of the teacher's tokens,
 interpolated with unigrams (Witten & Bell 1991) and counted on the first half: it knows less of the context than a
@@ -19,7 +19,6 @@ Shapes: V entries of the teacher, C cells.
 import gettext
 import itertools
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +28,11 @@ import numpy as np
 
 from benchmarks.harness import RESULTS, ROOT, write
 from benchmarks.harness.command import options, stop
-from benchmarks.harness.machine import version
 from kdtrain.config.values import Options, option
 from kdtrain.data.bytes import ByteTokenizer
 from kdtrain.data.corpus import documents
 from kdtrain.errors import UsageError
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.tokenizers.alignment import Alignment
 from kdtrain.tokenizers.cells import Cells
 from kdtrain.tokenizers.transcode import TAUGHT
@@ -56,13 +55,11 @@ class Pairs(Options):
     """Most characters of a text."""
     out: Path = RESULTS / "tokenizer_pairs.json"
     """The record."""
-    minutes: float = option(1e9, above=0)
-    """After this time no further pair is begun; the same command resumes."""
 
 
 def main(given: Pairs) -> None:
     """Measure the pairs that the record does not have yet."""
-    begun, folders = time.monotonic(), dict(_named(each) for each in given.tokenizers)
+    folders = dict(_named(each) for each in given.tokenizers)
     if not folders:
         stop(2, "no tokenizer is given: NAME=FOLDER ...")
     texts = {"code": _code(), "english": _files(ROOT / "docs"), "digits": _sums()}
@@ -70,18 +67,14 @@ def main(given: Pairs) -> None:
     halves = {name: _halves(found, given.characters) for name, found in texts.items()}
     record: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {"pairs": []}
     record["settings"] = {"characters": given.characters, "sample": SAMPLE, "piece": PIECE}
-    record["texts"] = {name: [sum(map(len, half)) for half in each] for name, each in halves.items()}
-    record["versions"] = {name: version(name) for name in ("tokenizers", "transformers")}
-    record.setdefault("tokenizers", {})
     done = {(each["teacher"], each["student"]) for each in record["pairs"]}
     opened: dict[str, Any] = {}
     for teacher, student in itertools.permutations(folders, 2):
-        if (teacher, student) in done or time.monotonic() - begun > 60 * given.minutes:
+        if (teacher, student) in done:
             continue
         for name in (teacher, student):
-            opened[name] = opened.get(name) or _load(folders[name])
+            opened[name] = opened.get(name) or load_tokenizer(folders[name])
             opened[name].name_or_path = name  # a record has no places of a machine
-            record["tokenizers"][name] = _about(opened[name])
         found = measure(opened[teacher], opened[student], halves)
         record["pairs"].append({"teacher": teacher, "student": student, **found})
         write(given.out, record)
@@ -95,19 +88,6 @@ def _named(text: str) -> tuple[str, str]:
     return name, place
 
 
-def _load(folder: str) -> Any:
-    from kdtrain.models.tokenizer import load_tokenizer
-
-    return load_tokenizer(folder)
-
-
-def _about(tokenizer: Any) -> dict[str, Any]:
-    content = json.loads(tokenizer.backend_tokenizer.to_str())
-    steps = content["normalizer"] or {}
-    named = [each["type"] for each in steps.get("normalizers", [steps] if steps else [])]
-    return {"entries": len(tokenizer), "model": content["model"]["type"], "normalizer": named}
-
-
 def measure(teacher: Any, student: Any, halves: dict[str, tuple[list[str], list[str]]]) -> dict[str, Any]:
     """The figures of a pair by text, or why it is refused.
 
@@ -117,10 +97,7 @@ def measure(teacher: Any, student: Any, halves: dict[str, tuple[list[str], list[
         alignment = Alignment(teacher, student)
     except UsageError as error:
         return {"refused": str(error)}
-    begun = time.process_time()
-    cells = alignment.cells.count
-    found: dict[str, Any] = {"cells": cells, "seconds_for_cells": round(time.process_time() - begun, 2)}
-    return found | {"texts": {name: _text(alignment, *both) for name, both in halves.items()}}
+    return {"cells": alignment.cells.count, "texts": {name: _text(alignment, *both) for name, both in halves.items()}}
 
 
 def _text(alignment: Alignment, counted: list[str], measured: list[str]) -> dict[str, Any]:
@@ -128,35 +105,26 @@ def _text(alignment: Alignment, counted: list[str], measured: list[str]) -> dict
     worker, cells = alignment.transcoder(), alignment.cells
     try:
         streams = [_stream(worker.teacher, part) for part in (counted, measured)]
-        begun = time.process_time()
         first, out = (worker(0, stream) for stream in streams)
-        seconds = time.process_time() - begun
     except UsageError as error:
         return {"refused": str(error)}
-    documents, left_out = worker.documents, worker.left_out
     own, of_student = alignment.teacher, alignment.student
     first = first[(first["source"] >= 0) & (first["said"] == 0)]
     merged = alignment.merged(first["taught"], first["token"])
     out, measured_stream = out[1:], streams[1][1:]  # the first token of a text is no label
     labels = out[of_student.lengths[out["token"]] > 0]  # not the ends of documents, which all share
     at = labels[(labels["source"] >= 0) & (labels["said"] == 0)]
-    ends = labels[labels["length"] > 0]
     taught = measured_stream[own.lengths[measured_stream["token"]] > 0]
-    size = sum(len(text.encode()) for text in measured)
     return {
         "teacher_tokens": len(taught),
         "student_tokens": len(labels),
-        "bytes": size,
-        "left_out": left_out / max(1, documents),
+        "left_out": worker.left_out / max(1, worker.documents),
         "boundaries": len(at) / max(1, len(labels)),
         "teacher_boundaries": len(at) / max(1, len(taught)),
-        "in_chunks": float(ends["length"].sum()) / max(1, len(labels)),
-        "bytes_per_chunk": size / max(1, len(at)),
         "merged_cells": cells.count - merged.count,
         "disagreement": _apart(merged, at),
         "disagreement_before_merging": _apart(cells, at),
         **_kept(streams, at, cells, merged),
-        "tokens_per_cpu_second": round(sum(map(len, streams)) / max(seconds, 1e-9)),
     }
 
 

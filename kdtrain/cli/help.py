@@ -2,8 +2,6 @@
 
 import shutil
 import textwrap
-from collections.abc import Iterable
-from itertools import groupby
 
 from kdtrain.cli.words import option_meant, word_meant
 from kdtrain.config import choices as registries
@@ -29,66 +27,44 @@ def help_of(command: str, kind: type, topic: str = "") -> str:
         UsageError: there is no such topic.
     """
     options = options_of(kind)
-    sections = {each.section: None for each in options.values()}
+    required = {each: each.text for each in options.values() if each.required}
+    brief = {each: text for each in options.values() if (text := each.field.metadata.get("brief"))}
+    sections = sorted(dict.fromkeys(each.section for each in options.values()), key="run".__ne__)
     name = topic.strip("-[]").replace("-", "_")
-    head = [*wrapped(usage(command, kind), "", indent=7), ""]
+    if topic and name not in ("all", *sections):
+        if (option := options.get(name.removeprefix("no_"))) is not None:
+            return "\n".join(_long(option))
+        near = word_meant(name, sections) or option_meant(name, options)
+        hint = f"perhaps you meant --help {near.lstrip('-')}" if near else f"{command} --help lists the sections"
+        raise UsageError(f"--help {topic[:60]}: no section or option of {command}; {hint}")
+    words = [_name(each) if each.required else f"[{_name(each)}]" for each in options.values() if each.positional]
+    words += [_name(each) for each in required if not each.positional]
+    lines = [*wrapped(" ".join(["usage:", command, *words, "[OPTIONS]"]), "", indent=7), ""]
     if not topic:
-        head += [*wrapped(first_line(kind), ""), ""]
-        brief = {each: text for each in options.values() if (text := each.field.metadata.get("brief"))}
-        if len(options) <= _FEW or not brief:
-            return _lines([*head, *_all(options.values())])
-        shown = {each: each.text for each in options.values() if each.required} | brief
-        defaults = {each: "" if each.required else _default(each) for each in shown}
-        lines = [line for each, text in shown.items() for line in _row(_short_name(each), f"{text}{defaults[each]}")]
-        more = f"{len(options) - len(shown)} more: --help all, or --help SECTION of {', '.join(sections)}"
+        lines += [*wrapped(first_line(kind), ""), ""]
+    if not topic and brief and len(options) > _FEW:
+        for each, text in (required | brief).items():
+            shown = name if len(name := _name(each)) < _COLUMN - 2 else f"{each.flag} NAME"
+            lines += _row(shown, text if each.required else f"{text}{_default(each)}")
+        more = f"{len(options) - len(required | brief)} more: --help all, or --help SECTION of {', '.join(sections)}"
         example = next(iter(getattr(kind, "EXAMPLES", ())), "")
-        return _lines([*head, *lines, "", *wrapped(more, ""), "", *wrapped(example, "  ", indent=6, end=" \\")])
-    if name == "all":
-        return _lines([*head, *_all(options.values())])
-    if name in sections:
-        return _lines([*head, *_all(each for each in options.values() if each.section == name)])
-    if name.removeprefix("no_") in options:
-        return _lines(_long(options[name.removeprefix("no_")]))
-    near = word_meant(name, sections) or option_meant(name, options)
-    hint = f"perhaps you meant --help {near.lstrip('-')}" if near else f"{command} --help lists the sections"
-    raise UsageError(f"--help {topic[:60]}: no section or option of {command}; {hint}")
-
-
-def usage(command: str, kind: type) -> str:
-    """The line that shows what the command needs."""
-    options = options_of(kind).values()
-    words = [("{}" if each.required else "[{}]").format(_place(each)) for each in options if each.positional]
-    words += [_name(each) for each in options if each.required and not each.positional]
-    return f"usage: {' '.join([command, *words, '[OPTIONS]'])}"
-
-
-def _short_name(option: Option) -> str:
-    """`_name`, or without the choices, which the short text names, if it is long."""
-    name = _name(option)
-    return name if len(name) < _COLUMN - 2 else f"{option.flag} NAME"
-
-
-def _place(option: Option) -> str:
-    return f"{option.flag} ..." if words_wanted(option.kind) is None else option.flag
+        lines += ["", *wrapped(more, ""), "", *wrapped(example, "  ", indent=6, end=" \\")]
+        return "\n".join(lines)
+    for section in sections if name in ("", "all") else [name]:
+        members = [each for each in options.values() if each.section == section]
+        if section != "run":
+            lines += ["", *wrapped(f"[{section}] {first_line(members[0].owner)}", "")]
+        lines += [line for each in members for line in _long(each)]
+    return "\n".join(lines)
 
 
 def _name(option: Option) -> str:
     """The option as users type it, with what stands for its value."""
     if option.positional:
-        return _place(option)
+        return f"{option.flag} ..." if words_wanted(option.kind) is None else option.flag
     if option.switch:
         return option.flag.replace("--", "--[no-]", 1) if option.default is not False else option.flag
     return f"{option.flag} {option.field.metadata.get('shown') or metavar(option.kind)}"
-
-
-def _all(options: Iterable[Option]) -> list[str]:
-    lines: list[str] = []
-    for section, group in groupby(sorted(options, key=lambda each: each.section != "run"), lambda each: each.section):
-        members = list(group)
-        title = section if section == "run" else f"[{section}] {first_line(members[0].owner)}"
-        lines += [] if section == "run" else ["", *wrapped(title, "")]
-        lines += [line for each in members for line in _long(each)]
-    return lines
 
 
 def _long(option: Option) -> list[str]:
@@ -111,8 +87,7 @@ def _default(option: Option) -> str:
         return ""
     if isinstance(default, float):
         return f" [{f'{default:.0e}'.replace('e-0', 'e-') if 0 < default < 0.01 else f'{default:g}'}]"
-    shown = " ".join(map(str, default)) if isinstance(default, tuple | list) else default
-    return f" [{shown}]"
+    return f" [{' '.join(map(str, default)) if isinstance(default, tuple | list) else default}]"
 
 
 def _row(name: str, text: str) -> list[str]:
@@ -125,16 +100,6 @@ def wrapped(text: str, first: str, indent: int = 0, before: int = 0, end: str = 
     """`text` in the width of the terminal; each line but the last has `end`."""
     width = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
     width -= len(end) if len(first + text) > width else 0
-    lead = " " * before
-    lines = textwrap.wrap(
-        text,
-        width,
-        initial_indent=lead + first,
-        subsequent_indent=lead + " " * min(indent, width // 2),
-        break_on_hyphens=False,
-    ) or [(lead + first).rstrip()]
-    return [*(f"{line}{end}" for line in lines[:-1]), lines[-1]]
-
-
-def _lines(lines: Iterable[str]) -> str:
-    return "\n".join(lines)
+    lead, rest = " " * before + first, " " * (before + min(indent, width // 2))
+    lines = textwrap.wrap(text, width, initial_indent=lead, subsequent_indent=rest, break_on_hyphens=False)
+    return [*(f"{line}{end}" for line in lines[:-1]), (lines or [lead.rstrip()])[-1]]

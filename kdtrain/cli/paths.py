@@ -5,7 +5,6 @@ that it exists and is of the right kind; the command that opens it checks the re
 """
 
 import difflib
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -13,20 +12,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from kdtrain.cache.format.folder import why_no_cache
 from kdtrain.cli.words import word_meant
 from kdtrain.config.choices import TEXTS
 from kdtrain.config.options import Option
 from kdtrain.config.values import flag
-from kdtrain.data.formats import Columns, column_hint, row_format
+from kdtrain.data.formats import Columns, column_hint, first_columns, row_format
 from kdtrain.errors import UsageError, shown_address
-from kdtrain.files import open_regular
 from kdtrain.models.spec import SELF, is_hub_id, read_spec, shipped
 from kdtrain.net.address import parse_address
 
 _MOST = 2000
 """Entries of a folder that are compared with a name."""
-_BEGINNING, _ROWS = 2**20, 100
-"""Bytes and rows of a file that are looked at for its columns."""
 _STARTS = ("latest", "best", "auto", "never")
 """What --resume takes besides the name of a checkpoint."""
 _ADDRESS = re.compile(r"hf:|[A-Za-z][\w+.-]+:/")
@@ -103,24 +100,11 @@ def _exists(text: str | Path) -> bool:
 
 def _cache(text: str, texts: Mapping[str, str]) -> str | None:
     try:
-        if parse_address(text) is not None:
-            return None
+        return why_no_cache(text) if parse_address(text) is None else None
     except UsageError as error:
         return str(error.args[0]).partition(": ")[2]
-    if not _exists(text):
-        return "no cache is there; make one with kdtrain cache-teacher"
-    if os.path.isfile(text):
-        return "it is a file, and a cache is a folder; make one with kdtrain cache-teacher"
-    if _exists(Path(text, "manifest.json")):
+    except OSError:  # the command that opens it says why
         return None
-    if any(Path(text, "shards").glob("*.h5*")):  # a temporary one too
-        return "the cache is unfinished; run the same cache-teacher command again to finish it"
-    if _exists(Path(text, "settings.json")):
-        return (
-            "the cache holds no shard: the command that began it was refused or stopped before its first one; run "
-            "cache-teacher again"
-        )
-    return "it holds no cache (no manifest.json); make one with kdtrain cache-teacher"
 
 
 def _spec(text: str, texts: Mapping[str, str], kind: Literal["teachers", "students"] = "students") -> str | None:
@@ -129,14 +113,6 @@ def _spec(text: str, texts: Mapping[str, str], kind: Literal["teachers", "studen
     except UsageError as error:
         return str(error.args[0]).removeprefix(f"{text}: ")
     return None
-
-
-def _teacher(text: str, texts: Mapping[str, str]) -> str | None:
-    return None if text == SELF else _spec(text, texts, "teachers")
-
-
-def _student(text: str, texts: Mapping[str, str]) -> str | None:
-    return None if os.path.isdir(text) else _spec(text, texts)
 
 
 def _text(text: str, texts: Mapping[str, str]) -> str | None:
@@ -153,33 +129,22 @@ def _text(text: str, texts: Mapping[str, str]) -> str | None:
 
 def _column(text: str, texts: Mapping[str, str]) -> str | None:
     """What is wrong with the column that is to be read from rows; None where that cannot be seen at their beginning."""
-    messages = texts.get("messages_column")
-    option = "text_column" if messages is None else "messages_column"
-    column, keys = texts.get(option, "text"), dict[str, None]()
-    how = {"format": texts.get("format", "auto"), "text": texts.get("text_column", "text")}
-    asked = Columns(**how, messages=messages, prompts="generate" in texts)
-    try:
-        with open_regular(Path(text)) as file:
-            rows = [json.loads(line) for line in file.read(_BEGINNING).splitlines()[:_ROWS]]
-    except (OSError, ValueError, RecursionError):
-        return None
-    for row in rows:
-        keys |= dict.fromkeys(row) if isinstance(row, dict) else {}
+    messages, chosen = texts.get("messages_column"), texts.get("text_column", "text")
+    option, column = ("text_column", chosen) if messages is None else ("messages_column", messages)
+    how = {"format": texts.get("format", "auto"), "text": chosen}
+    wanted = Columns(**how, messages=messages, prompts="generate" in texts)
+    keys, whole = first_columns(Path(text))
     if not keys:
         return None
     try:
-        row_format(text, asked, keys)
+        row_format(text, wanted, keys)
         return None
     except UsageError as error:
-        if asked.format not in ("auto", "text"):
-            return str(error.args[0]).removeprefix(f"{text}: ") if len(rows) < _ROWS else None
+        if wanted.format not in ("auto", "text"):
+            return str(error.args[0]).removeprefix(f"{text}: ") if whole else None
     near = word_meant(column, keys)
     hint = f"perhaps you meant {flag(option)} {near}" if near else column_hint(keys, flag(option))
-    return f"has no column '{column}'; {hint}" if near or len(rows) < _ROWS else None
-
-
-def _file(text: str, texts: Mapping[str, str]) -> str | None:
-    return None if _exists(text) else "there is no such file"
+    return f"has no column '{column}'; {hint}" if near or whole else None
 
 
 def _saved(text: str, texts: Mapping[str, str]) -> str | None:
@@ -188,14 +153,10 @@ def _saved(text: str, texts: Mapping[str, str]) -> str | None:
     return None if os.path.isdir(text) else "it is a file; name the folder of a run or of a checkpoint"
 
 
-def _path(text: str, texts: Mapping[str, str]) -> str | None:
-    return None if re.match(r"[a-z]+:/", text) or _exists(text) else "it does not exist"
-
-
 def _cache_path(text: str, texts: Mapping[str, str]) -> str | None:
-    if text in {**shipped("students"), **shipped("teachers")}:
-        return None
-    return _cache(text, texts) if _ADDRESS.match(text) else _path(text, texts)
+    if _ADDRESS.match(text):
+        return _cache(text, texts)
+    return None if _exists(text) or text in {**shipped("students"), **shipped("teachers")} else "it does not exist"
 
 
 def _data_set(text: str, texts: Mapping[str, str]) -> str | None:
@@ -219,12 +180,12 @@ def _checkpoint(text: str, texts: Mapping[str, str]) -> str | None:
 _LOOKS: dict[str, Callable[[str, Mapping[str, str]], str | None]] = {
     "cache": _cache,
     "spec": _spec,
-    "teacher spec": _teacher,
-    "student spec": _student,
+    "teacher spec": lambda text, texts: None if text == SELF else _spec(text, texts, "teachers"),
+    "student spec": lambda text, texts: None if os.path.isdir(text) else _spec(text, texts),
     "text": _text,
-    "file": _file,
+    "file": lambda text, texts: None if _exists(text) else "there is no such file",
     "saved": _saved,
-    "path": _path,
+    "path": lambda text, texts: None if re.match(r"[a-z]+:/", text) or _exists(text) else "it does not exist",
     "cache path": _cache_path,
     "checkpoint": _checkpoint,
     "data set": _data_set,

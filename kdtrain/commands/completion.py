@@ -24,48 +24,41 @@ def main(config: CompletionConfig) -> int:
     return 0
 
 
-def commands() -> dict[str, type]:
-    """The configuration of each command, those of installed packages included, but for a package that fails to load."""
-    found: dict[str, type] = {}
-    for name in COMMANDS.help():
-        with suppress(UsageError):
-            found[name] = COMMANDS.get(name).config
-    return found
-
-
-def flags(kind: type) -> Iterator[tuple[str, list[str] | None]]:
+def flags(kind: type) -> dict[str, list[str] | None]:
     """The flags of a command, each with the words that it takes: none for a switch; None: a file or a free text."""
     names = {each.option: list(each.help()) for each in vars(choices).values() if isinstance(each, Registry)}
     names |= {"--teacher": list(shipped("teachers")), "--student": list(shipped("students"))}
-    for option in options_of(kind).values():
-        if option.positional:
-            continue
-        if option.switch:
-            yield from ((option.flag, []), (flag(f"no_{option.name}"), []))
-        else:
-            yield option.flag, words_of(option.kind) or names.get(option.flag)
-    yield "--help", []
+    found: dict[str, list[str] | None] = {}
+    for each in options_of(kind).values():
+        if each.switch:
+            found |= {each.flag: [], flag(f"no_{each.name}"): []}
+        elif not each.positional:
+            found[each.flag] = words_of(each.kind) or names.get(each.flag)
+    return found | {"--help": []}
 
 
-def positional(kind: type) -> list[str]:
-    """The words that may stand without a flag; none where that is a path."""
-    return [word for option in options_of(kind).values() if option.positional for word in words_of(option.kind)]
+def _commands() -> Iterator[tuple[str, dict[str, list[str] | None], str]]:
+    """Each command, its flags, and the words that may stand without one; not of a package that fails to load."""
+    for name in COMMANDS.help():
+        with suppress(UsageError):
+            kind = COMMANDS.get(name).config
+            words = [word for each in options_of(kind).values() if each.positional for word in words_of(each.kind)]
+            yield name, flags(kind), " ".join(words)
 
 
 def bash() -> str:
     """For bash: `source` it, or put it into a folder that bash-completion reads."""
-    known, cases, values = commands(), [], []
-    for command, kind in known.items():
-        found = dict(flags(kind))
-        cases.append(f'    {command}) flags="{" ".join(found)}" words="{" ".join(positional(kind))}" ;;')
-        values += [f'    "{command} {name}") words="{" ".join(each)}" ;;' for name, each in found.items() if each]
+    known, cases, values = list(_commands()), [], []
+    for name, found, places in known:
+        cases.append(f'    {name}) flags="{" ".join(found)}" words="{places}" ;;')
+        values += [f'    "{name} {each}") words="{" ".join(words)}" ;;' for each, words in found.items() if words]
     return f"""# kdtrain completion bash
 _kdtrain() {{
   local current="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" command="${{COMP_WORDS[1]}}"
   local flags="" words=""
   COMPREPLY=()
   if [ "$COMP_CWORD" -eq 1 ]; then
-    COMPREPLY=($(compgen -W "{" ".join(known)} --help --version" -- "$current"))
+    COMPREPLY=($(compgen -W "{" ".join(name for name, *_ in known)} --help --version" -- "$current"))
     return
   fi
   case "$command" in
@@ -92,13 +85,12 @@ def zsh() -> str:
 def fish() -> str:
     """For fish: put it into ~/.config/fish/completions/kdtrain.fish."""
     lines = ["# kdtrain completion fish"]
-    for command, kind in commands().items():
+    for command, found, words in _commands():
         text = COMMANDS.help()[command].replace("\\", "\\\\").replace("'", "\\'")
         lines.append(f"complete -c kdtrain -f -n __fish_use_subcommand -a {command} -d '{text}'")
         seen = f"-n '__fish_seen_subcommand_from {command}'"
-        if words := positional(kind):
-            lines.append(f"complete -c kdtrain -f {seen} -a '{' '.join(words)}'")
-        for name, each in flags(kind):
+        lines += [f"complete -c kdtrain -f {seen} -a '{words}'"] if words else []
+        for name, each in found.items():
             takes = "" if each == [] else " -r -F" if each is None else f" -r -a '{' '.join(each)}'"
             lines.append(f"complete -c kdtrain {seen} -l {name.removeprefix('--')}{takes}")
     return "\n".join(lines) + "\n"

@@ -32,7 +32,7 @@ from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
 from kdtrain.run.build_cache import build_tokens
 from kdtrain.run.saved_student import open_student
-from kdtrain.run.tokenizer_view import differ, entries, terms_of
+from kdtrain.run.tokenizer_view import differ, entries
 from kdtrain.tables import show
 from kdtrain.teaching.teacher import Teacher, open_teacher
 from kdtrain.tokenizers.view_builder import build_view
@@ -111,7 +111,7 @@ def _source(
     config: EvaluateConfig, tokenizer: Path | str | None, device: torch.device, mode: str, vocab_size: int
 ) -> Iterator[Source]:
     """Yield the data to measure on: a split of a cache, or text packed into a temporary folder."""
-    across, own = config.cross_tokenizer is not None, digest_of(tokenizer)
+    across, own = config.cross_tokenizer, digest_of(tokenizer)
     if across and (tokenizer is None or own is None):
         raise UsageError(f"--student {config.student} has no tokenizer to match; leave --cross-tokenizer out")
     if across and tokenizer is not None:
@@ -137,8 +137,7 @@ def _source(
         apart = across and differ(config, own, theirs)
         if not apart and None not in (own, theirs) and own != theirs:
             raise UsageError(
-                f"--student {config.student} and --teacher {spec.name} have different tokenizers; add "
-                "--cross-tokenizer auto"
+                f"--student {config.student} and --teacher {spec.name} have different tokenizers; add --cross-tokenizer"
             )
         tokenizer = tokenizer or spec.tokenizer or spec.source
     if tokenizer is None:
@@ -159,4 +158,4 @@ def _aligned(config: EvaluateConfig, folder: Path, cache: Cache, split: str, tok
     view = build_view(folder / "view", cache, load_tokenizer(tokenizer), events=events, splits=(split,))
     for line in view.lines():
         log.info("%s", line)
-    return AlignedSource(view, split, terms_of(config.cross_tokenizer, view, log.warning))
+    return AlignedSource(view, split)

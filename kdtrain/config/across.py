@@ -4,14 +4,6 @@ from typing import Any
 
 from kdtrain.config.values import refuse
 
-TERMS = {"auto": None, "cells": (True, False), "chunks": (False, True), "both": (True, True)}
-"""Of the loss across tokenizers: whether it has cells, and chunks; None: cells, or chunks where cells disagree."""
-
-
-def check_terms(name: str) -> None:
-    """UsageError: no such terms."""
-    refuse(name not in TERMS, f"--cross-tokenizer '{name[:80]}' is unknown; use {', '.join(TERMS)}")
-
 
 def _check_pairs(pairs: tuple[str, ...]) -> None:
     for number, each in enumerate(pairs):
@@ -36,14 +28,14 @@ def partners(pairs: tuple[str, ...]) -> dict[str, str]:
     return {one: other for one, _, other in (each.partition("=") for each in pairs)}
 
 
-def refuse_across(terms: str | None, one_text: bool, hidden_loss: str) -> None:
+def refuse_across(across: bool, one_text: bool, hidden_loss: str) -> None:
     """UsageError: a run across tokenizers does not read one cache or packed text, or has a loss of hidden states."""
     refuse(
-        terms is not None and not one_text,
+        across and not one_text,
         "--cross-tokenizer reads one cache; give one --cache (or --teacher with --data), without --source",
     )
     refuse(
-        terms is not None and hidden_loss != "none",
+        across and hidden_loss != "none",
         f"--hidden-loss {hidden_loss} compares states token by token, which --cross-tokenizer cannot; leave one "
         "of them out",
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from kdtrain.config.across import SPECIAL_TOKENS, check_terms, refuse_across
+from kdtrain.config.across import SPECIAL_TOKENS, refuse_across
 from kdtrain.config.cache_commands import (
     CacheTeacherConfig,
     ImportConfig,
@@ -62,8 +62,8 @@ class DistillConfig(Extended):
     """A finished cache: a folder, hf:datasets/ORG/NAME[@REVISION] or https://...; again: a mixture."""
     cache_weights: tuple[float, ...] = option((), several=",", shown="X,X", above=0, later=True)
     """What a step draws of each --cache, as 3,1; by default in proportion to their sequences."""
-    cross_tokenizer: str | None = option(None, later=True, check=check_terms, shown="TERMS")
-    """For a student of another tokenizer than the teacher's: cells, chunks, both, or auto (chunks if cells fail)."""
+    cross_tokenizer: bool = option(False, later=True)
+    """The student may have another tokenizer than the teacher (docs/tokenizers.md)."""
     special_tokens: tuple[str, ...] = option((), **SPECIAL_TOKENS)
     """What a special token of the teacher is for the student, as '<|eot_id|>=<|im_end|>'; the log shows the rest."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
@@ -186,7 +186,7 @@ class DistillConfig(Extended):
         )
         refuse(objective.hidden_loss != "none", "--hidden-loss needs a teacher that runs here; leave it out")
         refuse(
-            self.cross_tokenizer is not None,
+            self.cross_tokenizer,
             "--cross-tokenizer needs the whole cache before training; capture the server's answers with cache-teacher, "
             "and give --cache",
         )
@@ -207,8 +207,8 @@ class EvaluateConfig(Options):
     """A finished cache, also hf: or https://; its validation split unless --split is train."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead.")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
-    cross_tokenizer: str | None = option(None, check=check_terms, shown="TERMS")
-    """For a student with another tokenizer than the teacher's, as distill has it: auto, cells, chunks, or both."""
+    cross_tokenizer: bool = False
+    """The student may have another tokenizer than the teacher, as in distill."""
     special_tokens: tuple[str, ...] = option((), **SPECIAL_TOKENS)
     """What a special token of the teacher is for the student, as '<|eot_id|>=<|im_end|>'."""
     config: Path | None = option(None, per_rank=True, once=True)
@@ -231,7 +231,7 @@ class EvaluateConfig(Options):
             "--validation-sequences has no effect on evaluate; use --num-sequences, and --split",
         )
         refuse(
-            self.cross_tokenizer is not None and self.cache is None and self.teacher is None,
+            self.cross_tokenizer and self.cache is None and self.teacher is None,
             "--cross-tokenizer has no effect without a teacher; add --cache or --teacher, or leave it out",
         )
 

@@ -24,6 +24,10 @@ class Removed(NamedTuple):
 
 
 _RUNS = ("distill", "find-lr")
+_CELLS = Removed("is now --cross-tokenizer alone: cells are the one term", becomes={"cross_tokenizer": True})
+_CHUNKS = Removed(
+    "is gone: version 0.2.0 (commit ab61eace) is the last that trains chunks; use --cross-tokenizer alone"
+)
 _AUDIT = Removed("is an option of kdtrain audit CACHE --teacher T", of=("verify",))
 REMOVED: dict[str, Removed] = {
     "temperature_schedule": Removed("is gone: a schedule of T is linear; leave it out", "linear", _RUNS),
@@ -35,6 +39,8 @@ REMOVED: dict[str, Removed] = {
     "local_limit": Removed("is gone: what is fetched stays, and hf cache or rm makes room; leave it out", 50.0),
     "local": Removed("is gone: hf cache ls, and a folder of KDTRAIN_HOME/caches, show it", False, ("inspect",)),
     "spike_rule": Removed("is gone: --spike-patience 0 disables the guard", "mad", _RUNS),
+    **{f"cross_tokenizer {each}": _CELLS for each in ("cells", "auto")},
+    **{f"cross_tokenizer {each}": _CHUNKS for each in ("chunks", "both")},
 }
 """The name of an option (`spike_rule`), or its name and a value (`precision int4`) -> what answers."""
 

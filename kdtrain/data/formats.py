@@ -20,10 +20,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kdtrain.errors import UsageError, printable
-from kdtrain.files import refuse_depth
+from kdtrain.files import open_regular, refuse_depth
+
+_BEGINNING, _ROWS = 2**20, 100
+"""Bytes and rows of a file that are looked at for its columns."""
 
 Messages = list[dict[str, Any]]
 """Each: role, content, other texts, `tool_calls`, and `weight` 0 if it is not learned; the first may have `tools`."""
@@ -164,6 +168,19 @@ def _by_names(names: Collection[str], prompts: bool) -> str | None:
 
 def _present(names: Collection[str], *optional: str) -> tuple[str, ...]:
     return tuple(each for each in optional if each in names)
+
+
+def first_columns(path: Path) -> tuple[list[str], bool]:
+    """The columns of the first rows of a jsonl file, and whether those are all; none where they cannot be read."""
+    keys = dict[str, None]()
+    try:
+        with open_regular(path) as file:
+            rows = [json.loads(line) for line in file.read(_BEGINNING).splitlines()[:_ROWS]]
+    except (OSError, ValueError, RecursionError):
+        return [], False
+    for row in rows:
+        keys |= dict.fromkeys(row) if isinstance(row, dict) else {}
+    return list(keys), len(rows) < _ROWS
 
 
 def column_hint(names: Collection[str], option: str) -> str:

@@ -69,5 +69,5 @@ def refuse_vocabulary(vocab_size: int, cached: int, used: int) -> None:
     raise UsageError(
         f"the student has a vocabulary of {vocab_size}, the cache one of {cached} (tokenizer {used}): "
         f"give a fresh student a vocab_size of {cached}; one with a tokenizer of its own is trained across tokenizers, "
-        "by --cross-tokenizer auto or the rows of aligned(tokenizer)"
+        "by --cross-tokenizer or the rows of aligned(tokenizer)"
     )

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kdtrain.monitor.health import Signs, findings, stalled
 from kdtrain.monitor.progress import formula
 from kdtrain.monitor.record import RunRecord
+from kdtrain.monitor.rules import Signs, findings, stalled
 from kdtrain.tables import Part, columns, duration, loss_text, number, percent, short, size
 
 TAIL = 2**22

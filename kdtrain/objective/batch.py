@@ -4,15 +4,13 @@ Shape suffixes: B sequences, T positions, N tokens (B*T), V vocabulary, K kept e
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kdtrain.errors import UsageError
-from kdtrain.objective.aligned import AlignedTargets
-from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.mixed import MixedTargets
 from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
 
@@ -47,7 +45,7 @@ class Batch:
         trainers that count the tokens of the loss themselves. Sparse targets (`SparseTargets`): ids, logprobs
         [B, T, K], counts [B, T, D] of the last D columns, which were sampled, tail [B, T, 2G], label_logprob,
         logit_mean, logit_std [B, T], knots [B, G] and num_samples [B]. Dense targets: logprobs [B, T, V],
-        label_logprob [B, T]. Of a teacher with another tokenizer: see `AlignedTargets.fields`.
+        label_logprob [B, T]. Other kinds of targets have tensors of their own.
         """
         size, length = self.loss_mask.shape
         unseen = torch.cat([self.loss_mask.new_ones(size, 1), ~self.loss_mask], 1)
@@ -57,69 +55,58 @@ class Batch:
             return found
         return found | self.targets.fields((size, length))
 
-    @classmethod
-    def of(cls, fields: Mapping[str, Tensor], codecs: "Codecs") -> "Batch":
-        """The inverse of `fields`. UsageError: a tensor is missing, or caches with different codecs are mixed."""
-        tokens, loss_mask = fields["tokens"], fields["loss_mask"]
-        segments = fields.get("segments")
-        batch = cls(tokens, loss_mask, torch.zeros_like(tokens[:, :-1]) if segments is None else segments, None)
-        named = (*_TARGETS, "partial")
-        flat: dict[str, Any] = {name: value.flatten(0, 1) for name, value in fields.items() if name in named}
-        alignment = fields.get("alignment", tokens.new_zeros(len(tokens), 0))
-        known: tuple[float, ...] = ()
-        sparse = None
-        if "ids" in flat:
-            if missing := {*_TARGETS, "knots", "num_samples"} - set(fields):
-                name = sorted(missing)[0]
-                raise UsageError(f"the batch has no tensor '{name}'; make batches by collate, of a cache's sequences")
-            absent = flat["ids"].shape[1] - flat["counts"].shape[1]
-            flat["counts"] = torch.nn.functional.pad(flat["counts"], (absent, 0))
-            stated = torch.cat([alignment.to(fields["knots"].dtype), fields["knots"]], 1)
-            knots, num_samples = codecs.read(stated, fields["num_samples"], absent, flat["ids"].shape[1])
-            known, knots = knots[: alignment.shape[1]], knots[alignment.shape[1] :]
-            sparse = SparseTargets(**flat, top_k=absent, num_samples=num_samples, knots=knots)
-        elif alignment.shape[1]:
-            known, _ = codecs.read(alignment, torch.zeros_like(alignment[:, 0]), 0, 0)
-        if alignment.shape[1]:
-            return replace(batch, targets=_aligned(fields, sparse, known))
-        if sparse is not None:
-            return replace(batch, targets=sparse)
-        if "logprobs" in flat:
-            return replace(batch, targets=DenseTargets(**flat))
-        if "replay" in fields:  # of a mixture, and not of a loop that has lost the targets
-            return replace(batch, targets=MixedTargets(((loss_mask.numel(), None),)))
-        return batch
+
+Codec = tuple[tuple[float, ...], int]
+"""The knots of beta, and the number of samples, of sparse targets."""
 
 
-def _aligned(fields: Mapping[str, Tensor], near: SparseTargets | None, known: tuple[float, ...]) -> AlignedTargets:
-    names = ("chunk_length", "chunk_logprob", "compared")
-    if missing := [name for name in names if name not in fields]:
-        raise UsageError(f"the batch has no tensor '{missing[0]}'; make batches by collate, of an aligned data set")
-    length, logprob, compared = (fields[name].flatten(0, 1) for name in names)
-    key, chunks = known
-    return AlignedTargets(
-        length=length,
-        label_logprob=logprob,
-        compared=compared,
-        near=near,
-        cells=CellIndex.by_key(int(key)) if key else None,
-        chunks=bool(chunks),
-    )
+class Collator:
+    """Makes a `Batch` of named tensors: the inverse of `Batch.fields`, with what all sequences of a data set share.
 
-
-class Codecs:
-    """Reads the codec of each batch: knots of beta and number of samples, as Python numbers.
-
-    On a GPU a read waits for all queued work. There only the first batch with as many knots, entries and top-k entries
-    is read; later ones are compared with it on the device, where a difference is an error.
+    codec: of the sparse targets. None: the tensors state it. On a GPU a read waits for all queued work; there only the
+    first batch with as many knots, entries and top-k entries is read, and later ones are compared with it on the
+    device, where a difference is an error.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, int, int, torch.device], tuple[Tensor, Tensor, tuple[tuple[float, ...], int]]] = {}
+    def __init__(self, codec: Codec | None = None) -> None:
+        self.codec = codec
+        self._known: dict[tuple[int, int, int, torch.device], tuple[Tensor, Tensor, Codec]] = {}
 
-    def read(self, knots_BG: Tensor, num_samples_B: Tensor, top_k: int, columns: int) -> tuple[tuple[float, ...], int]:
-        """Knots and number of samples of a batch of sparse targets. UsageError: its sequences differ in them."""
-        shape = knots_BG.shape[1], top_k, columns, knots_BG.device
+    def batch(self, fields: Mapping[str, Tensor]) -> Batch:
+        """UsageError: a tensor is missing, or caches with different codecs are mixed."""
+        tokens, segments = fields["tokens"], fields.get("segments")
+        segments = torch.zeros_like(tokens[:, :-1]) if segments is None else segments
+        return Batch(tokens, fields["loss_mask"], segments, self.targets(fields))
+
+    def targets(self, fields: Mapping[str, Tensor]) -> Targets | None:
+        """Those of a batch; None without a teacher."""
+        if "compared" in fields:
+            raise UsageError(
+                "the batch has a student's own tokens and a teacher with another tokenizer; give the data set to the "
+                "student too: Student(model, loss, data=...)"
+            )
+        if "ids" in fields:
+            return self.sparse(fields)
+        if "logprobs" in fields:
+            return DenseTargets(**{k: v.flatten(0, 1) for k, v in fields.items() if k in ("logprobs", "label_logprob")})
+        if "replay" in fields:  # of a mixture, and not of a loop that has lost the targets
+            return MixedTargets(((fields["loss_mask"].numel(), None),))
+        return None
+
+    def sparse(self, fields: Mapping[str, Tensor]) -> SparseTargets:
+        """Sparse targets. UsageError: see `batch`."""
+        needed = (*_TARGETS, *(("knots", "num_samples") if self.codec is None else ()))
+        if missing := sorted({*needed} - set(fields)):
+            raise UsageError(f"the batch has no tensor '{missing[0]}'; make batches by collate, of a cache's sequences")
+        flat: dict[str, Any] = {name: fields[name].flatten(0, 1) for name in (*_TARGETS, "partial") if name in fields}
+        top_k = flat["ids"].shape[1] - flat["counts"].shape[1]
+        flat["counts"] = torch.nn.functional.pad(flat["counts"], (top_k, 0))
+        knots, num_samples = self.codec or self._read(fields, top_k)
+        return SparseTargets(**flat, top_k=top_k, num_samples=num_samples, knots=knots)
+
+    def _read(self, fields: Mapping[str, Tensor], top_k: int) -> Codec:
+        knots_BG, num_samples_B = fields["knots"], fields["num_samples"]
+        shape = knots_BG.shape[1], top_k, fields["ids"].shape[-1], knots_BG.device
         if knots_BG.is_cuda and shape in self._known:
             knots_G, num_samples, codec = self._known[shape]
             same = (knots_BG == knots_G).all() & (num_samples_B == num_samples).all()

@@ -16,18 +16,14 @@ Shape suffixes: R rows of a chunk, V vocabulary of the student, C cells, K entri
 from __future__ import annotations
 
 import functools
-import hashlib
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
-from kdtrain.errors import UsageError
 from kdtrain.models.output_head import OutputHead
 from kdtrain.objective.logits import NEVER
 from kdtrain.objective.statistics import Entries
-
-_KNOWN: dict[int, CellIndex] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,24 +42,6 @@ class CellIndex:
     """[V] the tokens, cell by cell."""
     folds: bool
     """Whether some cell has several tokens."""
-
-    @functools.cached_property
-    def key(self) -> int:
-        """A digest of 48 bits, which a float of 64 holds: batches name their cells by it."""
-        content = self.column.cpu().numpy().tobytes() + self.count.to_bytes(8, "little")
-        return 1 + int.from_bytes(hashlib.sha256(content).digest()[:6], "little") % (2**48 - 1)
-
-    def known(self) -> CellIndex:
-        """Itself, and from now on found by its key in this process."""
-        _KNOWN[self.key] = self
-        return self
-
-    @staticmethod
-    def by_key(key: int) -> CellIndex:
-        """The cells of a key. UsageError: this process has not opened their data set."""
-        if key not in _KNOWN:
-            raise UsageError("the batch is of an aligned data set that this process has not opened; open it here too")
-        return _KNOWN[key]
 
     @classmethod
     def of(cls, cells_V: Tensor, count: int) -> CellIndex:

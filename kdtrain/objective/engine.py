@@ -146,7 +146,6 @@ def _run(this: Pass, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor
     for start in range(0, len(hidden_ND), this.chunk):
         part = slice(start, start + this.chunk)
         hidden_RD = hidden_ND[part]
-        measure.look_around(student, hidden_ND, part)
         loss, sums, dbeta, dz_RV = measure(student(hidden_RD), part, student.narrow(start, len(hidden_RD)))
         found.append((loss, sums, dbeta))
         if dz_RV is not None:
@@ -213,9 +212,6 @@ class _WholeRows:
         assert this.request.rows.targets is not None
         self.reader = this.request.rows.targets.reader(this.chunk, this.request.compile)
 
-    def look_around(self, student: ChunkLogits, hidden_ND: Tensor, part: slice) -> None:
-        """A row is a whole."""
-
     def __call__(self, z_RV: Tensor, part: slice, into_RV: Tensor | None) -> Chunk:
         this, request, compiled = self.this, self.this.request, self.this.request.compile
         rows = request.rows[part].harmless(request.vocab_size)
@@ -261,28 +257,9 @@ class _Entries:
         self.cells = None if cells is None else cells.to(rows.labels.device)
         folds = self.cells is not None and self.cells.folds and len(self.rows.labels)
         self.totals = self.cells.totals(self.entries, this.chunk) if self.cells and folds else []
-        self.around: tuple[Tensor, Tensor] | None = None
-
-    def look_around(self, student: ChunkLogits, hidden_ND: Tensor, part: slice) -> None:
-        """Find the label's log q of the rows around a chunk, for targets that need it."""
-        reach = 0 if self.rows.targets is None else self.rows.targets.reach
-        if not reach or len(hidden_ND) <= self.this.chunk:
-            return
-        before, after = slice(max(0, part.start - reach), part.start), slice(part.stop, part.stop + reach)
-        self.around = self._label_logprobs(student, hidden_ND, before), self._label_logprobs(student, hidden_ND, after)
-
-    def _label_logprobs(self, student: ChunkLogits, hidden_ND: Tensor, part: slice) -> Tensor:
-        found = [hidden_ND.new_empty(0, dtype=student.dtype)]
-        labels_R, hidden_RD = self.rows.labels[part], hidden_ND[part]
-        for some in (slice(start, start + student.chunk) for start in range(0, len(labels_R), student.chunk)):
-            z_RV = student(hidden_RD[some])  # the next product takes the same memory
-            found.append(z_RV.gather(1, labels_R[some, None]).squeeze(1) - z_RV.logsumexp(1))
-        return torch.cat(found)
 
     def __call__(self, z_RV: Tensor, part: slice, into_RV: Tensor | None) -> Chunk:
         rows, entries = self.rows[part], self.entries[part]
-        if self.around is not None and self.rows.targets is not None:
-            rows = replace(rows, targets=self.rows.targets.window(part, *self.around))
         folded = None
         if self.cells is not None and self.totals:
             folded = self.cells.fold(z_RV, entries, rows.labels, self.totals[part.start // self.this.chunk])

@@ -11,7 +11,7 @@ acceptance              sum_j min(p_j, q_j), the rate at which speculative decod
 ECE                     expected calibration error over 15 equal bins of confidence (Guo et al. 2017).
 bits per byte           the sum of log-probabilities over the bytes of the same text: it compares tokenizers.
 
-With a teacher of another tokenizer (`aligned`) the KL is that of groups of tokens, where they can be compared.
+With a teacher of another tokenizer (`tokenizers`) the KL is that of groups of tokens, where they can be compared.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def measure(
         head = replace(head, weight=head.weight.to(hidden_ND.dtype))
     extra = _text_columns(bytes_N, targets)
     known = {
-        "kl": targets is not None and targets.has_divergence,
+        "kl": targets is not None,
         "teacher_cross_entropy": targets is not None,
         "agreement": targets is not None and targets.has_top,
         "acceptance": targets is not None and targets.has_top,
@@ -178,8 +178,8 @@ def measure(
 
 def _text_columns(bytes_N: Tensor | None, targets: Targets | None) -> dict[str, Tensor | None]:
     """Of each token: its bytes, those that the teacher's log p is over, and whether it is compared."""
-    spanned = None if bytes_N is None or targets is None else targets.spans(bytes_N)
-    return {"bytes": bytes_N, "teacher_bytes": spanned, "compared": None if targets is None else targets.common()}
+    of_teacher = None if bytes_N is None or targets is None else targets.label_bytes(bytes_N)
+    return {"bytes": bytes_N, "teacher_bytes": of_teacher, "compared": None if targets is None else targets.common()}
 
 
 def _chunk_sums(z_RV: Tensor, rows: Supervision, more: list[Tensor | None]) -> Tensor:

@@ -74,12 +74,8 @@ class Targets(ABC):
     """True where every beta that is asked for is 1 (`at_one`)."""
     has_top = True
     """True for targets that know the teacher's most likely token."""
-    has_divergence = True
-    """True for targets that have entries to compare, besides the label's log p."""
     forward_only = False
     """True for targets from which forward KL alone can be computed, whatever else they say."""
-    reach = 0
-    """Rows around a chunk of rows whose label's log q it needs (`window`)."""
     cells: CellIndex | None = None
     """Groups of tokens that `entries` are, in place of tokens."""
     parts: tuple[tuple[int, Targets | None], ...] = ()
@@ -178,13 +174,9 @@ class Targets(ABC):
         """[N] bool, of a teacher with another tokenizer: where it speaks of the label's first byte. Else None."""
         return None
 
-    def spans(self, values_N: Tensor) -> Tensor:
-        """The sum [N] of a number of each label over the labels that `label_logprob` speaks of: here, its own."""
-        return values_N
-
-    def window(self, rows: slice, before: Tensor, after: Tensor) -> Targets:
-        """The rows `rows`, given the label's log q of `reach` rows before and behind them, or as many as there are."""
-        return self[rows]
+    def label_bytes(self, own_N: Tensor) -> Tensor:
+        """Bytes [N] of the labels that `label_logprob` is of: here each row's own, which are given."""
+        return own_N
 
     def reader(self, chunk: int, compile: bool) -> ChunkLogits | None:
         """What `row_logprobs` needs to compute chunks of at most `chunk` rows, if anything."""

@@ -1,24 +1,23 @@
 """What `--cross-tokenizer` does before a student reads: the view of the text in the student's tokens."""
 
-from collections.abc import Callable
 from typing import Any
 
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import DistillConfig, EvaluateConfig
-from kdtrain.config.across import TERMS, partners
+from kdtrain.config.across import partners
 from kdtrain.config.values import refuse
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
 from kdtrain.models.loading import vocabulary
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import digest_of, load_tokenizer, tokenizer_digest
-from kdtrain.monitor.progress import bar, log, warn_early
+from kdtrain.monitor.progress import bar, log
 from kdtrain.teaching.teacher import Teacher
-from kdtrain.tokenizers.view import MOST_DISAGREEMENT, View
+from kdtrain.tokenizers.view import View
 from kdtrain.tokenizers.view_builder import OtherViewError, build_view
-from kdtrain.training.sources.aligned import AlignedSource, Terms, aligned_facts
+from kdtrain.training.sources.aligned import AlignedSource, aligned_facts
 from kdtrain.training.sources.source import Facts, Source
 
 _TOKENS = CodecSpec(kind="tokens", vocab_size=2)
@@ -30,9 +29,9 @@ def across(config: DistillConfig, student: ModelSpec, teacher: Teacher | None) -
 
     UsageError: the cache has no teacher's numbers, or `differ`.
     """
-    if config.cross_tokenizer is None:
+    if not config.cross_tokenizer:
         return None
-    cells, data = TERMS[config.cross_tokenizer] != (False, True), config.data
+    data = config.data
     if teacher is not None:
         name, codec = str(data.data), _TOKENS
         theirs: str | None = tokenizer_digest(teacher.tokenizer)
@@ -48,7 +47,7 @@ def across(config: DistillConfig, student: ModelSpec, teacher: Teacher | None) -
         return None
     known = student.init == "pretrained" or "vocab_size" in (student.config or ())
     size = entries(student.name, load_tokenizer(student), vocabulary(student) if known else None)
-    return aligned_facts(name, seq_len=seq_len, document_mask=document_mask, size=size, codec=codec, cells=cells)
+    return aligned_facts(name, seq_len=seq_len, document_mask=document_mask, size=size, codec=codec)
 
 
 def entries(name: str, tokenizer: Any, rows: int | None) -> int:
@@ -68,22 +67,8 @@ def differ(config: DistillConfig | EvaluateConfig, own: str | None, theirs: str 
         return True
     why = "teacher and student have the same tokenizer" if own else "the student has no tokenizer but the teacher's"
     refuse(bool(config.special_tokens), f"--special-tokens has no effect: {why}; leave it out")
-    log.info("--cross-tokenizer %s: %s", config.cross_tokenizer, why)
+    log.info("--cross-tokenizer: %s", why)
     return False
-
-
-def terms_of(option: str | None, view: View, warn: Callable[[str], None]) -> Terms:
-    """The terms that `--cross-tokenizer` names; auto: cells, or chunks where the view says that cells are refused."""
-    terms = TERMS[option or "auto"]
-    if terms is not None:
-        return terms
-    if (apart := view.facts()["disagreement"]) <= MOST_DISAGREEMENT:
-        return True, False
-    warn(
-        f"--cross-tokenizer auto takes chunks alone: at {apart:.1%} of the common places both tokens lie in different "
-        f"cells, and at most {MOST_DISAGREEMENT:.0%} are right"
-    )
-    return False, True
 
 
 def align(config: DistillConfig, student: ModelSpec, resumed: bool) -> None:
@@ -106,10 +91,9 @@ def align(config: DistillConfig, student: ModelSpec, resumed: bool) -> None:
 
 
 def open_view(config: DistillConfig) -> dict[str, Source]:
-    """The splits of the view that `align` made. UsageError: cells are asked for, and disagree."""
+    """The splits of the view that `align` made. UsageError: cells disagree with the text too often."""
     view = View(config.out / ("data" if config.cache else "view"), _cache(config))
-    terms = terms_of(config.cross_tokenizer, view, lambda text: warn_early("cross-tokenizer", text))
-    return {split: AlignedSource(view, split, terms) for split in ("train", "validation")}
+    return {split: AlignedSource(view, split) for split in ("train", "validation")}
 
 
 def _cache(config: DistillConfig) -> Cache:

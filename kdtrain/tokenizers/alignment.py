@@ -27,19 +27,15 @@ class Aligned:
     """int64 [M] the student's."""
     source: _Array
     """int64 [M] the teacher's token that begins at the same byte; -1 if there is none."""
-    length: _Array
-    """int64 [M] tokens of the student in the chunk that ends with this one, at most 32; 0 where none ends."""
-    others: _Array
-    """int64 [M] the teacher's tokens in that chunk, which begins at `source` of its first token."""
 
 
 class Alignment:
     """What the tokens of two tokenizers have in common: bytes, boundaries, and cells of the two vocabularies.
 
-    A common boundary is a place of a text where a token of both begins; between two of them lies a chunk, whose bytes
-    both give a log-probability. Cells are groups of tokens of either vocabulary that stand for the same bytes, so that
-    the masses that both models give to a cell at a common boundary compare: a cell means that the text goes on with
-    certain bytes, which one token may not show; `merged` joins the cells that a text shows to conflict.
+    A common boundary is a place of a text where a token of both begins. Cells are groups of tokens of either vocabulary
+    that stand for the same bytes, so that the masses that both models give to a cell at a common boundary compare: a
+    cell means that the text goes on with certain bytes, which one token may not show; `merged` joins the cells that a
+    text shows to conflict.
 
     Args:
         teacher_tokenizer, student_tokenizer: fast tokenizers of transformers, byte-level or SentencePiece with byte
@@ -115,9 +111,9 @@ class Alignment:
         if worker.example:
             raise UsageError(worker.example)
         none = np.empty(0, np.int64)
-        names = ("token", "source", "said", "length", "others")
-        tokens, source, said, *chunks = (np.concatenate([none, *(part[name] for part in parts)]) for name in names)
-        return Aligned(tokens, np.where(said == 0, source, -1), *chunks)
+        names = ("token", "source", "said")
+        tokens, source, said = (np.concatenate([none, *(part[name] for part in parts)]) for name in names)
+        return Aligned(tokens, np.where(said == 0, source, -1))
 
     def transcoder(self) -> Transcoder:
         """Encodes streams of the teacher's tokens in the student's."""

@@ -25,7 +25,6 @@ from kdtrain.data.bytes import ByteTokenizer, SpecialTokens, spelled
 from kdtrain.data.packing import STREAM, split_text
 from kdtrain.data.spelling import Spelling
 from kdtrain.errors import UsageError
-from kdtrain.tokenizers.boundaries import common_boundaries
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -35,15 +34,13 @@ TAUGHT = np.dtype([*STREAM.descr, ("position", "<i8")])
 TRANSCODED = np.dtype(
     [
         *STREAM.descr,
-        *(("source", "<i8"), ("taught", "<i4"), ("said", "<i4"), ("length", "u1"), ("others", "u1")),
-        *(("document", "<i8"), ("place", "<i4")),
+        *(("source", "<i8"), ("taught", "<i4"), ("said", "<i4"), ("document", "<i8"), ("place", "<i4")),
     ]
 )
 """The student's stream. source: the position of the cache whose label holds the token's first byte, and is spelled with
 it (`Spelling`) or begins with it; taught: that label; -1: none that counts. said: a number of the student's tokens
-since that label began; 0: it begins with this one. length, others: tokens of student and teacher in the chunk that ends
-with this one, 0 where none ends; the teacher's positions follow the source of its first token. document: where in the
-teacher's stream its document begins. place: the token's number in its document."""
+since that label began; 0: it begins with this one. document: where in the teacher's stream its document begins. place:
+the token's number in its document."""
 MOST_TOKENS = 1 << 24
 """The teacher's tokens of the longest document."""
 _BATCH = 1 << 18
@@ -163,8 +160,7 @@ class Transcoder:
         starts = np.append(0, stops[:-1])
         texts: list[str | None] = []
         for part, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
-            whole = flat[start:stop].tobytes()
-            text, lead, trail = _text(whole)
+            text, lead, trail = _text(flat[start:stop].tobytes())
             if lead or trail:
                 where = np.arange(firsts[part], after[part])
                 _trim(sizes, counts, where, lead)
@@ -175,19 +171,18 @@ class Transcoder:
         bad[document[firsts[~good]]] = True
         out, wide = self._join(encoded, special[firsts], mapped[firsts], document[firsts], bad)
         keep = ~bad[document]
-        common = common_boundaries(sizes[keep], wide, counts[keep])
-        said = self.spelling.read(out["token"], common.source, common.offset)
+        source, offset, whole = holders(sizes[keep], wide, counts[keep])
+        said = self.spelling.read(out["token"], source, offset)
         at = said >= 0
-        from_N = np.flatnonzero(keep)[common.source[at]]
+        from_N = np.flatnonzero(keep)[source[at]]
         within = said[at] > 0  # where a neighbour changes how a token is cut, its spelling says nothing
         at[at] = ~within | (self.spelling.next(tokens[from_N], said[at]) == out["token"][at])
-        from_N = np.flatnonzero(keep)[common.source[at]]
-        real = counts[from_N] & common.counts[at] & (stream["position"][from_N] >= 0)
+        from_N = np.flatnonzero(keep)[source[at]]
+        real = counts[from_N] & whole[at] & (stream["position"][from_N] >= 0)
         where, from_N = np.flatnonzero(at)[real], from_N[real]
-        out["source"], out["taught"], out["label"] = -1, -1, common.counts
+        out["source"], out["taught"], out["label"] = -1, -1, whole
         out["source"][where], out["taught"][where] = stream["position"][from_N], tokens[from_N]
         out["said"][where] = said[where]
-        out["length"], out["others"] = common.length, common.others
         begin = first + np.flatnonzero(stream["start"])
         out["document"] = begin[out["document"]]
         self.documents, self.left_out = self.documents + len(bad), self.left_out + int(bad.sum())
@@ -271,6 +266,29 @@ class Transcoder:
         out["start"][begins[amount > 0]] = True
         out["place"] = np.arange(len(token)) - np.repeat(begins, amount)
         return out, np.concatenate(sizes)
+
+
+def holders(sizes_N: _Array, sizes_M: _Array, counts_N: _Array) -> tuple[_Array, _Array, _Array]:
+    """Where the tokens of one stream lie in another one of the same bytes.
+
+    sizes_N, sizes_M: bytes of each token; 1 for an event of both, 0 for a token that the other lacks. counts_N: bool,
+    which tokens of the first stream are labels that count.
+
+    Returns: int64 [M] the token of the first stream that holds the first byte of each of the second's, -1 of one
+    without bytes; int64 [M] that token's bytes before it, 0 where both begin at the same offset; bool [M] whether all
+    of its bytes belong to tokens that count.
+
+    ValueError: the streams have different numbers of bytes.
+    """
+    ends_N, ends_M = np.cumsum(sizes_N, dtype=np.int64), np.cumsum(sizes_M, dtype=np.int64)
+    if ends_N[-1:].sum() != ends_M[-1:].sum():
+        raise ValueError(f"one stream has {ends_N[-1:]} bytes, the other {ends_M[-1:]}")
+    starts_N, starts_M, real_M = ends_N - sizes_N, ends_M - sizes_M, sizes_M > 0
+    holder = np.append(np.repeat(np.arange(len(sizes_N)), sizes_N), -1)
+    source_M = np.where(real_M, holder[starts_M], -1)
+    offset_M = np.where(real_M, starts_M - np.append(starts_N, 0)[source_M], 0)
+    missed = np.concatenate([[0], np.cumsum(np.repeat(~counts_N, sizes_N), dtype=np.int64)])
+    return source_M, offset_M, real_M & (missed[ends_M] == missed[starts_M])
 
 
 def _text(whole: bytes) -> tuple[str | None, int, int]:

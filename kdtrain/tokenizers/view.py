@@ -4,12 +4,13 @@ Shapes: n rows, T positions, V entries of the teacher's tokenizer, S of the stud
 """
 
 import copy
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypedDict
+from typing import Annotated, Any, Final, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -18,53 +19,25 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.manifest import Count, Digest, Manifest
-from kdtrain.data.bytes import MAX_IDS
+from kdtrain.cache.format.manifest import Count, Digest
+from kdtrain.cache.read.reader import Cache
+from kdtrain.data.bytes import MAX_IDS, TokenBytes
 from kdtrain.data.spelling import DEEP, Spelling
 from kdtrain.data.spelling import MOST as MOST_SPELLED
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import MEDIUM, file_digest, json_digest, read_sealed, typed
-from kdtrain.objective.aligned import AlignedTargets
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
-from kdtrain.tokenizers.boundaries import MOST
 from kdtrain.tokenizers.cells import Cells
+from kdtrain.tokenizers.targets import AlignedCollator, AlignedTargets
 from kdtrain.tokenizers.teacher_cells import TeacherCells, at_rows, coarsened, condensed
 
 SETTINGS, VIEW, CELLS = cache_format.SETTINGS, "view.json", cache_format.CELLS
+VERSION: Final = 3
 MOST_DISAGREEMENT = 0.05
 """Share of the common boundaries at which teacher's and student's own tokens may lie in different cells."""
-
-
-class SplitReader(Protocol):
-    """A split of a cache, as `reader.CacheReader`."""
-
-    manifest: Manifest
-    split: str
-
-    def __len__(self) -> int: ...
-
-    def read(self, indices: Sequence[int]) -> Batch:
-        """Rows with the teacher's numbers."""
-        ...
-
-    def text(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """tokens, loss_mask and segments of rows."""
-        ...
-
-
-class Splits(Protocol):
-    """A cache, as `reader.Cache`."""
-
-    folder: Path
-    name: str
-    manifest: Manifest
-    remote: Any
-
-    def __getitem__(self, split: str) -> SplitReader: ...
-
-    def __iter__(self) -> Iterator[str]: ...
 
 
 Ask = Callable[[Batch], Targets]
@@ -78,20 +51,11 @@ _HEADER = 2**16
 """Bytes that numpy may write before an array, at most."""
 
 
-def row_type(seq_len: int) -> np.dtype[Any]:
-    """A row: what `PackedRow` has, and source, said, length and others of `transcode` for each label."""
-    shape = (seq_len,)
-    return np.dtype(
-        [
-            ("tokens", "<i4", (seq_len + 1,)),
-            ("loss_mask", "?", shape),
-            ("segments", "<i4", shape),
-            ("source", "<i8", shape),
-            ("said", "<i4", shape),
-            ("length", "u1", shape),
-            ("others", "u1", shape),
-        ]
-    )
+def row_type(seq_len: int, version: int) -> np.dtype[Any]:
+    """A row: what `PackedRow` has, and source and said of `transcode` for each label."""
+    names = {"loss_mask": "?", "segments": "<i4", "source": "<i8", "said": "<i4"}
+    names |= {"length": "u1", "others": "u1"} if version < VERSION else {}
+    return np.dtype([("tokens", "<i4", (seq_len + 1,)), *((name, kind, (seq_len,)) for name, kind in names.items())])
 
 
 _Entries = Annotated[int, Meta(ge=1, le=MAX_IDS)]
@@ -100,8 +64,8 @@ _Entries = Annotated[int, Meta(ge=1, le=MAX_IDS)]
 class ViewSettings(TypedDict):
     """What settings.json states: what decides the content of a view."""
 
-    version: Literal[1, 2]
-    """1: nothing was known within tokens."""
+    version: Literal[1, 2, 3]
+    """2: rows had chunks, which are ignored. 1: nothing was known within tokens."""
     cache: Digest
     tokenizer: str
     events: list[Annotated[list[int], Meta(min_length=2, max_length=2)]]
@@ -118,11 +82,24 @@ class ViewShard(TypedDict):
     sha256: Digest
 
 
-Counted = Literal["labels", "boundaries", "disagree", "inside", "in_chunks", "documents", "left_out"]
-Tally = Annotated[dict[Counted, Count], Meta(min_length=7)]
-"""Of a shard or a split: labels of the student that count; boundaries, those that begin with a label of the teacher
-that counts; disagree, those of them whose two own tokens are in different cells; inside, those that begin within one
-that is spelled so; in_chunks, those in chunks; documents, and left_out of these."""
+@dataclass(frozen=True, kw_only=True)
+class LabelCounts:
+    """Of a shard or a split."""
+
+    labels: Count
+    """Of the student, that count."""
+    boundaries: Count
+    """Of these, those that begin with a label of the teacher that counts."""
+    disagree: Count
+    """Of these, those whose two own tokens are in different cells."""
+    inside: Count
+    """Labels that begin within one of the teacher's that is spelled so."""
+    documents: Count
+    left_out: Count
+    """Of the documents."""
+
+    def __add__(self, other: "LabelCounts") -> "LabelCounts":
+        return LabelCounts(**{name: each + getattr(other, name) for name, each in vars(self).items()})
 
 
 class ViewSidecar(ViewShard):
@@ -130,7 +107,7 @@ class ViewSidecar(ViewShard):
 
     settings: Digest
     last: bool
-    tally: Tally
+    tally: LabelCounts
     next: tuple[Count, Count]
     """Where the next shard begins: the document, by its first token in the teacher's stream, and the place in it."""
 
@@ -154,7 +131,7 @@ class ViewRecord:
     """By split."""
     cells: _StatedCells
     """The digest of cells.npy, entries of both tokenizers, and cells."""
-    tallies: dict[str, Tally]
+    tallies: dict[str, LabelCounts]
     """By split, the same as those of shards."""
     events: list[str]
     """The table of special tokens, for people."""
@@ -184,7 +161,7 @@ def sealed_record(path: Path) -> dict[str, Any]:
 class View:
     """A finished view, and the cache that it is of. UsageError: it is damaged, or of another cache."""
 
-    def __init__(self, folder: Path, cache: Splits) -> None:
+    def __init__(self, folder: Path, cache: Cache) -> None:
         self.folder, self.cache = folder, cache
         self.record = _record(folder)
         if self.record.settings["cache"] != cache.manifest.digest:
@@ -192,6 +169,7 @@ class View:
                 f"{folder} is the view of another cache than {cache.name}; remove it, or name another --out"
             )
         self.seq_len, count = self.record.settings["seq_len"], self.record.cells["count"]
+        self.row_type = row_type(self.seq_len, self.record.settings["version"])
         length, parts = self.record.cells["spelled"], self.record.parts
         stored = _array(folder / CELLS, self.record.cells["sha256"], _CELL, (sum(parts),)).astype(np.int64)
         theirs, own, starts, spelled = np.split(stored, np.cumsum(parts)[:-1])
@@ -211,7 +189,7 @@ class View:
         return [
             f"tokenizers of {facts['teacher']:,} (teacher) and {facts['student']:,} entries: {facts['cells']:,} cells",
             f"{facts['boundaries']:.1%} of the student's labels of '{facts['split']}' begin where one of the teacher's "
-            f"does, {facts['inside']:.1%} within one (compared by samples); {facts['in_chunks']:.1%} lie in chunks"
+            f"does, {facts['inside']:.1%} within one (compared by samples)"
             f"{left_out * bool(facts['left_out'])}",
             f"at {facts['disagreement']:.2%} of the common places both tokens lie in different cells (at most "
             f"{MOST_DISAGREEMENT:.0%}){kept}",
@@ -220,18 +198,18 @@ class View:
 
     def facts(self) -> dict[str, Any]:
         """What is known of the alignment: the cache's digest, entries of both tokenizers, cells; of the first split
-        the shares of labels at common boundaries, within tokens of the teacher and in chunks, and of boundaries that
-        disagree; documents."""
+        the shares of labels at common boundaries and within tokens of the teacher, and of boundaries that disagree;
+        documents."""
         record, (teacher, student) = self.record, self.record.sizes
         split, tally = next(iter(record.tallies.items()))
-        labels = max(1, tally["labels"])
+        labels = max(1, tally.labels)
         return {
             "cache": record.settings["cache"],
             **{"teacher": teacher, "student": student, "cells": self.cells.count, "split": split},
-            **{name: tally[name] / labels for name in ("boundaries", "inside", "in_chunks")},
-            "disagreement": tally["disagree"] / max(1, tally["boundaries"]),
+            **{"boundaries": tally.boundaries / labels, "inside": tally.inside / labels},
+            "disagreement": tally.disagree / max(1, tally.boundaries),
             "entropy_kept": record.entropy_kept,
-            **{name: tally[name] for name in ("documents", "left_out")},
+            **{"documents": tally.documents, "left_out": tally.left_out},
             "events": [printable(each) for each in record.events],
         }
 
@@ -278,24 +256,20 @@ class ViewReader(Dataset[dict[str, Tensor]]):
     """One split of a view, a map-style data set: the student's rows with the teacher's numbers.
 
     An item has the tensors of `Batch.fields`, `vocabulary`, the student's entries twice, and `temperature_range`, 1 and
-    1, as those of a cache.
-
-    cells, chunks: which terms the targets have.
+    1, as those of a cache. What all have in common, `collator` has: a `Student` that reads them needs it.
 
     UsageError: the view has not this split, or no row of it; cells disagree with the text too often.
     """
 
-    def __init__(self, view: View, split: str, *, cells: bool = True, chunks: bool = False) -> None:
-        self.view, self.split, self.chunks = view, split, chunks
+    def __init__(self, view: View, split: str) -> None:
+        self.view, self.split = view, split
         self.reader = view.cache[split]
         stated = view.record.shards.get(split)
         if stated is None:
             raise UsageError(f"{view.folder} has no split '{split}'; remove the folder, and the view is made anew")
         self._firsts = np.cumsum([0, *(each["sequences"] for each in stated)])
         self._parts = [
-            _array(
-                view.folder / f"{split}-{number:05d}.npy", each["sha256"], row_type(view.seq_len), (each["sequences"],)
-            )
+            _array(view.folder / f"{split}-{number:05d}.npy", each["sha256"], view.row_type, (each["sequences"],))
             for number, each in enumerate(stated)
         ]
         if not len(self):
@@ -303,22 +277,35 @@ class ViewReader(Dataset[dict[str, Tensor]]):
                 f"the text of '{split}' in {view.cache.name} is less than one row of {view.seq_len} tokens of the "
                 "student's tokenizer; use a larger cache"
             )
-        if cells and (apart := view.facts()["disagreement"]) > MOST_DISAGREEMENT:
+        if (apart := view.facts()["disagreement"]) > MOST_DISAGREEMENT:
             raise UsageError(
                 f"teacher's and student's own tokens lie in different cells at {apart:.1%} of the common boundaries, "
-                f"and at most {MOST_DISAGREEMENT:.0%} are right; use --cross-tokenizer chunks"
+                f"and at most {MOST_DISAGREEMENT:.0%} are right; give the student another tokenizer"
             )
-        self._cells = TeacherCells.of(view.cells, view.spelling) if cells else None
-        self._index = CellIndex.of(torch.from_numpy(view.cells.of_student.copy()), view.cells.count).known()
-        self._identity = view.cells.identity
+        self._cells = TeacherCells.of(view.cells, view.spelling)
+        index = CellIndex.of(torch.from_numpy(view.cells.of_student.copy()), view.cells.count)
+        self._index = None if view.cells.identity else index
         self._ask: Ask | None = None
+
+    @functools.cached_property
+    def _teacher_bytes(self) -> np.ndarray:
+        """Bytes of each of the teacher's tokens; 0 behind them, and of special tokens."""
+        tokenizer = load_tokenizer(self.view.cache.folder / cache_format.TOKENIZER)
+        return np.append(TokenBytes.of(tokenizer).lengths, 0)
+
+    @property
+    def collator(self) -> AlignedCollator:
+        """What a student needs to read batches of the items, besides their tensors."""
+        codec = self.reader.manifest.settings.codec
+        known = codec.knots if self._index is None and codec.kind == "sparse" else (1.0,)
+        return AlignedCollator((known, codec.num_samples), self._index)
 
     @property
     def _goes_inside(self) -> bool:
-        """Whether cells say something of labels within a token of the teacher's (`teacher_cells`)."""
+        """Whether cells are known of labels within a token of the teacher's (`teacher_cells`)."""
         codec = self.reader.manifest.settings.codec
-        said_whole = self._ask is not None or codec.kind == "dense" or codec.num_samples > 0
-        return said_whole and self._cells is not None and not self._identity
+        known_whole = self._ask is not None or codec.kind == "dense" or codec.num_samples > 0
+        return known_whole and self._index is not None
 
     def asking(self, ask: Ask) -> "ViewReader":
         """The same with a teacher's answers on its own rows, a few at a time, instead of a cache's numbers."""
@@ -353,12 +340,12 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         holders = np.searchsorted(self._firsts, wanted, side="right") - 1
         parts = zip(holders, wanted, strict=True)
         found = np.stack([self._parts[part][row - self._firsts[part]] for part, row in parts])
-        tokens, segments, length = (found[name] for name in ("tokens", "segments", "length"))
+        tokens, segments, said = (found[name] for name in ("tokens", "segments", "said"))
         fits = tokens.min() >= 0 and tokens.max() < self.view.record.sizes[1]
         fits &= segments.min() >= 0 and segments.max() < self.view.seq_len
-        fits &= found["said"].min() >= 0 and found["said"].max() <= self.view.record.cells["spelled"]
-        fits &= max(length.max(), found["others"].max()) <= MOST and found["loss_mask"].view(np.uint8).max() <= 1
-        if not fits or (length > np.arange(1, self.view.seq_len + 1)).any():
+        fits &= said.min() >= 0 and said.max() <= self.view.record.cells["spelled"]
+        fits &= found["loss_mask"].view(np.uint8).max() <= 1
+        if not fits:
             raise RunError(f"{self.view.folder} holds impossible rows of '{self.split}'; remove it, to make it anew")
         return found
 
@@ -366,92 +353,82 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         """The rows `indices`, in that order. RunError: a shard of the cache is damaged."""
         rows = self.rows(indices)
         length = self.reader.manifest.settings.seq_len
-        names = ("source", "said", "length", "others")
-        source, said, chunk, others = (rows[name].astype(np.int64).ravel() for name in names)
+        source, said = (rows[name].astype(np.int64).ravel() for name in ("source", "said"))
         if not self._goes_inside:
             source = np.where(said > 0, -1, source)
-        ends = np.flatnonzero(chunk)
-        begins = source[ends - chunk[ends] + 1]
-        # of a chunk every row, also where rows are shorter than chunks
-        within = [begins + np.minimum(step, others[ends] - 1) for step in (*range(0, MOST, length), MOST)]
-        needed = np.concatenate([source[source >= 0], *within])
-        if len(needed) and (needed.min() < 0 or needed.max() >= len(self.reader) * length):
+        if source.max() >= len(self.reader) * length:
             raise RunError(f"{self.view.folder} speaks of rows that the cache does not have; remove it")
-        numbers = np.unique(needed // length) if len(needed) else np.zeros(1, np.int64)
+        places = np.flatnonzero(source >= 0)
+        positions, within = source[places], said[places] > 0
+        numbers = np.unique(positions // length) if len(places) else np.zeros(1, np.int64)
 
         def place(positions: np.ndarray) -> np.ndarray:
             return np.searchsorted(numbers, positions // length) * length + positions % length
 
-        at = torch.from_numpy(np.where(source >= 0, place(np.maximum(source, 0)), -1))
+        at, number = np.full(len(source), -1), np.zeros(len(source), np.int64)
+        at[places], number[places] = place(positions), said[places]
         own = torch.from_numpy(self.view.cells.of_student[rows["tokens"][:, 1:]].ravel())
-        near, label_N = self._answers(numbers, at, torch.from_numpy(np.where(source >= 0, said, 0)), own)
-        label = label_N.double().numpy()
-        sums = np.concatenate([[0.0], np.cumsum(np.nan_to_num(label))])
-        unknown = np.concatenate([[0], np.cumsum(np.isnan(label))])
-        first = place(begins)
-        last = first + others[ends]
-        known = unknown[last] == unknown[first]
-        lengths, label_logprob = np.zeros(len(source), np.int64), np.zeros(len(source), np.float32)
-        lengths[ends[known]] = chunk[ends[known]]
-        label_logprob[ends[known]] = (sums[last] - sums[first])[known]
-        targets = AlignedTargets(
-            length=torch.from_numpy(lengths),
-            label_logprob=torch.from_numpy(label_logprob),
-            compared=at >= 0,
-            near=near,
-            cells=None if self._identity or near is None else self._index,
-            chunks=self.chunks,
-        )
+        near, label_N, sizes_N = self._answers(numbers, torch.from_numpy(at), torch.from_numpy(number), own)
+        # a label of the teacher's belongs to the token that it begins within, or to the last one before that is known
+        begin, row = place(positions + within), places // self.view.seq_len
+        end = np.where(np.append(row[1:], -1) == row, np.append(begin[1:], 0), begin + ~within)
+        found = np.zeros((2, len(source)))
+        for into, each in zip(found, (label_N, sizes_N), strict=True):
+            sums = np.append(0.0, np.cumsum(each))
+            into[places] = sums[end] - sums[begin]
         return Batch(
             tokens=torch.from_numpy(rows["tokens"].astype(np.int64)),
             loss_mask=torch.from_numpy(rows["loss_mask"].copy()),
             segments=torch.from_numpy(rows["segments"].astype(np.int64)),
-            targets=targets,
+            targets=AlignedTargets(
+                near=replace(near, label_logprob=torch.from_numpy(found[0]).float()),
+                compared=torch.from_numpy(at >= 0),
+                teacher_bytes=torch.from_numpy(found[1]).float(),
+                cells=self._index,
+            ),
         )
 
     def _answers(
         self, numbers: np.ndarray, at: Tensor, said: Tensor, own: Tensor
-    ) -> tuple[SparseTargets | None, Tensor]:
+    ) -> tuple[SparseTargets, np.ndarray, np.ndarray]:
         """Of the teacher's rows `numbers`: targets over cells at the positions `at` of them (below 0: none), behind the
-        tokens `said`, where the text has the cells `own`, if cells count; and its log p of all labels."""
-        cells, ask = self._cells, self._ask
-        whole: Iterator[Targets]
-        if ask is not None:
-            groups = (numbers[start : start + _ASKED].tolist() for start in range(0, len(numbers), _ASKED))
-            whole = map(ask, map(self.reader.read, groups))
-        else:
-            targets = self.reader.read(numbers.tolist()).targets
+        tokens `said`, where the text has the cells `own`; its log p of all labels, and their bytes, 0 where masked."""
+        ask = self._ask
+        groups = [numbers] if ask is None else np.split(numbers, range(_ASKED, len(numbers), _ASKED))
+        batches = [self.reader.read(each.tolist()) for each in groups]
+        whole: Iterator[Targets | None] = (each.targets if ask is None else ask(each) for each in batches)
+        parts, labels, order = list[SparseTargets](), list[Tensor](), at.argsort(stable=True)
+        near, wanted, first = None, at[order], 0
+        for targets in whole:
             if targets is None:
                 raise UsageError(f"{self.view.cache.name} holds no teacher's numbers")
             if isinstance(targets, SparseTargets):
-                if cells is None:
-                    return None, targets.label_logprob
+                labels.append(targets.label_logprob)
                 text = own if self._goes_inside else None
-                found = at_rows(targets, at) if self._identity else coarsened(targets, cells, at, said, text)
-                return found, targets.label_logprob
-            whole = iter((targets,))
-        near, labels, order = list[SparseTargets](), list[Tensor](), at.argsort(stable=True)
-        wanted, first = at[order], 0
-        sized = ((_AT_ONCE.get(each.label_logprob.device.type, 128), each) for each in whole)
-        for size, part in ((most, each[i : i + most]) for most, each in sized for i in range(0, len(each), most)):
-            dense = part.resolved()
-            assert isinstance(dense, DenseTargets)
-            labels.append(dense.label_logprob)
-            if cells is not None:
-                cells = self._cells = cells.to(dense.logprobs.device)
-                begin, end = torch.searchsorted(wanted, torch.tensor([first, first + len(part)])).tolist()
+                near = coarsened(targets, self._cells, at, said, text) if self._index else at_rows(targets, at)
+                continue
+            size = _AT_ONCE.get(targets[:1].resolved().label_logprob.device.type, 128)
+            for start in range(0, len(targets), size):
+                dense = targets[start : start + size].resolved()
+                assert isinstance(dense, DenseTargets)
+                labels.append(dense.label_logprob)
+                self._cells = self._cells.to(dense.logprobs.device)
+                begin, end = torch.searchsorted(wanted, torch.tensor([first, first + len(dense)])).tolist()
                 # one at least, so that there is something to leave out
-                for rows in (order[begin:end] if end > begin or near else order[:1]).split(size):
-                    place = (at[rows] - first).clamp(0, len(part) - 1)
-                    near.append(condensed(dense, cells, place, said[rows]))
-            first += len(part)
-        label_N = torch.cat(labels).cpu()
-        if cells is None:
-            return None, label_N
-        joined = near[0].map(lambda name, _: torch.cat([getattr(each, name) for each in near]).cpu())
-        row = torch.empty_like(at)
-        row[order] = torch.arange(len(at)) - (len(at) - len(joined))
-        return at_rows(joined, row.masked_fill(at < 0, -1)), label_N
+                for rows in (order[begin:end] if end > begin or parts else order[:1]).split(size):
+                    place = (at[rows] - first).clamp(0, len(dense) - 1)
+                    parts.append(condensed(dense, self._cells, place, said[rows]))
+                first += len(dense)
+        if near is None:
+            joined = parts[0].map(lambda name, _: torch.cat([getattr(each, name) for each in parts]).cpu())
+            row = torch.empty_like(at)
+            row[order] = torch.arange(len(at)) - (len(at) - len(joined))
+            near = at_rows(joined, row.masked_fill(at < 0, -1))
+        label_N = torch.cat(labels).double().cpu().numpy()
+        tokens_N = torch.cat([each.tokens[:, 1:].flatten() for each in batches]).numpy()
+        counts_N = torch.cat([each.loss_mask.flatten() for each in batches]).numpy() & ~np.isnan(label_N)
+        sizes_N = self._teacher_bytes[np.minimum(tokens_N, len(self._teacher_bytes) - 1)]
+        return near, np.where(counts_N, label_N, 0.0), np.where(counts_N, sizes_N, 0)
 
 
 def viewed_cache(folder: Path) -> str | None:
@@ -474,7 +451,7 @@ def verify_view(folder: Path) -> list[str]:
     }
     for split, shards in record.shards.items():
         for number, each in enumerate(shards):
-            kind = row_type(record.settings["seq_len"])
+            kind = row_type(record.settings["seq_len"], record.settings["version"])
             stated[f"{split}-{number:05d}.npy"] = each["sha256"], kind, (each["sequences"],)
     for name, (digest, kind, shape) in stated.items():
         try:

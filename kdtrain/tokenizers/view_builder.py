@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from kdtrain import faults
 from kdtrain.cache.build.folder import copy_tokenizer, holds_nothing
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.read.reader import Cache, CacheReader
 from kdtrain.data.packing import PackedRow, rows_of
 from kdtrain.errors import UsageError, making
 from kdtrain.files import (
@@ -52,11 +53,9 @@ from kdtrain.tokenizers.transcode import Transcoder, documents_of, is_joined, te
 from kdtrain.tokenizers.view import (
     CELLS,
     SETTINGS,
+    VERSION,
     VIEW,
-    Counted,
-    SplitReader,
-    Splits,
-    Tally,
+    LabelCounts,
     View,
     ViewRecord,
     ViewSettings,
@@ -78,8 +77,6 @@ _ENOUGH = 1000
 """Documents after which a share of them that is left out means something."""
 _LOCK = ".building-0"
 """As that of a cache (`cache.folder`): a folder that holds nothing else belongs to no run."""
-_COUNTED: tuple[Counted, ...] = get_args(Counted)
-
 
 _CALLED = {
     "version": "version of kdtrain",
@@ -90,6 +87,9 @@ _CALLED = {
 """Keys of the settings in messages."""
 
 
+_NOTHING = LabelCounts(labels=0, boundaries=0, disagree=0, inside=0, documents=0, left_out=0)
+
+
 class OtherViewError(UsageError):
     """The folder holds a view of something else."""
 
@@ -97,7 +97,7 @@ class OtherViewError(UsageError):
 class _Maker:
     """Everything that the builds of splits share."""
 
-    def __init__(self, cache: Splits, tokenizer: Any, given: Mapping[str, str] | None, seq_len: int | None) -> None:
+    def __init__(self, cache: Cache, tokenizer: Any, given: Mapping[str, str] | None, seq_len: int | None) -> None:
         if cache.remote is not None:
             cache.remote.bring_tokenizer()
         self.cache = cache
@@ -109,7 +109,7 @@ class _Maker:
         stated = cache.manifest.settings
         self.document_mask, self.seq_len = stated.document_mask, seq_len or stated.seq_len
         self.settings: ViewSettings = {
-            "version": 2,
+            "version": VERSION,
             "cache": cache.manifest.digest,
             "tokenizer": tokenizer_digest(tokenizer),
             "events": [[int(one), int(other)] for one, other in self.alignment.table.table.items()],
@@ -117,7 +117,7 @@ class _Maker:
             "rows": _ROWS,
         }
 
-    def stream(self, reader: SplitReader, joined: bool, token: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+    def stream(self, reader: CacheReader, joined: bool, token: int = 0) -> Iterator[tuple[int, np.ndarray]]:
         """Documents of a split from the one on that begins at `token` of the teacher's stream."""
         length = reader.manifest.settings.seq_len + (not joined)
         # in joined rows, a row's first token is the last of the row before
@@ -128,7 +128,7 @@ class _Maker:
             if skipped < len(documents):
                 yield at + skipped, documents[skipped:]
 
-    def cells(self, reader: SplitReader) -> Cells:
+    def cells(self, reader: CacheReader) -> Cells:
         """The cells, merged from the beginning of the text: the same whether or not the split is wanted whole."""
         worker, pairs, read = self.alignment.transcoder(), [], 0
         joined = _joined(reader, -(-_MERGED_FROM // reader.manifest.settings.seq_len))
@@ -150,19 +150,19 @@ def _filler(tokenizer: Any, ends: Sequence[int]) -> dict[str, str]:
     return {} if not ends or pad is None or pad in kept else {tokenizer.pad_token: ""}
 
 
-def _texts(reader: SplitReader, first: int = 0, stop: int | None = None) -> Iterator[dict[str, np.ndarray]]:
+def _texts(reader: CacheReader, first: int = 0, stop: int | None = None) -> Iterator[dict[str, np.ndarray]]:
     stop = len(reader) if stop is None else min(stop, len(reader))
     for start in range(first, stop, _AT_ONCE):
         yield reader.text(range(start, min(start + _AT_ONCE, stop)))
 
 
-def _joined(reader: SplitReader, stop: int | None = None) -> bool:
+def _joined(reader: CacheReader, stop: int | None = None) -> bool:
     return is_joined(each["tokens"] for each in _texts(reader, stop=stop))
 
 
 def build_view(
     folder: Path,
-    cache: Splits,
+    cache: Cache,
     tokenizer: Any,
     *,
     events: Mapping[str, str] | None = None,
@@ -241,13 +241,14 @@ def _refuse_foreign(folder: Path) -> None:
     raise UsageError(f"{folder} holds files that are not a view; name another folder")
 
 
-def _opened(folder: Path, cache: Splits, settings: ViewSettings) -> View | None:
+def _opened(folder: Path, cache: Cache, settings: ViewSettings) -> View | None:
     """The view that is there and finished."""
     if not (folder / VIEW).exists():
         return None
     stated = sealed_record(folder / VIEW).get("settings")
     if isinstance(stated, dict):  # before the rest, which another version writes otherwise
-        _refuse_other(folder, stated, settings)
+        known = {"version": VERSION} if stated.get("version") == 2 else {}  # its rows hold more
+        _refuse_other(folder, stated | known, settings)
     return View(folder, cache)
 
 
@@ -261,17 +262,17 @@ def _refuse_other(folder: Path, there: Mapping[str, Any], wanted: Mapping[str, A
 def _build_split(
     folder: Path,
     maker: _Maker,
-    reader: SplitReader,
+    reader: CacheReader,
     cells: Cells,
     progress: Callable[[int], None] | None,
-) -> tuple[list[ViewShard], Tally]:
+) -> tuple[list[ViewShard], LabelCounts]:
     """Publish the shards of a split that are missing; what view.json states of all."""
     found: list[ViewShard] = []
-    total, next_token, skipped, after = dict.fromkeys(_COUNTED, 0), 0, 0, -1
+    total, next_token, skipped, after = _NOTHING, 0, 0, -1
     digest = json_digest(maker.settings)
     while (record := _finished(folder, reader.split, len(found), maker.seq_len, digest)) is not None:
         found.append({"sequences": record["sequences"], "sha256": record["sha256"]})
-        total = {name: each + record["tally"][name] for name, each in total.items()}
+        total += record["tally"]
         next_token, skipped = record["next"]
         after = next_token
         if record["last"]:
@@ -305,19 +306,18 @@ def _build_split(
         begins = stored["said"][at] == 0
         one, other = cells.of_teacher[taught], cells.of_student[stored["tokens"][:, 1:][at]]
         documents, left_out = worker.count(after, math.inf if last else next_token)
-        tally: Tally = {
-            "labels": int(stored["loss_mask"].sum()),
-            "boundaries": int(begins.sum()),
-            "disagree": int((begins & (one != other) & (one >= 0)).sum()),
-            "inside": int((~begins).sum()),
-            "in_chunks": int(stored["length"].sum()),
-            "documents": documents,
-            "left_out": left_out,
-        }
-        after, total = next_token, {name: each + tally[name] for name, each in total.items()}
+        tally = LabelCounts(
+            labels=int(stored["loss_mask"].sum()),
+            boundaries=int(begins.sum()),
+            disagree=int((begins & (one != other) & (one >= 0)).sum()),
+            inside=int((~begins).sum()),
+            documents=documents,
+            left_out=left_out,
+        )
+        after, total = next_token, total + tally
         # by shards, and not as soon as a worker sees them: where a build is refused, one that was killed is, too
-        if last or total["documents"] >= _ENOUGH:
-            worker.refuse_loss(total["documents"], total["left_out"])
+        if last or total.documents >= _ENOUGH:
+            worker.refuse_loss(total.documents, total.left_out)
         record = {
             "settings": digest,
             "sequences": len(taken),
@@ -326,7 +326,7 @@ def _build_split(
             "tally": tally,
             "next": (next_token, place),
         }
-        publish_json(path.with_suffix(".json"), {**record}, "view.sidecar")
+        publish_json(path.with_suffix(".json"), {**record, "tally": vars(tally)}, "view.sidecar")
         found.append({"sequences": len(taken), "sha256": record["sha256"]})
         faults.point("view.after-shard")
         if progress:
@@ -335,19 +335,11 @@ def _build_split(
 
 
 def _stored(rows: Sequence[PackedRow], seq_len: int) -> np.ndarray:
-    out = np.zeros(len(rows), row_type(seq_len))
-    place_T = np.arange(1, seq_len + 1)
+    out = np.zeros(len(rows), row_type(seq_len, VERSION))
     for each, row in zip(out, rows, strict=True):
         each["tokens"], each["loss_mask"], each["segments"] = row.tokens, row.loss_mask, row.segments
-        # of a chunk that began in the row before, this one has not all tokens
-        kept_T = row.loss_mask & (row.kept["length"] <= place_T)
-        each["length"], each["others"] = row.kept["length"] * kept_T, row.kept["others"] * kept_T
         each["source"] = np.where(row.loss_mask, row.kept["source"], -1)
         each["said"] = np.where(each["source"] >= 0, row.kept["said"], 0)
-        begin_T = np.flatnonzero(each["length"])
-        first = begin_T - each["length"][begin_T] + 1
-        unusable = begin_T[each["source"][first] < 0]
-        each["length"][unusable] = each["others"][unusable] = 0
     return out
 
 
@@ -356,7 +348,7 @@ def _finished(folder: Path, split: str, number: int, seq_len: int, digest: str) 
     path = folder / f"{split}-{number:05d}.npy"
     try:
         record = typed(read_sealed(path.with_suffix(".json")), ViewSidecar)
-        form = row_type(seq_len), (record["sequences"],)
+        form = row_type(seq_len, VERSION), (record["sequences"],)
         if record["settings"] == digest and array_digest(path, *form) == record["sha256"]:
             return record
     except (OSError, ValueError):
@@ -364,7 +356,7 @@ def _finished(folder: Path, split: str, number: int, seq_len: int, digest: str) 
     return None
 
 
-def _entropy_kept(reader: SplitReader, cells: Cells) -> float | None:
+def _entropy_kept(reader: CacheReader, cells: Cells) -> float | None:
     """Entropy of the kept entries by cell, as a share of that by token, over some rows; None without targets."""
     stated = reader.manifest.settings
     most = min(len(reader), -(-_MERGED_FROM // stated.seq_len))  # of a cache elsewhere no other shards are needed

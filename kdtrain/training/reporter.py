@@ -24,9 +24,8 @@ from transformers import PreTrainedTokenizerFast
 from kdtrain.config import DistillConfig
 from kdtrain.errors import first_sentence
 from kdtrain.models.generate import generate
-from kdtrain.monitor.health import WINDOW, Signs, findings, free_mib, newest_mib
 from kdtrain.monitor.progress import Bar, Rate, StepText, log
-from kdtrain.monitor.watchers import ClippedShare, DataWait, LearnedSamples, MemoryGrowth, initial_loss
+from kdtrain.monitor.rules import WINDOW, History, Signs, findings, free_mib, initial_loss, newest_mib
 from kdtrain.monitor.writers import SilentWriters, Writers
 from kdtrain.parallel.parallelize import peaks, reshard
 from kdtrain.precision.modes import autocast
@@ -145,8 +144,8 @@ class Reporter:
         self.bar, self.rate = Bar("distill", total, every=math.inf), Rate(total)
         self.init = ""
         self.sampler: Sampler | None = None
-        self.clipped = ClippedShare(config.optimizer.clip, warmup_steps(total, config.optimizer))
-        self.memory, self.learned, self.data_wait = MemoryGrowth(1), LearnedSamples(0), DataWait(reads_ahead)
+        self.reads_ahead = reads_ahead
+        self.history = self._history(1, 0)
         self.gradients_checked = False
         self.bound: str | None = None
         self.utilization_known = student.device.type == "cuda"
@@ -160,6 +159,17 @@ class Reporter:
         self.losses: deque[float] = deque(maxlen=4 * WINDOW)
         self.validations: list[tuple[int, float]] = []
         self.teacher_loss: float | None = None
+
+    def _history(self, first: int, samples: int) -> History:
+        optimizer, frequency = self.config.optimizer, self.config.checkpoint.checkpoint_freq
+        return History(
+            first,
+            clip=optimizer.clip,
+            warmup=warmup_steps(self.total, optimizer),
+            samples=samples,
+            reads_ahead=self.reads_ahead,
+            every=(frequency, validation_interval(self.total, self.config.monitor.eval_freq)),
+        )
 
     def rewind(self, step: int) -> None:
         """Forget the steps after `step`, which a rollback undoes."""
@@ -184,8 +194,7 @@ class Reporter:
         if is_main():
             self.writers = Writers(self.config.out, step, validated_step, monitor)
             self.watches = True
-        every = (self.config.checkpoint.checkpoint_freq, validation_interval(self.total, monitor.eval_freq))
-        self.memory, self.learned = MemoryGrowth(step + 1, every=every), LearnedSamples(samples)
+        self.history = self._history(step + 1, samples)
         self.init, self.sampler = init, sampler
         self.bar = Bar("distill", self.total, step, every=math.inf)
 
@@ -235,36 +244,23 @@ class Reporter:
         """
         if self.sampler is not None and _due(number, self.config.monitor.sample_freq):
             self.writers.samples(number, self.sampler.texts())
-        cross_entropy = numbers.get("ce", numbers.get("loss", math.nan))
-        clipped = self.clipped.add(number, numbers.get("grad_norm", math.nan), cross_entropy)
-        share = {"clipped_share": self.clipped.share} if self.config.optimizer.clip else {}
+        signs = self.history.add(number, numbers, memory_mb(self.student.device), epochs)
+        share = {"clipped_share": signs.clipped_share} if self.config.optimizer.clip else {}
         age = number - checkpoint
-        grown, leak = self.memory.add(number, memory_mb(self.student.device))
-        held = {"checkpoint_age": float(age), "memory_growth_mb": grown, **self._resources(number)}
+        held = {"checkpoint_age": float(age), "memory_growth_mb": signs.grown_mib, **self._resources(number)}
         self.writers.metrics(number, {**numbers, **share, **held})
-        if leak is not None:
-            self.writers.warning("memory-growth", number, leak)
-        memorized = self.learned.add(numbers.get("kd", math.nan), epochs)
-        if memorized is not None:
-            fields = {"epochs": round(epochs, 2), "samples": self.learned.samples, "divergence": self.learned.mean}
-            self.writers.warning("learned-samples", number, memorized, **fields)
-        if clipped is not None:
-            self.writers.warning("clipped", number, clipped)
-        if "tok/s_last" in numbers:
-            seconds = numbers["tokens"] / numbers["tok/s_last"] if numbers["tok/s_last"] else 0.0
-            slow = self.data_wait.add(numbers["data_wait_s"], seconds)
-            if slow is not None:
-                self.writers.warning("data-wait", number, slow)
-        self.losses.append(cross_entropy)
+        for kind, text, fields in self.history.warnings(signs):
+            self.writers.warning(kind, number, text, **fields)
+        self.losses.append(numbers.get("ce", numbers.get("loss", math.nan)))
         if self.watches and _due(number, self.config.monitor.log_freq):
             self._check_health(number, numbers, checkpoint)
         parts = self.text.add(numbers)
         parts |= {"mode": self.student.present_mode} if self.config.quantization.time_resume else {}
         parts |= {"health": "! " + ", ".join(self.wrong)} if self.wrong else {}
-        return parts | {"checkpoint": f"ckpt -{age}", "memory": f"mem {grown:+.0f} MiB"}
+        return parts | {"checkpoint": f"ckpt -{age}", "memory": f"mem {signs.grown_mib:+.0f} MiB"}
 
     def _check_health(self, number: int, numbers: Mapping[str, float], checkpoint: int) -> None:
-        """Warn of what has become wrong since the last time."""
+        """Warn of what has become wrong since the line before."""
         load, cores = os.getloadavg()[0], os.cpu_count() or 1
         if not self.busy and self.student.device.type == "cpu" and load > _BUSY * cores:
             self.busy = True
@@ -280,7 +276,7 @@ class Reporter:
             validations=self.validations,
             teacher_loss=self.teacher_loss,
         )
-        found = findings(signs)
+        found = findings(signs, each_step=False)
         for kind in found.keys() - self.wrong.keys():
             self.writers.warning(kind, number, found[kind])
         self.wrong = found
@@ -301,7 +297,7 @@ class Reporter:
 
     def saved_by_clock(self, number: int) -> None:
         """After a checkpoint of step `number` for which only the clock asked: a first save's buffers are no leak."""
-        self.memory.settle_after(number)
+        self.history.settle_after(number)
 
     def _resources(self, number: int) -> dict[str, float]:
         """MiB of memory by kind, and with a log line the GPU's utilization in the last second, in percent."""

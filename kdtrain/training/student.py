@@ -23,7 +23,7 @@ from kdtrain.config.sections import QUANTIZED
 from kdtrain.errors import UsageError, as_number, as_whole
 from kdtrain.models.head import SplitModel, layer_widths, router_weight, split
 from kdtrain.models.output_head import refuse_vocabulary
-from kdtrain.objective.batch import Batch, Codecs
+from kdtrain.objective.batch import Batch, Collator
 from kdtrain.objective.hidden import HiddenLoss
 from kdtrain.objective.loss import DistillationLoss, LossOutput, joined
 from kdtrain.objective.targets import per_token
@@ -42,6 +42,8 @@ class Student(PreTrainedModel):
     Args:
         model: of `transformers`, with or without adapters of `peft`, or already split into backbone and output head.
         loss: the training objective.
+        data: the data set whose batches it reads, where their tensors do not hold all, such as
+            `cache["train"].aligned(tokenizer)`.
         vocab_size: the vocabulary of the data; rows of the head beyond it are padding. None: all rows count.
         mode: number format of the backbone's forward (`fp32`, `bf16`, `fp16`), except for quantised layers; `fp32`
             leaves it to an autocast around the call.
@@ -72,6 +74,7 @@ class Student(PreTrainedModel):
         model: PreTrainedModel | SplitModel,
         loss: DistillationLoss,
         *,
+        data: Any = None,
         vocab_size: int | None = None,
         mode: str = "fp32",
         document_mask: bool = False,
@@ -114,7 +117,7 @@ class Student(PreTrainedModel):
         self.router_weight = router_weight(model.model)
         self.switch = switch or Switch()
         self.quantized = quantized
-        self._codecs = Codecs()
+        self._collator: Collator = getattr(data, "collator", None) or Collator()
         self._checked = False
         self.compiled = CompiledLayers(self.model, mode=compile_mode) if compile and by_layer else None
         self.backbone = self._backbone
@@ -196,11 +199,9 @@ class Student(PreTrainedModel):
         vocabulary: Tensor | None = None,
         temperature_range: Tensor | None = None,
         replay: Tensor | None = None,
-        chunk_length: Tensor | None = None,
-        chunk_logprob: Tensor | None = None,
         compared: Tensor | None = None,
+        teacher_bytes: Tensor | None = None,
         partial: Tensor | None = None,
-        alignment: Tensor | None = None,
     ) -> LossOutput:
         """Return the loss to differentiate and the sums to report, for a batch or for its named tensors.
 
@@ -232,9 +233,8 @@ class Student(PreTrainedModel):
             named |= {"counts": counts, "tail": tail, "label_logprob": label_logprob}
             named |= {"logit_mean": logit_mean, "logit_std": logit_std}
             named |= {"knots": knots, "num_samples": num_samples, "replay": replay}
-            named |= {"chunk_length": chunk_length, "chunk_logprob": chunk_logprob}
-            named |= {"compared": compared, "partial": partial, "alignment": alignment}
-            batch = Batch.of({name: tensor for name, tensor in named.items() if tensor is not None}, self._codecs)
+            named |= {"compared": compared, "teacher_bytes": teacher_bytes, "partial": partial}
+            batch = self._collator.batch({name: tensor for name, tensor in named.items() if tensor is not None})
         labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
         mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
         normalizer = mask_N.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import kdtrain as kd
 from kdtrain.data import order
-from kdtrain.objective.batch import Batch, Codecs
+from kdtrain.objective.batch import Collator
 from kdtrain.objective.mixed import MixedTargets, join
 from kdtrain.testing import tiny_model
 from kdtrain.training.sources.cache import CachedSource
@@ -138,7 +138,7 @@ def test_the_rows_of_two_tokenizers_are_not_mixed_and_views_for_one_are(tmp_path
 
 def test_members_with_one_codec_become_one_set_of_targets_and_others_stay_apart(caches):
     two = sources(caches, "both", "other")["train"].read(np.array([0, 12, 3]))
-    alone = Batch.of(kd.collate([caches["both"]["train"][0]]), Codecs())
+    alone = Collator().batch(kd.collate([caches["both"]["train"][0]]))
     assert not two.targets.parts and torch.equal(two.targets.ids[:16], alone.targets.ids)
     assert torch.equal(two.tokens[1], caches["other"]["train"][2]["tokens"])
     mixed = sources(caches, "both", "bare", "dense")["train"].read(np.array([0, 1, 10, 20, 2]))
@@ -173,7 +173,7 @@ def test_the_loss_of_mixed_targets_is_the_sum_of_that_of_its_parts(caches):
 
 
 def test_parts_join_only_where_their_tensors_fit(caches):
-    targets = [Batch.of(kd.collate([caches[name]["train"][0]]), Codecs()).targets for name in ("both", "drawn")]
+    targets = [Collator().batch(kd.collate([caches[name]["train"][0]])).targets for name in ("both", "drawn")]
     assert join([(16, targets[0])]) is targets[0] and join([(16, None)]) is None
     assert [rows for rows, _ in join([(16, targets[0]), (16, targets[1])]).parts] == [16, 16]
     assert join([(16, None), (16, None)]) is None

@@ -42,7 +42,7 @@ def test_the_other_shells_have_every_command_and_option(shell):
     script = completion.SCRIPTS[shell]()
     for command in COMMANDS:
         assert command in script
-        assert all(name.removeprefix("--") in script for name, _ in completion.flags(COMMANDS[command]))
+        assert all(name.removeprefix("--") in script for name in completion.flags(COMMANDS[command]))
     if found := shutil.which(shell):
         assert subprocess.run([found, "-n"], input=script, text=True, timeout=20).returncode == 0
 

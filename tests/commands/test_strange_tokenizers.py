@@ -7,7 +7,7 @@ import pytest
 
 from tests.token_kinds import train
 
-RUN = ("distill", "--cache", "cache", "--student", "strange.toml", "--cross-tokenizer", "both", "--steps", 6)
+RUN = ("distill", "--cache", "cache", "--student", "strange.toml", "--cross-tokenizer", "--steps", 6)
 
 
 @pytest.fixture

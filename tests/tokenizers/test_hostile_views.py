@@ -84,8 +84,6 @@ HOSTILE = {
     "a token of nobody": of_rows(lambda rows: rows["tokens"].__setitem__((0, 1), 2**20)),
     "a segment of nobody": of_rows(lambda rows: rows["segments"].__setitem__((0, 1), -(2**30))),
     "a mask of 7": of_rows(lambda rows: rows["loss_mask"].view(np.uint8).__setitem__((0, 1), 7)),
-    "a long chunk": of_rows(lambda rows: rows["others"].__setitem__((0, 1), 200)),
-    "a chunk that begins before its row": of_rows(lambda rows: rows["length"].__setitem__((0, 1), 30)),
     "said what nobody says": of_rows(lambda rows: rows["said"].__setitem__((0, 1), 2**30)),
     "said less than nothing": of_rows(lambda rows: rows["said"].__setitem__((0, 1), -1)),
     "a source of nobody": of_rows(lambda rows: rows["source"].__setitem__((0, 1), 2**62)),

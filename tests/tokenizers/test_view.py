@@ -14,6 +14,7 @@ from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.read.reader import CacheReader, collate
+from kdtrain.data.bytes import TokenBytes
 from kdtrain.data.corpus import Document
 from kdtrain.data.packing import PackedRow, pack
 from kdtrain.errors import RunError, UsageError
@@ -21,7 +22,6 @@ from kdtrain.files import Lock, publish_json
 from kdtrain.library import Cache
 from kdtrain.models.output_head import OutputHead
 from kdtrain.models.tokenizer import tokenizer_digest
-from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
 from kdtrain.testing import tiny_model
 from kdtrain.tokenizers import alignment as alignments
@@ -29,7 +29,7 @@ from kdtrain.tokenizers import transcode, view
 from kdtrain.tokenizers import view_builder as views
 from kdtrain.tokenizers.cells import Cells
 from kdtrain.tokenizers.teacher_cells import MOST_CELLS, condensed
-from kdtrain.tokenizers.view import ViewReader, identity_of, sealed_record
+from kdtrain.tokenizers.view import identity_of, sealed_record
 from kdtrain.tokenizers.view_builder import build_view
 from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.student import Student
@@ -87,13 +87,14 @@ def test_a_batch_has_the_teachers_numbers_for_the_same_bytes(cache, tmp_path):
             expected *= 0  # a top-k says nothing of the rest within a token
         assert targets.common()[place] == expected.any()
         assert not expected.any() or np.allclose(cells_at(view, targets, place), expected, atol=1e-6)
-    for end in torch.nonzero(targets.length).flatten().tolist():
-        length, others = int(targets.length[end]), int(rows["others"].ravel()[end])
-        first = int(source[end - length + 1])
-        theirs = whole.targets.label_logprob[first : first + others].sum()
-        assert targets.label_logprob[end] == pytest.approx(theirs.item(), abs=1e-5)
-        text = train("gpt2").decode(own[end - length + 1 : end + 1])
-        assert text == train("llama3").decode(labels[first : first + others])
+    # of the teacher's labels between the first and the last known place of a row, each counts once, with its bytes
+    sizes = torch.from_numpy(TokenBytes.of(train("llama3")).lengths)
+    for row in range(2):
+        part = slice(row * SEQ_LEN, (row + 1) * SEQ_LEN)
+        known = [place for place in range(part.start, part.stop) if source[place] >= 0 and targets.compared[place]]
+        theirs = slice(int(source[known[0]]), int(source[known[-1]]) + 1)
+        assert targets.label_logprob[part].sum() == pytest.approx(whole.targets.label_logprob[theirs].sum().item())
+        assert targets.teacher_bytes[part].sum() == sizes[labels[theirs]].sum()
 
 
 def test_of_text_that_the_teacher_wrote_the_filler_is_left_out_and_the_end_is_the_students(tmp_path):
@@ -122,7 +123,7 @@ def test_of_text_that_the_teacher_wrote_the_filler_is_left_out_and_the_end_is_th
     text = "".join(tokenizer.decode(row.tokens[:8]) + "<|im_end|>" for row in rows)
     found = view["train"].rows(range(len(view["train"])))["tokens"]
     assert len(found) > 1 and text.startswith(student.decode([found[0, 0], *found[:, 1:].ravel()]))
-    assert AlignedSource(view, "train", (True, True)).facts.end_tokens == (student.convert_tokens_to_ids("<|im_end|>"),)
+    assert AlignedSource(view, "train").facts.end_tokens == (student.convert_tokens_to_ids("<|im_end|>"),)
 
 
 def whole_distributions(folder, texts, seq_len):
@@ -185,19 +186,9 @@ def test_whole_distributions_come_to_the_host_as_cells_once_however_many_rounds_
         assert torch.equal(tensor, getattr(found[1].near, name))
 
 
-def test_chunks_alone_compare_nothing_within_tokens(cache, tmp_path):
-    view = build_view(tmp_path / "data", cache, train("gpt2"))
-    rows = view["train"].rows(range(len(view["train"])))
-    said = torch.from_numpy(rows["said"]).flatten() > 0
-    assert said.sum() == view.record.tallies["train"]["inside"] > 0 and "within one" in view.lines()[1]
-    compared = ViewReader(view, "train", cells=False, chunks=True).read(range(len(rows))).targets.compared
-    assert torch.equal(compared, (torch.from_numpy(rows["source"]).flatten() >= 0) & ~said)
-
-
 def test_the_same_tokenizer_gives_the_ordinary_loss_to_the_bit(cache, tmp_path):
     reader = build_view(tmp_path / "data", cache, train("llama3"))["train"]
-    reader.chunks = False
-    assert len(reader) >= len(cache["train"]) - 1 and reader.view.record.tallies["train"]["disagree"] <= 1
+    assert len(reader) >= len(cache["train"]) - 1 and reader.view.record.tallies["train"].disagree <= 1
     size = cache.manifest.vocab_size
     hidden = torch.randn(2 * SEQ_LEN, 8, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(size, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -222,12 +213,10 @@ def test_the_same_tokenizer_gives_the_ordinary_loss_to_the_bit(cache, tmp_path):
 def test_a_student_of_labels_shifted_by_one_ends_with_worse_cells(cache, tmp_path, monkeypatch, seed):
     right = build_view(tmp_path / "data", cache, train("gpt2"))["train"]
     shifted, rows = copy.copy(right), right.rows
-    right.chunks = shifted.chunks = False
 
     def one_later(indices):
         found = rows(indices).copy()
         found["source"] = np.where(found["source"] > 0, found["source"] - 1, -1)
-        found["length"] = 0
         return found
 
     monkeypatch.setattr(shifted, "rows", one_later)
@@ -409,7 +398,7 @@ def test_documents_left_out_are_counted_over_the_whole_text_also_after_a_kill(re
     monkeypatch.setattr(transcode, "_BATCH", 256)
     cache = rewritten([False] * 300 + [True, False] * 3 + [False] * 60)
     whole = build_view(tmp_path / "whole", cache, train("qwen"))
-    assert whole.record.tallies["train"]["left_out"] == 3
+    assert whole.record.tallies["train"].left_out == 3
     killed_after(len(whole.record.shards["train"]) * 3 // 4, tmp_path / "killed", cache, train("qwen"))
     build_view(tmp_path / "killed", cache, train("qwen"))
     assert files_of(tmp_path / "whole") == files_of(tmp_path / "killed")
@@ -448,17 +437,14 @@ def test_cells_that_disagree_too_often_are_refused(cache, tmp_path, monkeypatch)
         alignments, "merge", lambda cells, *_: dataclasses.replace(cells, of_teacher=cells.of_teacher[::-1].copy())
     )
     view = build_view(tmp_path / "data", cache, train("gpt2", 1200))
-    with pytest.raises(UsageError, match=r"in different cells at .* use --cross-tokenizer chunks"):
+    with pytest.raises(UsageError, match=r"in different cells at .* give the student another tokenizer"):
         view["train"]
-    assert len(ViewReader(view, "train", cells=False)) == len(ViewReader(view, "train", cells=False, chunks=False))
 
 
-@pytest.mark.parametrize("terms", [(True, True), (False, True), (True, False)], ids=["both", "chunks", "cells"])
 @pytest.mark.parametrize("student", ["gpt2", "llama3"])
-def test_an_aligned_split_is_a_data_set_whose_items_have_the_loss_of_the_batch(cache, tmp_path, student, terms):
-    cells, chunks = terms
-    data = cache["train"].aligned(train(student), cells=cells, chunks=chunks)
-    kept = cache["train"].aligned(train(student), folder=tmp_path / "kept", cells=cells, chunks=chunks)
+def test_an_aligned_split_is_a_data_set_whose_items_have_the_loss_of_the_batch(cache, tmp_path, student):
+    data = cache["train"].aligned(train(student))
+    kept = cache["train"].aligned(train(student), folder=tmp_path / "kept")
     assert len(data) == len(kept) and torch.equal(data[-1]["tokens"], kept[len(kept) - 1]["tokens"])
     assert [*kept.view.record.shards] == ["train", "validation"] and [*data.view.record.shards] == ["train"]
     loader = DataLoader(data, batch_size=3, collate_fn=collate, num_workers=1)
@@ -466,14 +452,16 @@ def test_an_aligned_split_is_a_data_set_whose_items_have_the_loss_of_the_batch(c
     for start, named in zip((0, 3), loader, strict=False):
         found = []
         for inputs in (named, {"batch": data.read(range(start, start + 3))}):
-            learner = Student(model, DistillationLoss())
+            learner = Student(model, DistillationLoss(), data=data)
             learner.zero_grad()
             out = learner(**inputs)
             out.loss.backward()
             found.append([out.loss, out.kd, *(each.grad.clone() for each in learner.parameters())])
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True)) and found[0][1] > 0
-    with pytest.raises(UsageError, match="this process has not opened"):
-        CellIndex.by_key(5)
+    with pytest.raises(UsageError, match=r"give the data set to the student too: Student\(model, loss, data=...\)"):
+        Student(model, DistillationLoss())(**named)
+    with pytest.raises(UsageError, match="has no tensor 'compared'; make batches of the student's data set"):
+        learner(**collate([{name: each for name, each in data[0].items() if name != "compared"}]))
 
 
 def test_what_the_cells_keep_is_measured_without_an_array_of_rows_and_cells(cache):

@@ -1,21 +1,23 @@
 """The reporter of a run: it logs and warns, and does not change the training."""
 
 import json
+import math
 import time
 
 import pytest
 import torch
+from torch import nn
 
 from kdtrain import faults
 from kdtrain.config import MonitorConfig
 from kdtrain.config.sections import QuantizationConfig
 from kdtrain.monitor.progress import log, one_line
-from kdtrain.monitor.watchers import MemoryGrowth
+from kdtrain.monitor.rules import History
 from kdtrain.monitor.writers import Writers
 from kdtrain.precision.loss_scale import LossScale
 from kdtrain.testing import tiny_tokenizer
 from kdtrain.training import reporter as reporting
-from kdtrain.training.reporter import Reporter, Sampler
+from kdtrain.training.reporter import Reporter, Sampler, gradients_of
 
 
 @pytest.fixture
@@ -178,7 +180,7 @@ def test_memory_growth_is_logged_from_the_warm_up_on(workshop, monkeypatch):
     monkeypatch.setattr(reporting, "memory_mb", lambda device: next(held))
     with workshop.run() as run:
         reporter = reporter_of(run)
-        reporter.memory = MemoryGrowth(1, warmup=1)
+        reporter.history = History(-48)  # memory is stable after step 1
         parts = [reporter.finished(number, {"loss": 1.0}, checkpoint=0, epochs=0.0) for number in (1, 2, 3, 4)]
     assert [each["memory_growth_mb"] for each in lines_of(run, "metrics.jsonl")] == [0.0, 0.0, 30.0, 20.0]
     assert [each["memory"] for each in parts] == ["mem +0 MiB", "mem +0 MiB", "mem +30 MiB", "mem +20 MiB"]
@@ -246,8 +248,9 @@ def test_an_online_teacher_that_computes_while_a_step_waits_is_no_reason_for_a_w
 
     for source in (Taught(10), workshop.source(10)):
         with workshop.run(train=source) as run:
-            texts = [run.reporter.data_wait.add(0.9, 1.0) for _ in range(99)]
-        assert sum(text is not None for text in texts) == source.overlaps
+            numbers = {"data_wait_s": 0.9, "tokens": 1.0, "tok/s_last": 1.0}
+            waits = [run.reporter.history.add(number, numbers, 1.0).data_wait for number in range(1, 100)]
+        assert any(each is not None for each in waits) == source.overlaps
 
 
 def test_each_halving_of_the_loss_scale_is_logged_and_an_event(workshop, monkeypatch):
@@ -272,3 +275,32 @@ def test_every_warning_is_an_event_of_its_kind(workshop):
             reporter.finished(number, {"grad_norm": 2.0}, checkpoint=0, epochs=0.0)
     found = [(each["event"], each["level"], each["step"]) for each in lines_of(run, "events.jsonl")]
     assert found == [("initial-loss", "warning", 0), ("clipped", "warning", 100)]
+
+
+def test_parameters_without_a_sound_gradient_are_named():
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("good", "unused", "dead", "bad", "frozen")})
+    model["frozen"].requires_grad_(False)
+    for name, value in (("good", 1.0), ("dead", 0.0), ("bad", 1.0)):
+        model[name].weight.grad = torch.full((2, 2), value)
+    model["bad"].weight.grad[0, 1] = math.nan
+    found = gradients_of(model)
+    assert (found.good, found.missing, found.zero, found.broken) == (
+        1,
+        ["unused.weight"],
+        ["dead.weight"],
+        ["bad.weight"],
+    )
+    assert [text.split(" (")[1] for text in found.lines()] == ["bad.weight)", "unused.weight)", "dead.weight)"]
+
+
+def test_a_model_whose_gradients_are_all_sound_gives_no_warning():
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    assert gradients_of(model).lines() == []
+    assert gradients_of(model).good == 2
+
+
+def test_many_names_are_counted_and_the_first_ones_given():
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(8)))
+    [text] = gradients_of(model).lines()
+    assert text.startswith("8 parameters have no gradient") and "4.weight and 3 more" in text

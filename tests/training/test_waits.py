@@ -9,9 +9,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kdtrain.objective import engine, targets
-from kdtrain.objective.aligned import AlignedTargets
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.targets import SparseTargets
+from kdtrain.tokenizers.targets import AlignedTargets
 from kdtrain.training import guards, step
 from kdtrain.training.signals import StopRequest
 
@@ -81,7 +81,7 @@ def over_cells(source):
         none = mass.new_zeros(len(mass))
         tail = torch.stack([(1 - mass.sum(1)).log(), none], 1)
         near = SparseTargets(ids, mass.log(), mass * 0, tail, none, none, none, 5, 0, (1.0,))
-        aligned = AlignedTargets(none.long(), none, none == 0, near, index, chunks=False)
+        aligned = AlignedTargets(near, none == 0, none, index)
         return dataclasses.replace(batch, targets=aligned)
 
     source.read = read

@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 from msgspec import Meta
 
 from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.folder import why_no_cache
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.config.sections import Weights
 from kdtrain.errors import UsageError, printable
@@ -324,25 +325,9 @@ def first_rows(stated: SplitRecord) -> list[int]:
 
 def read_manifest(folder: Path | str) -> Manifest:
     """The manifest of a finished cache. UsageError: it is missing, unfinished, altered or of an unknown version."""
-    folder = Path(folder)
-    path = folder / cache_format.MANIFEST
-    if not path.exists():
-        if (folder / cache_format.CELLS).exists():
-            raise UsageError(
-                f"{folder} is not a cache but a view of one, in a student's tokens; run kdtrain verify on the run that "
-                "it belongs to"
-            )
-        if any((folder / cache_format.SHARDS).glob("*.h5*")):  # a temporary one too
-            raise UsageError(
-                f"the cache {folder} is unfinished; run the same cache-teacher command again to finish it, "
-                "or the distill, import, merge or subset that began it"
-            )
-        if (folder / cache_format.SETTINGS).exists():
-            raise UsageError(
-                f"the cache {folder} holds no shard: the command that began it was refused or stopped before its first "
-                "one; run cache-teacher again"
-            )
-        raise UsageError(f"{folder} holds no cache (no {cache_format.MANIFEST}); make one with kdtrain cache-teacher")
+    path = Path(folder, cache_format.MANIFEST)
+    if (missing := why_no_cache(folder)) is not None:
+        raise UsageError(f"{folder}: {missing}")
     try:
         record = read_sealed(path, MEDIUM)
         version = record.get("format_version")
@@ -436,5 +421,5 @@ def refuse_tokenizer(digest: str | None, cached: str | None) -> None:
     if None not in (digest, cached) and digest != cached:
         raise UsageError(
             f"the student has another tokenizer ({str(digest)[:12]}) than the teacher's text ({str(cached)[:12]}): "
-            "give the student the teacher's tokenizer, or train across tokenizers with --cross-tokenizer auto"
+            "give the student the teacher's tokenizer, or train across tokenizers with --cross-tokenizer"
         )

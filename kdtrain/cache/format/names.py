@@ -19,6 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from kdtrain.cache.format.folder import CELLS as CELLS
+from kdtrain.cache.format.folder import MANIFEST as MANIFEST
+from kdtrain.cache.format.folder import SETTINGS as SETTINGS
+from kdtrain.cache.format.folder import SHARDS as SHARDS
 from kdtrain.cache.format.spec import WIDTH, CodecSpec
 
 FORMAT_VERSION = 3
@@ -26,12 +30,7 @@ FORMAT_VERSION = 3
 PIECES = 4
 """The format version of a cache of shards of any sizes, made for other caches: appended by merge, or cut by subset."""
 SPLITS = ("train", "validation", "test")
-MANIFEST = "manifest.json"
-SETTINGS = "settings.json"
 INDEX = "index.h5"
-CELLS = "cells.npy"
-"""In the place of shards: a view in a student's tokens (`tokenizers.view_builder`)."""
-SHARDS = "shards"
 TOKENIZER = "tokenizer"
 DICTIONARY = "dictionary"
 BROKEN = 2

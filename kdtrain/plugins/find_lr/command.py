@@ -206,7 +206,7 @@ def _begin(config: FindLrConfig) -> _Record:
             raise UsageError(f"--out {config.out} holds another search ({', '.join(changed)}); name another --out")
         return found
     student = student_spec(config)
-    packed = config.data.data is not None or config.cross_tokenizer is not None  # by the first short run
+    packed = config.data.data is not None or config.cross_tokenizer  # by the first short run
     sources = {} if packed else open_sources(config, config.cache)
     facts = sources["train"].facts if sources else None
     guess, told = own, "--lr"

@@ -18,15 +18,11 @@ from kdtrain.tokenizers.teacher_cells import MOST_CELLS
 from kdtrain.tokenizers.view import View, ViewReader, identity_of
 from kdtrain.training.sources.source import Facts
 
-Terms = tuple[bool, bool]
-"""Whether the loss has cells, and chunks."""
 
-
-def aligned_facts(name: str, *, seq_len: int, document_mask: bool, size: int, codec: CodecSpec, cells: bool) -> Facts:
+def aligned_facts(name: str, *, seq_len: int, document_mask: bool, size: int, codec: CodecSpec) -> Facts:
     """What is known of a text in the tokens of a student before they are made.
 
-    size: entries of the student's tokenizer. codec: of the cache; tokens alone for an online teacher. cells: whether
-    they are among the terms.
+    size: entries of the student's tokenizer. codec: of the cache; tokens alone for an online teacher.
     """
     whole = codec.kind != "sparse"
     return Facts(
@@ -37,8 +33,8 @@ def aligned_facts(name: str, *, seq_len: int, document_mask: bool, size: int, co
         tokenizer_size=size,
         document_mask=document_mask,
         targets="sparse",
-        top_k=0 if not cells else MOST_CELLS if whole else codec.top_k * (not codec.num_samples),
-        num_samples=1 if not cells else 0 if whole else codec.num_samples,
+        top_k=MOST_CELLS if whole else codec.top_k * (not codec.num_samples),
+        num_samples=0 if whole else codec.num_samples,
         temperature_range=(1.0, 1.0),
         alignment={},
     )
@@ -50,28 +46,25 @@ class AlignedSource:
     overlaps = True
     repeatable = True
 
-    def __init__(self, view: View, split: str, terms: Terms) -> None:
+    def __init__(self, view: View, split: str) -> None:
         stated, size = view.cache.manifest.settings, view.record.sizes[1]
-        cells, chunks = terms
-        self.reader = ViewReader(view, split, cells=cells, chunks=chunks)
-        named = [name for name, used in (("cells", cells), ("chunks", chunks)) if used]
+        self.reader = ViewReader(view, split)
         facts = aligned_facts(
             view.cache.name,
             seq_len=view.seq_len,
             document_mask=stated.document_mask,
             size=size,
             codec=stated.codec,
-            cells=cells,
         )
         partner = {pair[0]: pair[1] for pair in view.record.settings["events"]}
         ends = {partner.get(each, -1) for each in view.cache.manifest.end_tokens}
         self.facts = replace(
             facts,
             end_tokens=tuple(sorted(each for each in ends if each >= 0)),
-            identity=f"{identity_of(view)}{'-cells' * cells}{'-chunks' * chunks}",
+            identity=f"{identity_of(view)}-cells",  # as runs had it when there were other terms
             tokenizer_digest=view.record.settings["tokenizer"],
             tokenizer=view.folder / "tokenizer",
-            alignment={"terms": named, **view.facts()},
+            alignment={"terms": ["cells"], **view.facts()},
             teacher=stated.teacher or {},
         )
 

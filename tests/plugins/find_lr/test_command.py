@@ -226,7 +226,7 @@ def test_the_rows_of_another_tokenizer_are_made_once_for_all_short_runs(workbenc
     train("gpt2", 400, (workbench.root / "text.txt").read_text()).save_pretrained(workbench.root / "words")
     student = (workbench.root / "student.toml").read_text().replace("'teacher'", "'words'")
     (workbench.root / "words.toml").write_text(student)
-    options = ("--cache", "cache", "--student", "words.toml", "--cross-tokenizer", "chunks", "--rung-steps", 2)
+    options = ("--cache", "cache", "--student", "words.toml", "--cross-tokenizer", "--rung-steps", 2)
     code, _, err = workbench.call("find-lr", *options, "--epochs", 2, *workbench.plain, *AROUND, "--out", "across")
     assert code == 0, err
     files = {os.stat(path).st_ino for path in (workbench.root / "across").glob("lr-*/data/train-00000.npy")}

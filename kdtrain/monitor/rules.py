@@ -1,0 +1,443 @@
+"""Is a run well? A table of rules over what it has logged, each with the knob to turn.
+
+A run tests them while it trains: some at each step over the steps of its process (`History`), the others with each line
+of a step (`training.reporter`). `kdtrain inspect RUN`, with `--watch` again and again, tests them from outside over
+metrics.jsonl, where a run that no longer logs anything is noticed too. Every rule is a pure function of `Signs`, and
+its action is a warning; what skips a step, rolls back or stops is of `training.guards`, whose state is in checkpoints.
+"""
+
+import math
+import os
+import shutil
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from kdtrain.monitor.record import Line, RunRecord
+from kdtrain.tables import duration, number, size
+
+WINDOW = 50
+"""Steps over which losses, divergences and waiting for data are averaged."""
+CLIPPED = 100
+"""Steps of which the share with a clipped gradient counts."""
+_FIRST, _WARM = 10, 50
+"""First steps of a process without a limit for waiting (files are opened, graphs compiled), and until memory is stable.
+"""
+_PATIENCE = 4
+"""Validations without a better one before a run counts as one without progress."""
+_STALLED, _SLOWER = 300.0, 20.0
+"""A run stalls when a step takes so many seconds, and so many times the median."""
+_VALIDATES = 1800.0
+"""Seconds that a validation may take while none was timed; later ones may take twice the longest."""
+_MOVED = 0.01
+"""The share of the way from its first loss to the teacher's that a run goes in `_PATIENCE` validations at least."""
+_AT_RISK = 3600.0
+"""Seconds of training that a crash may cost before there is a warning."""
+_DATA_WAIT, _CLIPPED_SHARE, _GROWTH = 0.1, 0.1, 0.5
+"""Limits: the share of the steps' time that waits for data, that of clipped steps, and the growth of memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signs:
+    """What the rules look at; None and empty where it is not known."""
+
+    step: int
+    """The last finished step."""
+    idle: float | None = None
+    """Seconds since it ended."""
+    step_seconds: float | None = None
+    """The median of the last steps."""
+    validates: bool = False
+    """Whether a validation is due after the last step, and not logged yet."""
+    validation_seconds: float | None = None
+    """The longest of the validations so far, with the step after it."""
+    saved_step: int | None = None
+    """The step of the newest checkpoint."""
+    free_mib: float | None = None
+    """Of the disk that holds the run."""
+    checkpoint_mib: float | None = None
+    """Size of the newest checkpoint."""
+    data_wait: float | None = None
+    """The share of the last steps' time that went by waiting for data; None with an online teacher, which computes
+    while the step waits."""
+    clip: float = 0.0
+    """The largest norm of a gradient."""
+    clipped_share: float = 0.0
+    """Of the last `CLIPPED` steps."""
+    clipped_losses: Sequence[float] = ()
+    """Cross-entropies of these, nats, if all lie after the warm-up."""
+    divergence: float | None = None
+    """Mean divergence of the last steps, nats, where targets have samples."""
+    samples: int = 0
+    """Entries drawn for a token of the targets."""
+    epochs: float = 0.0
+    """Passes over the training split so far."""
+    held_mib: float = 0.0
+    """Memory of the process."""
+    grown_mib: float = 0.0
+    """What it holds more than after its warm-up."""
+    losses: Sequence[float] = ()
+    """Cross-entropies of the last steps, nats a token: the objective changes with alpha and T."""
+    validations: Sequence[tuple[int, float]] = ()
+    """Step and loss, nats a token."""
+    teacher_loss: float | None = None
+    """The teacher's validation loss, nats a token."""
+
+    @classmethod
+    def of(cls, folder: Path, record: RunRecord, now: float) -> "Signs":
+        """Those of the run in `folder`; `now` in seconds since 1970."""
+        steps, seconds = record.steps[-WINDOW * 4 :], []
+        for each in steps[-WINDOW:]:
+            if (time := _seconds(each)) is not None:
+                seconds.append((time, _number(each, "data_wait_s") or 0.0))
+        last = int(record.metrics[-1]["step"]) if record.metrics else 0
+        idle = None
+        if record.metrics:
+            idle = max(now - (folder / "metrics.jsonl").stat().st_mtime, 0.0)
+        validated = {int(each["step"]) for each in record.validations}
+        paused = [_seconds(each) for each in steps if int(each["step"]) - 1 in validated]
+        saved = [each.step for each in record.events if each.event == "checkpoint"]
+        teacher, optimizer = record.options.get("run", {}).get("teacher"), record.options.get("optimizer", {})
+        warmup, newest = optimizer.get("warmup_steps"), steps[-1] if steps else {}
+        after = steps[-CLIPPED:] if isinstance(warmup, int) and len(steps) > CLIPPED + warmup else []
+        held = _number(newest, "memory_allocated_mb" if "memory_allocated_mb" in newest else "memory_resident_mb")
+        waited = sum(wait for _, wait in seconds) / total if (total := sum(each for each, _ in seconds)) else None
+        return cls(
+            step=last,
+            idle=idle,
+            step_seconds=statistics.median(each for each, _ in seconds) if seconds else None,
+            validates=last not in validated and _validation_due(last, record),
+            validation_seconds=max((each for each in paused if each is not None), default=None),
+            saved_step=saved[-1] if saved else None,
+            free_mib=free_mib(folder),
+            checkpoint_mib=newest_mib(folder / "checkpoints"),
+            data_wait=waited if teacher is None and len(seconds) >= WINDOW // 2 else None,
+            clip=clip if isinstance(clip := optimizer.get("clip"), int | float) else 0.0,
+            clipped_share=_number(newest, "clipped_share") or 0.0,
+            clipped_losses=[each.get("ce", each["loss"]) for each in after],
+            held_mib=held or 0.0,
+            grown_mib=_number(newest, "memory_growth_mb") or 0.0,
+            losses=[loss for each in steps if (loss := _number(each, "ce" if "ce" in each else "loss")) is not None],
+            validations=[
+                (int(each["step"]), loss)
+                for each in record.validations
+                if (loss := _number(each, "validation/loss")) is not None
+            ],
+            teacher_loss=next(
+                (found for each in record.validations[::-1] if (found := _number(each, "validation/teacher_loss"))),
+                None,
+            ),
+        )
+
+
+def stalled(signs: Signs) -> str | None:
+    """No step for much longer than a step, or the validation after it, takes."""
+    limit = max(_STALLED, _SLOWER * (signs.step_seconds or 0.0))
+    if signs.validates:
+        limit = max(limit, _VALIDATES if signs.validation_seconds is None else 2 * signs.validation_seconds)
+    if signs.idle is None or signs.idle < limit:
+        return None
+    usual = "" if signs.step_seconds is None else f" (a step takes {number(round(signs.step_seconds, 2))} s)"
+    return f"no step for {duration(signs.idle)}{usual}"
+
+
+def no_checkpoint(signs: Signs) -> str | None:
+    """Training that a crash would lose."""
+    if signs.step_seconds is None or signs.saved_step is None:
+        return None
+    steps = signs.step - signs.saved_step
+    lost = steps * signs.step_seconds
+    return None if lost < _AT_RISK else f"no checkpoint for {steps:,} steps: a crash now loses {duration(lost)}"
+
+
+def disk(signs: Signs) -> str | None:
+    """No room for two more checkpoints: one is written beside those that exist."""
+    if signs.free_mib is None or not signs.checkpoint_mib or signs.free_mib >= 2 * signs.checkpoint_mib:
+        return None
+    return f"{size(signs.free_mib)} of disk are left, and a checkpoint takes {size(signs.checkpoint_mib)}"
+
+
+def memory_growth(signs: Signs) -> str | None:
+    """Memory that has grown by more than half since the warm-up."""
+    if signs.grown_mib <= _GROWTH * (signs.held_mib - signs.grown_mib):
+        return None
+    return f"the process holds {signs.held_mib:,.0f} MiB, {signs.grown_mib:,.0f} more than after its warm-up"
+
+
+def learned_samples(signs: Signs) -> str | None:
+    """Samples that the student has memorized.
+
+    A divergence is at least 0, and so is the mean of its estimates from fresh samples. A cache's samples are the same
+    in every epoch: a student that fits them brings the estimate to 0 and below while it moves away from the teacher.
+    """
+    if signs.divergence is None or signs.divergence > 0:
+        return None
+    return (
+        f"the divergence from the teacher is {signs.divergence:.3f} nats over the last {WINDOW} steps, and fresh "
+        f"samples give none below 0: after {signs.epochs:.1f} epochs the student has memorized the {signs.samples} "
+        "samples a token"
+    )
+
+
+def clipped(signs: Signs) -> str | None:
+    """Gradients that are clipped while the loss does not fall.
+
+    Clipping alone is no fault, it shortens a step: fresh small students learn best at a rate at which most steps are
+    clipped (docs/quality.md).
+    """
+    losses, half = signs.clipped_losses, CLIPPED // 2
+    if len(losses) < CLIPPED or signs.clipped_share <= _CLIPPED_SHARE:
+        return None
+    earlier, later = math.fsum(losses[:half]) / half, math.fsum(losses[half:]) / half
+    if later < earlier:
+        return None
+    return (
+        f"the gradient was clipped in {signs.clipped_share:.0%} of the last {CLIPPED} steps (above --clip "
+        f"{signs.clip:g}), and their loss did not fall ({earlier:.4f}, then {later:.4f}): the steps may be too long"
+    )
+
+
+def data_wait(signs: Signs) -> str | None:
+    """Steps that wait for their data."""
+    if signs.data_wait is None or signs.data_wait <= _DATA_WAIT:
+        return None
+    return f"training waited for its data in {signs.data_wait:.0%} of the time of the last {WINDOW} steps"
+
+
+def plateau(signs: Signs) -> str | None:
+    """A validation loss that no longer falls while it is above the teacher's."""
+    finite = [each for each in signs.validations if math.isfinite(each[1])]
+    if len(finite) <= _PATIENCE:
+        return None
+    step, best = min(finite, key=lambda each: each[1])
+    behind = sum(each > step for each, _ in finite)
+    if behind < _PATIENCE or (signs.teacher_loss is not None and best <= signs.teacher_loss):
+        return None
+    teacher = "" if signs.teacher_loss is None else f" (teacher {signs.teacher_loss:.3f})"
+    return f"the last {behind} validations are not below {best:.3f} of step {step:,}{teacher}"
+
+
+def flat(signs: Signs) -> str | None:
+    """A validation loss that stays where it began, far above the teacher's."""
+    finite = [each for each in signs.validations if math.isfinite(each[1])]
+    if len(finite) <= _PATIENCE or signs.teacher_loss is None:
+        return None
+    first, best, teacher = finite[0][1], min(loss for _, loss in finite), signs.teacher_loss
+    if not 0 < first - best < _MOVED * (first - teacher):  # never below the first: a plateau
+        return None
+    return f"validation began at {first:.3f} and is at {best:.3f} after step {finite[-1][0]:,} (teacher {teacher:.3f})"
+
+
+def diverging(signs: Signs) -> str | None:
+    """A cross-entropy that rises by more than its own noise, half a window after half a window."""
+    half = WINDOW // 2
+    finite = [each for each in signs.losses if math.isfinite(each)]
+    means = [math.fsum(finite[end - half : end]) / half for end in range(len(finite), half - 1, -half)][::-1]
+    if len(means) < 4 or not all(before < after for before, after in pairwise(means[-4:])):
+        return None
+    noise = statistics.stdev(finite[-4 * half :]) / math.sqrt(half)
+    if means[-1] - means[-4] <= max(6 * noise, 0.1 * abs(means[-4])):
+        return None
+    return f"the cross-entropy of training rises: {means[-4]:.3f}, then {means[-1]:.3f}, {3 * half} steps later"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule and the knob to turn."""
+
+    test: Callable[[Signs], str | None]
+    """Returns what is wrong, or None."""
+    knob: str
+    each_step: bool = False
+    """A run tests it at each step, else with each line of a step."""
+    once: bool = False
+    """A process warns once; else again after it has been over."""
+    details: Callable[[Signs], dict[str, Any]] = lambda signs: {}
+    """Other fields of the warning's event."""
+
+
+RULES: Mapping[str, Rule] = {
+    "stalled": Rule(
+        stalled, "look at the process, the GPU and the disk; Ctrl-C stops it, and the same command resumes"
+    ),
+    "no-checkpoint": Rule(no_checkpoint, "lower --checkpoint-minutes or --checkpoint-freq"),
+    "disk-low": Rule(disk, "make room, or lower --keep-rolling"),
+    "plateau": Rule(plateau, "lower --lr, cache more text, or end at a plateau: --early-stopping"),
+    "flat": Rule(flat, "raise --lr, or give it fewer --warmup-steps"),
+    "diverging": Rule(diverging, "lower --lr, or give it more --warmup-steps"),
+    "memory-growth": Rule(
+        memory_growth,
+        "if it keeps growing there is a memory leak; you can stop and resume the run",
+        each_step=True,
+        once=True,
+    ),
+    "learned-samples": Rule(
+        learned_samples,
+        "cache more text, use a larger --top-k or --num-samples, or train fewer steps",
+        each_step=True,
+        once=True,
+        details=lambda signs: {
+            "epochs": round(signs.epochs, 2),
+            "samples": signs.samples,
+            "divergence": signs.divergence,
+        },
+    ),
+    "clipped": Rule(clipped, "lower --lr", each_step=True),
+    "data-wait": Rule(
+        data_wait,
+        "put the cache on a faster disk of this machine, or leave the process a core for reading (--sanity times it); "
+        "with --teacher-server it waits for the server, which --server-concurrency asks for more at once",
+        each_step=True,
+        once=True,
+    ),
+}
+"""By the kind of the warning."""
+
+
+def findings(signs: Signs, each_step: bool | None = None) -> dict[str, str]:
+    """What is wrong, by kind, with the knob to turn; by all rules, or by those that are tested at each step, or not."""
+    rules = {kind: rule for kind, rule in RULES.items() if each_step in (None, rule.each_step)}
+    found = {kind: rule.test(signs) for kind, rule in rules.items()}
+    return {kind: f"{text}; {rules[kind].knob}" for kind, text in found.items() if text is not None}
+
+
+class History:
+    """The steps of a process of a run, its signs at each step, and what it has warned of.
+
+    Nothing in it survives a restart.
+
+    Args:
+        first: the first step of this process.
+        clip: largest norm of a gradient; 0 clips nothing.
+        warmup: first steps of the run, whose clipping is no fault.
+        samples: entries drawn for a token of the targets.
+        reads_ahead: whether data is read while the step before computes.
+        every: intervals, in steps, of the events whose buffers stay (checkpoints, validations).
+    """
+
+    def __init__(
+        self,
+        first: int = 1,
+        *,
+        clip: float = 0.0,
+        warmup: int = 0,
+        samples: int = 0,
+        reads_ahead: bool = True,
+        every: Iterable[int] = (),
+    ) -> None:
+        self.clip, self.warmup, self.samples = clip, warmup, samples
+        self.clipped: deque[bool] = deque(maxlen=CLIPPED)
+        self.clipped_losses: deque[float] = deque(maxlen=CLIPPED)
+        self.divergences: deque[float] = deque(maxlen=WINDOW)
+        self.waits: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self.unlimited: float = _FIRST if reads_ahead else math.inf
+        warm = first + _WARM - 1
+        self.settles = {warm + 1, *(max(warm, -(-first // each) * each) + 1 for each in every)}
+        """Steps after which memory is measured that later steps are compared with."""
+        self.reference: float | None = None
+        self.warned: set[str] = set()
+
+    def settle_after(self, step: int) -> None:
+        """Measure the reference of memory again after the step that follows `step`."""
+        self.settles.add(step + 1)
+
+    def add(self, step: int, numbers: Mapping[str, float], held_mib: float, epochs: float = 0.0) -> Signs:
+        """The signs after a step with these numbers, by the names of metrics.jsonl."""
+        self.clipped.append(0 < self.clip < numbers.get("grad_norm", math.nan))
+        if step > self.warmup:
+            self.clipped_losses.append(numbers.get("ce", numbers.get("loss", math.nan)))
+        if self.samples and math.isfinite(divergence := numbers.get("kd", math.nan)):
+            self.divergences.append(divergence)
+        if "tok/s_last" in numbers and self.unlimited > 0:
+            self.unlimited -= 1
+        elif rate := numbers.get("tok/s_last"):
+            self.waits.append((numbers["data_wait_s"], numbers["tokens"] / rate))
+        if step in self.settles:
+            self.reference = held_mib
+        total = math.fsum(seconds for _, seconds in self.waits)
+        full = len(self.waits) == WINDOW and total > 0
+        return Signs(
+            step=step,
+            data_wait=math.fsum(waited for waited, _ in self.waits) / total if full else None,
+            clip=self.clip,
+            clipped_share=sum(self.clipped) / len(self.clipped),
+            clipped_losses=list(self.clipped_losses),
+            divergence=math.fsum(self.divergences) / WINDOW if len(self.divergences) == WINDOW else None,
+            samples=self.samples,
+            epochs=epochs,
+            held_mib=held_mib,
+            grown_mib=held_mib - self.reference if self.reference else 0.0,
+        )
+
+    def warnings(self, signs: Signs) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Kind, text and other fields of what has become wrong by the rules that are tested at each step."""
+        found = findings(signs, each_step=True)
+        yield from ((kind, text, RULES[kind].details(signs)) for kind, text in found.items() if kind not in self.warned)
+        self.warned = {*found, *(kind for kind in self.warned if RULES[kind].once)}
+
+
+def free_mib(folder: Path) -> float | None:
+    """MiB that are free on the disk of a folder; None where it cannot be asked."""
+    try:
+        return shutil.disk_usage(folder).free / 2**20
+    except OSError:
+        return None
+
+
+def newest_mib(checkpoints: Path) -> float | None:
+    """MiB of the folder that the link `latest` points to."""
+    try:
+        with os.scandir(checkpoints / "latest") as files:
+            return sum(each.stat().st_size for each in files if each.is_file()) / 2**20
+    except OSError:
+        return None
+
+
+def _number(line: Line, name: str) -> float | None:
+    """A number of a line that may be anything."""
+    value: Any = line.get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _seconds(line: Line) -> float | None:
+    """How long a step took, with what ran since the one before; None where it is not known."""
+    rate, tokens = _number(line, "tok/s_last"), _number(line, "tokens")
+    return tokens / rate if rate and tokens else None
+
+
+def _validation_due(step: int, record: RunRecord) -> bool:
+    """Whether a run validates after a step, as `training.schedule.validation_interval` has it."""
+    total, every = record.environment.get("steps"), record.options.get("monitor", {}).get("eval_freq")
+    if type(total) is not int or type(every) is not int or every < 1:
+        return False
+    return step == total or step % (every if total >= every else max(total // 4, 1)) == 0
+
+
+def initial_loss(loss: float, vocab_size: int, init: str) -> tuple[bool, str]:
+    """Return whether the cross-entropy before the first step is plausible, and a line that explains it.
+
+    Args:
+        loss: nats a token.
+        vocab_size: V; a uniform prediction costs ln V.
+        init: where the weights come from, as in a spec. Weights from scratch predict nothing: the loss is ln V, and up
+            to a tenth more where random logits are wide; copied layers should not be worse. Pretrained weights are
+            below. Others may be anywhere.
+    """
+    uniform = math.log(vocab_size)
+    text = f"initial loss {loss:.3f} nats a token, ln V is {uniform:.3f}"
+    if not math.isfinite(loss):
+        return False, f"{text}: non-finite; look at the weights and the data"
+    if init == "scratch" and loss > 1.1 * uniform:
+        return False, f"{text}: fresh weights are worse than a uniform prediction; their scale is too large"
+    if init == "scratch" and loss < 0.9 * uniform:
+        return False, f"{text}: too low for fresh weights; the student sees its labels, or the weights are not fresh"
+    if init == "teacher-layers" and loss > 1.1 * uniform:
+        worse = "layers copied without the rest are worse than fresh weights, because those around them do not fit"
+        return False, f"{text}: {worse}; kdtrain prune makes a better start of the same teacher"
+    if init == "pretrained" and loss > uniform:
+        return False, f"{text}: a trained student is worse than a uniform prediction; is the tokenizer its own?"
+    return True, text
