@@ -9,7 +9,7 @@ from typing import Literal
 
 from kdtrain.config.choices import LAYOUTS, REQUIRES_COMPRESSOR
 from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig, Weights
-from kdtrain.config.teachers import ServerConfig, TextConfig
+from kdtrain.config.teachers import TextConfig
 from kdtrain.config.values import Extended, Options, flag, option, refuse
 from kdtrain.errors import UsageError
 from kdtrain.files import same_path
@@ -57,13 +57,11 @@ class CacheTeacherConfig(Extended):
     data: DataConfig = field(default_factory=DataConfig)
     text: TextConfig = field(default_factory=TextConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)
     parallel: CacheParallelConfig = field(default_factory=CacheParallelConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         recorded, text = self.from_logprobs is not None, self.data.data is not None
-        elsewhere = "--from-logprobs" if recorded else "--teacher-server" if self.server.teacher_server else None
         idle = {
             "--teacher-parallel": self.parallel.teacher_parallel != "auto",
             "--teacher-weights": self.teacher_weights is not None,
@@ -71,8 +69,8 @@ class CacheTeacherConfig(Extended):
             "--precision": self.precision != "auto",
             "--device": self.device.startswith("cuda"),
         }
-        for name, given in idle.items() if elsewhere else ():
-            refuse(given, f"{name} has no effect with {elsewhere}: no teacher runs here; leave it out")
+        for name, given in idle.items() if recorded else ():
+            refuse(given, f"{name} has no effect with --from-logprobs: no teacher runs here; leave it out")
         self.check_plugins()
         if self.text.generate:
             self._refuse_no_prompts()
@@ -82,18 +80,11 @@ class CacheTeacherConfig(Extended):
         self.data.refuse_training_on_validation()
         refuse(not text and not recorded, "--data is missing; give stdlib, a file, a folder or hf:NAME")
         refuse(recorded and text, "--from-logprobs holds its own text; leave --data out")
-        refuse(recorded and bool(self.server.teacher_server), "--from-logprobs and --teacher-server exclude each other")
+        refuse(recorded and self.remote is not None, "--from-logprobs and --teacher-server exclude each other")
         codec = self.codec
         refuse(
             recorded and (codec.dense or codec.samples > 0 or codec.top_k < 1),
             "--from-logprobs has the most likely entries only; use --top-k, without --num-samples and --dense",
-        )
-        served = bool(self.server.teacher_server)
-        use = "--top-k, or --num-samples where the server has kdtrain's plugin"
-        refuse(served and codec.dense, f"--dense: no server gives whole distributions; leave it out, and use {use}")
-        refuse(
-            served and bool(codec.samples and codec.top_k),
-            f"--top-k and --num-samples exclude each other with --teacher-server; use either {use}",
         )
 
     EXTENDED = "cache-teacher"
@@ -128,10 +119,6 @@ class CacheTeacherConfig(Extended):
     def _refuse_idle_refinement(self) -> None:
         """Refuse options of what the refined cache decides: its text, and how it is kept."""
         refuse(self.from_logprobs is not None, "--refine and --from-logprobs exclude each other; give one")
-        refuse(
-            bool(self.server.teacher_server),
-            "--refine asks for another grid of samples, which no server gives; leave --teacher-server out",
-        )
         refuse_own(self.out, [str(self.refine)])
         self.data.refuse_changes("--refine")
         given = (

@@ -74,7 +74,6 @@ TEACHERS = Registry(
         "local": "a model of transformers, loaded here",
         "self": "the student without its adapters",
         "recorded": "a file of an inference server's top log-probabilities (--from-logprobs)",
-        "served": "an inference server, which is asked for them (--teacher-server)",
     },
 )
 SOURCES = Registry(

@@ -29,7 +29,6 @@ from kdtrain.config.sections import (
     StoppingConfig,
     Weights,
 )
-from kdtrain.config.teachers import RunServerConfig
 from kdtrain.config.values import Extended, Options, option, refuse
 
 
@@ -115,12 +114,10 @@ class DistillConfig(Extended):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    server: RunServerConfig = field(default_factory=RunServerConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.server.teacher_server:
-            self._refuse_beyond_a_server()
+        self.check_plugins()
         if self.source == "cache" or self.cache:
             _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
         many = len(self.cache)
@@ -157,7 +154,6 @@ class DistillConfig(Extended):
             micro is not None and self.batch_size % micro != 0,
             f"--batch-size {self.batch_size} is not a multiple of --micro-batch-size {micro}; choose one that is",
         )
-        self.check_plugins()
 
     EXTENDED = "distill"
     EXAMPLES = ("kdtrain distill --cache cache/t --student students/stdlib-1m.toml --out runs/t",)
@@ -165,31 +161,7 @@ class DistillConfig(Extended):
     @property
     def online(self) -> bool:
         """Whether a teacher of this process answers while the student trains."""
-        return self.teacher is not None and not self.server.teacher_server
-
-    def _refuse_beyond_a_server(self) -> None:
-        """Refuse what a server's answers cannot do, before it is asked for hours."""
-        refuse(
-            self.teacher is None, "--teacher-server needs --teacher, for the tokenizer and the name of what it serves"
-        )
-        refuse(
-            self.teacher_weights is not None,
-            "--teacher-weights has no effect with --teacher-server: no teacher runs here; leave it out",
-        )
-        refuse(self.source != "cache", "--teacher-server reads --data itself; leave --source out")
-        objective = self.objective
-        other = objective.temperature != 1 or objective.learns_temperature or objective.schedules_temperature
-        refuse(other, "what --teacher-server gives is right at T = 1 only; leave the temperature's options out")
-        refuse(
-            self.server.server_num_samples > 0 and self.server.server_top_k != RunServerConfig().server_top_k,
-            "--server-num-samples are instead of --server-top-k; give one",
-        )
-        refuse(objective.hidden_loss != "none", "--hidden-loss needs a teacher that runs here; leave it out")
-        refuse(
-            self.cross_tokenizer,
-            "--cross-tokenizer needs the whole cache before training; capture the server's answers with cache-teacher, "
-            "and give --cache",
-        )
+        return self.teacher is not None and self.remote is None
 
     @property
     def micro_batch_given(self) -> int | None:

@@ -171,6 +171,11 @@ class Extended(Options):
         every = {name: self.plugins.get(name) or kind() for name, kind in known.items()}
         object.__setattr__(self, "plugins", every)
 
+    @property
+    def remote(self) -> Any:
+        """The section of a plugin whose teacher runs elsewhere; None: no such teacher is given."""
+        return next((each for each in self.plugins.values() if getattr(each, "teacher_kind", None)), None)
+
     def check_plugins(self) -> None:
         """Raise a `UsageError` for what a plugin's options cannot be combined with."""
         for each in self.plugins.values():

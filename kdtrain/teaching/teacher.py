@@ -29,7 +29,7 @@ from kdtrain.cache.build.shard_writer import ShardRows
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import WeightsCost
-from kdtrain.config import CodecConfig, ServerConfig
+from kdtrain.config import CodecConfig
 from kdtrain.config.choices import TEACHERS
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError
@@ -149,7 +149,7 @@ class Teacher:
         """D of the embedding and of each layer, for the hidden-state loss. UsageError: it gives no hidden states."""
         raise UsageError(f"a teacher of kind {self.spec.kind} gives no hidden states; leave --hidden-loss out")
 
-    def connect(self, server: ServerConfig, codec: CodecConfig) -> None:
+    def connect(self, remote: Any, codec: CodecConfig) -> None:
         """Take the addresses of the servers that run it, before `load`. UsageError: it is no such teacher."""
         raise UsageError(f"a teacher of kind {self.spec.kind} is not asked at a server; leave --teacher-server out")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import kdtrain as kd
-from kdtrain.cache.engine_samples import SampleRequest, sample
 from kdtrain.config import DataConfig, ObjectiveConfig, RunServerConfig, TextConfig
+from kdtrain.plugins.served.engine_samples import SampleRequest, sample
 from kdtrain.run.data_plan import plan_data
 from tests.captures import PREFLIGHT, samples_of
 

@@ -15,8 +15,8 @@ import torch
 
 import kdtrain as kd
 from kdtrain.config import CodecConfig, DataConfig
-from kdtrain.teaching.served import teacher
-from kdtrain.teaching.served.fingerprint import Fingerprint
+from kdtrain.plugins.served import teacher
+from kdtrain.plugins.served.fingerprint import Fingerprint
 from tests.captures import PREFLIGHT, begun, capture, content, rows
 from tests.stand_in import standing_in
 

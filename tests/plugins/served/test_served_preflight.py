@@ -11,9 +11,9 @@ import torch
 import kdtrain as kd
 from kdtrain.config import CodecConfig, DataConfig, ServerConfig
 from kdtrain.models.spec import ModelSpec
+from kdtrain.plugins.served import preflight
+from kdtrain.plugins.served.teacher import ServedTeacher
 from kdtrain.run import build_cache
-from kdtrain.teaching.served import preflight
-from kdtrain.teaching.served.teacher import ServedTeacher
 from tests.captures import WRITES, capture, content
 from tests.stand_in import standing_in
 
