@@ -54,7 +54,8 @@ if TYPE_CHECKING:
     )
     from kdtrain.precision.backends import quantize_, register_backend
     from kdtrain.precision.controller import Policy, PrecisionController
-    from kdtrain.teaching.teacher import Teacher, register_teacher
+    from kdtrain.teaching.online import Teacher
+    from kdtrain.teaching.teacher import register_teacher
     from kdtrain.tokenizers.alignment import Alignment
     from kdtrain.training.optimizers import register_optimizer
     from kdtrain.training.sources.source import Facts, SourceRequest, register_source
@@ -90,7 +91,8 @@ _HOME = {
     "kdtrain.precision.controller": ("Policy", "PrecisionController"),
     "kdtrain.training.optimizers": ("register_optimizer",),
     "kdtrain.training.sources.source": ("Facts", "SourceRequest", "register_source"),
-    "kdtrain.teaching.teacher": ("Teacher", "register_teacher"),
+    "kdtrain.teaching.online": ("Teacher",),
+    "kdtrain.teaching.teacher": ("register_teacher",),
     "kdtrain.training.student": ("Student",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -5,11 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from kdtrain.data.logprobs import logprob_rows
 
 from kdtrain import imports
 from kdtrain.config import MonitorConfig
 from kdtrain.data.corpus import documents
-from kdtrain.data.logprobs import logprob_rows
 from kdtrain.errors import UsageError
 from kdtrain.monitor.loggers import TensorBoard
 

@@ -30,10 +30,9 @@ from kdtrain.registry import first_line
 
 _LONGEST = 2000
 """Characters of a message; only a name from a damaged file is longer."""
-_MODULES = {"import": "import_cache"}  # no module can have the name of a keyword
 _WITHOUT_MODELS = ("compare", "completion", "inspect", "plot", "push", "verify")
 """Built-in commands that load no model, and so run under `python -OO`."""
-_RESUMING = ("cache-teacher", "demo", "distill", "import", "merge", "push", "subset")
+_RESUMING = ("cache-teacher", "demo", "distill", "merge", "push", "subset")
 """Built-in commands that keep what an interrupted one has done."""
 _NARROWEST = 40
 """Columns of the narrowest terminal that tables and help are made for."""
@@ -65,7 +64,7 @@ def register_command(
 
 def _register_builtin(name: str, config: type) -> None:
     def main(config: Any) -> int | None:
-        command = importlib.import_module(f"kdtrain.commands.{_MODULES.get(name, name.replace('-', '_'))}")
+        command = importlib.import_module(f"kdtrain.commands.{name.replace('-', '_')}")
         code: int | None = command.main(config)
         return code
 

@@ -13,11 +13,10 @@ from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.facts import closing_page
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, reported
-from kdtrain.run import dry_run, sanity
+from kdtrain.run import sanity, trial
 from kdtrain.run.agreement import same_ranks
 from kdtrain.run.build import build
 from kdtrain.run.recipe import resolve, run_device
-from kdtrain.run.resume import Start
 from kdtrain.run.run import Run
 from kdtrain.tables import show, show_page
 from kdtrain.training.signals import interruptible
@@ -28,15 +27,15 @@ def main(config: DistillConfig) -> int:
 
     UsageError: data, cache, student or options do not fit together. RunError: the training failed.
     """
-    trial = sanity.main if config.sanity else dry_run.main if config.dry_run else None
+    tried = sanity.main if config.sanity else trial.main if config.dry_run else None
     try:
         with interruptible():
-            if trial is not None:
-                return trial(config)
+            if tried is not None:
+                return tried(config)
             result = distill(config)
     except KeyboardInterrupt as interrupt:
         outside = "stopped while not training; the same command resumes"
-        log.info(outside if trial is None else "interrupted; the trial run is removed")
+        log.info(outside if tried is None else "interrupted; the trial run is removed")
         result = {"run": str(config.out), "stop_reason": "signal", "stopped_by": str(interrupt) or "SIGINT"}
     if config.json:
         show("", result, True)
@@ -91,9 +90,8 @@ def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) 
         stack.enter_context(same_ranks(config, device))
         recipe = resolve(config, device, stack)
         run = build(recipe)
-        trainer, start = run.trainer, Start(run)
-        loaded = start.resume_or_load()  # writes nothing yet, so that a refusal changes nothing
-        length = on_main(start.new_length) if recipe.resumed else None  # before environment.json has the new one
+        trainer, loaded = run.trainer, run.resume_or_load()  # writes nothing yet, so that a refusal changes nothing
+        length = on_main(run.new_length) if recipe.resumed else None  # before environment.json has the new one
         run.write_metadata()
         with run.recording_failure():
             stack.callback(run.end_on_event)  # after the last event

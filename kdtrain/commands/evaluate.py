@@ -34,7 +34,7 @@ from kdtrain.run.build_cache import build_tokens
 from kdtrain.run.saved_student import open_student
 from kdtrain.run.tokenizer_view import differ, entries
 from kdtrain.tables import show
-from kdtrain.teaching.teacher import Teacher, open_teacher
+from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
 from kdtrain.tokenizers.view_builder import build_view
 from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.sources.build import build_source
@@ -125,11 +125,11 @@ def _source(
         with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
             yield build_source(_aligned(config, Path(folder), cache, split, tokenizer), device, vocab_size)
         return
-    teacher: Teacher | None = None
+    teacher: OnlineTeacher | None = None
     apart = False
     if config.teacher is not None:
         spec = read_spec(config.teacher, "teachers")
-        teacher = open_teacher(spec, device, mode)
+        teacher = open_online_teacher(spec, device, mode)
         teacher.load()
         teacher.check(config.data.seq_len, config.data.document_mask)
         teacher.prepare()

@@ -14,7 +14,7 @@ def main(config: MergeConfig) -> int:
         RunError: a shard is damaged, the disk is full or cannot be written.
     """
     setup_logging()
-    plan([stated(each) for each in config.caches], config.shares)  # refuses before torch is imported
+    plan([stated(each) for each in config.caches])  # refuses before torch is imported
     from kdtrain.cache.read.remote import open_cache
     from kdtrain.cache.tools.merge import merge
     from kdtrain.run.folder import refuse_no_folder
@@ -23,6 +23,6 @@ def main(config: MergeConfig) -> int:
     caches = [open_cache(each) for each in config.caches]
     log.info("merging %s into %s", " and ".join(config.caches), config.out)
     with bar("merge", None) as shown:
-        manifest = merge(caches, config.out, config.shares, lambda done, total: shown.update(done, total=total))
+        manifest = merge(caches, config.out, lambda done, total: shown.update(done, total=total))
     show_cache(config.out, manifest, config.json, parents=made_of(manifest))
     return 0

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain.config.cache_commands import CacheTeacherConfig as CacheTeacherConfig
-from kdtrain.config.cache_commands import ImportConfig as ImportConfig
 from kdtrain.config.cache_commands import MergeConfig as MergeConfig
 from kdtrain.config.cache_commands import PushConfig as PushConfig
 from kdtrain.config.cache_commands import SubsetConfig as SubsetConfig

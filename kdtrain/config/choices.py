@@ -73,7 +73,6 @@ TEACHERS = Registry(
     {
         "local": "a model of transformers, loaded here",
         "self": "the student without its adapters",
-        "recorded": "a file of an inference server's top log-probabilities (--from-logprobs)",
     },
 )
 SOURCES = Registry(
@@ -90,18 +89,6 @@ TEXTS = Registry(
         "stdlib": "code and documentation of Python's standard library",
         "hf": "hf:NAME[:SUBSET], a data set of the Hugging Face hub",
     },
-)
-REQUIRES_COMPRESSOR = "compressor"
-"""Of a layout: the coding of its data stands in a file of its own."""
-LAYOUTS = Registry(
-    "--layout",
-    "kdtrain.layouts",
-    "kdtrain.cache.layouts",
-    {
-        "distillkit": "DistillKit's packed parquet; its compressor's YAML is given with --compressor",
-        "topk-parquet": "lists of token ids and log-probabilities, in parquet or jsonl; columns by option",
-    },
-    {"distillkit": {REQUIRES_COMPRESSOR}},
 )
 LOGGERS = Registry(
     "--log-to",

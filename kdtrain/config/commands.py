@@ -8,7 +8,6 @@ from typing import Literal
 from kdtrain.config.across import SPECIAL_TOKENS, refuse_across
 from kdtrain.config.cache_commands import (
     CacheTeacherConfig,
-    ImportConfig,
     MergeConfig,
     PushConfig,
     SubsetConfig,
@@ -381,7 +380,6 @@ COMMANDS = {
     "evaluate": EvaluateConfig,
     "generate": GenerateConfig,
     "inspect": InspectConfig,
-    "import": ImportConfig,
     "verify": VerifyConfig,
     "merge": MergeConfig,
     "subset": SubsetConfig,

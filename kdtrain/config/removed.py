@@ -24,12 +24,15 @@ class Removed(NamedTuple):
 
 
 _RUNS = ("distill", "find-lr")
+_IMPORT = "kdtrain import FILE --layout prompt-logprobs --teacher NAME --tokenizer SPEC --out FOLDER"
 _CELLS = Removed("is now --cross-tokenizer alone: cells are the one term", becomes={"cross_tokenizer": True})
 _CHUNKS = Removed(
     "is gone: version 0.2.0 (commit ab61eace) is the last that trains chunks; use --cross-tokenizer alone"
 )
 _AUDIT = Removed("is an option of kdtrain audit CACHE --teacher T", of=("verify",))
 REMOVED: dict[str, Removed] = {
+    "from_logprobs": Removed(f"is gone: use {_IMPORT}", None, ("cache-teacher",)),
+    "weights": Removed("is gone: train on all caches with kdtrain distill --cache-weights", None, ("merge",)),
     "temperature_schedule": Removed("is gone: a schedule of T is linear; leave it out", "linear", _RUNS),
     **dict.fromkeys(
         ("teacher", "rows", "seed", "device"),

@@ -1,7 +1,7 @@
 """Sources of text: `documents` yields the documents of a source, one at a time, for one split.
 
 A source is a file or folder of text (prose and source code, by the suffixes in `_TEXT`) or of rows (jsonl, json,
-parquet, arrow, csv or tsv, one kind; `kdtrain.data.formats` says what a row is), `stdlib` (code and documentation of
+parquet, arrow, csv or tsv, one kind; `kdtrain.data.formats` defines a row), `stdlib` (code and documentation of
 the running interpreter's standard library), `hf:NAME[:SUBSET]`, or a source that `register_text` adds. Train,
 validation and test are the source's own splits where it has them: on the hub by name, in a folder if every file names
 its split (`train-00000.parquet`, `valid/a.txt`).
@@ -13,7 +13,7 @@ so a growing source never moves one to another split. The price is that few docu
 `assign` takes exact shares of the hash order, and fewer than `FEW` texts, one of which is more than a split's share,
 are cut at line ends (`cut`).
 
-What it gives up: a text file is one document and read whole; a suffix says what is text, not the content; files of
+What it gives up: a text file is one document and read whole; the suffix decides what is text, not the content; files of
 other kinds are left out, with a warning; and with `streaming` the documents are not counted, so that a small source may
 have an empty split, which is an error.
 """
@@ -428,7 +428,7 @@ def _hub(source: str, columns: Columns, streaming: bool) -> dict[str, _Part]:
 def _rows(
     source: str, rows: Any, columns: Columns, streaming: bool, files: Mapping[str, Path] = MappingProxyType({})
 ) -> _Part:
-    """`Rows`, or those of a `datasets` data set; refuses one without the columns that are asked for."""
+    """`Rows`, or those of a `datasets` data set; refuses one without the requested columns."""
     with readable(source):
         names = rows.column_names if rows.column_names is not None else sorted(next(iter(rows), {}))
     if not names:

@@ -1,6 +1,6 @@
 """What a row of a data set is: a text, a conversation, or a prompt with its completion.
 
-`row_format` chooses the format by the columns that a source has, or takes the one that was asked for:
+`row_format` chooses the format by the columns that a source has, or takes the requested one:
 
     text                a column of texts; every token counts in the loss
     messages            lists of {role, content}; only the assistant's tokens count
@@ -56,7 +56,7 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """What is asked for: a format, the column of texts, and that of conversations."""
+    """The requested format, the column of texts, and that of conversations."""
 
     format: str = "auto"
     text: str = "text"
@@ -128,29 +128,29 @@ def _log_once(line: str) -> None:
     logging.getLogger("kdtrain").info("%s", line)
 
 
-def row_format(source: str, asked: Columns, names: Collection[str]) -> RowFormat:
+def row_format(source: str, wanted: Columns, names: Collection[str]) -> RowFormat:
     """The format of a source whose rows have the columns `names`.
 
     Raises:
         UsageError: they lack a column, or are in none of the formats.
     """
-    name = asked.format
+    name = wanted.format
     if name == "auto":
-        plain = asked.text in names or asked.text != "text"
-        found = "text" if plain else _by_names(names, asked.prompts) or "text"
-        name = found if asked.messages is None else "messages"
+        plain = wanted.text in names or wanted.text != "text"
+        found = "text" if plain else _by_names(names, wanted.prompts) or "text"
+        name = found if wanted.messages is None else "messages"
     if name == "text":
-        _refuse_missing(source, names, asked.text, "--text-column")
-        other = _by_names(names, asked.prompts) if asked.format == "auto" and asked.text == "text" else None
-        return RowFormat("text", (asked.text,), _texts(asked.text), "text", other)
+        _refuse_missing(source, names, wanted.text, "--text-column")
+        other = _by_names(names, wanted.prompts) if wanted.format == "auto" and wanted.text == "text" else None
+        return RowFormat("text", (wanted.text,), _texts(wanted.text), "text", other)
     if name in ("messages", "sharegpt"):
         usual = ("messages", "conversations") if name == "messages" else ("conversations", "conversation", "messages")
-        column = asked.messages or next((each for each in usual if each in names), usual[0])
+        column = wanted.messages or next((each for each in usual if each in names), usual[0])
         _refuse_missing(source, names, column, "--messages-column")
         others = _present(names, *("system",) * (name == "sharegpt"), "tools")
         return RowFormat(name, (column, *others), _conversation_in(column))
     needed, optional, convert = _COLUMNS[name]
-    for column in needed[:1] if asked.prompts else needed:
+    for column in needed[:1] if wanted.prompts else needed:
         _refuse_missing(source, names, column, f"--format {name}")
     return RowFormat(name, _present(names, *needed, *optional), convert, f"{needed[0]} with {needed[1]}")
 
@@ -224,13 +224,13 @@ def _conversation_in(column: str) -> Convert:
 def _alpaca(key: str, row: Mapping[str, Any]) -> Document:
     if not _is_text(row["instruction"]) and not _is_text(row.get("input")):
         raise LeftOut("without an instruction")
-    asked = "\n\n".join(str(each) for each in (row["instruction"], row.get("input")) if _is_text(each))
+    question = "\n\n".join(str(each) for each in (row["instruction"], row.get("input")) if _is_text(each))
     turns = [("system", row["system"])] if _is_text(row.get("system")) else []
     for pair in row.get("history") or ():
         if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_text, pair))):
             raise LeftOut("whose history is not a list of question and answer")
         turns += [("user", pair[0]), ("assistant", pair[1])]
-    turns += [("user", asked), ("assistant", row.get("output"))]
+    turns += [("user", question), ("assistant", row.get("output"))]
     messages = [{"role": role, "content": content} for role, content in turns]
     if not _is_text(row.get("output")):
         raise LeftOut("without an answer", prompt=Document(key, messages=messages[:-1]))

@@ -29,7 +29,7 @@ log = logging.getLogger("kdtrain")
 
 
 class Masks:
-    """Is told of each document of which only a part is learned; may be called from several threads.
+    """Counts the loss masks, one call a document; thread-safe.
 
     split: what the log calls it; empty: nothing is logged. seq_len: positions of a sequence. example: log the first
     document, with what counts marked. counts: gets by split what the manifest states of the text.

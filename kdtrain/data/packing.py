@@ -78,7 +78,7 @@ def pack(
     """Yield `documents` as rows of `seq_len` + 1 tokens, the same rows for any `num_workers`.
 
     With `document_mask` the first token of a document is not a label, since no visible position precedes it. `masks`
-    is told of each document of which only a part is learned. Raises UsageError for a tokenizer without eos or without
+    counts the documents of which only a part is learned. Raises UsageError for a tokenizer without eos or without
     fast backend, and for conversations if the chat template renders none, or finds the assistant's turns in none.
     """
     if seq_len < 1 or num_workers < 0:
@@ -111,7 +111,7 @@ def _packed(
 def rows_of(stream: Iterable[_Array], seq_len: int, document_mask: bool) -> Iterator[PackedRow]:
     """Cut parts of a stream of tokens, arrays with the fields of `STREAM`, into rows.
 
-    Other fields are in `PackedRow.kept`, [T] each: at t what the stream says of the label tokens[t+1].
+    Other fields are in `PackedRow.kept`, [T] each: at t the field of the label tokens[t+1].
     """
     left: _Array | None = None
     for part in stream:

@@ -50,12 +50,12 @@ def prompt_rows(
         return PackedRow(tokens, mask, np.zeros(length, dtype=np.int32))
 
     if prompt_tokens is None:
-        return itertools.islice(map(row, _asked(data, split_name, tokenizer)), limit)
+        return itertools.islice(map(row, _before_answers(data, split_name, tokenizer)), limit)
     packed = packed_rows(data, split_name, tokenizer, limit)
     return (row(each.tokens[:prompt_tokens].tolist()) for each in packed)
 
 
-def _asked(data: DataConfig, split_name: str, tokenizer: "PreTrainedTokenizerFast") -> Iterator[list[int]]:
+def _before_answers(data: DataConfig, split_name: str, tokenizer: "PreTrainedTokenizerFast") -> Iterator[list[int]]:
     """What stands before the last answer of each document, where it leaves room for one."""
     masks, wide = Masks("", data.seq_len), 0
     encoder = Encoder(tokenizer, masks, opening=True, parse=data.parse_special_tokens)

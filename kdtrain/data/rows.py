@@ -3,8 +3,8 @@
 What is read is the file that is named, as it is now: no pattern is expanded, and no earlier reading is kept. A row is a
 dict of plain values. JSON is a row a line, or a list of rows; a cell of csv is the text that it is, `NA` and `1.0` too;
 of parquet and arrow nothing is decoded, so that no path or URL in them is opened. Text is UTF-8, with or without a byte
-order mark. The files may be anyone's: lines, objects, cells and row groups are bounded, and each buffer of arrow is
-checked before it is read.
+order mark. The files may be anyone's: lines, objects, cells and row groups are bounded, in bytes and in entries,
+and each buffer of arrow is checked before it is read.
 
 What it gives up: a file is parsed again for each split, and a single row is in memory whole.
 """
@@ -38,6 +38,8 @@ _AT_ONCE = 8
 _SMALL, _DENSE = 2**20, 16
 """Values of a list column in a row group that may take any number of bytes, and most of them for each byte beyond: run
 lengths of one value repeated without end take nearly none."""
+_UNPACKED, _RATIO = 2**28, 256
+"""Bytes of a row group's columns that may be packed into any number, and most of them for each packed byte beyond."""
 _BETWEEN = re.compile(r"\s*"), re.compile(r"\s*,?\s*")
 _NOT_UTF8 = "has a byte that is not UTF-8; convert the file to UTF-8"
 
@@ -153,6 +155,8 @@ def _json(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
                     if piece and len(text) - start < _MOST_OBJECT and isinstance(error, json.JSONDecodeError):
                         break  # the next piece has the rest of it
                     raise UsageError(f"{where}: not JSON of at most {_MOST_OBJECT:,} characters: {error}") from None
+                if (entries := sum(text.count(each, start, stop) for each in "[{,")) > _ENTRIES:
+                    raise UsageError(f"{where}: has {entries:,} entries; at most {_ENTRIES:,} are read")
                 yield _object(row, where, "\\u" in text[start:stop])
                 number, place = number + 1, stop
             text = text[place:].lstrip()
@@ -168,7 +172,7 @@ def _gap(text: str, place: int, row: int) -> int:
 def _csv(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
     sep, names = "\t" if path.suffix.lower() == ".tsv" else ",", None
     with open_regular(path) as file, io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="") as text:
-        reader = csv.reader(text, delimiter=sep, strict=True)
+        reader = csv.reader(_short_lines(text, path), delimiter=sep, strict=True)
         for cells in filter(None, _of_any_size(reader)):
             where = f"{path}: line {reader.line_num}"
             try:
@@ -186,6 +190,13 @@ def _csv(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
                 )
             else:
                 yield dict(zip(names, cells, strict=True))
+
+
+def _short_lines(text: io.TextIOWrapper, path: Path) -> Iterator[str]:
+    for number, line in enumerate(iter(lambda: text.readline(LARGE + 1), ""), 1):
+        if len(line) > LARGE:
+            raise UsageError(f"{path}: line {number} has more than {LARGE:,} characters; write one row a line")
+        yield line
 
 
 def _of_any_size(rows: Iterator[list[str]]) -> Iterator[list[str]]:
@@ -216,15 +227,30 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
             yield from repeat(dict.fromkeys(names), about.num_rows)
             return
         _refuse_lacking(path, names, columns)
-        leaves = [file.schema.column(number) for number in range(len(file.schema))]
-        read = [number for number, leaf in enumerate(leaves) if leaf.path.split(".")[0] in columns]
-        for group in map(about.row_group, range(about.num_row_groups)):
-            taken = sum(group.column(number).total_compressed_size for number in read)
-            values = [group.column(number).num_values for number in read if leaves[number].max_repetition_level]
-            if max(values, default=0) > max(_SMALL, _DENSE * taken):
-                raise UsageError(f"{path}: {max(values):,} values in a row group of {taken:,} bytes are not read")
+        refuse_unpacked(path, file, columns)
         for batch in file.iter_batches(_AT_ONCE, columns=list(columns), use_threads=False):
             yield from batch.to_pylist()
+
+
+def refuse_unpacked(path: Path, file: Any, columns: Sequence[str]) -> int:
+    """The most values, in the mean over the rows of a row group, of a column of a parquet file.
+
+    UsageError: a row group has more values, or more bytes, than its packed bytes can stand for.
+    """
+    leaves, most = [file.schema.column(number) for number in range(len(file.schema))], 1
+    read = [number for number, leaf in enumerate(leaves) if leaf.path.split(".")[0] in columns]
+    for which in range(file.metadata.num_row_groups):
+        group = file.metadata.row_group(which)
+        chunks = {number: group.column(number) for number in read}
+        taken = sum(chunk.total_compressed_size for chunk in chunks.values())
+        unpacked = sum(chunk.total_uncompressed_size for chunk in chunks.values())
+        values = max((chunks[each].num_values for each in read if leaves[each].max_repetition_level), default=0)
+        if values > max(_SMALL, _DENSE * taken):
+            raise UsageError(f"{path}: {values:,} values in a row group of {taken:,} bytes are not read")
+        if unpacked > max(_UNPACKED, _RATIO * taken):
+            raise UsageError(f"{path}: a row group of {taken:,} bytes unpacks to {unpacked:,}, which are not read")
+        most = max(most, values // max(1, group.num_rows))
+    return most
 
 
 def _arrow(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:

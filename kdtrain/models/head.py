@@ -119,20 +119,6 @@ class SplitModel(nn.Module):
         """Return logits [B, T, V]."""
         return self.head(self(tokens_BT, segments_BT))
 
-    def step(self, tokens_BT: Tensor, past: Any, **seen: Tensor) -> tuple[Tensor, Any]:
-        """Return the hidden state [B, D] of the last position, or its logits [B, V], and the keys and values so far.
-
-        tokens_BT: those that follow `past`, the keys and values of an earlier step; None: the first ones. seen:
-        `attention_mask` and `position_ids`, where tokens before the first ones are none.
-
-        UsageError: the model keeps no keys and values.
-        """
-        more = {} if past is None else {"past_key_values": past}
-        output = self._output(tokens_BT, None, use_cache=True, **more, **seen)
-        if (kept := getattr(output, "past_key_values", None)) is None:
-            raise UsageError(f"{_name(self.model)} keeps no keys and values, and cannot continue a text here")
-        return self._result(output, tokens_BT)[:, -1], kept
-
     def _run(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
         return self._result(self._output(tokens_BT, segments_BT), tokens_BT)
 

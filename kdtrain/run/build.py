@@ -33,7 +33,7 @@ from kdtrain.ranks import raise_on_all_ranks
 from kdtrain.run.agreement import agree, code, weights_digest
 from kdtrain.run.recipe import PARTS, Recipe
 from kdtrain.run.run import Run
-from kdtrain.teaching.teacher import Teacher
+from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.training.observers import Observer, ObserverRequest, observers_of
 from kdtrain.training.schedule import decay_start
 from kdtrain.training.sources.build import build_source
@@ -109,7 +109,7 @@ def _load_student(recipe: Recipe) -> SplitModel:
     return student
 
 
-def _identity(recipe: Recipe, model: SplitModel, teacher: Teacher | None) -> dict[str, Any]:
+def _identity(recipe: Recipe, model: SplitModel, teacher: OnlineTeacher | None) -> dict[str, Any]:
     """What checkpoints belong to, as far as the models say it."""
     attention = recipe.student.attention
     student: dict[str, Any] = {"name": recipe.student.name, "architecture": architecture(model), "attention": attention}

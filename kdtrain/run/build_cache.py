@@ -2,7 +2,6 @@
 
 import logging
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
@@ -16,18 +15,15 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.build.folder import holds_nothing
-from kdtrain.cache.build.generated_text import finish_reasons
 from kdtrain.cache.build.live_capture import LiveCache
 from kdtrain.cache.build.rank_rounds import Progress
-from kdtrain.cache.build.shard_writer import ShardRows
 from kdtrain.cache.build.writer import not_empty, write_cache
 from kdtrain.cache.format.codec import SAMPLING, CodecSpec, grid_name, grid_offset
-from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences, end_tokens, read_manifest
+from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences, read_manifest
 from kdtrain.cache.format.names import MANIFEST, PIECES
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.read.rows import stored_rows
-from kdtrain.cache.tools.kept_mass import kept_mass
 from kdtrain.config import CacheTeacherConfig, DataConfig
 from kdtrain.config.teachers import DEFAULT_PROMPT
 from kdtrain.data.corpus import documents_of, has_prompts, stated_text
@@ -39,9 +35,8 @@ from kdtrain.files import read_sealed
 from kdtrain.models.tokenizer import ChatTokenizer, ends_of, filler_token, generation_of, tokenizer_digest
 from kdtrain.monitor.progress import bar
 from kdtrain.objective.batch import Batch
-from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, world_size
+from kdtrain.ranks import is_main, on_main, raise_on_all_ranks
 from kdtrain.run.agreement import agree
-from kdtrain.tables import duration
 from kdtrain.teaching.teacher import Teacher
 from kdtrain.teaching.writing import Writing
 
@@ -49,7 +44,7 @@ log = logging.getLogger("kdtrain")
 
 _Rows = dict[str, Iterator[PackedRow]]
 TEXT, SERVED = OWN = ("data", "served")
-"""The caches that a run makes in its own folder: of bare tokens, and of what a server said."""
+"""The caches that a run makes in its own folder: of bare tokens, and of a server's answers."""
 _DAY = r"""strftime_now(\s+is\s+(not\s+)?defined|\(\s*(['"])(%[-_0^#]?[aAbBdejmyYGguUVwWxDFhC%]|[^%'"\\])*\3\s*\))"""
 """What a chat template asks of the date that is the same all day."""
 
@@ -84,10 +79,10 @@ def build_cache(
     teacher.begin(earlier, finished)
     counts: Counts = {}
     if refined is None:
-        settings, rows = _asked(config, teacher, counts)
+        settings, rows = _requested(config, teacher, counts)
     else:
         settings, rows = _refined_settings(refined, teacher), {split: stored_rows(refined[split]) for split in refined}
-    codec, progress = settings.codec, None
+    progress = None
     if live is not None:
         folder = config.out.with_name(TEXT)
         on_main(lambda: build_tokens(folder, config.data, teacher.tokenizer, teacher.vocab_size))
@@ -95,42 +90,10 @@ def build_cache(
         settings, rows, progress = live.begin(replace(settings, data=there.settings.data), packed)
         counts, text = there.text_counts or {}, there.text
     agree(settings.to_json)
-    answers: dict[str, Any] = {"teacher": teacher.logits, "sharded": teacher.sharded}
-    if teacher.gives == "top-k":
-        answers = {
-            "teacher": None,
-            "kept": lambda rows: teacher.kept(rows, codec, config.seed),
-            "capturing": lambda part: teacher.capturing(part, codec, config.seed),
-            "examine": kept_mass if teacher.text is None and codec.top_k else None,
-        }
-    answers["stated"] = {"text": text, "text_counts": counts, "weights_cost": teacher.cost}
-    if teacher.writing is not None:
-        answers["written"] = _watched(teacher, settings)
+    stated = {"text": text, "text_counts": counts, "weights_cost": teacher.cost}
     saved = ChatTokenizer(teacher.tokenizer, generation_of(teacher.spec))
-    answers |= {"tokenizer": saved, "batch_size": config.batch_size, "all_ranks": True}
-    return _write(config.out, settings, rows, progress, **answers)
-
-
-def _watched(teacher: Teacher, settings: CacheSettings) -> Callable[[ShardRows], tuple[ShardRows, Any]]:
-    """`written` of a teacher; the log tells after the first batch how long all take, and that most texts are cut."""
-    first, limits = True, settings.sequences.values()
-
-    def written(rows: ShardRows) -> tuple[ShardRows, Any]:
-        nonlocal first
-        started, (found, answer) = time.monotonic(), teacher.written(rows, settings.codec)
-        if first:
-            if teacher.gives != "top-k" and None not in limits:  # a server writes many at once
-                seconds, most = time.monotonic() - started, sum(filter(None, limits))
-                left = duration(seconds / len(rows) * most / world_size())
-                log.info("the first %s texts took %s: %s take about %s", len(rows), duration(seconds), most, left)
-            cut = finish_reasons(found.tokens, found.loss_mask, end_tokens(settings)).count("length")
-            if 2 * cut > len(rows):
-                room = "--max-new-tokens or --seq-len gives more room"
-                log.warning("%s of the first %s texts were cut before their end; %s", cut, len(rows), room)
-        first = False
-        return found, answer
-
-    return written
+    options = {"tokenizer": saved, "batch_size": config.batch_size, "all_ranks": True}
+    return _write(config.out, settings, rows, progress, teacher=teacher.answers(settings), stated=stated, **options)
 
 
 def refuse_no_rows(config: CacheTeacherConfig, teacher: Teacher) -> None:
@@ -220,7 +183,7 @@ def refuse_other_vocabulary(refined: Cache, teacher: Teacher) -> None:
         ("vocab_size", settings.vocab_size, teacher.vocab_size),
     ):
         if None not in (theirs, ours) and theirs != ours:
-            named = f"{(settings.teacher or {}).get('spec')}, asked {teacher.name}"
+            named = f"{(settings.teacher or {}).get('spec')}, here {teacher.name}"
             raise UsageError(
                 f"--refine {refined.name} is of another teacher ({named}: {name}: {str(theirs)[:12]} there, "
                 f"{str(ours)[:12]} here)"
@@ -237,41 +200,36 @@ def _refined_settings(refined: Cache, teacher: Teacher) -> CacheSettings:
             f"{name}: {str(theirs.get(name))[:12]} there, {str(ours.get(name))[:12]} here" for name in changed
         )
         raise UsageError(
-            f"--refine {refined.name} is of another teacher ({theirs.get('spec')}, asked {teacher.name}: {differ})"
+            f"--refine {refined.name} is of another teacher ({theirs.get('spec')}, here {teacher.name}: {differ})"
         )
     number = settings.codec.num_samples
     offset = ((grid_offset(settings.sampling) or Fraction(0)) + Fraction(1, 2 * number)) % Fraction(1, number)
     return replace(settings, sampling=grid_name(offset))
 
 
-def _asked(config: CacheTeacherConfig, teacher: Teacher, counts: Counts) -> tuple[CacheSettings, _Rows]:
-    """The settings of the cache that the options ask for, and the rows of each split. counts: see `Masks`."""
-    asked, width, limits = config.codec, teacher.vocab_size, config.splits()
-    if not asked.dense and asked.top_k > width:
-        raise UsageError(f"--top-k {asked.top_k} is more than the vocabulary of {width}; choose less, or --dense")
+def _requested(config: CacheTeacherConfig, teacher: Teacher, counts: Counts) -> tuple[CacheSettings, _Rows]:
+    """The settings of the cache that the options request, and the rows of each split. counts: see `Masks`."""
+    given, width, limits = config.codec, teacher.vocab_size, config.splits()
+    if not given.dense and given.top_k > width:
+        raise UsageError(f"--top-k {given.top_k} is more than the vocabulary of {width}; choose less, or --dense")
     codec = CodecSpec(kind="dense", vocab_size=width)
-    if not asked.dense:
-        codec = CodecSpec(kind="sparse", top_k=asked.top_k, num_samples=asked.samples, vocab_size=width)
+    if not given.dense:
+        codec = CodecSpec(kind="sparse", top_k=given.top_k, num_samples=given.samples, vocab_size=width)
     settings = replace(
         _settings(config.data, teacher.tokenizer, codec, limits),
         teacher=dict(teacher.identity),
         sequences_per_shard=config.sequences_per_shard,
     )
-    if teacher.text is None:
-        settings = replace(settings, seed=config.seed, sampling=SAMPLING if codec.num_samples else None)
-        if (how := teacher.writing) is None:
-            rows = _text(config.data, teacher.tokenizer, limits, counts)
-        else:
-            prompts = {"prompt_tokens": _prompt_width(config), "max_new_tokens": config.text.max_new_tokens}
-            settings = replace(settings, data={**settings.data, "generated": {**prompts, **how.to_json()}})
-            filler = filler_token(teacher.tokenizer, how.end_tokens)
-            rows = {
-                name: prompt_rows(config.data, source, teacher.tokenizer, limits[name], filler=filler, **prompts)
-                for name, source in _sources(config.data, limits).items()
-            }
-    else:
-        settings = replace(settings, data=dict(teacher.text))
-        rows = {split: teacher.rows(split, config.data.seq_len, codec) for split in limits}
+    settings = replace(settings, seed=config.seed, sampling=SAMPLING if codec.num_samples else None)
+    if (how := teacher.writing) is None:
+        return settings, _text(config.data, teacher.tokenizer, limits, counts)
+    prompts = {"prompt_tokens": _prompt_width(config), "max_new_tokens": config.text.max_new_tokens}
+    settings = replace(settings, data={**settings.data, "generated": {**prompts, **how.to_json()}})
+    filler = filler_token(teacher.tokenizer, how.end_tokens)
+    rows = {
+        name: prompt_rows(config.data, source, teacher.tokenizer, limits[name], filler=filler, **prompts)
+        for name, source in _sources(config.data, limits).items()
+    }
     return settings, rows
 
 
@@ -386,7 +344,7 @@ def _text(data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str
 
 
 def _sources(data: DataConfig, limits: dict[str, int | None]) -> dict[str, str]:
-    """The splits of the data: a cache calls the one that was asked for train, and adds validation."""
+    """The splits of the data: a cache calls the requested one train, and adds validation."""
     sources = {"train": data.split, "validation": "validation" if "train" in limits else data.split}
     return {name: sources[name] for name in limits}
 

@@ -10,7 +10,6 @@ from kdtrain.cache.format.names import MANIFEST
 from kdtrain.cache.read.reader import Cache
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.models.spec import read_spec, with_weights
-from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.monitor.progress import log
 from kdtrain.parallel.memory_plan import free_everywhere, shards_teacher
 from kdtrain.precision.modes import MODES, pick_mode
@@ -41,13 +40,10 @@ def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | 
         if refined is not None:
             seq_len, document_mask = refined.manifest.settings.seq_len, refined.manifest.settings.document_mask
         spec = read_spec(config.teacher, "teachers")
-        if config.from_logprobs is not None:
-            load_tokenizer(spec)  # a spec without one is refused by name
-            spec = replace(spec, kind="recorded", weights=None, options={"logprobs": str(config.from_logprobs)})
         if (remote := config.remote) is not None:
             spec = replace(spec, kind=remote.teacher_kind, weights=None)
         spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
-        teacher = open_teacher(spec, device, _mode(config, refined, device), online=False)
+        teacher = open_teacher(spec, device, _mode(config, refined, device))
         if remote is not None:
             teacher.connect(remote, config.codec)
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded

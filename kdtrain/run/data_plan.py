@@ -6,10 +6,10 @@ server reads a cache in its own folder too, which is captured while the student 
 there is one way to train from a server's answers, and they can be resumed, reused and audited as any cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,7 +27,7 @@ from kdtrain.run.build_cache import SERVED, TEXT, build_tokens, holds_tokens
 from kdtrain.run.capture import capture
 from kdtrain.run.folder import check_out, restarted
 from kdtrain.run.tokenizer_view import across, align, open_view
-from kdtrain.teaching.teacher import Teacher
+from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.tokenizers.view import viewed_cache
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import asked_to_stop
@@ -39,14 +39,14 @@ _STEPS, _MOST = 16, 256
 """Steps of a shard, and sequences at most: the student's first step waits for one, and the server rests between two."""
 
 
-class DataPlan(Protocol):
+class DataPlan:
     """Where the sequences of a run come from."""
 
-    facts: Facts | None
+    facts: Facts | None = None
     """None for text, of which more is known when it is packed."""
-    live: LiveCache | None
+    live: LiveCache | None = None
     """The capture that goes on while the run reads it."""
-    options: dict[str, Any]
+    options: Mapping[str, Any] = {}
     """Options in place of those given, with which the run would read the same data again."""
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
@@ -56,34 +56,31 @@ class DataPlan(Protocol):
 
         UsageError, RunError: the data cannot be read, or do not fit the options.
         """
-        ...
+        raise NotImplementedError
 
 
-class CachedData:
+class CachedData(DataPlan):
     """One cache or a mixture of several, one that is captured while it is read, or another --source without text."""
 
     def __init__(self, config: DistillConfig, caches: Sequence[str | Cache], **options: Any) -> None:
         self.sources, self.options = open_sources(config, caches), options
-        self.facts: Facts | None = self.sources["train"].facts
+        self.facts = self.sources["train"].facts
         self.live = next((each for each in caches if isinstance(each, LiveCache)), None)
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
-        """Nothing is left to do."""
         return self.sources, self.sources["validation"]
 
 
-class TextData:
-    """Text, packed with the tokenizer of an online teacher, or without one of the student."""
+class TextData(DataPlan):
+    """Text, packed with the tokenizer of an online teacher, or without one of the student.
 
-    facts: Facts | None = None
+    What an earlier attempt with other options packed is set aside, unless a run has read it.
+    """
 
-    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: Teacher | None) -> None:
-        self.live: LiveCache | None = None
-        self.options: dict[str, Any] = {}
+    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None) -> None:
         self.config, self.student, self.teacher = config, student, teacher
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
-        """Pack the text; set aside what an earlier attempt with other options packed, unless a run has read it."""
         folder = self.config.out / TEXT
 
         def pack() -> None:
@@ -101,19 +98,18 @@ class TextData:
 
         on_main(pack)
         with raise_on_all_ranks():
-            sources = open_sources(self.config, [str(folder)])
+            sources = open_sources(self.config, [folder])
         return sources, sources["validation"]
 
 
 class AlignedData(TextData):
     """A cache, or an online teacher's own text, in the tokens of a student with another tokenizer."""
 
-    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: Teacher | None, facts: Facts) -> None:
+    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None, facts: Facts) -> None:
         super().__init__(config, student, teacher)
         self.facts = facts
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
-        """Pack the text of an online teacher, and make the view in the student's tokens."""
         text = None if self.teacher is None else super().prepare(resumed)
         on_main(lambda: align(self.config, self.student, resumed))
         with raise_on_all_ranks():
@@ -124,7 +120,7 @@ class AlignedData(TextData):
 def plan_data(
     config: DistillConfig,
     student: ModelSpec,
-    teacher: Teacher | None,
+    teacher: OnlineTeacher | None,
     device: torch.device,
     held: ExitStack,
     trial: bool = False,

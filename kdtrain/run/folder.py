@@ -18,11 +18,11 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 
-from kdtrain.config import DistillConfig, sections, shareable, written
+from kdtrain.config import DistillConfig, LoraConfig, sections, shareable, written
 from kdtrain.config.removed import renewed
 from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.errors import RunError, UsageError, making, writing
@@ -52,6 +52,7 @@ from kdtrain.run.path_kind import LOCK as LOCK
 from kdtrain.run.path_kind import is_environment
 from kdtrain.run.path_kind import is_run as is_run
 from kdtrain.tokenizers.view import viewed_cache
+from kdtrain.training.schedule import total_steps
 from kdtrain.training.state import read_saved
 
 TOKENIZER = "tokenizer"
@@ -259,6 +260,33 @@ def refuse_changes(
         )
 
 
+def refuse_other_training(saved: dict[str, Any], own: dict[str, Any], path: Path) -> None:
+    """Name what differs where a run trains another part of the same student, or beside other weights."""
+    if saved.get("lora") != own.get("lora") or saved.get("freeze_head") != own.get("freeze_head"):
+        before, now = map(_trained, (saved, own))
+        raise UsageError(f"{path} trained {before}, and this run trains {now}; give the same, or name another --out")
+    if saved.get("weights") != own.get("weights"):
+        before, now = (each.get("weights") or "full" for each in (saved, own))
+        raise UsageError(
+            f"{path} was trained beside {before} frozen weights, and this run has {now} ones; give the same "
+            "--base-weights, or name another --out"
+        )
+    if saved.get("base") != own.get("base"):
+        raise UsageError(
+            f"{path} holds only what was trained, beside other weights than those of this student (their digests "
+            "differ); give the student that it began with, or name another --out"
+        )
+
+
+def _trained(student: dict[str, Any]) -> str:
+    if "lora" not in student:
+        return "all but the output head" if student.get("freeze_head") else "all weights"
+    try:
+        return str(LoraConfig(**student["lora"]))
+    except (TypeError, UsageError):  # of a later version
+        return "adapters of another kind"
+
+
 def used(config: DistillConfig) -> dict[str, dict[str, Any]]:
     """Return the options to record, without those of text if the run reads a cache, which has its own, and without
     those of plugins that have their defaults."""
@@ -305,6 +333,28 @@ def _is_written(path: Path) -> bool:
         return needed <= tables.keys() and to_toml(tables) == read_text(path)
     except (OSError, ValueError, TypeError):  # TypeError: a date, which JSON does not have
         return False
+
+
+class _Environment(TypedDict):
+    steps: int
+
+
+class _Length(TypedDict):
+    steps: NotRequired[int]
+    epochs: NotRequired[float]
+
+
+class _Config(TypedDict):
+    run: _Length
+
+
+def planned_before(config: DistillConfig, sequences: int) -> int | None:
+    """The steps that the run in `config.out` had at its last start, over `sequences`; None where they are unknown."""
+    with suppress(OSError, ValueError):
+        return read_json(config.out / "environment.json", _Environment)["steps"]
+    with suppress(OSError, ValueError):  # of a version that did not write it
+        return total_steps(config, sequences, typed(read_toml(config.out / "config.toml"), _Config)["run"])
+    return None
 
 
 def write_tokenizer(out: Path, student: ModelSpec, cached: Path | None, teacher: ModelSpec | None) -> None:

@@ -47,7 +47,8 @@ from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, rep
 from kdtrain.run.data_plan import plan_data
 from kdtrain.run.folder import deciding, restarted, run_lock, saved_attention, saved_rate
 from kdtrain.tables import short
-from kdtrain.teaching.teacher import MEASURED, Teacher, open_teacher
+from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
+from kdtrain.teaching.teacher import MEASURED
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.sources.source import Facts, Source
 
@@ -72,7 +73,7 @@ class Recipe:
     """Whether `config.out` already holds this run."""
     student: ModelSpec
     """With its attention and its adapters resolved."""
-    teacher: Teacher | None
+    teacher: OnlineTeacher | None
     """The online teacher, loaded and not yet sharded."""
     sources: dict[str, Source]
     """The splits train and validation."""
@@ -177,7 +178,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         if given.teacher is not None and given.online:
             spec = teacher_spec(given.teacher, student)
             spec = with_weights(spec, given.teacher_weights, "--teacher-weights", given.parallel.teacher_parallel)
-            teacher = open_teacher(spec, device, formats.high)
+            teacher = open_online_teacher(spec, device, formats.high)
     data = plan_data(given, student, teacher, device, held, trial=earlier is not None)
     with raise_on_all_ranks():
         facts = data.facts

@@ -14,7 +14,7 @@ from kdtrain.models.loading import vocabulary
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import digest_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import bar, log
-from kdtrain.teaching.teacher import Teacher
+from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.tokenizers.view import View
 from kdtrain.tokenizers.view_builder import OtherViewError, build_view
 from kdtrain.training.sources.aligned import AlignedSource, aligned_facts
@@ -24,7 +24,7 @@ _TOKENS = CodecSpec(kind="tokens", vocab_size=2)
 """Of an online teacher's own tokens."""
 
 
-def across(config: DistillConfig, student: ModelSpec, teacher: Teacher | None) -> Facts | None:
+def across(config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None) -> Facts | None:
     """What is known of the data of a run across tokenizers; None without that option, or with one tokenizer.
 
     UsageError: the cache has no teacher's numbers, or `differ`.

@@ -1,5 +1,5 @@
 """What a teacher is: the class `Teacher`, and one file for each kind."""
 
-from kdtrain.teaching import itself, local, recorded
+from kdtrain.teaching import itself, local
 
-__all__ = ["itself", "local", "recorded"]
+__all__ = ["itself", "local"]

@@ -1,6 +1,6 @@
 """A teacher whose model is loaded here: the kind of every spec that names no other.
 
-The layers run in the mode that was asked for, and the output head's product ends in fp32 in every mode, because bf16
+The layers run in the requested mode, and the output head's product ends in fp32 in every mode, because bf16
 rounds a logit of 20 by up to 0.06 before the softmax. While a run trains, the teacher returns hidden states and the
 loss makes its logits a few rows at a time.
 
@@ -12,15 +12,16 @@ Shape suffixes: B sequences, T positions, N tokens (B*T), V vocabulary, D width.
 import dataclasses
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from transformers import GenerationConfig
 
-from kdtrain.cache.build.shard_writer import ShardRows
-from kdtrain.cache.format.codec import CodecSpec
-from kdtrain.cache.format.manifest import WeightsCost
+from kdtrain.cache.build.answers import ShardAnswers
+from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
 from kdtrain.errors import UsageError
 from kdtrain.models.attention import use_cached_attention
 from kdtrain.models.frozen import is_packed, pack, refuse_weights
@@ -35,15 +36,15 @@ from kdtrain.parallel.memory_plan import USABLE, ModelFootprint, footprint_of
 from kdtrain.parallel.parallelize import reshard, shard
 from kdtrain.precision.compiled import CompiledLayers
 from kdtrain.precision.modes import autocast, compiles_teacher
-from kdtrain.teaching.teacher import Teacher, register_teacher
-from kdtrain.teaching.writing import Writing, continued, refuse_other_logits
+from kdtrain.teaching.online import OnlineTeacher
+from kdtrain.teaching.teacher import register_teacher
+from kdtrain.teaching.writing import Writing, WrittenAnswers, refuse_other_logits
 
 
 @register_teacher("local")
-class LocalTeacher(Teacher):
+class LocalTeacher(OnlineTeacher):
     """A causal language model of transformers, in evaluation mode and without gradients."""
 
-    gives: ClassVar[Literal["hidden", "logits", "top-k"]] = "hidden"
     model: SplitModel
     """Backbone and output head, once it is loaded."""
     head: OutputHead
@@ -165,8 +166,11 @@ class LocalTeacher(Teacher):
         with torch.no_grad(), autocast(self.mode, self.device):
             hidden_BTD, states = forward(*inputs) if layers else (forward(*inputs), [])
         reshard(self.model)
+        return self._as_head(hidden_BTD), states
+
+    def _as_head(self, hidden_BTD: Tensor) -> Tensor:
         dtype = torch.float32 if self.head.weight is None else self.head.weight.dtype
-        return hidden_BTD if hidden_BTD.dtype == dtype else hidden_BTD.float(), states
+        return hidden_BTD if hidden_BTD.dtype == dtype else hidden_BTD.float()
 
     def logits(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
         """Logits [B, T, V] in fp32."""
@@ -175,13 +179,18 @@ class LocalTeacher(Teacher):
 
     def _logits_of(self, hidden_BTD: Tensor) -> Tensor:
         """Logits [B, T, V] in fp32 of the input of `head`."""
-        head = self.head
         with torch.no_grad():
-            if head.weight is None or head.weight.dtype == torch.float32:
-                return head(hidden_BTD)
-            product_NV = wide_product(rearrange(hidden_BTD, "B T D -> (B T) D"), head.weight)
-            product_NV = product_NV if head.bias is None else product_NV + head.bias
-            return rearrange(head.shape(product_NV), "(B T) V -> B T V", T=hidden_BTD.shape[1])
+            return hidden_BTD if self.head.weight is None else self.head.shape(self._product(hidden_BTD))
+
+    def _product(self, hidden_BTD: Tensor) -> Tensor:
+        """The product with the weight of `head`, bias included, in fp32."""
+        weight, bias = self.head.weight, self.head.bias
+        assert weight is not None
+        if weight.dtype == torch.float32:
+            return F.linear(hidden_BTD.float(), weight, bias)
+        product_NV = wide_product(rearrange(hidden_BTD, "B T D -> (B T) D"), weight)
+        product_NV = product_NV if bias is None else product_NV + bias
+        return rearrange(product_NV, "(B T) V -> B T V", T=hidden_BTD.shape[1])
 
     def write(self, how: Writing) -> None:
         """Continue prompts from here on; UsageError: it is sharded, or its model cannot."""
@@ -192,21 +201,41 @@ class LocalTeacher(Teacher):
             )
         self.writing = how
         use_cached_attention(self.model.model)
-        refuse_other_logits(self._step, lambda tokens_BT: self.logits(tokens_BT, None), self.name, self.vocab_size)
+        refuse_other_logits(self._generate, lambda tokens_BT: self.logits(tokens_BT, None), self.name, self.vocab_size)
 
-    def written(self, rows: ShardRows, codec: CodecSpec) -> tuple[ShardRows, Tensor]:
-        """Rows with what it wrote, and the logits of the steps that wrote it, [B, T, V] in fp32."""
-        assert self.writing is not None
-        return continued(self._step, rows, self.writing, self.vocab_size)
+    def answers(self, settings: CacheSettings) -> ShardAnswers:
+        """A forward for each batch, or what it writes into it."""
+        if self.writing is None:
+            return super().answers(settings)
+        return WrittenAnswers(self._generate, self.writing, settings, self.logits)
 
-    def _step(self, tokens_BT: Tensor, past: Any, **seen: Tensor) -> tuple[Tensor, Any]:
-        """Logits [B, V] in fp32 of the next token, and what `SplitModel.step` keeps."""
-        placed = {name: each.to(self.device) for name, each in seen.items()}
-        with torch.no_grad(), autocast(self.mode, self.device):
-            hidden_BD, past = self.model.step(tokens_BT.to(self.device), past, **placed)
-        dtype = torch.float32 if self.head.weight is None else self.head.weight.dtype
-        hidden_BD = hidden_BD if hidden_BD.dtype == dtype else hidden_BD.float()
-        return self._logits_of(hidden_BD[:, None])[:, 0], past
+    def _generate(self, prompts_BW: Tensor, *, positions: int, attention_mask: Tensor, **options: Any) -> None:
+        """`generate` of the model with none of its own settings, and logits as `logits` rounds them."""
+        model: Any = self.model.model
+        own = model.generation_config
+
+        def inside(_: Any, given: Any, named: dict[str, Any]) -> Any:
+            if (place := named.get("position_ids")) is not None:
+                named["position_ids"] = place.clamp(max=positions)
+            return given, named
+
+        def product(hidden_BTD: Tensor) -> Tensor:
+            with torch.autocast(self.device.type, enabled=False):
+                return self._product(self._as_head(hidden_BTD))
+
+        head, hook = model.get_output_embeddings(), model.register_forward_pre_hook(inside, with_kwargs=True)
+        if self.model.fused:
+            head.forward = product
+        model.generation_config = GenerationConfig()
+        how = GenerationConfig(do_sample=False, use_cache=True, max_new_tokens=options.pop("max_new_tokens"))
+        try:
+            with torch.no_grad(), autocast(self.mode, self.device):
+                placed = prompts_BW.to(self.device), attention_mask.to(self.device)
+                model.generate(placed[0], attention_mask=placed[1], generation_config=how, **options)
+        finally:
+            hook.remove()
+            head.__dict__.pop("forward", None)
+            model.generation_config = own
 
     def targets(
         self, batch: Batch, vocab_size: int, *, document_mask: bool = False, layers: tuple[int, ...] = ()

@@ -36,6 +36,7 @@ from kdtrain.precision.loss_scale import LossScale
 from kdtrain.ranks import local
 from kdtrain.training.guards import Guards, Watcher
 from kdtrain.training.optimizers import Optimizer
+from kdtrain.training.sources.source import Growing
 from kdtrain.training.student import Student
 
 _PREFIX = "snapshot."
@@ -135,6 +136,7 @@ class _Numbers(TypedDict):
 
     progress: Progress
     watchers: dict[str, dict[str, Any]]
+    source: NotRequired[dict[str, Any]]
 
 
 class _Saved(_Numbers):
@@ -186,6 +188,8 @@ class TrainState:
     """Decides when the student is quantised; None where the mode does not change."""
     snapshots: deque[Checkpoint] = field(default_factory=deque)
     """Earlier states in memory that adaptive quantisation may restore, oldest first."""
+    growing: Growing | None = None
+    """The training text, where it appears while the run goes on."""
 
     @property
     def watchers(self) -> dict[str, Watcher[Any] | LossScale | Adaptive]:
@@ -227,6 +231,7 @@ class TrainState:
         return {
             "progress": progress,
             "watchers": {name: watcher.state_dict() for name, watcher in self.watchers.items()},
+            **({} if self.growing is None else {"source": self.growing.state_dict(self.progress.sequences)}),
         }
 
     def load(
@@ -236,12 +241,14 @@ class TrainState:
         *,
         leave: Collection[str] = (),
         memory: bool = True,
+        same_data: bool = True,
     ) -> None:
         """Load a checkpoint into the same parameter objects.
 
         Args:
             leave: parts that keep their values (`temperature`, `hidden`), because the checkpoint's are of another kind.
             memory: whether to load the state of the watchers and the snapshots.
+            same_data: whether it is a checkpoint of a run over the same data.
 
         Raises:
             RunError: an entry is missing, unknown, or of another shape or type.
@@ -277,10 +284,12 @@ class TrainState:
         if unknown := sorted(numbers["progress"].keys() - asdict(self.progress).keys()):
             raise RunError(f"the checkpoint's progress has '{unknown[0]}', which is unknown to this kdtrain")
         self.progress = Progress(**numbers["progress"])
-        for name, watcher in self.watchers.items():
-            if memory and name in numbers["watchers"]:
+        states = {**numbers["watchers"], **({"source": numbers["source"]} if "source" in numbers else {})}
+        parts: dict[str, Any] = {**self.watchers, **({"source": self.growing} if self.growing and same_data else {})}
+        for name, part in parts.items():
+            if memory and name in states:
                 try:
-                    watcher.load_state_dict(numbers["watchers"][name])
+                    part.load_state_dict(states[name])
                 except ValueError as error:
                     raise RunError(f"the checkpoint's '{name}' is not what a run writes: {error}") from error
 

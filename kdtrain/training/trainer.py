@@ -86,7 +86,9 @@ class Trainer:
         self.config, self.student, self.validation_source = config, student, validation
         guards = Guards(config.guards, config.stopping, fp16=student.mode == "fp16")
         optimizer = make_optimizer(student, config.optimizer, config.objective.temperature_lr)
-        self.state = TrainState(student, optimizer, guards=guards, adaptive=adaptive)
+        self.state = TrainState(
+            student, optimizer, guards=guards, adaptive=adaptive, growing=getattr(train, "growing", None)
+        )
         term = train.facts.term(config.objective.divergence)
         self.reporter = Reporter(config, student, total_steps, train.overlaps, term)
         self.checkpoints = Checkpoints(config, self.state, self.reporter, identity or {})

@@ -23,8 +23,8 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, workshop, codecs, fi
     changed = workshop.settings(CodecSpec(kind="sparse", vocab_size=64, top_k=5), data={"source": "elsewhere"})
     with pytest.raises(UsageError) as caught:
         CacheBuilder(folder, changed, teacher=workshop.teacher())
-    assert "codec.top_k: 6 there, 5 asked" in str(caught.value)
-    assert "data.source: synthetic there, elsewhere asked" in str(caught.value)
+    assert "codec.top_k: 6 there, 5 here" in str(caught.value)
+    assert "data.source: synthetic there, elsewhere here" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -33,7 +33,7 @@ def test_a_build_is_not_continued_with_other_samples(tmp_path: Path, workshop, c
     folder = workshop.build(tmp_path / "c", codecs["both"])
     (folder / cache_format.MANIFEST).unlink()
     changed = dataclasses.replace(workshop.settings(codecs["both"]), sampling=SAMPLING)
-    with pytest.raises(UsageError, match="sampling: None there, grid asked"):
+    with pytest.raises(UsageError, match="sampling: None there, grid here"):
         CacheBuilder(folder, changed, teacher=workshop.teacher())
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.build.writer import SideStream, write_cache
+from kdtrain.cache.build.answers import SideStream
+from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format import codec
 from kdtrain.cache.format.codec import CodecSpec, encode_sequences
 from kdtrain.cache.read.reader import CacheReader

@@ -27,7 +27,6 @@ from kdtrain.cache.tools.verify import repair, verify_cache
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import publish_json, read_sealed
 from kdtrain.library import Cache
-from kdtrain.objective.targets import SparseTargets
 
 NUMBER = 12
 TEACHERS = {"one": 1, "two": 2}
@@ -226,46 +225,6 @@ def test_a_damaged_merge_or_cut_names_the_command_that_builds_it_again(
         check_sizes(tmp_path / "out", imported)
 
 
-def test_a_mixture_counts_the_samples_of_all_and_averages_the_rest(shelf, tmp_path) -> None:
-    one, two = shelf(), shelf(2 * NUMBER, who="two")
-    manifest = merge([two, one], tmp_path / "mixture")
-    assert manifest == merge([one, two], tmp_path / "again")
-    assert manifest.codec.num_samples == 3 * NUMBER and manifest.settings.sampling == "mixture"
-    assert {parent["weight"] for parent in manifest.parents or []} == {1 / 3, 2 / 3}
-    assert "0.333 one" in str(manifest.settings.teacher) and verify_cache(tmp_path / "mixture") == []
-    ours = Cache(tmp_path / "mixture")["train"].read(range(10)).targets
-    first, second = (cache["train"].read(range(10)).targets for cache in (one, two))
-    assert all(isinstance(each, SparseTargets) for each in (ours, first, second))
-    assert torch.equal(dense(ours), dense(first) + dense(second))
-    label = (first.label_logprob.exp() / 3 + 2 * second.label_logprob.exp() / 3).log()
-    assert ((ours.label_logprob - label).abs() <= (1 - label) / 383).all()
-    slope = first.tail[:, 1] / 3 + 2 * second.tail[:, 1] / 3
-    assert (ours.tail[:, 1] - slope).abs().max() < 0.0201
-
-
-def dense(targets: SparseTargets) -> torch.Tensor:
-    """[N, V] how often each entry was drawn."""
-    counts = torch.zeros(len(targets.ids), 65)
-    return counts.scatter_add_(1, targets.ids.clamp(max=64), targets.counts)[:, :64]
-
-
-def test_counts_under_other_weights_are_rounded_shares_without_bias(shelf, tmp_path) -> None:
-    one, two = shelf(), shelf(who="two")
-    weights = [Fraction(7, 10), Fraction(3, 10)]
-    manifest = merge([one, two], tmp_path / "w", weights)
-    assert manifest.digest == merge([two, one], tmp_path / "again", weights[::-1]).digest
-    assert manifest.digest != merge([two, one], tmp_path / "other", weights).digest
-    drawn = dense(Cache(tmp_path / "w")["train"].read(range(10)).targets)
-    first, second = (dense(cache["train"].read(range(10)).targets) for cache in (one, two))
-    exact = 2 * (0.7 * first + 0.3 * second)
-    assert (drawn.sum(1) == 2 * NUMBER).all()
-    assert ((drawn - exact).abs() < 1 - 1e-4).all()
-    fraction = exact - (exact + 1e-4).floor().clamp(min=0)
-    error = (drawn - exact).sum(0)
-    sigma = (fraction * (1 - fraction)).clamp(min=0).sum(0).sqrt() + 1e-3
-    assert (error.abs() <= 4.5 * sigma).all() and error.abs().max() > 0.1
-
-
 def test_other_rows_are_appended_as_they_are_and_a_common_validation_split_is_kept_once(shelf, tmp_path) -> None:
     one, two = shelf(), shelf(rows=5)
     manifest = merge([one, two], tmp_path / "both")
@@ -350,64 +309,29 @@ def test_a_merge_warns_of_rows_that_two_of_its_caches_took_from_one(shelf, tmp_p
             assert all(str(made[each].folder) in said[0] for each in (one, other))
 
 
-def refusals(shelf: Shelf) -> dict[str, tuple[list[Cache], dict, str]]:
-    return {
-        "the same": ([shelf(), shelf()], {}, "named twice, which adds nothing.*--refine"),
-        "coinciding": ([shelf(), shelf(2 * NUMBER)], {}, "their grids coincide.*--refine"),
-        "uneven": ([shelf(), shelf(2 * NUMBER, "grid+1/48")], {}, "not one even grid.*--refine"),
-        "another seed": ([shelf(), shelf(seed=9)], {}, "seed: .* in the one.*--refine"),
-        "an old kind": ([shelf(), shelf(sampling="systematic")], {}, "systematic samples, which do not interleave"),
-        "top-k": ([shelf(codec="top_k"), shelf(codec="top_k", who="two")], {}, "top-k of a sum is not in two top-ks"),
-        "dense": ([shelf(codec="dense"), shelf(codec="dense", who="two")], {}, "only caches of samples alone"),
-        "tokens": ([shelf(codec="tokens"), shelf(codec="tokens", seed=8)], {}, "nothing to add"),
-        "one": ([shelf()], {}, "nothing to merge it with"),
-        "weights of one teacher": (
-            [shelf(), shelf(sampling="grid+1/24")],
-            {"weights": [1, 2]},
-            "--weights is for several",
-        ),
-        "weights of other rows": ([shelf(), shelf(rows=5)], {"weights": [1, 2]}, "different rows"),
-        "too many": ([shelf(200), shelf(200, who="two")], {}, "255 are the most"),
-        "some the same": (
-            [shelf(), shelf(sampling="grid+1/24"), shelf(rows=5)],
-            {},
-            "merge those of the same rows first",
-        ),
-        "another codec": (
-            [shelf(), shelf(20, rows=5)],
-            {},
-            "keep different things .*num_samples: 12 in the one|20 in the one",
-        ),
-        "another mask": ([shelf(), shelf(rows=5, document_mask=True)], {}, "document_mask"),
-    }
+REFUSED = {
+    "the same": ([{}, {}], "named twice, which adds nothing.*--refine"),
+    "coinciding": ([{}, {"number": 24}], "their grids coincide.*--refine"),
+    "uneven": ([{}, {"number": 24, "sampling": "grid+1/48"}], "not one even grid.*--refine"),
+    "another seed": ([{}, {"seed": 9}], "seed: .* in the one.*--refine"),
+    "an old kind": ([{}, {"sampling": "systematic"}], "systematic samples, which do not interleave"),
+    "several teachers": ([{}, {"who": "two"}], "several teachers.*--cache-weights"),
+    "top-k": ([{"codec": "top_k"}, {"codec": "top_k", "who": "two"}], "top-k of a sum is not in two top-ks"),
+    "dense": ([{"codec": "dense"}, {"codec": "dense", "who": "two"}], "only caches of samples alone"),
+    "tokens": ([{"codec": "tokens"}, {"codec": "tokens", "seed": 8}], "nothing to add"),
+    "one": ([{}], "nothing to merge it with"),
+    "too many": ([{"number": 200}, {"number": 200, "sampling": "grid+1/400"}], "255 are the most"),
+    "some the same": ([{}, {"sampling": "grid+1/24"}, {"rows": 5}], "merge those of the same rows first"),
+    "another codec": ([{}, {"number": 20, "rows": 5}], "keep different things .*num_samples: (12|20) in the one"),
+    "another mask": ([{}, {"rows": 5, "document_mask": True}], "document_mask"),
+}
 
 
-@pytest.mark.parametrize(
-    "name", ["the same", "coinciding", "uneven", "another seed", "an old kind", "top-k", "dense", "tokens"]
-)
-def test_what_cannot_be_added_is_refused_with_the_reason(shelf, tmp_path, name: str) -> None:
-    caches, options, words = refusals(shelf)[name]
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_merged_is_refused_with_the_reason(shelf, tmp_path, name: str) -> None:
+    caches, words = REFUSED[name]
     with pytest.raises(UsageError, match=rf"^[^\n]*(?:{words})[^\n]*$"):
-        merge(caches, tmp_path / "out", **options)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "one",
-        "weights of one teacher",
-        "weights of other rows",
-        "too many",
-        "some the same",
-        "another codec",
-        "another mask",
-    ],
-)
-def test_what_does_not_fit_together_is_refused_with_the_reason(shelf, tmp_path, name: str) -> None:
-    caches, options, words = refusals(shelf)[name]
-    with pytest.raises(UsageError, match=rf"^[^\n]*(?:{words})[^\n]*$"):
-        merge(caches, tmp_path / "out", **options)
+        merge([shelf(**each) for each in caches], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -9,8 +9,9 @@ from torch._inductor import compile_fx, metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kdtrain.cache.build import writer
-from kdtrain.cache.build.writer import SideStream, write_cache
+from kdtrain.cache.build import answers
+from kdtrain.cache.build.answers import SideStream
+from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format import codec
 from kdtrain.cache.format.codec import CodecSpec, _encode_block, _sparse_in_passes, encode
 from kdtrain.objective.matmul import maybe_compiled
@@ -205,16 +206,16 @@ def test_a_writer_encodes_on_one_stream(monkeypatch):
     assert calls == ["stream", *batch, *batch]
 
 
-def test_all_shards_of_a_writer_share_its_stream(tmp_path, workshop, codecs, monkeypatch):
+def test_all_shards_of_a_cache_share_its_stream(tmp_path, workshop, codecs, monkeypatch):
     made = []
-    monkeypatch.setattr(writer, "SideStream", lambda: made.append(SideStream()) or made[-1])
+    monkeypatch.setattr(answers, "SideStream", lambda: made.append(SideStream()) or made[-1])
     write_cache(tmp_path, workshop.settings(codecs["top_k"]), workshop.splits(), teacher=workshop.teacher())
     assert len(made) == 1
 
 
 def test_a_batch_of_a_new_size_has_the_compiler_to_itself(tmp_path, workshop, codecs, monkeypatch):
     """torch.compile is not thread-safe: the teacher does not run while the thread compiles for a new size."""
-    events, teach, encode_sequences = [], workshop.teacher(), writer.encode_sequences
+    events, teach, encode_sequences = [], workshop.teacher(), answers.encode_sequences
 
     def teacher(tokens_BT, segments_BT):
         events.append(("teacher", len(tokens_BT)))
@@ -225,7 +226,7 @@ def test_a_batch_of_a_new_size_has_the_compiler_to_itself(tmp_path, workshop, co
         events.append(("encoded", len(logits_BTV)))
         return found
 
-    monkeypatch.setattr(writer, "encode_sequences", encoded)
+    monkeypatch.setattr(answers, "encode_sequences", encoded)
     splits = {"train": workshop.rows(10), "validation": workshop.rows(3, seed=1)}
     settings = workshop.settings(codecs["top_k"], sequences_per_shard=10, sequences={"train": 10, "validation": 3})
     write_cache(tmp_path, settings, splits, teacher=teacher, batch_size=4)

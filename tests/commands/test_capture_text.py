@@ -113,7 +113,7 @@ def test_a_finished_cache_whose_text_changed_is_refused_before_the_model_is_load
         capture(teacher, "rows")
     Path("rows/b.jsonl").unlink()
     with pytest.raises(
-        UsageError, match=r"rows changed since \(files\.b\.jsonl: .* there, None asked\); choose another"
+        UsageError, match=r"rows changed since \(files\.b\.jsonl: .* there, None here\); choose another"
     ):
         capture(teacher, "rows")
 
@@ -162,7 +162,7 @@ def test_a_finished_cache_of_the_hub_stays_when_its_data_set_has_another_revisio
     for revision in ("one", "two"):
         monkeypatch.setattr(build_cache, "stated_text", lambda data, found=revision: {"revision": found})
         assert capture(teacher, "a.jsonl").manifest.text == {"revision": "one"}
-    assert "c was finished before and is used as it is: a.jsonl changed since (revision: one there, two asked)" in said
+    assert "c was finished before and is used as it is: a.jsonl changed since (revision: one there, two here)" in said
 
 
 def test_a_run_that_reads_what_it_packed_names_what_changed_since(said: list[str]):

@@ -49,7 +49,7 @@ def test_a_compiled_teacher_builds_the_same_cache_which_says_so_and_resumes_comp
         for row, other in zip(*(each[split] for each in caches), strict=True):
             assert all(torch.equal(row[name], other[name]) for name in row)
     code, _, err = workbench.call(*build, "--no-compile")
-    assert code == 2 and "teacher.compiled: True there, None asked" in err
+    assert code == 2 and "teacher.compiled: True there, None here" in err
     graphs.clear()
     workbench.json(*build[:4], "plain", *build[5:], "--no-compile")
     assert not graphs

@@ -49,22 +49,16 @@ def test_a_second_launch_into_a_folder_is_refused_by_one_line_and_leaves_the_fir
         assert workbench.everything() == before
 
 
-@pytest.mark.parametrize("name", ["export", "write_result"])
-def test_the_folder_is_locked_until_the_student_and_the_result_are_written(workbench, command, monkeypatch, name):
-    held, write = [], getattr(Run, name)
-
-    def watched(run, *rest):
-        held.append((run.out / LOCK).exists())
-        return write(run, *rest)
-
-    monkeypatch.setattr(Run, name, watched)
-    assert workbench.call(*command, "--cache", "cache", "--out", f"locked-{name}")[0] == 0
-    assert held == [True]
-
-
-def test_a_run_lets_go_of_its_folder_and_a_refused_one_leaves_none(workbench, command):
-    assert workbench.call(*command, "--cache", "cache", "--out", "alone")[0] == 0
-    assert not (workbench.root / "alone" / LOCK).exists()
+def test_a_folder_is_locked_until_all_is_written_and_then_released_and_a_refused_run_leaves_none(
+    workbench, command, monkeypatch
+):
+    held = []
+    for name in ("export", "write_result"):
+        write = getattr(Run, name)
+        watched = lambda run, *rest, write=write: (held.append((run.out / LOCK).exists()), write(run, *rest))[1]  # noqa: E731
+        monkeypatch.setattr(Run, name, watched)
+    assert workbench.call(*command, "--cache", "cache", "--out", "locked")[0] == 0
+    assert held == [True, True] and not (workbench.root / "locked" / LOCK).exists()
     assert line(workbench.call(*command, "--cache", "nowhere", "--out", "a/b"))[0] == 2
     assert not (workbench.root / "a").exists()
 

@@ -6,6 +6,8 @@ import tomllib
 
 import pytest
 
+from kdtrain.run.path_kind import is_run
+
 RUN = ("distill", "--cache", "cache", "--student", "student.toml", "--checkpoint-freq", 1)
 SPOILED = {
     "lost": None,
@@ -30,6 +32,15 @@ def run(workbench):
 
 
 @pytest.mark.parametrize("how", SPOILED)
+def test_a_run_is_known_by_its_checkpoint_however_its_config_is_spoiled(run, how):
+    config = run(f"known-{list(SPOILED).index(how)}") / "config.toml"
+    config.unlink()
+    if SPOILED[how] is not None:
+        config.write_bytes(SPOILED[how])
+    assert is_run(config.parent)
+
+
+@pytest.mark.parametrize("how", ["lost", "of other types"])
 def test_a_run_without_its_config_resumes_by_its_newest_checkpoint_and_one_line_says_so(workbench, run, how):
     name = f"resumed-{list(SPOILED).index(how)}"
     config = run(name) / "config.toml"
@@ -82,8 +93,7 @@ def test_a_damaged_checkpoint_vouches_for_nothing(workbench, run):
     assert code == 2 and "nothing-left holds something that is not a run" in stderr
 
 
-@pytest.mark.parametrize("name", ["latest", "best"])
-@pytest.mark.parametrize("kind", ["file", "folder"])
+@pytest.mark.parametrize("name, kind", [("latest", "file"), ("best", "folder")])
 def test_a_file_in_the_place_of_a_link_is_refused_before_training_and_stays(workbench, run, name, kind):
     folder = run(f"{name}-is-a-{kind}")
     path = folder / "checkpoints" / name

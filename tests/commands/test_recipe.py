@@ -107,11 +107,3 @@ def test_a_teacher_that_cannot_take_the_text_is_refused_before_the_text_is_packe
     code, _, err = workbench.call(*run)
     assert code == 2 and "positions of teacher" in err
     assert not (workbench.root / "long").exists()
-
-
-def test_log_probabilities_of_a_teacher_without_a_tokenizer_are_refused_by_its_name(workbench):
-    (workbench.root / "bare.toml").write_text("init = 'scratch'\n[config]\nmodel_type = 'llama'\nvocab_size = 300\n")
-    (workbench.root / "said.jsonl").write_text("{}\n")
-    build = ("cache-teacher", "--teacher", "bare.toml", "--from-logprobs", "said.jsonl", "--top-k", 4, "--out", "bare")
-    code, _, err = workbench.call(*build)
-    assert code == 2 and "bare: this spec names no tokenizer" in err

@@ -197,6 +197,32 @@ def test_an_object_of_json_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
             list(rows.read_rows(tmp_path / "a.json"))
 
 
+@pytest.mark.parametrize(
+    "name, bounds, words",
+    [
+        ("a.json", {"_ENTRIES": 50}, "row 0: has 102 entries; at most 50 are read"),
+        ("a.jsonl", {"_ENTRIES": 50}, "line 1: not JSON: it has more than 50 entries"),
+        ("a.csv", {"LARGE": 100}, "line 2 has more than 100 characters"),
+        ("a.jsonl", {"LARGE": 100}, "line 1: has more than 100 bytes"),
+        ("a.parquet", {"_UNPACKED": 100, "_RATIO": 0}, r"a row group of [\d,]+ bytes unpacks to [\d,]+"),
+    ],
+)
+def test_what_would_take_too_much_memory_is_refused(
+    name: str, bounds: dict[str, int], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from kdtrain.data import rows
+
+    for each, bound in bounds.items():
+        monkeypatch.setattr(rows, each, bound)
+    text = "".join(f"{number} " for number in range(200))
+    if "json" in name:
+        (tmp_path / name).write_text(json.dumps({"text": text, "more": [0] * 100}))
+    else:
+        WRITE[name](tmp_path / name, [text])
+    with pytest.raises(UsageError, match=words):
+        list(rows.read_rows(tmp_path / name, ["text"]))
+
+
 def test_texts_that_look_like_dates_stay_texts_and_late_keys_are_read(tmp_path: Path):
     _jsonl(tmp_path / "a.jsonl", ["2024-01-01", "2024-01-02T00:00:00", "2024-01-03"])
     assert _read(tmp_path / "a.jsonl") == ["2024-01-01", "2024-01-02T00:00:00", "2024-01-03"]

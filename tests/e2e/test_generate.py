@@ -66,7 +66,7 @@ def test_a_killed_and_resumed_capture_equals_an_undisturbed_one_bit_by_bit(bench
     assert "the teacher continued 8 tokens of each sequence (temperature 0.9, top-p 0.95, seed 3)" in page
     assert "written by the teacher" in (bench.root / "whole" / "README.md").read_text()
     other = bench.run(*asks, "--out", "whole", "--gen-top-p", 0.5)
-    assert other.code == 2 and "data.generated.top_p: 0.95 there, 0.5 asked" in other.refusal()
+    assert other.code == 2 and "data.generated.top_p: 0.95 there, 0.5 here" in other.refusal()
 
 
 def test_answers_to_conversations_are_the_same_from_two_ranks(bench, writes):

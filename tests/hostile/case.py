@@ -30,8 +30,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("--out", "new", *BUILD, *SPARSE),
     ),
     "logprobs": (
-        *("cache-teacher", "--teacher", "teacher", "--from-logprobs", "logprobs.jsonl", "--out", "new"),
-        *(*BUILD, "--top-k", "3"),
+        *("import", "logprobs.jsonl", "--layout", "prompt-logprobs", "--teacher", "t", "--tokenizer", "teacher"),
+        *("--out", "new", "--seq-len", "32", "--top-k", "3"),
     ),
     "plain": (
         *("distill", "--data", "corpus", "--student", "student.toml", "--out", "new", "--seq-len", "32"),

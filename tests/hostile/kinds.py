@@ -96,7 +96,7 @@ def _models(found: Cases) -> None:
         with_config = (*COMMANDS["distill"], "--config", "options.toml")
         ends = "works" if kind == "empty" else "refused"
         found.add(f"--config is {kind}", with_config, _made("options.toml", kind), ends=ends)
-        found.add(f"--from-logprobs is {kind}", "logprobs", _is("logprobs.jsonl", kind))
+        found.add(f"logprobs.jsonl is {kind}", "logprobs", _is("logprobs.jsonl", kind))
         found.add(f"--data jsonl is {kind}", "chat", _is("chat.jsonl", kind))
     for kind in ("pipe", "device", "unreadable", "broken"):
         found.add(f"corpus/a.txt is {kind}", "build", _is("corpus/a.txt", kind), ends="either")

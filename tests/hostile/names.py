@@ -177,7 +177,7 @@ _PATHS = (
         ("build", "--out"),
         ("export", "--out"),
         ("load", "--load"),
-        ("logprobs", "--from-logprobs"),
+        ("logprobs", "--out"),
         ("model", "--student"),
     ),
 )

@@ -24,7 +24,7 @@ def cases() -> Cases:
     _checkpoints(found)
     _weights(found)
     for name, change in _LOGPROBS.items():
-        found.add(f"log-probabilities: {name}", "logprobs", _logprobs(change), says="logprobs")
+        found.add(f"log-probabilities: {name}", "logprobs", _logprobs(change), ends="either", says="logprobs")
     for name, value, ends in _SPEC:
         found.add(f"student with {name} = {value}", "distill", _spec(name, value), ends=ends, says="student")
         found.add(f"teacher with {name} = {value}", "build", _teacher(name, value), ends=ends, says="teacher")

@@ -85,8 +85,8 @@ CASES: dict[str, tuple[Step, ...]] = {
     "LoRA": (SAMPLES, distill("run", *FP32, "--lora-rank", "4", "--lora-dropout", "0.1", student="teacher")),
     "a mixture of three": (
         SAMPLES,
-        capture("other", *TOP, "--seed", "3"),
-        distill("run", "--cache", "other", "--cache-weights", "3,1", *FP32),
+        capture("second", *TOP, "--seed", "3"),
+        distill("run", "--cache", "second", "--cache-weights", "3,1", *FP32),
     ),
     "two ranks": (
         capture("cache", "--num-samples", "20", "--sequences-per-shard", "8", ranks=2),

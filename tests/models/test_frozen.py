@@ -199,7 +199,7 @@ def test_formats_that_are_not_to_be_had_are_refused_in_one_line(monkeypatch):
     with pytest.raises(ValueError, match="weights = 'int4' is unknown; use bf16, int8, nf4"):
         ModelSpec(name="t", source="t", weights="int4")
     with pytest.raises(ValueError, match="weights are those of a model that is loaded here"):
-        ModelSpec(name="t", source="t", tokenizer="t", kind="recorded", weights="int8")
+        ModelSpec(name="t", source="t", tokenizer="t", kind="served", weights="int8")
 
 
 def test_a_teacher_of_16_bits_keeps_the_format_of_all_but_its_linear_layers():

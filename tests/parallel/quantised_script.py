@@ -19,8 +19,7 @@ from kdtrain.precision.backends import formats_of
 from kdtrain.ranks import on_main, process_group
 from kdtrain.run import recipe as module
 from kdtrain.run.build import build
-from kdtrain.run.dry_run import gigabytes_sent
-from kdtrain.run.trial import Trial
+from kdtrain.run.trial import Trial, gigabytes_sent
 from kdtrain.testing import SHAPES, tiny_tokenizer
 
 OPTIONS = (

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kdtrain as kd
+from kdtrain.cache.build.answers import ShardAnswers
 from kdtrain.cache.format.codec import keep
 from kdtrain.config import CodecConfig, DataConfig
 from kdtrain.config.choices import TEACHERS
@@ -16,20 +17,25 @@ from kdtrain.models.loading import load_student, model_digest
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.objective.batch import Batch
 from kdtrain.teaching.local import LocalTeacher
-from kdtrain.teaching.teacher import open_teacher
+from kdtrain.teaching.teacher import Teacher, open_teacher
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 CPU = torch.device("cpu")
 TABLE = (3 * torch.randn(300, 300, generator=torch.Generator().manual_seed(0))).log_softmax(-1)
 
 
-class Server(kd.Teacher):
+class Server(Teacher):
     """A server that tells the most likely entries."""
 
-    gives, vocab_size, digest = "top-k", 300, "v1"
+    vocab_size, digest = 300, "v1"
     asked: ClassVar[list[tuple[str, int, int]]] = []
 
-    def kept(self, rows, codec, seed):
+    def answers(self, settings):
+        found = ShardAnswers()
+        found.rows = lambda rows: (rows, lambda: self.kept(rows, settings.codec))
+        return found
+
+    def kept(self, rows, codec):
         self.asked.append((rows.split, rows.first, len(rows)))
         top = TABLE[torch.from_numpy(rows.tokens[:, :-1].astype(np.int64))].topk(codec.top_k)
         labels = TABLE[rows.tokens[:, :-1], rows.tokens[:, 1:]].double().numpy()
@@ -79,8 +85,6 @@ def test_what_a_kind_cannot_do_is_refused_in_one_line(bench):
         kd.distill(kd.DistillConfig(**vars(given), out="run", steps=1))
     with pytest.raises(kd.UsageError, match="the kind of teacher serverr is unknown; perhaps you meant 'server'"):
         open_teacher(ModelSpec(name="m", kind="serverr", tokenizer="teacher"), CPU, "fp32")
-    with pytest.raises(kd.UsageError, match="leave out kind = 'recorded', which is what --from-logprobs FILE sets"):
-        open_teacher(ModelSpec(name="m", kind="recorded", tokenizer="teacher"), CPU, "fp32")
     with pytest.raises(kd.UsageError, match="kind = 'server' is of a teacher; a student's layers are local"):
         load_student(read_spec("server.toml"), vocab_size=None, seed=0, device="cpu")
     teacher = kd.Teacher(read_spec("server.toml"), CPU, "fp32")

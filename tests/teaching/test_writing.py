@@ -1,6 +1,7 @@
 """Text by the teacher: what it writes, what is kept of it, and why it ends."""
 
 import copy
+import functools
 import json
 import re
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 
 from kdtrain.cache.build.generated_text import finish_reasons
 from kdtrain.cache.build.shard_writer import ShardRows
-from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.codec import CodecSpec, encode, encode_sequences
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.manifest import end_tokens as settings_end_tokens
 from kdtrain.config import CacheParallelConfig, CacheTeacherConfig, DataConfig, TextConfig
@@ -22,8 +23,9 @@ from kdtrain.models.head import split
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import end_tokens, ends_of, filler_token, learn_ends
 from kdtrain.run import build_cache
+from kdtrain.teaching import writing
 from kdtrain.teaching.local import LocalTeacher
-from kdtrain.teaching.writing import Writing, draw
+from kdtrain.teaching.writing import BLOCK, Writing, continued, draw
 from kdtrain.testing import tiny_model, tiny_tokenizer
 from tests.e2e.conftest import opinionated
 
@@ -51,12 +53,24 @@ def how(**options) -> Writing:
     return Writing(**{**given, **options})
 
 
-def teacher_of(shape: str, writing: Writing) -> tuple[LocalTeacher, torch.nn.Module]:
+def teacher_of(shape: str, asked: Writing) -> tuple[LocalTeacher, torch.nn.Module]:
     """A teacher that writes, and its model as transformers has it."""
     model = opinionated(tiny_model(shape, 300, seed=1)).eval().requires_grad_(False)
     plain, teacher = copy.deepcopy(model), LocalTeacher.of(split(model))
-    teacher.write(writing)
+    teacher.write(asked)
     return teacher, plain
+
+
+def written(teacher: LocalTeacher, rows: ShardRows) -> tuple[ShardRows, torch.Tensor]:
+    """Rows with what a teacher wrote, and the logits [B, T, V] of the steps; zeros elsewhere."""
+    logits_BTV = torch.zeros(*rows.loss_mask.shape, 300)
+
+    def take(which, places, labels, logits_NV) -> None:
+        assert len(which) <= BLOCK * len(rows)
+        logits_BTV[which, places] = logits_NV
+
+    assert teacher.writing is not None
+    return continued(teacher._generate, rows, teacher.writing, take), logits_BTV
 
 
 @pytest.mark.parametrize("lengths", [[6] * 5, [3, 9, 6, 1, 12]], ids=["one length", "several"])
@@ -64,7 +78,7 @@ def teacher_of(shape: str, writing: Writing) -> tuple[LocalTeacher, torch.nn.Mod
 def test_greedy_text_is_that_of_transformers_and_its_logits_are_those_of_scoring_it(shape, lengths):
     rows = prompts_of(lengths, room=14)
     teacher, model = teacher_of(shape, how(temperature=0.0))
-    found, logits_BTV = teacher.written(rows, CODEC)
+    found, logits_BTV = written(teacher, rows)
     reasons = finish_reasons(found.tokens, found.loss_mask, ENDS)
     scored_BTV = teacher.logits(torch.from_numpy(found.tokens[:, :-1].astype(np.int64)), None)
     for row, length in enumerate(lengths):
@@ -92,7 +106,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
 def test_a_row_that_has_ended_stays_inside_the_models_positions(shape, config):
     teacher = LocalTeacher.of(split(opinionated(tiny_model(shape, 300, seed=1, **config)).eval().requires_grad_(False)))
     teacher.write(how(end_tokens=()))
-    found, logits_BTV = teacher.written(prompts_of([26, 12, 2]), CODEC)
+    found, logits_BTV = written(teacher, prompts_of([26, 12, 2]))
     scored_BTV = teacher.logits(torch.from_numpy(found.tokens[:, :-1].astype(np.int64)), None)
     here_BT = torch.from_numpy(found.loss_mask)
     assert here_BT.sum(1).tolist() == [3, 17, 27]
@@ -100,16 +114,15 @@ def test_a_row_that_has_ended_stays_inside_the_models_positions(shape, config):
 
 
 def test_what_is_drawn_depends_on_seed_split_row_and_position_alone():
-    writing = how(temperature=0.8, top_p=0.9, end_tokens=())
-    teacher, _ = teacher_of("llama", writing)
+    teacher, _ = teacher_of("llama", how(temperature=0.8, top_p=0.9, end_tokens=()))
     rows = prompts_of([6] * 8)
-    whole, _ = teacher.written(rows, CODEC)
-    again, _ = teacher.written(rows[0:8], CODEC)
+    whole, _ = written(teacher, rows)
+    again, _ = written(teacher, rows[0:8])
     assert np.array_equal(whole.tokens, again.tokens)
-    halves = [teacher.written(rows[start : start + 4], CODEC)[0].tokens for start in (0, 4)]
+    halves = [written(teacher, rows[start : start + 4])[0].tokens for start in (0, 4)]
     assert np.array_equal(whole.tokens, np.concatenate(halves))  # in exact arithmetic always
     teacher.write(how(temperature=0.8, top_p=0.9, end_tokens=(), seed=1))
-    assert not np.array_equal(whole.tokens, teacher.written(rows, CODEC)[0].tokens)
+    assert not np.array_equal(whole.tokens, written(teacher, rows)[0].tokens)
 
 
 def test_draws_have_the_probabilities_of_the_temperature_and_never_leave_the_top_p():
@@ -131,25 +144,45 @@ def test_draws_have_the_probabilities_of_the_temperature_and_never_leave_the_top
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_model_that_steps_with_other_logits_than_it_scores_with_is_refused(monkeypatch, padded):
     teacher, _ = teacher_of("llama", how())
-    step = teacher.model.step
+    forward = teacher.model.model.forward
 
-    def wrong(tokens, past, **seen):
-        if padded:  # which is seen
-            return step(tokens, past)
-        return step(tokens, past if seen else None, **seen)  # a prompt without padding is forgotten
+    @functools.wraps(forward)
+    def wrong(*given, **named):
+        if padded:  # padding is seen
+            named["attention_mask"] = None
+        elif named.get("attention_mask") is None and named["input_ids"].shape[1] == 1:  # a prompt is forgotten
+            named |= {"past_key_values": None, "use_cache": False}
+        return forward(*given, **named)
 
-    monkeypatch.setattr(teacher.model, "step", wrong)
+    monkeypatch.setattr(teacher.model.model, "forward", wrong)
     with pytest.raises(UsageError, match="gives other logits one token at a time than in one forward"):
         teacher.write(how())
 
 
-def test_where_nothing_was_written_the_label_is_certain():
+@pytest.mark.parametrize(
+    "codec", [CODEC, CodecSpec(kind="sparse", top_k=4, num_samples=8, vocab_size=300)], ids=["dense", "sparse"]
+)
+def test_text_is_encoded_a_block_of_steps_at_a_time_and_labels_are_certain_where_none_was_written(codec, monkeypatch):
     teacher, _ = teacher_of("llama", how(end_tokens=()))
-    rows, logits_BTV = teacher.written(prompts_of([5, 5], room=4), CODEC)
+    settings = CacheSettings(
+        codec=codec, seq_len=28, tokenizer_size=300, sampling="grid" if codec.num_samples else None
+    )
+    prompts, largest = prompts_of([5, 9, 5, 27]), []
+    monkeypatch.setattr(writing, "BLOCK", 4)
+    monkeypatch.setattr(writing, "encode", lambda *block: largest.append(len(block[0])) or encode(*block))
+    rows, kept = teacher.answers(settings).rows(prompts)
+    assert max(largest) <= 4 * len(prompts) and sum(largest) == 28 * len(prompts)
+    arrays, mask = kept(), torch.from_numpy(rows.loss_mask)
+    assert mask.sum(1).tolist() == [24, 20, 24, 2] and not arrays["broken"].any()
+    _, logits_BTV = written(teacher, prompts)
     labels_BT = torch.from_numpy(rows.tokens[:, 1:].astype(np.int64))
-    certain_BT = logits_BTV.softmax(-1).gather(2, labels_BT[..., None])[..., 0]
-    assert (certain_BT[~torch.from_numpy(rows.loss_mask)] == 1).all()
-    assert (certain_BT[torch.from_numpy(rows.loss_mask)] < 1).all()
+    expected_BT = logits_BTV.log_softmax(-1).gather(2, labels_BT[..., None])[..., 0].where(mask, 0.0)
+    torch.testing.assert_close(torch.from_numpy(arrays["label_logprob"]).float(), expected_BT, rtol=0, atol=2e-3)
+    whole = encode_sequences(logits_BTV, labels_BT, codec, seed=0, split="train", first=0)
+    assert whole.keys() == arrays.keys()
+    for name, values in arrays.items():
+        assert values.dtype == whole[name].dtype
+        assert name == "broken" or np.array_equal(values[rows.loss_mask], whole[name][rows.loss_mask])
 
 
 def test_prompts_of_text_are_the_beginnings_of_its_sequences(tmp_path):
@@ -309,7 +342,6 @@ def test_options_that_do_not_go_with_text_by_the_teacher_are_refused_by_name():
         "--prompt-tokens has no effect with --messages-column": lambda: asked({"prompt_tokens": 3}, data=chat),
         "--document-mask has no effect": lambda: asked({}, data=DataConfig(data="a", document_mask=True)),
         "--refine takes its text from its cache": lambda: asked({}, refine="cache"),
-        "--from-logprobs holds its own text": lambda: asked({}, from_logprobs="said.jsonl"),
         "leave --teacher-parallel fsdp out": lambda: asked(
             {}, data=chat, parallel=CacheParallelConfig(teacher_parallel="fsdp")
         ),

@@ -16,6 +16,7 @@ from kdtrain.data import order
 from kdtrain.errors import RunError
 from kdtrain.training.recovery import Next
 from kdtrain.training.signals import StopRequest
+from kdtrain.training.state import load_saved
 from kdtrain.training.step import Status
 
 
@@ -68,6 +69,25 @@ def test_a_source_may_have_an_order_of_its_own(workshop):
     with workshop.run(train=source, steps=2, micro_batch_size=2) as run:
         run.fit()
     assert source.reads == [[1, 2], [3, 4], [5, 6], [7, 8]]
+
+
+def test_of_a_text_that_appears_while_the_run_goes_on_a_checkpoint_holds_what_was_read(workshop):
+    class Text:
+        def state_dict(self, sequences):
+            return {"read": sequences}
+
+        def load_state_dict(self, state):
+            self.resumed = state["read"]
+
+    source = workshop.source(10)
+    source.growing = Text()
+    with workshop.run(train=source, steps=2) as run:
+        run.fit()
+        saved = load_saved(run.store.choose("latest"))
+        run.state.load(saved.tensors, saved.state)
+        other = dict(saved.state, source={"read": 3})
+        run.state.load(saved.tensors, other, same_data=False)
+    assert saved.state["source"] == {"read": 8} and source.growing.resumed == 8
 
 
 def test_a_step_is_the_mean_over_its_unmasked_tokens_however_it_is_cut(workshop):

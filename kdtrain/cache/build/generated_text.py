@@ -1,7 +1,7 @@
 """The text that a teacher wrote into a cache's shards: its digest, and why each answer ended.
 
 A row of such a cache is a prompt, which is no label of the loss, the teacher's tokens, which are, and filler. Its last
-label says why it ended: `stop` at an end token, which the teacher wrote, `length` where its room ended.
+label shows why it ended: `stop` at an end token, which the teacher wrote, `length` where its room ended.
 
 Shapes: n rows, T positions.
 """

@@ -16,10 +16,12 @@ collectives of the training; how far the capture was ahead when a run stopped ea
 Shapes: n sequences of the training split.
 """
 
+import hashlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from kdtrain.cache.read.rows import stored_rows
 from kdtrain.data.order import permutation
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import RunError, UsageError, writing
-from kdtrain.files import remove_file
+from kdtrain.files import remove_file, typed
 
 log = logging.getLogger("kdtrain")
 
@@ -170,13 +172,36 @@ class LiveCache(Cache):
                 self._wanted = max(self._wanted, int(number))
                 self._changed.notify_all()
         self._wait(lambda: self._done >= last)
-        if not record["bytes"]:
-            try:
-                found = read_sidecar(self.folder, record["name"])
-            except (OSError, ValueError) as error:
-                raise RunError(f"{self.folder}: the record of shard {record['name']} is damaged ({error})") from None
-            record["sha256"], record["bytes"] = found["sha256"], found["bytes"]
+        try:
+            self._complete(record)
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.folder}: the record of shard {record['name']} is damaged ({error})") from None
         return cache_format.shard_path(self.folder, record["name"])
+
+    def _complete(self, record: ShardRecord) -> str:
+        """Fill in the record of a published shard, and return its digest. OSError, ValueError: its sidecar is lost."""
+        if not record["bytes"]:
+            found = read_sidecar(self.folder, record["name"])
+            record["sha256"], record["bytes"] = found["sha256"], found["bytes"]
+        return record["sha256"]
+
+    def state_dict(self, sequences: int) -> dict[str, Any]:
+        """The shards of the first `sequences` of the order: how many, and the digest of their digests."""
+        size, shards, digests = self.manifest.settings.sequences_per_shard, self.manifest.splits["train"]["shards"], []
+        with suppress(OSError, ValueError):  # of what was left out, and so never captured
+            for record in shards[: -(-sequences // size)]:
+                digests.append(self._complete(record))
+        return {"shards": len(digests), "sha256": hashlib.sha256(" ".join(digests).encode()).hexdigest()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Warn where the shards that the run has read are not those of `state`. ValueError: it is no state."""
+        try:
+            count = typed(state["shards"], int)
+            there = self.state_dict(count * self.manifest.settings.sequences_per_shard)
+        except KeyError as error:
+            raise ValueError(f"it has no {error}") from None
+        if there != state:
+            log.warning("%s is not what the run was trained on: the server answers for the rest again", self.folder)
 
     def ahead(self, records: Iterable[ShardRecord]) -> None:
         """Nothing: the capture is ahead by itself."""

@@ -22,7 +22,7 @@ class Rounds:
 
     Args:
         all_ranks: True when all ranks build, calling the same methods in the same order; False for this process alone.
-        progress: is told how many sequences are done.
+        progress: called with the number of sequences done.
         dtype: of the teacher's weights, if it is known.
     """
 

@@ -11,18 +11,18 @@ What it gives up: what is kept of one shard is held in memory, and one process w
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from kdtrain.cache.build import fidelity
-from kdtrain.cache.build.shard_writer import finished_record, intact_record, shards_of
+from kdtrain.cache.build.answers import ShardAnswers
+from kdtrain.cache.build.shard_writer import intact_record
 from kdtrain.cache.build.writer import CacheBuilder
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import SAMPLING, CodecSpec, broken, encode_sequences
@@ -42,19 +42,6 @@ SPLITS = ("train", "validation")
 APART = 0.1
 """Nats, root mean square, by which log p of the labels may differ in a resume: formats and devices round."""
 _OTHERS = "give the same sequences in the same order, or another folder"
-
-
-@dataclass
-class _Split:
-    """The shard in work of a split."""
-
-    rows: list[PackedRow] = field(default_factory=list)
-    taken: int = 0
-    """Sequences of the shards before."""
-    published: int | None = None
-    """How many sequences the shard that is there already has; None before its first sequence."""
-    shard: Shard | None = None
-    """That shard, open, once a sequence has been compared with it."""
 
 
 class CacheWriter:
@@ -117,7 +104,11 @@ class CacheWriter:
         self.sequences_per_shard = as_whole(sequences_per_shard, "sequences_per_shard", 1)
         self._lock = threading.RLock()  # a function that gives logits may close the writer
         self._builder: CacheBuilder | None = None
-        self._splits = {split: _Split() for split in SPLITS}
+        self._answers = ShardAnswers()
+        self._there: dict[str, int] = {}
+        """How many sequences the shard in work of a split has, where one is there already."""
+        self._compared: dict[str, Shard] = {}
+        """The shard that is there, open, once a sequence of a split has been compared with it."""
         self._sample: dict[int, Tensor] = {}
         """Logits [1, positions, V] of the validation sequences that the fidelity is measured on, by their numbers."""
         self._closed = False
@@ -155,69 +146,57 @@ class CacheWriter:
     ) -> None:
         if self._closed:
             raise UsageError(f"{self.out}: this writer is finished or closed; make another one")
-        tokens_T = _array(tokens, "tokens")
-        if tokens_T.ndim != 1 or len(tokens_T) < 2 or tokens_T.dtype.kind not in "iu" or tokens_T.min() < 0:
-            raise UsageError(f"tokens of shape {[*tokens_T.shape]}: give one sequence of T + 1 token ids")
-        length = len(tokens_T) - 1
-        mask = np.ones(length, bool) if loss_mask is None else _array(loss_mask, "loss_mask")
-        documents = np.zeros(length, np.int32) if segments is None else _array(segments, "segments")
-        for name, values in (("loss_mask", mask), ("segments", documents)):
-            if values.shape != (length,):
-                raise UsageError(f"{name} of shape {[*values.shape]}: give [{length}], one less than tokens")
-        if not np.isin(mask, (0, 1)).all():
-            raise UsageError("loss_mask: give True and False, or 1 and 0")
-        if documents.dtype.kind not in "iu":
-            raise UsageError(f"segments of {documents.dtype}: give whole numbers")
-        if documents.min() < 0 or documents.max() >= length:
-            raise UsageError(f"segments: number the documents of a sequence from 0 to at most {length - 1}")
+        row = _row(tokens, loss_mask, segments)
+        tokens_T, length = row.tokens, len(row.loss_mask)
         if split is None:
             split = by_hash(rank(tokens_T.astype("<u4").tobytes().hex()), ("validation",))
-        if split not in self._splits:
+        if split not in SPLITS:
             raise UsageError(f"split '{split}' is unknown; use train or validation")
         answer: Tensor | None = None
         if self._builder is None:
-            answer = self._asked(logits, length)
+            answer = self._requested(logits, length)
             self._builder = self._open(length, answer.shape[1], segments is not None)
-        settings = self._builder.settings
+        builder, settings = self._builder, self._builder.settings
         if length != settings.seq_len:
             raise UsageError(f"this sequence has {length + 1} tokens, and the first one {settings.seq_len + 1}")
         if (segments is not None) != settings.document_mask:
             raise UsageError("segments: give them with every sequence, or with none")
         if tokens_T.max() >= settings.vocab_size:
             raise UsageError(f"token {tokens_T.max()} is beyond the logits' vocabulary of {settings.vocab_size}")
-        own = self._splits[split]
+        own = builder.splits[split]
         number = own.taken + len(own.rows)
-        if own.published is None:
-            record = intact_record(self.out, cache_format.shard_name(split, own.taken // self.sequences_per_shard))
-            own.published = record["sequences"] if record and record["settings_sha256"] == settings.digest() else 0
-        if (there := self._builder.manifest) is not None:  # its folder is not locked, and stays as it is
+        if not own.rows:
+            record = intact_record(self.out, cache_format.shard_name(split, len(own.places)))
+            same = record is not None and record["settings_sha256"] == settings.digest()
+            self._there[split] = record["sequences"] if record and same else 0
+        published = self._there[split]
+        if (there := builder.manifest) is not None:  # its folder is not locked, and stays as it is
             if number >= there.splits[split]["sequences"]:
                 raise self._others(there, split)
-            if not own.published:
+            if not published:
                 raise UsageError(f"{self.out} holds a damaged shard; run kdtrain verify {self.out} --repair first")
-        taken, positions = self._builder.sample or (0, 0)
-        held = split == "validation" and number < taken and self._builder.manifest is None
+        taken, positions = builder.sample or (0, 0)
+        held = split == "validation" and number < taken and there is None
+        if answer is None and (held or not published):
+            answer = self._requested(logits, length)
         kept: dict[str, np.ndarray] = {}
-        if held or not own.published:
-            answer = self._asked(logits, length) if answer is None else answer
+        if answer is not None:
             if answer.shape[1] != settings.vocab_size:
                 raise UsageError(f"logits of {answer.shape[1]} entries, and the first ones had {settings.vocab_size}")
-        if answer is not None and len(own.rows) < own.published:
-            self._refuse_other_logits(answer, tokens_T, split, number)
-        if held:
-            assert answer is not None
-            chosen = answer[fidelity.sample_positions(length, positions).to(answer.device)].float().cpu()
-            if broken(answer[None]).any():
-                chosen = torch.full_like(chosen, torch.nan)
-            self._sample[number] = rearrange(chosen, "n v -> 1 n v")
-        if not own.published:
-            assert answer is not None
-            labels = torch.from_numpy(tokens_T[None, 1:].astype(np.int64))
-            arrays = encode_sequences(answer[None], labels, settings.codec, seed=self.seed, split=split, first=number)
-            kept = {name: values[0] for name, values in arrays.items()}
-        own.rows.append(PackedRow(tokens_T.astype(np.int32), mask.astype(bool), documents.astype(np.int32), kept))
-        if len(own.rows) == self.sequences_per_shard:
-            self._publish(split)
+            if len(own.rows) < published:
+                self._refuse_other_logits(answer, tokens_T, split, number)
+            if held:
+                chosen = answer[fidelity.sample_positions(length, positions).to(answer.device)].float().cpu()
+                finite = not broken(answer[None]).any()
+                self._sample[number] = (chosen if finite else torch.full_like(chosen, torch.nan))[None]
+            if not published:
+                labels = torch.from_numpy(tokens_T[None, 1:].astype(np.int64))
+                place: dict[str, Any] = {"seed": self.seed, "split": split, "first": number}
+                arrays = encode_sequences(answer[None], labels, settings.codec, **place)
+                kept = {name: values[0] for name, values in arrays.items()}
+        if len(own.rows) + 1 == self.sequences_per_shard:
+            self._close_compared(split)
+        builder.add(split, replace(row, tokens=tokens_T.astype(np.int32), kept=kept))
 
     def finish(self) -> Cache:
         """Publish the last shards, measure the fidelity, write index and manifest; return the finished cache.
@@ -229,25 +208,26 @@ class CacheWriter:
         """
         with self._lock:
             builder = self._builder
-            empty = [split for split, own in self._splits.items() if not own.taken + len(own.rows)]
+            known = {} if builder is None else builder.splits
+            empty = [split for split in SPLITS if split not in known or not known[split].taken + len(known[split].rows)]
             if builder is None or empty:
                 raise UsageError(f"{self.out}: there is no sequence for {empty[0]}; add some with split='{empty[0]}'")
             if self._closed and builder.manifest is None:
                 raise UsageError(f"{self.out}: this writer is closed; another one with the same sequences resumes")
             self._closed = True  # the last shards may be short: no sequence can follow
-            for split, own in self._splits.items():
-                if own.rows:
-                    self._publish(split)
+            for split in SPLITS:
+                self._close_compared(split)
+                builder.end_split(split)
             if (there := builder.manifest) is None:
                 taken, positions = builder.sample or (1, 1)
-                builder.sample = min(taken, self._splits["validation"].taken), positions
-                asked = iter([self._sample[number] for number in range(builder.sample[0])])
-                builder.teacher = lambda tokens_1T, segments: next(asked)  # it is asked once for each, in order
+                builder.sample = min(taken, known["validation"].taken), positions
+                stored = iter([self._sample[number] for number in range(builder.sample[0])])
+                self._answers.logits = lambda tokens_1T, segments: next(stored)  # called once for each, in order
                 try:
                     builder.finish()
                 finally:
-                    builder.teacher = None
-            elif more := [split for split in SPLITS if there.splits[split]["sequences"] != self._splits[split].taken]:
+                    self._answers.logits = None
+            elif more := [split for split in SPLITS if there.splits[split]["sequences"] != known[split].taken]:
                 raise self._others(there, more[0])
         return Cache(self.out)
 
@@ -255,9 +235,8 @@ class CacheWriter:
         """Release the folder without finishing; published shards stay, and the same sequences resume."""
         with self._lock:
             self._closed = True
-            for own in self._splits.values():
-                if own.shard is not None:
-                    own.shard.close()
+            for split in SPLITS:
+                self._close_compared(split)
             if self._builder is not None:
                 self._builder.close()
 
@@ -271,6 +250,10 @@ class CacheWriter:
         finally:
             self.close()
 
+    def _close_compared(self, split: str) -> None:
+        if (shard := self._compared.pop(split, None)) is not None:
+            shard.close()
+
     def _others(self, there: Manifest, split: str) -> UsageError:
         number = there.splits[split]["sequences"]
         return UsageError(f"{self.out} holds a finished cache of {number} sequences for {split}; {_OTHERS}")
@@ -281,11 +264,11 @@ class CacheWriter:
             raise UsageError(
                 f"the tokenizer has {len(self.tokenizer)} entries and the logits {width}; give the teacher's own"
             )
-        asked = self.codec
+        given = self.codec
         try:
             codec = CodecSpec(kind="dense", vocab_size=width)
-            if not asked.dense:
-                codec = CodecSpec(kind="sparse", top_k=asked.top_k, num_samples=asked.samples, vocab_size=width)
+            if not given.dense:
+                codec = CodecSpec(kind="sparse", top_k=given.top_k, num_samples=given.samples, vocab_size=width)
         except ValueError as error:
             raise UsageError(str(error)) from None
         settings = CacheSettings(
@@ -300,13 +283,14 @@ class CacheWriter:
             sampling=SAMPLING if codec.num_samples else None,
             sequences_per_shard=self.sequences_per_shard,
         )
-        builder = CacheBuilder(self.out, settings, teacher=None, tokenizer=self.tokenizer)
+        builder = CacheBuilder(self.out, settings, teacher=self._answers, tokenizer=self.tokenizer)
+        builder.others = _OTHERS
         for split in SPLITS:
             builder.open_split(split)
         builder.sample = fidelity.sample_size(self.sequences_per_shard, seq_len, width)
         return builder
 
-    def _asked(self, logits: Numbers | Callable[[], Numbers], length: int) -> Tensor:
+    def _requested(self, logits: Numbers | Callable[[], Numbers], length: int) -> Tensor:
         """The logits [T, V] in fp32 that a sequence brings."""
         with torch.no_grad():
             answer = logits() if callable(logits) else logits
@@ -320,11 +304,11 @@ class CacheWriter:
     def _refuse_other_logits(self, answer: Tensor, tokens_T: np.ndarray, split: str, number: int) -> None:
         """Raise a UsageError if a published shard has other log-probabilities of these labels."""
         assert self._builder is not None
-        own, name = self._splits[split], cache_format.shard_name(split, number // self.sequences_per_shard)
-        path, spec = cache_format.shard_path(self.out, name), self._builder.settings.codec
+        path = cache_format.shard_path(self.out, cache_format.shard_name(split, number // self.sequences_per_shard))
+        spec = self._builder.settings.codec
         with shard_errors(path):
-            own.shard = own.shard or Shard(path, spec)
-            stored = batch_of([own.shard.read(np.array([number % self.sequences_per_shard]), checked=False)], spec)
+            shard = self._compared.get(split) or self._compared.setdefault(split, Shard(path, spec))
+            stored = batch_of([shard.read(np.array([number % self.sequences_per_shard]), checked=False)], spec)
         assert stored.targets is not None
         labels = torch.from_numpy(tokens_T[1:].astype(np.int64)).to(answer.device)
         now = answer.log_softmax(-1).gather(-1, labels[:, None])[:, 0].cpu()
@@ -332,19 +316,25 @@ class CacheWriter:
         if apart > APART and torch.equal(stored.tokens[0], labels.new_tensor(tokens_T).cpu()):
             raise UsageError(f"{self.out} holds other logits of this sequence, {apart:.2g} nats apart; {_OTHERS}")
 
-    def _publish(self, split: str) -> None:
-        """Write the shard in work of a split, or check that the one that is there is of these sequences."""
-        own, builder = self._splits[split], self._builder
-        assert builder is not None
-        if own.shard is not None:
-            own.shard.close()
-        (part,) = shards_of(split, iter(own.rows), len(own.rows))
-        name = cache_format.shard_name(split, own.taken // self.sequences_per_shard)
-        part = builder.counted(replace(part, name=name, first=own.taken))
-        if own.published and finished_record(self.out, builder.settings, part) is None:
-            raise UsageError(f"{self.out} holds the shard {name} of other sequences; {_OTHERS}")
-        builder.publish(part)
-        self._splits[split] = _Split(taken=own.taken + len(part))
+
+def _row(tokens: Numbers, loss_mask: Numbers | None, segments: Numbers | None) -> PackedRow:
+    """A sequence as it is packed. UsageError: a shape or value that does not fit."""
+    tokens_T = _array(tokens, "tokens")
+    if tokens_T.ndim != 1 or len(tokens_T) < 2 or tokens_T.dtype.kind not in "iu" or tokens_T.min() < 0:
+        raise UsageError(f"tokens of shape {[*tokens_T.shape]}: give one sequence of T + 1 token ids")
+    length = len(tokens_T) - 1
+    mask = np.ones(length, bool) if loss_mask is None else _array(loss_mask, "loss_mask")
+    documents = np.zeros(length, np.int32) if segments is None else _array(segments, "segments")
+    for name, values in (("loss_mask", mask), ("segments", documents)):
+        if values.shape != (length,):
+            raise UsageError(f"{name} of shape {[*values.shape]}: give [{length}], one less than tokens")
+    if not np.isin(mask, (0, 1)).all():
+        raise UsageError("loss_mask: give True and False, or 1 and 0")
+    if documents.dtype.kind not in "iu":
+        raise UsageError(f"segments of {documents.dtype}: give whole numbers")
+    if documents.min() < 0 or documents.max() >= length:
+        raise UsageError(f"segments: number the documents of a sequence from 0 to at most {length - 1}")
+    return PackedRow(tokens_T, mask.astype(bool), documents.astype(np.int32))
 
 
 def _array(values: Any, name: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""One shard, written: its rows, the thread and the stream that encode them, and the file they go into.
+"""One shard, written: its rows, and the file they go into.
 
 The dictionary of a sparse shard (`compression`) is fitted to its first sequences, so `ShardWriter` holds these in
 memory until there are enough of them, or the shard ends. Which ones they are does not depend on the batches, so a shard
@@ -7,18 +7,14 @@ is the same for every batch size. A sequence with a non-finite logit is kept wit
 
 import contextlib
 import hashlib
-import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count, islice
 from pathlib import Path
 
 import h5py
 import numpy as np
-import torch
-from torch import Tensor
 
 from kdtrain import faults
 from kdtrain.cache.format import hdf5
@@ -44,6 +40,17 @@ class ShardRows:
     kept: dict[str, np.ndarray]
     """What is kept of the teacher's distributions, [n, T, ...], where the rows bring it; else empty."""
 
+    @classmethod
+    def of(cls, split: str, shard: int, first: int, rows: Sequence[PackedRow]) -> "ShardRows":
+        """The rows of the shard with this number."""
+        return cls(
+            name=cache_format.shard_name(split, shard),
+            split=split,
+            first=first,
+            kept={name: np.stack([row.kept[name] for row in rows]) for name in rows[0].kept},
+            **{name: np.stack([getattr(row, name) for row in rows]) for name in _ROWS},
+        )
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -59,60 +66,6 @@ class ShardRows:
         for part, dtype in ((self.tokens, "<u4"), (self.loss_mask, "u1"), (self.segments, "<u4")):
             sha.update(np.ascontiguousarray(part, dtype=dtype).tobytes())
         return sha.hexdigest()
-
-
-def shards_of(split: str, rows: Iterator[PackedRow], number: int) -> Iterator[ShardRows]:
-    """The rows of one shard after another, `number` of them each but the last."""
-    for shard in count():
-        part = list(islice(rows, number))
-        if not part:
-            return
-        yield ShardRows(
-            name=cache_format.shard_name(split, shard),
-            split=split,
-            first=shard * number,
-            tokens=np.stack([row.tokens for row in part]),
-            loss_mask=np.stack([row.loss_mask for row in part]),
-            segments=np.stack([row.segments for row in part]),
-            kept={name: np.stack([row.kept[name] for row in part]) for name in part[0].kept},
-        )
-
-
-class SideStream:
-    """One stream on which another thread encodes tensors that the current stream is still computing.
-
-    On the main stream each copy to the host would wait for the teacher's next forward, which is queued there already,
-    and that forward would wait for the encoding. It serves one device; on a CPU it does nothing.
-    """
-
-    def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
-
-    def ready(self, tensor: Tensor | None) -> torch.cuda.Event | None:
-        """Mark where the current stream has computed a tensor; None if it is not on a GPU."""
-        if tensor is None or not tensor.is_cuda:
-            return None
-        with torch.cuda.device(tensor.device):
-            self._stream = self._stream or torch.cuda.Stream(tensor.device)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(tensor.device))
-        return event
-
-    @contextlib.contextmanager
-    def after(self, ready: torch.cuda.Event | None) -> Iterator[None]:
-        """Run the block on the stream once the tensor is there, and wait at the end until the stream is done.
-
-        So the tensor may be freed after the block, although its memory belongs to another stream.
-        """
-        if ready is None or self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            try:
-                yield
-            finally:
-                self._stream.synchronize()
 
 
 _SEQUENCES_AT_ONCE = 16  # sequences packed at once: bounds the memory
@@ -200,9 +153,6 @@ def publish_shard(
     folder: Path, settings: CacheSettings, part: ShardRows, fill: Callable[[ShardWriter, ShardRows], None]
 ) -> None:
     """Write a shard and its sidecar; `fill` adds the sequences."""
-    if (record := intact_record(folder, part.name)) and not is_of(record, part.digest, settings):
-        text = "%s: the shard %s is of other text than the data give now, and is made again"
-        logging.getLogger("kdtrain").warning(text, folder, part.name)
     spec, length = settings.codec, settings.seq_len
 
     def write(path: Path) -> tuple[dict[str, int], list[str]]:

@@ -14,10 +14,11 @@ batches live at once; every rank reads all of the data.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, closing, nullcontext
-from fractions import Fraction
+from contextlib import closing
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from kdtrain import faults
 from kdtrain.cache.build import fidelity
+from kdtrain.cache.build.answers import Encode, LogitAnswers, Logits, ShardAnswers
 from kdtrain.cache.build.folder import open_folder
 from kdtrain.cache.build.generated_text import read_written
 from kdtrain.cache.build.publish import publish_manifest, read_sidecars, set_aside_others
@@ -36,21 +38,20 @@ from kdtrain.cache.build.shard_writer import (
     ShardPlace,
     ShardRows,
     ShardWriter,
-    SideStream,
     finished_record,
+    intact_record,
+    is_of,
     publish_shard,
-    shards_of,
 )
 from kdtrain.cache.format import codec
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.codec import encode_sequences
-from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
 from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError, writing
 from kdtrain.files import PUBLISH_POINTS, json_digest
-from kdtrain.objective.batch import Batch
+
+log = logging.getLogger("kdtrain")
 
 _PUBLISHED = ("cache.settings", "cache.shard", "cache.sidecar", "cache.index", "cache.card", "cache.manifest")
 FAULT_POINTS = (
@@ -63,20 +64,28 @@ FAULT_POINTS = (
 """Every labelled place of a build, for `KDTRAIN_FAULT`."""
 
 
+@dataclass
+class _Split:
+    """A split that is built."""
+
+    rows: list[PackedRow] = field(default_factory=list)
+    """Of the shard in work."""
+    places: list[ShardPlace] = field(default_factory=list)
+    """The shards before."""
+    taken: int = 0
+    """Their sequences."""
+    tokens: Any = field(default_factory=hashlib.sha256)
+    """The digest of all their tokens."""
+
+
 class CacheBuilder:
-    """Builds or resumes the cache in `folder`; `write_cache` drives it.
+    """Builds or resumes the cache in `folder`; `write_cache` drives it, or `add`, a row after the other.
 
     Args:
         settings: what to build. A folder that holds a cache of others, or in which another command builds, is refused
             (UsageError).
-        teacher: gives the logits of at most `batch_size` sequences, under no_grad; None for the codec `tokens`, and
-            where no more than a top-k is known.
-        kept: gives instead what is kept of as many rows; by default what they bring (`PackedRow.kept`).
-        capturing: entered around `kept` of all rows of a shard, which an error of it keeps from being published.
-        written: gives instead the rows with the text that the teacher wrote behind their prompts, and its logits or
-            what is kept of them; `teacher` then measures the fidelity alone.
-        examine: makes the manifest's `capture` of the held sample.
-        sharded: True when a forward of the teacher needs all ranks.
+        teacher: fills the shards: `ShardAnswers`, or a function that gives the logits of at most `batch_size`
+            sequences; None: the rows bring what is kept of them, if anything is.
         tokenizer: a folder, or anything with `save_pretrained(folder)`; its files are copied into the cache.
         all_ranks: True when all ranks build, calling the same methods in the same order; False for this process alone.
     """
@@ -86,26 +95,21 @@ class CacheBuilder:
         folder: Path | str,
         settings: CacheSettings,
         *,
-        teacher: fidelity.Teacher | None,
-        kept: Callable[[ShardRows], Arrays] | None = None,
-        capturing: Callable[[ShardRows], AbstractContextManager[None]] | None = None,
-        written: Callable[[ShardRows], tuple[ShardRows, Tensor | Arrays]] | None = None,
-        examine: Callable[[Batch], dict[str, Any]] | None = None,
-        sharded: bool = False,
+        teacher: ShardAnswers | Logits | None,
         tokenizer: Any = None,
         batch_size: int = 16,
         progress: Progress | None = None,
         all_ranks: bool = False,
     ) -> None:
-        assert teacher is None or settings.codec.kind != "tokens", "the codec 'tokens' has no teacher"
-        self.folder, self.settings, self.teacher = Path(folder), settings, teacher
-        self.kept, self.capturing = kept or (lambda rows: rows.kept), capturing or (lambda _: nullcontext())
-        self.written, self.examine = written, examine
-        self.batch_size, self.sharded = batch_size, sharded and teacher is not None
+        self.answers = ShardAnswers()
+        if teacher is not None:
+            self.answers = teacher if isinstance(teacher, ShardAnswers) else LogitAnswers(teacher, settings)
+        assert self.answers.logits is None or settings.codec.kind != "tokens", "the codec 'tokens' has no teacher"
+        self.folder, self.settings, self.batch_size = Path(folder), settings, batch_size
         self.rounds = Rounds(all_ranks, progress, (settings.teacher or {}).get("dtype"))
-        self._splits: dict[str, list[ShardPlace]] = {}
-        self._tokens: dict[str, Any] = {}
-        self._side = SideStream()
+        self.splits: dict[str, _Split] = {}
+        self._row: list[ShardRows] = []
+        """The next shards, up to one for each rank."""
         self.sample: tuple[int, int] | None = None
         """Sequences and positions of the held sample, where the teacher answers for no others."""
         span = codec.SAMPLED_RANGE if settings.codec.num_samples else codec.RANGE
@@ -113,6 +117,8 @@ class CacheBuilder:
         """Fidelity and range of T, where there is no teacher to measure them with."""
         self.stated: dict[str, Any] = {}
         """More keys of the manifest: `parents`, `origin`, `weights_cost`, `capture`, `generated`."""
+        self.others = ""
+        """What to do about a shard of other rows that is there; empty: it is built again."""
         self._compiled: set[int] = set()
         """Sizes of the batches that teacher and encoder have seen."""
         self.manifest, self._lock = open_folder(self.folder, settings, tokenizer, all_ranks)
@@ -125,65 +131,79 @@ class CacheBuilder:
 
     def build(self, split: str, rows: Iterable[PackedRow]) -> None:
         """Build what is missing of a split. RunError: full disk, broken teacher."""
-        limited = islice(rows, self.settings.sequences.get(split))
+        limits = self.settings.sequences
         self.open_split(split)
-        self.rounds.total = self._total()
-        shards = shards_of(split, iter(limited), self.settings.sequences_per_shard)
-        while row := [self.counted(part) for part in islice(shards, self.rounds.world)]:
-            self._agree(split, row)
-            own = row[self.rounds.rank :][:1]
-            del row
-            for part in own:
-                self.publish(part)
-            self._finish_rounds()
-        self._agree(split, [])
+        total = None if None in limits.values() else sum(filter(None, limits.values()))
+        self.rounds.total = total if limits and len(limits) >= len(self.splits) else None
+        for row in islice(rows, limits.get(split)):
+            self.add(split, row)
+        self.end_split(split)
+        self._agree(split)
 
     def open_split(self, split: str) -> None:
         """Begin a split."""
-        self._splits[split], self._tokens[split] = [], hashlib.sha256()
+        self.splits[split] = _Split()
 
-    def publish(self, part: ShardRows) -> None:
-        """Build a shard that is missing."""
-        record = finished_record(self.folder, self.settings, part)
-        if record is None:
-            publish_shard(self.folder, self.settings, part, self._capture)
-            return
-        self.rounds.broken += record["broken"]
-        self.rounds.done += len(part)
+    def add(self, split: str, row: PackedRow) -> None:
+        """Take the next row of a split; publish its shard, if it is missing, once that is full."""
+        own = self.splits[split]
+        own.rows.append(row)
+        if len(own.rows) == self.settings.sequences_per_shard:
+            self._end_shard(split)
 
-    def _total(self) -> int | None:
-        """Sequences of all splits; None if unknown."""
-        limits = self.settings.sequences.values()
-        known = [each for each in limits if each is not None]
-        return sum(known) if limits and len(limits) >= len(self._splits) and len(known) == len(limits) else None
+    def end_split(self, split: str) -> None:
+        """Publish what is left of a split."""
+        if self.splits[split].rows:
+            self._end_shard(split)
+        if self._row:
+            self._publish_row(split)
 
-    def counted(self, part: ShardRows) -> ShardRows:
+    def _end_shard(self, split: str) -> None:
         """Check and count the rows of a shard, on every rank."""
-        length = self.settings.seq_len
+        own, length = self.splits[split], self.settings.seq_len
+        part = ShardRows.of(split, len(own.places), own.taken, own.rows)
         assert part.tokens.shape[1] == length + 1 and part.segments.max() < max(length, 1), "rows do not fit"
         if part.tokens.min() < 0 or part.tokens.max() >= self.settings.vocab_size:
             raise UsageError(
                 f"the tokenizer gives token {part.tokens.max()}, the teacher's vocabulary has only "
                 f"{self.settings.vocab_size}: use the teacher's own tokenizer"
             )
-        self._splits[part.split].append(ShardPlace(part.name, len(part), part.digest))
-        self._tokens[part.split].update(np.ascontiguousarray(part.tokens, dtype="<u4").tobytes())
-        return part
+        own.places.append(ShardPlace(part.name, len(part), part.digest))
+        own.tokens.update(np.ascontiguousarray(part.tokens, dtype="<u4").tobytes())
+        own.taken, own.rows = own.taken + len(part), []
+        self._row.append(part)
+        if len(self._row) == self.rounds.world:
+            self._publish_row(split)
 
-    def _agree(self, split: str, row: list[ShardRows]) -> None:
+    def _publish_row(self, split: str) -> None:
+        """Build a shard on each rank."""
+        self._agree(split)
+        own, self._row = self._row[self.rounds.rank :][:1], []
+        for part in own:
+            record = finished_record(self.folder, self.settings, part)
+            if record is not None:
+                self.rounds.broken += record["broken"]
+                self.rounds.done += len(part)
+                continue
+            if there := intact_record(self.folder, part.name):
+                if self.others and there["settings_sha256"] == self.settings.digest():
+                    raise UsageError(f"{self.folder} holds the shard {part.name} of other sequences; {self.others}")
+                if not is_of(there, part.digest, self.settings):
+                    text = "%s: the shard %s is of other text than the data give now, and is made again"
+                    log.warning(text, self.folder, part.name)
+            publish_shard(self.folder, self.settings, part, self._fill)
+        self._finish_rounds()
+
+    def _agree(self, split: str) -> None:
         """UsageError: the data are not the same on all ranks."""
-        found = self.rounds.gather(json_digest([part.digest for part in row]))
+        found = self.rounds.gather(json_digest([part.digest for part in self._row]))
         others = [rank for rank, each in enumerate(found) if each != found[0]]
         if others:
-            first = row[0].first if row else sum(each.sequences for each in self._splits[split])
+            first = self._row[0].first if self._row else self.splits[split].taken
             raise UsageError(
                 f"the {split} data differ between the ranks from sequence {first} on: rank {others[0]} has others than "
                 "rank 0; give all ranks the same --data"
             )
-
-    def _capture(self, shard: ShardWriter, part: ShardRows) -> None:
-        with self.capturing(part):
-            self._fill(shard, part)
 
     def _fill(self, shard: ShardWriter, part: ShardRows) -> None:
         """Have all sequences of a shard encoded and written, one batch in the thread while the teacher has the next."""
@@ -195,7 +215,12 @@ class CacheBuilder:
             self.rounds.done += sequences
             self.rounds.broken = broken_before + shard.broken
 
-        with ThreadPoolExecutor(1, thread_name_prefix="cache-writer") as thread:
+        def write(rows: ShardRows, encode: Encode) -> None:
+            kept = encode()
+            assert kept or self.settings.codec.kind == "tokens", "no teacher and no targets"
+            shard.add(rows, kept)
+
+        with self.answers.session(part), ThreadPoolExecutor(1, thread_name_prefix="cache-writer") as thread:
             for start in range(0, len(part), self.batch_size):
                 rows = part[start : start + self.batch_size]
                 number = len(rows)
@@ -205,75 +230,47 @@ class CacheBuilder:
                 if waiting and alone:
                     end(*waiting)
                     waiting = None
-                rows, answer = (rows, self._ask(rows)) if self.written is None else self.written(rows)
+                answer = self.answers.rows(rows)
                 if waiting:
                     end(*waiting)
-                ready = self._side.ready(answer) if isinstance(answer, Tensor) else None
-                job = thread.submit(self._encode, shard, rows, answer, ready)
-                waiting = (number, job)
-                del answer
+                waiting = number, thread.submit(write, *answer)
                 if alone:
-                    wait([job])
+                    wait([waiting[1]])
                     self._compiled.add(number)
-                del job
+                del answer
             assert waiting
             end(*waiting)
 
-    def _ask(self, rows: ShardRows) -> Tensor | Arrays:
-        """The logits [B,T,V] of some rows, or what is kept of them."""
-        if self.teacher is None:
-            return self.kept(rows)
-        tokens_BT = torch.from_numpy(rows.tokens[:, :-1].astype(np.int64))
-        segments_BT = torch.from_numpy(rows.segments.astype(np.int64)) if self.settings.document_mask else None
-        with torch.no_grad():
-            logits_BTV = self.teacher(tokens_BT, segments_BT)
-        assert logits_BTV.shape[-1] == self.settings.vocab_size, "the teacher's vocabulary is not that of the settings"
-        return logits_BTV
-
-    def _encode(
-        self, shard: ShardWriter, rows: ShardRows, answer: Tensor | Arrays, ready: torch.cuda.Event | None
-    ) -> None:
-        if isinstance(answer, Tensor):
-            labels_BT = torch.from_numpy(rows.tokens[:, 1:].astype(np.int64))
-            spec, seed = self.settings.codec, self.settings.seed
-            with self._side.after(ready):
-                offset = codec.grid_offset(self.settings.sampling) or Fraction(0)
-                answer = encode_sequences(
-                    answer, labels_BT, spec, seed=seed, split=rows.split, first=rows.first, offset=offset
-                )
-        assert answer or self.settings.codec.kind == "tokens", "no teacher and no targets"
-        shard.add(rows, answer)
-
     def _finish_rounds(self) -> None:
         """Meet the other ranks, with nothing left to do here, until all are done."""
-        self.rounds.finish(self._run_empty if self.sharded else None)
+        self.rounds.finish(self._run_empty if self.answers.sharded else None)
 
     def _run_empty(self) -> None:
         empty_BT = torch.zeros(1, self.settings.seq_len, dtype=torch.int64)
-        assert self.teacher is not None
+        assert self.answers.logits is not None
         with torch.no_grad():
-            self.teacher(empty_BT, empty_BT if self.settings.document_mask else None)
+            self.answers.logits(empty_BT, empty_BT if self.settings.document_mask else None)
 
     def finish(self) -> Manifest | None:
         """Measure the fidelity, and write index and manifest, on rank 0. The others help a sharded teacher; None.
 
         RunError: a shard of another rank is missing.
         """
-        assert self._splits
+        assert self.splits
         if self.rounds.rank:
             self.close()
-            if self.sharded:
+            if self.answers.sharded:
                 self._finish_rounds()
             return None
         with writing(self.folder):
             faults.point("cache.before-finish")
-        sidecars = read_sidecars(self.folder, self.settings, self._splits)
+        sidecars = read_sidecars(self.folder, self.settings, {split: own.places for split, own in self.splits.items()})
         records = [record for each in sidecars.values() for record in each]
         self.rounds.broken = [name for record in records for name in record["broken"]]
         total = sum(record["sequences"] for record in records)
         self.rounds.stop_if_broken(len(self.rounds.broken), total, total)
         set_aside_others(self.folder, {record["name"] for record in records})
-        tokens = {split: sha.hexdigest() for split, sha in self._tokens.items()}
+        tokens = {split: own.tokens.hexdigest() for split, own in self.splits.items()}
         if "generated" in self.settings.data:  # what was counted may be the prompts
             tokens, self.stated["generated"] = read_written(self.folder, self.settings, sidecars)
         found = self._measure()
@@ -283,28 +280,28 @@ class CacheBuilder:
 
     def _measure(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """The fidelity of the cache, and the range of T over which it is right."""
-        if self.teacher is None and self.examine is None:
-            return self.measured
-        split = "validation" if "validation" in self._splits else next(iter(self._splits))
-        place = self._splits[split][0]
+        split = "validation" if "validation" in self.splits else next(iter(self.splits))
+        place, logits = self.splits[split].places[0], self.answers.logits
         spec, length = self.settings.codec, self.settings.seq_len
+        if logits is None and self.answers.examine is None:
+            return self.measured
         number, positions = self.sample or fidelity.sample_size(place.sequences, length, spec.vocab_size)
         path = cache_format.shard_path(self.folder, place.name)
         with shard_errors(path), closing(Shard(path, spec)) as shard:
             batch = batch_of([shard.read(np.arange(number), checked=False)], spec)
-        if self.examine is not None:
-            self.stated["capture"] = {"split": split, **self.examine(batch)}
-        if self.teacher is None:
+        if self.answers.examine is not None:
+            self.stated["capture"] = {"split": split, **self.answers.examine(batch)}
+        if logits is None:
             return self.measured
 
-        def asked(tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
-            if self.sharded:
+        def requested(tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
+            if self.answers.sharded:
                 self.rounds.meet(more=True)
-            return self.teacher(tokens_BT, segments_BT)  # type: ignore[misc]
+            return logits(tokens_BT, segments_BT)
 
-        how = {"document_mask": self.settings.document_mask, "counted": self.written is not None}
-        found, span = fidelity.measure(batch, asked, positions=positions, **how)
-        if self.sharded:
+        how = {"document_mask": self.settings.document_mask, "counted": self.answers.writes}
+        found, span = fidelity.measure(batch, requested, positions=positions, **how)
+        if self.answers.sharded:
             self._finish_rounds()
         return {"split": split, **found}, span
 
@@ -321,17 +318,17 @@ def write_cache(
 
     A rank that has built its share returns while rank 0 finishes. stated: more keys of the manifest.
     """
-    writer = CacheBuilder(folder, settings, **options)
+    builder = CacheBuilder(folder, settings, **options)
     try:
-        if writer.manifest is not None:
-            return writer.manifest if writer.rounds.rank == 0 else None
+        if builder.manifest is not None:
+            return builder.manifest if builder.rounds.rank == 0 else None
         # All first rows before any forward: else the teacher may work for hours before a later split turns out empty.
         for split, rows in {split: not_empty(split, rows, settings) for split, rows in splits.items()}.items():
-            writer.build(split, rows)
-        writer.stated |= {name: each for name, each in (stated or {}).items() if each}  # some are counted meanwhile
-        return writer.finish()
+            builder.build(split, rows)
+        builder.stated |= {name: each for name, each in (stated or {}).items() if each}  # some are counted meanwhile
+        return builder.finish()
     finally:
-        writer.close()
+        builder.close()
 
 
 def not_empty(split: str, rows: Iterable[PackedRow], settings: CacheSettings) -> Iterable[PackedRow]:

@@ -451,7 +451,7 @@ def keep(ids_TH: np.ndarray, logprobs_TH: np.ndarray, label_T: np.ndarray, spec:
     UsageError: an id beyond the vocabulary.
     """
     if ids_TH.max() >= spec.vocab_size:
-        raise UsageError(f"--from-logprobs has the id {ids_TH.max()}, the teacher's vocabulary only {spec.vocab_size}")
+        raise UsageError(f"the entries have the id {ids_TH.max()}, the teacher's vocabulary only {spec.vocab_size}")
     logprobs_TH = np.where(np.isnan(logprobs_TH), -np.log(spec.vocab_size), logprobs_TH).clip(FLOOR, 0)
     rest = spec.vocab_size - spec.top_k
     mass_T = (1 - np.exp(logprobs_TH).sum(-1)).clip(min=_LEAST_MASS)

@@ -1,6 +1,6 @@
 """The records of a cache: what it was built from, and what each of its files must be.
 
-`settings.json`, written first, states what was asked for; shards carry its digest, so that a resume never
+`settings.json`, written first, states what was requested; shards carry its digest, so that a resume never
 mixes two caches. `manifest.json`, written last and sealed by its own digest, repeats the settings and adds
 digests of every shard, the index and the tokenizer files, the measured fidelity, and bytes a token. Every
 reader starts at it. Both may be downloaded, with a valid seal of a stranger: reading types them, and checks numbers
@@ -309,13 +309,13 @@ def _refuse_contradictions(split: str, stated: SplitRecord, settings: CacheSetti
             raise ValueError(f"splits.{split}: shard {number} has {'no ' * pieces}first_sequence")
 
 
-def differences(there: Any, asked: Any, name: str = "") -> Iterator[str]:
+def differences(there: Any, wanted: Any, name: str = "") -> Iterator[str]:
     """One phrase for each leaf that differs between two JSON records."""
-    if isinstance(there, dict) and isinstance(asked, dict):
-        for key in sorted(there.keys() | asked.keys()):
-            yield from differences(there.get(key), asked.get(key), f"{name}.{key}" if name else key)
-    elif there != asked:
-        yield f"{name}: {there} there, {asked} asked"
+    if isinstance(there, dict) and isinstance(wanted, dict):
+        for key in sorted(there.keys() | wanted.keys()):
+            yield from differences(there.get(key), wanted.get(key), f"{name}.{key}" if name else key)
+    elif there != wanted:
+        yield f"{name}: {there} there, {wanted} here"
 
 
 def first_rows(stated: SplitRecord) -> list[int]:

@@ -2,7 +2,7 @@
 
 A whole shard is the same file again, a hard link where the disk allows one. Of a shard that is cut, the stored bytes of
 each sequence are copied, with the lists of the whole shard: few sequences of a shard take more bytes a token. The
-format version is `PIECES`: the manifest says how many sequences each shard has. A resume keeps the shards that are
+format version is `PIECES`: the manifest states how many sequences each shard has. A resume keeps the shards that are
 there, as a capture does.
 """
 
@@ -66,7 +66,7 @@ class TokenizerFiles:
 
 
 def parent_record(cache: Cache, weight: float = 1.0) -> Parent:
-    """What a cache that is made of `cache` says of it."""
+    """The record of `cache` in the manifest of one that is made of it."""
     manifest = cache.manifest
     found: Parent = {
         "digest": manifest.digest,

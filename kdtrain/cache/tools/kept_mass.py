@@ -1,4 +1,4 @@
-"""Whether labels lie outside of a top-k as often as its own mass says they should.
+"""Whether labels lie outside of a top-k as often as its own mass predicts.
 
 With the mass m inside of the entries a label lies outside with probability 1 - m, if it is what the teacher expects. A
 top-k that was scaled to sum to 1 promises that no label ever does. Rows are the unit: positions of one are correlated.

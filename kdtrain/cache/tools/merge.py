@@ -1,11 +1,14 @@
 """Merging caches: samples of the same rows are added, other rows are appended.
 
 Same rows, one teacher: grids of samples that interleave become one finer grid (`cache-teacher --refine` draws the
-points between those of a cache); the result is bit by bit the cache that one capture would have made. Same rows,
-several teachers: the result holds samples of their mixture (`adding`). Other rows: the shards are appended undecoded
-(`pieces`); a validation split that all share is kept once.
+points between those of a cache); the result is bit by bit the cache that one capture would have made. A cache of
+samples alone holds counts c with the mean D p, so the counts of all are added. The label has log sum w p, w the share
+of each cache in all samples; the other numbers are weighted means. Other rows: the shards are appended undecoded
+(`copy_shards`); a validation split that all share is kept once.
 
 Caches are sorted by their digests first, so that the order in which they are named does not matter.
+
+Shapes: N tokens, D samples of one cache, K samples of all.
 """
 
 import logging
@@ -17,74 +20,56 @@ from typing import Any
 
 import numpy as np
 
+from kdtrain.cache.build.answers import Encode, ShardAnswers
 from kdtrain.cache.build.rank_rounds import Progress
 from kdtrain.cache.build.shard_writer import ShardRows
 from kdtrain.cache.build.writer import CacheBuilder
-from kdtrain.cache.format.codec import uniforms
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
 from kdtrain.cache.format.names import BROKEN, PIECES
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.read.rows import stored_rows
-from kdtrain.cache.tools.additions import add
-from kdtrain.cache.tools.common_rows import with_common_rows
 from kdtrain.cache.tools.copy_shards import Piece, TokenizerFiles, parent_record, write_pieces
 from kdtrain.cache.tools.kept_mass import joined
-from kdtrain.cache.tools.merge_plan import MIXTURE, SHOWN, equal, names, plan, tokens_of, who
+from kdtrain.cache.tools.merge_plan import MIXTURE, names, plan, tokens_of, who, with_common_rows
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import json_digest
 from kdtrain.objective.targets import SparseTargets
 
+_SHOWN = 60
+"""Characters of a name among several."""
+
 log = logging.getLogger("kdtrain")
 
 
-def merge(
-    caches: Sequence[Cache], out: Path, weights: Sequence[Fraction] | None = None, progress: Progress | None = None
-) -> Manifest:
+def merge(caches: Sequence[Cache], out: Path, progress: Progress | None = None) -> Manifest:
     """Merge finished caches into the folder `out`; an interrupted merge of the same caches is resumed.
-
-    weights: of the teachers of caches of the same rows, above 0; by default their numbers of samples.
 
     UsageError: the caches do not fit together (named, with the reason), or `out` holds something else. RunError: a
     shard is damaged, the disk is full or cannot be written.
     """
-    planned = plan(caches, weights)
-    caches = [caches[each] for each in planned.order]
-    if planned.settings is None:
-        return _append(caches, out, progress)
-    return _sum(caches, out, planned.settings, planned.shares, progress)
+    order, settings = plan(caches)
+    caches = [caches[each] for each in order]
+    return _append(caches, out, progress) if settings is None else _sum(caches, out, settings, progress)
 
 
-# Adding ---------------------------------------------------------------------------------------------------------------
+def _sum(caches: Sequence[Cache], out: Path, settings: CacheSettings, progress: Progress | None) -> Manifest:
+    numbers = [cache.manifest.codec.num_samples for cache in caches]
+    shares = [float(Fraction(each, sum(numbers))) for each in numbers]
 
-
-def _sum(
-    caches: Sequence[Cache],
-    out: Path,
-    settings: CacheSettings,
-    shares: Sequence[Fraction],
-    progress: Progress | None,
-) -> Manifest:
-    length = settings.seq_len
-
-    def kept(rows: ShardRows) -> Arrays:
-        numbers = range(rows.first, rows.first + len(rows))
-        parts = [cache[rows.split].read(numbers).targets for cache in caches]
-        place_N = np.concatenate([uniforms(MIXTURE, settings.seed, rows.split, row, length) for row in numbers])
-        assert all(isinstance(part, SparseTargets) for part in parts)
-        found = add(parts, shares, place_N, settings.codec.absent)  # type: ignore[arg-type]
-        return {name: values.reshape(len(rows), length, *values.shape[1:]) for name, values in found.items()}
-
-    tokenizer = TokenizerFiles(caches[0])
     builder = CacheBuilder(
-        out, settings, teacher=None, kept=kept, tokenizer=tokenizer, batch_size=16, progress=progress
+        out,
+        settings,
+        teacher=_Added(caches, shares, settings),
+        tokenizer=TokenizerFiles(caches[0]),
+        progress=progress,
     )
     try:
         if (there := builder.manifest) is None:
             builder.measured = None, _common_range(caches)
             builder.stated["parents"] = [
-                parent_record(cache, float(each)) for cache, each in zip(caches, shares, strict=True)
+                parent_record(cache, share) for cache, share in zip(caches, shares, strict=True)
             ]
             for split in caches[0]:
                 builder.build(split, _rows(caches, split))
@@ -95,6 +80,55 @@ def _sum(
         builder.close()
     assert there is not None
     return there
+
+
+class _Added(ShardAnswers):
+    """The samples of several caches of the same rows, added."""
+
+    def __init__(self, caches: Sequence[Cache], shares: Sequence[float], settings: CacheSettings) -> None:
+        self._caches, self._shares, self._absent = caches, shares, settings.codec.absent
+
+    def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
+        """As `ShardAnswers.rows`."""
+        places = range(rows.first, rows.first + len(rows))
+        parts: list[Any] = [cache[rows.split].read(places).targets for cache in self._caches]
+
+        found = _added(parts, self._shares, self._absent)
+        kept = {name: values.reshape(len(rows), -1, *values.shape[1:]) for name, values in found.items()}
+        return rows, lambda: kept
+
+
+def _added(parts: Sequence[SparseTargets], shares: Sequence[float], absent: int) -> Arrays:
+    """What is kept of N tokens (see `codec.encode`) from the targets of several caches of them.
+
+    shares: one a cache, summing to 1. absent: the id of an absent entry.
+    """
+    ids_NK, counts_NK = (
+        np.concatenate([each.numpy() for each in found], -1)
+        for found in ([part.ids for part in parts], [part.counts.long() for part in parts])
+    )
+    order_NK = np.argsort(ids_NK, axis=-1, kind="stable")
+    ids_NK, counts_NK = (np.take_along_axis(each, order_NK, -1) for each in (ids_NK, counts_NK))
+    # the place of each distinct id, in ascending order; zeros in the columns left over
+    group_NK = np.cumsum(np.diff(ids_NK, axis=-1, prepend=-1) != 0, axis=-1) - 1
+    rows_N1 = np.arange(len(ids_NK))[:, None]
+    united_NK, total_NK = np.zeros_like(ids_NK), np.zeros_like(counts_NK)
+    united_NK[rows_N1, group_NK] = ids_NK
+    np.add.at(total_NK, (rows_N1, group_NK), counts_NK)
+    label_N = np.zeros(len(ids_NK))
+    means: Any = {"tail": 0.0, "logit_mean": 0.0, "logit_std": 0.0}
+    for part, share in zip(parts, shares, strict=True):
+        label_N += share * np.exp(part.label_logprob.numpy().astype(np.float64))
+        for name in means:
+            means[name] = means[name] + share * getattr(part, name).numpy().astype(np.float64)
+    with np.errstate(divide="ignore"):
+        label_N = np.log(label_N)
+    return {
+        "ids": np.where(total_NK > 0, united_NK, absent),
+        "counts": total_NK.astype(np.uint8),
+        "label_logprob": label_N,
+        **means,
+    }
 
 
 def _rows(caches: Sequence[Cache], split: str) -> Iterator[PackedRow]:
@@ -122,9 +156,6 @@ def _common_range(caches: Sequence[Cache]) -> Any:
     }
 
 
-# Appending ------------------------------------------------------------------------------------------------------------
-
-
 def _append(caches: Sequence[Cache], out: Path, progress: Progress | None) -> Manifest:
     first = caches[0].manifest
     splits, written = dict[str, list[Piece]](), dict[str, dict[str, int]]()
@@ -142,22 +173,22 @@ def _append(caches: Sequence[Cache], out: Path, progress: Progress | None) -> Ma
             written[split] = {name: sum(each.get(name, 0) for each in counts) for name in counts[0]}
     digests = [cache.manifest.digest for cache in caches]
     known = [cache.manifest.settings for cache in caches]
-    data = known[0].data if equal([each.data for each in known]) else _listed([each.data for each in known], "source")
+    data = known[0].data if _equal([each.data for each in known]) else _listed([each.data for each in known], "source")
     ends = {token for cache in caches for token in cache.manifest.end_tokens}
     if ends and "generated" not in data:  # by several teachers, or beside other text
         data = {**data, "generated": {"end_tokens": sorted(ends)}}
     teacher = known[0].teacher
-    if not equal([each.teacher for each in known]):
+    if not _equal([each.teacher for each in known]):
         teacher = _listed([each.teacher or {} for each in known], "spec")
     settings = replace(
         known[0],
         data={**data, "appended": digests},
         teacher=teacher,
-        sampling=known[0].sampling if equal([each.sampling for each in known]) else MIXTURE,
+        sampling=known[0].sampling if _equal([each.sampling for each in known]) else MIXTURE,
         sequences={},
         format_version=PIECES,
     )
-    fidelity = first.fidelity if equal([cache.manifest.fidelity for cache in caches]) else None
+    fidelity = first.fidelity if _equal([cache.manifest.fidelity for cache in caches]) else None
     return write_pieces(
         out,
         settings,
@@ -172,5 +203,9 @@ def _append(caches: Sequence[Cache], out: Path, progress: Progress | None) -> Ma
 
 def _listed(records: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """One record of several, under a name that lists theirs."""
-    names = dict.fromkeys(printable(str(record.get(name)))[:SHOWN] for record in records)
+    names = dict.fromkeys(printable(str(record.get(name)))[:_SHOWN] for record in records)
     return {name: ", ".join(names), "members": list(records)}
+
+
+def _equal(values: Sequence[Any]) -> bool:
+    return all(value == values[0] for value in values)

@@ -1,29 +1,23 @@
-"""Whether caches fit together, told from their manifests: `merge` and `subset` refuse early, without torch.
+"""Whether caches fit together, by their manifests: `merge` and `subset` refuse early, without torch."""
 
-What a merge does is a `Plan`: which caches in which order, and what the sum of their samples is.
-"""
-
-import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from kdtrain.cache.format.manifest import CacheSettings, Manifest, check_sizes, differences, read_manifest
+from kdtrain.cache.format.manifest import CacheSettings, Manifest, Parent, check_sizes, differences, read_manifest
 from kdtrain.cache.format.names import PIECES
 from kdtrain.cache.format.spec import grid_name, grid_offset
 from kdtrain.cache.read.remote import open_remote
-from kdtrain.errors import UsageError, printable
+from kdtrain.errors import UsageError
 from kdtrain.net.address import parse_address
 
 MIXTURE = "mixture"
-"""`sampling` of samples that are not of one grid."""
-SHOWN = 60
-"""Characters of a teacher's name in that of a mixture."""
-ADDABLE = 2**62
-"""`total_shares` times the number of samples must stay below it."""
+"""`sampling` of appended samples of several grids."""
+_RANGE = re.compile(r"(\d{1,18}):(?:\d{1,18})?")
 
 
 class Made(Protocol):
@@ -55,26 +49,16 @@ def stated(where: str) -> Stated:
     return Stated(str(Path(where)), manifest)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a merge makes."""
+def plan(caches: Sequence[Made]) -> tuple[list[int], CacheSettings | None]:
+    """The numbers of the caches in the order of their digests, and the settings of the sum of their samples.
 
-    order: Sequence[int]
-    """The caches by their digests."""
-    settings: CacheSettings | None = None
-    """Of the sum; None: the shards are appended."""
-    shares: Sequence[Fraction] = ()
-    """Of each cache in the sum, in this order."""
-
-
-def plan(caches: Sequence[Made], weights: Sequence[Fraction] | None = None) -> Plan:
-    """What a merge of these caches makes. UsageError: they do not fit together (named, with the reason)."""
+    Without settings, the caches have other rows, and their shards are appended. UsageError: they do not fit together
+    (named, with the reason).
+    """
     if len(caches) < 2:
         raise UsageError("there is one cache and nothing to merge it with; name two or more")
-    if weights is not None and len(weights) != len(caches):
-        raise UsageError(f"{len(weights)} weights for {len(caches)} caches; give one a cache")
     order = sorted(range(len(caches)), key=lambda number: caches[number].manifest.digest)
-    caches, weights = [caches[each] for each in order], None if weights is None else [weights[each] for each in order]
+    caches = [caches[each] for each in order]
     for one, other in pairwise(caches):
         if one.manifest.digest == other.manifest.digest:
             twice = f"{one.name} is named twice" if one.name == other.name else f"{names([one, other])} are one cache"
@@ -85,20 +69,17 @@ def plan(caches: Sequence[Made], weights: Sequence[Fraction] | None = None) -> P
         _refuse_unlike(caches[0], cache)
     texts = [_text(cache) for cache in caches]
     if len(set(texts)) == 1:
-        return Plan(order, *_sum(caches, weights))
+        return order, _sum(caches)
     if len(set(texts)) < len(caches):
         same = [cache for cache, text in zip(caches, texts, strict=True) if texts.count(text) > 1]
         raise UsageError(f"{names(same)} have rows in common and others do not; merge those of the same rows first")
-    if weights is not None:
-        raise UsageError(f"{names(caches)} have different rows, which weights mean nothing for; leave --weights out")
     for cache in caches[1:]:
         if changed := list(differences(caches[0].manifest.codec.to_json(), cache.manifest.codec.to_json())):
-            shown = _shown(changed)
             raise UsageError(
-                f"{names([caches[0], cache])} keep different things of a distribution ({shown}), and shards are "
-                "appended as they are"
+                f"{names([caches[0], cache])} keep different things of a distribution ({_shown(changed)}), and shards "
+                "are appended as they are"
             )
-    return Plan(order)
+    return order, None
 
 
 def refuse_rows(cache: Made, splits: Sequence[str], rows: tuple[int, int | None] | None) -> None:
@@ -127,7 +108,7 @@ def names(caches: Sequence[Made]) -> str:
 
 
 def _shown(changed: Sequence[str]) -> str:
-    return "; ".join(each.replace(" there", " in the one").replace(" asked", " in the other") for each in changed[:3])
+    return "; ".join(each.replace(" there", " in the one").replace(" here", " in the other") for each in changed[:3])
 
 
 def _text(cache: Made) -> tuple[tuple[str, str], ...]:
@@ -145,52 +126,59 @@ def _refuse_unlike(one: Made, other: Made) -> None:
             raise UsageError(f"{one.name} has {name} {ours} and {other.name} {theirs}; they cannot be merged")
 
 
-def whole_shares(weights: Sequence[Fraction], numbers: Sequence[int]) -> list[int]:
-    """Whole numbers in proportion to w / D: how much one draw of each cache counts in the sum."""
-    shares = [weight / number for weight, number in zip(weights, numbers, strict=True)]
-    common = math.lcm(*(share.denominator for share in shares))
-    found = [int(share * common) for share in shares]
-    divisor = math.gcd(*found)
-    return [each // divisor for each in found]
-
-
-def total_shares(shares: Sequence[int], numbers: Sequence[int]) -> int:
-    """What all draws of a token count together."""
-    return sum(share * number for share, number in zip(shares, numbers, strict=True))
-
-
-def _sum(caches: Sequence[Made], weights: Sequence[Fraction] | None) -> tuple[CacheSettings, list[Fraction]]:
-    """The settings of the sum of the samples, and the share of each cache."""
+def _sum(caches: Sequence[Made]) -> CacheSettings:
+    """The settings of a capture of all samples of one teacher. UsageError: their grids do not make up one."""
     for cache in caches:
         _refuse_not_addable(cache)
+    first, total = caches[0], sum(cache.manifest.codec.num_samples for cache in caches)
     for cache in caches[1:]:
-        if tokens_of(cache) != tokens_of(caches[0]):
+        if tokens_of(cache) != tokens_of(first):
             raise UsageError(
-                f"{names([caches[0], cache])} have the same rows to train on and others to validate on; cut both with "
+                f"{names([first, cache])} have the same rows to train on and others to validate on; cut both with "
                 "kdtrain subset, or capture the same text"
             )
-    numbers = [cache.manifest.codec.num_samples for cache in caches]
-    number = sum(numbers)
-    if number > 255:
+        if who(cache) != who(first):
+            raise UsageError(
+                f"{names([first, cache])} are of several teachers over the same rows, and samples of one teacher "
+                "alone add up; train on all with kdtrain distill --cache A --cache B --cache-weights X,X"
+            )
+    if total > 255:
         raise UsageError(
-            f"{names(caches)} have {number} samples a token together; counts are kept in 8 bits, so 255 are the most"
+            f"{names(caches)} have {total} samples a token together; counts are kept in 8 bits, so 255 are the most"
         )
-    one = equal([who(cache) for cache in caches])
-    if one and weights is not None:
+    points = dict[Fraction, Made]()
+    hint = "draw others with kdtrain cache-teacher --refine CACHE"
+    for cache in caches:
+        settings = cache.manifest.settings
+        number, offset = settings.codec.num_samples, grid_offset(settings.sampling)
+        if offset is None:
+            raise UsageError(
+                f"{cache.name} has {settings.sampling or 'independent'} samples, which do not interleave with others "
+                "of the same teacher over the same rows; capture it again"
+            )
+        for point in ((offset + Fraction(i, number)) % 1 for i in range(number)):
+            if point in points and settings.seed == points[point].manifest.settings.seed:
+                raise UsageError(
+                    f"{names([points[point], cache])} hold the same samples of the same teacher (their grids "
+                    f"coincide), which adds nothing: {hint}"
+                )
+            points[point] = cache
+    ours = _comparable(first)
+    for cache in caches[1:]:
+        if changed := list(differences(ours, _comparable(cache))):
+            raise UsageError(f"{names([first, cache])} are of one teacher and differ ({_shown(changed)}): {hint}")
+    start = min(points)
+    if any(start + Fraction(i, total) not in points for i in range(total)):
         raise UsageError(
-            "--weights is for several teachers; samples of one teacher add up by their numbers, so leave it out"
+            f"{names(caches)} hold {total} samples that are not one even grid: {hint}, and merge all of it"
         )
-    asked = list(weights) if weights is not None else [Fraction(each) for each in numbers]
-    shares = [each / sum(asked) for each in asked]
-    if total_shares(whole_shares(shares, numbers), numbers) * number >= ADDABLE:
-        raise UsageError("--weights have too many digits for these numbers of samples; round them")
-    settings = _of_one(caches) if one else _of_several(caches, shares)
-    codec = replace(settings.codec, num_samples=number)
-    return replace(settings, codec=codec), shares
+    plain = min(caches, key=lambda cache: grid_offset(cache.manifest.settings.sampling) or Fraction(0))
+    settings = plain.manifest.settings
+    return replace(settings, codec=replace(settings.codec, num_samples=total), sampling=grid_name(start))
 
 
 def tokens_of(cache: Made) -> dict[str, str]:
-    """What says which tokens each split has."""
+    """The digest of the tokens of each split."""
     return {split: each["tokens_sha256"] for split, each in cache.manifest.splits.items()}
 
 
@@ -215,40 +203,6 @@ def who(cache: Made) -> dict[str, Any]:
     return {name: value for name, value in teacher.items() if name != "spec" or "weights_digest" not in teacher}
 
 
-def _of_one(caches: Sequence[Made]) -> CacheSettings:
-    """The settings of a capture of all samples of one teacher. UsageError: their grids do not make up one."""
-    first, points = caches[0], dict[Fraction, Made]()
-    total = sum(cache.manifest.codec.num_samples for cache in caches)
-    hint = "draw others with kdtrain cache-teacher --refine CACHE"
-    for cache in caches:
-        settings = cache.manifest.settings
-        number, offset = settings.codec.num_samples, grid_offset(settings.sampling)
-        if offset is None:
-            raise UsageError(
-                f"{cache.name} has {settings.sampling or 'independent'} samples, which do not interleave with others "
-                "of the same teacher over the same rows; capture it again"
-            )
-        for point in ((offset + Fraction(i, number)) % 1 for i in range(number)):
-            if point in points and settings.seed == points[point].manifest.settings.seed:
-                raise UsageError(
-                    f"{names([points[point], cache])} hold the same samples of the same teacher (their grids "
-                    f"coincide), which adds nothing: {hint}"
-                )
-            points[point] = cache
-    ours = _comparable(first)
-    for cache in caches[1:]:
-        if changed := list(differences(ours, _comparable(cache))):
-            shown = _shown(changed)
-            raise UsageError(f"{names([first, cache])} are of one teacher and differ ({shown}): {hint}")
-    start = min(points)
-    if any(start + Fraction(i, total) not in points for i in range(total)):
-        raise UsageError(
-            f"{names(caches)} hold {total} samples that are not one even grid: {hint}, and merge all of it"
-        )
-    plain = min(caches, key=lambda cache: grid_offset(cache.manifest.settings.sampling) or Fraction(0))
-    return replace(plain.manifest.settings, sampling=grid_name(start))
-
-
 def _comparable(cache: Made) -> dict[str, Any]:
     """What two caches whose samples add up to a capture have in common."""
     settings = cache.manifest.settings
@@ -256,20 +210,52 @@ def _comparable(cache: Made) -> dict[str, Any]:
     return replace(settings, codec=codec, sampling=None, teacher=who(cache)).to_json()
 
 
-def _of_several(caches: Sequence[Made], shares: Sequence[Fraction]) -> CacheSettings:
-    members = [
-        {"weight": float(share), "cache": cache.manifest.digest, "teacher": cache.manifest.settings.teacher}
-        for share, cache in zip(shares, caches, strict=True)
-    ]
-    names = [f"{float(share):.3g} {_spec(cache)}" for share, cache in zip(shares, caches, strict=True)]
-    teacher = {"spec": " + ".join(names), "mixture": members}
-    return replace(caches[0].manifest.settings, teacher=teacher, sampling=MIXTURE)
+Span = tuple[tuple[str, str], int, int]
+"""Rows START to STOP of a cache (its digest) in an order: as they lie there, or by the hash of their tokens."""
 
 
-def _spec(cache: Made) -> str:
-    return printable(str((cache.manifest.settings.teacher or {}).get("spec")))[:SHOWN]
+def with_common_rows(caches: Sequence[Made], split: str) -> list[Made]:
+    """The first two caches found that hold rows of one and the same cache; empty: none are known to."""
+    spans: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
+    for number, cache in enumerate(caches):
+        total = cache.manifest.splits[split]["sequences"]
+        for key, start, stop in _spans(cache.manifest.digest, cache.manifest.parents, split, 0, total, total):
+            spans.setdefault(key, []).append((start, stop, number))
+    for found in spans.values():
+        reach: dict[int, int] = {}  # the largest STOP so far, by cache
+        for start, stop, number in sorted(found):
+            others = [each for each, end in reach.items() if each != number and start < end]
+            if others:
+                return [caches[each] for each in sorted((others[0], number))]
+            reach[number] = max(stop, reach.get(number, 0))
+    return []
 
 
-def equal(values: Sequence[Any]) -> bool:
-    """Whether all are the same."""
-    return all(value == values[0] for value in values)
+def _spans(
+    digest: str, parents: Sequence[Parent] | None, split: str, start: int, stop: int, total: int
+) -> Iterator[Span]:
+    """What the rows `start` to `stop` of a cache of `total` are, there and in all caches that it was made of."""
+    yield (digest, "rows"), start, stop
+    if stop - start == total:
+        yield (digest, "hash"), 0, total
+    totals = [parent["sequences"].get(split, 0) for parent in parents or []]
+    if parents and split in parents[0].get("splits", []):  # a cut has one parent
+        rows = parents[0].get("rows", "")
+        if found := _RANGE.fullmatch(rows):
+            moved = int(found[1])
+            yield from _spans_of(parents[0], split, moved + start, moved + stop)
+        elif stop - start == total:  # a fraction has the rows of the lowest hashes
+            yield (parents[0]["digest"], "hash"), 0, total
+    elif all(each == total for each in totals):  # a sum, a split that was not cut, or one that all had
+        for parent in parents or []:
+            yield from _spans_of(parent, split, start, stop)
+    elif sum(totals) == total:
+        first = 0
+        for parent, number in zip(parents or [], totals, strict=True):
+            if (begin := max(start - first, 0)) < (end := min(stop - first, number)):
+                yield from _spans_of(parent, split, begin, end)
+            first += number
+
+
+def _spans_of(parent: Parent, split: str, start: int, stop: int) -> Iterator[Span]:
+    return _spans(parent["digest"], parent.get("parents"), split, start, stop, parent["sequences"].get(split, 0))

@@ -4,8 +4,8 @@ It reads a few rows, for a few seconds at most, so that an import or a download 
 
 shift        the entries are about another position than the next one (`alignment`)
 other rows   the targets of a row fit the tokens of another row much better (`other_row`)
-renormalised labels lie outside of a top-k far more often than its mass says (`mass`)
-samples      the label was drawn more or less often than its own log p says: a z statistic, exact for systematic samples
+renormalised labels lie outside of a top-k far more often than its mass predicts (`mass`)
+samples      the label was drawn more or less often than its log p predicts: a z statistic, exact for systematic samples
 
 The teacher's loss, its entropy and the label's probability, next to what it would be if the labels came from the
 teacher, are figures for people: text that the teacher does not know looks like a fault of the capture.
@@ -111,7 +111,7 @@ def examine(
     """`look` at decoded rows.
 
     systematic: how samples were drawn. samples: compare them with the label's log p. imported: by which shift.
-    drawn_at: the temperature of a teacher that wrote the labels; above 1 they leave its top-k more often than it says.
+    drawn_at: the temperature of a teacher that wrote the labels; above 1 they leave its top-k more often.
     """
     known = [batch for batch in batches if batch.targets is not None and batch.loss_mask.any()]
     if not known:
@@ -139,7 +139,7 @@ def examine(
         findings.append(f"mass: {labels}; build it again from the teacher's own log-probabilities")
     if z is not None and math.erfc(abs(z) / math.sqrt(2)) < LEVEL:
         findings.append(
-            f"samples: the labels were drawn {'more' if z > 0 else 'less'} often than their log p says (z {z:.1f})"
+            f"samples: the labels were drawn {'more' if z > 0 else 'less'} often than their log p predicts (z {z:.1f})"
         )
     if 10 * number < (total := sum(batch.loss_mask.numel() for batch in batches)):
         notes.append(f"only {number:,} of {total:,} tokens count")
@@ -191,7 +191,7 @@ def _figures(batch: Batch, systematic: bool) -> tuple[float, ...]:
 def _drawn_labels(
     targets: SparseTargets, label_NK: Tensor, tail_N: Tensor, logprob_N: Tensor, systematic: bool
 ) -> tuple[float, float]:
-    """How much more often labels were drawn than their share of the tail says: the sum of shares, and its variance."""
+    """How much more often labels were drawn than by their share of the tail: the sum of shares, and its variance."""
     number, some_N = targets.num_samples, targets.counts.sum(-1) > 0
     in_tail_N = some_N & ~label_NK[:, : targets.top_k].any(-1)
     drawn_N = ((targets.counts * label_NK).sum(-1) / number)[in_tail_N].double()

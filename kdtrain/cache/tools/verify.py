@@ -152,9 +152,9 @@ def _remote_problems(remote: Remote) -> Iterator[Problem]:
     """Of a cache elsewhere: each file is fetched as a reader would, a shard at a time."""
     folder, manifest = remote.folder, remote.manifest
 
-    def brought(action: Callable[..., Any], *asked: Any) -> Iterator[Problem]:
+    def brought(action: Callable[..., Any], *arguments: Any) -> Iterator[Problem]:
         try:
-            action(*asked)
+            action(*arguments)
         except (UsageError, RunError) as error:
             yield Problem(str(error.args[0]))
 

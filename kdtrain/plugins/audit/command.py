@@ -15,7 +15,7 @@ from kdtrain.cache.format.codec import draw_points, grid_offset
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.read.remote import open_cache
-from kdtrain.cache.tools.merge import MIXTURE
+from kdtrain.cache.tools.merge_plan import MIXTURE
 from kdtrain.cache.tools.self_check import other_row
 from kdtrain.config import Weights
 from kdtrain.errors import UsageError
@@ -40,7 +40,7 @@ from kdtrain.plugins.audit.options import AuditConfig
 from kdtrain.precision.modes import MODES
 from kdtrain.ranks import pick_device
 from kdtrain.tables import columns, number, short, show, show_page
-from kdtrain.teaching.teacher import Teacher, open_teacher
+from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
 
 DIAGNOSED = 16
 """Rows in which the fault is looked for: those that are furthest off."""
@@ -156,21 +156,21 @@ def audit(config: AuditConfig, cache: Cache) -> Audit:
     )
 
 
-def _teachers(config: AuditConfig, settings: CacheSettings) -> tuple[Teacher, Teacher]:
+def _teachers(config: AuditConfig, settings: CacheSettings) -> tuple[OnlineTeacher, OnlineTeacher]:
     """The teacher in the number format of the cache, bf16 where that is unknown, and in fp32."""
     device, stated = pick_device(config.device), settings.teacher or {}
     allowed = {"dtype": DTYPES, "attention": ATTENTIONS, "weights": get_args(Weights)}
     given = {key: stated[key] for key, values in allowed.items() if stated.get(key) in values}
     spec = replace(read_spec(config.teacher, "teachers"), **given)
     mode = stated["precision"] if stated.get("precision") in MODES else "bf16"
-    teacher, wrong = open_teacher(spec, device, mode), "give the teacher of the cache"
+    teacher, wrong = open_online_teacher(spec, device, mode), "give the teacher of the cache"
     if teacher.vocab_size != settings.vocab_size:
         sizes = f"{teacher.vocab_size:,} logits and the cache {settings.vocab_size:,}"
         raise UsageError(f"--teacher {config.teacher} has {sizes}; {wrong}")
     if settings.tokenizer_digest not in (None, tokenizer_digest(teacher.tokenizer)):
         raise UsageError(f"--teacher {config.teacher} has another tokenizer than the cache; {wrong}")
 
-    def loaded(teacher: Teacher) -> Teacher:
+    def loaded(teacher: OnlineTeacher) -> OnlineTeacher:
         teacher.load()
         teacher.check(settings.seq_len, settings.document_mask)
         teacher.pack(())
@@ -180,7 +180,7 @@ def _teachers(config: AuditConfig, settings: CacheSettings) -> tuple[Teacher, Te
     _ = teacher.digest  # before anything is compiled
     teacher.prepare(compile=stated.get("compiled") is True)
     log.info("auditing with %s, and with fp32 as the reference", teacher)
-    return teacher, teacher if mode == "fp32" else loaded(open_teacher(spec, device, "fp32"))
+    return teacher, teacher if mode == "fp32" else loaded(open_online_teacher(spec, device, "fp32"))
 
 
 def _batches(rows: list[tuple[str, int]], size: int) -> Iterator[tuple[str, list[int]]]:
@@ -193,7 +193,7 @@ def _batches(rows: list[tuple[str, int]], size: int) -> Iterator[tuple[str, list
 class _Comparison:
     """Rows of a cache against fresh forwards."""
 
-    def __init__(self, cache: Cache, teacher: Teacher, reference: Teacher) -> None:
+    def __init__(self, cache: Cache, teacher: OnlineTeacher, reference: OnlineTeacher) -> None:
         self.cache, self.teacher, self.reference = cache, teacher, reference
         self.settings, span = cache.manifest.settings, cache.manifest.temperature_range
         captured = getattr(cache.manifest, "origin", None) is None
@@ -249,14 +249,14 @@ class _Comparison:
         return diagnose(found, matched)
 
 
-def logprobs(teacher: Teacher, batch: Batch, document_mask: bool) -> Tensor:
+def logprobs(teacher: OnlineTeacher, batch: Batch, document_mask: bool) -> Tensor:
     """log p [B, T, V] of fresh forwards, in fp32 on the teacher's device."""
     with torch.no_grad():
         logits_BTV = teacher.logits(batch.tokens[:, :-1], batch.segments if document_mask else None)
     return logits_BTV.float().log_softmax(-1)
 
 
-def other_forwards(teacher: Teacher, seq_len: int, document_mask: bool) -> dict[str, Callable[[Batch], Tensor]]:
+def other_forwards(teacher: OnlineTeacher, seq_len: int, document_mask: bool) -> dict[str, Callable[[Batch], Tensor]]:
     """Forwards that a faulty capture may have made, by the fault's name."""
     ids = (teacher.tokenizer.bos_token_id, teacher.tokenizer.eos_token_id)
     first = next((each for each in ids if each is not None), 0)
@@ -287,7 +287,7 @@ def _targets(batch: Batch, row: int) -> Any:
     return batch.targets[row * length : (row + 1) * length]
 
 
-def rounded_to_int8(teacher: Teacher) -> Teacher | None:
+def rounded_to_int8(teacher: OnlineTeacher) -> OnlineTeacher | None:
     """A copy of a loaded teacher whose linear layers are rounded to 255 levels a row; None if it holds no layers."""
     model = getattr(teacher, "model", None)
     if not isinstance(model, nn.Module):

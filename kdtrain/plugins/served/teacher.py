@@ -15,16 +15,19 @@ others say.
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
+from kdtrain.cache.build.answers import Encode, ShardAnswers
 from kdtrain.cache.build.shard_writer import ShardRows
 from kdtrain.cache.format.codec import CodecSpec, decode
 from kdtrain.cache.format.compression import Arrays
+from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.tools.kept_mass import kept_mass
 from kdtrain.cache.tools.self_check import examine
 from kdtrain.config import CodecConfig
 from kdtrain.errors import RunError, UsageError
@@ -41,7 +44,7 @@ from kdtrain.plugins.served.preflight import Preflight
 from kdtrain.plugins.served.written import Prompt, Text
 from kdtrain.ranks import on_main
 from kdtrain.teaching.teacher import Teacher
-from kdtrain.teaching.writing import Writing
+from kdtrain.teaching.writing import Writing, log_first_texts
 
 AGAIN = 2
 """Sequences of each shard that are asked for twice."""
@@ -55,8 +58,6 @@ _LOOKED, _ENTRIES = 64, 2**24
 
 class ServedTeacher(Teacher):
     """An inference server, which is asked for the most likely entries (--teacher-server)."""
-
-    gives: ClassVar[Literal["hidden", "logits", "top-k"]] = "top-k"
 
     def __init__(self, spec: ModelSpec, device: torch.device, mode: str) -> None:
         super().__init__(spec, device, mode)
@@ -205,6 +206,10 @@ class ServedTeacher(Teacher):
         """Have prompts continued from here on, each by a request of its own: no batch decides its bits."""
         self.writing = replace(how, batch_size=None)
 
+    def answers(self, settings: CacheSettings) -> ShardAnswers:
+        """What the servers answer for each shard."""
+        return _ServedAnswers(self, settings)
+
     @contextmanager
     def capturing(self, part: ShardRows, codec: CodecSpec, seed: int) -> Iterator[None]:
         """Ask for all sequences of a shard in the block; then ask for some again, and the probes.
@@ -230,7 +235,7 @@ class ServedTeacher(Teacher):
             self._ask_again(answers, [(span, self._jobs[span.row, span.start].result()) for span in asked])
         self._look_again(answers)
 
-    def kept(self, rows: ShardRows, codec: CodecSpec, seed: int) -> Arrays:
+    def kept(self, rows: ShardRows, codec: CodecSpec) -> Arrays:
         """What a cache keeps of these rows, once the servers have answered.
 
         RunError: no server answers, or not with what can be right.
@@ -378,6 +383,31 @@ class ServedTeacher(Teacher):
             f"of the cache {known}, {distance:.3f} nats apart where {self._allowed:.3f} are allowed; serve the same "
             "model in the same number format, or choose another --out"
         )
+
+
+class _ServedAnswers(ShardAnswers):
+    """What the servers answer, shard by shard."""
+
+    def __init__(self, teacher: ServedTeacher, settings: CacheSettings) -> None:
+        self._teacher, self._settings, self._first = teacher, settings, True
+        self.writes = teacher.writing is not None
+        if settings.codec.top_k:
+            self.examine = kept_mass
+
+    def session(self, shard: ShardRows) -> AbstractContextManager[None]:
+        """As `ShardAnswers.session`."""
+        return self._teacher.capturing(shard, self._settings.codec, self._settings.seed)
+
+    def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
+        """As `ShardAnswers.rows`."""
+        if not self.writes:
+            kept = self._teacher.kept(rows, self._settings.codec)
+            return rows, lambda: kept
+        rows, kept = self._teacher.written(rows, self._settings.codec)
+        if self._first:
+            log_first_texts(rows, self._settings)
+        self._first = False
+        return rows, lambda: kept
 
 
 def _last(arrays: Arrays, number: int) -> Arrays:

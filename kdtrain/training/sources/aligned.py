@@ -13,7 +13,7 @@ import torch
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import Targets
-from kdtrain.teaching.teacher import Teacher
+from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.tokenizers.teacher_cells import MOST_CELLS
 from kdtrain.tokenizers.view import View, ViewReader, identity_of
 from kdtrain.training.sources.source import Facts
@@ -75,7 +75,7 @@ class AlignedSource:
         """Return the rows `indices`. RunError: a shard of the cache is missing or damaged (named)."""
         return self.reader.read(indices.tolist())
 
-    def taught_by(self, teacher: Teacher, device: torch.device) -> "AlignedSource":
+    def taught_by(self, teacher: OnlineTeacher, device: torch.device) -> "AlignedSource":
         """The same with an online teacher, loaded and prepared on `device`, that answers on its own tokens."""
         taught, mask = copy.copy(self), self.facts.document_mask
         width = min(teacher.vocab_size, self.reader.view.record.sizes[0])

@@ -4,7 +4,7 @@ import torch
 
 from kdtrain.config.choices import SOURCES
 from kdtrain.errors import UsageError
-from kdtrain.teaching.teacher import Teacher
+from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.sources.device import OnDevice
 from kdtrain.training.sources.online import OnlineSource
@@ -27,7 +27,7 @@ def build_source(
     source: Source,
     device: torch.device,
     vocab_size: int,
-    teacher: Teacher | None = None,
+    teacher: OnlineTeacher | None = None,
     layers: tuple[int, ...] = (),
 ) -> Source:
     """Return `source` as a student reads it.

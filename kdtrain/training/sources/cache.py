@@ -5,7 +5,7 @@ import numpy as np
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.errors import UsageError
 from kdtrain.objective.batch import Batch
-from kdtrain.training.sources.source import Facts, SourceRequest, register_source
+from kdtrain.training.sources.source import Facts, Growing, SourceRequest, register_source
 
 
 class CachedSource:
@@ -18,6 +18,7 @@ class CachedSource:
         manifest, settings, codec = reader.manifest, reader.manifest.settings, reader.manifest.codec
         span = manifest.temperature_range
         self.reader = reader
+        self.growing = reader.remote if isinstance(reader.remote, Growing) else None
         self.facts = Facts(
             name=reader.name,
             identity=manifest.digest,

@@ -16,7 +16,7 @@ from kdtrain import faults
 from kdtrain.data.order import Order
 from kdtrain.errors import RunError
 from kdtrain.objective.batch import Batch
-from kdtrain.training.sources.source import Source, order_of
+from kdtrain.training.sources.source import Growing, Source, order_of
 
 _PIN_LIMIT = 2**30
 """Larger tensors, in bytes, are copied from pageable memory: pinned memory is taken from every process."""
@@ -34,6 +34,7 @@ class OnDevice:
     def __init__(self, source: Source, device: torch.device, vocab_size: int) -> None:
         self.source, self.device, self.vocab_size = source, device, vocab_size
         self.facts, self.overlaps, self.repeatable = source.facts, source.overlaps, source.repeatable
+        self.growing: Growing | None = getattr(source, "growing", None)
         self._stream: torch.cuda.Stream | None = None
 
     def __len__(self) -> int:

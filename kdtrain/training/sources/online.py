@@ -6,7 +6,7 @@ import numpy as np
 
 from kdtrain.data.order import Order
 from kdtrain.objective.batch import Batch
-from kdtrain.teaching.teacher import Teacher
+from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.training.sources.source import Source, order_of
 
 
@@ -22,7 +22,7 @@ class OnlineSource:
 
     overlaps = False  # the teacher and the student compete for the same cores
 
-    def __init__(self, tokens: Source, teacher: Teacher, vocab_size: int, layers: tuple[int, ...] = ()) -> None:
+    def __init__(self, tokens: Source, teacher: OnlineTeacher, vocab_size: int, layers: tuple[int, ...] = ()) -> None:
         self.tokens, self.teacher, self.vocab_size, self.layers = tokens, teacher, vocab_size, layers
         self.repeatable = tokens.repeatable
         self.facts = dataclasses.replace(

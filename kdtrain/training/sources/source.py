@@ -8,7 +8,7 @@ Nothing after that knows where a batch came from.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -83,11 +83,26 @@ class Member:
     """The same as a share of the draws."""
 
 
+@runtime_checkable
+class Growing(Protocol):
+    """Text that appears while the run goes on, such as a server's answers; `read` waits for what is not there yet.
+
+    What is there never changes, so that a checkpoint needs no more of it than which part was read.
+    """
+
+    def state_dict(self, sequences: int) -> dict[str, Any]:
+        """What the first `sequences` of the order were read from, in numbers and strings: a part of a checkpoint."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume behind that part. ValueError: the state is not one of `state_dict`."""
+
+
 class Source(Protocol):
     """Sequences by index.
 
     One that has its own order also has `order(seed)`, which returns a `data.order.Order`; by default every epoch has
-    all sequences in an order of its own.
+    all sequences in an order of its own. One whose text appears while the run goes on has it as `growing: Growing`.
     """
 
     facts: Facts

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kdtrain as kd
+from kdtrain.training.state import read_saved
 from tests.stand_in import standing_in
 
 
@@ -93,6 +94,8 @@ def test_a_run_that_reads_while_a_server_answers_is_the_run_of_a_cache_that_was_
     # not to the last bit: each shard codes its tail numbers in steps that its first sequences decide
     assert len(losses) == 40 and losses == pytest.approx(others, abs=1e-3)
     stand_in.close()
+    state = read_saved(bench.root / "captured/checkpoints/latest")
+    assert state["source"]["shards"] == 3  # a checkpoint names what it was trained on
     shutil.copytree(bench.root / "captured", bench.root / "longer", symlinks=True)
     assert asked("longer", stand_in, "--steps", 44, "--json").json["steps"] == 44  # read, and nobody is asked
 

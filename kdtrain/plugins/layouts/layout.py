@@ -8,13 +8,12 @@ a time (`files`), whose columns are arrays of numbers of the right depth; all th
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from kdtrain.config.choices import LAYOUTS
 from kdtrain.errors import UsageError
+from kdtrain.plugins.layouts.options import LAYOUTS, ImportConfig
 
 MOST_ENTRIES = 2**26
 """Most entries of a row, with shorter lists filled up: 512 a token in a row of 131,072."""
@@ -74,28 +73,16 @@ class Columns:
         return dict.fromkeys(plain, 1) | dict(self.entries)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayoutOptions:
-    """What the command was given for its layouts; names as there."""
-
-    compressor: Path | None = None
-    tokens_column: str = "input_ids"
-    ids_column: str = "target_token_ids"
-    logprobs_column: str = "target_logprobs"
-    mask_column: str | None = None
-    segments_column: str | None = None
-
-
 class Layout(ABC):
     """A layout; a subclass has `columns` and `decode`. Raises UsageError for options that it cannot use."""
 
     columns: Columns
     vocab_size: int | None = None
-    """V, if the layout says it."""
+    """V, if the layout states it."""
     top_k: int | None = None
-    """Entries of each position, if the layout says it."""
+    """Entries of each position, if the layout states it."""
 
-    def __init__(self, options: LayoutOptions) -> None:
+    def __init__(self, options: ImportConfig) -> None:
         self.options = options
 
     @property
@@ -108,7 +95,7 @@ class Layout(ABC):
         """The entries of a record. UsageError: names `where` and what does not fit."""
 
 
-Kind = TypeVar("Kind", bound=Callable[[LayoutOptions], Layout])
+Kind = TypeVar("Kind", bound=Callable[[ImportConfig], Layout])
 
 
 def register_layout(name: str, *, help: str = "") -> Callable[[Kind], Kind]:

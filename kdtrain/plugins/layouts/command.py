@@ -1,32 +1,33 @@
-"""`kdtrain import`: makes a cache of teacher outputs that others published, in the layouts of `cache.layouts`."""
+"""What `kdtrain import` does; it registers the built-in layouts."""
 
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import kdtrain.plugins.layouts.distillkit
+import kdtrain.plugins.layouts.topk  # noqa: F401
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
-from kdtrain.cache.layouts.build import build, sample, try_sample
-from kdtrain.cache.layouts.files import SourceFile, digests, open_source
-from kdtrain.cache.layouts.layout import Layout, LayoutOptions
-from kdtrain.cache.layouts.rows import Cutter
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.tools.self_check import look
 from kdtrain.commands.cache_result import show_cache
-from kdtrain.config import ImportConfig
-from kdtrain.config.choices import LAYOUTS
 from kdtrain.errors import UsageError
 from kdtrain.files import json_digest
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import ChatTokenizer, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import bar, log, setup_logging
+from kdtrain.plugins.layouts.build import build, sample, try_sample
+from kdtrain.plugins.layouts.files import SourceFile, digests, open_source
+from kdtrain.plugins.layouts.layout import Layout
+from kdtrain.plugins.layouts.options import LAYOUTS, ImportConfig
+from kdtrain.plugins.layouts.rows import Cutter
 from kdtrain.run.folder import refuse_no_folder
 from kdtrain.tables import duration, number
 
 _TOKENS_PER_SHARD = 2**18
 _MAKERS_WORD = ("dtype", "revision", "attention", "temperature")
-"""What no layout says: an option each, or unknown."""
+"""What no layout states: an option each, or unknown."""
 
 
 def main(config: ImportConfig) -> int:
@@ -41,7 +42,7 @@ def main(config: ImportConfig) -> int:
     started = time.monotonic()
     setup_logging()
     refuse_no_folder(config.out)
-    layout: Layout = LAYOUTS.get(config.layout)(_options(config))
+    layout: Layout = LAYOUTS.get(config.layout)(config)
     spec = read_spec(config.tokenizer, "teachers")
     tokenizer = load_tokenizer(spec)
     files = open_source(config.source, layout.columns)
@@ -80,17 +81,6 @@ def main(config: ImportConfig) -> int:
         log.error("%s does not look right: %s", config.out, text)
     _show(config, manifest, findings, time.monotonic() - started)
     return 1 if findings else 0
-
-
-def _options(config: ImportConfig) -> LayoutOptions:
-    return LayoutOptions(
-        compressor=config.compressor,
-        tokens_column=config.tokens_column,
-        ids_column=config.ids_column,
-        logprobs_column=config.logprobs_column,
-        mask_column=config.mask_column,
-        segments_column=config.segments_column,
-    )
 
 
 def _settings(
@@ -167,7 +157,7 @@ def _show(config: ImportConfig, manifest: Manifest, findings: list[str], seconds
     origin = manifest.origin or {}
     facts = {name: origin.get(name) for name in (*_COUNTS, *_FACTS)}
     aligned = (facts["alignment"] or {}).get("shift") == 0
-    said = [
+    lines = [
         f"{number(facts['rows'])} rows of {config.layout}, {number(facts['rows_left_out'])} left out; at --shift "
         f"{config.shift} {'aligned' if aligned else 'a sample cannot tell whether they are aligned'}",
         f"kept mass {number(facts['kept_mass'])}, KL to the whole teacher at most {number(facts['kl_at_most'])} nats; "
@@ -176,4 +166,4 @@ def _show(config: ImportConfig, manifest: Manifest, findings: list[str], seconds
         f"took {duration(seconds)}",
         *(f"does not look right: {each}" for each in findings),
     ]
-    show_cache(config.out, manifest, config.json, said, **facts, findings=findings, seconds=round(seconds, 1))
+    show_cache(config.out, manifest, config.json, lines, **facts, findings=findings, seconds=round(seconds, 1))

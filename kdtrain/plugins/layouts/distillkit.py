@@ -12,7 +12,7 @@ most significant bit first. `compressed_logprobs`, one after the other and in th
 
 With `delta_encoding` all values but the first are differences to the one before. The older layout has the columns
 `packed_indices` (64-bit words with floor(64 / b) ids each, the first in the lowest bits), `exact_values` and `coeffs`,
-with x = 1, 2, .. and the powers 0, -1, .. (0, 1, .. without `invert_polynomial`) and at the end, if asked for, sqrt.
+with x = 1, 2, .. and the powers 0, -1, .. (0, 1, .. without `invert_polynomial`) and, with `with_sqrt_term`, sqrt.
 
 Arithmetic is in the dtypes of the file, as its makers decode it: the fit errs by far more than its rounding, but so the
 numbers agree with theirs.
@@ -31,10 +31,11 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from kdtrain.cache.layouts.layout import MOST_ENTRIES, Columns, Entries, Layout, LayoutOptions, Record, register_layout
 from kdtrain.errors import UsageError
 from kdtrain.files import read_text, typed
 from kdtrain.imports import optional
+from kdtrain.plugins.layouts.layout import MOST_ENTRIES, Columns, Entries, Layout, Record, register_layout
+from kdtrain.plugins.layouts.options import ImportConfig
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -115,12 +116,12 @@ def read_compressor(path: Path) -> Compressor | OldCompressor:
 class DistillKit(Layout):
     """DistillKit's packed parquet, with the YAML of its compressor"""
 
-    def __init__(self, options: LayoutOptions) -> None:
+    def __init__(self, options: ImportConfig) -> None:
         super().__init__(options)
         if options.compressor is None:
             raise UsageError("--layout distillkit needs --compressor FILE.yaml: the data do not say how they are coded")
         for name in ("ids_column", "logprobs_column"):
-            if getattr(options, name) != getattr(LayoutOptions, name):
+            if getattr(options, name) != getattr(ImportConfig, name):
                 raise UsageError(f"--{name.replace('_', '-')} has no effect with --layout distillkit; leave it out")
         self.settings = read_compressor(options.compressor)
         old = isinstance(self.settings, OldCompressor)

@@ -3,7 +3,7 @@
 A row of n tokens has n - 1 labels and becomes whole sequences of T of them, the last one filled up with positions
 outside of the loss; so no token is lost, and none sees a text that the teacher did not. Entry i is about token i + 1 +
 shift. A position is outside of the loss if the source has no entries for it, or none that are a distribution, if its
-mask says so, or if its label is the first token of the next document: the teacher's entries are about another one.
+mask excludes it, or if its label is the first token of the next document: the teacher's entries are about another one.
 
 Entries that sum to more than 1, which curves fitted to them may do, are scaled to 1, up to `MASS`.
 
@@ -16,10 +16,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from kdtrain.cache.format.codec import CodecSpec, keep
-from kdtrain.cache.layouts.layout import Columns, Entries, Layout, Record
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.objective.targets import FLOOR
+from kdtrain.plugins.layouts.layout import Columns, Entries, Layout, Record
 
 MASS = 1.25
 """The largest sum of probabilities that is taken for 1. With one exact value and three terms, as DistillKit recommends

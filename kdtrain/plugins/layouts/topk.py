@@ -1,19 +1,23 @@
 """Lists of ids with log-probabilities, one pair a position, as trainers keep them beside a text."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 
-from kdtrain.cache.layouts.layout import MOST_ENTRIES, Columns, Entries, Layout, LayoutOptions, Record, register_layout
 from kdtrain.errors import UsageError
+from kdtrain.plugins.layouts.layout import MOST_ENTRIES, Columns, Entries, Layout, Record, register_layout
+from kdtrain.plugins.layouts.options import ImportConfig
 
 
 @register_layout("topk-parquet")
 class TopK(Layout):
     """lists of token ids and natural log-probabilities, in parquet or jsonl; columns by option"""
 
-    def __init__(self, options: LayoutOptions) -> None:
+    def __init__(self, options: ImportConfig) -> None:
         super().__init__(options)
         if options.compressor is not None:
-            raise UsageError("--compressor has no effect with --layout topk-parquet; leave it out")
+            raise UsageError("--compressor has no effect with this layout; leave it out")
         self.columns = Columns(
             tokens=options.tokens_column,
             entries={options.ids_column: 2, options.logprobs_column: 2},
@@ -40,3 +44,22 @@ class TopK(Layout):
         ids_mK[present_mK], logprobs_mK[present_mK] = ids.values, logprobs.values
         logprobs_mK[lengths_m == 0] = np.nan
         return Entries(ids_mK, logprobs_mK)
+
+
+@register_layout("prompt-logprobs")
+class PromptLogprobs(TopK):
+    """the prompt log-probabilities of an inference server: tokens, top_ids and top_logprobs, in jsonl or parquet"""
+
+    def __init__(self, options: ImportConfig) -> None:
+        names: dict[str, Any] = {"tokens_column": "tokens", "ids_column": "top_ids", "logprobs_column": "top_logprobs"}
+        for name in names:
+            if getattr(options, name) != getattr(ImportConfig, name):
+                raise UsageError(
+                    f"--{name.replace('_', '-')} has no effect with --layout prompt-logprobs; leave it out"
+                )
+        super().__init__(replace(options, **names))
+
+    def decode(self, record: Record, where: str) -> Entries:
+        """As `Layout.decode`: entry i of a server is about token i itself, given those before it."""
+        found = super().decode(record, where)
+        return Entries(found.ids[1:], found.logprobs[1:])

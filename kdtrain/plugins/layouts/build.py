@@ -6,27 +6,25 @@ are there are not encoded again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from kdtrain.cache.build.shard_writer import shards_of
 from kdtrain.cache.build.writer import CacheBuilder
-from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import CodecSpec, decode
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
-from kdtrain.cache.layouts.files import SourceFile
-from kdtrain.cache.layouts.layout import Record
-from kdtrain.cache.layouts.rows import Cutter, Tally
 from kdtrain.cache.tools.alignment import SHIFTS, DetectedShift, detect
 from kdtrain.cache.tools.kept_mass import more_than_promised, outside
 from kdtrain.data.corpus import assign, by_hash, rank
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.objective.batch import Batch
+from kdtrain.plugins.layouts.files import SourceFile
+from kdtrain.plugins.layouts.layout import Record
+from kdtrain.plugins.layouts.rows import Cutter, Tally
 
 _SAMPLE, _PLACES, _POSITIONS = 64, 8, 512
 """Rows that are tried before the work begins, the places in the source they are from, and the labels of each."""
@@ -51,7 +49,7 @@ def sample(files: Sequence[SourceFile], names: Sequence[str] | None = None) -> I
 
 
 def try_sample(files: Sequence[SourceFile], cutter: Cutter) -> tuple[DetectedShift, Tally]:
-    """What the detector says about a sample as it would be stored, and its tally.
+    """What the detector finds in a sample as it would be stored, and its tally.
 
     UsageError: the entries are not about the next token, are no log-probabilities, or were renormalised.
     """
@@ -89,15 +87,6 @@ def _batch(row: PackedRow, spec: CodecSpec) -> Batch:
     return Batch(tokens.long(), mask, segments.long(), targets)
 
 
-@dataclass
-class _Split:
-    """The shard in work of a split."""
-
-    rows: list[PackedRow] = field(default_factory=list)
-    taken: int = 0
-    """Sequences of the shards before."""
-
-
 def build(
     folder: Path,
     settings: CacheSettings,
@@ -117,8 +106,7 @@ def build(
     try:
         if builder.manifest is not None:
             return builder.manifest
-        splits = {split: _Split() for split in _SPLITS}
-        for split in splits:
+        for split in _SPLITS:
             builder.open_split(split)
         split_of, tally = _splitter(files, cutter), Tally()
         total = sum(len(each) for each in files)
@@ -126,13 +114,10 @@ def build(
             for where, record in file.records():
                 split = split_of(tally.rows, record[cutter.layout.columns.tokens])
                 for row in cutter.sequences(record, where, tally):
-                    splits[split].rows.append(row)
-                    if len(splits[split].rows) == settings.sequences_per_shard:
-                        _publish(builder, split, splits[split])
+                    builder.add(split, row)
                 progress(tally.rows, total)
-        for split, own in splits.items():
-            if own.rows:
-                _publish(builder, split, own)
+        for split, own in builder.splits.items():
+            builder.end_split(split)
             if not own.taken:
                 raise UsageError(f"{files[0].path}: there is no sequence for {split}: {tally.rows} rows are too few")
         builder.stated["origin"] = {**origin, **summary(tally, cutter.codec)}
@@ -141,14 +126,6 @@ def build(
         return manifest
     finally:
         builder.close()
-
-
-def _publish(builder: CacheBuilder, split: str, own: _Split) -> None:
-    per_shard = builder.settings.sequences_per_shard
-    (part,) = shards_of(split, iter(own.rows), len(own.rows))
-    part = replace(part, name=cache_format.shard_name(split, own.taken // per_shard), first=own.taken)
-    builder.publish(builder.counted(part))
-    own.taken, own.rows = own.taken + len(part), []
 
 
 def _splitter(files: Sequence[SourceFile], cutter: Cutter) -> Callable[[int, np.ndarray], str]:

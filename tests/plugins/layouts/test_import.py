@@ -9,7 +9,7 @@ from pyarrow import parquet, table
 
 from kdtrain.library import Cache
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "import"
 MADE_BY = ("--teacher", "stdlib-5m", "--tokenizer", ROOT / "teachers" / "stdlib-5m")
 PLAIN = ("--layout", "distillkit", "--compressor", GOLDEN / "plain.yaml", *MADE_BY)

@@ -1,0 +1,116 @@
+"""What a shard is filled with: where that which is kept of a teacher's distributions comes from.
+
+Shape suffixes: B sequences, T positions, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kdtrain.cache.build.shard_writer import ShardRows
+from kdtrain.cache.format.codec import encode_sequences, grid_offset
+from kdtrain.cache.format.compression import Arrays
+from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.objective.batch import Batch
+
+Logits = Callable[[Tensor, Tensor | None], Tensor]
+"""tokens_BT and, with a document mask, segments_BT -> logits [B, T, V] of the next token."""
+Encode = Callable[[], Arrays]
+"""What is kept of a batch, [B, T, ...], as `codec.encode_sequences` makes it; called in the thread that writes."""
+
+
+class ShardAnswers:
+    """Fills a shard, a batch after the other; as it is, with what the rows bring (`PackedRow.kept`)."""
+
+    logits: Logits | None = None
+    """For a measurement of the fidelity; None where whole distributions are not known."""
+    sharded = False
+    """True when a forward needs all ranks."""
+    writes = False
+    """True when the teacher continues the prompts of the rows."""
+    examine: Callable[[Batch], dict[str, Any]] | None = None
+    """Makes the manifest's `capture` of the held sample."""
+
+    def session(self, shard: ShardRows) -> AbstractContextManager[None]:
+        """Entered around `rows` of all rows of a shard, in order; after an error at its end the shard is not kept."""
+        return nullcontext()
+
+    def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
+        """A batch, with what the teacher wrote into it if it does, and what encodes its answers."""
+        return rows, lambda: rows.kept
+
+
+class SideStream:
+    """One stream on which another thread encodes tensors that the current stream is still computing.
+
+    On the main stream each copy to the host would wait for the teacher's next forward, which is queued there already,
+    and that forward would wait for the encoding. It serves one device; on a CPU it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def ready(self, tensor: Tensor | None) -> torch.cuda.Event | None:
+        """Mark where the current stream has computed a tensor; None if it is not on a GPU."""
+        if tensor is None or not tensor.is_cuda:
+            return None
+        with torch.cuda.device(tensor.device):
+            self._stream = self._stream or torch.cuda.Stream(tensor.device)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(tensor.device))
+        return event
+
+    @contextmanager
+    def after(self, ready: torch.cuda.Event | None) -> Iterator[None]:
+        """Run the block on the stream once the tensor is there, and wait at the end until the stream is done.
+
+        So the tensor may be freed after the block, although its memory belongs to another stream.
+        """
+        if ready is None or self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            try:
+                yield
+            finally:
+                self._stream.synchronize()
+
+
+class LogitAnswers(ShardAnswers):
+    """A forward of a teacher for each batch; its logits are encoded while the next one runs.
+
+    sharded: True when a forward needs all ranks.
+    """
+
+    logits: Logits
+
+    def __init__(self, logits: Logits, settings: CacheSettings, sharded: bool = False) -> None:
+        self.logits, self.sharded, self._settings = logits, sharded, settings
+        self._side = SideStream()
+
+    def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
+        """As `ShardAnswers.rows`."""
+        tokens_BT = torch.from_numpy(rows.tokens[:, :-1].astype(np.int64))
+        segments_BT = torch.from_numpy(rows.segments.astype(np.int64)) if self._settings.document_mask else None
+        with torch.no_grad():
+            return self.encoded(rows, self.logits(tokens_BT, segments_BT))
+
+    def encoded(self, rows: ShardRows, logits_BTV: Tensor) -> tuple[ShardRows, Encode]:
+        """What `rows` returns of a batch with these logits."""
+        settings, held, ready = self._settings, [logits_BTV], self._side.ready(logits_BTV)
+        assert logits_BTV.shape[-1] == settings.vocab_size, "the teacher's vocabulary is not that of the settings"
+
+        def encode() -> Arrays:
+            labels_BT = torch.from_numpy(rows.tokens[:, 1:].astype(np.int64))
+            offset = grid_offset(settings.sampling) or Fraction(0)
+            place: dict[str, Any] = {"seed": settings.seed, "split": rows.split, "first": rows.first, "offset": offset}
+            with self._side.after(ready):  # the logits are free after it
+                return encode_sequences(held.pop(), labels_BT, settings.codec, **place)
+
+        return rows, encode
