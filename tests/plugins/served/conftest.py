@@ -7,10 +7,7 @@ from kdtrain.models.loading import load_teacher
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import load_tokenizer
 from tests.captures import capture, content, write_text
-from tests.e2e.conftest import _cache, _run, bench, cached, distilled, forks, made
 from tests.stand_in import standing_in
-
-__all__ = ["_cache", "_run", "bench", "cached", "distilled", "forks", "made"]
 
 
 @pytest.fixture(scope="package")

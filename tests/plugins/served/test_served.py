@@ -20,7 +20,7 @@ from kdtrain.plugins.served.fingerprint import Fingerprint
 from tests.captures import PREFLIGHT, begun, capture, content, rows
 from tests.stand_in import standing_in
 
-RECORDED = Path(__file__).parents[1] / "golden" / "vllm-answers.json"
+RECORDED = Path(__file__).parents[2] / "golden" / "vllm-answers.json"
 
 
 def test_the_stand_in_answers_as_vllm_does(server):
