@@ -46,7 +46,7 @@ class Table:
     left: Collection[str] = ()
     """The columns of text; those of numbers are aligned at their right."""
     boxed: bool = False
-    """With lines, and all columns aligned at their left: the cells may have several lines."""
+    """With lines; cells may have several lines. Without names in `left` all columns are aligned at their left."""
 
 
 Part = str | Table
@@ -83,7 +83,7 @@ def _drawn(table: Table) -> RichTable:
         look: Any = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0), "header_style": "bold"}
         drawn = RichTable(**look, show_header=any(table.header))
     for place, name in enumerate(table.header):
-        text = table.boxed or name in table.left
+        text = name in table.left or (table.boxed and not table.left)
         folds = table.boxed or (text and place == len(table.header) - 1)
         drawn.add_column(literal(name), justify="left" if text else "right", no_wrap=not folds, overflow="fold")
     for row in table.rows:

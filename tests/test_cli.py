@@ -404,7 +404,7 @@ def test_an_error_of_a_command_becomes_one_line_and_its_exit_code(monkeypatch, c
 
 
 @pytest.mark.parametrize(
-    "command", ["cache-teacher", "demo", "distill", "import", "merge", "prune", "push", "subset", "verify"]
+    "command", ["cache-teacher", "demo", "distill", "import", "merge", "prune", "subset", "verify"]
 )
 def test_an_interrupted_command_that_resumes_says_so(monkeypatch, capsys, command):
     monkeypatch.setattr(cli, "parse", lambda *words, **options: None)

@@ -54,6 +54,7 @@ def test_the_defaults_are_those_of_the_design():
     config = distill()
     assert (config.batch_size, config.micro_batch_size, config.steps, config.seed) == (16, None, None, 0)
     assert dataclasses.asdict(config.optimizer) == {
+        "optimizer": "adamw",
         "lr": "auto",
         "min_lr": 1e-6,
         "lr_schedule": "cosine",

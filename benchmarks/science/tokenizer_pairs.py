@@ -109,11 +109,11 @@ def _text(alignment: Alignment, counted: list[str], measured: list[str]) -> dict
     except UsageError as error:
         return {"refused": str(error)}
     own, of_student = alignment.teacher, alignment.student
-    first = first[(first["source"] >= 0) & (first["said"] == 0)]
+    first = first[(first["source"] >= 0) & (first["prefix"] == 0)]
     merged = alignment.merged(first["taught"], first["token"])
     out, measured_stream = out[1:], streams[1][1:]  # the first token of a text is no label
     labels = out[of_student.lengths[out["token"]] > 0]  # not the ends of documents, which all share
-    at = labels[(labels["source"] >= 0) & (labels["said"] == 0)]
+    at = labels[(labels["source"] >= 0) & (labels["prefix"] == 0)]
     taught = measured_stream[own.lengths[measured_stream["token"]] > 0]
     return {
         "teacher_tokens": len(taught),

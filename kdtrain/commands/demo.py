@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain import config as options
-from kdtrain.commands.cache_teacher import cache_teacher
+from kdtrain.cache.read.reader import Cache
+from kdtrain.commands.cache_teacher import capture_cache
 from kdtrain.commands.demo_table import Run, check, show
 from kdtrain.commands.distill import distill
 from kdtrain.commands.evaluate import evaluate
@@ -96,7 +97,9 @@ def run(out: Path, settings: Settings, seeds: int = 1) -> dict[str, Any]:
     """
     claim(out, settings)
     text = options.DataConfig(data="stdlib", seq_len=settings.seq_len)
-    cache = cache_teacher(cache_config(out, settings, text))
+    capture = cache_config(out, settings, text)
+    capture_cache(capture)
+    cache = Cache(capture.out)
     runs = []
     for seed in range(seeds):
         for kind in OBJECTIVES:
@@ -117,7 +120,7 @@ def run(out: Path, settings: Settings, seeds: int = 1) -> dict[str, Any]:
 
 
 def student(folder: Path, kind: str, seed: int, settings: Settings, text: options.DataConfig) -> Run:
-    """Train one student, or finish it, and measure it: training, learning curves, and what the test split says."""
+    """Train one student, or finish it, and measure it: training, learning curves, and the test split."""
     trained = distill(distill_config(folder, kind, seed, settings))
     if trained["stopped_by"]:
         raise KeyboardInterrupt(trained["stopped_by"])
@@ -171,15 +174,16 @@ def distill_config(folder: Path, kind: str, seed: int, settings: Settings) -> op
         optimizer=options.OptimizerConfig(lr=settings.lr),
         precision=options.PrecisionConfig(compile=settings.compile),
         monitor=options.MonitorConfig(eval_freq=settings.eval_freq, log_to="none"),
-        checkpoint=options.CheckpointConfig(yes=True),
     )
 
 
 def evaluate_config(folder: Path, settings: Settings, text: options.DataConfig) -> options.EvaluateConfig:
     """A student against the teacher itself, on text that neither has learned from."""
     plain = options.DataConfig().validation_sequences  # a text to measure on has one split
-    asked = dataclasses.replace(text, split="test", num_sequences=settings.test_sequences, validation_sequences=plain)
-    return options.EvaluateConfig(student=str(folder), teacher=settings.teacher, data=asked)
+    measured = dataclasses.replace(
+        text, split="test", num_sequences=settings.test_sequences, validation_sequences=plain
+    )
+    return options.EvaluateConfig(student=str(folder), teacher=settings.teacher, data=measured)
 
 
 def claim(out: Path, settings: Settings) -> None:

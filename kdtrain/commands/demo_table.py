@@ -9,39 +9,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypedDict
 
-from rich.console import Console
-from rich.table import Table
-
 from kdtrain.errors import printable
 from kdtrain.files import typed
-from kdtrain.tables import literal
+from kdtrain.tables import Table, show_page
 
 KINDS = ("cross-entropy", "distilled")
 Run = dict[str, Any]
-Value = Callable[[Run], float | None]
-
-
-class _Curves(TypedDict):
-    step: list[int]
-    loss: list[float | None]
-    kl: list[float | None]
-    teacher_loss: list[float | None]
-
-
-class _Test(TypedDict):
-    loss: float
-    perplexity: float | None
-    kl: float | None
-    agreement: float | None
-    ece: float
-    acceptance: float | None
-    teacher_loss: float
-
-
-class _Bin(TypedDict):
-    tokens: float
-    confidence: float
-    accuracy: float
+_NEEDED = {
+    "validation": ("step", "loss", "kl", "teacher_loss"),
+    "test": ("loss", "perplexity", "kl", "agreement", "ece", "acceptance", "teacher_loss"),
+}
 
 
 class _Run(TypedDict):
@@ -51,33 +28,30 @@ class _Run(TypedDict):
     seed: int
     tokens: int
     tokens_per_second: float | None
-    validation: _Curves
-    test: _Test
-    calibration: list[_Bin]
+    validation: dict[str, list[float | None]]
+    test: dict[str, Any]
+    calibration: list[dict[str, float]]
 
 
 def check(run: Run, kind: str, seed: int) -> None:
     """ValueError: the table or the pictures of this run cannot be made, or it is another one."""
     typed(run, _Run)
+    for part, names in _NEEDED.items():
+        if missing := [name for name in names if name not in run[part]]:
+            raise ValueError(f"its {part} lacks {', '.join(missing)}")
+    test = typed({name: run["test"][name] for name in _NEEDED["test"]}, dict[str, float | None])
     if (run["student"], run["seed"]) != (kind, seed):
         raise ValueError(f"it is of {printable(run['student'])[:80]}, seed {run['seed']}")
     curves = run["validation"]
-    if len({len(curves[name]) for name in _Curves.__annotations__}) > 1 or not any(curves["loss"]):
-        raise ValueError("its validations are incomplete")
-    if None in (*best(run), curves["teacher_loss"][-1]):
-        raise ValueError("its validations are incomplete")
+    whole = len({len(curves[name]) for name in _NEEDED["validation"]}) == 1 and any(curves["loss"])
+    measured = (test["loss"], test["ece"], test["teacher_loss"])
+    if not whole or None in (*best(run), curves["teacher_loss"][-1], *measured):
+        raise ValueError("its measurements are incomplete")
 
 
 def show(result: dict[str, Any]) -> None:
     """Print the table and the verdict on stdout."""
-    table = Table(title=literal(title(result), "table.title"), title_justify="left")
-    for number, name in enumerate(["", *KINDS, "teacher"]):
-        table.add_column(name, justify="right" if number else "left")
-    for cells in rows(result):
-        table.add_row(*cells)
-    console = Console(soft_wrap=True)
-    console.print(table)
-    console.print(verdict(result), highlight=False)
+    show_page([title(result), Table(("", *KINDS, "teacher"), rows(result), ("",), boxed=True), verdict(result)])
 
 
 def title(result: dict[str, Any]) -> str:
@@ -91,35 +65,28 @@ def title(result: dict[str, Any]) -> str:
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
-    """The cells of the table, a row each: name, cross-entropy, distilled, teacher."""
-    bytes_per_token = result["cache"]["bytes_per_token"]
-    plan: list[tuple[str, Value, str]] = [
-        ("validation loss (nats a token)", lambda run: best(run)[0], ".4f"),
-        ("validation KL to the teacher (estimated from samples)", lambda run: best(run)[1], ".4f"),
-        ("test loss", lambda run: run["test"]["loss"], ".4f"),
-        ("test perplexity", lambda run: run["test"]["perplexity"], ".2f"),
-        ("test KL to the teacher (whole vocabulary: exact)", lambda run: run["test"]["kl"], ".4f"),
-        ("top-1 agreement with the teacher", lambda run: run["test"]["agreement"], ".1%"),
-        ("ECE", lambda run: run["test"]["ece"], ".2%"),
-        ("acceptance, Σ min(p, q)", lambda run: run["test"]["acceptance"], ".1%"),
-        ("training tokens/s", lambda run: run["tokens_per_second"], ",.0f"),
-        ("bytes a token of the cache", lambda run: bytes_per_token if run["student"] == "distilled" else None, ".1f"),
+    """The cells of the table, a row each: name, cross-entropy, distilled, teacher, who is the same for all students."""
+    cache = result["cache"]["bytes_per_token"]
+    plan: list[tuple[str, str, Callable[[Run], float | None], Callable[[Run], float] | None]] = [
+        ("validation loss (nats a token)", ".4f", lambda run: best(run)[0], lambda run: best(run)[2]),
+        ("validation KL to the teacher (estimated from samples)", ".4f", lambda run: best(run)[1], None),
+        ("test loss", ".4f", lambda run: run["test"]["loss"], lambda run: run["test"]["teacher_loss"]),
+        (
+            *("test perplexity", ".2f"),
+            *(lambda run: run["test"]["perplexity"], lambda run: math.exp(run["test"]["teacher_loss"])),
+        ),
+        ("test KL to the teacher (whole vocabulary: exact)", ".4f", lambda run: run["test"]["kl"], None),
+        ("top-1 agreement with the teacher", ".1%", lambda run: run["test"]["agreement"], None),
+        ("ECE", ".2%", lambda run: run["test"]["ece"], None),
+        ("acceptance, Σ min(p, q)", ".1%", lambda run: run["test"]["acceptance"], None),
+        ("training tokens/s", ",.0f", lambda run: run["tokens_per_second"], None),
+        ("bytes a token of the cache", ".1f", lambda run: cache if run["student"] == "distilled" else None, None),
     ]
-    of_teacher = teacher(result)
-    return [
-        [name, *(cell([value(run) for run in of_kind(result, kind)], form) for kind in KINDS), of_teacher.get(name, "")]
-        for name, value, form in plan
-    ]
-
-
-def teacher(result: dict[str, Any]) -> dict[str, str]:
-    """The teacher's own cells, by row; it is the same for every student."""
-    run = result["runs"][0]
-    return {
-        "validation loss (nats a token)": cell([best(run)[2]], ".4f"),
-        "test loss": cell([run["test"]["teacher_loss"]], ".4f"),
-        "test perplexity": cell([math.exp(run["test"]["teacher_loss"])], ".2f"),
-    }
+    first, found = result["runs"][0], []
+    for name, form, value, of_teacher in plan:
+        cells = [cell([value(run) for run in of_kind(result, kind)], form) for kind in KINDS]
+        found.append([name, *cells, "" if of_teacher is None else cell([of_teacher(first)], form)])
+    return found
 
 
 def of_kind(result: dict[str, Any], kind: str) -> list[Run]:

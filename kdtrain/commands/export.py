@@ -1,24 +1,20 @@
 """`kdtrain export`: writes a trained student as a folder that `transformers.AutoModelForCausalLM` loads."""
 
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
-from kdtrain.cache.build.card import CARD
-from kdtrain.cache.hub import make_repository, names_in, upload
 from kdtrain.checkpoint.sealed import read_checkpoint
 from kdtrain.config import ExportConfig
-from kdtrain.errors import UsageError, printable
-from kdtrain.files import MEDIUM, file_digest, files_below, read_json, refuse_displacing
-from kdtrain.models.export import ORIGIN, export_adapter, export_lock, export_model, refuse_foreign
+from kdtrain.errors import UsageError
+from kdtrain.files import refuse_displacing
+from kdtrain.models.export import export_adapter, export_lock, export_model, refuse_foreign
 from kdtrain.models.frozen import refuse_without_torchao
 from kdtrain.models.head import SplitModel
-from kdtrain.models.spec import ModelSpec, is_hub_id, paths_of, read_spec
+from kdtrain.models.spec import ModelSpec, paths_of, read_spec
 from kdtrain.models.tokenizer import tokenizer_files
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.net.address import Address
-from kdtrain.net.hub import fetch_file
 from kdtrain.ranks import is_main, on_main, process_group
 from kdtrain.run.folder import refuse_no_folder
 from kdtrain.run.model_card import card_files
@@ -35,13 +31,6 @@ from kdtrain.run.saved_student import (
 )
 from kdtrain.tables import show
 from kdtrain.training.state import read_saved
-
-
-class _Origin(TypedDict):
-    """What `kdtrain.json` of an export is read for."""
-
-    files: dict[str, str]
-    """Their SHA-256."""
 
 
 def main(config: ExportConfig) -> int:
@@ -64,40 +53,7 @@ def _export(config: ExportConfig) -> dict[str, Any]:
     if config.quantize is not None:
         refuse_without_torchao()
     with export_lock(config.out):
-        found = _read(config)
-        if (where := config.push) is None:
-            return _write(config, *found)
-        repository = where.removeprefix("hf:")
-        url = make_repository(where, repository, "model", config.private)
-        earlier, card_stays = _there(where, repository)  # before minutes go into the folder
-        result = _write(config, *found)
-        log.info("%s is written; publishing it as %s", result["student"], where)
-        files = files_below(Path(result["student"]))
-        files = {name: path for name, path in files.items() if name != CARD or not card_stays}
-        message, gone = f"Step {result['step']:,} by kdtrain", earlier - files.keys()
-        return result | {"url": url, "commit": upload(where, repository, "model", files, message, gone)}
-
-
-def _there(where: str, repository: str) -> tuple[set[str], bool]:
-    """Files of an earlier export in a repository, and whether its card stays, since it is not the one of that export.
-
-    UsageError: it holds something else.
-    """
-    names, address, ours = names_in(where, repository, "model"), Address(where, repository), {}
-    if ORIGIN in names:
-        try:
-            ours = read_json(fetch_file(address, ORIGIN, most=MEDIUM, kind="model"), _Origin, MEDIUM)["files"]
-        except ValueError as error:
-            raise UsageError(f"{where}: {ORIGIN} there is not what kdtrain writes ({error})") from None
-    elif other := sorted(names - {".gitattributes", CARD}):
-        raise UsageError(
-            f"{where} holds {printable(other[0])}, which kdtrain did not publish; name another repository, "
-            "which --push makes if it is missing"
-        )
-    stays = CARD in names and file_digest(fetch_file(address, CARD, most=MEDIUM, kind="model")) != ours.get(CARD)
-    if stays:
-        log.warning("%s has a %s that kdtrain did not write; it stays as it is", where, CARD)
-    return (ours.keys() & names) - {CARD}, stays
+        return _write(config, *_read(config))
 
 
 def _read(config: ExportConfig) -> tuple[Path, SplitModel, dict[str, Any], str]:
@@ -122,7 +78,7 @@ def _read(config: ExportConfig) -> tuple[Path, SplitModel, dict[str, Any], str]:
         refuse_displacing(out, {f"its base {word}".strip(): path for word, path in read.items()})
         refuse_displacing(out, {"its base": base.source})  # also the folder of its --load
         if config.adapter:
-            found = _findable(base, config.push is not None)
+            found = _findable(base)
     return path, student, state, found
 
 
@@ -163,16 +119,11 @@ def _write(config: ExportConfig, path: Path, student: SplitModel, state: dict[st
     return found | {"base_weights": kind, "validation_loss": loss, "merged_validation_loss": merged}
 
 
-def _findable(base: ModelSpec, published: bool) -> str:
+def _findable(base: ModelSpec) -> str:
     """The folder or hub id of the base of adapters. UsageError: `peft` could not find it."""
     if base.source is None or base.init != "pretrained":
         raise UsageError(
             f"--adapter: peft finds a base by its folder or hub id, and {base.name} is made by its spec; leave "
             "--adapter out for the merged model"
-        )
-    if published and (not is_hub_id(base.source) or Path(base.source).exists()):
-        raise UsageError(
-            f"--push: nobody else has {base.source}, the base of these adapters; publish that, and name it with "
-            "--base ORG/NAME"
         )
     return base.source

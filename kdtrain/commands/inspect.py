@@ -21,7 +21,6 @@ from safetensors import SafetensorError, safe_open
 
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import Manifest, check_sizes, read_manifest, read_sidecar
-from kdtrain.cache.read.remote import open_remote
 from kdtrain.cache.tools.facts import cache_facts, contents, fidelity, heading, parent_lines, tail_rule
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.sealed import STATE, checkpoint_at, problem, read_checkpoint, read_state
@@ -171,6 +170,8 @@ def _cache(path: Path) -> _Found:
 
 def _remote(address: Address) -> _Found:
     """A cache elsewhere, of which the manifest alone is fetched."""
+    from kdtrain.cache.read.remote import open_remote  # with the reader's torch
+
     remote = open_remote(address)
     record = {"from": str(remote.address)} | _cache_record(remote.folder, remote.manifest)
     missing = {split: len(remote.missing(split)) for split in remote.manifest.splits}

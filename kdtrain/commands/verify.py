@@ -67,7 +67,7 @@ def main(config: VerifyConfig) -> int:
 
 
 def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[Any]]:
-    """The facts of a sound cache, and whether it can be right: a record, what is wrong, and a page."""
+    """Whether a sound cache can be right: a record, what is wrong, and a page."""
     cache = open_cache(config.path)
     seen = look(cache)
     if seen is None:

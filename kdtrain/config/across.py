@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kdtrain.config.values import refuse
+from kdtrain.config.values import Conflicts, refuse
 
 
 def _check_pairs(pairs: tuple[str, ...]) -> None:
@@ -28,14 +28,9 @@ def partners(pairs: tuple[str, ...]) -> dict[str, str]:
     return {one: other for one, _, other in (each.partition("=") for each in pairs)}
 
 
-def refuse_across(across: bool, one_text: bool, hidden_loss: str) -> None:
-    """UsageError: a run across tokenizers does not read one cache or packed text, or has a loss of hidden states."""
-    refuse(
-        across and not one_text,
-        "--cross-tokenizer reads one cache; give one --cache (or --teacher with --data), without --source",
-    )
-    refuse(
-        across and hidden_loss != "none",
-        f"--hidden-loss {hidden_loss} compares states token by token, which --cross-tokenizer cannot; leave one "
-        "of them out",
-    )
+def conflicts_across(across: bool, one_text: bool, hidden_loss: str) -> Conflicts:
+    """The conflicts of a run across tokenizers: it reads one cache or packed text, and compares no hidden states."""
+    several = "--cross-tokenizer reads one cache; give one --cache (or --teacher with --data), without --source"
+    yield across and not one_text, several
+    states = f"--hidden-loss {hidden_loss} compares states token by token, which --cross-tokenizer cannot"
+    yield across and hidden_loss != "none", f"{states}; leave one of them out"

@@ -7,9 +7,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
-from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig, Weights
+from kdtrain.config.choices import Weights
+from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig
 from kdtrain.config.teachers import TextConfig
-from kdtrain.config.values import Extended, Options, flag, option, refuse
+from kdtrain.config.values import Conflicts, Extended, Options, option, refuse
 from kdtrain.errors import UsageError
 from kdtrain.files import same_path
 
@@ -56,56 +57,46 @@ class CacheTeacherConfig(Extended):
     codec: CodecConfig = field(default_factory=CodecConfig)
     parallel: CacheParallelConfig = field(default_factory=CacheParallelConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_plugins()
+    def conflicts(self) -> Conflicts:
         if self.text.generate:
-            self._refuse_no_prompts()
+            yield from self._conflicts_with_prompts()
         if self.refine is not None:
-            self._refuse_idle_refinement()
+            yield from self._conflicts_with_refinement()
             return
-        self.data.refuse_training_on_validation()
-        refuse(self.data.data is None, "--data is missing; give stdlib, a file, a folder or hf:NAME")
+        yield from self.data.conflicts_in_training()
+        yield self.data.data is None, "--data is missing; give stdlib, a file, a folder or hf:NAME"
 
     EXTENDED = "cache-teacher"
     EXAMPLES = ("kdtrain cache-teacher --teacher teachers/stdlib-5m.toml --data stdlib --out cache/t",)
 
-    def _refuse_no_prompts(self) -> None:
-        """Refuse options that do not go with text by the teacher."""
-        data, text = self.data, self.text
-        refuse(self.refine is not None, "--generate: --refine takes its text from its cache; leave one out")
-        refuse(
-            data.document_mask,
-            "--document-mask has no effect with --generate: a sequence is one prompt and its answer; leave it out",
-        )
-        refuse(
+    def _conflicts_with_prompts(self) -> Conflicts:
+        data, given = self.data, self.text.prompt_tokens
+        yield self.refine is not None, "--generate: --refine takes its text from its cache; leave one out"
+        mask = "--document-mask has no effect with --generate: a sequence is one prompt and its answer; leave it out"
+        yield data.document_mask, mask
+        yield (
             self.parallel.teacher_parallel == "fsdp",
             "--generate needs the whole teacher on each rank; leave --teacher-parallel fsdp out, or serve the teacher",
         )
         if data.messages_column is not None or data.format not in ("auto", "text"):
             by = "--messages-column" if data.messages_column is not None else f"--format {data.format}"
-            refuse(
-                text.prompt_tokens is not None,
-                f"--prompt-tokens has no effect with {by}: what stands before the last answer is the prompt",
-            )
-            return
-        refuse(
-            (text.prompt_tokens or 0) >= data.seq_len,
-            f"--prompt-tokens {text.prompt_tokens} leaves no room in --seq-len {data.seq_len}; use less, or a longer "
-            "sequence",
-        )
+            idle = f"--prompt-tokens has no effect with {by}: what stands before the last answer is the prompt"
+            yield given is not None, idle
+        else:
+            room = f"--prompt-tokens {given} leaves no room in --seq-len {data.seq_len}"
+            yield (given or 0) >= data.seq_len, f"{room}; use less, or a longer sequence"
 
-    def _refuse_idle_refinement(self) -> None:
-        """Refuse options of what the refined cache decides: its text, and how it is kept."""
-        refuse_own(self.out, [str(self.refine)])
-        self.data.refuse_changes("--refine")
+    def _conflicts_with_refinement(self) -> Conflicts:
+        """What the refined cache decides: its text, and how it is stored."""
+        yield from _conflicts_with_own(self.out, [str(self.refine)])
+        yield from self.data.conflicts_with("--refine")
         given = (
             ("--top-k, --num-samples and --dense", self.codec != CodecConfig()),
             ("--sequences-per-shard", self.sequences_per_shard != 512),
             ("--seed", self.seed != 0),
         )
         for name, changed in given:
-            refuse(changed, f"{name}: --refine takes it from its cache; leave it out")
+            yield changed, f"{name}: --refine takes it from its cache; leave it out"
 
     def splits(self) -> dict[str, int | None]:
         """How many sequences of each split to cache; None for all."""
@@ -128,10 +119,9 @@ class MergeConfig(Options):
 
     EXAMPLES = ("kdtrain merge cache/a cache/b --out cache/both",)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse(len(self.caches) < 2, "nothing to merge; give two or more caches")
-        refuse_own(self.out, self.caches)
+    def conflicts(self) -> Conflicts:
+        yield len(self.caches) < 2, "nothing to merge; give two or more caches"
+        yield from _conflicts_with_own(self.out, self.caches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,13 +146,11 @@ class SubsetConfig(Options):
 
     EXAMPLES = ("kdtrain subset cache/t --fraction 0.01 --out cache/small",)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one = (self.rows is None) != (self.fraction is None)
-        refuse(not one, "give --rows START:STOP or --fraction SHARE, one of them")
-        refuse(self.share is not None and self.share > 1, f"--fraction {self.fraction} is above 1")
+    def conflicts(self) -> Conflicts:
+        yield (self.rows is None) == (self.fraction is None), "give --rows START:STOP or --fraction SHARE, one of them"
+        yield self.share is not None and self.share > 1, f"--fraction {self.fraction} is above 1"
         _ = self.range
-        refuse_own(self.out, [self.cache])
+        yield from _conflicts_with_own(self.out, [self.cache])
 
     @property
     def share(self) -> Fraction | None:
@@ -186,46 +174,7 @@ class SubsetConfig(Options):
         return int(found[1] or 0), int(found[2]) if found[2] else None
 
 
-def refuse_own(out: Path, caches: Sequence[str]) -> None:
-    """UsageError: a cache would be written into a folder that it is made from."""
-    own = any(same_path(out, each) for each in caches)
+def _conflicts_with_own(out: Path, caches: Sequence[str]) -> Conflicts:
+    """The conflict of a cache that would be written into a folder that it is made from."""
     which = "one of the caches" if len(caches) > 1 else "the cache itself"
-    refuse(own, f"--out {out} is {which}; choose another")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PushConfig(Options):
-    """Publish a cache as a data set on the hub, with a card and a preview.
-
-    The same command resumes an interrupted one: files that are there already are not sent again.
-    """
-
-    cache: Path = option(positional=True, reads="cache")
-    """The folder of a finished cache."""
-    to: str = option(positional=True, reads="data set")
-    """Where to: hf:ORG/NAME, which is made if it is not there."""
-    private: bool = False
-    """Make the data set private, if it is made; a public one is refused."""
-    license_text: str | None = None
-    """Licence of the text: a name such as apache-2.0, unknown, or declined."""
-    license_teacher: str | None = None
-    """Licence of the teacher's weights: a name, unknown, or declined."""
-    license_outputs: str | None = None
-    """Licence of what the teacher said, which is that of the data set: a name, unknown, or declined."""
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        missing = [
-            flag(name) for name in ("license_text", "license_teacher", "license_outputs") if not getattr(self, name)
-        ]
-        refuse(
-            bool(missing),
-            f"{', '.join(missing)} missing: whoever reads the cache must know what it may be used for; give each a "
-            "name such as apache-2.0, or unknown, or declined",
-        )
-
-    EXAMPLES = (
-        "kdtrain push cache/t hf:ORG/NAME --license-text mit --license-teacher apache-2.0 --license-outputs unknown",
-    )
+    yield any(same_path(out, each) for each in caches), f"--out {out} is {which}; choose another"

@@ -1,19 +1,17 @@
 """The configuration of each command: its own options, and the sections it takes."""
 
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from kdtrain.config.across import SPECIAL_TOKENS, refuse_across
+from kdtrain.config.across import SPECIAL_TOKENS, conflicts_across
 from kdtrain.config.cache_commands import (
     CacheTeacherConfig,
     MergeConfig,
-    PushConfig,
     SubsetConfig,
     check_device,
 )
-from kdtrain.config.choices import SOURCES
+from kdtrain.config.choices import SOURCES, Weights
 from kdtrain.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -26,17 +24,16 @@ from kdtrain.config.sections import (
     PrecisionConfig,
     QuantizationConfig,
     StoppingConfig,
-    Weights,
 )
-from kdtrain.config.values import Extended, Options, option, refuse
+from kdtrain.config.values import Conflicts, Extended, Options, option
 
 
-def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | None, data: DataConfig, to: str) -> None:
-    refuse(bool(cache) and teacher is not None, "--cache and --teacher exclude each other; give one")
-    refuse(bool(cache) and data.data is not None, "--cache holds its own text; leave --data out")
-    refuse(not cache and data.data is None, f"nothing to {to} on; give --cache FOLDER or --data SOURCE")
+def _conflicts_of_sources(cache: object, teacher: str | None, data: DataConfig, verb: str) -> Conflicts:
+    yield cache and teacher is not None, "--cache and --teacher exclude each other; give one"
+    yield cache and data.data is not None, "--cache holds its own text; leave --data out"
+    yield not cache and data.data is None, f"nothing to {verb} on; give --cache FOLDER or --data SOURCE"
     if cache:
-        data.refuse_changes()
+        yield from data.conflicts_with("--cache")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,45 +111,35 @@ class DistillConfig(Extended):
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_plugins()
+    def conflicts(self) -> Conflicts:
+        objective, hidden, many, given = self.objective, self.objective.hidden_loss, len(self.cache), self.cache_weights
         if self.source == "cache" or self.cache:
-            _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
-        many = len(self.cache)
+            yield from _conflicts_of_sources(self.cache, self.teacher, self.data, "train")
         one_text = self.source == "cache" and (many == 1 or self.teacher is not None)
-        refuse_across(self.cross_tokenizer, one_text, self.objective.hidden_loss)
-        given = len(self.cache_weights)
-        refuse(given > 0 and many < 2, "--cache-weights is for several --cache; leave it out, or give another cache")
-        refuse(
-            given not in (0, many),
-            f"--cache-weights has {given} number{'s' * (given > 1)} for {many} caches; give one each",
-        )
-        refuse(self.dry_run and self.sanity, "--dry-run and --sanity exclude each other; give one after the other")
+        yield from conflicts_across(self.cross_tokenizer, one_text, hidden)
+        yield given and many < 2, "--cache-weights is for several --cache; leave it out, or give another cache"
+        numbers = f"{len(given)} number{'s' * (len(given) > 1)}"
+        yield len(given) not in (0, many), f"--cache-weights has {numbers} for {many} caches; give one each"
+        yield self.dry_run and self.sanity, "--dry-run and --sanity exclude each other; give one after the other"
         mode = self.quantization.mode(self.precision.precision)
-        self.precision.refuse_idle(mode)
-        self.quantization.refuse_idle(mode, self.optimizer.lr_schedule)
-        refuse(
-            self.sanity and self.checkpoint.load is not None,
-            "--sanity checks the student of the spec; leave --load out",
-        )
-        self.data.refuse_training_on_validation()
+        yield from self.precision.conflicts_with(mode)
+        yield from self.quantization.conflicts_with(mode, self.optimizer.lr_schedule)
+        loaded = self.checkpoint.load is not None
+        yield self.sanity and loaded, "--sanity checks the student of the spec; leave --load out"
+        yield from self.data.conflicts_in_training()
         taught = bool(self.cache) or self.teacher is not None or self.source != "cache"
-        refuse(
-            self.objective.learns_temperature and not taught,
-            f"--temperature-mode {self.objective.temperature_mode} needs a teacher to learn T from; "
+        yield (
+            objective.learns_temperature and not taught,
+            f"--temperature-mode {objective.temperature_mode} needs a teacher to learn T from; "
             "give --cache or --teacher, or use --temperature-mode fixed",
         )
-        refuse(
-            self.objective.hidden_loss != "none" and not self.cache and self.teacher is None,
-            f"--hidden-loss {self.objective.hidden_loss} needs an online teacher; give --teacher, or leave it out",
-        )
-        refuse(self.steps is not None and self.epochs is not None, "--steps and --epochs exclude each other; give one")
-        micro = self.micro_batch_given
-        refuse(
-            micro is not None and self.batch_size % micro != 0,
-            f"--batch-size {self.batch_size} is not a multiple of --micro-batch-size {micro}; choose one that is",
-        )
+        online = f"--hidden-loss {hidden} needs an online teacher; give --teacher, or leave it out"
+        yield hidden != "none" and not self.cache and self.teacher is None, online
+        both = self.steps is not None and self.epochs is not None
+        yield both, "--steps and --epochs exclude each other; give one"
+        size, micro = self.batch_size, self.micro_batch_given
+        uneven = f"--batch-size {size} is not a multiple of --micro-batch-size {micro}; choose one that is"
+        yield micro is not None and size % micro != 0, uneven
 
     EXTENDED = "distill"
     EXAMPLES = ("kdtrain distill --cache cache/t --student students/stdlib-1m.toml --out runs/t",)
@@ -194,17 +181,12 @@ class EvaluateConfig(Options):
     """Print one JSON object on stdout, logs on stderr."""
     data: DataConfig = field(default_factory=lambda: DataConfig(split="validation"))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _refuse_wrong_source(self.cache, self.teacher, replace(self.data, split="train"), "evaluate")
-        refuse(
-            self.data.validation_sequences != DataConfig().validation_sequences,
-            "--validation-sequences has no effect on evaluate; use --num-sequences, and --split",
-        )
-        refuse(
-            self.cross_tokenizer and self.cache is None and self.teacher is None,
-            "--cross-tokenizer has no effect without a teacher; add --cache or --teacher, or leave it out",
-        )
+    def conflicts(self) -> Conflicts:
+        yield from _conflicts_of_sources(self.cache, self.teacher, replace(self.data, split="train"), "evaluate")
+        other = self.data.validation_sequences != DataConfig().validation_sequences
+        yield other, "--validation-sequences has no effect on evaluate; use --num-sequences, and --split"
+        untaught = self.cross_tokenizer and self.cache is None and self.teacher is None
+        yield untaught, "--cross-tokenizer has no effect without a teacher; add --cache or --teacher, or leave it out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,11 +202,9 @@ class InspectConfig(Options):
     json: bool = False
     """Print one JSON object on stdout."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        nothing = self.path is None and not self.hardware
-        refuse(nothing, "nothing to inspect; give a PATH or --hardware")
-        refuse(self.watch and self.json, "--watch prints lines for people; leave --json out")
+    def conflicts(self) -> Conflicts:
+        yield self.path is None and not self.hardware, "nothing to inspect; give a PATH or --hardware"
+        yield self.watch and self.json, "--watch prints lines for people; leave --json out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,11 +217,6 @@ class VerifyConfig(Options):
     """Move the damaged shards of a cache aside, so that cache-teacher builds them again."""
     json: bool = False
     """Print one JSON object on stdout."""
-
-
-def _check_push(where: str) -> None:
-    found = re.fullmatch(r"hf:[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", where, re.ASCII)
-    refuse(found is None, f"--push {where} names no repository of the hub; write hf:ORG/NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,19 +241,14 @@ class ExportConfig(Options):
     """The spec of the weights that the run did not train, if it is not where the run found it."""
     license: str | None = None
     """Licence of the student for its card, as the hub names it: apache-2.0, mit, ..."""
-    push: str | None = option(None, check=_check_push)
-    """Also publish the folder on the hub, as hf:ORG/NAME."""
-    private: bool = option(False, needs="push")
-    """The repository on the hub is private."""
     overwrite: bool = False
     """Replace a folder that is already there."""
     json: bool = False
     """Print one JSON object on stdout."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def conflicts(self) -> Conflicts:
         for name, given in (("--quantize", self.quantize is not None), ("--shard-size", self.shard_size != 5.0)):
-            refuse(self.adapter and given, f"{name} is for whole models; leave it or --adapter out")
+            yield self.adapter and given, f"{name} is for whole models; leave it or --adapter out"
 
     @property
     def torch_dtype(self) -> str:
@@ -334,9 +304,8 @@ class CompareConfig(Options):
     json: bool = False
     """Print one JSON object on stdout."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse(not self.runs, "no run to compare; give the folders of runs, such as runs/*")
+    def conflicts(self) -> Conflicts:
+        yield not self.runs, "no run to compare; give the folders of runs, such as runs/*"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,13 +325,10 @@ class PlotConfig(Options):
     json: bool = False
     """Print one JSON object on stdout."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse(not self.runs, "no run to plot; give the folders of runs, such as runs/*")
-        refuse(
-            self.out.suffix not in (".png", ".svg", ".pdf"),
-            f"--out {self.out} ends in none of .png, .svg and .pdf; the ending chooses the format",
-        )
+    def conflicts(self) -> Conflicts:
+        yield not self.runs, "no run to plot; give the folders of runs, such as runs/*"
+        ending = f"--out {self.out} ends in none of .png, .svg and .pdf; the ending chooses the format"
+        yield self.out.suffix not in (".png", ".svg", ".pdf"), ending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,7 +350,6 @@ COMMANDS = {
     "merge": MergeConfig,
     "subset": SubsetConfig,
     "export": ExportConfig,
-    "push": PushConfig,
     "compare": CompareConfig,
     "plot": PlotConfig,
     "completion": CompletionConfig,

@@ -20,11 +20,8 @@ from kdtrain.config.choices import (
     TAILS,
     TEMPERATURES,
 )
-from kdtrain.config.values import Options, flag, option, refuse
+from kdtrain.config.values import Conflicts, Options, flag, option, refuse
 from kdtrain.errors import UsageError
-
-Weights = Literal["bf16", "int8", "nf4"]
-"""Formats of frozen weights that take fewer bits (`kdtrain.models.frozen`)."""
 
 
 def _check_split(split: str) -> None:
@@ -63,26 +60,21 @@ class DataConfig(Options):
     num_workers: int = option(2, free=True, per_rank=True, least=0, with_cache=True)
     """Tokenizer threads."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse(
-            self.messages_column is not None and self.format not in ("auto", "messages", "sharegpt"),
-            f"--messages-column has no effect with --format {self.format}; leave one of them out",
-        )
-        refuse(
-            self.text_column != "text" and self.format not in ("auto", "text"),
-            f"--text-column has no effect with --format {self.format}; leave one of them out",
-        )
+    def conflicts(self) -> Conflicts:
+        idle = f"has no effect with --format {self.format}; leave one of them out"
+        conversations = self.format in ("auto", "messages", "sharegpt")
+        yield self.messages_column is not None and not conversations, f"--messages-column {idle}"
+        yield self.text_column != "text" and self.format not in ("auto", "text"), f"--text-column {idle}"
 
-    def refuse_training_on_validation(self) -> None:
-        """Raise a `UsageError` if the run would train on the validation split."""
-        refuse(self.split == "validation", "--split validation would train on the validation data; use train or test")
+    def conflicts_in_training(self) -> Conflicts:
+        """The conflict of a run that would train on the validation split."""
+        yield self.split == "validation", "--split validation would train on the validation data; use train or test"
 
-    def refuse_changes(self, cache: str = "--cache") -> None:
-        """Raise a `UsageError` for an option of the text: the cache of the option `cache` holds the text."""
+    def conflicts_with(self, cache: str) -> Conflicts:
+        """The conflicts of options of the text with the option `cache`, whose cache holds the text."""
         for each in dataclasses.fields(self):
             changed = getattr(self, each.name) != each.default and not each.metadata.get("with_cache")
-            refuse(changed, f"{flag(each.name)} has no effect with {cache}, which holds its text; leave it out")
+            yield changed, f"{flag(each.name)} has no effect with {cache}, which holds its text; leave it out"
 
 
 DEFAULT_SAMPLES = 50
@@ -100,20 +92,13 @@ class CodecConfig(Options):
     dense: bool = option(False, brief="Store the whole distribution instead: large.")
     """Store the whole distribution in fp16 instead: the reference, and large."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse(
-            self.samples > 255,
-            f"--num-samples {self.num_samples} is too many; counts are kept in 8 bits, so use at most 255",
-        )
-        refuse(
-            self.dense and self.top_k + (self.num_samples or 0) > 0,
-            "--dense stores every entry; leave --top-k and --num-samples out",
-        )
-        refuse(
-            not self.dense and self.top_k + self.samples == 0,
-            "--top-k 0 with --num-samples 0 stores nothing; raise one or use --dense",
-        )
+    def conflicts(self) -> Conflicts:
+        many = f"--num-samples {self.num_samples} is too many; counts are kept in 8 bits, so use at most 255"
+        yield self.samples > 255, many
+        some = self.top_k + (self.num_samples or 0) > 0
+        yield self.dense and some, "--dense stores every entry; leave --top-k and --num-samples out"
+        nothing = not self.dense and self.top_k + self.samples == 0
+        yield nothing, "--top-k 0 with --num-samples 0 stores nothing; raise one or use --dense"
 
     @property
     def samples(self) -> int:
@@ -163,25 +148,16 @@ class ObjectiveConfig(Options):
     hidden_layers: str = option("even", needs="hidden_loss")
     """Layers to compare: even (spread over the teacher's depth), last, or STUDENT:TEACHER pairs such as 2:3,4:6."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        divergence = self.divergence.partition(":")[0]
-        low, high = self.temperature_min, self.temperature_max
-        refuse(
-            low is not None and high is not None and low >= high,
-            f"--temperature-min {low} must be below --temperature-max {high}",
-        )
-        mode = f"--temperature-mode {self.temperature_mode}"
-        refuse(
-            self.schedules_temperature and self.temperature == self.temperature_end,
-            f"{mode} goes from {self.temperature:g} to {self.temperature_end:g}; give another --temperature or "
-            "--temperature-end",
-        )
-        refuse(
-            self.learns_temperature and not self.distils,
-            f"{mode} has nothing to learn from at --alpha 0, where the loss has no divergence; raise --alpha",
-        )
-        refuse(
+    def conflicts(self) -> Conflicts:
+        low, high, start, end = self.temperature_min, self.temperature_max, self.temperature, self.temperature_end
+        divergence, mode = self.divergence.partition(":")[0], f"--temperature-mode {self.temperature_mode}"
+        crossed = low is not None and high is not None and low >= high
+        yield crossed, f"--temperature-min {low} must be below --temperature-max {high}"
+        other = f"{mode} goes from {start:g} to {end:g}; give another --temperature or --temperature-end"
+        yield self.schedules_temperature and start == end, other
+        nothing = f"{mode} has nothing to learn from at --alpha 0, where the loss has no divergence; raise --alpha"
+        yield self.learns_temperature and not self.distils, nothing
+        yield (
             self.learns_temperature and DIVERGENCES.has(divergence, IGNORES_T),
             f"{mode} cannot be used with --divergence {divergence}, whose loss does not depend on T; "
             "use --temperature-mode fixed, or another --divergence",
@@ -228,11 +204,10 @@ class OptimizerConfig(Options):
     clip: float = option(1.0, least=0, most=math.inf)
     """Largest gradient norm; 0 disables clipping."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def conflicts(self) -> Conflicts:
         most = math.inf if isinstance(self.lr, str) else self.lr
-        refuse(not 0 <= self.min_lr <= most, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
-        refuse(not all(0 <= beta < 1 for beta in self.betas), f"--betas {self.betas} must lie in [0, 1)")
+        yield not 0 <= self.min_lr <= most, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}"
+        yield not all(0 <= beta < 1 for beta in self.betas), f"--betas {self.betas} must lie in [0, 1)"
 
     @property
     def peak_lr(self) -> float:
@@ -332,9 +307,7 @@ class CheckpointConfig(Options):
     async_save: bool = option(True, free=True)
     """Write checkpoints in the background; takes as much memory again as weights and optimizer state."""
     resume: str = option("auto", free=True, reads="checkpoint")
-    """auto, never, latest, best, or the name or path of a checkpoint."""
-    yes: bool = option(False, free=True)
-    """Resume an earlier run without asking on a terminal."""
+    """auto (a user at a terminal is asked), never, latest, best, or the name or path of a checkpoint."""
     overwrite: bool = option(False, free=True)
     """With --resume never: move an earlier run in --out aside and start a new one."""
     load: Path | None = option(
@@ -343,6 +316,14 @@ class CheckpointConfig(Options):
     """A run (its best checkpoint) or checkpoint: weights, moments, T, position in the data; a model folder: weights."""
     override_opt_param_scheduler: bool = option(False, needs="load")
     """With --load: start the learning-rate schedule at step 0 instead of continuing the loaded one."""
+
+
+def _check_command(given: str) -> None:
+    try:
+        words = shlex.split(given)
+    except ValueError as error:
+        raise UsageError(f"--on-event {given!r} cannot be split into words: {error}") from None
+    refuse(not words, "--on-event is empty; give a command, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,22 +340,16 @@ class MonitorConfig(Options):
     """Loggers that show the run, as NAME or NAME:TEXT joined with commas; auto: tensorboard if installed; or none."""
     sample_freq: int = option(1000, free=True, least=0)
     """Steps between sample texts of the student; 0 for none."""
-    on_event: str | None = option(None, free=True, per_rank=True, once=True, private="runs a command")
+    on_event: str | None = option(
+        None, free=True, per_rank=True, once=True, private="runs a command", check=_check_command
+    )
     """Command that gets each switch, rollback, skip, divergence, stop, full disk and error as JSON on its stdin."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.on_event is not None:
-            try:
-                empty = not shlex.split(self.on_event)
-            except ValueError as error:
-                raise UsageError(f"--on-event {self.on_event!r} cannot be split into words: {error}") from None
-            refuse(empty, "--on-event is empty; give a command, or leave it out")
-        names = [name for name, _ in self.loggers]
-        given = f"--log-to '{self.log_to}'"
-        refuse("" in names, f"{given} has an empty name; join names with single commas, or use none")
-        refuse("none" in names, f"{given} has none beside others; use none alone, or leave it out")
-        refuse(len({*names}) < len(names), f"{given} names a logger twice; name each once")
+    def conflicts(self) -> Conflicts:
+        names, given = [name for name, _ in self.loggers], f"--log-to '{self.log_to}'"
+        yield "" in names, f"{given} has an empty name; join names with single commas, or use none"
+        yield "none" in names, f"{given} has none beside others; use none alone, or leave it out"
+        yield len({*names}) < len(names), f"{given} names a logger twice; name each once"
         for name in names:
             LOGGERS.check(name)
 
@@ -447,12 +422,9 @@ class ParallelConfig(CacheParallelConfig):
     """With fsdp: ranks that share one copy of a model, such as those of a node; all ranks if not given."""
     accumulate: Literal["auto", "whole", "sharded"] = option("auto", free=True)
     """With fsdp: micro-batches add up whole gradients, or shards, exchanged each time; auto takes what fits."""
-    log_all_ranks: bool = option(False, free=True, per_rank=True)
-    """Write a log of each rank into the run, rank-00001.log for rank 1."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse(
+    def conflicts(self) -> Conflicts:
+        yield (
             self.parallel == "ddp" and self.accumulate != "auto",
             f"--accumulate {self.accumulate} has no effect with --parallel ddp, where each rank holds whole gradients; "
             "leave it out, or use --parallel fsdp",
@@ -507,14 +479,17 @@ class PrecisionConfig(Options):
         """
         return {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(self.compile_mode, self.compile_mode)
 
-    def refuse_idle(self, mode: str) -> None:
-        """Raise a `UsageError` for an option that has no effect in `mode`."""
+    def conflicts_with(self, mode: str) -> Conflicts:
+        """The conflicts of options that have no effect in `mode`."""
         for each in dataclasses.fields(self):
             wanted = each.metadata.get("precisions", (mode,))
-            refuse(
-                mode not in wanted and getattr(self, each.name) != each.default,
-                f"{flag(each.name)} has no effect on {mode}; it needs --precision {' or '.join(wanted)}",
-            )
+            idle = mode not in wanted and getattr(self, each.name) != each.default
+            yield idle, f"{flag(each.name)} has no effect on {mode}; it needs --precision {' or '.join(wanted)}"
+
+
+def _check_rule(given: str) -> None:
+    unknown = {*given.split("+")} - {"loss", "gap", "spike", "schedule"}
+    refuse(bool(unknown), f"--quant-rule '{given}' is unknown; use loss, gap, spike, schedule, or gap+schedule")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -523,7 +498,7 @@ class QuantizationConfig(Options):
 
     time_resume: bool = False
     """Train quantised (in fp8 if --precision is auto) and fall back by the rules below."""
-    quant_rule: str | None = option(None, needs="time_resume")
+    quant_rule: str | None = option(None, needs="time_resume", check=_check_rule)
     """What triggers the fallback: loss, gap, spike, schedule, or several joined with +; schedule+gap if not given."""
     quant_loss_threshold: float = option(0.1, needs="time_resume", above=0)
     """Nats: the loss that triggers rule loss; for rule gap the most that quantisation may cost, whatever its noise."""
@@ -544,14 +519,6 @@ class QuantizationConfig(Options):
     quant_min_dwell: int = option(10, needs="time_resume", least=0)
     """Fewest steps from a switch to the next one that a rule triggers."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        unknown = set((self.quant_rule or "gap").split("+")) - {"loss", "gap", "spike", "schedule"}
-        refuse(
-            bool(unknown),
-            f"--quant-rule '{self.quant_rule}' is unknown; use loss, gap, spike, schedule, or gap+schedule",
-        )
-
     def rules(self, lr_schedule: str) -> tuple[str, ...]:
         """The names of the rules for a run whose learning rate follows `lr_schedule`."""
         default = "gap" if lr_schedule == "constant" else "schedule+gap"
@@ -561,13 +528,9 @@ class QuantizationConfig(Options):
         """The mode of --precision `precision`: auto is fp8 if quantisation is adaptive."""
         return "fp8" if precision == "auto" and self.time_resume else precision
 
-    def refuse_idle(self, mode: str, lr_schedule: str) -> None:
-        """Raise a `UsageError` for a --time-resume that cannot work, in `mode`."""
-        refuse(
-            self.time_resume and mode not in QUANTIZED,
-            f"--time-resume has nothing to fall back from with --precision {mode}; use fp8, mxfp8 or mxfp4",
-        )
-        refuse(
-            "schedule" in self.rules(lr_schedule) and lr_schedule == "constant",
-            "--quant-rule schedule needs a decay phase, and --lr-schedule constant has none; use wsd or cosine",
-        )
+    def conflicts_with(self, mode: str, lr_schedule: str) -> Conflicts:
+        """The conflicts of a --time-resume that cannot work, in `mode`."""
+        high = f"--time-resume has nothing to fall back from with --precision {mode}; use fp8, mxfp8 or mxfp4"
+        yield self.time_resume and mode not in QUANTIZED, high
+        endless = "--quant-rule schedule needs a decay phase, and --lr-schedule constant has none; use wsd or cosine"
+        yield "schedule" in self.rules(lr_schedule) and lr_schedule == "constant", endless

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 MOST = 2**53
 """The largest count: floats are exact up to it, and no run reaches it."""
+Conflicts = Iterable[tuple[object, str]]
+"""Conditions, each true where options cannot be together, with the message that then refuses them."""
 USUAL_STEPS = 2000
 """Steps of a run where nobody says."""
 
@@ -151,6 +153,12 @@ class Options:
             except UsageError as error:
                 wrong.append(error.args[0])
         refuse(bool(wrong), "; ".join(wrong))
+        for cannot, message in self.conflicts():
+            refuse(bool(cannot), message)
+
+    def conflicts(self) -> Conflicts:
+        """The conflicts of a class; `__post_init__` refuses the first."""
+        return ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,24 +171,21 @@ class Extended(Options):
     """The sections that plugins add, by name; where one is not given, it has its defaults."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         known = sections_of(type(self))
         for name, each in self.plugins.items():
             refuse(name not in known, f"no installed plugin adds the section '{name}'; {nearest(name, known)}")
             refuse(not isinstance(each, known[name]), f"the section '{name}' is not a {known[name].__name__}")
         every = {name: self.plugins.get(name) or kind() for name, kind in known.items()}
         object.__setattr__(self, "plugins", every)
+        super().__post_init__()
+        for each in every.values():
+            if (check := getattr(each, "check", None)) is not None:
+                check(self)
 
     @property
     def remote(self) -> Any:
         """The section of a plugin whose teacher runs elsewhere; None: no such teacher is given."""
         return next((each for each in self.plugins.values() if getattr(each, "teacher_kind", None)), None)
-
-    def check_plugins(self) -> None:
-        """Raise a `UsageError` for what a plugin's options cannot be combined with."""
-        for each in self.plugins.values():
-            if (check := getattr(each, "check", None)) is not None:
-                check(self)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

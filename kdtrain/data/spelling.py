@@ -1,10 +1,10 @@
 """The tokens of one tokenizer, each spelled in tokens of another.
 
-Where a student's token begins within a teacher's token, the teacher has said more than where it begins itself: of the
-tokens that it expects there, those that the student spells with the tokens it has already read go on as the teacher
-expects, given that one token holds the place. `Spelling` says which these are, and with which token of the student each
-goes on. That the student's own tokens are compared, and not their bytes alone, matters: a student that reads `re` and
-`turn` would have read `result` as `res` and `ult`, so that after `re` it can be ruled out.
+Where a student's token begins within a teacher's token, the teacher predicts more than where it begins itself: of the
+tokens that it expects there, those that the student spells with the tokens it has already read continue as the teacher
+expects, given that one token holds the place. `Spelling` finds these, and the student's next token of each.
+The student's own tokens are compared, and not their bytes alone: a student that reads `re` and `turn` would have read
+`result` as `res` and `ult`, so that after `re` it can be ruled out.
 
 Given up: a token is spelled alone, and a neighbour may change how its end is cut. Tokens that are no text on their own
 (a part of a character) are not spelled.
@@ -72,7 +72,7 @@ class Spelling:
         return cls(starts, np.array([token for each in spelled for token in each], np.int64), len(student))
 
     @functools.cached_property
-    def said(self) -> _Array:
+    def prefix(self) -> _Array:
         """int64 [L] a number of those of a token before this one: 0 for none, else the same for the same tokens."""
         lengths = np.diff(self.starts)
         found, before, count = np.zeros(len(self.tokens), np.int64), np.zeros(len(lengths), np.int64), 0
@@ -96,31 +96,31 @@ class Spelling:
     @functools.cached_property
     def depth(self) -> _Array:
         """int64 [L+1] how many tokens a number stands for; 0 where no token goes on behind them."""
-        found = np.zeros(len(self.said) + 1, np.int64)
-        found[self.said] = np.arange(len(self.said)) - np.repeat(self.starts[:-1], np.diff(self.starts))
+        found = np.zeros(len(self.prefix) + 1, np.int64)
+        found[self.prefix] = np.arange(len(self.prefix)) - np.repeat(self.starts[:-1], np.diff(self.starts))
         return found
 
     @functools.cached_property
     def _steps(self) -> tuple[_Array, _Array]:
-        """What can be said, and goes on: the number of all but the last token * `size` + this one, ascending, and the
-        number of all."""
-        places = np.flatnonzero(self.said)  # a token's first place has 0
-        keys, first = np.unique(self.said[places - 1] * self.size + self.tokens[places - 1], return_index=True)
-        return keys, self.said[places[first]]
+        """The prefixes that a token continues: the number of all but the last token * `size` + this one, ascending,
+        and the number of all."""
+        places = np.flatnonzero(self.prefix)  # a token's first place has 0
+        keys, first = np.unique(self.prefix[places - 1] * self.size + self.tokens[places - 1], return_index=True)
+        return keys, self.prefix[places[first]]
 
-    def next(self, tokens_M: _Array, said_M: _Array) -> _Array:
-        """int64 [M] the student's next token in each of the teacher's, after those that `said_M` numbers; -1 where the
-        teacher's token ends there, or is spelled otherwise."""
-        place = self.starts[tokens_M] + self.depth[said_M]
+    def next(self, tokens_M: _Array, prefix_M: _Array) -> _Array:
+        """int64 [M] the student's next token in each of the teacher's, after those that `prefix_M` numbers; -1 where
+        the teacher's token ends there, or is spelled otherwise."""
+        place = self.starts[tokens_M] + self.depth[prefix_M]
         fits = place < self.starts[tokens_M + 1]
         place = np.where(fits, place, 0)
-        return np.where(fits & (self.said[place] == said_M), self.tokens[place], -1)
+        return np.where(fits & (self.prefix[place] == prefix_M), self.tokens[place], -1)
 
     def read(self, tokens_M: _Array, source_M: _Array, offset_M: _Array) -> _Array:
-        """int64 [M] a number of a text's tokens since the teacher's began, as `said`: 0 where both begin; -1 where no
+        """int64 [M] a number of a text's tokens since the teacher's began, as `prefix`: 0 where both begin; -1 where no
         token of the teacher goes on so.
 
-        source_M, offset_M: as `boundaries.Common`.
+        source_M, offset_M: see `transcode.holders`.
         """
         keys, numbers = self._steps
         number_M = np.where((source_M >= 0) & (offset_M == 0), 0, -1)

@@ -1,7 +1,7 @@
 """Learning curves by matplotlib, for `kdtrain plot`, `kdtrain report` and the pictures of the benchmarks.
 
 Everything is made without pyplot, by matplotlib's own renderers, which need no screen. Colours are from the palette of
-Okabe and Ito, which people with any colour vision can tell apart; markers and lines differ too, for print without
+Okabe and Ito, which people with any colour vision distinguish; markers and lines differ too, for print without
 colour. Names of runs may be anyone's: none is read as a formula.
 """
 
@@ -24,7 +24,7 @@ BLUE, ORANGE, GREEN, AMBER, YELLOW, SKY, GREY = (
     *("#0072B2", "#D55E00", "#009E73", "#E69F00", "#F0E442", "#56B4E9", "#999999"),
 )
 LOOKS = [(BLUE, "o", "-"), (ORANGE, "s", "--"), (GREEN, "^", "-."), ("#000000", "D", ":"), (SKY, "v", (0, (5, 1)))]
-"""Colour, marker and line of the students of a picture, which are told apart without colour too."""
+"""Colour, marker and line of the students of a picture, which differ without colour too."""
 MORE = [("#CC79A7", "P", (0, (3, 1, 1, 1))), (AMBER, "X", (0, (1, 1))), (GREY, "*", (0, (8, 2, 2, 2)))]
 """The looks of further runs."""
 STYLE: dict[str, Any] = {"linewidth": 1.8}
@@ -265,23 +265,3 @@ def _quantized(axes: Axes, run: Run, places: dict[int, float], color: str, heigh
         look: dict[str, Any] = {"linewidth": 3, "alpha": 0.5, "transform": axes.get_xaxis_transform()}
         axes.plot(ends, [height] * 2, color=color, **look)
     return bool(parts)
-
-
-# Searches -----------------------------------------------------------------------------------------------------------
-
-
-def draw_rates(rungs: Mapping[str, Sequence[tuple[float, float]]], best: float, band: tuple[float, float]) -> Figure:
-    """Validation loss over learning rates, a line for each rung, with the suggestion and the rates that it may be."""
-    made, [[axes]] = figure(COLUMN, 2.6, 1, 1)
-    axes.axvspan(*band, color=GREY, alpha=0.2, linewidth=0)
-    axes.axvline(best, color="#000000", linestyle=":", linewidth=1.2)
-    for (label, points), (color, marker, line) in zip(rungs.items(), [*LOOKS, *MORE], strict=False):
-        look: dict[str, Any] = {"marker": marker, "markersize": 4, "linestyle": line, "linewidth": 1.4}
-        axes.plot(*zip(*points, strict=True), color=color, label=label, **look)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([rate for rate, _ in max(rungs.values(), key=len)])
-    axes.xaxis.set_major_formatter(lambda rate, _: f"{rate:.2g}")
-    axes.tick_params(axis="x", rotation=45)
-    finish(axes, f"Validation loss by rate: {best:.2g} is suggested", "peak learning rate", "nats a token")
-    small(axes)
-    return made

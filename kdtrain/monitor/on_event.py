@@ -17,9 +17,8 @@ import shutil
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 EVENTS = frozenset({"switch", "rollback", "recovery", "skip", "divergence", "stop", "disk-full"})
 """The kinds for which the command runs, besides every event of level error."""
@@ -41,9 +40,9 @@ class EventCommand:
     def __init__(self, command: str, run: str) -> None:
         self.words, self.run = shlex.split(command), run
         self._waiting: queue.Queue[bytes | None] = queue.Queue(WAITING)
-        self._failure = None if shutil.which(self.words[0]) else "there is no such program"
-        self._reported = False
-        self._deadline = float("inf")
+        self._failures = [] if shutil.which(self.words[0]) else ["there is no such program"]
+        self._reported = self._closed = False
+        self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
 
     def send(self, record: Mapping[str, Any]) -> None:
@@ -56,49 +55,52 @@ class EventCommand:
         try:
             self._waiting.put_nowait(json.dumps({"run": self.run, **record}).encode() + b"\n")
         except queue.Full:
-            self._failure = f"{WAITING} events wait for it already; later ones are dropped"
+            self._failures.append(f"{WAITING} events wait for it already; later ones are dropped")
 
     def failure(self) -> str | None:
-        """The first thing that went wrong, the first time it is asked for; else None.
+        """The first failure, once; else None.
 
         It does not name the command, which may hold a secret and is never written into a run.
         """
-        if self._failure is None or self._reported:
+        if not self._failures or self._reported:
             return None
         self._reported = True
-        return f"--on-event: the command failed: {self._failure}; the run is not affected, and this is logged once"
+        return f"--on-event: the command failed: {self._failures[0]}; the run is not affected, and this is logged once"
 
     def close(self) -> None:
         """Let what waits run for up to `LAST_SECONDS`, and end what runs then."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        self._deadline = time.monotonic() + LAST_SECONDS
         with contextlib.suppress(queue.Full):
-            self._waiting.put_nowait(None)  # if it is full, the deadline ends the thread
-        thread.join(LAST_SECONDS + 1)
+            self._waiting.put_nowait(None)  # if it is full, the time ends the thread
+        thread.join(LAST_SECONDS)
+        if thread.is_alive():
+            self._failures.append("it took too long at the end of the run, and was ended")
+            self._closed = True
+            self._kill()
+            thread.join(1)
 
     def _work(self) -> None:
-        while (event := self._waiting.get()) is not None and time.monotonic() < self._deadline:
+        while (event := self._waiting.get()) is not None and not self._closed:
             try:
                 self._run(event)
             except (OSError, ValueError) as error:
-                self._failure = self._failure or f"it cannot be run: {getattr(error, 'strerror', None) or error}"
+                self._failures.append(f"it cannot be run: {getattr(error, 'strerror', None) or error}")
 
     def _run(self, event: bytes) -> None:
         pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
-        process = subprocess.Popen(self.words, stdin=pipe, stdout=quiet, stderr=quiet, start_new_session=True)
-        give_up, unsent = time.monotonic() + SECONDS, cast(bytes | None, event)
-        while time.monotonic() < min(give_up, self._deadline):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(unsent, timeout=0.2)
-                break
-            unsent = None  # what is left of it is sent by the next call
-        if process.poll() is None:
+        self._process = subprocess.Popen(self.words, stdin=pipe, stdout=quiet, stderr=quiet, start_new_session=True)
+        try:
+            self._process.communicate(event, SECONDS)
+        except subprocess.TimeoutExpired:
+            self._failures.append(f"it took over {SECONDS:g} seconds, and was ended")
+            self._kill()
+        if code := self._process.wait():
+            self._failures.append(f"it ended with exit code {code}")
+
+    def _kill(self) -> None:
+        """End the command that runs, with what it started."""
+        if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it started
-            process.wait()
-            limit = f"over {SECONDS:g} seconds" if give_up <= self._deadline else "too long at the end of the run"
-            self._failure = self._failure or f"it took {limit}, and was ended"
-        elif process.returncode:
-            self._failure = self._failure or f"it ended with exit code {process.returncode}"
+                os.killpg(self._process.pid, signal.SIGKILL)

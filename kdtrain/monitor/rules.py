@@ -104,7 +104,7 @@ class Signs:
         teacher, optimizer = record.options.get("run", {}).get("teacher"), record.options.get("optimizer", {})
         warmup, newest = optimizer.get("warmup_steps"), steps[-1] if steps else {}
         after = steps[-CLIPPED:] if isinstance(warmup, int) and len(steps) > CLIPPED + warmup else []
-        held = _number(newest, "memory_allocated_mb" if "memory_allocated_mb" in newest else "memory_resident_mb")
+        held = _number(newest, "memory_reserved_mb" if "memory_reserved_mb" in newest else "memory_resident_mb")
         waited = sum(wait for _, wait in seconds) / total if (total := sum(each for each, _ in seconds)) else None
         return cls(
             step=last,
@@ -381,7 +381,7 @@ class History:
 
 
 def free_mib(folder: Path) -> float | None:
-    """MiB that are free on the disk of a folder; None where it cannot be asked."""
+    """MiB that are free on the disk of a folder; None where the system does not report it."""
     try:
         return shutil.disk_usage(folder).free / 2**20
     except OSError:

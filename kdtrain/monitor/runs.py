@@ -1,6 +1,6 @@
 """Several runs side by side: a flat record of each, groups that differ in the seed alone, and what the seeds explain.
 
-Two groups differ in a number if a t test at 95 % says so, with the standard deviation over seeds that is pooled over
+Two groups differ in a number by a t test at 95 %, with the standard deviation over seeds that is pooled over
 all groups: |a - b| > t s sqrt(1/n_a + 1/n_b). Without a group of two seeds nothing is known, and nothing is marked.
 """
 
@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.format.manifest import Manifest
-from kdtrain.cache.read.remote import kept_manifest
 from kdtrain.config import DistillConfig, written
 from kdtrain.config.values import fields_of
 from kdtrain.errors import UsageError, printable
@@ -408,14 +406,6 @@ def caution(groups: Sequence[Group]) -> list[str]:
     if len({run.cache for each in groups for run in each.runs}) > 1:
         notes.append("the runs learned from different caches: losses compare only where their validation text is one")
     return notes
-
-
-def cache_manifest(where: Path | str, digest: str) -> Manifest:
-    """The manifest of the cache that a run read at `where` and knows by `digest`. UsageError, RunError: it is gone."""
-    manifest = kept_manifest(where, digest)
-    if not manifest.is_known_as(digest):
-        raise UsageError("another cache lies there now; this one is known by its digest alone")
-    return manifest
 
 
 def refuse_existing(out: Path, overwrite: bool) -> None:

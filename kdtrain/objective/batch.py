@@ -1,4 +1,4 @@
-"""A micro-batch: sequences of tokens, and what a teacher said about each of their positions.
+"""A micro-batch: sequences of tokens, and a teacher's distribution at each of their positions.
 
 Shape suffixes: B sequences, T positions, N tokens (B*T), V vocabulary, K kept entries, D sampled ones, G knots of beta.
 """

@@ -1,6 +1,6 @@
 """Cells of a student's vocabulary: groups of tokens as entries, for targets over groups.
 
-A teacher with another tokenizer says what the text goes on with, not which token (`tokenizers`). Its events are cells,
+A teacher with another tokenizer predicts how the text continues, not which token (`tokenizers`). Its events are cells,
 disjoint groups of the student's tokens, and a cell's logit is the log of its tokens' sum of exp(z): the softmax over
 cells is then that of the tokens, summed. Only the cells that a row's targets name need a logit of their own; to the
 sums over all others each token is as good as its cell. So the engine folds a chunk of logits (`CellIndex.fold`): the

@@ -52,7 +52,7 @@ class Metrics:
     teacher_bytes: float | None = 0.0
     """Of the text that `teacher_cross_entropy` is over."""
     compared: float | None = 0.0
-    """Tokens of which a teacher with another tokenizer says what they may be; the KL is over these."""
+    """Tokens that a teacher with another tokenizer predicts something of; the KL is over these."""
     bin_count: tuple[float, ...] = (0.0,) * BINS
     """Tokens by the student's confidence, [15]."""
     bin_confidence: tuple[float, ...] = (0.0,) * BINS

@@ -8,7 +8,7 @@ log-partition L(beta) = log sum_{j in tail} exp(beta e_j) with its slope at a fe
 knots L is a cubic Hermite polynomial in beta, so that Z(beta) and the tail's mass are right at temperatures
 other than 1, which neither a bucket of mass 1 - sum p nor renormalising over the top-k is.
 
-Each kind says itself how the engine walks it, how metrics measure it and what it cannot be used for (`Targets`):
+Each kind states how the engine walks it, how metrics measure it and what it cannot be used for (`Targets`):
 another kind is another subclass, and no code asks for the kind.
 
 Given up: outside the knots L continues along its end slope, which is a lower bound of the true, convex L; the
@@ -53,7 +53,7 @@ class Comparison(NamedTuple):
 
 
 class Targets(ABC):
-    """What a teacher said about N rows. A kind is a frozen dataclass of tensors whose first dimension is N.
+    """A teacher's distributions of N rows. A kind is a frozen dataclass of tensors whose first dimension is N.
 
     A kind is compared with the student at single entries of a row (`entries`, `events`), or over whole rows of `width`
     columns (`row_logprobs`). The defaults are those of whole rows.
@@ -67,11 +67,11 @@ class Targets(ABC):
     width: int | None
     """V of whole rows; None for single entries."""
     has_tail = False
-    """True where a tail rule says what stands for entries that are not kept; a divergence sees the others as dense."""
+    """True where a tail rule stands for entries that are not stored; a divergence sees the others as dense."""
     only_at_one = False
     """True for targets that are right at T = 1 only."""
     known_at_one: bool = False
-    """True where every beta that is asked for is 1 (`at_one`)."""
+    """True where every requested beta is 1 (`at_one`)."""
     has_top = True
     """True for targets that know the teacher's most likely token."""
     forward_only = False
@@ -171,7 +171,7 @@ class Targets(ABC):
         return measure(self.events(tail, statistics, beta))
 
     def common(self) -> Tensor | None:
-        """[N] bool, of a teacher with another tokenizer: where it speaks of the label's first byte. Else None."""
+        """[N] bool, of a teacher with another tokenizer: where it predicts the label's first byte. Else None."""
         return None
 
     def label_bytes(self, own_N: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ class SparseTargets(Targets):
     known: Tensor | None = None
     """[N,6] nats, made by `at`: L at a beta, its slope there, and L at 1; then the same of log Z."""
     known_at_one: bool = False
-    """True where every beta that is asked for is 1 (`at_one`)."""
+    """True where every requested beta is 1 (`at_one`)."""
     partial: Tensor | None = None
     """[N,K] 1 where an entry has at least its log p, and some of the tail's mass may be its own (`teacher_cells`)."""
 

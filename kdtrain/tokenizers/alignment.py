@@ -111,9 +111,9 @@ class Alignment:
         if worker.example:
             raise UsageError(worker.example)
         none = np.empty(0, np.int64)
-        names = ("token", "source", "said")
-        tokens, source, said = (np.concatenate([none, *(part[name] for part in parts)]) for name in names)
-        return Aligned(tokens, np.where(said == 0, source, -1))
+        names = ("token", "source", "prefix")
+        tokens, source, prefix = (np.concatenate([none, *(part[name] for part in parts)]) for name in names)
+        return Aligned(tokens, np.where(prefix == 0, source, -1))
 
     def transcoder(self) -> Transcoder:
         """Encodes streams of the teacher's tokens in the student's."""

@@ -1,10 +1,10 @@
-"""Targets over cells of a student's vocabulary, from what a teacher said over the tokens of its own, at T = 1.
+"""Targets over cells of a student's vocabulary, from a teacher's numbers over the tokens of its own, at T = 1.
 
 A token of the student's that begins with one of the teacher's gets the teacher's masses by cell. One that begins within
 a token of the teacher's gets the masses of what that token may be: the entries that are spelled with the tokens already
-read, by the cell of the next one, scaled to 1 (`data.spelling`). A top-k says that of its own entries alone, and not of
-its rest: there such a token gets nothing. Nor does it say which cells its rest lies in: the targets hold what each has
-at least, and the loss compares with the nearest distribution that has as much (`tails`). Of samples few may be left;
+read, by the cell of the next one, scaled to 1 (`data.spelling`). A top-k tells that of its own entries alone: there
+such a token gets nothing. Nor does it tell which cells its rest lies in: the targets hold what each has at least, and
+the loss compares with the nearest distribution that has as much (`tails`). Of samples few may be left;
 where one is, the text's own token is one more, as it is drawn nearly under the same condition (0.2 to 0.3 % of the mass
 differ) where the text is the teacher's.
 
@@ -40,7 +40,7 @@ class TeacherCells:
     """C."""
     starts: Tensor
     """[V+1] as `Spelling`."""
-    said: Tensor
+    prefix: Tensor
     """[L] as `Spelling`."""
     depth: Tensor
     """[L+1] as `Spelling`."""
@@ -48,10 +48,10 @@ class TeacherCells:
     """[L] of each token of a spelling; -1: none."""
     of_place: Tensor
     """[L] the token of the teacher that it is a spelling of."""
-    by_said: Tensor
-    """[L] 0 .. L-1 in the order of `said`."""
+    by_prefix: Tensor
+    """[L] 0 .. L-1 in the order of `prefix`."""
     first: Tensor
-    """[L+2] where each number begins in `by_said`."""
+    """[L+2] where each number begins in `by_prefix`."""
 
     @classmethod
     def of(cls, cells: Cells, spelling: Spelling) -> TeacherCells:
@@ -59,9 +59,9 @@ class TeacherCells:
         spelled = cells.of_student[spelling.tokens]
         spelled = np.where(spelled < cells.count, spelled, -1)
         of_place = np.repeat(np.arange(len(cells.of_teacher)), np.diff(spelling.starts))
-        by_said = np.argsort(spelling.said, kind="stable")
-        first = np.searchsorted(spelling.said[by_said], np.arange(len(by_said) + 2))
-        own = cells.of_teacher, spelling.starts, spelling.said, spelling.depth, spelled, of_place, by_said, first
+        by_prefix = np.argsort(spelling.prefix, kind="stable")
+        first = np.searchsorted(spelling.prefix[by_prefix], np.arange(len(by_prefix) + 2))
+        own = cells.of_teacher, spelling.starts, spelling.prefix, spelling.depth, spelled, of_place, by_prefix, first
         of_token, *arrays = (torch.from_numpy(np.array(each, np.int64)) for each in own)
         return cls(of_token, cells.count, *arrays)
 
@@ -77,32 +77,32 @@ class TeacherCells:
         tensors = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "count"}
         return replace(self, **{name: each.to(device) for name, each in tensors.items()})
 
-    def at(self, ids_MK: Tensor, said_M: Tensor) -> Tensor:
+    def at(self, ids_MK: Tensor, prefix_M: Tensor) -> Tensor:
         """[M,K] the cell of the student's next token in each of the teacher's; -1: none, or it is spelled otherwise.
 
-        ids_MK: below V. said_M: the number of the tokens already read (`Spelling.said`); 0: the cells of whole tokens.
+        ids_MK: below V. prefix_M: the number of the tokens already read (`Spelling.prefix`); 0: cells of whole tokens.
         """
-        place_MK = self.starts[ids_MK] + self.depth[said_M][:, None]
+        place_MK = self.starts[ids_MK] + self.depth[prefix_M][:, None]
         fits_MK = place_MK < self.starts[ids_MK + 1]
         place_MK = place_MK.where(fits_MK, 0)
-        fits_MK &= self.said[place_MK] == said_M[:, None]
+        fits_MK &= self.prefix[place_MK] == prefix_M[:, None]
         rest_MK = self.of_spelled[place_MK].where(fits_MK, -1)
-        return torch.where(said_M[:, None] > 0, rest_MK, self.of_token[ids_MK])
+        return torch.where(prefix_M[:, None] > 0, rest_MK, self.of_token[ids_MK])
 
-    def going_on(self, mass_MV: Tensor, said_M: Tensor) -> Tensor:
+    def going_on(self, mass_MV: Tensor, prefix_M: Tensor) -> Tensor:
         """[M,C] the masses of the cells of the student's next token, from whole distributions.
 
-        Tokens of the teacher that are spelled otherwise than with those already read are left out. said_M: above 0.
+        Tokens of the teacher that are spelled otherwise than with those already read are left out. prefix_M: above 0.
         """
-        size_M = self.first[said_M + 1] - self.first[said_M]
-        row = torch.repeat_interleave(torch.arange(len(said_M), device=said_M.device), size_M)
+        size_M = self.first[prefix_M + 1] - self.first[prefix_M]
+        row = torch.repeat_interleave(torch.arange(len(prefix_M), device=prefix_M.device), size_M)
         rank = torch.arange(len(row), device=row.device) - (size_M.cumsum(0) - size_M)[row]
-        place = self.by_said[self.first[said_M][row] + rank]
+        place = self.by_prefix[self.first[prefix_M][row] + rank]
         token, cell = self.of_place[place], self.of_spelled[place]
         there = (token < mass_MV.shape[1]) & (cell >= 0)
         mass = mass_MV[row, token.where(there, 0)].where(there, 0.0)
-        found = mass_MV.new_zeros(len(said_M) * self.count)
-        return found.index_add_(0, row * self.count + cell.where(there, 0), mass).view(len(said_M), self.count)
+        found = mass_MV.new_zeros(len(prefix_M) * self.count)
+        return found.index_add_(0, row * self.count + cell.where(there, 0), mass).view(len(prefix_M), self.count)
 
 
 def at_rows(targets: SparseTargets, source_M: Tensor) -> SparseTargets:
@@ -118,23 +118,24 @@ def at_rows(targets: SparseTargets, source_M: Tensor) -> SparseTargets:
     return targets.map(chosen)
 
 
-def condensed(targets: DenseTargets, cells: TeacherCells, source_M: Tensor, said_M: Tensor) -> SparseTargets:
+def condensed(targets: DenseTargets, cells: TeacherCells, source_M: Tensor, prefix_M: Tensor) -> SparseTargets:
     """The `MOST_CELLS` likeliest cells, and the rest, for the rows `source_M` of whole distributions over tokens.
 
-    source_M: int64. said_M: see `TeacherCells.at`. Both may be on another device than cells and targets.
+    source_M: int64. prefix_M: see `TeacherCells.at`. Both may be on another device than cells and targets.
 
     Mass without a cell is left out, and the rest scaled to 1; where no mass has a cell, none is above `FLOOR`.
     """
     device = targets.logprobs.device
-    some = (said_M > 0).nonzero().squeeze(1).to(device)  # before it is on a device, where its size would be waited for
-    source_M, said_M = source_M.to(device), said_M.to(device)
+    # before it is on a device, where its size would be waited for
+    some = (prefix_M > 0).nonzero().squeeze(1).to(device)
+    source_M, prefix_M = source_M.to(device), prefix_M.to(device)
     logprobs_MV = targets.logprobs[source_M, : len(cells.of_token)]
     mass_MV = logprobs_MV.to(torch.promote_types(logprobs_MV.dtype, torch.float32)).exp()
     size, count = mass_MV.shape[1], cells.count
     cell_V = torch.where(cells.of_token[:size] < 0, count, cells.of_token[:size])
     by_cell_MC = mass_MV.new_zeros(len(mass_MV), count + 1).index_add_(1, cell_V, mass_MV)[:, :count]
     if len(some):
-        by_cell_MC[some] = cells.going_on(mass_MV[some], said_M[some])
+        by_cell_MC[some] = cells.going_on(mass_MV[some], prefix_M[some])
     by_cell_MC /= by_cell_MC.sum(1, keepdim=True).clamp(min=torch.finfo(mass_MV.dtype).tiny)
     mass_MK, cell_MK = by_cell_MC.topk(min(MOST_CELLS, count), dim=1)
     rest_M = by_cell_MC.scatter(1, cell_MK, 0.0).sum(1)
@@ -154,13 +155,13 @@ def condensed(targets: DenseTargets, cells: TeacherCells, source_M: Tensor, said
 
 
 def coarsened(
-    targets: SparseTargets, cells: TeacherCells, source_M: Tensor, said_M: Tensor, own_M: Tensor | None = None
+    targets: SparseTargets, cells: TeacherCells, source_M: Tensor, prefix_M: Tensor, own_M: Tensor | None = None
 ) -> SparseTargets:
     """Targets over cells for the rows `source_M` of targets over tokens of the teacher.
 
-    source_M: int64; below 0: a row that nothing is known about, to be left out by `AlignedTargets.compared`. said_M:
-    see `TeacherCells.at`. own_M: int64, the cells of the labels, C for none; in rows with said_M above 0 the label is
-    one more sample, if there is no top-k. None: said_M is 0 in all rows.
+    source_M: int64; below 0: a row that nothing is known about, to be left out by `AlignedTargets.compared`. prefix_M:
+    see `TeacherCells.at`. own_M: int64, the cells of the labels, C for none; in rows with prefix_M above 0 the label is
+    one more sample, if there is no top-k. None: prefix_M is 0 in all rows.
 
     Mass without a cell is left out (and of a top-k the rest scaled to 1). Samples give samples, a top-k gives a top-k
     of the same width, in which a cell with a token that is not kept is `partial`; both together give weights, as of
@@ -170,7 +171,7 @@ def coarsened(
     rows = targets[:0] if not len(targets) else targets.map(lambda _, each: each[source_M.clamp(min=0)])
     size = len(cells.of_token)
     present = (rows.ids < size) & (source_M >= 0)[:, None]
-    cell_MK = torch.where(present, cells.at(rows.ids.clamp(max=size - 1), said_M), -1)
+    cell_MK = torch.where(present, cells.at(rows.ids.clamp(max=size - 1), prefix_M), -1)
     one = torch.ones((), dtype=torch.float64)
     if not rows.num_samples or rows.only_at_one:
         mass_MK = rows.listed()[1]
@@ -180,7 +181,7 @@ def coarsened(
     present &= (cell_MK >= 0) & (mass_MK > 0)
     mass_MK = mass_MK.where(present, 0.0)
     if own_M is not None:
-        within_M1 = ((said_M > 0) & present.any(1))[:, None]
+        within_M1 = ((prefix_M > 0) & present.any(1))[:, None]
         if not rows.top_k:
             own_M1 = within_M1 & (own_M < cells.count)[:, None]
             present, cell_MK = torch.cat([present, own_M1], 1), torch.cat([cell_MK, own_M[:, None]], 1)

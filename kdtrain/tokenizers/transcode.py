@@ -1,8 +1,8 @@
 """Documents in a teacher's tokens, encoded again in a student's.
 
 The bytes of a document are those of its tokens; between two events (special tokens) they are one text, which the
-student's tokenizer cuts. The result is a stream that `packing.rows_of` cuts into rows, whose tokens know what the
-teacher's stream says about the same bytes. A token counts in the loss if all its bytes belong to labels that count.
+student's tokenizer cuts. The result is a stream that `packing.rows_of` cuts into rows, whose tokens know the
+teacher's labels of the same bytes. A token counts in the loss if all its bytes belong to labels that count.
 
 A cache's rows are one stream if each begins with the last token of the row before; else each row stands alone, and a
 document begins where its part in the row begins.
@@ -34,11 +34,11 @@ TAUGHT = np.dtype([*STREAM.descr, ("position", "<i8")])
 TRANSCODED = np.dtype(
     [
         *STREAM.descr,
-        *(("source", "<i8"), ("taught", "<i4"), ("said", "<i4"), ("document", "<i8"), ("place", "<i4")),
+        *(("source", "<i8"), ("taught", "<i4"), ("prefix", "<i4"), ("document", "<i8"), ("place", "<i4")),
     ]
 )
 """The student's stream. source: the position of the cache whose label holds the token's first byte, and is spelled with
-it (`Spelling`) or begins with it; taught: that label; -1: none that counts. said: a number of the student's tokens
+it (`Spelling`) or begins with it; taught: that label; -1: none that counts. prefix: a number of the student's tokens
 since that label began; 0: it begins with this one. document: where in the teacher's stream its document begins. place:
 the token's number in its document."""
 MOST_TOKENS = 1 << 24
@@ -66,7 +66,7 @@ def teacher_stream(
         part["label"][:, 1:] = each["loss_mask"] == 1
         part["position"] = np.arange(-1, length) + (number + np.arange(count)[:, None]) * length
         part["start"][:, 1:-1] = segments[:, 1:] != segments[:, :-1]
-        if joined:  # no segment says whether a document begins with a row's last token
+        if joined:  # no segment tells whether a document begins with a row's last token
             before, last = tokens[:, -2], tokens[:, -1]
             part["start"][:, -1] = before == teacher.tokenizer.eos_token_id if bos is None else last == bos
         begins = slice(0, 1 if joined and number == first else 0 if joined else count)
@@ -172,17 +172,17 @@ class Transcoder:
         out, wide = self._join(encoded, special[firsts], mapped[firsts], document[firsts], bad)
         keep = ~bad[document]
         source, offset, whole = holders(sizes[keep], wide, counts[keep])
-        said = self.spelling.read(out["token"], source, offset)
-        at = said >= 0
+        prefix = self.spelling.read(out["token"], source, offset)
+        at = prefix >= 0
         from_N = np.flatnonzero(keep)[source[at]]
-        within = said[at] > 0  # where a neighbour changes how a token is cut, its spelling says nothing
-        at[at] = ~within | (self.spelling.next(tokens[from_N], said[at]) == out["token"][at])
+        within = prefix[at] > 0  # where a neighbour changes how a token is cut, its spelling tells nothing
+        at[at] = ~within | (self.spelling.next(tokens[from_N], prefix[at]) == out["token"][at])
         from_N = np.flatnonzero(keep)[source[at]]
         real = counts[from_N] & whole[at] & (stream["position"][from_N] >= 0)
         where, from_N = np.flatnonzero(at)[real], from_N[real]
         out["source"], out["taught"], out["label"] = -1, -1, whole
         out["source"][where], out["taught"][where] = stream["position"][from_N], tokens[from_N]
-        out["said"][where] = said[where]
+        out["prefix"][where] = prefix[where]
         begin = first + np.flatnonzero(stream["start"])
         out["document"] = begin[out["document"]]
         self.documents, self.left_out = self.documents + len(bad), self.left_out + int(bad.sum())

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Literal, TypedDict
 import numpy as np
 import torch
 from msgspec import Meta
+from numpy.lib.recfunctions import rename_fields
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -36,6 +37,8 @@ from kdtrain.tokenizers.teacher_cells import TeacherCells, at_rows, coarsened, c
 
 SETTINGS, VIEW, CELLS = cache_format.SETTINGS, "view.json", cache_format.CELLS
 VERSION: Final = 3
+_NAMES = {"said": "prefix"}
+"""A field of rows of version 2."""
 MOST_DISAGREEMENT = 0.05
 """Share of the common boundaries at which teacher's and student's own tokens may lie in different cells."""
 
@@ -52,8 +55,8 @@ _HEADER = 2**16
 
 
 def row_type(seq_len: int, version: int) -> np.dtype[Any]:
-    """A row: what `PackedRow` has, and source and said of `transcode` for each label."""
-    names = {"loss_mask": "?", "segments": "<i4", "source": "<i8", "said": "<i4"}
+    """A row: what `PackedRow` has, and source and prefix of `transcode` for each label."""
+    names = {"loss_mask": "?", "segments": "<i4", "source": "<i8", "said" if version < VERSION else "prefix": "<i4"}
     names |= {"length": "u1", "others": "u1"} if version < VERSION else {}
     return np.dtype([("tokens", "<i4", (seq_len + 1,)), *((name, kind, (seq_len,)) for name, kind in names.items())])
 
@@ -136,7 +139,7 @@ class ViewRecord:
     events: list[str]
     """The table of special tokens, for people."""
     entropy_kept: float | None
-    """Share of the entropy of the teacher's numbers that the cells keep; None of a teacher that is to be asked."""
+    """Share of the entropy of the teacher's numbers that the cells keep; None of an online teacher."""
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -339,11 +342,11 @@ class ViewReader(Dataset[dict[str, Tensor]]):
             raise IndexError(f"sequences {wanted.tolist()} are not among the {len(self)} of {self.split}")
         holders = np.searchsorted(self._firsts, wanted, side="right") - 1
         parts = zip(holders, wanted, strict=True)
-        found = np.stack([self._parts[part][row - self._firsts[part]] for part, row in parts])
-        tokens, segments, said = (found[name] for name in ("tokens", "segments", "said"))
+        found = rename_fields(np.stack([self._parts[part][row - self._firsts[part]] for part, row in parts]), _NAMES)
+        tokens, segments, prefix = (found[name] for name in ("tokens", "segments", "prefix"))
         fits = tokens.min() >= 0 and tokens.max() < self.view.record.sizes[1]
         fits &= segments.min() >= 0 and segments.max() < self.view.seq_len
-        fits &= said.min() >= 0 and said.max() <= self.view.record.cells["spelled"]
+        fits &= prefix.min() >= 0 and prefix.max() <= self.view.record.cells["spelled"]
         fits &= found["loss_mask"].view(np.uint8).max() <= 1
         if not fits:
             raise RunError(f"{self.view.folder} holds impossible rows of '{self.split}'; remove it, to make it anew")
@@ -353,20 +356,20 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         """The rows `indices`, in that order. RunError: a shard of the cache is damaged."""
         rows = self.rows(indices)
         length = self.reader.manifest.settings.seq_len
-        source, said = (rows[name].astype(np.int64).ravel() for name in ("source", "said"))
+        source, prefix = (rows[name].astype(np.int64).ravel() for name in ("source", "prefix"))
         if not self._goes_inside:
-            source = np.where(said > 0, -1, source)
+            source = np.where(prefix > 0, -1, source)
         if source.max() >= len(self.reader) * length:
-            raise RunError(f"{self.view.folder} speaks of rows that the cache does not have; remove it")
+            raise RunError(f"{self.view.folder} names rows that the cache does not have; remove it")
         places = np.flatnonzero(source >= 0)
-        positions, within = source[places], said[places] > 0
+        positions, within = source[places], prefix[places] > 0
         numbers = np.unique(positions // length) if len(places) else np.zeros(1, np.int64)
 
         def place(positions: np.ndarray) -> np.ndarray:
             return np.searchsorted(numbers, positions // length) * length + positions % length
 
         at, number = np.full(len(source), -1), np.zeros(len(source), np.int64)
-        at[places], number[places] = place(positions), said[places]
+        at[places], number[places] = place(positions), prefix[places]
         own = torch.from_numpy(self.view.cells.of_student[rows["tokens"][:, 1:]].ravel())
         near, label_N, sizes_N = self._answers(numbers, torch.from_numpy(at), torch.from_numpy(number), own)
         # a label of the teacher's belongs to the token that it begins within, or to the last one before that is known
@@ -389,10 +392,10 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         )
 
     def _answers(
-        self, numbers: np.ndarray, at: Tensor, said: Tensor, own: Tensor
+        self, numbers: np.ndarray, at: Tensor, prefix: Tensor, own: Tensor
     ) -> tuple[SparseTargets, np.ndarray, np.ndarray]:
-        """Of the teacher's rows `numbers`: targets over cells at the positions `at` of them (below 0: none), behind the
-        tokens `said`, where the text has the cells `own`; its log p of all labels, and their bytes, 0 where masked."""
+        """Of the teacher's rows `numbers`: targets over cells at the positions `at` of them (below 0: none) behind the
+        tokens `prefix`, where the text has the cells `own`; log p of all labels, and their bytes, 0 where masked."""
         ask = self._ask
         groups = [numbers] if ask is None else np.split(numbers, range(_ASKED, len(numbers), _ASKED))
         batches = [self.reader.read(each.tolist()) for each in groups]
@@ -405,7 +408,7 @@ class ViewReader(Dataset[dict[str, Tensor]]):
             if isinstance(targets, SparseTargets):
                 labels.append(targets.label_logprob)
                 text = own if self._goes_inside else None
-                near = coarsened(targets, self._cells, at, said, text) if self._index else at_rows(targets, at)
+                near = coarsened(targets, self._cells, at, prefix, text) if self._index else at_rows(targets, at)
                 continue
             size = _AT_ONCE.get(targets[:1].resolved().label_logprob.device.type, 128)
             for start in range(0, len(targets), size):
@@ -417,7 +420,7 @@ class ViewReader(Dataset[dict[str, Tensor]]):
                 # one at least, so that there is something to leave out
                 for rows in (order[begin:end] if end > begin or parts else order[:1]).split(size):
                     place = (at[rows] - first).clamp(0, len(dense) - 1)
-                    parts.append(condensed(dense, self._cells, place, said[rows]))
+                    parts.append(condensed(dense, self._cells, place, prefix[rows]))
                 first += len(dense)
         if near is None:
             joined = parts[0].map(lambda name, _: torch.cat([getattr(each, name) for each in parts]).cpu())

@@ -6,7 +6,7 @@
     FOLDER/tokenizer/        the student's
     FOLDER/view.json         at the end, sealed: the digests, and what was measured
 
-A row has the student's tokens, and for each label where in the cache the teacher speaks of the same bytes; its
+A row has the student's tokens, and for each label where in the cache the teacher predicts the same bytes; its
 numbers stay in the cache, and `ViewReader` joins both when it reads. Shards are published one by one, and a killed
 build goes on behind the last: the shards are the same, as the rows are a pure function of the cache and the settings.
 
@@ -49,7 +49,7 @@ from kdtrain.files import (
 from kdtrain.models.tokenizer import load_tokenizer, tokenizer_digest
 from kdtrain.tokenizers.alignment import Alignment
 from kdtrain.tokenizers.cells import Cells
-from kdtrain.tokenizers.transcode import Transcoder, documents_of, is_joined, teacher_stream
+from kdtrain.tokenizers.transcode import documents_of, is_joined, teacher_stream
 from kdtrain.tokenizers.view import (
     CELLS,
     SETTINGS,
@@ -104,8 +104,6 @@ class _Maker:
         teacher = load_tokenizer(cache.folder / cache_format.TOKENIZER)
         given = {**_filler(teacher, cache.manifest.end_tokens), **(given or {})}
         self.alignment = Alignment(teacher, tokenizer, given)
-        self.begun: tuple[Transcoder, bool, dict[int, np.ndarray]] = self.alignment.transcoder(), False, {}
-        """What made the beginning of the training text, whether that is joined, and its streams by where they begin."""
         stated = cache.manifest.settings
         self.document_mask, self.seq_len = stated.document_mask, seq_len or stated.seq_len
         self.settings: ViewSettings = {
@@ -132,10 +130,9 @@ class _Maker:
         """The cells, merged from the beginning of the text: the same whether or not the split is wanted whole."""
         worker, pairs, read = self.alignment.transcoder(), [], 0
         joined = _joined(reader, -(-_MERGED_FROM // reader.manifest.settings.seq_len))
-        self.begun = worker, joined, {}
         for first, documents in self.stream(reader, joined):
-            out = self.begun[2][first] = worker(first, documents)
-            out = out[(out["source"] >= 0) & (out["said"] == 0)]
+            out = worker(first, documents)
+            out = out[(out["source"] >= 0) & (out["prefix"] == 0)]
             pairs.append(np.stack([out["taught"], out["token"]]))
             read += len(documents)
             if read >= _MERGED_FROM:
@@ -277,15 +274,12 @@ def _build_split(
         after = next_token
         if record["last"]:
             return found, total
-    joined, (worker, begins_joined, begun) = _joined(reader), maker.begun
-    if reader.split != "train" or found or begins_joined != joined:
-        worker, begun = maker.alignment.transcoder(), {}
+    joined, worker = _joined(reader), maker.alignment.transcoder()
 
     def student_stream() -> Iterator[np.ndarray]:
         nonlocal skipped
         for first, documents in maker.stream(reader, joined, next_token):
-            out, ahead = begun.pop(first, None), skipped
-            out = worker(first, documents) if out is None else out
+            out, ahead = worker(first, documents), skipped
             skipped = max(0, ahead - len(out))
             yield out[ahead:]
 
@@ -303,7 +297,7 @@ def _build_split(
             np.save(file, stored := _stored(taken, maker.seq_len), allow_pickle=False)
         at = stored["source"] >= 0
         taught = np.stack([row.kept["taught"] for row in taken])[at] if taken else np.empty(0, np.int64)
-        begins = stored["said"][at] == 0
+        begins = stored["prefix"][at] == 0
         one, other = cells.of_teacher[taught], cells.of_student[stored["tokens"][:, 1:][at]]
         documents, left_out = worker.count(after, math.inf if last else next_token)
         tally = LabelCounts(
@@ -339,7 +333,7 @@ def _stored(rows: Sequence[PackedRow], seq_len: int) -> np.ndarray:
     for each, row in zip(out, rows, strict=True):
         each["tokens"], each["loss_mask"], each["segments"] = row.tokens, row.loss_mask, row.segments
         each["source"] = np.where(row.loss_mask, row.kept["source"], -1)
-        each["said"] = np.where(each["source"] >= 0, row.kept["said"], 0)
+        each["prefix"] = np.where(each["source"] >= 0, row.kept["prefix"], 0)
     return out
 
 

@@ -234,7 +234,7 @@ class Reporter:
         self.teacher_loss = teacher_loss
 
     def finished(self, number: int, numbers: Mapping[str, float], checkpoint: int, epochs: float) -> dict[str, str]:
-        """After step `number`: write its numbers, samples where due, and warnings; return what its line says, by part.
+        """After step `number`: write its numbers, samples where due, and warnings; return the parts of its line.
 
         Args:
             number: the step.
@@ -296,7 +296,7 @@ class Reporter:
         self.bound = bound
 
     def saved_by_clock(self, number: int) -> None:
-        """After a checkpoint of step `number` for which only the clock asked: a first save's buffers are no leak."""
+        """After a checkpoint of step `number` that only the clock made due: a first save's buffers are no leak."""
         self.history.settle_after(number)
 
     def _resources(self, number: int) -> dict[str, float]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from kdtrain.cache.build import card
 from kdtrain.cache.format.manifest import read_manifest
@@ -17,10 +16,6 @@ from kdtrain.files import publish_json, read_sealed
 from kdtrain.library import Cache
 
 ROOT = Path(__file__).parents[2]
-
-
-def metadata(text: str) -> dict:
-    return yaml.safe_load(text.split("---\n")[1])
 
 
 @pytest.mark.parametrize("codec", ["top_k", "num_samples", "weighted", "both", "whole", "dense", "tokens"])
@@ -85,12 +80,10 @@ def test_the_reader_of_the_specification_gets_the_test_vector(tmp_path: Path, wo
         assert label[at] == vector["tokens"][place][1]
 
 
-def test_a_finished_cache_has_a_card_with_what_the_hub_reads(whole: Path) -> None:
+def test_a_finished_cache_has_a_card(whole: Path) -> None:
     text = (whole / card.CARD).read_text()
     assert card.is_own(whole / card.CARD) and read_manifest(whole).digest in text
-    found = metadata(text)
-    assert {"teacher-logits", "knowledge-distillation"} <= set(found["tags"])
-    assert found["size_categories"] == ["n<1K"] and "configs" not in found
+    assert "kdtrain distill --cache THIS-FOLDER" in text and "h5py" in text
 
 
 def test_a_card_that_somebody_changed_or_wrote_stays(tmp_path: Path, workshop, codecs) -> None:
@@ -136,4 +129,3 @@ def test_names_of_strangers_do_not_leave_their_line_of_a_card(tmp_path: Path, wo
     folder = workshop.build(tmp_path / "c", codecs["top_k"], teacher=teacher, data={"source": "a`b\n# c"})
     text = (folder / card.CARD).read_text()
     assert "<script>" not in text.replace(r"\<script\>", "") and "\n# c" not in text
-    assert metadata(text)["tags"]

@@ -1,7 +1,6 @@
 """What an export hands over: the number format and files asked for, a card, a recipe, and the folder on the hub."""
 
 import json
-import re
 import tomllib
 
 import pytest
@@ -12,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from kdtrain.config import ExportConfig
 from kdtrain.errors import UsageError
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
-from tests.web import Repository
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 ENDS = {"eos_token_id": [299, 256, 260], "pad_token_id": 261, "do_sample": True, "temperature": 0.7, "top_k": 20}
@@ -180,88 +178,7 @@ def test_the_head_of_a_card_has_the_hubs_base_model_and_data_sets(run, monkeypat
     assert "The licence is not stated" in files["README.md"].decode()
 
 
-@pytest.mark.parametrize("private", [(), ("--private",)])
-def test_an_export_is_published_whole(run, hub, tmp_path, private):
-    out = tmp_path / "out"
-    found = run.json("export", "run", "--out", out, "--push", "hf:org/name", *private)
-    repository = hub.hub["org/name"]
-    assert found["url"] == f"{hub.url}/org/name" and repository.private == bool(private)
-    there = {path.name: path.read_bytes() for path in out.iterdir()}
-    commit, tree = repository.commits[-1]
-    assert len(repository.commits) == 2 and found["commit"] == commit  # one commit names all
-    assert {name: tree.get(name) for name in there} == there
-    assert {"README.md", "recipe.toml", "model.safetensors", "tokenizer.json", "kdtrain.json"} <= there.keys()
-
-
-def test_a_later_export_replaces_the_files_of_the_earlier_one_and_leaves_those_of_others(run, hub, tmp_path):
-    push = ("--overwrite", "--push", "hf:org/name")
-    run.json("export", "run", "--out", tmp_path / "out", "--shard-size", 2e-5, *push)
-    repository = hub.hub["org/name"]
-    assert "model.safetensors.index.json" in repository.commits[-1][1]
-    repository.commit({"mine.gguf": b"x"})
-    run.json("export", "run", "--out", tmp_path / "out", "--dtype", "bf16", *push)
-    tree = repository.commits[-1][1]
-    assert {*tree} == {path.name for path in (tmp_path / "out").iterdir()} | {".gitattributes", "mine.gguf"}
-    assert "bfloat16" in tree["README.md"].decode() and len(repository.commits) == 4
-    repository.commit({"README.md": b"# My own words"})
-    for _ in range(2):
-        _, _, said = run.call("export", "run", "--out", tmp_path / "out", *push)
-        assert "has a README.md that kdtrain did not write; it stays as it is" in said
-        assert repository.commits[-1][1]["README.md"] == b"# My own words"
-    assert len(repository.commits) == 7
-
-
-def test_a_repository_of_another_model_is_refused_and_one_with_a_card_alone_keeps_it(run, hub, tmp_path):
-    hub.hub["org/name"], hub.hub["org/new"] = Repository(), Repository()
-    hub.hub["org/name"].commit({"model.safetensors": b"mine", "README.md": b"# Mine"})
-    hub.hub["org/new"].commit({"README.md": b"# A plan"})
-    code, _, said = run.call("export", "run", "--out", tmp_path / "out", "--push", "hf:org/name")
-    assert code == 2 and "hf:org/name holds model.safetensors, which kdtrain did not publish" in said
-    assert len(hub.hub["org/name"].commits) == 2 and not (tmp_path / "out").exists()
-    run.json("export", "run", "--out", tmp_path / "new", "--push", "hf:org/new")
-    assert hub.hub["org/new"].commits[-1][1]["README.md"] == b"# A plan"
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ("no token", "hf:org/name: no token for the hub; log in with hf auth login"),
-        ("wrong token", r"hf:org/name: the hub refuses it \(.*401.*\); check the name, and log in with hf auth login"),
-        ("public", "hf:org/name is public; leave --private out, or make it private on the hub first"),
-    ],
-)
-def test_what_the_hub_refuses_is_one_line_before_anything_is_written(run, hub, tmp_path, monkeypatch, change, message):
-    if change == "no token":
-        monkeypatch.delenv("HF_TOKEN")
-    if change == "wrong token":
-        monkeypatch.setenv("HF_TOKEN", "hf_bad")
-    if change == "public":
-        hub.hub["org/name"] = Repository()
-    code, _, said = run.call("export", "run", "--out", tmp_path / "out", "--push", "hf:org/name", "--private")
-    (line,) = (each for each in said.splitlines() if each.startswith("kdtrain: "))
-    assert code == 2 and re.search(message, line)
-    assert not (tmp_path / "out").exists()
-    assert all(len(each.commits) == 1 for each in hub.hub.values())  # nothing was uploaded
-
-
-@pytest.mark.parametrize("when", ["from the beginning", "at the upload"])
-def test_a_hub_that_does_not_answer_is_a_failed_run_that_leaves_what_is_written(run, hub, tmp_path, monkeypatch, when):
-    if when == "at the upload":
-        hub.fail("/commit/main", "503", times=99)
-    else:
-        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    code, _, said = run.call("export", "run", "--out", tmp_path / "out", "--push", "hf:org/name")
-    assert code == 1 and "hf:org/name: the hub does not answer" in said
-    assert (f"{tmp_path / 'out'} is written" in said) == (when == "at the upload")
-    assert (tmp_path / "out" / "model.safetensors").exists() == (when == "at the upload")
-
-
-def test_an_address_that_is_none_and_options_without_effect_are_refused():
-    for where in ("org/name", "hf:name", "hf:org/name/more", "hf:../x", "hf:org/na me"):
-        with pytest.raises(UsageError, match="names no repository of the hub; write hf:ORG/NAME"):
-            ExportConfig(run="run", out="out", push=where)
+def test_options_without_effect_are_refused():
     for whole in ({"quantize": "int8"}, {"shard_size": 1.0}):
         with pytest.raises(UsageError, match="is for whole models; leave it or --adapter out"):
             ExportConfig(run="run", out="out", adapter=True, **whole)
-    with pytest.raises(UsageError, match="--private has no effect without --push"):
-        ExportConfig(run="run", out="out", private=True)

@@ -1,4 +1,4 @@
-"""Tokens of a teacher in tokens of a student, and what a text has said of one."""
+"""Tokens of a teacher in tokens of a student, and what a text has read of one."""
 
 import time
 
@@ -9,7 +9,7 @@ from kdtrain.data import spelling as spellings
 from kdtrain.data.bytes import ByteTokenizer, TokenBytes
 from kdtrain.data.spelling import DEEP, Spelling
 from kdtrain.errors import UsageError
-from kdtrain.tokenizers.boundaries import common_boundaries
+from kdtrain.tokenizers.transcode import holders
 from tests.token_kinds import TEXTS, train
 
 
@@ -21,7 +21,7 @@ def spelled(one, other):
 @pytest.mark.parametrize(("one", "other"), [("llama3", "gpt2"), ("gpt2", "gemma"), ("gemma", "llama3")])
 def test_a_token_is_spelled_as_the_student_cuts_it_and_what_is_said_has_one_number(one, other):
     teacher, student, spelling = spelled((one, 600), (other, 400))
-    said, several = {}, 0
+    prefix, several = {}, 0
     for token in range(len(teacher.bytes)):
         own = spelling.tokens[spelling.starts[token] : spelling.starts[token + 1]].tolist()
         whole = teacher.bytes[token]
@@ -31,10 +31,10 @@ def test_a_token_is_spelled_as_the_student_cuts_it_and_what_is_said_has_one_numb
             assert not own
         several += len(own) > 1
         for depth in range(len(own)):
-            number = spelling.said[spelling.starts[token] + depth]
-            assert said.setdefault(tuple(own[:depth]), number) == number and spelling.depth[number] == depth
+            number = spelling.prefix[spelling.starts[token] + depth]
+            assert prefix.setdefault(tuple(own[:depth]), number) == number and spelling.depth[number] == depth
             assert spelling.next(np.array([token]), np.array([number])).tolist() == [own[depth]]
-    assert len({*said.values()}) == len(said) > 20 and several > 50
+    assert len({*prefix.values()}) == len(prefix) > 20 and several > 50
     firsts = spelling.firsts()
     assert all(first == spelling.tokens[spelling.starts[token]] for token, first in enumerate(firsts) if first >= 0)
 
@@ -48,18 +48,18 @@ def test_what_a_text_has_said_of_a_token_are_the_tokens_since_it_began(one, othe
     for token in range(len(teacher.bytes)):
         own = spelling.tokens[spelling.starts[token] : spelling.starts[token + 1]].tolist()
         for depth in range(len(own)):
-            numbers[tuple(own[:depth])] = int(spelling.said[spelling.starts[token] + depth])
+            numbers[tuple(own[:depth])] = int(spelling.prefix[spelling.starts[token] + depth])
     known = unknown = straddled = 0
     for text in TEXTS:
         theirs, own = (np.array(each.cut([text])[0]) for each in (teacher, student))
         sizes = teacher.bytes.lengths[theirs], student.bytes.lengths[own]
-        common = common_boundaries(*sizes, np.ones(len(theirs), bool))
-        found = spelling.read(own, common.source, common.offset)
+        source, offset, _ = holders(*sizes, np.ones(len(theirs), bool))
+        found = spelling.read(own, source, offset)
         for place, number in enumerate(found.tolist()):
             first = place
-            while common.offset[first] and common.source[first - 1] == common.source[place]:
+            while offset[first] and source[first - 1] == source[place]:
                 first -= 1
-            if common.offset[first]:
+            if offset[first]:
                 assert number == -1
                 straddled += 1
                 continue
@@ -89,7 +89,7 @@ def test_a_token_that_the_student_rewrites_is_spelled_up_to_there():
 
 def test_equal_vocabularies_are_spelled_by_number():
     teacher, _, spelling = spelled(("gpt2", 400), ("gpt2", 400))
-    assert spelling.tokens.tolist() == list(range(len(teacher.bytes))) and not spelling.said.any()
+    assert spelling.tokens.tolist() == list(range(len(teacher.bytes))) and not spelling.prefix.any()
 
 
 def test_a_long_token_takes_no_longer_than_many_short_ones():

@@ -38,32 +38,30 @@ def steps_of(folder):
     return [(line["step"], "validation/loss" in line) for line in lines(folder)]
 
 
-def test_each_line_is_one_object_with_its_step(tmp_path):
-    written(tmp_path, 0, None, [1])
-    assert lines(tmp_path) == [{"step": 1, "loss": 1.0}]
-
-
-def test_a_run_that_resumes_removes_the_lines_after_its_checkpoint(tmp_path):
-    written(tmp_path, 0, None, range(1, 6))
-    written(tmp_path, 3, 2, range(4, 7))
-    training = [step for step, validation in steps_of(tmp_path) if not validation]
-    assert training == [1, 2, 3, 4, 5, 6]
-    assert [step for step, validation in steps_of(tmp_path) if validation] == [2, 4, 6]
-
-
-def test_a_validation_after_the_checkpoint_is_removed(tmp_path):
-    written(tmp_path, 0, None, range(1, 5))
-    written(tmp_path, 4, 2, [])
-    assert steps_of(tmp_path) == [(1, False), (2, False), (2, True), (3, False), (4, False)]
-
-
-def test_a_new_run_removes_all_lines(tmp_path):
+def test_a_step_is_one_object_on_the_disk_at_once_with_null_for_what_is_not_finite(tmp_path):
     writers = Writers(tmp_path, 0, None, PLAIN)
-    writers.metrics(0, {"validation/loss": 1.0})
-    writers.metrics(1, {"loss": 1.0})
+    writers.metrics(1, {"loss": float("nan"), "grad_norm": float("inf"), "ce": 1.0})
+    assert lines(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "ce": 1.0}]
     writers.close()
-    written(tmp_path, 0, None, [])
-    assert lines(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "resumed, validated, again, training, validations",
+    [
+        (3, 2, range(4, 7), [1, 2, 3, 4, 5, 6], [2, 0, 4, 6]),
+        (4, 2, [], [1, 2, 3, 4], [2, 0]),  # the checkpoint of step 4 came before its validation
+        (0, None, [], [], []),
+    ],
+)
+def test_a_run_that_starts_again_removes_the_lines_after_its_checkpoint(
+    tmp_path, resumed, validated, again, training, validations
+):
+    written(tmp_path, 0, None, range(1, 6))
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 0, "validation/loss": 9.0}\n')
+    written(tmp_path, resumed, validated, again)
+    assert [step for step, validation in steps_of(tmp_path) if not validation] == training
+    assert [step for step, validation in steps_of(tmp_path) if validation] == validations
 
 
 @pytest.mark.parametrize("rest", ['{"step": 3, "lo', "{", "\x00\x00"])
@@ -120,21 +118,7 @@ def test_a_log_of_a_terabyte_is_refused_and_not_read(tmp_path, name):
     assert (tmp_path / name).stat().st_size == 10**12
 
 
-def test_a_non_finite_number_is_null(tmp_path):
-    writers = Writers(tmp_path, 0, None, PLAIN)
-    writers.metrics(1, {"loss": float("nan"), "grad_norm": float("inf"), "ce": 1.0})
-    writers.close()
-    assert lines(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "ce": 1.0}]
-
-
-def test_a_line_is_on_the_disk_before_the_run_ends(tmp_path):
-    writers = Writers(tmp_path, 0, None, PLAIN)
-    writers.metrics(1, {"loss": 1.0})
-    assert lines(tmp_path) == [{"step": 1, "loss": 1.0}]
-    writers.close()
-
-
-def test_events_are_kept_over_restarts_with_their_time(tmp_path):
+def test_events_stay_over_restarts_with_their_time(tmp_path):
     for kind in ("start", "resume"):
         writers = Writers(tmp_path, 0, None, PLAIN)
         writers.event(kind, 3, reason="asked")
@@ -162,14 +146,33 @@ def texts(folder, tag):
     return [(event.step, event.tensor_proto.string_val[0].decode()) for event in tensors]
 
 
-def test_tensorboard_gets_the_same_numbers(tmp_path):
+def test_tensorboard_shows_numbers_histograms_samples_and_options(tmp_path):
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    module = torch.nn.Linear(3, 2)
+    module.weight.grad = torch.full((2, 3), 0.5)
     writers = Writers(tmp_path, 0, None, BOARD)
+    options = {"seed": 3, "out": "r", "epochs": None, "betas": [0.9, 0.95]}
+    writers.hyperparameters({"run": options, "optimizer": {"lr": 0.5}})
     for step in (1, 2):
         writers.metrics(step, {"loss": step / 2, "tok/s": 5.0, "dL/dlogT": 0.5, "validation/kl": 0.25})
+    writers.samples(5, [{"prompt": "a|b\nc", "greedy": "d"}])
+    writers.samples(6, [])
+    writers.histograms(7, distributions(module))
     writers.close()
     events = events_of(tmp_path)
     assert sorted(events.Tags()["scalars"]) == ["train/dL_per_dlogT", "train/loss", "train/tok_per_s", "validation/kl"]
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.5), (2, 1.0)]
+    assert sorted(events.Tags()["histograms"]) == ["gradients/weight", "parameters/bias", "parameters/weight"]
+    [shown] = events.Histograms("gradients/weight")
+    value = shown.histogram_value
+    assert (shown.step, value.num, value.min, value.max, value.sum) == (7, 6, 0.5, 0.5, 3.0) and sum(value.bucket) == 6
+    assert lines(tmp_path, "samples.jsonl") == [{"step": 5, "prompt": "a|b\nc", "greedy": "d"}]
+    assert texts(tmp_path, "samples") == [(5, "| prompt | greedy |\n| --- | --- |\n| a\\|b<br>c | d |")]
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    start = HParamsPluginData.FromString(content).session_start_info
+    found = {name: value.number_value or value.string_value for name, value in start.hparams.items()}
+    assert found == {"run/seed": 3, "run/out": "r", "run/betas": "[0.9, 0.95]", "optimizer/lr": 0.5}
 
 
 def test_steps_after_a_rollback_are_removed_from_files_and_tensorboard_and_events_stay(tmp_path):
@@ -209,49 +212,11 @@ def distributions(module):
     return {f"parameters/{name}": each for name, each in named.items()} | gradients
 
 
-def test_histograms_of_parameters_and_gradients_are_shown(tmp_path):
-    module = torch.nn.Linear(3, 2)
-    module.weight.grad = torch.full((2, 3), 0.5)
-    writers = Writers(tmp_path, 0, None, BOARD)
-    writers.histograms(7, distributions(module))
-    writers.close()
-    events = events_of(tmp_path)
-    assert sorted(events.Tags()["histograms"]) == ["gradients/weight", "parameters/bias", "parameters/weight"]
-    [shown] = events.Histograms("gradients/weight")
-    value = shown.histogram_value
-    assert (shown.step, value.num, value.min, value.max, value.sum) == (7, 6, 0.5, 0.5, 3.0)
-    assert sum(value.bucket) == 6
-
-
 def test_nothing_is_counted_without_a_logger(tmp_path, monkeypatch):
     monkeypatch.setattr("kdtrain.monitor.writers.histograms", lambda tensors: pytest.fail("counted"))
     writers = Writers(tmp_path, 0, None, PLAIN)
     writers.histograms(1, distributions(torch.nn.Linear(1, 1)))
     writers.close()
-
-
-def test_samples_are_lines_of_a_file_and_a_table_in_tensorboard(tmp_path):
-    writers = Writers(tmp_path, 0, None, BOARD)
-    writers.samples(5, [{"prompt": "a|b\nc", "greedy": "d"}])
-    writers.samples(6, [])
-    writers.close()
-    assert lines(tmp_path, "samples.jsonl") == [{"step": 5, "prompt": "a|b\nc", "greedy": "d"}]
-    [(step, table)] = texts(tmp_path, "samples")
-    assert (step, table) == (5, "| prompt | greedy |\n| --- | --- |\n| a\\|b<br>c | d |")
-
-
-def test_the_options_of_a_run_are_hyper_parameters(tmp_path):
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    writers = Writers(tmp_path, 0, None, BOARD)
-    writers.hyperparameters(
-        {"run": {"seed": 3, "out": "r", "epochs": None, "betas": [0.9, 0.95]}, "optimizer": {"lr": 0.5}}
-    )
-    writers.close()
-    content = events_of(tmp_path).summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    start = HParamsPluginData.FromString(content).session_start_info
-    found = {name: value.number_value or value.string_value for name, value in start.hparams.items()}
-    assert found == {"run/seed": 3, "run/out": "r", "run/betas": "[0.9, 0.95]", "optimizer/lr": 0.5}
 
 
 class FakeWandb:

@@ -101,12 +101,13 @@ def brute_force(student, cell_of, wide, cut):
             begin = max(each for each in begins_T if each <= start)
             if begin not in common:
                 continue
-            said = [own[begins_S[each]][2] for each in sorted(begins_S) if begin <= each < start]
+            prefix = [own[begins_S[each]][2] for each in sorted(begins_S) if begin <= each < start]
             p = log_softmax_at(theirs[begins_T[begin]][1], 6, 1).exp()
             rest = dict(enumerate(TEACHER))
-            if said:
+            if prefix:
                 spelled = {n: cut([each])[0] for n, each in rest.items()}
-                rest = {n: wide[each[len(said)]] for n, each in spelled.items() if each[: len(said)] == said != each}
+                going = {n: each for n, each in spelled.items() if each[: len(prefix)] == prefix != each}
+                rest = {n: wide[each[len(prefix)]] for n, each in going.items()}
             compared[begins_S[start]] = bool(rest)
             for cell in {cell_of(each) for each in rest.values()}:
                 mass_p = sum(p[n] for n, each in rest.items() if cell_of(each) == cell) / sum(p[n] for n in rest)
@@ -128,15 +129,15 @@ def aligned_of_texts(wide, cut, inside):
     vocabularies = token_bytes(TEACHER), token_bytes(wide)
     spelling = Spelling.of(*vocabularies, cut)
     cells = prefix_cells(*vocabularies, spelling.firsts(), np.full(6, -2))
-    said = torch.from_numpy(spelling.read(tokens.numpy(), source, offset))
+    prefix = torch.from_numpy(spelling.read(tokens.numpy(), source, offset))
     source = torch.from_numpy(source)
     if inside:
         whole_targets = DenseTargets(energies, targets.label_logprob)
-        near = condensed(whole_targets, TeacherCells.of(cells, spelling), source, said.clamp(min=0))
+        near = condensed(whole_targets, TeacherCells.of(cells, spelling), source, prefix.clamp(min=0))
     else:
-        said = torch.from_numpy(np.where(offset == 0, 0, -1))
-        near = over(targets, torch.from_numpy(cells.of_teacher), torch.where(said == 0, source, -1))
-    return aligned(near, said >= 0, CellIndex.of(torch.from_numpy(cells.of_student), cells.count)), tokens
+        prefix = torch.from_numpy(np.where(offset == 0, 0, -1))
+        near = over(targets, torch.from_numpy(cells.of_teacher), torch.where(prefix == 0, source, -1))
+    return aligned(near, prefix >= 0, CellIndex.of(torch.from_numpy(cells.of_student), cells.count)), tokens
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
@@ -222,6 +223,8 @@ def test_equal_tokenizers_have_the_ordinary_objective_to_the_bit(rule, through, 
         ours = p.cast(dtype)
         out = run(ours, targets, 1.0, rule, chunk=16)
         found.append([out.loss, out.ce, out.kd, *torch.autograd.grad(out.loss, ours.leaves())])
+        measured = measure(ours.hidden, ours.head, ours.labels, ours.mask, targets, vocab_size=ours.vocab_size)
+        found[-1] += [torch.tensor(measured.kl), torch.tensor(measured.cross_entropy)]
     for one, other in zip(*found, strict=True):
         if through == "tokens":
             assert torch.equal(one, other)
@@ -292,7 +295,7 @@ def test_cells_of_one_and_of_several_tokens_agree_with_autograd_over_all_logits(
 
 
 def test_a_top_k_over_cells_is_least_at_the_teacher_and_asks_for_no_more_than_it_says():
-    """Against all that the teacher may have said: the rest of its tokens has any masses, in any of their cells."""
+    """Against all that the teacher may have prefix: the rest of its tokens has any masses, in any of their cells."""
     p = problem(n=30, vocab=23).cast(torch.float64)
     of_teacher = torch.cat([torch.arange(6), 6 + torch.arange(17) % 4])  # six cells of one token, four of several
     of_student = torch.cat([torch.arange(10), 1 + torch.arange(13) % 9])  # the label's cell is its own
@@ -388,17 +391,6 @@ def test_what_is_right_at_forward_kl_and_one_temperature_alone_is_refused_otherw
         assert "top-k" not in str(error.value)
 
 
-def test_metrics_of_equal_tokenizers_are_the_ordinary_ones():
-    p = problem(n=40).cast(torch.float32)
-    near = targets_for(p, "sampled-headless", torch.float32)
-    cells = CellIndex.of(torch.arange(p.vocab_size), p.vocab_size)
-    plain, ours = (
-        measure(p.hidden, p.head, p.labels, p.mask, each, vocab_size=p.vocab_size)
-        for each in (near, wrapped(p, near, cells))
-    )
-    assert math.isclose(plain.kl, ours.kl, rel_tol=1e-6) and plain.cross_entropy == ours.cross_entropy
-
-
 def test_from_samples_the_divergence_over_cells_is_too_large_by_the_entropy_that_they_lack():
     size, count, draws = 60, 4000, 20
     energies = torch.log_softmax(-1.2 * torch.arange(1, size + 1).double().log(), 0).expand(count, -1)
@@ -488,8 +480,8 @@ def test_within_a_token_the_texts_own_is_one_more_sample_but_beside_a_top_k(top_
         num_samples=10,
         knots=(1.0,),
     )
-    source, said, own = torch.tensor([0, 0, 1, -1]), torch.tensor([0, 1, 1, 0]), torch.tensor([0, 2, 2, 2])
-    found = coarsened(targets, cells, source, said, own)
+    source, prefix, own = torch.tensor([0, 0, 1, -1]), torch.tensor([0, 1, 1, 0]), torch.tensor([0, 2, 2, 2])
+    found = coarsened(targets, cells, source, prefix, own)
     by_cell = torch.zeros(4, 4).scatter_add_(1, found.ids.clamp(max=3), found.counts / 10)
     # at the beginning cell a has 0.8 and cell b 0.2; behind a the cells b and c have 6 and 2 of 10, and c one more
     behind = [0.0, 0.75, 0.25] if top_k else [0.0, 6 / 9, 3 / 9]

@@ -114,14 +114,14 @@ def test_a_source_is_the_position_whose_label_holds_the_first_byte():
     for place in at:
         position = out["source"][place]
         assert label[position] == stream["token"][position + 1]
-        depth = worker.spelling.depth[out["said"][place]]
-        said = out["token"][place - depth : place]
-        assert (depth > 0) == (out["said"][place] > 0) and not (depth and out["said"][place - depth])
+        depth = worker.spelling.depth[out["prefix"][place]]
+        prefix = out["token"][place - depth : place]
+        assert (depth > 0) == (out["prefix"][place] > 0) and not (depth and out["prefix"][place - depth])
         size = worker.teacher.bytes.lengths[label[position]]
-        own = ends["teacher"][position + 1] - size + worker.student.bytes.lengths[said].sum()
+        own = ends["teacher"][position + 1] - size + worker.student.bytes.lengths[prefix].sum()
         assert own < ends["teacher"][position + 1] or not size
         assert own == ends["student"][place] - worker.student.bytes.lengths[out["token"][place]]
-    assert (out["said"] > 0).sum() > 3 and (out["said"][at] == 0).sum() > len(at) / 2
+    assert (out["prefix"] > 0).sum() > 3 and (out["prefix"][at] == 0).sum() > len(at) / 2
 
 
 def test_the_same_tokenizer_gives_the_same_rows():

@@ -1,4 +1,4 @@
-"""The card of a cache: a README.md that tells people, and the hub, what the cache is.
+"""The card of a cache: a README.md for people, which says what the cache is.
 
 A card ends in a check sum of itself: one that somebody has changed, or written, is never replaced.
 """
@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kdtrain.cache.format.manifest import Manifest
@@ -20,9 +20,6 @@ log = logging.getLogger("kdtrain")
 
 CARD = "README.md"
 _PARENTS = 20  # that a card lists
-LICENSES = ("text", "teacher", "outputs")
-"""What a licence is of: the text, the teacher's weights, and what the teacher predicts."""
-_SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M"))
 _KNOWN = (
     *("apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0"),
     *("cc-by-sa-3.0", "odc-by", "odbl", "gpl-3.0", "lgpl-3.0", "agpl-3.0", "mpl-2.0", "openrail", "llama3", "llama3.1"),
@@ -59,35 +56,18 @@ def _check_sum(text: str) -> str:
 
 
 def make_card(
-    manifest: Manifest,
-    licenses: Mapping[str, str] | None = None,
-    where: str | None = None,
-    *,
-    preview: bool = False,
+    manifest: Manifest, where: str = "THIS-FOLDER", head: Iterable[str] = (), more: Iterable[str] = ()
 ) -> str:
     """The text of a card.
 
-    licenses: by `LICENSES`; None: not stated. where: the address at which it is published. preview: a
-    preview.parquet lies beside it.
+    where: the address at which it is published. head: lines that the hub reads. more: lines behind the facts.
     """
-    lines = ["---", *_metadata(manifest, licenses, preview), "---", "", *_body(manifest, licenses, where), ""]
-    text = "\n".join(lines)
+    above = ["---", *head, "---", ""] if head else []
+    text = "\n".join([*above, *_body(manifest, where, more), ""])
     return f"{text}<!-- kdtrain card {_check_sum(text)} -->\n"
 
 
-def _metadata(manifest: Manifest, licenses: Mapping[str, str] | None, preview: bool) -> Iterator[str]:
-    teacher = str((manifest.settings.teacher or {}).get("spec"))
-    yield "tags: [teacher-logits, knowledge-distillation, kdtrain]"
-    if re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", teacher, re.ASCII):
-        yield f"base_model: {json.dumps(teacher)}"
-    yield from license_lines((licenses or {}).get("outputs", "unknown"))
-    rows = sum(split["sequences"] for split in manifest.splits.values())
-    yield f"size_categories: [{json.dumps(next((name for most, name in _SIZES if rows < most), 'n>10M'))}]"
-    if preview:
-        yield "configs: [{config_name: preview, data_files: preview.parquet}]"
-
-
-def _body(manifest: Manifest, licenses: Mapping[str, str] | None, where: str | None) -> Iterator[str]:
+def _body(manifest: Manifest, where: str, more: Iterable[str]) -> Iterator[str]:
     teacher = markdown_text((manifest.settings.teacher or {}).get("spec")) or "a teacher"
     made = manifest.codec.kind == "tokens"
     yield f"# {'Packed tokens' if made else f'What {teacher} predicts'}: a cache for distillation"
@@ -96,10 +76,7 @@ def _body(manifest: Manifest, licenses: Mapping[str, str] | None, where: str | N
     yield f"For every token of a text this data set holds {kept}, in HDF5. kdtrain made it, and any tool can read it."
     yield ""
     yield from markdown(facts_table(cache_facts(manifest)))
-    if licenses is not None:
-        yield from ("", "## Licences", "")
-        names = ("of the text", "of the teacher", "of the teacher's outputs, this data set")
-        yield from (f"- {words}: {markdown_text(licenses[name])}" for name, words in zip(LICENSES, names, strict=True))
+    yield from more
     if manifest.parents:
         yield from ("", "## Made of", "")
         yield from (f"- {markdown_text(line)}" for line in parent_lines(manifest, _PARENTS))
@@ -107,7 +84,7 @@ def _body(manifest: Manifest, licenses: Mapping[str, str] | None, where: str | N
         yield from ("", "## Fidelity", "")
         for part in found:
             yield from [markdown_text(part)] if isinstance(part, str) else ("", *markdown(part), "")
-    yield _USE.replace("PLACE", where or "THIS-FOLDER").replace("SPLIT", next(iter(manifest.splits)))
+    yield _USE.replace("PLACE", where).replace("SPLIT", next(iter(manifest.splits)))
 
 
 _USE = """
@@ -141,7 +118,7 @@ the SHA-256 of every shard, and `kdtrain verify` compares them."""
 
 
 def license_lines(name: str) -> Iterator[str]:
-    """What the head of a card says of a licence; one that the hub does not know gets a name."""
+    """The lines of a card's head about a licence; one that the hub does not know gets a name."""
     name = name.lower()
     yield f"license: {name if name in _KNOWN else 'other'}"
     if name not in _KNOWN:

@@ -20,7 +20,7 @@ from msgspec import Meta
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.folder import why_no_cache
 from kdtrain.cache.format.spec import CodecSpec
-from kdtrain.config.sections import Weights
+from kdtrain.config.choices import Weights
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import (
     MEDIUM,

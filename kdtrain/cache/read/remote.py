@@ -20,14 +20,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from msgspec import Meta
 from urllib3.util.retry import Retry
 
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import Digest, Manifest, ShardRecord, read_manifest
-from kdtrain.cache.read.reader import Cache
 from kdtrain.errors import RunError, UsageError, as_path, printable, writing
 from kdtrain.files import (
     LARGE,
@@ -41,6 +40,7 @@ from kdtrain.files import (
     published,
     read_sealed,
     refuse_links,
+    remove_file,
     rename_over,
     set_aside,
     typed,
@@ -48,6 +48,9 @@ from kdtrain.files import (
 from kdtrain.net.address import Address, parse_address
 from kdtrain.net.hub import fetch_file, kept_file, offline
 from kdtrain.net.request import CONTACT, Unreachable, download
+
+if TYPE_CHECKING:
+    from kdtrain.cache.read.reader import Cache
 
 log = logging.getLogger("kdtrain")
 
@@ -180,7 +183,7 @@ class Remote:
             download(self.address.url(name), part, what=what, most=most, exact=exact, sha256=sha256)
             if not (sha256 or sound(part)):
                 with writing(part):
-                    part.unlink()
+                    remove_file(part)
                 raise RunError(f"{what} is not what the manifest states, and was not kept; ask its author")
             with published(path, "cache.fetch") as temporary:
                 rename_over(part, temporary)
@@ -189,8 +192,10 @@ class Remote:
             lock.release()
 
 
-def open_cache(where: Path | str) -> Cache:
+def open_cache(where: Path | str) -> "Cache":
     """The finished cache in a folder, or at an address. UsageError, RunError: as `Cache`, as `open_remote`."""
+    from kdtrain.cache.read.reader import Cache  # with torch, which what asks for a manifest does without
+
     if (address := parse_address(where)) is None:
         return Cache(as_path(where, "where"))
     remote = open_remote(address)

@@ -241,7 +241,7 @@ def _in_words(angle: float, ratio: float, tokens: int) -> tuple[str, str]:
 
 
 def _word(angle: float, ratio: float) -> str:
-    """How far a gradient is off; docs/fidelity.md says what students of such caches learned."""
+    """How far a gradient is off; what students of such caches learned is in docs/fidelity.md."""
     if angle < 3 and abs(ratio - 1) < 0.03:
         return "the same"
     if angle < 10 and abs(ratio - 1) < 0.1:

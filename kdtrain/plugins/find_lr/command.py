@@ -347,7 +347,7 @@ def _publish(out: Path, record: dict[str, Any]) -> None:
 
 
 def _draw(out: Path, result: dict[str, Any]) -> None:
-    """Draw the figure where matplotlib is installed, else say how to get it."""
+    """Draw the figure where matplotlib is installed: losses over rates, a line a rung, the suggestion and its band."""
     if importlib.util.find_spec("matplotlib") is None:
         log.info("no figure without matplotlib: pip install 'kdtrain[plot]', and the same command draws it")
         return
@@ -363,7 +363,19 @@ def _draw(out: Path, result: dict[str, Any]) -> None:
         if points:
             rungs[f"{steps:,} steps"] = points
     suggestion = result["suggestion"]
-    made = figures.draw_rates(rungs, suggestion["lr"], tuple(suggestion["between"]))
+    made, [[axes]] = figures.figure(figures.COLUMN, 2.6, 1, 1)
+    axes.axvspan(*suggestion["between"], color=figures.GREY, alpha=0.2, linewidth=0)
+    axes.axvline(suggestion["lr"], color="#000000", linestyle=":", linewidth=1.2)
+    for (label, points), (color, marker, line) in zip(rungs.items(), [*figures.LOOKS, *figures.MORE], strict=False):
+        look: dict[str, Any] = {"marker": marker, "markersize": 4, "linestyle": line, "linewidth": 1.4}
+        axes.plot(*zip(*points, strict=True), color=color, label=label, **look)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([rate for rate, _ in max(rungs.values(), key=len)])
+    axes.xaxis.set_major_formatter(lambda rate, _: f"{rate:.2g}")
+    axes.tick_params(axis="x", rotation=45)
+    title = f"Validation loss by rate: {suggestion['lr']:.2g} is suggested"
+    figures.finish(axes, title, "peak learning rate", "nats a token")
+    figures.small(axes)
     with writing(out / FIGURE), published(out / FIGURE, "find-lr.figure") as path:
         figures.save(made, path, dpi=200, bbox_inches="tight", pad_inches=0.03)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from kdtrain.cache.read.remote import kept_manifest
 from kdtrain.cache.tools.facts import cache_facts, fidelity
 from kdtrain.config.values import flag
 from kdtrain.errors import RunError, UsageError, printable
@@ -26,7 +27,6 @@ from kdtrain.monitor.runs import (
     MEASURES,
     Group,
     Run,
-    cache_manifest,
     cell,
     differing,
     grouped,
@@ -157,9 +157,11 @@ def _caches(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def _described(where: Path | str, digest: str) -> dict[str, Any]:
     """The parts of a cache's description, or why there is none."""
     try:
-        manifest = cache_manifest(where, digest)
+        manifest = kept_manifest(where, digest)
     except (UsageError, RunError, OSError, ValueError) as error:
         return {"missing": f"It is no longer there to be described: {printable(str(error))[:200]}", "parts": []}
+    if not manifest.is_known_as(digest):
+        return {"missing": "Another cache lies there now; this one is known by its digest alone.", "parts": []}
     return {"missing": "", "parts": [facts_table(cache_facts(manifest)), *fidelity(manifest)]}
 
 

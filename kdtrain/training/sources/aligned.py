@@ -81,8 +81,8 @@ class AlignedSource:
         width = min(teacher.vocab_size, self.reader.view.record.sizes[0])
 
         def ask(batch: Batch) -> Targets:
-            asked = batch.each(lambda tensor: tensor.to(device))
-            targets = teacher.targets(asked, width, document_mask=mask).targets
+            moved = batch.each(lambda tensor: tensor.to(device))
+            targets = teacher.targets(moved, width, document_mask=mask).targets
             assert targets is not None
             return targets
 

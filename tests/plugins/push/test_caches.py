@@ -1,4 +1,4 @@
-"""`kdtrain push`: the hub's real client against a stand-in of its endpoints, and back again by `hf:`."""
+"""`kdtrain push` of caches: the hub's real client against a stand-in of its endpoints, and back again by `hf:`."""
 
 import io
 import shutil
@@ -10,10 +10,10 @@ import yaml
 from kdtrain.cache.build import card
 from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.cache.tools.verify import verify_cache
-from kdtrain.commands import push
-from kdtrain.config import PushConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.library import Cache
+from kdtrain.plugins.push import command as push
+from kdtrain.plugins.push.options import PushConfig
 from tests.web import Repository, Web
 
 LICENSES = {"license_text": "cc-by-4.0", "license_teacher": "declined", "license_outputs": "My own"}
@@ -25,7 +25,7 @@ def made_cache(made: Path) -> Path:
 
 
 def config(cache: Path, **changes: object) -> PushConfig:
-    return PushConfig(**{"cache": cache, "to": "hf:org/cache", "json": True, **LICENSES, **changes})  # type: ignore[arg-type]
+    return PushConfig(**{"path": cache, "to": "hf:org/cache", "json": True, **LICENSES, **changes})  # type: ignore[arg-type]
 
 
 def test_a_cache_that_was_pushed_reads_as_the_folder_does_and_shows_a_preview(
@@ -74,7 +74,7 @@ def test_an_upload_that_broke_off_resumes_and_what_is_there_is_not_sent_again(hu
 
 def test_licences_must_be_filled_or_declined(made_cache: Path) -> None:
     with pytest.raises(UsageError, match="--license-teacher, --license-outputs missing") as error:
-        PushConfig(cache=made_cache, to="hf:org/cache", license_text="mit")
+        PushConfig(path=made_cache, to="hf:org/cache", license_text="mit")
     assert "\n" not in str(error.value)
 
 
