@@ -79,5 +79,5 @@ def sections_of(kind: type) -> dict[str, type]:
     command = getattr(kind, "EXTENDED", "")
     if not command:
         return {}
-    found = {name: SECTIONS.get(name) for name in SECTIONS.help()}
+    found = {name: SECTIONS.get(name) for name in sorted(SECTIONS.help())}
     return {name: kinds[command] for name, kinds in found.items() if command in kinds}
