@@ -111,51 +111,42 @@ def _source(
     config: EvaluateConfig, tokenizer: Path | str | None, device: torch.device, mode: str, vocab_size: int
 ) -> Iterator[Source]:
     """Yield the data to measure on: a split of a cache, or text packed into a temporary folder."""
-    across, own = config.cross_tokenizer, digest_of(tokenizer)
-    if across and (tokenizer is None or own is None):
-        raise UsageError(f"--student {config.student} has no tokenizer to match; leave --cross-tokenizer out")
-    if across and tokenizer is not None:
-        entries(config.student, load_tokenizer(tokenizer), vocab_size)
-    if config.cache is not None:
-        cache, split = open_cache(config.cache), config.data.split
-        apart = across and differ(config, own, cache.manifest.settings.tokenizer_digest)
-        if tokenizer is None or not apart:
-            yield build_source(CachedSource(cache[split]), device, vocab_size)
-            return
-        with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
-            yield build_source(_aligned(config, Path(folder), cache, split, tokenizer), device, vocab_size)
-        return
     teacher: OnlineTeacher | None = None
-    apart = False
-    if config.teacher is not None:
-        spec = read_spec(config.teacher, "teachers")
-        teacher = open_online_teacher(spec, device, mode)
-        teacher.load()
-        teacher.check(config.data.seq_len, config.data.document_mask)
-        teacher.prepare()
-        theirs = digest_of(spec)
-        apart = across and differ(config, own, theirs)
-        if not apart and None not in (own, theirs) and own != theirs:
-            raise UsageError(
-                f"--student {config.student} and --teacher {spec.name} have different tokenizers; add --cross-tokenizer"
-            )
-        tokenizer = tokenizer or spec.tokenizer or spec.source
-    if tokenizer is None:
-        raise UsageError(f"--student {config.student} comes without a tokenizer; give --teacher, or --cache")
-    loaded = teacher.tokenizer if teacher is not None and apart else load_tokenizer(tokenizer)
-    width = len(loaded) if teacher is None else teacher.vocab_size
-    split = "train" if apart else "validation"  # where cells are merged from
+    across, own = config.cross_tokenizer, digest_of(tokenizer)
+    if across:
+        if tokenizer is None or own is None:
+            raise UsageError(f"--student {config.student} has no tokenizer to match; leave --cross-tokenizer out")
+        entries(config.student, load_tokenizer(tokenizer), vocab_size)
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
-        build_tokens(Path(folder) / "data", config.data, loaded, width, {split: config.data.num_sequences})
-        packed = Cache(Path(folder) / "data")
-        aligned = _aligned(config, Path(folder), packed, split, tokenizer) if apart else None
-        yield build_source(aligned or CachedSource(packed[split]), device, vocab_size, teacher)
-
-
-def _aligned(config: EvaluateConfig, folder: Path, cache: Cache, split: str, tokenizer: Path | str) -> AlignedSource:
-    """A split of a cache in the student's tokens, made in `folder`."""
-    events = partners(config.special_tokens)
-    view = build_view(folder / "view", cache, load_tokenizer(tokenizer), events=events, splits=(split,))
-    for line in view.lines():
-        log.info("%s", line)
-    return AlignedSource(view, split)
+        if config.cache is not None:
+            cache, split = open_cache(config.cache), config.data.split
+            apart = across and differ(config, own, cache.manifest.settings.tokenizer_digest)
+        else:
+            apart = False
+            if config.teacher is not None:
+                spec = read_spec(config.teacher, "teachers")
+                teacher = open_online_teacher(spec, device, mode)
+                teacher.load()
+                teacher.check(config.data.seq_len, config.data.document_mask)
+                teacher.prepare()
+                theirs = digest_of(spec)
+                apart = across and differ(config, own, theirs)
+                if not apart and None not in (own, theirs) and own != theirs:
+                    text = f"--student {config.student} and --teacher {spec.name} have different tokenizers"
+                    raise UsageError(f"{text}; add --cross-tokenizer")
+                tokenizer = tokenizer or spec.tokenizer or spec.source
+            if tokenizer is None:
+                raise UsageError(f"--student {config.student} comes without a tokenizer; give --teacher, or --cache")
+            loaded = teacher.tokenizer if teacher is not None and apart else load_tokenizer(tokenizer)
+            width = len(loaded) if teacher is None else teacher.vocab_size
+            packed, split = Path(folder) / "data", "train" if apart else "validation"  # where cells are merged from
+            build_tokens(packed, config.data, loaded, width, {split: config.data.num_sequences})
+            cache = Cache(packed)
+        if apart and tokenizer is not None:
+            how: dict[str, Any] = {"events": partners(config.special_tokens), "splits": (split,)}
+            view = build_view(Path(folder) / "view", cache, load_tokenizer(tokenizer), **how)
+            for line in view.lines():
+                log.info("%s", line)
+            yield build_source(AlignedSource(view, split), device, vocab_size, teacher)
+        else:
+            yield build_source(CachedSource(cache[split]), device, vocab_size, teacher)

@@ -34,7 +34,7 @@ from kdtrain.run.agreement import agree, code, weights_digest
 from kdtrain.run.recipe import PARTS, Recipe
 from kdtrain.run.run import Run
 from kdtrain.teaching.online import OnlineTeacher
-from kdtrain.training.observers import Observer, ObserverRequest, observers_of
+from kdtrain.training.observers import ObserverRequest, observers_of
 from kdtrain.training.schedule import decay_start
 from kdtrain.training.sources.build import build_source
 from kdtrain.training.student import Student
@@ -52,7 +52,9 @@ def build(recipe: Recipe) -> Run:
         if teacher is not None:
             teacher.meet(model)
         hidden = plan_hidden_loss(config.objective, model, teacher, config.seed)
-        quantised, observers = _quantize(recipe, model), _observers(recipe, model)
+        quantised, dtype = _quantize(recipe, model), head_dtype(recipe.formats.high) or torch.float32
+        request = ObserverRequest(config=config, model=model.model, recipe=recipe.formats.recipe, dtype=dtype)
+        observers = observers_of(request)
         identity = recipe.identity | _identity(recipe, model, teacher)
         answers = None if teacher is None else dict(teacher.identity)
     compared = {name: identity[name] for name in PARTS} | {"the teacher's answers": answers}
@@ -136,11 +138,6 @@ def _quantize(recipe: Recipe, model: SplitModel) -> tuple[str, ...]:
     own = adapter_parts(model.model)
     done = convert(model.model, formats.switch, backend, head=head, adapters=own, hold=whole, **skip)
     return *formats.lines, str(done)
-
-
-def _observers(recipe: Recipe, model: SplitModel) -> tuple[Observer, ...]:
-    dtype, formats = head_dtype(recipe.formats.high) or torch.float32, recipe.formats.recipe
-    return observers_of(ObserverRequest(config=recipe.config, model=model.model, recipe=formats, dtype=dtype))
 
 
 def _student(recipe: Recipe, model: SplitModel, hidden: HiddenPlan | None) -> Student:

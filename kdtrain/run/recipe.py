@@ -30,11 +30,11 @@ from kdtrain.models.loading import is_model_folder, with_weights_of
 from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.net.address import parse_address
-from kdtrain.objective.batch import Batch
 from kdtrain.objective.divergence import parse, refuse
+from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.memory_plan import (
     Job,
-    Plan,
+    MemoryPlan,
     fitting_micro_batch,
     free_everywhere,
     job_of,
@@ -80,7 +80,7 @@ class Recipe:
     live: LiveCache | None
     """The capture that goes on while the run reads it."""
     formats: Formats
-    plan: Plan
+    plan: MemoryPlan
     micro: int
     """Sequences in one forward of a rank."""
     total: int
@@ -214,7 +214,10 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     with raise_on_all_ranks():
         objective = with_bounds(given.objective, sources["train"].facts, teacher is not None)
         if teacher is not None:
-            teacher.pack(_first_rows(rows, micro) if is_main() else (), document_mask=rows.facts.document_mask)
+            # the sequences on which the cost of packed weights is measured
+            starts = range(0, min(len(rows), MEASURED), micro) if is_main() else range(0)
+            first = (rows.read(np.arange(at, min(at + micro, len(rows), MEASURED))) for at in starts)
+            teacher.pack(first, document_mask=rows.facts.document_mask)
     optimizer = replace(given.optimizer, lr=lr)
     return Recipe(
         given=given,
@@ -349,17 +352,11 @@ def _with_base_weights(config: DistillConfig, spec: ModelSpec, formats: Formats,
     return spec
 
 
-def _first_rows(source: Source, size: int) -> Iterator[Batch]:
-    """The first sequences of a split, on which the cost of a teacher's packed weights is measured."""
-    count = min(len(source), MEASURED)
-    return (source.read(np.arange(start, min(start + size, count))) for start in range(0, count, size))
-
-
 def _micro_batch(config: DistillConfig, job: Job | None, free: float | None) -> int:
     """The sequences in one forward of a rank; with `--micro-batch-size auto` as many as fit."""
-    ranks, batch, micro = world_size(), config.batch_size, config.micro_batch_given
-    if (size := config.parallel.shard_size) is not None and ranks % size:
-        raise UsageError(f"--shard-size {size} does not divide {ranks} ranks; choose one that does")
+    ranks, batch, micro = RankLayout.of_ranks().data_size, config.batch_size, config.micro_batch_given
+    if (size := config.parallel.shard_size) is not None and world_size() % size:
+        raise UsageError(f"--shard-size {size} does not divide {world_size()} ranks; choose one that does")
     if batch % (ranks * (micro or 1)):
         by = f" x --micro-batch-size {micro}" if micro else ""
         raise UsageError(f"--batch-size {batch} is not a multiple of {ranks} ranks{by}; choose one that is")

@@ -18,7 +18,7 @@ from kdtrain.models.adapters import fill_adapter, is_adapter
 from kdtrain.models.export import export_lock, export_model, is_export
 from kdtrain.models.frozen import whole_size
 from kdtrain.models.head import SplitModel
-from kdtrain.models.spec import ModelSpec, at_commit
+from kdtrain.models.spec import at_commit
 from kdtrain.models.tokenizer import byte_lengths, load_tokenizer, tokenizer_files
 from kdtrain.monitor.progress import end_log, formula, log, setup_logging, warn_early
 from kdtrain.parallel.parallelize import part_of, reshard
@@ -304,8 +304,8 @@ class Run:
         }
         on_main(lambda: write_description(config, metadata))
         on_main(lambda: write_tokenizer(self.out, recipe.student, recipe.facts.tokenizer, teacher))
-        of_rank = self.out / f"rank-{rank():05d}.log" if config.parallel.log_all_ranks else None
-        setup_logging(self.out / "train.log" if is_main() else of_rank, quiet=not is_main())
+        name = "train.log" if is_main() else f"rank-{rank():05d}.log"
+        setup_logging(self.out / name, quiet=not is_main())
 
     def open(self, init: str | None = None) -> None:
         """Open the trainer's logs; `init` is where the student's weights come from, None: as in its spec."""
@@ -317,10 +317,6 @@ class Run:
             samples=facts.num_samples,
             byte_lengths=byte_lengths(facts.tokenizer),
         )
-
-    def end_on_event(self) -> None:
-        """Let the commands for the last events end, if the logs were opened."""
-        self.trainer.writers.end_on_event(self.trainer.state.progress.step)
 
     def log_start(self, loaded: Path | None, length: str | None) -> None:
         """Log what is trained, from which checkpoint, and what changes because of a new length."""
@@ -398,7 +394,9 @@ class Run:
         packed = self.recipe.student.weights
         if self.recipe.plan.student == "fsdp" or packed is not None:  # no rank holds the whole student
             path = self._best() if has_best else trainer.store.choose("latest")
-            student, saved = student_at(path, torch.device("cpu"), self._base), load_saved(path).state
+            commit = getattr(student.model.config, "_commit_hash", None)  # of a model on the hub: what was loaded
+            base = at_commit(self.recipe.student, commit)
+            student, saved = student_at(path, torch.device("cpu"), base), load_saved(path).state
         elif has_best:
             checkpoint = load_saved(self._best())
             state.load(checkpoint.tensors, checkpoint.state)
@@ -419,12 +417,6 @@ class Run:
         merged = self._merged_loss(student)
         log.info("%s", merged_line(packed, state.progress.best_loss, merged, str(out)))
         return {"merged_validation_loss": merged}
-
-    @property
-    def _base(self) -> ModelSpec:
-        """Where the student's weights came from: of a model on the hub, the commit that was loaded."""
-        spec, config = self.recipe.student, self.trainer.student.model.model.config
-        return at_commit(spec, getattr(config, "_commit_hash", None))
 
     def _merged_loss(self, student: SplitModel) -> float | None:
         """The validation loss of a student with its whole weights; None if it is not measured here.
@@ -498,23 +490,21 @@ class Run:
         if recipe.facts.alignment is not None:
             result["alignment"] = dict(recipe.facts.alignment)
         if recipe.members:
-            result["caches"] = [{**each, **self._of_member(each)} for each in recipe.members]
+            epoch = len(recipe.sources["train"])
+            result["caches"] = [
+                each
+                | {
+                    "passes": round(each["sequences_an_epoch"] * progress.sequences / epoch / each["sequences"], 3),
+                    "first_validation_loss": progress.members.get(each["name"], {}).get("first_loss"),
+                    "last_validation_loss": progress.members.get(each["name"], {}).get("last_loss"),
+                    "teacher_validation_loss": progress.members.get(each["name"], {}).get("teacher_loss"),
+                }
+                for each in recipe.members
+            ]
         if trainer.state.adaptive is not None:
             controller = trainer.state.adaptive.controller
             result |= {"steps_quantized": controller.steps_quantized, "switches": controller.switches}
         return result
-
-    def _of_member(self, member: dict[str, Any]) -> dict[str, Any]:
-        """What a run has done with a cache of its mixture: passes over it, and validation losses."""
-        progress, epoch = self.trainer.state.progress, len(self.recipe.sources["train"])
-        drawn = member["sequences_an_epoch"] * progress.sequences / epoch
-        losses = progress.members.get(member["name"], {})
-        return {
-            "passes": round(drawn / member["sequences"], 3),
-            "first_validation_loss": losses.get("first_loss"),
-            "last_validation_loss": losses.get("last_loss"),
-            "teacher_validation_loss": losses.get("teacher_loss"),
-        }
 
     def _plain(self) -> tuple[str, float] | None:
         if not self.recipe.distils:

@@ -77,7 +77,7 @@ def test_the_result_and_the_export_name_each_cache_with_its_share_and_losses(ben
             assert f"| cache of {each['name']} | {each['digest']} |" in card
             assert f"| share of the draws of {each['name']} | {100 * each['share']:.4g} % |" in card
             assert f"| text of {each['name']} | source corpus" in card
-        assert "| teacher of drawn | teacher |" in card and "| teacher of bare |" not in card
+        assert "| teacher of drawn | teacher, float32 |" in card and "| teacher of bare |" not in card
 
 
 def test_validation_is_by_cache_as_evaluate_measures_it_and_as_drawn(bench, whole):
