@@ -125,7 +125,7 @@ class Student(PreTrainedModel):
         self.router_weight = router_weight(model.model)
         self.switch = switch or Switch()
         self.quantized = quantized
-        self._collator: Collator = getattr(data, "collator", None) or Collator()
+        self._collator = Collator.of(data)
         self._checked = False
         self.compiled = CompiledLayers(self.model, mode=compile_mode) if compile and by_layer else None
         self.backbone = self._backbone
