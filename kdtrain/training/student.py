@@ -50,7 +50,7 @@ class Student(PreTrainedModel):
     Args:
         model: of `transformers`, with or without adapters of `peft`, or already split into backbone and output head.
         loss: the training objective.
-        data: the data set whose batches it reads, such as `cache["train"]`. Needed where tensors do not hold all, as for
+        data: the data set whose batches it reads, such as `cache["train"]`. Needed where tensors do not hold all, as of
             `cache["train"].aligned(tokenizer)`; else its codec is read from the first batch.
         vocab_size: the vocabulary of the data; rows of the head beyond it are padding. None: all rows count.
         mode: number format of the backbone's forward (`fp32`, `bf16`, `fp16`), except for quantised layers; `fp32`
