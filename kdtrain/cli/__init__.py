@@ -182,7 +182,7 @@ def _unknown_command(word: str) -> str:
         takers = [each for each, entry in COMMANDS.entries.items() if name in options_of(entry.config)]
         hint = f"such as kdtrain {takers[0]} {word[:60]}" if takers else f"one of {', '.join(known)}"
         return f"{word[:60]}: name a command first, {hint}"
-    meant = words.COMMANDS.get(word.lower().replace("_", "-")) or words.word_meant(word, known)
+    meant = words.meant_by("commands").get(word.lower().replace("_", "-")) or words.word_meant(word, known)
     hint = f"perhaps you meant {meant}" if meant in known else f"there are {', '.join(known)}"
     return f"unknown command '{word[:80]}'; {hint}"
 
