@@ -230,12 +230,13 @@ def changes(
         table = {name: before[name] for name in later.keys() & before.keys()} | table
         earlier = renewed("distill", saved.get(section, {}))
         before |= earlier.table
+        gone = saved.get(section, {}).keys() - earlier.table.keys()
         if only in (None, section):
             found += earlier.refused
             found += [
                 f"{flag(name)} (was {before[name]}, now {value})"
                 for name, value in table.items()
-                if name not in but and before[name] != value
+                if name not in but and name not in gone and before[name] != value
             ]
     return found
 

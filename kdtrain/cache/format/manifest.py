@@ -366,14 +366,8 @@ def maker(manifest: Manifest) -> str:
         return "the same import command"
     if manifest.parents is not None:
         return f"the same {'subset' if any('rows' in each for each in manifest.parents) else 'merge'} command"
-    return (
-        "the same command" if manifest.codec.kind == "tokens" else f"the same {_capturing(manifest.settings)} command"
-    )
-
-
-def _capturing(settings: CacheSettings) -> str:
-    """The command that captures a cache."""
-    return "distill" if "order" in settings.data else "cache-teacher"
+    captured = "distill" if "order" in manifest.settings.data else "cache-teacher"
+    return "the same command" if manifest.codec.kind == "tokens" else f"the same {captured} command"
 
 
 def check_sizes(folder: Path | str, manifest: Manifest) -> None:
