@@ -93,8 +93,6 @@ def test_a_cache_has_samples_where_nothing_else_is_asked_for(given, samples):
 
 
 TEXT = options.DataConfig(data="stdlib")
-SERVER = options.ServerConfig(teacher_server=("http://host/v1",))
-RUN_SERVER = options.RunServerConfig(teacher_server=("http://host/v1",))
 REFUSED = [
     (lambda: distill(cache=None), "--cache FOLDER or --data SOURCE"),
     (lambda: distill(data=TEXT), "--data"),
@@ -193,30 +191,6 @@ REFUSED = [
         "--compile-mode has no effect without --compile",
     ),
     (lambda: options.ParallelConfig(parallel="ddp", accumulate="sharded"), "--accumulate sharded has no effect"),
-    (
-        lambda: options.CacheTeacherConfig(teacher="t", out="c", data=TEXT, compile=False, server=SERVER),
-        "--no-compile has no effect with --teacher-server",
-    ),
-    (
-        lambda: options.CacheTeacherConfig(teacher="t", out="c", data=TEXT, precision="fp32", server=SERVER),
-        "--precision has no effect with --teacher-server: no teacher runs here",
-    ),
-    (
-        lambda: options.CacheTeacherConfig(teacher="t", out="c", data=TEXT, device="cuda:1", server=SERVER),
-        "--device has no effect with --teacher-server",
-    ),
-    (
-        lambda: options.CacheTeacherConfig(teacher="t", out="c", data=TEXT, teacher_weights="int8", server=SERVER),
-        "--teacher-weights has no effect with --teacher-server",
-    ),
-    (
-        lambda: distill(cache=None, teacher="t", data=TEXT, teacher_weights="int8", server=RUN_SERVER),
-        "--teacher-weights has no effect with --teacher-server",
-    ),
-    (
-        lambda: distill(cache=None, teacher="t", data=TEXT, cross_tokenizer=True, server=RUN_SERVER),
-        "--cross-tokenizer needs the whole cache before training; capture the server's answers with cache-teacher",
-    ),
     *(
         (
             lambda mode=mode: distill(precision=options.PrecisionConfig(precision=mode, tf32=True)),
@@ -264,8 +238,7 @@ def test_sections_are_plain_values_by_section():
     table = sections(distill(micro_batch_size=4, batch_size=8))
     assert list(table) == [
         *("run", "data", "objective", "optimizer", "lora", "precision", "quantization", "guards"),
-        *("stopping", "checkpoint", "monitor", "parallel", "server"),
-        "collect",
+        *("stopping", "checkpoint", "monitor", "parallel", "collect", "server"),
     ]
     assert table["run"]["out"] == "o"
     assert table["run"]["epochs"] is None

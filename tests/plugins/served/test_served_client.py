@@ -9,7 +9,7 @@ import pytest
 
 import kdtrain as kd
 from kdtrain.net.request import download
-from kdtrain.teaching.served.client import Client, Refused, quoted
+from kdtrain.plugins.served.client import Client, Refused, quoted
 from tests.stand_in import standing_in
 
 KEY = "sk-of-the-test"
@@ -178,7 +178,7 @@ def test_an_answer_that_drips_is_ended_at_the_time_out(server, first):
 
 def test_a_packed_answer_is_not_unpacked(server):
     server.raw = lambda connection: connection.sendall(answer(b"x", headers="Content-Encoding: gzip\r\n"))
-    with pytest.raises(kd.RunError, match=r"a body that is packed \(gzip\), which was not asked for; asked 3 times"):
+    with pytest.raises(kd.RunError, match=r"a body that is packed \(gzip\), which was not requested; tried 3 times"):
         ask(server)
 
 

@@ -15,12 +15,12 @@ import torch
 
 import kdtrain as kd
 from kdtrain.config import CodecConfig, DataConfig
-from kdtrain.teaching.served import teacher
-from kdtrain.teaching.served.fingerprint import Fingerprint
+from kdtrain.plugins.served import teacher
+from kdtrain.plugins.served.fingerprint import Fingerprint
 from tests.captures import PREFLIGHT, begun, capture, content, rows
 from tests.stand_in import standing_in
 
-RECORDED = Path(__file__).parents[1] / "golden" / "vllm-answers.json"
+RECORDED = Path(__file__).parents[2] / "golden" / "vllm-answers.json"
 
 
 def test_the_stand_in_answers_as_vllm_does(server):
@@ -127,7 +127,7 @@ def test_the_cache_is_the_undisturbed_one_whatever_happens_to_thirty_answers(ser
     [
         ("429", "answers 429: fault 429"),
         ("close", "the server closed the connection|the connection was reset"),
-        ("cut", "is not the JSON that was asked for"),
+        ("cut", "is not the requested JSON"),
         ("bos", "it counts 2[0-9] tokens, 2[0-9] were sent: it adds or drops some"),
         ("shifted", "is about another one: the answer is shifted"),
         ("processed", "processed log-probabilities: .* --logprobs-mode raw_logprobs"),

@@ -7,9 +7,9 @@ import pytest
 
 import kdtrain as kd
 from kdtrain.cache.format.codec import CodecSpec
-from kdtrain.teaching.served.answers import Answers, Entry, Span, Wrong, spans_of
-from kdtrain.teaching.served.client import SMALL, Client
-from kdtrain.teaching.served.fingerprint import Fingerprint
+from kdtrain.plugins.served.answers import Answers, Entry, Span, Wrong, spans_of
+from kdtrain.plugins.served.client import SMALL, Client
+from kdtrain.plugins.served.fingerprint import Fingerprint
 from tests.captures import capture
 
 SPEC = CodecSpec(kind="sparse", top_k=3, vocab_size=10)
@@ -73,6 +73,6 @@ def test_a_fingerprint_of_a_stranger_is_typed(server):
 def test_a_record_beyond_its_bound_is_not_read(server):
     client = Client([server.url], concurrency=1, timeout=5, patience=0)
     server.name = "x" * (SMALL + 1)
-    with pytest.raises(kd.RunError, match="more than 1,048,576 bytes; asked 3 times"):
+    with pytest.raises(kd.RunError, match="more than 1,048,576 bytes; tried 3 times"):
         client.get(client.hosts[0], f"{server.url}/models", dict)
     assert re.fullmatch(r"http://127.0.0.1:\d+/v1", str(client.hosts[0]))
