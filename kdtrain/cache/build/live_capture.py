@@ -78,6 +78,7 @@ class LiveCache(Cache):
         self.address, self.asked_to_stop = folder, asked_to_stop
         self._splits: dict[str, CacheReader] = {}
         self._seed, self._plan, self._capture, self._trial, self._whole = seed, planned, capture, trial, whole
+        self._ahead = 0 if trial else AHEAD
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -117,6 +118,8 @@ class LiveCache(Cache):
         numbers_n = permutation(self._seed, 0, stated["train"]["sequences"])
         kept = range(min(size, len(text["validation"])) if self._trial else len(text["validation"]))
         with self._changed:
+            if self._whole:  # nothing is requested later, and a rollback reads further
+                self._ending, self._wanted = True, -(-self.planned // size) - 1 + AHEAD
             self.manifest = _before(settings, {name: each["sequences"] for name, each in stated.items()})
             self._begun = True
             self.places_n = np.argsort(numbers_n)
@@ -131,7 +134,7 @@ class LiveCache(Cache):
     def finish(self) -> None:
         """Make what is captured a whole cache: the run has read all that it reads."""
         with self._changed:
-            self._ending = True
+            self._ending, self._ahead = True, 0
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
@@ -215,14 +218,11 @@ class LiveCache(Cache):
                     raise RunError(str(self._error)) from None if known else self._error
                 if self._abandoned or self.asked_to_stop():
                     raise RunError("stopped while waiting for the teacher")
-                if self._whole or (self._trial and not self._alive()):
-                    raise RunError(f"{self.folder} holds less than the run reads: run the same command again")
-                if not self._alive():
+                if self._thread is None or not self._thread.is_alive():
+                    if self._whole or self._trial:
+                        raise RunError(f"{self.folder} holds less than the run reads: run the same command again")
                     self._start()
                 self._changed.wait(_POLL)
-
-    def _alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
     def _start(self) -> None:
         if self._thread is not None and (self.folder / cache_format.MANIFEST).exists():
@@ -247,25 +247,17 @@ class LiveCache(Cache):
 
     def _ordered(self, text: CacheReader, numbers_n: np.ndarray, size: int) -> Iterator[PackedRow]:
         """The training split in the order of the capture, each shard when it may be captured."""
-        planned = -(-self.planned // size)
+        planned = -(-self.planned // size) - 1
         for shard, first in enumerate(range(0, len(numbers_n), size)):
             path = cache_format.sidecar_path(self.folder, cache_format.shard_name("train", shard))
             with self._changed:
-                while not path.exists() and shard > self._last(planned):
+                while not path.exists() and shard > max(0, self._wanted, min(planned, self._wanted + self._ahead)):
                     if self._abandoned:
                         raise _Abandoned
-                    if self._ending or self._whole:
+                    if self._ending:
                         return
                     self._changed.wait()
             yield from stored_rows(text, numbers_n[first : first + size])
-
-    def _last(self, planned: int) -> int:
-        """The last shard of the training split that may be captured now. planned: how many the run is to read."""
-        if self._ending or self._trial:
-            return max(0, self._wanted)
-        if self._whole:
-            return planned - 1 + AHEAD  # a rollback reads further
-        return max(0, self._wanted, min(planned - 1, self._wanted + AHEAD))
 
     def _progress(self, done: int, _: int | None) -> None:
         """Take what the builder reports between two batches: after a shard is published it counts all of it."""
