@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from filelock import FileLock, Timeout
 
 from kdtrain import faults
 from kdtrain.errors import RunError, UsageError, making, printable, writing
@@ -505,35 +506,22 @@ def sweep(folder: Path, of: str | None = None) -> None:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether a process of this machine holds the `Lock` of `path`; None where the system does not say.
-
-    The lock is not tried: a process that wants it at that moment would be refused.
-    """
+    """Whether a process of this machine holds the `Lock` of `path`; None where the system does not say."""
     try:
-        own = path.lstat()
-        held = Path("/proc/locks").read_text()
-    except FileNotFoundError as error:
-        return None if error.filename == "/proc/locks" else False
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
     except OSError:
         return None
-    holders = re.findall(rf"FLOCK .* (-?[0-9]+) ([0-9a-f]+:[0-9a-f]+):{own.st_ino} ", held)
-    if any(device == f"{os.major(own.st_dev):02x}:{os.minor(own.st_dev):02x}" for _, device in holders):
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment, which a `Lock` waits for
+        return False
+    except BlockingIOError:
         return True
-    found = [_has_open(process, own) for process, _ in holders]  # overlays and btrfs have another number there
-    return True if True in found else None if None in found else False
-
-
-def _has_open(process: str, file: os.stat_result) -> bool | None:
-    """Whether a process has a file open; None where it may not be asked."""
-    try:
-        handles = os.listdir(f"/proc/{process}/fd")
     except OSError:
         return None
-    for handle in handles:
-        with suppress(OSError):  # closed meanwhile
-            if os.path.samestat(os.stat(f"/proc/{process}/fd/{handle}"), file):
-                return True
-    return False
+    finally:
+        os.close(handle)
 
 
 class Lock:
@@ -548,53 +536,42 @@ class Lock:
     """
 
     def __init__(self, path: Path, message: str, name: str = "", wait: float = 0.0) -> None:
-        self._path = path
+        self._path, self._lock = path, FileLock(path, thread_local=False, fallback_to_soft=False)
         until, waiting = time.monotonic() + wait, False
+        if path.exists() and not path.is_file():
+            raise RunError(f"{path} is not a regular file; remove it")
         with writing(path):
-            while (holder := self._take()) is not None:
-                if not name or holder != name or time.monotonic() > until:
+            while not self._take():
+                if not name or self._holder() != name or time.monotonic() > until:
                     raise UsageError(message)
                 if not waiting:
                     log.info("waiting for another process to release %s", path)
                 waiting = True
-                time.sleep(_POLL)
+            self._own = path.stat()
             with suppress(OSError):  # a full disk
-                os.ftruncate(self._file.fileno(), 0)
-                os.write(self._file.fileno(), name.encode())
+                path.write_text(name)
 
-    def _take(self) -> str | None:
-        """None once this process holds the lock, else the name of its holder."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        while True:
-            handle = os.open(self._path, flags, 0o666)
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                os.close(handle)
-                raise RunError(f"{self._path} is not a regular file; remove it")
-            self._file = open(handle, "r+", errors="replace")  # noqa: SIM115  (held open as long as the lock)
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                with self._file:
-                    if not (holder := self._file.read(SMALL)):
-                        time.sleep(_POLL / 4)  # it may be about to write its name
-                        self._file.seek(0)
-                        holder = self._file.read(SMALL)
-                    return holder
-            except OSError:
-                return None
-            if self._stands():
-                return None
-            self._file.close()  # its holder has just removed it
+    def _take(self) -> bool:
+        """Whether this process holds the lock now, or the file system has none."""
+        try:
+            self._lock.acquire(timeout=_POLL, poll_interval=_POLL / 10)
+        except Timeout:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+        return True
 
-    def _stands(self) -> bool:
-        """Whether the locked file still has its name."""
-        return self._path.exists() and os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+    def _holder(self) -> str:
+        try:
+            return read_text(self._path)
+        except (OSError, ValueError):
+            return ""
 
     def release(self) -> None:
         """Unlock and remove the file."""
-        if self._file.closed:
-            return
-        with suppress(OSError):  # a read-only folder keeps the file, unlocked
-            if self._stands():
-                self._path.unlink()
-        self._file.close()
+        if self._lock.is_locked:
+            with suppress(OSError):  # a read-only folder keeps the file, unlocked
+                if os.path.samestat(self._own, self._path.stat()):
+                    self._path.unlink()
+            self._lock.release()

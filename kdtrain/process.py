@@ -1,4 +1,4 @@
-"""Which process of a run this is, as its launcher says in the environment; `ranks` has what they exchange.
+"""Which process of a run this is, as its launcher states in the environment; `ranks` has what they exchange.
 
 Commands that only read files use these alone, and import no torch.
 """

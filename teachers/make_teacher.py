@@ -96,7 +96,7 @@ def train(options: argparse.Namespace) -> Path:
         subprocess.run([sys.executable, str(ROOT / "teachers" / "make_tokenizer.py"), str(TEACHER)], check=True)
     flags = [word for pair in recipe(options.steps, options.batch_size).items() for word in pair]
     student = str(ROOT / "students" / "stdlib-5m.toml")
-    kdtrain("distill", "--data", "stdlib", "--student", student, "--out", str(options.run), "--yes", *flags)
+    kdtrain("distill", "--data", "stdlib", "--student", student, "--out", str(options.run), *flags)
     run: Path = options.run
     return run
 
@@ -133,7 +133,8 @@ def card(run: Path, measured: dict[str, dict[str, Any]]) -> str:
 
 def kdtrain(*words: str) -> dict[str, Any]:
     """Run a command, its progress on stderr, and give back its result."""
-    done = subprocess.run([sys.executable, "-m", "kdtrain", *words, "--json"], check=True, stdout=subprocess.PIPE)
+    argv = [sys.executable, "-m", "kdtrain", *words, "--json"]
+    done = subprocess.run(argv, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 

@@ -4,11 +4,13 @@ That nothing else in the project removes, replaces or renames is read off the sy
 """
 
 import ast
+import errno
 import fcntl
 import os
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -341,30 +343,36 @@ def test_a_lock_ends_with_its_process(tmp_path):
     assert not path.exists()
 
 
-def test_a_holder_that_has_not_written_its_name_yet_is_no_other(tmp_path, monkeypatch):
+def test_a_lock_waits_for_a_holder_of_its_name_and_for_who_looks_at_it(tmp_path):
     path = tmp_path / "lock"
-    with open(path, "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        later = [lambda: (held.write("me"), held.flush()), held.close]
-        monkeypatch.setattr(files.time, "sleep", lambda seconds: later.pop(0)())
-        files.Lock(path, "busy", "me", wait=60).release()
-    assert not later
-
-
-def test_a_lock_of_a_file_with_the_same_number_on_another_disk_is_another_lock(tmp_path, monkeypatch):
-    path = tmp_path / "lock"
+    held = files.Lock(path, "busy", "me")
+    threading.Timer(0.5, held.release).start()
+    files.Lock(path, "busy", "me", wait=60).release()
     path.touch()
-    table = f"1: FLOCK  ADVISORY  WRITE %s %s:{path.stat().st_ino} 0 EOF\n"
-    read, here, other = Path.read_text, os.getpid(), "fff:fff"
+    looking = os.open(path, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)  # as `is_locked` does
+    threading.Timer(0.05, os.close, [looking]).start()
+    files.Lock(path, "busy").release()
 
-    def holds(process: int, device: str) -> bool | None:
-        text = table % (process, device)
-        monkeypatch.setattr(Path, "read_text", lambda self: text if str(self) == "/proc/locks" else read(self))
-        return files.is_locked(path)
 
-    own = path.stat().st_dev
-    assert holds(here, f"{os.major(own):02x}:{os.minor(own):02x}") is True
-    assert holds(here, other) is False
-    assert holds(2**22, other) is None, "of a process that cannot be asked"
-    with open(path):  # an overlay or btrfs has another number in the table than in stat
-        assert holds(here, other) is True
+def test_a_lock_that_was_moved_with_its_folder_does_not_remove_the_one_that_came_after(tmp_path):
+    (tmp_path / "a").mkdir()
+    first = files.Lock(tmp_path / "a/lock", "busy")
+    (tmp_path / "a").rename(tmp_path / "b")
+    (tmp_path / "a").mkdir()
+    second = files.Lock(tmp_path / "a/lock", "busy")
+    first.release()
+    assert files.is_locked(tmp_path / "a/lock")
+    second.release()
+    assert not (tmp_path / "a/lock").exists()
+
+
+def test_where_there_are_no_locks_nobody_is_excluded(tmp_path, monkeypatch):
+    def refuse(handle: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    locks = [files.Lock(tmp_path / "lock", "busy") for _ in range(2)]
+    assert files.is_locked(tmp_path / "lock") is None
+    for each in locks:
+        each.release()

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -72,7 +72,7 @@ class Web:
         self.root, self.hub, self.objects = root, dict[str, Repository](), dict[str, bytes]()
         self.replaced: dict[str, bytes] = {}
         self.requests: list[str] = []
-        self.ranges: list[tuple[str, str | None, str | None]] = []
+        self.ranges: list[tuple[str, str | None]] = []
         self.uploads: list[str] = []
         self.authorized: list[str] = []
         self.passwords = 0
@@ -89,9 +89,9 @@ class Web:
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
-    def fail(self, end: str, fault: str, times: int = 1, after: int = 0) -> None:
-        """Let `times` requests for paths that end in `end` fail by `fault`, `after` so many."""
-        self._faults.append([end, fault, times, after])
+    def fail(self, end: str, fault: str, times: int = 1) -> None:
+        """Let `times` requests for paths that end in `end` fail by `fault`."""
+        self._faults.append([end, fault, times])
 
     def heal(self) -> None:
         """No faults."""
@@ -103,9 +103,6 @@ class Web:
             self.requests.append(path)
             for each in self._faults:
                 if path.endswith(each[0]) and each[2] > 0:
-                    if each[3] > 0:
-                        each[3] -= 1
-                        continue
                     each[2] -= 1
                     self.fired.append(each[1])
                     return each[1]
@@ -146,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         web, path = self.server_web, urlsplit(self.path).path
         fault = web.fault(path)
         web.passwords += self.headers.get("Authorization", "").startswith("Basic")
-        web.ranges.append((path, self.headers.get("Range"), self.headers.get("If-Range")))
+        web.ranges.append((path, self.headers.get("Range")))
         if self._failed(fault):
             return
         if (found := re.fullmatch(r"/api/(?:datasets|models)/([^/]+/[^/]+)(?:/revision/([^/]+))?", path)) is not None:
@@ -164,110 +161,81 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _failed(self, fault: str) -> bool:
         """Answer by a fault that needs no file."""
-        if fault == "close":
-            self.connection.shutdown(socket.SHUT_RDWR)
-            self.close_connection = True
-        elif fault == "garbage":
-            self.wfile.write(b"\x00\xff nonsense\r\n\r\n")
-            self.close_connection = True
-        elif fault.isdecimal():
+        kind, _, rest = fault.partition(":")
+        code, _, after = rest.partition("=")
+        answers = {
+            "later": lambda: self._empty(int(code), {"Retry-After": after}),
+            "range": lambda: self._empty(206, {"Content-Range": rest}),
+            "redirect": lambda: self._empty(302, {"Location": rest}),
+            "loop": lambda: self._empty(302, {"Location": self.path}),
+            "close": lambda: self._break(b""),
+            "garbage": lambda: self._break(b"\x00\xff nonsense\r\n\r\n"),
+            "drip headers": lambda: self._slowly(b"HTTP/1.1 200 OK\r\nX-Filler: " + b"x" * 1000, 1, 0.05),
+        }
+        if fault.isdecimal():
             self._empty(int(fault))
-        elif fault == "drip headers":
-            with suppress(OSError):
-                for byte in b"HTTP/1.1 200 OK\r\nX-Filler: " + b"x" * 1000:
-                    self.wfile.write(bytes([byte]))
-                    time.sleep(0.05)
-            self.close_connection = True
-        elif fault.startswith("later:"):
-            code, after = fault.removeprefix("later:").split("=")
-            self._empty(int(code), {"Retry-After": after})
-        elif fault.startswith("range:"):
-            self._empty(206, {"Content-Range": fault.removeprefix("range:")})
-        elif fault.startswith("redirect:"):
-            self._empty(302, {"Location": fault.removeprefix("redirect:")})
-        elif fault == "loop":
-            self._empty(302, {"Location": self.path})
-        else:
-            return False
-        return True
+        elif kind in answers:
+            answers[kind]()
+        return fault.isdecimal() or kind in answers
+
+    def _break(self, content: bytes) -> None:
+        """Send this, and close the connection."""
+        self.wfile.write(content)
+        self.wfile.flush()
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.close_connection = True
+
+    def _slowly(self, content: bytes, piece: int, seconds: float) -> None:
+        with suppress(OSError):
+            for begin in range(0, len(content), piece):
+                self.wfile.write(content[begin : begin + piece])
+                self.wfile.flush()
+                time.sleep(seconds)
 
     def _file(self, content: bytes | None, fault: str, more: dict[str, str] | None = None) -> None:
         if content is None:
             return self._empty(404)
-        tag = f'"{hashlib.md5(content).hexdigest()}"'
-        if fault == "flip":
-            content = (
-                content[: len(content) // 2]
-                + bytes([content[len(content) // 2] ^ 1])
-                + content[len(content) // 2 + 1 :]
-            )
-        if fault == "html":
-            content = b"<html>please log in</html>"
-        if fault == "cut":
-            content = content[: len(content) // 2]
-        if fault == "empty":
-            content = b""
-        if fault == "more":
-            content = content + b"x" * 1000
-        if fault == "tag":
-            tag = '"another"'
-        if fault == "weak":
-            tag = f"W/{tag}"
-        start, code, headers = 0, 200, {"ETag": tag, "Accept-Ranges": "bytes", **(more or {})}
-        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        if asked is not None and fault != "whole" and self.headers.get("If-Range", tag) == tag:
-            start, code = int(asked[1]), 206
+        half = len(content) // 2
+        changed = {
+            "flip": content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :] if content else b"",
+            "html": b"<html>please log in</html>",
+            "cut": content[:half],
+            "empty": b"",
+            "more": content + b"x" * 1000,
+        }
+        content = changed.get(fault, content)
+        headers = {"ETag": f'"{hashlib.md5(content).hexdigest()}"', "Accept-Ranges": "bytes", **(more or {})}
+        start, code = 0, 200
+        wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        if wanted is not None and fault != "whole":
+            start, code = int(wanted[1]), 206
             if start >= len(content):
                 return self._empty(416, {"Content-Range": f"bytes */{len(content)}"})
-            shown = 0 if fault == "begin" else start
-            headers["Content-Range"] = f"bytes {shown}-{len(content) - 1}/{len(content)}"
+            headers["Content-Range"] = f"bytes {0 if fault == 'begin' else start}-{len(content) - 1}/{len(content)}"
         body = content[start:]
+        headers |= {"Content-Encoding": "gzip"} if fault == "gzip" else {}
+        if fault not in ("endless", "unsized"):
+            headers["Content-Length"] = "9" * 5000 if fault == "digits" else str(len(body))
+        if fault in ("endless", "unsized", "digits"):
+            headers["Connection"] = "close"
+            self.close_connection = True
         self.send_response(code)
         for name, value in headers.items():
             self.send_header(name, value)
-        if fault == "gzip":
-            self.send_header("Content-Encoding", "gzip")
-        if fault in ("endless", "unsized"):
-            self.send_header("Connection", "close")
-            self.close_connection = True
-        else:
-            self.send_header("Content-Length", "9" * 5000 if fault == "digits" else str(len(body)))
-        if fault == "digits":
-            self.send_header("Connection", "close")
-            self.close_connection = True
         self.end_headers()
         if self.command == "HEAD":
-            return
+            return None
         if fault == "drop":
-            self.wfile.write(body[: max(1, len(body) // 2)])
-            self.wfile.flush()
-            self.connection.shutdown(socket.SHUT_RDWR)
-            self.close_connection = True
-            return
+            return self._break(body[: max(1, len(body) // 2)])
         if fault == "stall":
-            self.wfile.write(body[: len(body) // 2])
-            self.wfile.flush()
-            time.sleep(3)
+            self._slowly(body[: len(body) // 2], 2**20, 3)
             self.close_connection = True
-            return
-        if fault == "slow":
-            for begin in range(0, len(body), 4096):
-                self.wfile.write(body[begin : begin + 4096])
-                self.wfile.flush()
-                time.sleep(0.02)
-            return
-        if fault == "drip":
-            with suppress(OSError):
-                for begin in range(len(body)):
-                    self.wfile.write(body[begin : begin + 1])
-                    time.sleep(0.05)
-            return
-        if fault == "endless":
-            for _ in range(1000):
-                body += bytes(2**16)
-                if len(body) > 2**20:
-                    break
-        self.wfile.write(body)
+            return None
+        if fault in ("slow", "drip"):
+            return self._slowly(body, *((4096, 0.02) if fault == "slow" else (1, 0.05)))
+        self.wfile.write(body + bytes(2**21 if fault == "endless" else 0))
+        return None
 
     # The hub --------------------------------------------------------------------------------------------------------
 
@@ -316,8 +284,6 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         if path == "/api/validate-yaml":
             return self._json({"errors": [], "warnings": []})
-        if path.endswith("/paths-info/main"):
-            return self._paths(path.removeprefix("/api/datasets/").removesuffix("/paths-info/main"), body)
         if not self._known():
             return self._refuse(401)
         if path == "/api/repos/create":
@@ -376,21 +342,6 @@ class _Handler(BaseHTTPRequestHandler):
         commit = repository.commit(files, gone)
         url = f"{self.server_web.url}/datasets/{name}/commit/{commit}"
         return self._json({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
-
-    def _paths(self, name: str, body: bytes) -> None:
-        if (repository := self._seen(name)) is None:
-            return None
-        found = []
-        for path in parse_qs(body.decode()).get("paths", []):
-            if (content := repository.commits[-1][1].get(path)) is None:
-                continue
-            entry: dict[str, Any] = {"type": "file", "path": path, "size": len(content)}
-            entry["oid"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-            if _mode(path) == "lfs":
-                oid = hashlib.sha256(content).hexdigest()
-                entry["lfs"] = {"oid": oid, "size": len(content), "pointerSize": 130}
-            found.append(entry)
-        return self._json(found)
 
     def _refuse(self, code: int, name: str | None = None) -> None:
         self._empty(code, {"X-Error-Code": name} if name else {})

@@ -43,7 +43,7 @@ from kdtrain.data.packing import PackedRow
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.parallel import parallelize
-from kdtrain.parallel.memory_plan import Plan, estimated, job_of
+from kdtrain.parallel.memory_plan import MemoryPlan, estimated, job_of
 from kdtrain.precision.backends import formats_of
 from kdtrain.teaching.teacher import open_teacher
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
@@ -164,7 +164,7 @@ def peak(folder: Folder, name: str, case: Case, **environment: str) -> float:
     return json.loads(done.stdout)["peak_memory_mb"] * 2**20
 
 
-def estimate(folder: Folder, name: str, case: Case, student: str = "single", world: int = 1) -> Plan:
+def estimate(folder: Folder, name: str, case: Case, student: str = "single", world: int = 1) -> MemoryPlan:
     """The plan of a case, with the needs of a rank; makes the files of the case, but no cache."""
     config = cli.parse("distill", folder.argv(name, case, cached=False))
     device, length, sizes = torch.device("cpu"), config.data.seq_len, tuple[Any, ...]()
@@ -174,10 +174,10 @@ def estimate(folder: Folder, name: str, case: Case, student: str = "single", wor
         sizes = teacher.vocab_size, teacher.footprint(length)
     job = job_of(config, mode, device, read_spec(config.student), length, *sizes)
     assert job is not None
-    return estimated(Plan(student, "none" if case.teacher is None else "replicate"), job, world)
+    return estimated(MemoryPlan(student, "none" if case.teacher is None else "replicate"), job, world)
 
 
-def compared(plan: Plan, measured: float) -> dict[str, float]:
+def compared(plan: MemoryPlan, measured: float) -> dict[str, float]:
     """MiB by the plan and measured (in bytes), and the difference as a share of what was measured."""
     figures = {"estimated": round(plan.total / 2**20, 1), "measured": round(measured / 2**20, 1)}
     return figures | {"difference": round(plan.total / measured - 1, 3)}
@@ -255,7 +255,7 @@ def in_ranks(options: tuple[object, ...]) -> Case:
     return Case(llama(512, 8), options=(*options, "--precision", "fp32"))
 
 
-def estimate_in_ranks(folder: Folder, name: str, world: int = 2) -> Plan:
+def estimate_in_ranks(folder: Folder, name: str, world: int = 2) -> MemoryPlan:
     """The plan of one of `IN_RANKS`."""
     return estimate(folder, "ranks", in_ranks(IN_RANKS[name]), "ddp" if name == "DDP" else "fsdp", world)
 

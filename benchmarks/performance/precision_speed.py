@@ -27,7 +27,7 @@ from benchmarks.harness.timing import in_turn, over
 from benchmarks.science import precision
 from kdtrain.config import DistillConfig, MonitorConfig, PrecisionConfig, QuantizationConfig
 from kdtrain.models.head import SplitModel
-from kdtrain.precision.emulated import Recipe
+from kdtrain.precision.emulated import FormatRecipe
 from kdtrain.precision.linear import Emulated, Switch, convert
 from kdtrain.run.trial import trial_run
 from kdtrain.training.signals import StopRequest
@@ -67,7 +67,9 @@ def layer(pairs: int) -> dict[str, float]:
     tokens_BT = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     students = [models.make_student("demo", CPU) for _ in range(2 * EACH)]
     for each in students[1::2]:
-        convert(each.model, Switch(), Emulated(Recipe("mx", "e2m1", "e2m1")), head=each.model.get_output_embeddings())
+        convert(
+            each.model, Switch(), Emulated(FormatRecipe("mx", "e2m1", "e2m1")), head=each.model.get_output_embeddings()
+        )
     taken = [step_of(each, tokens_BT) for each in students]
     times = in_turn({str(number): step for number, step in enumerate(taken)}, pairs, CPU, warm=2)
 

@@ -48,7 +48,7 @@ def host_buffers(tensors: Mapping[str, Tensor], old: Mapping[str, Tensor] | None
     Pinned for tensors on a GPU; torch keeps pinned memory that is freed for the next request of that size.
 
     Raises:
-        MemoryError: the host has too little memory; the message says how much was asked for.
+        MemoryError: the host has too little memory; the message names the size.
     """
     buffers = {}
     try:

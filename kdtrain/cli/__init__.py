@@ -9,14 +9,12 @@ that cannot work, 1 for a failure while running. `register_command` adds a comma
 import contextlib
 import importlib
 import json
-import logging
 import os
 import re
 import shutil
 import sys
 import time
 import typing
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +24,7 @@ from kdtrain.config import commands
 from kdtrain.config.options import options_of
 from kdtrain.config.registered import COMMANDS, Command, Main
 from kdtrain.errors import RunError, UsageError, advice, name_flags, panics_refused, printable
+from kdtrain.imports import quiet_libraries
 from kdtrain.registry import first_line
 
 _LONGEST = 2000
@@ -34,6 +33,8 @@ _WITHOUT_MODELS = ("compare", "completion", "inspect", "plot", "verify")
 """Built-in commands that load no model, and so run under `python -OO`."""
 _RESUMING = ("cache-teacher", "demo", "distill", "merge", "subset")
 """Built-in commands that keep what an interrupted one has done."""
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+"""Read by transformers when it is imported, which commands without a model do not wait for."""
 _NARROWEST = 40
 """Columns of the narrowest terminal that tables and help are made for."""
 
@@ -102,8 +103,8 @@ def main(argv: list[str] | None = None) -> None:
         except UsageError as error:  # every process of a node raises it, and the first one prints it
             error.reported = os.environ.get("LOCAL_RANK", "0") != "0"  # type: ignore[attr-defined]
             raise
-        _quiet_libraries()
-        with panics_refused("a tokenizer fails"):  # where its name is known, the message has it
+        os.environ |= QUIET
+        with quiet_libraries(), panics_refused("a tokenizer fails"):  # where its name is known, the message has it
             if COMMANDS.get(command).models and sys.flags.optimize > 1:
                 raise UsageError("python -OO removes the docstrings that transformers needs to load a model; use -O")
             code = COMMANDS.get(command).main(config) or 0
@@ -140,22 +141,6 @@ def _print(text: str) -> None:
 def _drop_output() -> None:
     """The reader of our output is gone: the flush at exit must not raise the error again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _quiet_libraries() -> None:
-    """Keep other libraries' bars and warnings off the terminal: in the command's process, never in a user's."""
-    # the first three: about unused binaries
-    for name in ("torchao", "bitsandbytes", "torch.utils._pytree", "huggingface_hub"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # a model that cannot be run, with a stack, before our own line about it
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    # a single process without a process group is intended
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-    # transformers reads these when it is imported, which commands without a model do not wait for
-    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    if (shown := sys.modules.get("transformers.utils.logging")) is not None:
-        shown.set_verbosity_error()
-        shown.disable_progress_bar()
 
 
 def parse(command: str, argv: list[str], *, look: bool = False) -> Any:

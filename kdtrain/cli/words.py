@@ -82,7 +82,6 @@ _NAMES = {
     "early_stopping_patience": "patience",
     "early_stopping_min_delta": "min_delta early_stopping_threshold",
     "overwrite": "force overwrite_output_dir f",
-    "yes": "y assume_yes no_input",
     "parallel": "strategy fsdp ddp distributed tp tp_size pp_size cp_size dp_size tensor_parallel"
     " tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel"
     " tensor_parallel_dim deepspeed local_rank num_gpus",
@@ -110,6 +109,7 @@ _VALUE = {
     **dict.fromkeys(("wandb", "use_wandb", "wandb_exp_name", "run_name"), "--log-to wandb:PROJECT"),
     **dict.fromkeys(("wandb_project", "wandb_name"), "--log-to wandb:PROJECT"),
     **dict.fromkeys(("tensorboard", "use_tensorboard", "tensorboard_dir"), "--log-to tensorboard"),
+    **dict.fromkeys(("y", "assume_yes", "no_input"), "--resume latest"),
     **{"load_in_4bit": "--base-weights nf4", "load_in_8bit": "--base-weights int8"},
     **{"cosine": "--lr-schedule cosine", "wsd": "--lr-schedule wsd", "fsdp": "--parallel fsdp"},
     **{"ddp": "--parallel ddp", "reverse_kl": "--divergence reverse-kl", "jsd": "--divergence jsd"},

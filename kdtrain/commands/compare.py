@@ -70,9 +70,6 @@ def _table(groups: list[Group], shown: list[Group]) -> Table:
     rows += [(flag(option), *(group.runs[0].shown(option) for group in shown)) for option in differing(shown)]
     for name, measure in MEASURES.items():
         if any(group.mean(name) for group in shown):  # a count that is 0 everywhere tells nothing
-            rows.append((measure.label, *(_cell(*cell(groups, group, name)) for group in shown)))
+            cells = [cell(groups, group, name) for group in shown]
+            rows.append((measure.label, *(f"{own}\n{off}{' *' * far}" if off else own for own, off, far in cells)))
     return Table(("", *(f"{group.name}\n{group.seeds}" for group in shown)), rows, boxed=True)
-
-
-def _cell(own: str, off: str, beyond: bool) -> str:
-    return f"{own}\n{off}{' *' if beyond else ''}" if off else own

@@ -171,7 +171,6 @@ def distill_config(folder: Path, kind: str, seed: int, settings: Settings) -> op
         optimizer=options.OptimizerConfig(lr=settings.lr),
         precision=options.PrecisionConfig(compile=settings.compile),
         monitor=options.MonitorConfig(eval_freq=settings.eval_freq, log_to="none"),
-        checkpoint=options.CheckpointConfig(yes=True),
     )
 
 

@@ -1,21 +1,22 @@
 """`kdtrain distill`: trains a student from a cache, from an online teacher, or by cross-entropy on text."""
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
-
-from transformers.utils import logging as transformers_log
 
 from kdtrain.config import DistillConfig
 from kdtrain.config.values import configured
 from kdtrain.errors import RunError, UsageError
+from kdtrain.imports import quiet_libraries
 from kdtrain.monitor.facts import closing_page
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, reported
 from kdtrain.run import sanity, trial
 from kdtrain.run.agreement import same_ranks
 from kdtrain.run.build import build
+from kdtrain.run.path_kind import is_run
 from kdtrain.run.recipe import resolve, run_device
 from kdtrain.run.run import Run
 from kdtrain.tables import show, show_page
@@ -32,6 +33,7 @@ def main(config: DistillConfig) -> int:
         with interruptible():
             if tried is not None:
                 return tried(config)
+            _confirm(config)
             result = distill(config)
     except KeyboardInterrupt as interrupt:
         outside = "stopped while not training; the same command resumes"
@@ -44,19 +46,14 @@ def main(config: DistillConfig) -> int:
     return 0
 
 
-@contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Keep other libraries' bars and warnings out of a notebook's cell while a run lasts."""
-    shown = transformers_log.is_progress_bar_enabled()
-    transformers_log.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            # a single process without a process group is intended
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            yield
-    finally:
-        if shown:
-            transformers_log.enable_progress_bar()
+def _confirm(config: DistillConfig) -> None:
+    """Ask a user at a terminal whether to resume an earlier run. UsageError: the user declines."""
+    asked = config.checkpoint.resume == "auto" and "RANK" not in os.environ and is_run(config.out)
+    if not asked or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return
+    print(f"{config.out} holds an earlier run. Resume it? [Y/n] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("", "y", "yes"):
+        raise UsageError(f"--out {config.out} holds a run; name another folder, or use --resume never --overwrite")
 
 
 def distill(config: DistillConfig | None = None, **options: Any) -> dict[str, Any]:
@@ -85,7 +82,7 @@ def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) 
     """
     setup_logging(quiet=not is_main())
     with ExitStack() as stack:
-        stack.enter_context(_quiet_libraries())
+        stack.enter_context(quiet_libraries())
         device = stack.enter_context(run_device(config))
         stack.enter_context(same_ranks(config, device))
         recipe = resolve(config, device, stack)

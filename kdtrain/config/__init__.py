@@ -14,6 +14,7 @@ from kdtrain.config.cache_commands import CacheTeacherConfig as CacheTeacherConf
 from kdtrain.config.cache_commands import MergeConfig as MergeConfig
 from kdtrain.config.cache_commands import SubsetConfig as SubsetConfig
 from kdtrain.config.cache_commands import check_device as check_device
+from kdtrain.config.choices import Weights as Weights
 from kdtrain.config.commands import CompareConfig as CompareConfig
 from kdtrain.config.commands import DemoConfig as DemoConfig
 from kdtrain.config.commands import DistillConfig as DistillConfig
@@ -36,7 +37,6 @@ from kdtrain.config.sections import ParallelConfig as ParallelConfig
 from kdtrain.config.sections import PrecisionConfig as PrecisionConfig
 from kdtrain.config.sections import QuantizationConfig as QuantizationConfig
 from kdtrain.config.sections import StoppingConfig as StoppingConfig
-from kdtrain.config.sections import Weights as Weights
 from kdtrain.config.teachers import RunServerConfig as RunServerConfig
 from kdtrain.config.teachers import ServerConfig as ServerConfig
 from kdtrain.config.teachers import TextConfig as TextConfig

@@ -7,7 +7,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
-from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig, Weights
+from kdtrain.config.choices import Weights
+from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig
 from kdtrain.config.teachers import ServerConfig, TextConfig
 from kdtrain.config.values import Conflicts, Extended, Options, option, refuse
 from kdtrain.errors import UsageError

@@ -3,7 +3,12 @@
 The modules named here hold the code and register it; see `kdtrain.registry`. Traits are what checks of options ask.
 """
 
+from typing import Literal
+
 from kdtrain.registry import Registry
+
+Weights = Literal["bf16", "int8", "nf4"]
+"""Formats of frozen weights that take fewer bits (`kdtrain.models.frozen`)."""
 
 IGNORES_T, GROWS_WITH_T = "ignores T", "grows with T"
 """Of a divergence: T^2 times it does not depend on T; it grows with T without limit (over whole distributions)."""

@@ -11,7 +11,7 @@ from kdtrain.config.cache_commands import (
     SubsetConfig,
     check_device,
 )
-from kdtrain.config.choices import SOURCES
+from kdtrain.config.choices import SOURCES, Weights
 from kdtrain.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -24,7 +24,6 @@ from kdtrain.config.sections import (
     PrecisionConfig,
     QuantizationConfig,
     StoppingConfig,
-    Weights,
 )
 from kdtrain.config.teachers import RunServerConfig
 from kdtrain.config.values import Conflicts, Extended, Options, option

@@ -23,9 +23,6 @@ from kdtrain.config.choices import (
 from kdtrain.config.values import Conflicts, Options, flag, option, refuse
 from kdtrain.errors import UsageError
 
-Weights = Literal["bf16", "int8", "nf4"]
-"""Formats of frozen weights that take fewer bits (`kdtrain.models.frozen`)."""
-
 
 def _check_split(split: str) -> None:
     known = split in ("train", "validation", "test")
@@ -310,9 +307,7 @@ class CheckpointConfig(Options):
     async_save: bool = option(True, free=True)
     """Write checkpoints in the background; takes as much memory again as weights and optimizer state."""
     resume: str = option("auto", free=True, reads="checkpoint")
-    """auto, never, latest, best, or the name or path of a checkpoint."""
-    yes: bool = option(False, free=True)
-    """Resume an earlier run without asking on a terminal."""
+    """auto (a user at a terminal is asked), never, latest, best, or the name or path of a checkpoint."""
     overwrite: bool = option(False, free=True)
     """With --resume never: move an earlier run in --out aside and start a new one."""
     load: Path | None = option(
@@ -325,9 +320,10 @@ class CheckpointConfig(Options):
 
 def _check_command(given: str) -> None:
     try:
-        refuse(not shlex.split(given), "--on-event is empty; give a command, or leave it out")
+        words = shlex.split(given)
     except ValueError as error:
         raise UsageError(f"--on-event {given!r} cannot be split into words: {error}") from None
+    refuse(not words, "--on-event is empty; give a command, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,8 +422,6 @@ class ParallelConfig(CacheParallelConfig):
     """With fsdp: ranks that share one copy of a model, such as those of a node; all ranks if not given."""
     accumulate: Literal["auto", "whole", "sharded"] = option("auto", free=True)
     """With fsdp: micro-batches add up whole gradients, or shards, exchanged each time; auto takes what fits."""
-    log_all_ranks: bool = option(False, free=True, per_rank=True)
-    """Write a log of each rank into the run, rank-00001.log for rank 1."""
 
     def conflicts(self) -> Conflicts:
         yield (

@@ -283,18 +283,15 @@ def _messages(value: Any) -> Messages:
         if not all(isinstance(each, str) for each in texts):
             reason = "with a turn without content" if content is None else "with content that is not text"
             raise LeftOut(reason, f"'{role or name}'")
-        if turn["role"] == "assistant" and not _is_learned(message):
-            turn["weight"] = 0
+        # whether a turn counts, by the keys of other trainers
+        stated = {name: message.get(name) for name in ("weight", "train", "training", "loss", "masked")}
+        if turn["role"] == "assistant":
+            if not all(value in (None, 0, 1) for value in stated.values()):
+                raise LeftOut("with a turn that counts in part")
+            if stated.pop("masked") or any(value == 0 for value in stated.values()):
+                turn["weight"] = 0
         found.append({**turn, "content": "\n".join(texts)})
     return found
-
-
-def _is_learned(message: Mapping[str, Any]) -> bool:
-    """Whether a turn counts, by the keys of other trainers. LeftOut: one is neither true nor false."""
-    stated = {name: message.get(name) for name in ("weight", "train", "training", "loss", "masked")}
-    if not all(value in (None, 0, 1) for value in stated.values()):
-        raise LeftOut("with a turn that counts in part")
-    return not stated.pop("masked") and not any(value == 0 for value in stated.values())
 
 
 def _functions(value: Any, reason: str) -> list[dict[str, Any]]:

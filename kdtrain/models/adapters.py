@@ -6,7 +6,7 @@ keeps its class, its configuration and its output head, and only the names of ad
 What is trained is a small part of the state dict; the rest is frozen, and a digest stands for it (`frozen_digest`).
 Embeddings and the output head have no adapters: the objective multiplies by the head's weight itself.
 
-What others wrote (a `peft` folder, a checkpoint) says which layers are adapted by the names of its tensors. Its own
+What others wrote (a `peft` folder, a checkpoint) names the adapted layers in the names of its tensors. Its own
 patterns are not used, because a regular expression can be made to run without end.
 
 What it gives up: experts that a model keeps as one three-dimensional parameter are no linear layers and stay frozen;

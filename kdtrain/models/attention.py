@@ -199,17 +199,11 @@ _UNGROUPED: Any = SimpleNamespace(is_causal=True)
 
 
 def _fused_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **keywords: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **keywords: Any
 ) -> tuple[Tensor, None]:
     """Keep what every fused kernel keeps for the backward (its inputs and output), with neither a mask nor scores."""
-    output, _ = sdpa_attention_forward(module, query, key, value, None, **keywords)
+    others = {name: each for name, each in keywords.items() if name not in ("sliding_window", "softcap")}
+    output, _ = sdpa_attention_forward(module, query, key, value, None, **others)
     return output, None
 
 
@@ -234,7 +228,7 @@ kernel_orders: dict[int, list[SDPBackend]] = {}
 """By head width: the order in which SDPA tries its kernels; torch's own where there is none."""
 
 
-class Shape(NamedTuple):
+class KernelShape(NamedTuple):
     """What a kernel is timed on; a group is a head of keys and values."""
 
     batch: int
@@ -244,10 +238,10 @@ class Shape(NamedTuple):
     width: int
 
 
-_times: dict[tuple[Shape, torch.dtype], dict[str, float]] = {}
+_times: dict[tuple[KernelShape, torch.dtype], dict[str, float]] = {}
 
 
-def kernel_seconds(kernel: SDPBackend, shape: Shape, dtype: torch.dtype, device: torch.device) -> float:
+def kernel_seconds(kernel: SDPBackend, shape: KernelShape, dtype: torch.dtype, device: torch.device) -> float:
     """Seconds of a layer's causal attention, forward and backward; infinite where the kernel does not fit."""
     generator = torch.Generator(device).manual_seed(0)
     heads = (shape.heads, shape.groups, shape.groups)
@@ -275,7 +269,7 @@ def choose_kernel(
     length: int,
     dtype: torch.dtype | None,
     device: torch.device,
-    seconds: Callable[[SDPBackend, Shape, torch.dtype, torch.device], float] = kernel_seconds,
+    seconds: Callable[[SDPBackend, KernelShape, torch.dtype, torch.device], float] = kernel_seconds,
 ) -> str | None:
     """Let SDPA try first what rank 0 finds to be the fastest kernel for a model, and return a line for the log.
 
@@ -295,7 +289,7 @@ def choose_kernel(
         return "attention by torch's own order of kernels: nothing is timed with --deterministic"
     groups = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    shape = Shape(max(1, min(batch, 8192 // length)), heads, groups, length, width)
+    shape = KernelShape(max(1, min(batch, 8192 // length)), heads, groups, length, width)
     if (shape, dtype) not in _times:
         _times[shape, dtype] = on_main(
             lambda: {name: seconds(kernel, shape, dtype, device) for name, kernel in KERNELS.items()}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kdtrain.config import LoraConfig
-from kdtrain.config.sections import Weights
+from kdtrain.config.choices import Weights
 from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import canonical_json, read_toml
 from kdtrain.registry import nearest
@@ -169,7 +169,7 @@ def at_commit(spec: ModelSpec, commit: str | None) -> ModelSpec:
 
 
 def with_weights(spec: ModelSpec, weights: Weights | None, option: str, parallel: str) -> ModelSpec:
-    """A spec whose weights are held in another format; None: as the spec says.
+    """A spec whose weights are held in another format; None: as in the spec.
 
     parallel: how the ranks hold the model. UsageError: there are no such weights here, or they would be sharded.
     """

@@ -24,7 +24,7 @@ RESULT = "result.json"
 _MOST_CACHES = 50
 """Most caches of a mixture that a page lists."""
 _MESSAGE = 1000
-"""Most characters of a warning on a page."""
+"""Most characters of a warning on a page; a longer one ends between words."""
 ACTIVE = ("training", "silent", "unknown")
 """The states of a run that may be training. silent: killed, or training on another machine or in another container."""
 
@@ -182,17 +182,13 @@ def warnings(record: RunRecord) -> Iterator[Part]:
     """The kinds of warnings with the last one of each, the most frequent first."""
     found = [each for each in record.events if each.level != "info"]
     last = {each.event: each for each in found}
+    texts = {kind: str(each.details.get("message", ""))[: 2 * _MESSAGE] for kind, each in last.items()}
     rows = [
-        (kind, times, f"@{last[kind].step}: {_cut(last[kind].details.get('message', ''))}")
+        (kind, times, f"@{last[kind].step}: {textwrap.shorten(texts[kind], _MESSAGE, placeholder=' ...')}")
         for kind, times in Counter(each.event for each in found).most_common()
     ]
     if rows:
         yield from ("", columns(("warning", "times", "the last one"), rows, left=("warning", "the last one")))
-
-
-def _cut(text: Any) -> str:
-    """A message of one line, as long as kdtrain's are; a longer one ends between words."""
-    return textwrap.shorten(str(text)[: 2 * _MESSAGE], _MESSAGE, placeholder=" ...")
 
 
 def health_lines(path: Path, record: RunRecord) -> Iterator[str]:

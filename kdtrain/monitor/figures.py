@@ -164,7 +164,8 @@ def panel(axes: Axes, groups: Sequence[Group], x: str, name: str) -> None:
     rows, marked = 0, 0
     for group, (color, marker, line) in zip(groups, looks(groups), strict=True):
         places = [run.record.places(x) for run in group.runs]
-        seeds = [_points(run, name, place) for run, place in zip(group.runs, places, strict=True)]
+        curves = [(run.record.curve(name), place) for run, place in zip(group.runs, places, strict=True)]
+        seeds = [[(at[step], y) for step, y in curve if step in at and abs(y) < 1e30] for curve, at in curves]
         seeds = [thinned(points) for points in seeds if points]
         if seeds:
             look = {"marker": marker, "markersize": 4, "linestyle": line, "linewidth": 1.4}
@@ -233,10 +234,6 @@ def literal(name: str, most: int = 48) -> str:
     """A name as matplotlib shows it: no formula, and not one that a legend leaves out."""
     name = name if len(name) <= most else f"{name[: most - 1]}…"
     return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
-
-
-def _points(run: Run, name: str, places: dict[int, float]) -> list[tuple[float, float]]:
-    return [(places[step], value) for step, value in run.record.curve(name) if step in places and abs(value) < 1e30]
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -73,9 +73,10 @@ class RunRecord:
             raise UsageError(f"{folder} is not a run")
         metrics, diagram = [], list[dict[str, float]]()
         for _, record in lines(folder / "metrics.jsonl", last):
-            if (line := _numbers(record)) is not None:
-                metrics.append(line)
-                diagram = _bins((record or {}).get("validation/calibration")) or diagram
+            if record is not None and 0 <= record["step"] <= _LARGEST:
+                found = {name: math.nan if value is None else value for name, value in record.items()}
+                metrics.append({name: value for name, value in found.items() if _is_number(value)})
+                diagram = _bins(record.get("validation/calibration")) or diagram
         return cls(
             _table(folder / "config.toml"),
             _table(folder / "environment.json"),
@@ -184,12 +185,8 @@ def _table(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _numbers(record: dict[str, Any] | None) -> Line | None:
-    """The numbers of a line, NaN for null; None where its step is none."""
-    if record is None or not 0 <= record["step"] <= _LARGEST:
-        return None
-    found = {name: math.nan if value is None else value for name, value in record.items()}
-    return {name: x for name, x in found.items() if type(x) is float or (type(x) is int and abs(x) <= _LARGEST)}
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) <= _LARGEST)
 
 
 def _bins(value: Any) -> list[dict[str, float]]:

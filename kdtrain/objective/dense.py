@@ -195,8 +195,8 @@ def weigh(
 
     inputs = (sums.top_z + sums.mass_z.double().log(), label_R.double(), value_R, beta)
     if differentiates:
-        asked = (0, 1, 2, 3) if slopes else (0, 1, 2)
-        gradients, (total, totals) = torch.func.grad(value, argnums=asked, has_aux=True)(*inputs)
+        wanted = (0, 1, 2, 3) if slopes else (0, 1, 2)
+        gradients, (total, totals) = torch.func.grad(value, argnums=wanted, has_aux=True)(*inputs)
     else:
         total, totals = value(*inputs)[1]
         gradients = tuple(torch.zeros_like(each) for each in inputs)

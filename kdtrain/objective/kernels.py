@@ -8,7 +8,7 @@ adding to a rounded gradient would round twice.
 
 One program handles one row, in blocks. Only the last needs a mask: a masked access is not vectorised if the length is
 no multiple of 16. Triton comes with CUDA builds of torch and is no requirement: it is imported when a kernel is first
-asked for; hence kernels are plain functions here, and `_compiled` decorates them.
+requested; hence kernels are plain functions here, and `_compiled` decorates them.
 
 Shape suffixes: R rows of a chunk, V vocabulary, E single logits of a row.
 """

@@ -118,34 +118,27 @@ class DistillationLoss(nn.Module):
             )
         options = {"vocab_size": vocab_size, "normalizer": normalizer, "compile": compile}
         if targets is None or not targets.parts:
-            return self._of_one_kind(hidden_ND, head, labels_N, mask_N, targets, **options)
+            return self._of_one_kind(targets, mask_N, (hidden_ND, head, labels_N), **options)
         # once: ranks whose micro-batches have other numbers of parts gather a sharded head together
         head, sizes = whole_head(head), [rows for rows, _ in targets.parts]
         split = zip(hidden_ND.split(sizes), labels_N.split(sizes), mask_N.split(sizes), targets.parts, strict=True)
         outputs = []
         for hidden_RD, labels_R, mask_R, (_, part) in split:
-            output = self._of_one_kind(hidden_RD, head, labels_R, mask_R, part, **options)
+            output = self._of_one_kind(part, mask_R, (hidden_RD, head, labels_R), **options)
             outputs.append(output if part is not None else output._replace(ce_alone=output.ce))
         return LossOutput(*(torch.stack(each).sum(0) for each in zip(*outputs, strict=True)))
 
     def _of_one_kind(
-        self,
-        hidden_ND: Tensor,
-        head: OutputHead,
-        labels_N: Tensor,
-        mask_N: Tensor,
-        targets: Targets | None,
-        **options: Any,
+        self, targets: Targets | None, mask_N: Tensor, rows: tuple[Tensor, OutputHead, Tensor], **options: Any
     ) -> LossOutput:
+        """The loss of rows (hidden, head, labels) whose targets are all of one kind."""
         if targets is not None and targets.only_at_one and not self.temperature.stays_one:
             _refuse_across(targets)
             raise UsageError(
                 "samples without a top-k are right at T = 1 only; use a --temperature of 1, or a cache with a --top-k"
             )
         output = distillation_loss(
-            hidden_ND,
-            head,
-            labels_N,
+            *rows,
             mask_N,
             targets,
             temperature=1.0 if self.temperature.stays_one else self.temperature.value(),

@@ -18,7 +18,7 @@ from torch import Tensor
 from kdtrain.objective.targets import Targets
 
 Part = tuple[int, Targets | None]
-"""A number of rows, and their targets; None: no teacher said anything about them, and they are trained on anyway."""
+"""A number of rows, and their targets; None: no teacher's predictions; they are trained on all the same."""
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,8 @@ def differentiate(
 
     inputs = (found.tail, found.tail_beta, found.kept, found.label, beta)
     # Without slopes nothing of the teacher's side is differentiated.
-    asked = (0, 1, 2, 3, 4) if slopes else (0, 1, 2, 3)
-    gradients, (total, sums) = torch.func.grad(value, argnums=asked, has_aux=True)(*inputs)
+    wanted = (0, 1, 2, 3, 4) if slopes else (0, 1, 2, 3)
+    gradients, (total, sums) = torch.func.grad(value, argnums=wanted, has_aux=True)(*inputs)
     g_tail_R, g_tail_beta_R, g_kept_RK, g_label_R = gradients[:4]
     g_beta = gradients[4] if slopes else torch.zeros_like(beta)
     share_R, share_beta_R = g_tail_R / tail.mass, beta * g_tail_beta_R / tail.mass_beta

@@ -15,7 +15,7 @@ from kdtrain.ranks import all_reduce_sum, rank, world_size
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """The place of this rank."""
 
     data_rank: int = 0
@@ -27,7 +27,7 @@ class Layout:
     """The ranks that share each sequence; None: this one alone."""
 
     @classmethod
-    def of_ranks(cls) -> "Layout":
+    def of_ranks(cls) -> "RankLayout":
         """Data parallelism over all ranks."""
         return cls(rank(), world_size())
 

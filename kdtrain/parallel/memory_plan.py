@@ -65,7 +65,7 @@ from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.monitor.progress import log
 from kdtrain.objective.logits import chunk_rows, weight_chunks
-from kdtrain.parallel.layout import Layout
+from kdtrain.parallel.layout import RankLayout
 from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import all_gather_object, is_main, world_size
 
@@ -241,7 +241,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """The part of student and teacher on each rank."""
 
     student: Literal["single", "ddp", "fsdp"]
@@ -288,7 +288,7 @@ class Plan:
 
 def choose(
     options: ParallelConfig, world: int, *, online: bool, job: Job | None = None, free: float | None = None
-) -> Plan:
+) -> MemoryPlan:
     """The plan for `world` ranks.
 
     Args:
@@ -319,10 +319,10 @@ def choose(
     )
 
 
-def _candidates(options: ParallelConfig, world: int, online: bool, job: Job | None) -> list[Plan]:
+def _candidates(options: ParallelConfig, world: int, online: bool, job: Job | None) -> list[MemoryPlan]:
     """The plans that the options allow, by preference."""
     if world == 1:
-        return [Plan("single", "replicate" if online else "none")]
+        return [MemoryPlan("single", "replicate" if online else "none")]
     students: list[Literal["ddp", "fsdp"]] = ["ddp", "fsdp"]
     teachers: list[Literal["none", "replicate", "fsdp"]] = ["replicate", "fsdp"] if online else ["none"]
     if job is not None and job.student.packed:
@@ -331,7 +331,7 @@ def _candidates(options: ParallelConfig, world: int, online: bool, job: Job | No
         teachers.remove("fsdp")
     ways: list[Literal["whole", "sharded"]] = ["whole", "sharded"]
     return [
-        Plan(student, teacher, options.shard_size, way)
+        MemoryPlan(student, teacher, options.shard_size, way)
         for way in ways
         for student in students
         for teacher in teachers
@@ -370,14 +370,14 @@ def _what_helps(options: ParallelConfig, world: int, job: Job, free: float) -> I
             return
 
 
-def estimated(plan: Plan, job: Job, world: int) -> Plan:
+def estimated(plan: MemoryPlan, job: Job, world: int) -> MemoryPlan:
     """`plan` with the bytes that each of `world` ranks needs."""
     moments = _moments(plan, job, world)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     return replace(plan, needs={name: each for name, each in moments[moment].items() if each}, moment=moment)
 
 
-def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
+def _moments(plan: MemoryPlan, job: Job, world: int) -> dict[str, dict[str, float]]:
     """Bytes by part at each moment."""
     student, teacher, tokens = job.student, job.teacher, job.micro(world) * job.seq_len
     shared = (plan.shard_size or world) if plan.student == "fsdp" else 1
@@ -386,11 +386,11 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
     weights = masters + student.frozen_bytes * student.frozen / shared
     state = {"weights and moments": weights, "snapshots": job.snapshots * masters}
     state["copy for the save"] = masters if job.copies else 0.0
-    asked = 0.0
+    teaching = 0.0
     if teacher is not None:
         sharded = (plan.shard_size or world) if plan.teacher == "fsdp" else 1
         state["teacher"] = _teacher_held(teacher, sharded) + 4.0 * tokens * teacher.width
-        asked = _of_a_layer(teacher, tokens)  # nothing is kept
+        teaching = _of_a_layer(teacher, tokens)  # nothing is kept
     gathered = state | {"gathered": 4.0 * root + 2 * job.compute_bytes * in_layer if shared > 1 else 0.0}
 
     # DDP's buckets, of which gradients are views, exist from the first step on.
@@ -420,7 +420,7 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
     embedding = 4.0 * head_weight if student.tied and not student.frozen_head else 0.0
     at_end = {"gradients": gradients + embedding, "activations": _of_a_layer(student, tokens)}
     return {
-        "teach": gathered | buckets | {"teacher's forward": asked},
+        "teach": gathered | buckets | {"teacher's forward": teaching},
         "head": gathered | at_head,
         "backward": gathered | at_end,
     }
@@ -440,7 +440,7 @@ def _teacher_held(teacher: ModelFootprint, shared: int) -> float:
     return teacher.weight_bytes * numbers + wide
 
 
-def plan_run(config: DistillConfig, job: Job | None, free: float | None) -> Plan:
+def plan_run(config: DistillConfig, job: Job | None, free: float | None) -> MemoryPlan:
     """The plan of a run.
 
     job: see `job_of`. free: see `free_everywhere`.
@@ -459,7 +459,7 @@ def fitting_micro_batch(config: DistillConfig, job: Job | None, free: float | No
 
     free: see `free_everywhere`; without it, or for a model that cannot be measured, the whole share.
     """
-    micro = config.batch_size // Layout.of_ranks().data_size
+    micro = config.batch_size // RankLayout.of_ranks().data_size
     if job is not None and free is not None:
         while micro % 2 == 0 and not _fits(config.parallel, world_size(), replace(job, micro_batch_size=micro), free):
             micro //= 2
@@ -528,7 +528,7 @@ def shards_teacher(
     teacher: None if it cannot be estimated. free: see `free_everywhere`.
 
     Raises:
-        UsageError: the teacher does not fit, or one process is asked to shard it.
+        UsageError: the teacher does not fit, or one process cannot shard it.
     """
     wanted, world = config.parallel.teacher_parallel, world_size()
     if wanted == "fsdp" and world == 1:

@@ -49,7 +49,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 
 from kdtrain.models.head import default_probe, layers_of
-from kdtrain.parallel.layout import Layout
+from kdtrain.parallel.layout import RankLayout
 from kdtrain.ranks import agreed_max, local, with_local
 
 
@@ -62,12 +62,12 @@ class SingleProcess:
     """
 
     kind = "single"
-    layout: Layout
+    layout: RankLayout
     """Which part of the data this rank reads."""
 
     def __init__(self, module: nn.Module, model: nn.Module) -> None:
         self.module, self.model = module, model
-        self.layout = Layout.of_ranks()
+        self.layout = RankLayout.of_ranks()
 
     def __call__(self, *batch: Any, **options: Any) -> Any:
         """Call the module through its wrapper."""

@@ -32,7 +32,7 @@ from kdtrain.errors import UsageError
 from kdtrain.imports import quiet_import
 from kdtrain.models.adapters import adapter_parts
 from kdtrain.precision.controller import Policy
-from kdtrain.precision.emulated import Recipe, Scaling, ScalingControl, compute_dtype
+from kdtrain.precision.emulated import FormatRecipe, Scaling, ScalingControl, compute_dtype
 from kdtrain.precision.linear import Backend, Emulated, Product, Switch, convert
 from kdtrain.precision.modes import has_bf16, head_dtype, pick_mode
 
@@ -97,7 +97,7 @@ def _why_not_import(name: str) -> str | None:
 class BackendEntry:
     """A back end, and the modes and recipes that it supports."""
 
-    make: Callable[[Recipe], Backend]
+    make: Callable[[FormatRecipe], Backend]
     modes: tuple[str, ...]
     scalings: tuple[str, ...]
     every_recipe: bool
@@ -105,7 +105,7 @@ class BackendEntry:
     why_not_real: Callable[[torch.device], str | None]
 
 
-Maker = TypeVar("Maker", bound=Callable[[Recipe], Backend])
+Maker = TypeVar("Maker", bound=Callable[[FormatRecipe], Backend])
 
 
 def register_backend(
@@ -118,7 +118,7 @@ def register_backend(
     why_not_real: Callable[[torch.device], str | None] = why_not_real,
     help: str = "",
 ) -> Callable[[Maker], Maker]:
-    """Decorator: make a class (a `Backend` built from a `Recipe`) the one that `--fp8-backend NAME` takes.
+    """Decorator: make a class (a `Backend` built from a `FormatRecipe`) the one that `--fp8-backend NAME` takes.
 
     Args:
         name: as users write it.
@@ -142,7 +142,7 @@ def register_backend(
 class Torchao:
     """fp8 by torchao, one scale a tensor or a row."""
 
-    recipe: Recipe
+    recipe: FormatRecipe
 
     def refuses(self, inputs: int, outputs: int, transposed: bool) -> str | None:
         """Why a layer of this shape cannot be quantised, or None."""
@@ -227,7 +227,7 @@ class _ConstantWeight(torch.autograd.Function):
         return torch.mm(g, product.along_O.t()), None, None
 
 
-def _converted(inputs: int, outputs: int, recipe: Recipe, high_forward: bool) -> Any:
+def _converted(inputs: int, outputs: int, recipe: FormatRecipe, high_forward: bool) -> Any:
     """A stand-in layer without storage, converted by torchao."""
     from torchao.float8 import CastConfig, Float8LinearConfig, ScalingGranularity, convert_to_float8_training
     from torchao.float8.config import ScalingType
@@ -255,7 +255,7 @@ def _converted(inputs: int, outputs: int, recipe: Recipe, high_forward: bool) ->
 class TransformerEngine:
     """fp8 by TransformerEngine, one scale a tensor or a block."""
 
-    recipe: Recipe
+    recipe: FormatRecipe
 
     def refuses(self, inputs: int, outputs: int, transposed: bool) -> str | None:
         """Why a layer of this shape cannot be quantised, or None."""
@@ -269,7 +269,7 @@ class TransformerEngine:
 
 
 class _TransformerEngineProduct:
-    def __init__(self, layer: nn.Module, inputs: int, outputs: int, recipe: Recipe) -> None:
+    def __init__(self, layer: nn.Module, inputs: int, outputs: int, recipe: FormatRecipe) -> None:
         import transformer_engine.pytorch as te
         from transformer_engine.common import recipe as recipes
 
@@ -293,7 +293,7 @@ class _TransformerEngineProduct:
         return y_NO[: len(x_ND)]
 
 
-def _multiple(recipe: Recipe) -> int:
+def _multiple(recipe: FormatRecipe) -> int:
     """All sizes, the number of tokens too, must be a multiple of it for TransformerEngine."""
     return 128 if recipe.scaling == "blockwise" else 16
 
@@ -334,14 +334,14 @@ def capabilities(device: torch.device) -> list[Capability]:
     return table + [capability(mode, "emulated", device) for mode in QUANTIZED[1:]]
 
 
-def capability(mode: str, backend: str, device: torch.device, recipe: Recipe | None = None) -> Capability:
+def capability(mode: str, backend: str, device: torch.device, recipe: FormatRecipe | None = None) -> Capability:
     """Whether `backend` supports `mode` on `device`, with the plain recipe when none is given."""
     entry: BackendEntry = BACKENDS.get(backend)
     if mode not in entry.modes:
         return Capability(mode, backend, False, False, f"{backend} has no {mode} that trains here")
     reason = entry.why_not(device)
     if reason is None and backend != "emulated":
-        reason = _why_not_a_product(entry.make(recipe or Recipe("tensorwise")), device)
+        reason = _why_not_a_product(entry.make(recipe or FormatRecipe("tensorwise")), device)
     if reason is not None:
         return Capability(mode, backend, False, False, reason)
     unreal = entry.why_not_real(device)
@@ -360,7 +360,7 @@ class Choice:
     """The choice, for the log."""
 
 
-def choose(mode: str, wanted: str, recipe: Recipe, scaling: str, device: torch.device) -> Choice | str:
+def choose(mode: str, wanted: str, recipe: FormatRecipe, scaling: str, device: torch.device) -> Choice | str:
     """The back end for `mode`, or why there is none.
 
     wanted: `auto` takes the first that is real, else emulation. scaling: the recipe by its option's name.
@@ -369,7 +369,7 @@ def choose(mode: str, wanted: str, recipe: Recipe, scaling: str, device: torch.d
         UsageError: the named back end does not support the recipe.
     """
     refuse_recipe(mode, wanted, recipe, scaling)
-    asked: list[str] = []
+    tried: list[str] = []
     for name in _ORDER if wanted == "auto" else [wanted]:
         if name != wanted:
             try:
@@ -379,30 +379,30 @@ def choose(mode: str, wanted: str, recipe: Recipe, scaling: str, device: torch.d
         found = capability(mode, name, device, recipe)
         if found.works and (found.real or wanted != "auto" or name == "emulated"):
             kind = "real" if found.real else "emulated" if name == "emulated" else "not faster here"
-            why = f" ({'; '.join(asked)})" if asked else ""
+            why = f" ({'; '.join(tried)})" if tried else ""
             by = "" if name == kind else f" by {name}"
             return Choice(mode, name, BACKENDS.get(name).make(recipe), found.real, f"{mode}{by}, {kind}{why}")
-        asked.append(f"{name}: {found.reason}")
-    return "; ".join(asked)
+        tried.append(f"{name}: {found.reason}")
+    return "; ".join(tried)
 
 
-def make_recipe(mode: str, scaling: str, form: str | None, control: ScalingControl, stochastic: bool) -> Recipe:
+def make_recipe(mode: str, scaling: str, form: str | None, control: ScalingControl, stochastic: bool) -> FormatRecipe:
     """The recipe of a mode; the default elements are those commonly used with its scaling.
 
     form: hybrid (e4m3, and e5m2 for gradients), e4m3 or e5m2, for the modes of 8 bits. Hybrid is the default with one
     scale a tensor, whose gradients need the range; e4m3 with finer scales.
     """
     if mode == "mxfp4":
-        return Recipe("mx", "e2m1", "e2m1", control, stochastic)
+        return FormatRecipe("mx", "e2m1", "e2m1", control, stochastic)
     tensorwise = mode == "fp8" and scaling == "tensorwise"
     form = form or ("hybrid" if tensorwise else "e4m3")
     elements = {"hybrid": ("e4m3", "e5m2"), "e4m3": ("e4m3", "e4m3"), "e5m2": ("e5m2", "e5m2")}[form]
     kind: Scaling = "mx" if mode == "mxfp8" else "tensorwise" if tensorwise else "rowwise"
     kind = "blockwise" if mode == "fp8" and scaling == "blockwise" else kind
-    return Recipe(kind, *elements, control, stochastic)
+    return FormatRecipe(kind, *elements, control, stochastic)
 
 
-def refuse_recipe(mode: str, backend: str, recipe: Recipe, scaling: str) -> None:
+def refuse_recipe(mode: str, backend: str, recipe: FormatRecipe, scaling: str) -> None:
     """UsageError: the named back end does not support the mode or the recipe."""
     if backend == "auto":
         return
@@ -440,7 +440,7 @@ class Formats:
     """fp32, bf16 or fp16: of the parts that are not quantised, of the fallback, and of evaluation."""
     choice: Choice | None = None
     """The source of quantised products; None in a run without any."""
-    recipe: Recipe | None = None
+    recipe: FormatRecipe | None = None
     """How they are quantised."""
     lines: tuple[str, ...] = ()
     """The choice, for the log."""

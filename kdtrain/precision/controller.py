@@ -86,7 +86,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Say:
+class LogLine:
     """Write a line to the log."""
 
     line: str
@@ -108,7 +108,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Forget:
+class DropSnapshots:
     """Drop the snapshots in memory: the checkpoint that follows replaces them."""
 
 
@@ -124,7 +124,7 @@ class Recover:
     """Go back to the newest good state of the recovery buffer."""
 
 
-Action = Say | Save | Snapshot | Forget | SwitchTo | Recover
+Action = LogLine | Save | Snapshot | DropSnapshots | SwitchTo | Recover
 
 
 PATIENCE = 3
@@ -369,7 +369,7 @@ class PrecisionController:
         if self._is_spent():
             logged, self._memory.spent = self._memory.spent, True
             line = f"[AdaptiveQuantization] {self.switches} switches are used up, staying in {self.policy.fallback}"
-            return [] if logged else [Say(line)]
+            return [] if logged else [LogLine(line)]
         what, value = ("Gap", gap) if "gap" in self._streaks else ("Loss", loss)
         stable = f"is stable, switching back to {self.policy.quantized}"
         return self._switch(step, f"[AdaptiveQuantization] {what} {value:.4f} {stable}")
@@ -382,7 +382,7 @@ class PrecisionController:
         memory.switches += 1
         for each in self._streaks.values():
             each.above = each.calm = 0
-        return [Say(line)]
+        return [LogLine(line)]
 
     def _keep(self, step: int, good: bool) -> list[Action]:
         """Snapshots within a window, and a checkpoint at its end; the oldest leave the recovery buffer."""
@@ -396,7 +396,7 @@ class PrecisionController:
             name = f"window_{number}_iter{step}_{'quantized' if self.is_quantized else policy.fallback}"
         actions: list[Action] = []
         if good and not policy.snapshot_to_disk and (ends or due):
-            actions.append(Forget() if ends else Snapshot(step, policy.keep))
+            actions.append(DropSnapshots() if ends else Snapshot(step, policy.keep))
         if name is not None:
             self.spend(name)  # a restored run uses the same names again
             # The buffer changes before the checkpoint is saved, whose memory thus names the checkpoint itself.
@@ -425,7 +425,7 @@ class PrecisionController:
             return []
         memory.windows_above = None
         return [
-            Say(
+            LogLine(
                 f"[AdaptiveQuantization] Loss stayed above threshold {policy.threshold:.4f} for {PATIENCE} windows, "
                 "rule loss may never quantize this run; --quant-rule gap measures what quantization costs instead"
             )

@@ -168,7 +168,7 @@ Scaling = Literal["tensorwise", "rowwise", "blockwise", "mx"]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class FormatRecipe:
     """How operands are quantised."""
 
     scaling: Scaling
@@ -188,7 +188,7 @@ Held = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 compiler takes no tensor twice."""
 
 
-def hold(weight_OD: Tensor, recipe: Recipe) -> Held:
+def hold(weight_OD: Tensor, recipe: FormatRecipe) -> Held:
     """Quantise a weight that does not change, for `quantized_linear`; bf16, which holds every quantised value."""
     with torch.no_grad():
         along_D = quantized_operand(weight_OD, recipe, "weight", 1, torch.bfloat16)
@@ -201,7 +201,7 @@ def hold(weight_OD: Tensor, recipe: Recipe) -> Held:
 def quantized_linear(
     x_ND: Tensor,
     weight_OD: Tensor,
-    recipe: Recipe,
+    recipe: FormatRecipe,
     dtype: torch.dtype,
     high_forward: bool = False,
     held: Held | None = None,
@@ -222,7 +222,7 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx,
         x_ND: Tensor,
         weight_OD: Tensor,
-        recipe: Recipe,
+        recipe: FormatRecipe,
         dtype: torch.dtype,
         high_forward: bool,
         w_D: Tensor | None,
@@ -260,7 +260,7 @@ class _QuantizedLinear(torch.autograd.Function):
 
 
 def _operand(
-    weight_OD: Tensor, recipe: Recipe, axis: int, compute: torch.dtype, held: Tensor | None, scale: Tensor | None
+    weight_OD: Tensor, recipe: FormatRecipe, axis: int, compute: torch.dtype, held: Tensor | None, scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """The weight for a sum along `axis`, quantised now or `held`."""
     return quantized_operand(weight_OD, recipe, "weight", axis, compute) if held is None else (held.to(compute), scale)
@@ -272,7 +272,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def quantized_operand(
-    values_RC: Tensor, recipe: Recipe, kind: str, axis: int, dtype: torch.dtype
+    values_RC: Tensor, recipe: FormatRecipe, kind: str, axis: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """The quantised operand [R, C] in `dtype`, for a sum along `axis`, and a scalar factor of the product."""
     element = ELEMENTS[recipe.gradient if kind == "gradient" else recipe.forward]

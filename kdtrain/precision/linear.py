@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from kdtrain.errors import UsageError
-from kdtrain.precision.emulated import Held, Recipe, hold, quantized_linear
+from kdtrain.precision.emulated import FormatRecipe, Held, hold, quantized_linear
 
 Position = Literal["high", "quantized", "high-forward"]
 
@@ -74,7 +74,7 @@ class Backend(Protocol):
 class Emulated:
     """Quantised values in products of the high format: on every device, any shape, slower than no quantisation."""
 
-    recipe: Recipe
+    recipe: FormatRecipe
     held: Held | None = None
     """The weight of the only layer, quantised once, where it is constant."""
 

@@ -14,7 +14,6 @@ import math
 import os
 import platform
 import re
-import sys
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -101,7 +100,7 @@ def _needed(config: DistillConfig) -> dict[str, Path | str | None]:
 def claim_folder(config: DistillConfig, resume: str | None = None) -> bool:
     """Return whether to resume an earlier run in `config.out`; with `--resume never` move it aside.
 
-    UsageError: as `holds_run`, or the user declines.
+    UsageError: as `holds_run`.
     """
     if not holds_run(config, resume):
         return False
@@ -114,13 +113,7 @@ def claim_folder(config: DistillConfig, resume: str | None = None) -> bool:
     for path in (out / name for name in _LINKS):
         if path.exists() and not path.is_symlink():
             raise UsageError(f"{path} is not a link, and the run needs that name for one; move it away")
-    explicit = config.checkpoint.yes or resume != "auto"
-    if explicit or not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return True
-    print(f"{out} holds an earlier run. Resume it? [Y/n] ", end="", file=sys.stderr, flush=True)
-    if sys.stdin.readline().strip().lower() in ("", "y", "yes"):
-        return True
-    raise UsageError(f"--out {out} holds a run; name another folder, or use --resume never --overwrite")
+    return True
 
 
 def restarted(config: DistillConfig) -> bool:
@@ -237,12 +230,13 @@ def changes(
         table = {name: before[name] for name in later.keys() & before.keys()} | table
         earlier = renewed("distill", saved.get(section, {}))
         before |= earlier.table
+        gone = saved.get(section, {}).keys() - earlier.table.keys()
         if only in (None, section):
             found += earlier.refused
             found += [
                 f"{flag(name)} (was {before[name]}, now {value})"
                 for name, value in table.items()
-                if name not in but and before[name] != value
+                if name not in but and name not in gone and before[name] != value
             ]
     return found
 

@@ -84,7 +84,7 @@ def card_files(
     rules = {resolve_tail("ghost", codec.num_samples) for codec in codecs if codec.kind == "sparse"}
     if recipe.get("objective", {}).get("tail") == "ghost":  # the default, which is another rule for a cache of samples
         del recipe["objective"]["tail"]
-        if len(rules) == 1 and "cross_tokenizer" not in given:
+        if len(rules) == 1 and not given.get("cross_tokenizer"):
             recipe["objective"]["tail"] = rules.pop()
     facts = {"student": state["student"]["name"], "parameters": f"{parameters:,}", "weights": weights}
     teachers = dict[str, None]()

@@ -31,9 +31,10 @@ from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.net.address import parse_address
 from kdtrain.objective.divergence import parse, refuse
+from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.memory_plan import (
     Job,
-    Plan,
+    MemoryPlan,
     fitting_micro_batch,
     free_everywhere,
     job_of,
@@ -79,7 +80,7 @@ class Recipe:
     live: LiveCache | None
     """The capture that goes on while the run reads it."""
     formats: Formats
-    plan: Plan
+    plan: MemoryPlan
     micro: int
     """Sequences in one forward of a rank."""
     total: int
@@ -353,9 +354,9 @@ def _with_base_weights(config: DistillConfig, spec: ModelSpec, formats: Formats,
 
 def _micro_batch(config: DistillConfig, job: Job | None, free: float | None) -> int:
     """The sequences in one forward of a rank; with `--micro-batch-size auto` as many as fit."""
-    ranks, batch, micro = world_size(), config.batch_size, config.micro_batch_given
-    if (size := config.parallel.shard_size) is not None and ranks % size:
-        raise UsageError(f"--shard-size {size} does not divide {ranks} ranks; choose one that does")
+    ranks, batch, micro = RankLayout.of_ranks().data_size, config.batch_size, config.micro_batch_given
+    if (size := config.parallel.shard_size) is not None and world_size() % size:
+        raise UsageError(f"--shard-size {size} does not divide {world_size()} ranks; choose one that does")
     if batch % (ranks * (micro or 1)):
         by = f" x --micro-batch-size {micro}" if micro else ""
         raise UsageError(f"--batch-size {batch} is not a multiple of {ranks} ranks{by}; choose one that is")

@@ -304,8 +304,8 @@ class Run:
         }
         on_main(lambda: write_description(config, metadata))
         on_main(lambda: write_tokenizer(self.out, recipe.student, recipe.facts.tokenizer, teacher))
-        of_rank = self.out / f"rank-{rank():05d}.log" if config.parallel.log_all_ranks else None
-        setup_logging(self.out / "train.log" if is_main() else of_rank, quiet=not is_main())
+        name = "train.log" if is_main() else f"rank-{rank():05d}.log"
+        setup_logging(self.out / name, quiet=not is_main())
 
     def open(self, init: str | None = None) -> None:
         """Open the trainer's logs; `init` is where the student's weights come from, None: as in its spec."""

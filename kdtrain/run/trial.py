@@ -298,7 +298,7 @@ def _validation_seconds(trial: Trial) -> float:
     student, source, micro = trainer.student.eval(), trainer.validation_source, trainer.stepper.micro
     sizes = [len(each.place) for each in source.facts.members.values()] or [len(source)]
     batches = (min(math.ceil(size / micro), trainer.validation_batches) for size in sizes)
-    forwards = sum(math.ceil(each / world_size()) for each in batches)
+    forwards = sum(math.ceil(each / trainer.stepper.layout.data_size) for each in batches)
     started = time.perf_counter()
     validate(student, source, micro=micro, batches=1)
     parallelize.reshard(student.model)

@@ -175,10 +175,6 @@ class LocalTeacher(OnlineTeacher):
     def logits(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
         """Logits [B, T, V] in fp32."""
         hidden_BTD, _ = self.hidden_states(tokens_BT, segments_BT)
-        return self._logits_of(hidden_BTD)
-
-    def _logits_of(self, hidden_BTD: Tensor) -> Tensor:
-        """Logits [B, T, V] in fp32 of the input of `head`."""
         with torch.no_grad():
             return hidden_BTD if self.head.weight is None else self.head.shape(self._product(hidden_BTD))
 

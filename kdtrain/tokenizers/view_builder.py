@@ -49,7 +49,7 @@ from kdtrain.files import (
 from kdtrain.models.tokenizer import load_tokenizer, tokenizer_digest
 from kdtrain.tokenizers.alignment import Alignment
 from kdtrain.tokenizers.cells import Cells
-from kdtrain.tokenizers.transcode import Transcoder, documents_of, is_joined, teacher_stream
+from kdtrain.tokenizers.transcode import documents_of, is_joined, teacher_stream
 from kdtrain.tokenizers.view import (
     CELLS,
     SETTINGS,
@@ -104,8 +104,6 @@ class _Maker:
         teacher = load_tokenizer(cache.folder / cache_format.TOKENIZER)
         given = {**_filler(teacher, cache.manifest.end_tokens), **(given or {})}
         self.alignment = Alignment(teacher, tokenizer, given)
-        self.begun: tuple[Transcoder, bool, dict[int, np.ndarray]] = self.alignment.transcoder(), False, {}
-        """What made the beginning of the training text, whether that is joined, and its streams by where they begin."""
         stated = cache.manifest.settings
         self.document_mask, self.seq_len = stated.document_mask, seq_len or stated.seq_len
         self.settings: ViewSettings = {
@@ -132,9 +130,8 @@ class _Maker:
         """The cells, merged from the beginning of the text: the same whether or not the split is wanted whole."""
         worker, pairs, read = self.alignment.transcoder(), [], 0
         joined = _joined(reader, -(-_MERGED_FROM // reader.manifest.settings.seq_len))
-        self.begun = worker, joined, {}
         for first, documents in self.stream(reader, joined):
-            out = self.begun[2][first] = worker(first, documents)
+            out = worker(first, documents)
             out = out[(out["source"] >= 0) & (out["prefix"] == 0)]
             pairs.append(np.stack([out["taught"], out["token"]]))
             read += len(documents)
@@ -277,15 +274,12 @@ def _build_split(
         after = next_token
         if record["last"]:
             return found, total
-    joined, (worker, begins_joined, begun) = _joined(reader), maker.begun
-    if reader.split != "train" or found or begins_joined != joined:
-        worker, begun = maker.alignment.transcoder(), {}
+    joined, worker = _joined(reader), maker.alignment.transcoder()
 
     def student_stream() -> Iterator[np.ndarray]:
         nonlocal skipped
         for first, documents in maker.stream(reader, joined, next_token):
-            out, ahead = begun.pop(first, None), skipped
-            out = worker(first, documents) if out is None else out
+            out, ahead = worker(first, documents), skipped
             skipped = max(0, ahead - len(out))
             yield out[ahead:]
 

@@ -20,7 +20,7 @@ from kdtrain.config import DistillConfig
 from kdtrain.config.registered import OBSERVERS
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
-from kdtrain.precision.emulated import Recipe
+from kdtrain.precision.emulated import FormatRecipe
 from kdtrain.training.student import Student
 
 
@@ -79,7 +79,7 @@ class ObserverRequest:
     config: DistillConfig
     model: nn.Module
     """The student as transformers has it, whole on every rank."""
-    recipe: Recipe | None
+    recipe: FormatRecipe | None
     """The format of its quantised products; None if it has none."""
     dtype: torch.dtype
     """Of its other products."""

@@ -29,7 +29,7 @@ from kdtrain.checkpoint.store import Checkpoint
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import log
-from kdtrain.precision.controller import Adaptive, Forget, Recover, Save, Say, Snapshot, SwitchTo
+from kdtrain.precision.controller import Adaptive, DropSnapshots, LogLine, Recover, Save, Snapshot, SwitchTo
 from kdtrain.ranks import all_gather_object, on_main, rank, reported, world_size
 from kdtrain.training.checkpoints import Checkpoints
 from kdtrain.training.nan_hooks import NanHooks, find_first, write_bundle
@@ -113,13 +113,13 @@ class Recovery:
         adaptive, names, recovered = self.state.adaptive, [], False
         for action in () if adaptive is None else adaptive.controller.observe(step, loss, adaptive.gap, broken):
             assert adaptive is not None
-            if isinstance(action, Say):
+            if isinstance(action, LogLine):
                 log.info(action.line)
             elif isinstance(action, Save):
                 names.append(action.name)
             elif isinstance(action, Snapshot):
                 self._take_snapshot(step, action.keep)
-            elif isinstance(action, Forget):
+            elif isinstance(action, DropSnapshots):
                 self.state.snapshots.clear()
             elif isinstance(action, SwitchTo):
                 adaptive.switch_to(action.mode)

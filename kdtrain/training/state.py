@@ -27,7 +27,7 @@ from kdtrain.checkpoint import shards
 from kdtrain.checkpoint.sealed import read_state
 from kdtrain.checkpoint.store import Checkpoint, load
 from kdtrain.config import GuardsConfig, StoppingConfig
-from kdtrain.config.sections import Weights
+from kdtrain.config.choices import Weights
 from kdtrain.errors import RunError
 from kdtrain.files import typed
 from kdtrain.parallel.parallelize import cut_like, part_of, reshard

@@ -30,7 +30,7 @@ from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
-from kdtrain.parallel.layout import Layout
+from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.parallelize import SingleProcess, clip_factor, clip_norm_, total_norm
 from kdtrain.ranks import is_main, local, world_size
 from kdtrain.training.guards import non_finite
@@ -79,7 +79,7 @@ class StepResult:
     tokens: int = 0
     """Unmasked tokens."""
     save_due: bool = False
-    """Whether rank 0 asked for a checkpoint."""
+    """Whether rank 0 requests a checkpoint."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Everything that is logged, by the names of metrics.jsonl; means over the tokens."""
     message: str = ""
@@ -126,7 +126,7 @@ class Stepper:
         return self.state.student
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RankLayout:
         """Which part of the data this rank reads."""
         return self.wrapper.layout
 
@@ -179,7 +179,7 @@ class Stepper:
         Args:
             batches: its micro-batches.
             stop: interrupts the step between two micro-batches.
-            save_due: whether rank 0 asks for a checkpoint after it.
+            save_due: whether rank 0 requests a checkpoint after it.
 
         Raises:
             RunError: out of memory, and the micro-batch cannot be halved.
@@ -364,7 +364,7 @@ class Stepper:
 
     def _all_reduce(self, own: LossOutput, stop: StopRequest, save_due: bool) -> dict[str, torch.Tensor]:
         """Return over all ranks: the sums of `own`, the mean loss in fp64, T as the loss used it, the signal of a stop
-        request (0: none), and whether rank 0 asks for a checkpoint (1 or 0)."""
+        request (0: none), and whether rank 0 requests a checkpoint (1 or 0)."""
         temperature = self.student.temperature.value().detach().clone()
         named = own._asdict().items()
         own = LossOutput(
@@ -383,8 +383,8 @@ class Stepper:
             vector = self.layout.sum(torch.stack([total, due, *requests, *(each.double() for each in own)]))
             first = 2 + len(_SIGNALS)
             due, votes, own = vector[1], vector[2:first], LossOutput(*vector[first:])
-            asked = [(vote > 0).double() * float(each) for vote, each in zip(votes, _SIGNALS, strict=True)]
-            loss, signal_ = vector[0] / own.tokens.clamp(min=1), torch.stack(asked).max()
+            requested = [(vote > 0).double() * float(each) for vote, each in zip(votes, _SIGNALS, strict=True)]
+            loss, signal_ = vector[0] / own.tokens.clamp(min=1), torch.stack(requested).max()
         return {**own._asdict(), "loss": loss, "T": temperature, "signal": signal_, "save_due": due}
 
     @torch.no_grad()

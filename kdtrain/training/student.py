@@ -9,6 +9,7 @@ Shape suffixes: B sequences, T positions, N tokens (B*T), D model width, K kept 
 """
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,13 @@ from kdtrain.objective.temperature import Temperature
 from kdtrain.precision.compiled import CompiledLayers, compiled_whole
 from kdtrain.precision.linear import Switch
 from kdtrain.precision.modes import MODES, autocast, head_dtype
+
+FIELDS = (
+    *("tokens", "loss_mask", "segments", "labels", "ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean"),
+    *("logit_std", "knots", "num_samples", "vocabulary", "temperature_range", "replay", "compared", "teacher_bytes"),
+    "partial",
+)
+"""The tensors of a batch that a student takes by name: see `Batch.fields` and `Student.forward`."""
 
 
 class Student(PreTrainedModel):
@@ -182,26 +190,7 @@ class Student(PreTrainedModel):
         self,
         batch: Batch | None = None,
         num_items_in_batch: Tensor | float | None = None,
-        *,
-        tokens: Tensor | None = None,
-        loss_mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        labels: Tensor | None = None,
-        ids: Tensor | None = None,
-        logprobs: Tensor | None = None,
-        counts: Tensor | None = None,
-        tail: Tensor | None = None,
-        label_logprob: Tensor | None = None,
-        logit_mean: Tensor | None = None,
-        logit_std: Tensor | None = None,
-        knots: Tensor | None = None,
-        num_samples: Tensor | None = None,
-        vocabulary: Tensor | None = None,
-        temperature_range: Tensor | None = None,
-        replay: Tensor | None = None,
-        compared: Tensor | None = None,
-        teacher_bytes: Tensor | None = None,
-        partial: Tensor | None = None,
+        **fields: Tensor | None,
     ) -> LossOutput:
         """Return the loss to differentiate and the sums to report, for a batch or for its named tensors.
 
@@ -209,9 +198,9 @@ class Student(PreTrainedModel):
             batch: B sequences of T + 1 tokens with their targets.
             num_items_in_batch: the divisor of sums over tokens: the unmasked tokens of the whole optimizer step, over
                 micro-batches and ranks. None: the unmasked tokens of this batch. The value of a tensor is not checked.
-            tokens, loss_mask, ...: the tensors of `Batch.fields`, with or without targets, and the two that
+            fields: the tensors of `Batch.fields` by name (`FIELDS`), with or without targets, and the two that
                 `CacheReader` adds. `vocabulary` and `temperature_range` are read from the first batch only.
-            replay: marks the batches of a `Mixture` that no teacher saw: their loss is cross-entropy alone.
+                `replay` marks the batches of a `Mixture` that no teacher saw: their loss is cross-entropy alone.
 
         Raises:
             UsageError: there are no targets, and alpha is not 0; a tensor has another shape or dtype, or `labels` are
@@ -220,21 +209,10 @@ class Student(PreTrainedModel):
         """
         if not isinstance(num_items_in_batch, Tensor | None) and not 0 < num_items_in_batch < math.inf:
             raise UsageError(f"num_items_in_batch {num_items_in_batch} is not a number of tokens above 0")
+        if unknown := sorted(fields.keys() - {*FIELDS}):
+            raise TypeError(f"a Student takes no tensor '{unknown[0]}'; it takes {', '.join(FIELDS)}")
         if batch is None:
-            tokens = _checked(tokens, loss_mask)
-            if vocabulary is not None and labels is None:
-                raise UsageError(
-                    "the batch has no labels: transformers.Trainer takes them out for label_smoothing_factor and "
-                    "compute_loss_func, which need logits that a Student does not make; leave both out, and subclass "
-                    "compute_loss for another loss"
-                )
-            self._check_first(tokens, vocabulary, temperature_range)
-            named = {"tokens": tokens, "loss_mask": loss_mask, "segments": segments, "ids": ids, "logprobs": logprobs}
-            named |= {"counts": counts, "tail": tail, "label_logprob": label_logprob}
-            named |= {"logit_mean": logit_mean, "logit_std": logit_std}
-            named |= {"knots": knots, "num_samples": num_samples, "replay": replay}
-            named |= {"compared": compared, "teacher_bytes": teacher_bytes, "partial": partial}
-            batch = self._collator.batch({name: tensor for name, tensor in named.items() if tensor is not None})
+            batch = self._batch({name: each for name, each in fields.items() if each is not None})
         labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
         mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
         normalizer = mask_N.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
@@ -261,6 +239,19 @@ class Student(PreTrainedModel):
             loss = output.loss + per_token(self.router_weight * routing, normalizer)
             output = output._replace(loss=loss, router=routing.detach().to(output.router.dtype))
         return output
+
+    def _batch(self, fields: dict[str, Tensor]) -> Batch:
+        """The batch of named tensors. UsageError: see `forward`."""
+        tokens = _checked(fields.get("tokens"), fields.get("loss_mask"))
+        if "vocabulary" in fields and "labels" not in fields:
+            raise UsageError(
+                "the batch has no labels: transformers.Trainer takes them out for label_smoothing_factor and "
+                "compute_loss_func, which need logits that a Student does not make; leave both out, and subclass "
+                "compute_loss for another loss"
+            )
+        self._check_first(tokens, fields.get("vocabulary"), fields.get("temperature_range"))
+        left = ("labels", "vocabulary", "temperature_range")
+        return self._collator.batch({name: each for name, each in fields.items() if name not in left})
 
     def _check_first(self, tokens: Tensor, vocabulary: Tensor | None, temperature_range: Tensor | None) -> None:
         """Compare model and temperature with the data, once: reading a tensor waits for a GPU."""
@@ -328,6 +319,11 @@ class Student(PreTrainedModel):
             rearrange(each, "B T D -> (B T) D") if each.ndim else each for each in states
         ]
 
+
+_OPTIONAL = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in FIELDS]
+_STATED = [each for each in inspect.signature(Student.forward).parameters.values() if each.name != "fields"]
+# transformers.Trainer passes the columns of a data set that the signature names
+Student.forward.__signature__ = inspect.Signature([*_STATED, *_OPTIONAL])  # type: ignore[attr-defined]
 
 _OF_THE_MODEL = "model.model."
 """What the names of a model's parameters begin with in a student."""

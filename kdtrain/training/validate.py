@@ -12,7 +12,7 @@ from einops import rearrange
 from kdtrain import faults
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.metrics import Metrics, measure
-from kdtrain.parallel.layout import Layout
+from kdtrain.parallel.layout import RankLayout
 from kdtrain.training.sources.source import Source
 from kdtrain.training.student import Student
 
@@ -26,7 +26,7 @@ def validate(
     read: Callable[[Callable[[], Batch]], Batch | None] = lambda action: action(),
     part: range | None = None,
     byte_lengths: np.ndarray | None = None,
-    layout: Layout | None = None,
+    layout: RankLayout | None = None,
 ) -> Metrics | None:
     """Return sums over the first sequences of `source`, over all ranks; None when `read` returns None.
 
@@ -43,7 +43,7 @@ def validate(
         byte_lengths: see `models.tokenizer.byte_lengths`; None: nothing is measured in bits per byte.
         layout: of the ranks; None: data parallelism.
     """
-    total, part, layout = Metrics(), part or range(len(source)), layout or Layout.of_ranks()
+    total, part, layout = Metrics(), part or range(len(source)), layout or RankLayout.of_ranks()
     own = layout.data_rank * micro
     sizes = None if byte_lengths is None else torch.from_numpy(byte_lengths)
     count = len(part) if batches is None else min(len(part), batches * micro)

@@ -14,6 +14,7 @@ from kdtrain.config import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.library import Cache
 from kdtrain.models.spec import read_spec
+from kdtrain.run.folder import changes, deciding
 from kdtrain.run.tokenizer_view import across
 from kdtrain.testing import END_OF_TEXT, tiny_model, write_model_folder
 from kdtrain.tokenizers import alignment as alignments
@@ -21,6 +22,7 @@ from tests.token_kinds import train
 from tests.web import serving
 
 RUN = ("distill", "--cache", "cache", "--student", "other.toml", "--steps", 6, "--eval-freq", 3, "--checkpoint-freq", 3)
+SAME = (*RUN[:4], "student.toml", *RUN[5:])
 
 
 @pytest.fixture
@@ -55,24 +57,42 @@ def test_a_cache_of_less_than_one_row_of_the_student_is_one_line(bench):
     assert code == 2 and "the text of 'validation' in short is less than one row of" in err and "Traceback" not in err
 
 
-def test_a_student_of_another_tokenizer_learns_from_the_cache(bench):
+@pytest.fixture
+def learned(bench):
+    """`learns`, a run across tokenizers, and what it printed: made once."""
+    printed = Path("learns.log")
+    if not printed.exists():
+        code, _, err = distil(bench, "learns", "--cross-tokenizer", "--alpha", 0.1, "--lr", 3e-3)
+        assert code == 0, err
+        printed.write_text(err)
+    return printed.read_text()
+
+
+def test_a_student_of_another_tokenizer_learns_from_the_cache(bench, learned):
     # the teacher is a random one, so that the text alone makes the validation better
-    code, _, err = distil(bench, "learns", "--cross-tokenizer", "--alpha", 0.1, "--lr", 3e-3)
-    assert code == 0, err
     assert losses("learns")[-1] < losses("learns")[0]
     result = json.loads(Path("learns/result.json").read_text())
     assert result["stop_reason"] == "done" and result["last_validation_loss"] < result["first_validation_loss"]
-    assert "of the student's labels of 'train' begin where one of the teacher's does" in err
-    assert "loss = .1 cells + .9 ce" in err and ".1 cells + .9 ce of one" in bench.call("inspect", "learns")[1]
+    assert "of the student's labels of 'train' begin where one of the teacher's does" in learned
+    assert "loss = .1 cells + .9 ce" in learned and ".1 cells + .9 ce of one" in bench.call("inspect", "learns")[1]
     assert Path("learns/student/tokenizer.json").read_text() == Path("words/tokenizer.json").read_text()
     assert Path("learns/data/view.json").is_file()
 
 
+@pytest.mark.parametrize(("before", "resumes"), [("cells", True), ("auto", True), ("chunks", False), ("both", False)])
+def test_a_run_of_version_0_2_resumes_if_its_term_was_cells(bench, before, resumes):
+    config = DistillConfig(student="other.toml", out=Path("never"), cache=("cache",), cross_tokenizer=True)
+    saved = deciding(config)
+    saved["run"]["cross_tokenizer"] = before
+    found = changes(saved, config)
+    assert found == [] if resumes else len(found) == 1 and "version 0.2.0 (commit ab61eace)" in found[0]
+    code, _, err = distil(bench, "never", "--cross-tokenizer", before)
+    assert code == 2 and f"--cross-tokenizer {before} is " in err and not Path("never").exists()
+
+
 def test_the_same_tokenizer_is_the_ordinary_run_to_the_bit(bench):
-    argv = [*RUN]
-    argv[4] = "student.toml"
     for out, more in (("plain", ()), ("across", ("--cross-tokenizer",))):
-        code, _, err = bench.call(*argv, "--out", out, *bench.plain, *more)
+        code, _, err = bench.call(*SAME, "--out", out, *bench.plain, *more)
         assert code == 0, err
     assert losses("plain") == losses("across") and len(losses("plain")) > 0
 
@@ -168,50 +188,43 @@ def bits(bench, *argv):
     return bench.json("evaluate", *argv)
 
 
-def test_bits_per_byte_compare_a_student_with_the_teacher_of_another_tokenizer(bench):
-    code, _, err = distil(bench, "bits", "--cross-tokenizer", "--lr", 3e-3)
-    assert code == 0, err
-    result = json.loads(Path("bits/result.json").read_text())
-    last = json.loads(Path("bits/metrics.jsonl").read_text().splitlines()[-1])
+def test_bits_per_byte_compare_a_student_with_the_teacher_of_another_tokenizer(bench, learned):
+    result = json.loads(Path("learns/result.json").read_text())
+    last = json.loads(Path("learns/metrics.jsonl").read_text().splitlines()[-1])
     last = {name.removeprefix("validation/"): value for name, value in last.items()}
-    assert f"{last['bits_per_byte']:.3f} bits/byte teacher {last['teacher_bits_per_byte']:.3f}" in err
+    assert f"{last['bits_per_byte']:.3f} bits/byte teacher {last['teacher_bits_per_byte']:.3f}" in learned
     assert result["last_bits_per_byte"] == pytest.approx(last["bits_per_byte"])
     assert result["teacher_bits_per_byte"] == pytest.approx(last["teacher_bits_per_byte"])
     # the teacher's own tokens of this text, without the student's
     teacher = bits(bench, "--student", "teacher", "--cache", "cache")
     assert result["teacher_bits_per_byte"] == pytest.approx(teacher["bits_per_byte"], rel=5e-3)
     assert teacher["teacher_bits_per_byte"] == pytest.approx(teacher["bits_per_byte"], rel=1e-3)  # cached in 16 bits
-    code, _, err = bench.call("evaluate", "--student", "bits/student", "--cache", "cache")
+    code, _, err = bench.call("evaluate", "--student", "learns/student", "--cache", "cache")
     assert code == 2 and "--cross-tokenizer" in err
-    again = bits(bench, "--student", "bits/student", "--cache", "cache", "--cross-tokenizer")
+    again = bits(bench, "--student", "learns/student", "--cache", "cache", "--cross-tokenizer")
     assert again["bits_per_byte"] == pytest.approx(result["best_bits_per_byte"], rel=1e-5)
     assert again["teacher_bits_per_byte"] == pytest.approx(result["teacher_bits_per_byte"])
     assert 0 < again["compared"] <= 1 and again["kl"] > 0 and 0 < again["entropy_kept"] <= 1
     assert result["alignment"]["terms"] == ["cells"] and result["alignment"]["entropy_kept"] == again["entropy_kept"]
-    code, out, _ = bench.call("compare", "bits", "--json")
+    code, out, _ = bench.call("compare", "learns", "--json")
     (group,) = json.loads(out)["groups"]
     for name in ("bits_per_byte", "teacher_bits_per_byte", "compared", "entropy_kept", "kl"):
         assert group["numbers"][name]["mean"] > 0
 
 
-def test_runs_of_one_cache_compare_and_the_card_names_the_cache_and_bits(bench):
-    for out, alpha in (("of-cells", 0.1), ("of-text", 0.0)):
-        code, _, err = distil(bench, out, "--cross-tokenizer", "--alpha", alpha, "--lr", 3e-3)
-        assert code == 0, err
-    assert "different caches" not in bench.call("compare", "of-cells", "of-text")[1]
-    argv = [*RUN]
-    argv[4] = "student.toml"
-    code, _, err = bench.call(*argv, "--out", "of-its-own", *bench.plain)
+def test_runs_of_one_cache_compare_and_the_card_names_the_cache_and_bits(bench, learned):
+    code, _, err = bench.call(*SAME, "--out", "of-its-own", *bench.plain)
     assert code == 0, err
-    compared = json.loads(bench.call("compare", "of-its-own", "of-cells", "--json")[1])
+    assert "different caches" not in bench.call("compare", "learns", "of-its-own")[1]
+    compared = json.loads(bench.call("compare", "of-its-own", "learns", "--json")[1])
     numbers = compared["groups"][1]["numbers"]
     assert numbers["bits_per_byte"]["difference"] is not None and "different tokenizers" in compared["notes"][0]
     for name in ("best_validation_loss", "kl", "accuracy"):
         assert numbers[name]["mean"] is not None and numbers[name]["difference"] is None
     digest = json.loads(Path("cache/manifest.json").read_text())["digest"]
-    card = Path("of-cells/student/README.md").read_text()
+    card = Path("learns/student/README.md").read_text()
     assert f"| cache | {digest} |" in card and "bits a byte" in card and "| text |" in card
-    assert json.loads(Path("of-cells/student/kdtrain.json").read_text())["cache"] == digest
+    assert json.loads(Path("learns/student/kdtrain.json").read_text())["cache"] == digest
 
 
 def test_packed_text_takes_the_place_of_a_view_that_was_begun_and_a_view_is_no_cache(bench, monkeypatch):
@@ -230,7 +243,7 @@ def test_packed_text_takes_the_place_of_a_view_that_was_begun_and_a_view_is_no_c
     assert Path("mixed/data.left-1/cells.npy").is_file()
 
 
-def test_the_sanity_checks_of_a_run_across_tokenizers_leave_out_what_has_no_meaning_there(bench):
+def test_the_sanity_checks_run_across_tokenizers(bench):
     code, _, err = distil(bench, "sane", "--cross-tokenizer", "--sanity", "--json")
     assert code == 0 and "check 5 of 5" in err, err
 
@@ -282,19 +295,16 @@ def test_the_table_of_special_tokens_can_be_given(bench):
     assert code == 2 and "'nothing' is not a special token of" in err
 
 
-def test_an_online_teacher_of_another_tokenizer_teaches_by_the_same_door(bench):
+def test_an_online_teacher_of_another_tokenizer_teaches_by_the_same_door(bench, learned):
     run = ("distill", "--teacher", "teacher", "--student", "other.toml", *RUN[5:], *bench.text, *bench.plain)
     more = ("--num-sequences", 40, "--alpha", 0.1, "--lr", 3e-3)
     code, _, err = bench.call(*run, *more, "--cross-tokenizer", "--out", "online")
     assert code == 0, err
     result = json.loads(Path("online/result.json").read_text())
-    cached = ("--cache", "cache", "--alpha", 0.1, "--lr", 3e-3)
-    code, _, err = bench.call(*RUN, *cached[2:], *bench.plain, "--cross-tokenizer", "--out", "as-cached")
-    assert code == 0, err
     # the same rows of the same text: the cache has 12 entries where the teacher has all of its cells
     for name in ("tokens", "teacher_bits_per_byte", "first_validation_loss"):
-        assert result[name] == pytest.approx(json.loads(Path("as-cached/result.json").read_text())[name], rel=1e-3)
-    assert losses("online") == pytest.approx(losses("as-cached"), rel=0.05)
+        assert result[name] == pytest.approx(json.loads(Path("learns/result.json").read_text())[name], rel=1e-3)
+    assert losses("online") == pytest.approx(losses("learns"), rel=0.05)
     assert result["alignment"]["terms"] == ["cells"] and (Path("online") / "view" / "view.json").is_file()
     code, out, _ = bench.call("verify", "online", "--json")
     assert code == 0, out

@@ -142,17 +142,17 @@ def test_a_card_of_a_changed_run_escapes_its_words_and_leaves_private_options_ou
 
     shutil.copytree(run.root / "run", tmp_path / "run", symlinks=True)
     path = tmp_path / "run" / "config.toml"
-    text = path.read_text().replace('cache = "cache"', f'cache = "{tmp_path / "ada" / "cache"}"')
+    text = path.read_text().replace('cache = "cache"', f'cache = "{tmp_path / "lovelace" / "cache"}"')
     text = text.replace("[monitor]", '[monitor]\non_event = "echo hf_secret"').replace(
         'student = "student.toml"', r'student = "a\u001b\n---\n<script>|x"'
     )
-    assert "ada" in text and "hf_secret" in text and "script" in text
+    assert "lovelace" in text and "hf_secret" in text and "script" in text
     path.write_text(text)
     run.json("export", tmp_path / "run", "--out", tmp_path / "out", "--license", "my: own")
     card = (tmp_path / "out" / "README.md").read_text()
     head = yaml.safe_load(card.split("---\n")[1])
     assert (head["license"], head["license_name"]) == ("other", "my: own")
-    assert "ada" not in card and "hf_secret" not in card and "\x1b" not in card and "\n<script" not in card
+    assert "lovelace" not in card and "hf_secret" not in card and "\x1b" not in card and "\n<script" not in card
     assert tomllib.loads((tmp_path / "out" / "recipe.toml").read_text())["run"]["cache"] == "cache"
 
 

@@ -38,34 +38,34 @@ def shown(capsys, command, config):
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_inspect_lists_every_checkpoint_with_step_loss_tier_size_and_verdict(run, capsys):
-    os.truncate(run / "checkpoints/step-00000020/state.json", 3)
+def test_inspect_lists_every_checkpoint_with_its_numbers_tier_time_size_and_verdict_and_the_sum(run, capsys):
+    checkpoints = run / "checkpoints"
+    for name in ("step-00000010", "epoch-0001"):
+        os.utime(checkpoints / name / "manifest.json", (1e9, 1e9))
+    os.truncate(checkpoints / "step-00000020/state.json", 3)
+    (checkpoints / "epoch-0001" / "state.json").unlink()
+    os.link(checkpoints / "step-00000010" / "state.json", checkpoints / "epoch-0001" / "state.json")
     _, table = shown(capsys, inspect, InspectConfig(path=run, json=True))
     rows = table["checkpoints"]
     assert list(rows) == ["epoch-0001", "step-00000010", "interrupted-00000012", "step-00000020"]
     assert [row["tier"] for row in rows.values()] == ["epoch", "rolling", "special", "rolling"]
     assert [row["step"] for row in rows.values()] == [10, 10, 12, 20]
     assert [row["loss"] for row in rows.values()] == [2.5, 2.5, 2.5, None]
-    assert rows["step-00000020"]["verdict"].startswith("damaged: state.json has 3 bytes instead of")
-    assert rows["epoch-0001"]["verdict"] == "ok"
-    assert all(row["MiB"] > 0 for row in list(rows.values())[:3])
-    assert (table["latest"], table["best"]) == ("step-00000020", "step-00000010")
-
-
-def test_inspect_shows_validation_loss_time_and_size_of_each_checkpoint_and_the_sum(run, capsys):
-    checkpoints = run / "checkpoints"
-    for name in ("step-00000010", "epoch-0001"):
-        os.utime(checkpoints / name / "manifest.json", (1e9, 1e9))
-    (checkpoints / "step-00000020" / "state.json").unlink()
-    os.link(checkpoints / "step-00000010" / "state.json", checkpoints / "step-00000020" / "state.json")
-    _, table = shown(capsys, inspect, InspectConfig(path=run, json=True))
-    rows = table["checkpoints"]
     assert [row["validation_loss"] for row in rows.values()] == [3.5, 3.5, None, None]
     written = datetime.fromtimestamp(1e9).isoformat(" ", "seconds")
     assert (rows["step-00000010"]["written"], rows["epoch-0001"]["written"]) == (written, written)
+    assert rows["step-00000020"]["verdict"].startswith("damaged: state.json has 3 bytes instead of")
+    assert rows["epoch-0001"]["verdict"] == "ok" and all(row["MiB"] > 0 for row in list(rows.values())[:3])
+    assert (table["latest"], table["best"]) == ("step-00000020", "step-00000010") and "set aside (MiB)" not in table
     inodes = {each.stat().st_ino: each.stat().st_size for each in checkpoints.glob("*/*") if each.is_file()}
     assert table["checkpoints in all (MiB)"] == round(sum(inodes.values()) / 2**20, 1) > 0.5
-    assert "set aside (MiB)" not in table
+    inspect.main(InspectConfig(path=run))
+    printed = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in printed.splitlines() if line}
+    assert rows["interrupted-00000012"][1:3] == ["2.500", "-"] and rows["step-00000010"][1:3] == ["2.500", "3.500"]
+    assert rows["step-00000010"][-1] == "best" and "epoch-0001" in rows
+    printed = " ".join(printed.split())
+    assert "damaged: state.json has 3 bytes" in printed and f"1 damaged: kdtrain verify {run}" in printed
 
 
 def test_inspect_lists_what_was_set_aside_with_its_size_and_the_sum(run, capsys):
@@ -87,22 +87,6 @@ def test_inspect_lists_what_was_set_aside_with_its_size_and_the_sum(run, capsys)
     }
     inspect.main(InspectConfig(path=run))
     assert "step-00000020.left-1" in capsys.readouterr().out
-
-
-def test_the_table_for_people_names_every_checkpoint(run, capsys):
-    inspect.main(InspectConfig(path=run))
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in NAMES)
-    rows = {line.split()[0]: line.split() for line in printed.splitlines() if line}
-    assert rows["interrupted-00000012"][1:3] == ["2.500", "-"] and rows["step-00000010"][1:3] == ["2.500", "3.500"]
-    assert rows["step-00000010"][-1] == "best" and rows["step-00000020"][-1] == "latest"
-
-
-def test_the_page_names_damage_and_what_to_do_about_it(run, capsys):
-    os.truncate(run / "checkpoints/step-00000020/state.json", 3)
-    inspect.main(InspectConfig(path=run))
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "damaged: state.json has 3 bytes" in printed and f"1 damaged: kdtrain verify {run}" in printed
 
 
 @pytest.mark.parametrize("name", [*NAMES, "best", "latest"])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kdtrain import cli
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.commands import distill
 from kdtrain.config import (
     CheckpointConfig,
     DataConfig,
@@ -226,13 +227,18 @@ def test_on_a_terminal_the_user_confirms_that_an_earlier_run_resumes(run, monkey
     for stream in (sys.stdin, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys.stdin, "readline", lambda: answer, raising=False)
+    monkeypatch.setattr(distill, "distill", lambda config: {})
+    monkeypatch.setattr(distill, "show_page", lambda page: None)
+    monkeypatch.setattr(distill, "closing_page", lambda out, result: None)
     if goes_on:
-        assert claim_folder(config_of(run)) is True
+        assert distill.main(config_of(run)) == 0
     else:
         with pytest.raises(UsageError, match="name another folder"):
-            claim_folder(config_of(run))
+            distill.main(config_of(run))
     assert "Resume it?" in capsys.readouterr().err
-    assert claim_folder(config_of(run, checkpoint=CheckpointConfig(yes=True))) is True
+    distill.main(config_of(run, checkpoint=CheckpointConfig(resume="latest")))
+    monkeypatch.setenv("RANK", "0")
+    distill.main(config_of(run))
     assert capsys.readouterr().err == ""
 
 

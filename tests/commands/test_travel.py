@@ -38,7 +38,7 @@ def test_a_run_from_a_server_that_drops_and_stumbles_has_the_bits_of_the_local_o
     assert sorted(web.fired) == sorted(["drop", "500", "later:429=0", "flip"])
     here, there = weights(tmp_path / "here"), weights(tmp_path / "there")
     assert here.keys() == there.keys() and all(torch.equal(each, there[name]) for name, each in here.items())
-    train(web.url, tmp_path / "there", "--yes")  # finished: it resumes, and the cache is the same
+    train(web.url, tmp_path / "there")  # finished: it resumes, and the cache is the same
     workbench.call("inspect", tmp_path / "there")
 
 

@@ -290,8 +290,8 @@ def test_a_launch_into_a_folder_that_another_trains_in_is_refused_on_all_ranks_b
     assert not out.exists()
 
 
-def test_each_rank_writes_a_log_with_log_all_ranks(ranks):
-    ranks.ok(2, *RUN, *CACHED, "--steps", 2, "--log-all-ranks", "--out", "logged")
+def test_each_rank_writes_a_log(ranks):
+    ranks.ok(2, *RUN, *CACHED, "--steps", 2, "--out", "logged")
     assert "step 2/2" in (ranks.root / "logged" / "train.log").read_text()
     assert "step 2/2" in (ranks.root / "logged" / "rank-00001.log").read_text()
 

@@ -398,7 +398,7 @@ def test_on_a_gpu_each_kernel_is_timed_and_gives_the_logits_of_the_others(kernel
     model = tiny_model("llama", hidden_size=256, head_dim=64, num_attention_heads=4, num_key_value_heads=2)
     pieces, tokens_BT = split(model.to("cuda")), packed_row()[0].to("cuda")
     seconds = attention.kernel_seconds(
-        attention.KERNELS[kernel], attention.Shape(2, 4, 2, 256, 64), torch.bfloat16, tokens_BT.device
+        attention.KERNELS[kernel], attention.KernelShape(2, 4, 2, 256, 64), torch.bfloat16, tokens_BT.device
     )
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
         expected = pieces(tokens_BT)

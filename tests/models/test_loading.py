@@ -369,7 +369,8 @@ def test_out_of_memory_is_not_taken_for_a_wrong_spec(tmp_path, monkeypatch):
 def test_loading_prints_nothing_in_a_command(tmp_path):
     write_model_folder(tmp_path / "m", tiny_model(), tiny_tokenizer())
     code = (
-        "import sys; from kdtrain.cli import _quiet_libraries; _quiet_libraries(); "
+        "import os, sys; from kdtrain import cli, imports; os.environ |= cli.QUIET; "
+        "quiet = imports.quiet_libraries(); quiet.__enter__(); "
         "from kdtrain.models.loading import *; from kdtrain.models.spec import read_spec; "
         "load_student(read_spec(sys.argv[1]), vocab_size=None, seed=0, device='cpu'); load_tokenizer(sys.argv[1])"
     )

@@ -52,12 +52,11 @@ def test_the_line_of_a_step_is_the_loss_with_its_parts_the_rate_and_the_time_lef
     line = "step 1500/2000  loss 3.58 = .9 kl 3.19 + .1 ce 7.02  12.2k/s  0:09 left"
     assert one_line(HEAD, parts) == line and len(f"12:34 {line}") <= 80
     assert one_line(HEAD, parts, 100).split("  ")[2:] == ["lr 2.5e-04", "12.2k tok/s", "0:09 left"]
-
-
-def test_a_learned_temperature_and_what_is_wrong_push_out_what_is_least_missed():
     parts = StepText(0.9, "reverse-kl", None, learned=True).add(STEP | {"T": 2.0, "kd": 3.19 / 4})
     line = one_line(HEAD, {**parts, "health": "! plateau"})
-    assert line == "step 1500/2000  loss 3.58 = .9 reverse-kl 3.19 + .1 ce 7.02  T 2.00  ! plateau"
+    assert line == "step 1500/2000  loss 3.58 = .9 reverse-kl 3.19 + .1 ce 7.02  T 2.00  ! plateau", (
+        "the least missed go"
+    )
 
 
 def test_the_parts_of_a_loss_are_means_of_the_last_steps_and_add_up():
@@ -66,14 +65,8 @@ def test_the_parts_of_a_loss_are_means_of_the_last_steps_and_add_up():
         kd, ce, hidden = 1.0 + number, 2.0 + number, 4.0
         parts = text.add({"loss": 0.9 * kd + 0.1 * ce + 0.5 * hidden, "kd": kd, "ce": ce, "hidden": hidden, "T": 1.0})
     assert parts == {"loss": "loss 37.60 = .9 kl 35.50 + .1 ce 36.50 + .5 hidden 4.00"}
-
-
-def test_the_line_of_cross_entropy_alone_has_no_sum():
-    assert StepText(0.9, "forward-kl", None, learned=False).add({"loss": 6.8}) == {"loss": "loss 6.80"}
-    assert StepText(0.0, "forward-kl", None, learned=False).add({"loss": 1e9}) == {"loss": "loss 1e+09"}
-
-
-def test_a_formula_has_the_terms_of_the_line():
+    for alpha, loss, line in ((0.9, 6.8, "loss 6.80"), (0.0, 1e9, "loss 1e+09")):  # cross-entropy alone: no sum
+        assert StepText(alpha, "forward-kl", None, learned=False).add({"loss": loss}) == {"loss": line}
     assert formula(0.9, "forward-kl", None) == ".9 kl + .1 ce" and formula(0.0, "jsd:0.5", None) == "ce"
     assert formula(1.0, "jsd:0.5", 2.0) == "jsd:0.5 + 2 hidden"
     assert formula(0.9, "forward-kl", None, True, 0.5) == ".9 kl + .1 ce + .9 ce of replay + .5 router"
@@ -85,24 +78,15 @@ def test_the_line_of_a_validation_has_the_change_the_teacher_and_whether_it_is_b
     assert validation_line(0, {"validation/loss": 1.5e300}, None, False) == "val @0 1.5e+300"
 
 
-def test_on_a_terminal_no_part_of_a_number_has_a_colour(monkeypatch):
+def test_on_a_terminal_the_bar_shows_a_step_without_colours_and_only_the_file_has_its_line(tmp_path, monkeypatch):
     screen = Console(width=80, file=io.StringIO(), force_terminal=True, color_system="standard")
     monkeypatch.setattr(progress, "console", screen)
-    setup_logging()
-    log.info("loss = .9 kl, 'runs/a'")
-    assert screen.file.getvalue().strip() == "loss = .9 kl, 'runs/a'"
-
-
-def test_on_a_terminal_the_bar_shows_a_step_and_only_the_file_has_its_line(tmp_path, monkeypatch):
-    screen = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
-    monkeypatch.setattr(progress, "console", screen)
     setup_logging(tmp_path / "train.log")
-    log.info("val @80")
+    log.info("val @80 = .9 kl, 'runs/a'")
     log_step("step 1/2")
-    assert "val @80" in screen.file.getvalue() and "step 1/2" not in screen.file.getvalue()
-    assert [line.split(" ", 2)[-1] for line in (tmp_path / "train.log").read_text().splitlines()] == [
-        *("val @80", "step 1/2")
-    ]
+    assert screen.file.getvalue().strip() == "val @80 = .9 kl, 'runs/a'"
+    logged = [line.split(" ", 2)[-1] for line in (tmp_path / "train.log").read_text().splitlines()]
+    assert logged == ["val @80 = .9 kl, 'runs/a'", "step 1/2"]
 
 
 def test_in_a_notebook_a_bar_is_one_line_that_changes_and_logs_are_not_red(tmp_path, monkeypatch, capsys):

@@ -54,16 +54,11 @@ def test_cost_is_that_of_the_steps_and_the_first_one_counts_as_usual(tmp_path):
     assert run.numbers["quantized_share"] == 0.25 and run.status == "done 40/40"
 
 
-def test_a_run_that_has_not_ended_is_read_and_named(tmp_path):
-    runs = read_runs([write_run(tmp_path / "a", ended=False)])
+def test_a_run_that_has_not_ended_is_named_by_the_end_of_its_path_that_tells_it_apart(tmp_path):
+    runs = read_runs([write_run(tmp_path / "a" / "run", ended=False), write_run(tmp_path / "b" / "run", seed=1)])
     assert runs[0].status == "no result at step 40: training, or killed"
-    assert runs[0].numbers["best_validation_loss"] == 2.0
-    assert "not ended, or killed: a" in caution(grouped(runs))
-
-
-def test_names_are_the_ends_of_the_paths_that_tell_runs_apart(tmp_path):
-    folders = [write_run(tmp_path / kind / "run", seed=place) for place, kind in enumerate("ab")]
-    assert [run.name for run in read_runs(folders)] == ["a/run", "b/run"]
+    assert runs[0].numbers["best_validation_loss"] == 2.0 and [run.name for run in runs] == ["a/run", "b/run"]
+    assert "not ended, or killed: a/run" in caution(grouped(runs))
 
 
 def test_the_library_gives_flat_records_of_what_is_a_run_and_imports_nothing_heavy(tmp_path):

@@ -101,21 +101,19 @@ def test_unreadable_lines_are_removed_counted_and_logged_once_and_no_other_is_lo
     assert warnings == [f"{tmp_path / name}: removed 6 lines that cannot be read, first line 2"]
 
 
-def test_a_log_that_is_not_a_regular_file_is_refused_and_does_not_block(tmp_path):
-    os.mkfifo(tmp_path / "events.jsonl")
-    with pytest.raises(UsageError, match=r"events.jsonl: it is not a regular file; move it away"):
-        Writers(tmp_path, 0, None, PLAIN)
-
-
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "events.jsonl"])
-def test_a_log_of_a_terabyte_is_refused_and_not_read(tmp_path, name):
+def test_a_log_of_a_terabyte_or_that_is_no_file_is_refused_and_not_read(tmp_path, name):
     with open(tmp_path / name, "wb") as file:
         file.truncate(10**12)
     signal.alarm(20)  # which ends a test that reads it
     with pytest.raises(UsageError, match=f"{name}: it has more than 1,073,741,824 bytes; move it away"):
         Writers(tmp_path, 0, None, PLAIN)
-    signal.alarm(0)
     assert (tmp_path / name).stat().st_size == 10**12
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UsageError, match=f"{name}: it is not a regular file; move it away"):
+        Writers(tmp_path, 0, None, PLAIN)
+    signal.alarm(0)
 
 
 def test_events_stay_over_restarts_with_their_time(tmp_path):
@@ -295,16 +293,13 @@ def test_a_resume_continues_the_run_of_wandb_and_a_new_start_does_not(tmp_path, 
     assert all(options["resume"] == "allow" for options in fake.started)
 
 
-def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UsageError, match=r"pip install 'kdtrain\[wandb\]'"):
-        WeightsAndBiases.ready("p")
-
-
-def test_a_wandb_that_does_not_start_is_one_line_with_what_to_do(tmp_path, wandb):
+def test_a_wandb_that_is_missing_or_does_not_start_is_one_line_with_what_to_do(tmp_path, wandb, monkeypatch):
     wandb(RuntimeError("api_key not configured"))
     with pytest.raises(RunError, match=r"api_key not configured.*WANDB_MODE=offline"):
         Writers(tmp_path, 0, None, WANDB)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UsageError, match=r"pip install 'kdtrain\[wandb\]'"):
+        WeightsAndBiases.ready("p")
 
 
 def test_a_warning_is_logged_and_an_event_of_its_kind_with_a_level(tmp_path, warnings):
@@ -337,3 +332,9 @@ def test_tensorboard_refuses_a_text_instead_of_dropping_it():
     TensorBoard.ready("")
     with pytest.raises(UsageError, match=r"^--log-to tensorboard:x: tensorboard takes no text; use --log-to tenso"):
         TensorBoard.ready("x")
+
+
+@pytest.mark.parametrize("options", [{"sample_freq": -1}, {"log_to": ""}, {"log_to": "nowhere"}])
+def test_an_option_that_cannot_be_is_refused(options):
+    with pytest.raises(UsageError):
+        MonitorConfig(**options)

@@ -6,7 +6,8 @@ import pytest
 
 from kdtrain.config import ParallelConfig
 from kdtrain.errors import UsageError
-from kdtrain.parallel.memory_plan import GIB, USABLE, Job, Plan, choose, estimated
+from kdtrain.parallel.memory_plan import GIB, USABLE, Job, choose, estimated
+from kdtrain.parallel.memory_plan import MemoryPlan as Plan
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from kdtrain.precision import backends
 from kdtrain.precision.backends import Torchao, TransformerEngine
-from kdtrain.precision.emulated import Recipe
+from kdtrain.precision.emulated import FormatRecipe
 
 
 class Linear(torch.nn.Linear):
@@ -60,8 +60,8 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "recipe, expected, tokens",
     [
-        (Recipe("tensorwise", gradient="e5m2"), ("Float8CurrentScaling", "HYBRID"), 32),
-        (Recipe("blockwise"), ("Float8BlockScaling", "E4M3"), 128),
+        (FormatRecipe("tensorwise", gradient="e5m2"), ("Float8CurrentScaling", "HYBRID"), 32),
+        (FormatRecipe("blockwise"), ("Float8BlockScaling", "E4M3"), 128),
     ],
 )
 def test_transformer_engine_gets_its_recipe_tokens_that_fit_and_the_layers_own_weight(
@@ -81,7 +81,7 @@ def test_transformer_engine_gets_its_recipe_tokens_that_fit_and_the_layers_own_w
 
 def test_transformer_engine_follows_a_layer_that_is_given_another_parameter(transformer_engine):
     layer = torch.nn.Linear(128, 128, bias=False)
-    product = TransformerEngine(Recipe("tensorwise")).product(layer, 128, 128)
+    product = TransformerEngine(FormatRecipe("tensorwise")).product(layer, 128, 128)
     layer.weight = torch.nn.Parameter(2 * layer.weight.detach())
     x = torch.randn(16, 128)
     torch.testing.assert_close(product(x, layer.weight, torch.float32, False), layer(x))
@@ -102,10 +102,10 @@ def test_a_transformer_engine_that_is_too_old_is_named_and_emulation_taken(trans
 
 
 def test_torchaos_scaled_rows_give_fp16_where_that_is_the_high_format():
-    found = backends.capability("fp8", "torchao", torch.device("cpu"), Recipe("rowwise"))
+    found = backends.capability("fp8", "torchao", torch.device("cpu"), FormatRecipe("rowwise"))
     if not found.works:
         pytest.skip(str(found))
-    product = Torchao(Recipe("rowwise")).product(torch.nn.Identity(), 64, 32)
+    product = Torchao(FormatRecipe("rowwise")).product(torch.nn.Identity(), 64, 32)
     x, weight = torch.randn(32, 64, requires_grad=True), torch.randn(32, 64, requires_grad=True)
     y = product(x, weight, torch.float16, False)
     assert y.dtype == torch.float16 and float((y - x @ weight.T).detach().norm() / y.detach().norm()) < 0.1

@@ -5,7 +5,16 @@ import math
 
 import pytest
 
-from kdtrain.precision.controller import Forget, Policy, PrecisionController, Recover, Save, Say, Snapshot, SwitchTo
+from kdtrain.precision.controller import (
+    DropSnapshots,
+    LogLine,
+    Policy,
+    PrecisionController,
+    Recover,
+    Save,
+    Snapshot,
+    SwitchTo,
+)
 
 NAN, INF = math.nan, math.inf
 SAID = "[AdaptiveQuantization] "
@@ -73,14 +82,14 @@ def test_a_switch_is_logged_and_follows_its_checkpoint():
     made = controller(rules=("loss",), window=3)
     assert [made.observe(step, 0.15) for step in (148, 149)] == [[], []]
     assert made.observe(151, 0.15) == [
-        Say(SAID + "Loss 0.1500 exceeds threshold 0.1000, switching to bf16"),
+        LogLine(SAID + "Loss 0.1500 exceeds threshold 0.1000, switching to bf16"),
         Save("switch_to_bf16_iter151"),
         SwitchTo("bf16"),
     ]
     assert made.mode == "bf16" and made.switches == 1
     assert [made.observe(step, 0.08) for step in (152, 154)] == [[], []]
     assert made.observe(155, 0.08) == [
-        Say(SAID + "Loss 0.0800 is stable, switching back to mxfp4"),
+        LogLine(SAID + "Loss 0.0800 is stable, switching back to mxfp4"),
         Save("switch_to_mxfp4_iter155"),
         SwitchTo("mxfp4"),
     ]
@@ -90,16 +99,16 @@ def test_a_switch_is_logged_and_follows_its_checkpoint():
 def test_the_fallback_has_the_configured_name(fallback):
     made = controller(fallback=fallback, **GAP)
     actions = [made.observe(step, 3.0, 0.25) for step in (1, 2, 3)][-1]
-    assert actions[0] == Say(f"{SAID}Gap 0.2500 exceeds threshold 0.1000, switching to {fallback}")
+    assert actions[0] == LogLine(f"{SAID}Gap 0.2500 exceeds threshold 0.1000, switching to {fallback}")
     assert actions[1] == Save(f"switch_to_{fallback}_iter3") and made.mode == fallback
 
 
 def test_a_non_finite_loss_is_logged_as_such():
     actions = controller().observe(7, NAN)
     assert Save("switch_to_bf16_iter6") in actions  # step 7 was not taken
-    assert actions[0] == Say(SAID + "Loss nan is not finite, switching to bf16")
+    assert actions[0] == LogLine(SAID + "Loss nan is not finite, switching to bf16")
     actions = controller().observe(7, float("inf"), broken="Gradient norm")
-    assert actions[0] == Say(SAID + "Gradient norm inf is not finite, switching to bf16")
+    assert actions[0] == LogLine(SAID + "Gradient norm inf is not finite, switching to bf16")
     assert SwitchTo("bf16") in actions
 
 
@@ -116,13 +125,13 @@ def test_an_early_decay_ends_quantisation_after_a_resume_too():
 def test_the_decay_is_logged_once():
     made = controller(rules=("schedule",), decay_start=2)
     said = [made.observe(step, 3.0)[:1] for step in (1, 2, 3, 4)]
-    assert said == [[], [Say(SAID + "Decay begins after step 2, switching to bf16")], [], []]
+    assert said == [[], [LogLine(SAID + "Decay begins after step 2, switching to bf16")], [], []]
 
 
 def test_used_up_switches_are_logged_once():
     made = controller(**LOSS, max_switches=1)
     feed(made, [0.2] * 3)
-    lines = [action.line for step in range(4, 12) for action in made.observe(step, 0.01) if isinstance(action, Say)]
+    lines = [action.line for step in range(4, 12) for action in made.observe(step, 0.01) if isinstance(action, LogLine)]
     assert [line for line in lines if "used up" in line] == [SAID + "1 switches are used up, staying in bf16"]
 
 
@@ -158,9 +167,9 @@ def test_snapshots_in_memory_cost_no_disk_and_are_taken_of_good_states_only():
 def test_the_checkpoint_of_a_windows_end_replaces_its_snapshots_if_it_is_good():
     made = controller(rules=("loss",), window=2, snapshot_every=1)
     assert made.observe(1, 0.05) == [Snapshot(1, 2)]
-    assert made.observe(2, 0.05)[:2] == [Forget(), Save("window_end_1_iter2")]
+    assert made.observe(2, 0.05)[:2] == [DropSnapshots(), Save("window_end_1_iter2")]
     assert made.observe(3, 0.05) == [Snapshot(3, 2)]
-    assert Forget() not in made.observe(4, 0.5)
+    assert DropSnapshots() not in made.observe(4, 0.5)
 
 
 def test_the_buffer_never_drops_its_only_good_state():
@@ -208,11 +217,13 @@ def test_three_broken_steps_in_the_fallback_go_back_to_a_good_state():
 
 def test_a_loss_rule_that_can_never_quantise_names_the_rule_that_can():
     made = controller(rules=("loss",), window=4)
-    lines = [action.line for step in range(1, 40) for action in made.observe(step, 3.0) if isinstance(action, Say)]
+    lines = [action.line for step in range(1, 40) for action in made.observe(step, 3.0) if isinstance(action, LogLine)]
     (line,) = [line for line in lines if "may never" in line]
     assert "--quant-rule gap" in line
     made = controller(rules=("loss",), window=4)
-    lines = [a for step in range(1, 40) for a in made.observe(step, 0.05 if step == 2 else 3.0) if isinstance(a, Say)]
+    lines = [
+        a for step in range(1, 40) for a in made.observe(step, 0.05 if step == 2 else 3.0) if isinstance(a, LogLine)
+    ]
     assert not any("may never" in each.line for each in lines)
 
 
@@ -300,8 +311,8 @@ def test_the_checkpoint_of_a_switch_follows_those_of_the_buffer_that_its_memory_
     made = controller(rules=("loss",), window=4, snapshot_every=100)
     feed(made, [0.01] + [0.15] * 3 + [0.01] * 3)
     assert made.observe(8, 0.01) == [
-        Say(SAID + "Loss 0.0100 is stable, switching back to mxfp4"),
-        Forget(),
+        LogLine(SAID + "Loss 0.0100 is stable, switching back to mxfp4"),
+        DropSnapshots(),
         Save("window_end_2_iter8"),
         Save("switch_to_mxfp4_iter8"),
         SwitchTo("mxfp4"),

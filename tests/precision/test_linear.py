@@ -9,20 +9,20 @@ from kdtrain.config import LoraConfig
 from kdtrain.models.adapters import restrict
 from kdtrain.models.head import split
 from kdtrain.precision.backends import Torchao, capability
-from kdtrain.precision.emulated import Recipe, quantized_linear
+from kdtrain.precision.emulated import FormatRecipe, quantized_linear
 from kdtrain.precision.linear import Emulated, Switch, convert
 from kdtrain.testing import tiny_model
 
-FP8 = Recipe("tensorwise", gradient="e5m2")
-MXFP8, MXFP4 = Recipe("mx"), Recipe("mx", "e2m1", "e2m1")
+FP8 = FormatRecipe("tensorwise", gradient="e5m2")
+MXFP8, MXFP4 = FormatRecipe("mx"), FormatRecipe("mx", "e2m1", "e2m1")
 BACKENDS = {
     "emulated fp8": Emulated(FP8),
     "torchao fp8": Torchao(FP8),
-    "torchao rowwise": Torchao(Recipe("rowwise")),
+    "torchao rowwise": Torchao(FormatRecipe("rowwise")),
     "mxfp8": Emulated(MXFP8),
     "mxfp4": Emulated(MXFP4),
 }
-if not capability("fp8", "torchao", torch.device("cpu"), Recipe("rowwise")).works:
+if not capability("fp8", "torchao", torch.device("cpu"), FormatRecipe("rowwise")).works:
     del BACKENDS["torchao rowwise"]  # torch 2.11 multiplies with scaled rows on a GPU only; a run there is told so
 POSITIONS = ("high", "quantized", "high-forward")
 
@@ -162,7 +162,7 @@ def test_a_token_count_that_is_not_a_multiple_of_a_tile_trains():
 
 
 def test_stochastic_gradients_follow_the_seed():
-    recipe = Recipe("mx", "e2m1", "e2m1", stochastic=True)
+    recipe = FormatRecipe("mx", "e2m1", "e2m1", stochastic=True)
     student, switch, _ = switchable(backend=Emulated(recipe))
     found = []
     with switch.at("quantized"):

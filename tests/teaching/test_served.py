@@ -127,7 +127,7 @@ def test_the_cache_is_the_undisturbed_one_whatever_happens_to_thirty_answers(ser
     [
         ("429", "answers 429: fault 429"),
         ("close", "the server closed the connection|the connection was reset"),
-        ("cut", "is not the JSON that was asked for"),
+        ("cut", "is not the requested JSON"),
         ("bos", "it counts 2[0-9] tokens, 2[0-9] were sent: it adds or drops some"),
         ("shifted", "is about another one: the answer is shifted"),
         ("processed", "processed log-probabilities: .* --logprobs-mode raw_logprobs"),

@@ -73,6 +73,6 @@ def test_a_fingerprint_of_a_stranger_is_typed(server):
 def test_a_record_beyond_its_bound_is_not_read(server):
     client = Client([server.url], concurrency=1, timeout=5, patience=0)
     server.name = "x" * (SMALL + 1)
-    with pytest.raises(kd.RunError, match="more than 1,048,576 bytes; asked 3 times"):
+    with pytest.raises(kd.RunError, match="more than 1,048,576 bytes; tried 3 times"):
         client.get(client.hosts[0], f"{server.url}/models", dict)
     assert re.fullmatch(r"http://127.0.0.1:\d+/v1", str(client.hosts[0]))

@@ -178,7 +178,7 @@ def test_an_answer_that_drips_is_ended_at_the_time_out(server, first):
 
 def test_a_packed_answer_is_not_unpacked(server):
     server.raw = lambda connection: connection.sendall(answer(b"x", headers="Content-Encoding: gzip\r\n"))
-    with pytest.raises(kd.RunError, match=r"a body that is packed \(gzip\), which was not asked for; asked 3 times"):
+    with pytest.raises(kd.RunError, match=r"a body that is packed \(gzip\), which was not requested; tried 3 times"):
         ask(server)
 
 

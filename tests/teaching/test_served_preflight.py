@@ -85,7 +85,7 @@ def test_a_page_of_html_is_named_with_the_address_to_check(server):
     page = b"<!doctype html><p>welcome"
     head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(page)}\r\n\r\n".encode()
     server.raw = lambda connection: connection.sendall(head + page)
-    with pytest.raises(kd.UsageError, match=r"\(a page of HTML\); asked 3 times; check the address, which ends in /v1"):
+    with pytest.raises(kd.UsageError, match=r"\(a page of HTML\); tried 3 times; check the address, which ends in /v1"):
         capture(server)
 
 

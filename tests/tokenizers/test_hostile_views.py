@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,11 +20,6 @@ from tests.tokenizers.view_kit import CODECS, ROWS, foreign_cache
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
     monkeypatch.setattr(views, "_ROWS", ROWS)
-
-
-@pytest.fixture(scope="module", params=CODECS.values(), ids=CODECS)
-def cache(request, tmp_path_factory):
-    return foreign_cache(tmp_path_factory.mktemp("view") / "cache", *request.param)
 
 
 def header(text):
@@ -91,17 +87,22 @@ HOSTILE = {
 
 
 @pytest.fixture(scope="module")
-def sound(cache, tmp_path_factory):
+def sound(tmp_path_factory):
     """A view that nobody changed."""
+    folder = tmp_path_factory.mktemp("sound")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(views, "_ROWS", ROWS)
-        return build_view(tmp_path_factory.mktemp("sound") / "data", cache, train("gpt2"))
+        return build_view(folder / "data", foreign_cache(folder / "cache", *CODECS["samples"]), train("gpt2"))
+
+
+@pytest.fixture
+def folder(sound, tmp_path):
+    """A copy of it."""
+    return Path(shutil.copytree(sound.folder, tmp_path / "data"))
 
 
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=[name.replace(" ", "-") for name in HOSTILE])
-def test_a_strangers_view_is_refused_in_one_line(sound, tmp_path, change):
-    folder, cache = tmp_path / "data", sound.cache
-    shutil.copytree(sound.folder, folder)
+def test_a_strangers_view_is_refused_in_one_line(sound, folder, change):
     record = read_sealed(folder / "view.json")
     change(folder, record)
     record["cells"]["sha256"] = file_digest(folder / CELLS)
@@ -109,13 +110,11 @@ def test_a_strangers_view_is_refused_in_one_line(sound, tmp_path, change):
         record["shards"]["train"][0]["sha256"] = file_digest(folder / SHARD)
     publish_json(folder / "view.json", record, "x")
     with pytest.raises((UsageError, RunError)) as refused:
-        View(folder, cache)["train"].read([0])
+        View(folder, sound.cache)["train"].read([0])
     assert "\n" not in str(refused.value) and str(folder) in str(refused.value)
 
 
-def test_a_view_of_another_version_is_known_as_such_also_where_it_is_finished(sound, tmp_path):
-    folder = tmp_path / "data"
-    shutil.copytree(sound.folder, folder)
+def test_a_view_of_another_version_is_known_as_such_also_where_it_is_finished(sound, folder):
     for name in ("view.json", "settings.json"):
         record = read_sealed(folder / name)
         (record["settings"] if name == "view.json" else record)["version"] = 1
@@ -125,9 +124,7 @@ def test_a_view_of_another_version_is_known_as_such_also_where_it_is_finished(so
         build_view(folder, sound.cache, train("gpt2"))
 
 
-def test_a_finished_view_of_version_2_is_read_as_it_is(sound, tmp_path):
-    folder = tmp_path / "data"
-    shutil.copytree(sound.folder, folder)
+def test_a_finished_view_of_version_2_is_read_as_it_is(sound, folder):
     record = read_sealed(folder / "view.json")
     record["settings"]["version"] = 2
     for split, shards in record["shards"].items():
@@ -146,10 +143,8 @@ def test_a_finished_view_of_version_2_is_read_as_it_is(sound, tmp_path):
     assert all(np.array_equal(one[name], other[name]) for name in other.dtype.names)
 
 
-def test_an_array_larger_than_stated_is_not_read_to_its_end(sound, tmp_path):
+def test_an_array_larger_than_stated_is_not_read_to_its_end(sound, folder):
     """Strangers' sparse files take no disk, and hours to read."""
-    folder = tmp_path / "data"
-    shutil.copytree(sound.folder, folder)
     for name in (SHARD, CELLS):
         with open(folder / name, "r+b") as file:
             file.truncate(2**40)
@@ -162,9 +157,7 @@ def test_an_array_larger_than_stated_is_not_read_to_its_end(sound, tmp_path):
     assert files_of(folder) == files_of(sound.folder)
 
 
-def test_a_strangers_record_of_a_shard_is_made_anew(sound, tmp_path):
-    folder = tmp_path / "data"
-    shutil.copytree(sound.folder, folder)
+def test_a_strangers_record_of_a_shard_is_made_anew(sound, folder):
     (folder / "view.json").unlink()
     record = read_sealed(folder / "train-00001.json")
     del record["tally"]["labels"]
@@ -173,9 +166,7 @@ def test_a_strangers_record_of_a_shard_is_made_anew(sound, tmp_path):
     assert files_of(folder) == files_of(sound.folder)
 
 
-def test_verify_names_a_folder_and_a_pipe_in_the_place_of_shards(sound, tmp_path):
-    folder = tmp_path / "data"
-    shutil.copytree(sound.folder, folder)
+def test_verify_names_a_folder_and_a_pipe_in_the_place_of_shards(sound, folder):
     assert verify_view(folder) == []
     for name in (SHARD, "train-00001.npy", CELLS):
         (folder / name).unlink()

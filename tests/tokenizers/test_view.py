@@ -10,18 +10,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from kdtrain.cache.build.folder import holds_nothing
-from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format.codec import CodecSpec
-from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.read.reader import CacheReader, collate
 from kdtrain.data.bytes import TokenBytes
-from kdtrain.data.corpus import Document
-from kdtrain.data.packing import PackedRow, pack
+from kdtrain.data.packing import PackedRow
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import Lock, publish_json
 from kdtrain.library import Cache
 from kdtrain.models.output_head import OutputHead
-from kdtrain.models.tokenizer import tokenizer_digest
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
 from kdtrain.testing import tiny_model
 from kdtrain.tokenizers import alignment as alignments
@@ -35,7 +31,7 @@ from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.student import Student
 from tests.fetched import files_of
 from tests.token_kinds import TEXTS, train
-from tests.tokenizers.view_kit import CODECS, ROWS, SEQ_LEN, foreign_cache
+from tests.tokenizers.view_kit import CODECS, ROWS, SEQ_LEN, foreign_cache, made_cache, packed
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +96,7 @@ def test_a_batch_has_the_teachers_numbers_for_the_same_bytes(cache, tmp_path):
 def test_of_text_that_the_teacher_wrote_the_filler_is_left_out_and_the_end_is_the_students(tmp_path):
     tokenizer, student = copy.deepcopy(train("llama3")), train("gpt2")
     tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
-    size, ends = len(tokenizer), [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    ends = [tokenizer.convert_tokens_to_ids("<|im_end|>")]
     rows = []
     for text in TEXTS[:2] * 2:
         ids = [*tokenizer.encode(text, add_special_tokens=False)[:8], *ends]
@@ -108,17 +104,9 @@ def test_of_text_that_the_teacher_wrote_the_filler_is_left_out_and_the_end_is_th
         tokens[:9] = ids
         mask = (np.arange(SEQ_LEN) >= 4) & (np.arange(SEQ_LEN) < 8)
         rows.append(PackedRow(tokens, mask, np.zeros(SEQ_LEN, np.int32)))
-    settings = CacheSettings(
-        codec=CodecSpec(kind="sparse", vocab_size=size, top_k=5),
-        seq_len=SEQ_LEN,
-        tokenizer_size=size,
-        tokenizer_digest=tokenizer_digest(tokenizer),
-        data={"source": "texts", "generated": {"end_tokens": ends}},
-    )
-    table = torch.randn(size, size, generator=torch.Generator().manual_seed(1))
-    made = {"teacher": lambda tokens, _: table[tokens], "batch_size": 3, "tokenizer": tokenizer}
-    write_cache(tmp_path / "cache", settings, {"train": rows, "validation": rows}, **made)
-    view = build_view(tmp_path / "data", Cache(tmp_path / "cache"), student)
+    splits, data = {"train": rows, "validation": rows}, {"generated": {"end_tokens": ends}}
+    cache = made_cache(tmp_path / "cache", tokenizer, splits, data=data, kind="sparse", top_k=5)
+    view = build_view(tmp_path / "data", cache, student)
     assert "given: <|pad|> is left out" in view.record.events
     text = "".join(tokenizer.decode(row.tokens[:8]) + "<|im_end|>" for row in rows)
     found = view["train"].rows(range(len(view["train"])))["tokens"]
@@ -128,20 +116,8 @@ def test_of_text_that_the_teacher_wrote_the_filler_is_left_out_and_the_end_is_th
 
 def whole_distributions(folder, texts, seq_len):
     """A cache of them, of a teacher of the Llama 3 kind."""
-    tokenizer = train("llama3")
-    size = len(tokenizer)
-    settings = CacheSettings(
-        codec=CodecSpec(kind="dense", vocab_size=size),
-        seq_len=seq_len,
-        tokenizer_size=size,
-        tokenizer_digest=tokenizer_digest(tokenizer),
-        data={"source": "texts"},
-    )
-    rows = list(pack([Document(f"{n}", text=each) for n, each in enumerate(texts)], tokenizer, seq_len))
-    table = 3 * torch.randn(size, size, generator=torch.Generator().manual_seed(1))
-    made = {"teacher": lambda tokens, _: table[tokens], "batch_size": 3, "tokenizer": tokenizer}
-    write_cache(folder, settings, {"train": rows, "validation": rows[:1]}, **made)
-    return Cache(folder)
+    rows = packed(texts, train("llama3"), seq_len)
+    return made_cache(folder, train("llama3"), {"train": rows, "validation": rows[:1]}, seq_len, kind="dense")
 
 
 @pytest.mark.parametrize("first", [0, 160])
@@ -209,48 +185,28 @@ def test_the_same_tokenizer_gives_the_ordinary_loss_to_the_bit(cache, tmp_path):
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_student_of_labels_shifted_by_one_ends_with_worse_cells(cache, tmp_path, monkeypatch, seed):
-    right = build_view(tmp_path / "data", cache, train("gpt2"))["train"]
-    shifted, rows = copy.copy(right), right.rows
+def killed_after(number, label, *given):
+    """Kill a build when it has published `number` records of that label."""
+    real, left = views.publish_json, [number]
 
-    def one_later(indices):
-        found = rows(indices).copy()
-        found["source"] = np.where(found["source"] > 0, found["source"] - 1, -1)
-        return found
-
-    monkeypatch.setattr(shifted, "rows", one_later)
-    every, losses = range(len(right)), []
-    for data in (right, shifted):
-        learner = Student(tiny_model("llama", len(train("gpt2")), seed=seed), DistillationLoss(alpha=1.0))
-        optimizer, batch = torch.optim.AdamW(learner.parameters(), 1e-2), data.read(every)
-        for _ in range(30):
-            optimizer.zero_grad()
-            learner(batch=batch).loss.backward()
-            optimizer.step()
-        with torch.no_grad():
-            losses.append(learner(batch=right.read(every)).loss.item())
-    assert losses[0] + 0.1 < losses[1]
-
-
-def test_a_killed_build_resumes_to_the_same_files(cache, tmp_path, monkeypatch):
-    whole = build_view(tmp_path / "whole", cache, train("gemma"))
-    assert len(whole["train"]) > 3 * ROWS
-    real, stops = views.publish_json, [2, 4, 6]
-
-    def stop(path, record, label):
-        done = real(path, record, label)
-        stops[0] -= 1
-        if not stops[0]:
-            del stops[0]
+    def stop(path, record, name):
+        done = real(path, record, name)
+        left[0] -= name == label
+        if not left[0]:
             raise KeyboardInterrupt
         return done
 
-    monkeypatch.setattr(views, "publish_json", stop)
-    for _ in range(2):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(views, "publish_json", stop)
         with pytest.raises(KeyboardInterrupt):
-            build_view(tmp_path / "killed", cache, train("gemma"))
-    monkeypatch.setattr(views, "publish_json", real)
+            build_view(*given)
+
+
+def test_a_killed_build_resumes_to_the_same_files(cache, tmp_path):
+    whole = build_view(tmp_path / "whole", cache, train("gemma"))
+    assert len(whole["train"]) > 3 * ROWS
+    for number in (1, 2):
+        killed_after(number, "view.sidecar", tmp_path / "killed", cache, train("gemma"))
     build_view(tmp_path / "killed", cache, train("gemma"))
     assert files_of(tmp_path / "whole") == files_of(tmp_path / "killed")
 
@@ -358,38 +314,12 @@ def test_two_views_that_were_measured_in_other_last_bits_are_the_same(cache, tmp
 @pytest.fixture
 def rewritten(tmp_path):
     """Builds a cache of texts in the manner of GPT-2; a student of Qwen's kind rewrites those with loose accents."""
-    tokenizer = train("gpt2")
-    settings = CacheSettings(
-        codec=CodecSpec(kind="tokens", vocab_size=len(tokenizer)),
-        seq_len=SEQ_LEN,
-        tokenizer_size=len(tokenizer),
-        tokenizer_digest=tokenizer_digest(tokenizer),
-        data={"source": "texts"},
-    )
 
     def build(texts):
-        found = [Document(f"{n}", text="cafe\u0301" if each else "caf\u00e9 au lait") for n, each in enumerate(texts)]
-        splits = {split: pack(found, tokenizer, SEQ_LEN) for split in ("train", "validation")}
-        write_cache(tmp_path / "cache", settings, splits, teacher=None, tokenizer=tokenizer)
-        return Cache(tmp_path / "cache")
+        rows = packed(["cafe\u0301" if each else "caf\u00e9 au lait" for each in texts], train("gpt2"))
+        return made_cache(tmp_path / "cache", train("gpt2"), {"train": rows, "validation": rows}, kind="tokens")
 
     return build
-
-
-def killed_after(number, *given):
-    real, left = views.publish_json, [number]
-
-    def stop(path, record, label):
-        done = real(path, record, label)
-        left[0] -= label == "view.sidecar"
-        if not left[0]:
-            raise KeyboardInterrupt
-        return done
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(views, "publish_json", stop)
-        with pytest.raises(KeyboardInterrupt):
-            build_view(*given)
 
 
 def test_documents_left_out_are_counted_over_the_whole_text_also_after_a_kill(rewritten, tmp_path, monkeypatch):
@@ -399,7 +329,8 @@ def test_documents_left_out_are_counted_over_the_whole_text_also_after_a_kill(re
     cache = rewritten([False] * 300 + [True, False] * 3 + [False] * 60)
     whole = build_view(tmp_path / "whole", cache, train("qwen"))
     assert whole.record.tallies["train"].left_out == 3
-    killed_after(len(whole.record.shards["train"]) * 3 // 4, tmp_path / "killed", cache, train("qwen"))
+    number = len(whole.record.shards["train"]) * 3 // 4
+    killed_after(number, "view.sidecar", tmp_path / "killed", cache, train("qwen"))
     build_view(tmp_path / "killed", cache, train("qwen"))
     assert files_of(tmp_path / "whole") == files_of(tmp_path / "killed")
 

@@ -1,4 +1,4 @@
-"""A cache that students with other tokenizers get views of, for the tests of views."""
+"""Caches that students with other tokenizers get views of, for the tests of views."""
 
 import torch
 
@@ -18,24 +18,29 @@ CODECS = {"samples": (0, 20), "top-k": (5, 0)}
 """Top-k entries and samples of the caches."""
 
 
-def foreign_cache(folder, top_k, num_samples):
-    """Of a teacher with a tokenizer of the Llama 3 kind."""
-    tokenizer = train("llama3")
+def packed(texts, tokenizer, seq_len=SEQ_LEN):
+    return list(pack([Document(f"{n}", text=each) for n, each in enumerate(texts)], tokenizer, seq_len))
+
+
+def made_cache(folder, tokenizer, splits, seq_len=SEQ_LEN, data=None, **codec):
+    """Of a teacher whose logits stand in a random table, by the last token; none for the kind `tokens`."""
     size = len(tokenizer)
-    codec = CodecSpec(kind="sparse", vocab_size=size, top_k=top_k, num_samples=num_samples)
     settings = CacheSettings(
-        codec=codec,
-        seq_len=SEQ_LEN,
+        codec=CodecSpec(vocab_size=size, **codec),
+        seq_len=seq_len,
         tokenizer_size=size,
         tokenizer_digest=tokenizer_digest(tokenizer),
         sequences_per_shard=8,
-        data={"source": "texts"},
+        data={"source": "texts", **(data or {})},
     )
-    texts = {"train": TEXTS * 2, "validation": TEXTS[:2]}
-    splits = {
-        split: pack([Document(f"{n}", text=each) for n, each in enumerate(found)], tokenizer, SEQ_LEN)
-        for split, found in texts.items()
-    }
     table = 2 * torch.randn(size, size, generator=torch.Generator().manual_seed(1))
-    write_cache(folder, settings, splits, teacher=lambda tokens, _: table[tokens], batch_size=3, tokenizer=tokenizer)
+    teacher = None if settings.codec.kind == "tokens" else lambda tokens, _: table[tokens]
+    write_cache(folder, settings, splits, teacher=teacher, batch_size=3, tokenizer=tokenizer)
     return Cache(folder)
+
+
+def foreign_cache(folder, top_k, num_samples):
+    """Of a teacher with a tokenizer of the Llama 3 kind."""
+    tokenizer = train("llama3")
+    splits = {split: packed(texts, tokenizer) for split, texts in (("train", TEXTS * 2), ("validation", TEXTS[:2]))}
+    return made_cache(folder, tokenizer, splits, kind="sparse", top_k=top_k, num_samples=num_samples)

@@ -15,7 +15,7 @@ from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import Store, load
 from kdtrain.errors import RunError
 from kdtrain.precision.controller import Adaptive, Policy, PrecisionController, SwitchTo
-from kdtrain.precision.emulated import Recipe
+from kdtrain.precision.emulated import FormatRecipe
 from kdtrain.precision.linear import Emulated, convert
 from kdtrain.precision.loss_scale import LossScale
 from kdtrain.training import step as step_module
@@ -37,7 +37,7 @@ LOSS = {"rules": ("loss",), "threshold": 8.0, "window": 4, "min_dwell": 5}
 def quantise(run, **policy) -> PrecisionController:
     """Make a run of the workshop adaptive, in mxfp4."""
     model, switch = run.student.model.model, run.student.switch
-    backend = Emulated(Recipe("mx", "e2m1", "e2m1"))
+    backend = Emulated(FormatRecipe("mx", "e2m1", "e2m1"))
     convert(model, switch, backend, head=model.get_output_embeddings())
     run.student.quantized = "mxfp4"
     controller = PrecisionController(Policy(quantized="mxfp4", **policy))

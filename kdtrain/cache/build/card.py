@@ -1,4 +1,4 @@
-"""The card of a cache: a README.md for people, which says what the cache is.
+"""The card of a cache: a README.md that describes it to people.
 
 A card ends in a check sum of itself: one that somebody has changed, or written, is never replaced.
 """

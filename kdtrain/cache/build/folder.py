@@ -121,12 +121,10 @@ def claim_folder(folder: Path, settings: CacheSettings) -> Manifest | None:
 def holds_nothing(folder: Path) -> bool:
     """True if a folder has no files but those that a builder makes before it publishes settings.json."""
     files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    return all(path.parent == folder and _is_own(path.name) for path in files)
-
-
-def _is_own(name: str) -> bool:
-    """Whether a builder makes this file before it publishes settings.json."""
-    return bool(_OWN.fullmatch(name)) or temporary_of(name) == cache_format.SETTINGS
+    return all(
+        path.parent == folder and (_OWN.fullmatch(path.name) or temporary_of(path.name) == cache_format.SETTINGS)
+        for path in files
+    )
 
 
 def _write_settings(folder: Path, settings: CacheSettings, tokenizer: Any) -> None:

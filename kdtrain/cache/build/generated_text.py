@@ -7,7 +7,7 @@ Shapes: n rows, T positions.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings, Sidecar, end_tokens
 from kdtrain.cache.read.shard import Shard, shard_errors
 
@@ -45,18 +44,14 @@ def read_written(
     for split, records in sidecars.items():
         sha, counts = hashlib.sha256(), {"stop": 0, "length": 0, "tokens": 0}
         for record in records:
-            for text in _text(cache_format.shard_path(folder, record["name"]), settings.codec, record["sequences"]):
-                sha.update(np.ascontiguousarray(text["tokens"], dtype="<u4").tobytes())
-                mask_nT = text["loss_mask"] == 1
-                counts["tokens"] += int(mask_nT.sum())
-                for reason in finish_reasons(text["tokens"], mask_nT, ends):
-                    if reason is not None:
+            path = cache_format.shard_path(folder, record["name"])
+            with shard_errors(path), closing(Shard(path, settings.codec)) as shard:
+                for start in range(0, record["sequences"], _ROWS):
+                    text = shard.text(np.arange(start, min(start + _ROWS, record["sequences"])))
+                    sha.update(np.ascontiguousarray(text["tokens"], dtype="<u4").tobytes())
+                    mask_nT = text["loss_mask"] == 1
+                    counts["tokens"] += int(mask_nT.sum())
+                    for reason in filter(None, finish_reasons(text["tokens"], mask_nT, ends)):
                         counts[reason] += 1
         digests[split], found[split] = sha.hexdigest(), counts
     return digests, found
-
-
-def _text(path: Path, spec: CodecSpec, rows: int) -> Iterator[dict[str, np.ndarray]]:
-    with shard_errors(path), closing(Shard(path, spec)) as shard:
-        for start in range(0, rows, _ROWS):
-            yield shard.text(np.arange(start, min(start + _ROWS, rows)))

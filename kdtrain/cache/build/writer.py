@@ -243,13 +243,14 @@ class CacheBuilder:
 
     def _finish_rounds(self) -> None:
         """Meet the other ranks, with nothing left to do here, until all are done."""
-        self.rounds.finish(self._run_empty if self.answers.sharded else None)
+        empty_BT, logits = torch.zeros(1, self.settings.seq_len, dtype=torch.int64), self.answers.logits
 
-    def _run_empty(self) -> None:
-        empty_BT = torch.zeros(1, self.settings.seq_len, dtype=torch.int64)
-        assert self.answers.logits is not None
-        with torch.no_grad():
-            self.answers.logits(empty_BT, empty_BT if self.settings.document_mask else None)
+        @torch.no_grad()
+        def run_empty() -> None:
+            assert logits is not None
+            logits(empty_BT, empty_BT if self.settings.document_mask else None)
+
+        self.rounds.finish(run_empty if self.answers.sharded else None)
 
     def finish(self) -> Manifest | None:
         """Measure the fidelity, and write index and manifest, on rank 0. The others help a sharded teacher; None.

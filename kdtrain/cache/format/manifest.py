@@ -20,7 +20,7 @@ from msgspec import Meta
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.folder import why_no_cache
 from kdtrain.cache.format.spec import CodecSpec
-from kdtrain.config.sections import Weights
+from kdtrain.config.choices import Weights
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import (
     MEDIUM,
@@ -366,14 +366,8 @@ def maker(manifest: Manifest) -> str:
         return "the same import command"
     if manifest.parents is not None:
         return f"the same {'subset' if any('rows' in each for each in manifest.parents) else 'merge'} command"
-    return (
-        "the same command" if manifest.codec.kind == "tokens" else f"the same {_capturing(manifest.settings)} command"
-    )
-
-
-def _capturing(settings: CacheSettings) -> str:
-    """The command that captures a cache."""
-    return "distill" if "order" in settings.data else "cache-teacher"
+    captured = "distill" if "order" in manifest.settings.data else "cache-teacher"
+    return "the same command" if manifest.codec.kind == "tokens" else f"the same {captured} command"
 
 
 def check_sizes(folder: Path | str, manifest: Manifest) -> None:

@@ -22,7 +22,7 @@ _SAME = {
     "tokenizer_digest": "the tokenizer {:.12}",
     "document_mask": "a document mask: {}",
 }
-"""What members must have in common, and how a message says it."""
+"""What members must have in common, and the words for it in messages."""
 _TAUGHT = {"vocab_size": "a teacher with {} logits"}
 
 

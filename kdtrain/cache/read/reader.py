@@ -48,7 +48,7 @@ _readers: "weakref.WeakValueDictionary[int, CacheReader]" = weakref.WeakValueDic
 
 
 AHEAD = 8
-"""Shards after the one that is read that a `ShardSource` is asked for in advance."""
+"""Shards after the one that is read that are requested from a `ShardSource` in advance."""
 
 
 class ShardSource(Protocol):

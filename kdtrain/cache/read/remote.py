@@ -277,7 +277,10 @@ class _Name(TypedDict):
 
 def home() -> Path:
     """The folder of what is fetched from web servers, which need not exist."""
-    return Path(os.environ.get("KDTRAIN_HOME") or Path.home() / ".cache" / "kdtrain")
+    try:
+        return Path(os.environ.get("KDTRAIN_HOME") or Path.home() / ".cache" / "kdtrain")
+    except RuntimeError:
+        raise UsageError("this user has no home folder; set KDTRAIN_HOME to a folder for fetched caches") from None
 
 
 def cache_folder(digest: str) -> Path:

@@ -42,6 +42,10 @@ class Piece:
     rows: np.ndarray | None = None
     """Which, within the shard, ascending; None: all."""
 
+    def __len__(self) -> int:
+        shards = self.reader.manifest.splits[self.reader.split]["shards"]
+        return shards[self.shard]["sequences"] if self.rows is None else len(self.rows)
+
 
 class TokenizerFiles:
     """The tokenizer in the folder of a cache, as a builder of another takes it."""
@@ -106,7 +110,7 @@ def write_pieces(
         return manifest
     try:
         places: dict[str, list[ShardPlace]] = {}
-        tokens, done, total = {}, 0, sum(_count(piece) for pieces in splits.values() for piece in pieces)
+        tokens, done, total = {}, 0, sum(len(piece) for pieces in splits.values() for piece in pieces)
         for split, pieces in splits.items():
             sha, places[split], first = hashlib.sha256(), [], 0
             for number, piece in enumerate(pieces):
@@ -128,11 +132,6 @@ def write_pieces(
         return publish_manifest(folder, settings, sidecars, tokens, *measured, {"parents": parents, **stated})
     finally:
         lock.release()
-
-
-def _count(piece: Piece) -> int:
-    rows = piece.reader.manifest.splits[piece.reader.split]["shards"][piece.shard]["sequences"]
-    return rows if piece.rows is None else len(piece.rows)
 
 
 def _rows(piece: Piece, name: str, first: int) -> ShardRows:

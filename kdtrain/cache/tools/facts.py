@@ -40,17 +40,25 @@ def heading(manifest: Manifest) -> str:
 def cache_facts(manifest: Manifest, public: Callable[[Any], Any] = lambda value: value) -> dict[str, str]:
     """What is known of a cache, by label; `public` makes names of places fit to be published."""
     settings, codec, data = manifest.settings, manifest.codec, manifest.settings.data
+    record, dtype = settings.teacher or {}, (settings.teacher or {}).get("dtype")
+    teacher = f"{public(record.get('spec') or 'unknown')}{'' if dtype in (None, 'unknown') else f', {dtype}'}"
+    counts = manifest.text_counts or {}
+    lost = [f"{split}: {count:,} {what}" for split, each in counts.items() for what, count in each.items()]
+    if (more := len(lost) - _MOST_COUNTS) > 0:
+        lost[_MOST_COUNTS:] = [f"... and {more:,} more"]
+    capture = manifest.capture or {}
+    mass, loss, positions = (number(capture.get(name)) for name in ("kept_mass", "mass_loss", "positions"))
     parts = dict(manifest.bytes_per_token)
     total = parts.pop("total")
     largest = sorted(parts, key=parts.__getitem__, reverse=True)
     facts = {
-        "teacher": "" if codec.kind == "tokens" else _teacher(settings.teacher or {}, public),
-        "weights digest": str((settings.teacher or {}).get("weights_digest") or ""),
+        "teacher": "" if codec.kind == "tokens" else teacher,
+        "weights digest": str(record.get("weights_digest") or ""),
         "its weights": "" if manifest.weights_cost is None else weights_line(manifest.weights_cost),
         "text": ", ".join(f"{name} {public(each)}" for name, each in data.items() if isinstance(each, str | int)),
         "written by the teacher": "; ".join(_written(manifest)),
-        "left out of the text": "; ".join(_text_counts(manifest)),
-        "kept mass": _kept_mass(manifest.capture or {}),
+        "left out of the text": "; ".join(lost),
+        "kept mass": f"{mass}, mean -log of it {loss} nats, in {positions} positions" if capture else "",
         **_origin(manifest.origin or {}),
         "kept": contents(manifest),
         **{split: split_text(manifest, split) for split in manifest.splits},
@@ -72,17 +80,6 @@ def split_text(manifest: Manifest, split: str) -> str:
     parts = [f"{counted(stated['sequences'], 'sequence')} of {length:,}", f"{stated['sequences'] * length:,} tokens"]
     mib = sum(each["bytes"] for each in stated["shards"]) / 2**20
     return ", ".join([*parts, counted(len(stated["shards"]), "shard"), size(mib)])
-
-
-def _teacher(record: Mapping[str, Any], public: Callable[[Any], Any]) -> str:
-    dtype = record.get("dtype")
-    return f"{public(record.get('spec') or 'unknown')}{'' if dtype in (None, 'unknown') else f', {dtype}'}"
-
-
-def _kept_mass(capture: Mapping[str, Any]) -> str:
-    """What the top-k of a served teacher leaves out."""
-    mass, loss, positions = (number(capture.get(name)) for name in ("kept_mass", "mass_loss", "positions"))
-    return f"{mass}, mean -log of it {loss} nats, in {positions} positions" if capture else ""
 
 
 def tail_rule(manifest: Manifest) -> str | None:
@@ -120,13 +117,6 @@ def _written(manifest: Manifest) -> Iterator[str]:
     for split, each in (manifest.generated or {}).items():
         ended, cut, tokens = (each.get(name, 0) for name in ("stop", "length", "tokens"))
         yield f"{split}: {counted(tokens, 'token')} by the teacher; {counted(ended, 'text')} ended, {cut:,} cut"
-
-
-def _text_counts(manifest: Manifest) -> list[str]:
-    counts = manifest.text_counts or {}
-    lines = [f"{split}: {count:,} {what}" for split, each in counts.items() for what, count in each.items()]
-    more = len(lines) - _MOST_COUNTS
-    return lines if more <= 0 else [*lines[:_MOST_COUNTS], f"... and {more:,} more"]
 
 
 def _origin(origin: Mapping[str, Any]) -> dict[str, str]:

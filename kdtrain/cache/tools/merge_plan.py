@@ -65,8 +65,11 @@ def plan(caches: Sequence[Made]) -> tuple[list[int], CacheSettings | None]:
             raise UsageError(
                 f"{twice}, which adds nothing; name another (samples to add: kdtrain cache-teacher --refine)"
             )
-    for cache in caches[1:]:
-        _refuse_unlike(caches[0], cache)
+    for name in ("vocab_size", "seq_len", "tokenizer_digest", "tokenizer_size", "document_mask"):
+        for cache in caches[1:]:
+            ours, theirs = (getattr(each.manifest.settings, name) for each in (caches[0], cache))
+            if ours != theirs:
+                raise UsageError(f"{caches[0].name} has {name} {ours} and {cache.name} {theirs}; they cannot be merged")
     texts = [_text(cache) for cache in caches]
     if len(set(texts)) == 1:
         return order, _sum(caches)
@@ -115,15 +118,6 @@ def _text(cache: Made) -> tuple[tuple[str, str], ...]:
     """The rows of a cache; of validation only where there is nothing else."""
     found = {split: each["tokens_sha256"] for split, each in cache.manifest.splits.items()}
     return tuple(sorted((name, sha) for name, sha in found.items() if name != "validation" or len(found) == 1))
-
-
-def _refuse_unlike(one: Made, other: Made) -> None:
-    """UsageError: a student could not learn from both."""
-    names = ("vocab_size", "seq_len", "tokenizer_digest", "tokenizer_size", "document_mask")
-    for name in names:
-        ours, theirs = (getattr(cache.manifest.settings, name) for cache in (one, other))
-        if ours != theirs:
-            raise UsageError(f"{one.name} has {name} {ours} and {other.name} {theirs}; they cannot be merged")
 
 
 def _sum(caches: Sequence[Made]) -> CacheSettings:

@@ -35,7 +35,7 @@ from kdtrain.files import published, set_aside
 from kdtrain.monitor.progress import log
 from kdtrain.objective.batch import Batch
 from kdtrain.plugins.collect.options import CollectConfig
-from kdtrain.precision.emulated import ELEMENTS, Recipe, mx_scale, quantized_operand
+from kdtrain.precision.emulated import ELEMENTS, FormatRecipe, mx_scale, quantized_operand
 from kdtrain.ranks import is_main
 from kdtrain.training.observers import Observer, ObserverRequest, StepView
 
@@ -136,7 +136,7 @@ class Collector(Observer):
                 yield file
 
 
-def statistics(values: Tensor, kind: str, recipe: Recipe | None, dtype: torch.dtype) -> dict[str, Any]:
+def statistics(values: Tensor, kind: str, recipe: FormatRecipe | None, dtype: torch.dtype) -> dict[str, Any]:
     """The effect of a format on one operand [rows, columns] of a product that sums over its columns.
 
     kind: weight, activation or gradient. Errors are those of `recipe`, or of `dtype` without a recipe.

@@ -1,7 +1,7 @@
 """Asks inference servers of one model, many requests at once, and again where that helps.
 
-What may pass is asked again, later each time, at another server where there is one: 408, 425, 429, 5xx, time-outs,
-connections that break, an answer that is cut off or cannot be right (`Wrong`). Each server rests for what it asked for
+What may pass is requested again, later each time, of another server where there is one: 408, 425, 429, 5xx, time-outs,
+connections that break, an answer that is cut off or cannot be right (`Wrong`). A server rests for as long as it wants
 (Retry-After), or twice as long after each failure. A request is given up after `patience` seconds of failures, or three
 answers that are wrong. Any other code is final, with the server's own words.
 
@@ -81,7 +81,7 @@ class _Passing(Exception):
 
 
 class Unanswered(RunError):
-    """No server answered, however often it was asked. problem: without what to do."""
+    """No server answered any of the attempts. problem: without what to do."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}; what is here stays: run the same command again")
@@ -89,7 +89,7 @@ class Unanswered(RunError):
 
 
 class WrittenEntries(msgspec.Struct):
-    """What a server says of each token that it wrote: log p by `token_id:ID`."""
+    """Log-probabilities of the generated tokens, by `token_id:ID`."""
 
     top_logprobs: list[dict[str, float] | None] | None = None
 
@@ -236,7 +236,7 @@ class Client:
             except Wrong as problem:
                 wrong, words = wrong + 1, quoted(str(problem))
                 if wrong >= tries:
-                    raise RunError(f"{at} answers with {words}; asked {wrong} times") from None
+                    raise RunError(f"{at} answers with {words}; tried {wrong} times") from None
                 self._rest(at, _Passing(f"it answers with {words}", _WRONG_WAIT * (wrong - 1), away=False))
             except _Passing as problem:
                 now = time.monotonic()
@@ -288,7 +288,7 @@ class Client:
             stop.set()
 
     def _take(self, wanted: Host | None) -> Host:
-        """The server that is asked next, when its rest is over."""
+        """The server of the next request, when its rest is over."""
         while True:
             with self._lock:
                 now = time.monotonic()
@@ -417,7 +417,7 @@ def _body(answer: "requests.Response", most: int) -> bytes:
     if (packed := answer.headers.get("Content-Encoding", "").lower()) not in ("", "identity"):
         if failed:
             return b""
-        raise Wrong(f"a body that is packed ({quoted(packed, 40)}), which was not asked for")
+        raise Wrong(f"a body that is packed ({quoted(packed, 40)}), which was not requested")
     for piece in body(answer):
         content += piece
         if failed and len(content) > SMALL:
@@ -432,7 +432,7 @@ def _typed(content: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         words = quoted(str(error)).replace("`", "")
-        raise Wrong(f"what is not the JSON that was asked for ({_HTML if _is_page(content) else words})") from None
+        raise Wrong(f"what is not the requested JSON ({_HTML if _is_page(content) else words})") from None
 
 
 def _words_of(content: bytes) -> str:

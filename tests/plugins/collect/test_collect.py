@@ -13,11 +13,11 @@ from kdtrain.models.head import split
 from kdtrain.plugins.collect import collector
 from kdtrain.plugins.collect.collector import EXPONENTS, Collector, statistics
 from kdtrain.plugins.collect.options import CollectConfig
-from kdtrain.precision.emulated import Recipe
+from kdtrain.precision.emulated import FormatRecipe
 from kdtrain.testing import tiny_model
 from kdtrain.training.observers import ObserverRequest, StepView
 
-MXFP4 = Recipe("mx", "e2m1", "e2m1")
+MXFP4 = FormatRecipe("mx", "e2m1", "e2m1")
 KINDS = ("weight", "activation", "gradient")
 UP = "model.layers.0.mlp.up_proj"
 

@@ -53,7 +53,7 @@ def test_load_gives_a_spec_the_weights_of_a_model_folder_and_the_run_resumes(for
 
     loaded = distill("runs/loaded", "small.toml", "--load", "models/small", "--steps", 2, "--json").ok().json
     assert loaded["first_validation_loss"] == pytest.approx(pruned["validation_loss"]["pruned"], rel=1e-4)
-    resumed = distill("runs/loaded", "small.toml", "--load", "models/small", "--steps", 3, "--yes").ok()
+    resumed = distill("runs/loaded", "small.toml", "--load", "models/small", "--steps", 3).ok()
     assert "at step 2" in resumed.stderr and forks.newest("runs/loaded").name == "step-00000003"
     for student, more, words in (
         ("student.toml", (), "--load models/small has hidden_size = 24, and student 32; give --student models/small"),
