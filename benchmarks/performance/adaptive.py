@@ -23,7 +23,7 @@ from benchmarks.harness import models
 from benchmarks.harness.bench import Bench, Tokens
 from benchmarks.harness.record import Goal, Options, Record
 from benchmarks.harness.timing import synchronize, without_graphs
-from kdtrain.precision.backends import Choice, choose, make_recipe
+from kdtrain.precision.backends import FormatChoice, choose, make_recipe
 from kdtrain.precision.controller import Adaptive, Policy, PrecisionController
 from kdtrain.precision.linear import Switch, convert
 from kdtrain.training.trainer import Trainer
@@ -58,9 +58,9 @@ def run(options: Options) -> int:
     backend = "auto" if options.device.type == "cuda" else "emulated"
     recipe = make_recipe("fp8", "tensorwise", None, "max", False)
     choice = choose("fp8", backend, recipe, "tensorwise", options.device)
-    line = choice.line if isinstance(choice, Choice) else choice
+    line = choice.line if isinstance(choice, FormatChoice) else choice
     record = Record("adaptive", options, vars(sizes) | {"fp8": line, "compile": options.compile}, GOALS)
-    if not isinstance(choice, Choice):
+    if not isinstance(choice, FormatChoice):
         record.put("missing", {"missing": choice})
         return record.finish()
     with without_graphs():
@@ -74,7 +74,7 @@ def run(options: Options) -> int:
 class _Training:
     """A student whose layers switch, its text, and a run that begins anew for each kind."""
 
-    def __init__(self, options: Options, sizes: Sizes, choice: Choice) -> None:
+    def __init__(self, options: Options, sizes: Sizes, choice: FormatChoice) -> None:
         self.sizes, device = sizes, options.device
         student, switch = models.make_student(sizes.student, device), Switch()
         convert(student.model, switch, choice.backend, head=student.model.get_output_embeddings())

@@ -22,7 +22,7 @@ from benchmarks.harness.bench import Bench, Tokens
 from benchmarks.harness.profiling import profiled
 from benchmarks.harness.record import Goal, Options, Record
 from benchmarks.harness.timing import CALLS, in_turn, medians, over, peak_of, without_graphs
-from kdtrain.precision.backends import Choice, choose, make_recipe
+from kdtrain.precision.backends import FormatChoice, choose, make_recipe
 from kdtrain.precision.linear import Backend, Switch, SwitchableLinear, convert
 
 
@@ -62,11 +62,11 @@ def run(options: Options) -> int:
 
 def _measure(record: Record, options: Options, sizes: Sizes, student: str) -> None:
     """All figures of one student, which is made once, if any is missing."""
-    chosen: dict[str, Choice | str] = {}
+    chosen: dict[str, FormatChoice | str] = {}
     for kind, (backend, scaling) in (KINDS if options.device.type == "cuda" else EMULATED).items():
         recipe = make_recipe("fp8", scaling, None, "max", False)
         chosen[kind] = choose("fp8", backend, recipe, scaling, options.device)
-    backends = {kind: each.backend for kind, each in chosen.items() if isinstance(each, Choice)}
+    backends = {kind: each.backend for kind, each in chosen.items() if isinstance(each, FormatChoice)}
     made = functools.cache(lambda: _Kinds(options, sizes, student, backends))
 
     def students(kind: str) -> _Kinds:

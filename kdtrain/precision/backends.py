@@ -349,7 +349,7 @@ def capability(mode: str, backend: str, device: torch.device, recipe: FormatReci
 
 
 @dataclass(frozen=True)
-class Choice:
+class FormatChoice:
     """The quantised products of a run."""
 
     mode: str
@@ -360,7 +360,7 @@ class Choice:
     """The choice, for the log."""
 
 
-def choose(mode: str, wanted: str, recipe: FormatRecipe, scaling: str, device: torch.device) -> Choice | str:
+def choose(mode: str, wanted: str, recipe: FormatRecipe, scaling: str, device: torch.device) -> FormatChoice | str:
     """The back end for `mode`, or why there is none.
 
     wanted: `auto` takes the first that is real, else emulation. scaling: the recipe by its option's name.
@@ -381,7 +381,7 @@ def choose(mode: str, wanted: str, recipe: FormatRecipe, scaling: str, device: t
             kind = "real" if found.real else "emulated" if name == "emulated" else "not faster here"
             why = f" ({'; '.join(tried)})" if tried else ""
             by = "" if name == kind else f" by {name}"
-            return Choice(mode, name, BACKENDS.get(name).make(recipe), found.real, f"{mode}{by}, {kind}{why}")
+            return FormatChoice(mode, name, BACKENDS.get(name).make(recipe), found.real, f"{mode}{by}, {kind}{why}")
         tried.append(f"{name}: {found.reason}")
     return "; ".join(tried)
 
@@ -438,7 +438,7 @@ class Formats:
 
     high: str
     """fp32, bf16 or fp16: of the parts that are not quantised, of the fallback, and of evaluation."""
-    choice: Choice | None = None
+    choice: FormatChoice | None = None
     """The source of quantised products; None in a run without any."""
     recipe: FormatRecipe | None = None
     """How they are quantised."""

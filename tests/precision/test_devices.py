@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kdtrain.models.head import split
-from kdtrain.precision.backends import Choice, choose, make_recipe
+from kdtrain.precision.backends import FormatChoice, choose, make_recipe
 from kdtrain.precision.linear import Switch, convert
 from kdtrain.testing import tiny_model
 
@@ -24,7 +24,7 @@ MODES = [
 
 def backend_of(mode, name, scaling, device):
     found = choose(mode, name, make_recipe(mode, scaling, None, "max", False), scaling, torch.device(device))
-    if not isinstance(found, Choice):
+    if not isinstance(found, FormatChoice):
         pytest.skip(found)
     return found.backend
 
