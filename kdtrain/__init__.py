@@ -30,12 +30,11 @@ if TYPE_CHECKING:
     from kdtrain.checkpoint.nested import CheckpointStore
     from kdtrain.checkpoint.tiers import Keep
     from kdtrain.cli import register_command
-    from kdtrain.commands.cache_teacher import cache_teacher
     from kdtrain.commands.distill import distill
     from kdtrain.config import CacheTeacherConfig, DistillConfig
     from kdtrain.data.corpus import register_text
     from kdtrain.errors import RunError, UsageError
-    from kdtrain.library import Cache
+    from kdtrain.library import Cache, cache_teacher
     from kdtrain.models.output_head import Head
     from kdtrain.monitor.loggers import Logger, register_logger
     from kdtrain.monitor.record import RunRecord
@@ -68,13 +67,12 @@ _HOME = {
     "kdtrain.checkpoint.nested": ("CheckpointStore",),
     "kdtrain.checkpoint.tiers": ("Keep",),
     "kdtrain.cli": ("register_command",),
-    "kdtrain.commands.cache_teacher": ("cache_teacher",),
     "kdtrain.commands.distill": ("distill",),
     "kdtrain.config": ("CacheTeacherConfig", "DistillConfig"),
     "kdtrain.tokenizers.alignment": ("Alignment",),
     "kdtrain.data.corpus": ("register_text",),
     "kdtrain.errors": ("RunError", "UsageError"),
-    "kdtrain.library": ("Cache",),
+    "kdtrain.library": ("Cache", "cache_teacher"),
     "kdtrain.models.output_head": ("Head",),
     "kdtrain.monitor.loggers": ("Logger", "register_logger"),
     "kdtrain.monitor.record": ("RunRecord",),

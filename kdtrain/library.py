@@ -10,6 +10,8 @@ from typing import Any, cast
 from kdtrain.cache.read import reader
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.verify import verify_cache
+from kdtrain.config import CacheTeacherConfig
+from kdtrain.config.values import configured
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.tokenizers.view import ViewReader
 from kdtrain.tokenizers.view_builder import build_view
@@ -82,3 +84,20 @@ class Cache(reader.Cache):
     def verify(self) -> list[str]:
         """Read the whole cache and compare every digest; one line for each problem."""
         return verify_cache(self.folder, cast(Any, self.remote))
+
+
+def cache_teacher(config: CacheTeacherConfig | None = None, **options: Any) -> Cache:
+    """Run a teacher over text and keep its distributions: `kdtrain cache-teacher` as a function.
+
+    The same call again finishes what an interrupted one left. Every rank returns the finished cache. Arguments: as
+    those of `kd.distill`.
+
+    Raises:
+        UsageError: teacher, data and folder do not fit together.
+        RunError: the disk is full or cannot be written, or a rank was lost; published shards stay.
+    """
+    from kdtrain.commands.cache_teacher import capture_cache  # `Cache` alone must not wait for it
+
+    config = configured(CacheTeacherConfig, config, options)
+    capture_cache(config)
+    return Cache(config.out)

@@ -4,7 +4,10 @@ Commands that only read files use these alone, and import no torch.
 """
 
 import os
+import re
 from typing import TypeVar
+
+from kdtrain.errors import UsageError
 
 E = TypeVar("E", bound=Exception)
 
@@ -33,3 +36,19 @@ def reported(error: E) -> E:
     """Mark `error`, which every rank raises, as reported by rank 0, so that only rank 0 prints it."""
     error.reported = not is_main()  # type: ignore[attr-defined]
     return error
+
+
+def refuse_impossible_launch() -> None:
+    """Refuse an environment whose ranks no launcher such as torchrun sets."""
+    found = {}
+    for name, least in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
+        text = os.environ.get(name) or str(least)
+        if not re.fullmatch(r"\d{1,6}", text) or int(text) < least:
+            raise UsageError(
+                f"{name}={text[:20]} in the environment is not a number from {least}; unset it, or use torchrun"
+            )
+        found[name] = int(text)
+    if found["RANK"] >= found["WORLD_SIZE"]:
+        raise UsageError(
+            f"RANK={found['RANK']} in the environment, with WORLD_SIZE={found['WORLD_SIZE']}; use torchrun"
+        )

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import kdtrain as kd
-from kdtrain.config import CodecConfig, DataConfig, ServerConfig, TextConfig
+from kdtrain.config import CodecConfig, DataConfig, TextConfig
+from kdtrain.plugins.served.options import ServerConfig
 from tests.stand_in import StandIn
 
 PREFLIGHT = 25
@@ -27,7 +28,7 @@ def capture(server: StandIn | str | list[str], out: str = "cache", top_k: int = 
         out=out,
         data=DataConfig(**data),
         codec=CodecConfig(top_k=top_k, num_samples=options.pop("num_samples", None)),
-        server=ServerConfig(teacher_server=urls, **given),
+        plugins={"server": ServerConfig(teacher_server=urls, **given)},
         sequences_per_shard=4,
         batch_size=4,
         **options,

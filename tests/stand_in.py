@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.engine_samples import SampleRequest, entries, sample
+from kdtrain.plugins.served.engine_samples import SampleRequest, entries, sample
 
 VERSION = "0.32.0"
 

@@ -47,17 +47,6 @@ def test_the_value_of_a_flag_is_not_taken_for_the_path(argv):
     assert (config.run, config.out) == (Path("runs/a"), Path("b"))
 
 
-def test_a_second_path_is_refused():
-    with pytest.raises(UsageError, match="b"):
-        cli.parse("verify", ["a", "b"])
-
-
-@pytest.mark.parametrize("again", [["--student", "b"], ["--student=b"]])
-def test_a_second_student_is_refused_and_does_not_replace_the_first(again):
-    with pytest.raises(UsageError, match=r"^--student is given 2 times; kdtrain evaluate takes one$"):
-        cli.parse("evaluate", ["--student", "a", "--cache", "c", *again])
-
-
 def test_a_flag_for_a_setting_may_be_repeated_and_the_last_one_wins():
     assert cli.parse("distill", [*DISTILL, "--lr", "1e-2", "--lr", "1e-3"]).optimizer.lr == 1e-3
 
@@ -204,13 +193,6 @@ def test_no_path_is_not_looked_for(tmp_path, monkeypatch):
     assert "perhaps" not in str(caught.value)
 
 
-def test_an_unknown_device_is_refused_by_every_command_with_one():
-    for line in ("generate s", "evaluate --student s --cache c"):
-        command, *argv = line.split()
-        with pytest.raises(UsageError, match="--device 'x' is unknown"):
-            cli.parse(command, [*argv, "--device", "x"])
-
-
 def test_help_writes_a_default_of_zero_as_people_do(capsys):
     with pytest.raises(SystemExit):
         cli.main(["distill", "--help", "all"])
@@ -238,32 +220,6 @@ def test_options_of_sections_are_flat_flags():
     assert config.optimizer.betas == (0.8, 0.9)
 
 
-@pytest.mark.parametrize(
-    "text, said",
-    [
-        ("steps = 3\n", r"'steps' is outside of a section; put it under \[run\]"),
-        ("zzz = 3\n", "'zzz' is outside of a section; kdtrain distill --help all lists"),
-        ("[run]\nalpha = 0.5\n", r"unknown key 'alpha' in \[run\]; put it under \[objective\]"),
-        ("[run]\nstepz = 5\n", r"unknown key 'stepz' in \[run\]; perhaps you meant 'steps'"),
-        ("[rum]\nsteps = 5\n", r"unknown section \[rum\]; perhaps you meant \[run\]"),
-    ],
-)
-def test_the_error_about_a_misplaced_key_names_its_section(tmp_path, text, said):
-    with pytest.raises(UsageError, match=said):
-        parsed(tmp_path, text)
-
-
-@pytest.mark.parametrize(
-    "flag, meant",
-    [("--step", "--steps"), ("--early-stoping", "--early-stopping"), ("--no-compiel", "--no-compile"), ("--zzz", None)],
-)
-def test_the_error_about_a_mistyped_flag_names_the_nearest_one(flag, meant):
-    with pytest.raises(UsageError) as refused:
-        cli.parse("distill", [*DISTILL, flag, "30"])
-    _, _, suggestion = str(refused.value).partition("; perhaps you meant ")
-    assert flag in str(refused.value) and suggestion == (meant or "")
-
-
 def test_the_file_wins_over_the_defaults_and_flags_win_over_the_file(tmp_path):
     text = "[run]\nsteps = 7\nseed = 1\n[optimizer]\nlr = 0.5\nbetas = [0.1, 0.2]\n"
     text += "[precision]\ncompile = false\n[monitor]\nlog-freq = 3\n"
@@ -282,13 +238,12 @@ def test_required_options_may_be_in_the_file_alone(tmp_path):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("[optimizer]\nlearning_rate = 1\n", ["'learning_rate'", "[optimizer]"]),
         ("[optimizer]\nwarmup = 1\n", ["'warmup'", "warmup_steps"]),
-        ("[optimiser]\nlr = 1\n", ["[optimiser]", "[optimizer]"]),
-        ("steps = 3\n", ["'steps'", "[run]"]),
+        ("zzz = 3\n", ["'zzz' is outside of a section; kdtrain distill --help all lists"]),
+        ("[run]\nalpha = 0.5\n", ["unknown key 'alpha' in [run]; put it under [objective]"]),
+        ("[rum]\nsteps = 5\n", ["unknown section [rum]; perhaps you meant [run]"]),
         ("[run]\nconfig = 'x'\n", ["'config'", "a file cannot name another one"]),
-        ("[run]\nlr = 1\n", ["'lr'", "[run]"]),
-        ("[run]\nsteps = 'many'\n", ["--steps", "many"]),
+        ("[run]\nsteps = '3'\n", ["--steps 3: a whole number is wanted"]),
         ("[run]\nsteps = 1.5\n", ["--steps", "1.5"]),
         ("[run]\nsteps = true\n", ["--steps", "a whole number"]),
         ("[run]\nsteps = [1, 2]\n", ["--steps 1 2", "a whole number"]),
@@ -310,12 +265,6 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ([*DISTILL, "--alpha", "2"], ["--alpha 2.0"]),
-        ([*DISTILL, "--stepz", "2"], ["--stepz", "--steps"]),
-        ([*DISTILL, "--tail", "x"], ["--tail", "ghost"]),
-        ([*DISTILL, "--steps"], ["--steps"]),
-        ([*DISTILL, "--steps", "x"], ["--steps", "x"]),
-        (["--cache", "c", "--out", "o"], ["--student"]),
         ([*DISTILL, "--out", "~no-such-user/x"], ["--out ~no-such-user/x", "write the path out"]),
         *(
             ([*DISTILL, flag, "n" * 5000], [flag, "longer than a path can be"])

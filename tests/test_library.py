@@ -188,6 +188,10 @@ def test_the_batch_of_the_command_and_its_named_tensors_have_the_same_loss():
         of_batch, of_fields = student(data.read([3, 1])), student(**kd.collate([data[3], data[1]]))
         assert torch.equal(of_batch.loss, of_fields.loss) and torch.equal(of_batch.kd, of_fields.kd)
         assert of_batch.tokens == of_fields.tokens
+        knows = kd.Student(tiny_model("llama", 300, seed=3), kd.DistillationLoss(temperature=1.5), data=data)
+        named = kd.collate([data[3], data[1]])
+        named = {name: named[name] for name in named.keys() - {"knots", "num_samples"}}
+        assert torch.equal(knows(**named).loss, of_batch.loss)
         halves = [student(**kd.collate([data[row]]), num_items_in_batch=of_batch.tokens).loss for row in (3, 1)]
         torch.testing.assert_close(sum(halves), of_batch.loss)
 

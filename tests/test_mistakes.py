@@ -162,10 +162,11 @@ def test_an_argument_without_a_flag_is_shown_as_one(capsys, monkeypatch):
 
 def test_a_name_of_another_tool_is_answered_by_an_option_that_there_is():
     known = {name for each in cli.COMMANDS.entries.values() for name in cli.options_of(each.config)}
-    assert {*cli.words._NAMES} <= known
-    assert {each.split()[0][2:].replace("-", "_") for each in cli.words._VALUE.values()} <= known
-    assert {*cli.words.COMMANDS.values()} <= {*cli.COMMANDS.entries}
-    for meant in cli.words._VALUE.values():
+    options, values, commands = map(cli.words.words_of, ("options", "values", "commands"))
+    assert {*options} <= known
+    assert {each.split()[0][2:].replace("-", "_") for each in values} <= known
+    assert {*commands} <= {*cli.COMMANDS.entries}
+    for meant in values:
         option, value = meant.split()
         config = cli.parse("distill", ["--student", "s", "--out", "o", "--cache", "c", option, value])
         assert value in str(config)

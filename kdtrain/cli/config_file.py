@@ -38,14 +38,11 @@ def read_file(path: Path, options: Mapping[str, Option], command: str) -> tuple[
     try:
         tables = read_toml(path)
     except FileNotFoundError:
-        near = near_path(str(path))
-        raise UsageError(
-            f"--config {path}: there is no such file{f'; perhaps you meant {near}' if near else ''}"
-        ) from None
-    except OSError as error:
-        raise UsageError(f"--config {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise UsageError(f"--config {path}: not TOML: {error}") from None
+        hint = f"; perhaps you meant {near}" if (near := near_path(str(path))) else ""
+        raise UsageError(f"--config {path}: there is no such file{hint}") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"not TOML: {error}"
+        raise UsageError(f"--config {path}: {why}") from None
     today = {name: renewed(command, table) for name, table in tables.items() if isinstance(table, dict)}
     if gone := [line for each in today.values() for line in each.refused]:
         raise UsageError(f"{path}: {'; '.join(gone)}")
@@ -56,23 +53,23 @@ def read_file(path: Path, options: Mapping[str, Option], command: str) -> tuple[
         sections.setdefault(each.section, []).append(each.name)
     given, wrong = dict[str, Given](), list[str]()
     for section, table in tables.items():
+        hinted = len(wrong) < MOST  # each hint costs a look at all names
         if not isinstance(table, dict):
-            near = _place(section, options, sections) if len(wrong) < MOST else ""
-            advice = near or f"{command} --help all lists the sections"
-            wrong.append(f"'{short(section)}' is outside of a section; {advice}")
+            near = (_place(section, options, sections) if hinted else "") or f"{command} --help all lists the sections"
+            wrong.append(f"'{short(section)}' is outside of a section; {near}")
         elif section not in sections:
-            like = word_meant(section, sections) if len(wrong) < MOST else None  # each costs a look at all names
+            like = word_meant(section, sections) if hinted else None
             hint = f"perhaps you meant [{like}]" if like else f"sections are {', '.join(sections)}"
             wrong.append(f"unknown section [{short(section)}]; {hint}")
         for key, value in table.items() if isinstance(table, dict) and section in sections else ():
             name = key.replace("-", "_")
-            formerly = options[name].field.metadata.get("formerly") if name in options else None
-            if name not in sections[section] and formerly != section:
+            field = options[name].field.metadata if name in options else {}
+            if name not in sections[section] and field.get("formerly") != section:
                 near = _place(name, options, sections, section) if len(wrong) < MOST else ""
                 advice = near or f"{command} --help {section} lists the keys"
                 wrong.append(f"unknown key '{short(key)}' in [{section}]; {advice}")
                 continue
-            if does := options[name].field.metadata.get("private"):
+            if does := field.get("private"):
                 _refuse_foreign(path, name, does)
             words = tuple(str(each) for each in value) if isinstance(value, list) else (str(value),)
             given[name] = Given(words, f"{path}: ", value)
@@ -90,10 +87,12 @@ def _place(key: str, options: Mapping[str, Option], sections: Mapping[str, list[
     meant = option_meant(name, sections.get(section, [])) or option_meant(name, options)
     if meant is None:
         return ""
-    name, _, value = meant[2:].replace("-", "_").partition(" ")
-    home = options[name.removeprefix("no_")].section if name.removeprefix("no_") in options else section
-    value = f" = '{meant.split()[1]}'" if value else ""
-    return f"perhaps you meant '{name}'{value}" + ("" if home == section else f" in [{home}]")
+    name, _, value = meant[2:].partition(" ")
+    name = name.replace("-", "_")
+    known = options.get(name.removeprefix("no_"))
+    there = "" if known is None or known.section == section else f" in [{known.section}]"
+    value = f" = '{value}'" if value else ""
+    return f"perhaps you meant '{name}'{value}{there}"
 
 
 def _refuse_foreign(path: Path, name: str, does: str) -> None:

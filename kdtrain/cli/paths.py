@@ -159,14 +159,6 @@ def _cache_path(text: str, texts: Mapping[str, str]) -> str | None:
     return None if _exists(text) or text in {**shipped("students"), **shipped("teachers")} else "it does not exist"
 
 
-def _data_set(text: str, texts: Mapping[str, str]) -> str | None:
-    try:
-        address = parse_address(text)
-    except UsageError as error:
-        return str(error.args[0]).partition(": ")[2]
-    return None if address and address.repository else "it is not a data set on the hub; give hf:ORG/NAME"
-
-
 def _checkpoint(text: str, texts: Mapping[str, str]) -> str | None:
     run = texts.get("run") or texts.get("out") or ""
     names = _names(Path(run, "checkpoints"))
@@ -188,6 +180,5 @@ _LOOKS: dict[str, Callable[[str, Mapping[str, str]], str | None]] = {
     "path": lambda text, texts: None if re.match(r"[a-z]+:/", text) or _exists(text) else "it does not exist",
     "cache path": _cache_path,
     "checkpoint": _checkpoint,
-    "data set": _data_set,
 }
 """What an option reads -> what is wrong with a text; None: nothing."""

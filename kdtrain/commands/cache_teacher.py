@@ -1,7 +1,6 @@
 """`kdtrain cache-teacher`: runs the teacher once over the data and caches its distributions, on one or many ranks."""
 
 import time
-from typing import Any
 
 import torch
 
@@ -9,7 +8,6 @@ from kdtrain.cache.format.manifest import Manifest
 from kdtrain.cache.read.reader import Cache
 from kdtrain.commands.cache_result import show_cache
 from kdtrain.config import CacheTeacherConfig
-from kdtrain.config.values import configured
 from kdtrain.errors import UsageError
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, reported, world_size
@@ -22,7 +20,7 @@ def main(config: CacheTeacherConfig) -> int:
     """Build the cache, or what an interrupted command left to build, and print what it is.
 
     Raises:
-        UsageError, RunError: as `cache_teacher`.
+        UsageError, RunError: as `kd.cache_teacher`.
     """
     started = time.monotonic()
     _build_among_ranks(config, wait=False)
@@ -31,19 +29,9 @@ def main(config: CacheTeacherConfig) -> int:
     return 0
 
 
-def cache_teacher(config: CacheTeacherConfig | None = None, **options: Any) -> Cache:
-    """Run a teacher over text and keep its distributions: `kdtrain cache-teacher` as a function.
-
-    The same call again finishes what an interrupted one left. Every rank returns the finished cache. Arguments: as
-    those of `kd.distill`.
-
-    Raises:
-        UsageError: teacher, data and folder do not fit together.
-        RunError: the disk is full or cannot be written, or a rank was lost; published shards stay.
-    """
-    config = configured(CacheTeacherConfig, config, options)
+def capture_cache(config: CacheTeacherConfig) -> None:
+    """Build the cache; every rank returns when it is finished. UsageError, RunError: as `kd.cache_teacher`."""
     _build_among_ranks(config, wait=True)
-    return Cache(config.out)
 
 
 def _build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> None:

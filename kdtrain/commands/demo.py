@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain import config as options
-from kdtrain.commands.cache_teacher import cache_teacher
+from kdtrain.cache.read.reader import Cache
+from kdtrain.commands.cache_teacher import capture_cache
 from kdtrain.commands.demo_table import Run, check, show
 from kdtrain.commands.distill import distill
 from kdtrain.commands.evaluate import evaluate
@@ -96,7 +97,9 @@ def run(out: Path, settings: Settings, seeds: int = 1) -> dict[str, Any]:
     """
     claim(out, settings)
     text = options.DataConfig(data="stdlib", seq_len=settings.seq_len)
-    cache = cache_teacher(cache_config(out, settings, text))
+    capture = cache_config(out, settings, text)
+    capture_cache(capture)
+    cache = Cache(capture.out)
     runs = []
     for seed in range(seeds):
         for kind in OBJECTIVES:

@@ -37,8 +37,6 @@ from kdtrain.config.sections import ParallelConfig as ParallelConfig
 from kdtrain.config.sections import PrecisionConfig as PrecisionConfig
 from kdtrain.config.sections import QuantizationConfig as QuantizationConfig
 from kdtrain.config.sections import StoppingConfig as StoppingConfig
-from kdtrain.config.teachers import RunServerConfig as RunServerConfig
-from kdtrain.config.teachers import ServerConfig as ServerConfig
 from kdtrain.config.teachers import TextConfig as TextConfig
 from kdtrain.config.values import fields_of, marked, section_of
 

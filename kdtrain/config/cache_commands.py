@@ -9,7 +9,7 @@ from typing import Literal
 
 from kdtrain.config.choices import Weights
 from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig
-from kdtrain.config.teachers import ServerConfig, TextConfig
+from kdtrain.config.teachers import TextConfig
 from kdtrain.config.values import Conflicts, Extended, Options, option, refuse
 from kdtrain.errors import UsageError
 from kdtrain.files import same_path
@@ -55,21 +55,9 @@ class CacheTeacherConfig(Extended):
     data: DataConfig = field(default_factory=DataConfig)
     text: TextConfig = field(default_factory=TextConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)
     parallel: CacheParallelConfig = field(default_factory=CacheParallelConfig)
 
     def conflicts(self) -> Conflicts:
-        served, codec = bool(self.server.teacher_server), self.codec
-        idle = {
-            "--teacher-parallel": self.parallel.teacher_parallel != "auto",
-            "--teacher-weights": self.teacher_weights is not None,
-            "--no-compile": not self.compile,
-            "--precision": self.precision != "auto",
-            "--device": self.device.startswith("cuda"),
-        }
-        for name, given in idle.items():
-            here = f"{name} has no effect with --teacher-server: no teacher runs here; leave it out"
-            yield served and given, here
         if self.text.generate:
             yield from self._conflicts_with_prompts()
         if self.refine is not None:
@@ -77,10 +65,6 @@ class CacheTeacherConfig(Extended):
             return
         yield from self.data.conflicts_in_training()
         yield self.data.data is None, "--data is missing; give stdlib, a file, a folder or hf:NAME"
-        use = "--top-k, or --num-samples where the server has kdtrain's plugin"
-        yield served and codec.dense, f"--dense: no server gives whole distributions; leave it out, and use {use}"
-        both = f"--top-k and --num-samples exclude each other with --teacher-server; use either {use}"
-        yield served and codec.samples and codec.top_k, both
 
     EXTENDED = "cache-teacher"
     EXAMPLES = ("kdtrain cache-teacher --teacher teachers/stdlib-5m.toml --data stdlib --out cache/t",)
@@ -104,8 +88,6 @@ class CacheTeacherConfig(Extended):
 
     def _conflicts_with_refinement(self) -> Conflicts:
         """What the refined cache decides: its text, and how it is stored."""
-        grid = "--refine asks for another grid of samples, which no server gives; leave --teacher-server out"
-        yield self.server.teacher_server, grid
         yield from _conflicts_with_own(self.out, [str(self.refine)])
         yield from self.data.conflicts_with("--refine")
         given = (

@@ -78,7 +78,6 @@ TEACHERS = Registry(
     {
         "local": "a model of transformers, loaded here",
         "self": "the student without its adapters",
-        "served": "an inference server, which is asked for them (--teacher-server)",
     },
 )
 SOURCES = Registry(

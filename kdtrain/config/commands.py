@@ -25,7 +25,6 @@ from kdtrain.config.sections import (
     QuantizationConfig,
     StoppingConfig,
 )
-from kdtrain.config.teachers import RunServerConfig
 from kdtrain.config.values import Conflicts, Extended, Options, option
 
 
@@ -111,12 +110,9 @@ class DistillConfig(Extended):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    server: RunServerConfig = field(default_factory=RunServerConfig)
 
     def conflicts(self) -> Conflicts:
         objective, hidden, many, given = self.objective, self.objective.hidden_loss, len(self.cache), self.cache_weights
-        if self.server.teacher_server:
-            yield from self._conflicts_with_a_server()
         if self.source == "cache" or self.cache:
             yield from _conflicts_of_sources(self.cache, self.teacher, self.data, "train")
         one_text = self.source == "cache" and (many == 1 or self.teacher is not None)
@@ -151,26 +147,7 @@ class DistillConfig(Extended):
     @property
     def online(self) -> bool:
         """Whether a teacher of this process answers while the student trains."""
-        return self.teacher is not None and not self.server.teacher_server
-
-    def _conflicts_with_a_server(self) -> Conflicts:
-        """What a server's answers cannot do, seen before they are requested for hours."""
-        unnamed = "--teacher-server needs --teacher, for the tokenizer and the name of what it serves"
-        yield self.teacher is None, unnamed
-        idle = "--teacher-weights has no effect with --teacher-server: no teacher runs here; leave it out"
-        yield self.teacher_weights is not None, idle
-        yield self.source != "cache", "--teacher-server reads --data itself; leave --source out"
-        objective, server = self.objective, self.server
-        other = objective.temperature != 1 or objective.learns_temperature or objective.schedules_temperature
-        yield other, "what --teacher-server gives is right at T = 1 only; leave the temperature's options out"
-        both = server.server_num_samples > 0 and server.server_top_k != RunServerConfig().server_top_k
-        yield both, "--server-num-samples are instead of --server-top-k; give one"
-        yield objective.hidden_loss != "none", "--hidden-loss needs a teacher that runs here; leave it out"
-        yield (
-            self.cross_tokenizer,
-            "--cross-tokenizer needs the whole cache before training; capture the server's answers with cache-teacher, "
-            "and give --cache",
-        )
+        return self.teacher is not None and self.remote is None
 
     @property
     def micro_batch_given(self) -> int | None:

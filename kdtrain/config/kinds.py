@@ -35,11 +35,6 @@ def alternatives(kind: Any) -> list[Any]:
     return [] if kind is NoneType else [kind]
 
 
-def optional(kind: Any) -> bool:
-    """Whether the value may be None."""
-    return get_origin(kind) in (Union, UnionType) and NoneType in get_args(kind)
-
-
 def choices(kind: Any) -> list[str]:
     """The words that `kind` names itself."""
     items = _items(kind)
@@ -56,21 +51,23 @@ def words_wanted(kind: Any) -> int | None:
 
 def read_words(words: Sequence[str], kind: Any) -> Any:
     """The value of a `kind` that `words` stand for. UsageError: what is wanted."""
-    items = _items(kind)
-    if words == ["None"] and optional(kind):
+    if words == ["None"] and NoneType in get_args(kind):
         return None
-    if (count := words_wanted(kind)) is not None and len(words) != count:
+    items, count = _items(kind), words_wanted(kind)
+    kinds = [kind] if items is None else items[:1] * len(words) if count is None else items
+    if len(kinds) != len(words):
         raise UsageError(wanted(kind))
-    if items is None:
-        return _read_word(words[0], kind, wanted(kind))
-    each = items if count is not None else items[:1] * len(words)
-    return convert([_read_word(word, item, wanted(kind)) for word, item in zip(words, each, strict=True)], kind)
+    try:
+        values = [_read_word(*each) for each in zip(words, kinds, strict=True)]
+    except UsageError:
+        raise UsageError(wanted(kind)) from None
+    return values[0] if items is None else convert(values, kind)
 
 
 def convert(value: Any, kind: Any) -> Any:
     """`value` as a `kind`: a list for a tuple, text for a path and a path for text. UsageError: what is wanted."""
     value = value.item() if hasattr(value, "item") else value  # a number of numpy
-    if value is None and optional(kind):
+    if value is None and NoneType in get_args(kind):
         return None
     for each in alternatives(kind):
         if each is type(value) or (dataclasses.is_dataclass(each) and isinstance(value, each)):  # type: ignore[arg-type]
@@ -87,8 +84,7 @@ def wanted(kind: Any) -> str:
         many = _MANY.get(items[0], "values") if len({*items}) == 1 else "values"
         return f"{len(items)} {many} are wanted, with a space between them"
     kind = items[0] if items else kind
-    plain = [_WANTED.get(each, "a path" if _is_path(each) else "") for each in alternatives(kind)]
-    texts = [each for each in plain if each] + names
+    texts = _described(kind, _WANTED, "a path") + names
     if names == texts and names:
         return f"choose {' or '.join([', '.join(names[:-1]), names[-1]] if names[1:] else names)}"
     return f"{' or '.join(texts) or 'a ' + getattr(kind, '__name__', 'value')} is wanted"
@@ -98,8 +94,7 @@ def metavar(kind: Any) -> str:
     """What stands for a value of `kind` in help."""
     if (items := _items(kind)) is not None:
         return f"{metavar(items[0])} ..." if items[-1] is ... else " ".join(metavar(each) for each in items)
-    shown = [_SHOWN.get(each, "PATH" if _is_path(each) else "") for each in alternatives(kind)]
-    return "|".join([each for each in shown if each] + choices(kind)) or "VALUE"
+    return "|".join(_described(kind, _SHOWN, "PATH") + choices(kind)) or "VALUE"
 
 
 @cache
@@ -123,12 +118,12 @@ def _items(kind: Any) -> tuple[Any, ...] | None:
     return get_args(found[0]) if get_origin(found[0]) is tuple else (*get_args(found[0]), ...)
 
 
-def _read_word(word: str, kind: Any, expected: str) -> Any:
+def _read_word(word: str, kind: Any) -> Any:
     members = [each.__members__ for each in alternatives(kind) if _members(each)]
-    for read in (int, float, *(each.__getitem__ for each in ({"true": True, "false": False}, *members)), str):
+    for read in (int, float, *(each.__getitem__ for each in ({"true": True, "false": False}, *members))):
         with suppress(ValueError, KeyError, UsageError):
             return convert(read(word), kind)
-    raise UsageError(expected)
+    return convert(word, kind)
 
 
 def _made(kind: Any, value: Any) -> Any:
@@ -142,5 +137,7 @@ def _members(kind: Any) -> list[str]:
     return list(kind.__members__) if isinstance(kind, type) and issubclass(kind, Enum) else []
 
 
-def _is_path(kind: Any) -> bool:
-    return isinstance(kind, type) and hasattr(kind, "__fspath__")
+def _described(kind: Any, names: dict[type, str], path: str) -> list[str]:
+    """What `names` call each alternative of a kind that they know, and each path."""
+    found = [names.get(each, path if hasattr(each, "__fspath__") else "") for each in alternatives(kind)]
+    return [each for each in found if each]

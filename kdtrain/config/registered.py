@@ -46,7 +46,9 @@ def register_section(name: str, kinds: Mapping[str, type]) -> None:
         name: its table in a TOML file.
         kinds: the frozen dataclass of its options by command, `distill` or `cache-teacher`; its base is `Options`, and
             every option has a default. It may have a method `check`, which gets the whole configuration of the command
-            and refuses, by a `UsageError`, what does not go with its own values.
+            and refuses, by a `UsageError`, what does not go with its own values. One with a teacher that runs elsewhere
+            has `teacher_kind`, a name of `kdtrain.teachers` or None, and for distill `capture(config, **options)`: the
+            `CacheTeacherConfig` by which its answers are cached.
 
     Raises:
         UsageError: another module has registered this name, or an option has no default.
@@ -77,5 +79,5 @@ def sections_of(kind: type) -> dict[str, type]:
     command = getattr(kind, "EXTENDED", "")
     if not command:
         return {}
-    found = {name: SECTIONS.get(name) for name in SECTIONS.help()}
+    found = {name: SECTIONS.get(name) for name in sorted(SECTIONS.help())}
     return {name: kinds[command] for name, kinds in found.items() if command in kinds}

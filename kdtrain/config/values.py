@@ -182,6 +182,11 @@ class Extended(Options):
             if (check := getattr(each, "check", None)) is not None:
                 check(self)
 
+    @property
+    def remote(self) -> Any:
+        """The section of a plugin whose teacher runs elsewhere; None: no such teacher is given."""
+        return next((each for each in self.plugins.values() if getattr(each, "teacher_kind", None)), None)
+
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     items = value if isinstance(value, tuple | list) else () if value is None else (value,)

@@ -104,6 +104,24 @@ class Collator:
         knots, num_samples = self.codec or self._read(fields, top_k)
         return SparseTargets(**flat, top_k=top_k, num_samples=num_samples, knots=knots)
 
+    @staticmethod
+    def of(data: Any) -> "Collator":
+        """That of a data set, of a part of one, or the one that the members of a mixture share.
+
+        UsageError: they have different ones.
+        """
+        if (own := getattr(data, "collator", None)) is not None:
+            return own  # type: ignore[no-any-return]
+        parts = [*getattr(data, "members", ()), *([data.dataset] if hasattr(data, "dataset") else [])]
+        found = [each for each in map(Collator.of, parts) if type(each) is not Collator]
+        if any(not each.same(found[0]) for each in found):
+            raise UsageError("the members of the mixture have different cells; mix views of one cache, or train on one")
+        return found[0] if found else Collator()
+
+    def same(self, other: "Collator") -> bool:
+        """Whether both read batches alike."""
+        return self.codec == other.codec
+
     def _read(self, fields: Mapping[str, Tensor], top_k: int) -> Codec:
         knots_BG, num_samples_B = fields["knots"], fields["num_samples"]
         shape = knots_BG.shape[1], top_k, fields["ids"].shape[-1], knots_BG.device

@@ -1,4 +1,4 @@
-"""Runs a teacher once over the data of a cache: what `cache-teacher` does, and a run that trains from a server."""
+"""Runs a teacher once over the data of a cache: what `cache-teacher` does, and a run whose teacher runs elsewhere."""
 
 from dataclasses import replace
 
@@ -40,12 +40,12 @@ def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | 
         if refined is not None:
             seq_len, document_mask = refined.manifest.settings.seq_len, refined.manifest.settings.document_mask
         spec = read_spec(config.teacher, "teachers")
-        if config.server.teacher_server:
-            spec = replace(spec, kind="served", weights=None)
+        if (remote := config.remote) is not None:
+            spec = replace(spec, kind=remote.teacher_kind, weights=None)
         spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
         teacher = open_teacher(spec, device, _mode(config, refined, device))
-        if config.server.teacher_server:
-            teacher.connect(config.server, config.codec)
+        if remote is not None:
+            teacher.connect(remote, config.codec)
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
         if refined is not None:
             refuse_other_vocabulary(refined, teacher)

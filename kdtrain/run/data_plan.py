@@ -8,7 +8,6 @@ there is one way to train from a server's answers, and they can be resumed, reus
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ import torch
 from kdtrain.cache.build.live_capture import LiveCache
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.read.remote import open_cache
-from kdtrain.config import CacheTeacherConfig, CodecConfig, DataConfig, DistillConfig, RunServerConfig, ServerConfig
+from kdtrain.config import DataConfig, DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
-from kdtrain.models.spec import SELF, ModelSpec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.objective.divergence import refuse
 from kdtrain.ranks import on_main, raise_on_all_ranks, world_size
@@ -132,7 +131,7 @@ def plan_data(
 
     UsageError, RunError: the data cannot be read; as `cache_teacher`.
     """
-    if config.server.teacher_server:
+    if config.remote is not None:
         return _served_data(config, device, held, trial)
     with raise_on_all_ranks():
         if (facts := across(config, student, teacher)) is not None:
@@ -154,22 +153,12 @@ def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) ->
 
 def _served_data(config: DistillConfig, device: torch.device, held: ExitStack, trial: bool) -> CachedData:
     """Begin to capture what a server answers into a cache in the run's folder; a finished one requests nothing."""
-    assert config.teacher is not None
-    if config.teacher == SELF:
-        raise UsageError(f"--teacher {SELF} is the student, which no server runs; leave --teacher-server out")
     on_main(lambda: _refuse_moving(config))
-    samples, objective = config.server.server_num_samples, config.objective
-    top_k = 0 if samples else config.server.server_top_k
+    per_shard = (4 if trial else _STEPS) * min(config.batch_size, _MOST // _STEPS)
+    capture_config = config.remote.capture(config, out=config.out / SERVED, sequences_per_shard=per_shard)
+    objective, codec = config.objective, capture_config.codec
     if objective.distils:  # several ranks capture all before they train
-        refuse(objective.divergence, objective.tail, top_k=top_k, num_samples=samples)
-    capture_config = CacheTeacherConfig(
-        teacher=config.teacher,
-        out=config.out / SERVED,
-        data=config.data,
-        codec=CodecConfig(top_k=top_k, num_samples=samples or None),
-        server=ServerConfig(**{each.name: getattr(config.server, each.name) for each in fields(ServerConfig)}),
-        sequences_per_shard=(4 if trial else _STEPS) * min(config.batch_size, _MOST // _STEPS),
-    )
+        refuse(objective.divergence, objective.tail, top_k=codec.top_k, num_samples=codec.samples)
 
     def capture_all(live: LiveCache) -> None:
         capture(capture_config, device, live)
@@ -187,7 +176,8 @@ def _served_data(config: DistillConfig, device: torch.device, held: ExitStack, t
     held.callback(live.close)
     live.open()
     cache, data = (str(capture_config.out),), DataConfig(num_workers=config.data.num_workers)
-    return CachedData(config, [live], cache=cache, teacher=None, data=data, server=RunServerConfig())
+    plugins = {name: each for name, each in config.plugins.items() if each is not config.remote}
+    return CachedData(config, [live], cache=cache, teacher=None, data=data, plugins=plugins)
 
 
 def _refuse_moving(config: DistillConfig) -> None:

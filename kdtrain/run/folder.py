@@ -58,8 +58,8 @@ TOKENIZER = "tokenizer"
 """The folder of the tokenizer for the exported student."""
 _SECTIONS = {"run", *(each.name for each in dataclasses.fields(DistillConfig) if dataclasses.is_dataclass(each.type))}
 """The tables of config.toml."""
-_MAY_LACK = {"data", "server"}
-"""Those that it may not have: a run from a cache has no text, and earlier versions had no servers."""
+_MAY_LACK = {"data"}
+"""Those that it may not have: a run from a cache has no text."""
 
 _LEFT = re.compile(rf"{re.escape(LOCK)}|(data|view)\.left-[0-9]+")
 """Files, besides tokens and temporary ones, that an attempt leaves when it dies before it becomes a run."""

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.build.answers import ShardAnswers
 from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
-from kdtrain.config import CodecConfig, ServerConfig
+from kdtrain.config import CodecConfig
 from kdtrain.config.choices import TEACHERS
 from kdtrain.errors import UsageError
 from kdtrain.models.spec import ModelSpec
@@ -97,7 +97,7 @@ class Teacher:
         if sharded:
             raise UsageError(f"a teacher of kind {self.spec.kind} is not sharded; leave --teacher-parallel out")
 
-    def connect(self, server: ServerConfig, codec: CodecConfig) -> None:
+    def connect(self, remote: Any, codec: CodecConfig) -> None:
         """Take the addresses of the servers that run it, before `load`. UsageError: it is no such teacher."""
         raise UsageError(f"a teacher of kind {self.spec.kind} runs behind no server; leave --teacher-server out")
 

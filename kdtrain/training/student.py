@@ -50,8 +50,8 @@ class Student(PreTrainedModel):
     Args:
         model: of `transformers`, with or without adapters of `peft`, or already split into backbone and output head.
         loss: the training objective.
-        data: the data set whose batches it reads, where their tensors do not hold all, such as
-            `cache["train"].aligned(tokenizer)`.
+        data: the data set whose batches it reads, such as `cache["train"]`. Needed where tensors do not hold all, as of
+            `cache["train"].aligned(tokenizer)`; else its codec is read from the first batch.
         vocab_size: the vocabulary of the data; rows of the head beyond it are padding. None: all rows count.
         mode: number format of the backbone's forward (`fp32`, `bf16`, `fp16`), except for quantised layers; `fp32`
             leaves it to an autocast around the call.
@@ -125,7 +125,7 @@ class Student(PreTrainedModel):
         self.router_weight = router_weight(model.model)
         self.switch = switch or Switch()
         self.quantized = quantized
-        self._collator: Collator = getattr(data, "collator", None) or Collator()
+        self._collator = Collator.of(data)
         self._checked = False
         self.compiled = CompiledLayers(self.model, mode=compile_mode) if compile and by_layer else None
         self.backbone = self._backbone

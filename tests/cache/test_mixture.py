@@ -1,5 +1,6 @@
 """A mixture of caches as a data set: 3:1 by any loader, with one codec or several, and without a teacher."""
 
+import dataclasses
 import shutil
 
 import numpy as np
@@ -133,7 +134,15 @@ def test_the_rows_of_two_tokenizers_are_not_mixed_and_views_for_one_are(tmp_path
             kd.UsageError, match=r"cannot be mixed: one has a tokenizer of \d+ entries, the other a tok"
         ):
             kd.Mixture(members)
-    assert kd.Mixture([view, other]).temperature_range == (1.0, 1.0)
+    mixture = kd.Mixture([view, torch.utils.data.Subset(other, range(4))])
+    assert mixture.temperature_range == (1.0, 1.0)
+    model = tiny_model("llama", len(train("bpe")))
+    batch = kd.collate([mixture[0], mixture[len(mixture) - 1]])
+    assert kd.Student(model, kd.DistillationLoss(), data=mixture)(**batch).kd > 0
+    third = cache.aligned(train("bpe"))
+    third._index = dataclasses.replace(third._index, column=third._index.column.flip(0))
+    with pytest.raises(kd.UsageError, match="the members of the mixture have different cells"):
+        kd.Student(model, kd.DistillationLoss(), data=kd.Mixture([view, third]))
 
 
 def test_members_with_one_codec_become_one_set_of_targets_and_others_stay_apart(caches):

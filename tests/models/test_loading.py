@@ -371,7 +371,8 @@ def test_loading_prints_nothing_in_a_command(tmp_path):
     code = (
         "import os, sys; from kdtrain import cli, imports; os.environ |= cli.QUIET; "
         "quiet = imports.quiet_libraries(); quiet.__enter__(); "
-        "from kdtrain.models.loading import *; from kdtrain.models.spec import read_spec; "
+        "from kdtrain.models.loading import *; from kdtrain.models.tokenizer import *; "
+        "from kdtrain.models.spec import read_spec; "
         "load_student(read_spec(sys.argv[1]), vocab_size=None, seed=0, device='cpu'); load_tokenizer(sys.argv[1])"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m")], capture_output=True, text=True)

@@ -37,7 +37,7 @@ from kdtrain.cache.format.manifest import Manifest, ShardRecord, check_sizes, fi
 from kdtrain.cache.read.shard import Shard, Stored, batch_of, shard_errors
 from kdtrain.errors import UsageError
 from kdtrain.files import file_digest
-from kdtrain.objective.batch import Batch
+from kdtrain.objective.batch import Batch, Collator
 
 MAX_OPEN = max(16, min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
 """Shards that the readers of a process, each a like share, keep open, an eighth of the files that it may open. Each
@@ -136,6 +136,12 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             span = torch.tensor([valid["min"], valid["max"]], dtype=torch.float64)
             fields["temperature_range"] = span.expand(size, -1)
         return [{name: tensor[row] for name, tensor in fields.items()} for row in range(size)]
+
+    @property
+    def collator(self) -> Collator:
+        """What all sequences have in common, for a `Student` that gets the data set too."""
+        codec = self.manifest.codec
+        return Collator((codec.knots, codec.num_samples) if codec.kind == "sparse" else None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict(), "_closed": OrderedDict(), "_process": None, "_locks": {}}

@@ -24,7 +24,7 @@ class FindLrConfig(DistillConfig):
         start = self.checkpoint
         refuse(self.dry_run or self.sanity, "--dry-run and --sanity are for distill; leave them out")
         refuse(
-            bool(self.server.teacher_server),
+            self.remote is not None,
             "find-lr does not ask a server; make a cache with cache-teacher, and give --cache",
         )
         refuse(

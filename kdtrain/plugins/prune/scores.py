@@ -21,9 +21,9 @@ Shape suffixes: B sequences, T positions, H heads, D channels, X numbers of a he
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,6 +78,9 @@ class _Record:
     digest: str
 
 
+_SUBJECT = [each.name for each in fields(Subject)]
+
+
 class Scores:
     """The scores of a teacher in a file, which is made where it is missing.
 
@@ -89,10 +92,10 @@ class Scores:
     def __init__(self, path: Path, subject: Subject, roles: Roles, shape: Shape) -> None:
         self.path, self.subject, self.roles, self.shape = path, subject, roles, shape
         self.done = {"width": 0, "depth": 0}
-        sizes: dict[str, int] = {"losses": shape.layers + 1, "labels": 1}
-        for layer in range(shape.layers):
-            sizes |= {f"heads.{layer}": shape.heads, f"neurons.{layer}": shape.neurons}
-        sizes |= {f"output.{name}": shape.width for name in roles.reading_norms(list(range(shape.layers)))}
+        layers = list(range(shape.layers))
+        sizes = {"losses": shape.layers + 1, "labels": 1}
+        sizes |= {f"{kind}.{each}": getattr(shape, kind) for each in layers for kind in ("heads", "neurons")}
+        sizes |= {f"output.{name}": shape.width for name in roles.reading_norms(layers)}
         sizes |= {f"share.{name}": shape.width for name in roles.all_norms(shape.layers)}
         self._sums = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
         self._written = -math.inf
@@ -112,8 +115,7 @@ class Scores:
                 how(teacher, texts(reader, chosen))
                 self.done[part] += len(chosen)
                 shown.update(self.work(depth, done=True))
-                finished = self.done[part] == len(rows)
-                if finished or time.monotonic() - self._written > EVERY:
+                if self.done[part] == len(rows) or time.monotonic() - self._written > EVERY:
                     self._write()
                 faults.point("prune.scored")
 
@@ -133,71 +135,70 @@ class Scores:
             raise RunError(f"the scores {odd[0]} are non-finite; look at the teacher's weights")
 
         def of(kind: str) -> dict[str, Tensor]:
-            return {name.removeprefix(f"{kind}."): each for name, each in sums.items() if name.startswith(f"{kind}.")}
+            return {
+                name.removeprefix(f"{kind}."): each / count
+                for name, each in sums.items()
+                if name.startswith(f"{kind}.")
+            }
 
-        heads, neurons = (torch.stack([*of(kind).values()]).div(count).sqrt() for kind in ("heads", "neurons"))
-        outputs = {name: each.div(count).sqrt() for name, each in of("output").items()}
-        shares = {name: each.div(count) for name, each in of("share").items()}
-        losses = sums["losses"] / sums["labels"] if self.done["depth"] == count else None
-        return Importance(heads, neurons, outputs, shares, None if losses is None else losses[:-1])
+        heads, neurons = (torch.stack([*of(kind).values()]).sqrt() for kind in ("heads", "neurons"))
+        outputs = {name: each.sqrt() for name, each in of("output").items()}
+        losses = (sums["losses"] / sums["labels"])[:-1] if self.done["depth"] == count else None
+        return Importance(heads, neurons, outputs, of("share"), losses)
 
     def _score_width(self, teacher: LocalTeacher, text: dict[str, Tensor]) -> None:
-        with self._watched(teacher.model.model):
-            teacher.hidden_states(text["tokens"][:, :-1], text.get("segments"))
-
-    def _score_layers(self, teacher: LocalTeacher, text: dict[str, Tensor]) -> None:
-        for layer in range(self.shape.layers + 1):  # the last: none is left out
-            with _left_out(teacher.model.model, f"{self.roles.layers}.{layer}" if layer < self.shape.layers else None):
-                loss, labels = cross_entropy(teacher, text)
-            self._sums["losses"][layer] += loss
-        self._sums["labels"] += labels
-
-    @contextmanager
-    def _watched(self, model: nn.Module) -> Iterator[None]:
-        """Add to the sums what each module sees during the block."""
+        """Add what a forward shows in front of and behind the modules to the sums."""
         attention, mlp = self.roles.writes
-        with ExitStack() as hooks:
+        layers = list(range(self.shape.layers))
 
-            def before(name: str, look: Callable[[nn.Module, Tensor], None]) -> None:
-                def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-                    look(module, inputs[0].float())
+        def add(name: str, value_BTX: Tensor) -> None:
+            self._sums[name] += value_BTX.mean(1).double().square().sum(0)
 
-                hooks.enter_context(_removed(model.get_submodule(name).register_forward_pre_hook(hook)))
+        def size(name: str, value: Tensor) -> None:
+            add(name, value.abs())
 
-            for layer in range(self.shape.layers):
-                before(f"{self.roles.layers}.{layer}.{attention}", self._heads(layer))
-                before(f"{self.roles.layers}.{layer}.{mlp}", self._neurons(layer))
-            for name in self.roles.all_norms(self.shape.layers):
-                before(name, self._share(name))
-            for name in self.roles.reading_norms(list(range(self.shape.layers))):
-                hooks.enter_context(_removed(model.get_submodule(name).register_forward_hook(self._output(name))))
-            yield
-
-    def _heads(self, layer: int) -> Callable[[nn.Module, Tensor], None]:
-        def look(_: nn.Module, value: Tensor) -> None:
+        def heads(layer: int, value: Tensor) -> None:
             value_BTHX = rearrange(value, "B T (H X) -> B T H X", X=self.shape.head_dim)
-            self._add(f"heads.{layer}", value_BTHX.norm(dim=-1))
+            add(f"heads.{layer}", value_BTHX.norm(dim=-1))
 
-        return look
-
-    def _neurons(self, layer: int) -> Callable[[nn.Module, Tensor], None]:
-        return lambda _, value: self._add(f"neurons.{layer}", value.abs())
-
-    def _output(self, name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        return lambda _, inputs, value: self._add(f"output.{name}", value.float().abs())
-
-    def _share(self, name: str) -> Callable[[nn.Module, Tensor], None]:
-        def look(module: nn.Module, value_BTD: Tensor) -> None:
-            if isinstance(module, nn.LayerNorm):
+        def share(name: str, value_BTD: Tensor) -> None:
+            if isinstance(model.get_submodule(name), nn.LayerNorm):
                 value_BTD = value_BTD - value_BTD.mean(-1, keepdim=True)
             squares_BTD = value_BTD.square()
             shares_BTD = squares_BTD / squares_BTD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
             self._sums[f"share.{name}"] += shares_BTD.mean(1).double().sum(0)
 
-        return look
+        def before(name: str, look: Callable[[Tensor], None]) -> Any:
+            hook = model.get_submodule(name).register_forward_pre_hook
+            return hook(lambda _, inputs: look(inputs[0].float()))
 
-    def _add(self, name: str, value_BTX: Tensor) -> None:
-        self._sums[name] += value_BTX.mean(1).double().square().sum(0)
+        def after(name: str, look: Callable[[Tensor], None]) -> Any:
+            return model.get_submodule(name).register_forward_hook(lambda _, __, value: look(value.float()))
+
+        model = teacher.model.model
+        hooks = [before(f"{self.roles.layers}.{each}.{attention}", partial(heads, each)) for each in layers]
+        hooks += [before(f"{self.roles.layers}.{each}.{mlp}", partial(size, f"neurons.{each}")) for each in layers]
+        hooks += [before(name, partial(share, name)) for name in self.roles.all_norms(self.shape.layers)]
+        hooks += [after(name, partial(size, f"output.{name}")) for name in self.roles.reading_norms(layers)]
+        try:
+            teacher.hidden_states(text["tokens"][:, :-1], text.get("segments"))
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _score_layers(self, teacher: LocalTeacher, text: dict[str, Tensor]) -> None:
+        def skip(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+            return (inputs[0], *output[1:]) if isinstance(output, tuple) else inputs[0]
+
+        for layer in range(self.shape.layers):
+            hook = teacher.model.model.get_submodule(f"{self.roles.layers}.{layer}").register_forward_hook(skip)
+            try:
+                self._sums["losses"][layer] += cross_entropy(teacher, text)[0]
+            finally:
+                hook.remove()
+        loss, labels = cross_entropy(teacher, text)
+        self._sums["losses"][-1] += loss
+        self._sums["labels"] += labels
 
     def _read(self) -> None:
         try:
@@ -206,13 +207,12 @@ class Scores:
                     raise ValueError("it is too large")
             with safe_open(self.path, framework="pt") as opened:
                 record = typed(parse_json((opened.metadata() or {}).get(_RECORD, "null")), _Record)
-                if _differences(record.subject, self.subject) == []:
-                    tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                found = asdict(record.subject).items() - asdict(self.subject).items()
+                tensors = {} if found else {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (OSError, ValueError, SafetensorError) as error:
-            raise UsageError(
-                f"{self.path} holds no scores ({printable(str(error))[:200]}); name another file"
-            ) from None
-        if different := _differences(record.subject, self.subject):
+            reason = printable(str(error))[:200]
+            raise UsageError(f"{self.path} holds no scores ({reason}); name another file") from None
+        if different := [each.replace("sequences", "number of sequences") for each in _SUBJECT if each in dict(found)]:
             raise UsageError(f"{self.path} has the scores of another {' and '.join(different)}; name another file")
         like = {name: (each.shape, each.dtype) for name, each in self._sums.items()}
         fits = like == {name: (each.shape, each.dtype) for name, each in tensors.items()}
@@ -262,33 +262,6 @@ def mean_loss(teacher: LocalTeacher, reader: CacheReader, sequences: int, batch:
         found = cross_entropy(teacher, texts(reader, rows[start : start + batch]))
         loss, labels = loss + float(found[0]), labels + int(found[1])
     return loss / max(labels, 1)
-
-
-@contextmanager
-def _left_out(model: nn.Module, layer: str | None) -> Iterator[None]:
-    """The model without a layer during the block; None: with all."""
-
-    def skip(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        return (inputs[0], *output[1:]) if isinstance(output, tuple) else inputs[0]
-
-    if layer is None:
-        yield
-        return
-    with _removed(model.get_submodule(layer).register_forward_hook(skip)):
-        yield
-
-
-@contextmanager
-def _removed(hook: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def _differences(found: Subject, wanted: Subject) -> list[str]:
-    names = {"teacher": "teacher", "cache": "cache", "sequences": "number of sequences", "precision": "precision"}
-    return [words for name, words in names.items() if getattr(found, name) != getattr(wanted, name)]
 
 
 def _digest(done: Mapping[str, int], tensors: Mapping[str, Tensor]) -> str:

@@ -4,9 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kdtrain.config.values import Options, flag, option, refuse
+from kdtrain.net.address import parse_address
 
 LICENSES = {"text": "of the text", "teacher": "of the teacher", "outputs": "of the teacher's outputs, this data set"}
 """What a licence is of."""
+
+
+def _check_repository(to: str) -> None:
+    address = parse_address(to)
+    here = address is not None and address.repository is not None
+    refuse(not here, f"{to}: it is not a data set on the hub; give hf:ORG/NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +25,7 @@ class PushConfig(Options):
 
     path: Path = option(positional=True)
     """The folder of a finished cache, of a run (its student is published), or of an export."""
-    to: str = option(positional=True, reads="data set")
+    to: str = option(positional=True, check=_check_repository)
     """Where to: hf:ORG/NAME, which is made if it is not there."""
     private: bool = False
     """Make the repository private, if it is made; a public one is refused."""

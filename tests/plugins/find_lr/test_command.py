@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kdtrain import faults
-from kdtrain.config import DataConfig, ObjectiveConfig, OptimizerConfig, RunServerConfig, rates
+from kdtrain.config import DataConfig, ObjectiveConfig, OptimizerConfig, rates
 from kdtrain.config.sections import QuantizationConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.library import Cache
@@ -322,6 +322,6 @@ def test_the_page_shows_the_table_of_the_code():
 
 
 def test_a_server_and_the_options_of_a_run_that_resumes_are_refused():
-    data, server = DataConfig(data="stdlib"), RunServerConfig(teacher_server=("http://host/v1",))
+    server = type(FindLrConfig(student="s", out="o", cache="c").plugins["server"])(teacher_server=("http://host/v1",))
     with pytest.raises(UsageError, match="find-lr does not ask a server; make a cache with cache-teacher"):
-        FindLrConfig(student="s", out="o", teacher="t", data=data, server=server)
+        FindLrConfig(student="s", out="o", teacher="t", data=DataConfig(data="stdlib"), plugins={"server": server})

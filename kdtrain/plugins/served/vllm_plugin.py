@@ -1,7 +1,7 @@
 """vLLM answers requests that ask for kdtrain's samples: the plugin that vLLM loads where kdtrain is installed.
 
 vLLM calls `register` at the start of each of its processes (entry point `vllm.general_plugins`). What a request says
-and what its answer holds stands in `kdtrain.cache.engine_samples`. Three places are extended, each by a function around
+and what its answer holds stands in `engine_samples`. Three places are extended, each by a function around
 vLLM's own, which still handles all other requests:
 
     the front end checks a request        InputProcessor: a wrong one gets status 400 before it is queued
@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kdtrain.cache.engine_samples import SampleRequest, entries, is_sampled, sample
+from kdtrain.plugins.served.engine_samples import SampleRequest, entries, is_sampled, sample
 
 TESTED = ("0.32.0",)
 _CHUNK = 1024  # positions whose logits are made at a time

@@ -9,7 +9,7 @@ import pytest
 
 import kdtrain as kd
 from kdtrain.net.request import download
-from kdtrain.teaching.served.client import Client, Refused, quoted
+from kdtrain.plugins.served.client import Client, Refused, quoted
 from tests.stand_in import standing_in
 
 KEY = "sk-of-the-test"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.engine_samples import SampleRequest, entries, is_sampled, read_samples, sample
 from kdtrain.cache.format.codec import CodecSpec, draw_points, encode_sequences
 from kdtrain.cache.format.compression import Coding
+from kdtrain.plugins.served.engine_samples import SampleRequest, entries, is_sampled, read_samples, sample
 
 
 class Entry(msgspec.Struct):

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import kdtrain as kd
-from kdtrain.cache.engine_samples import SampleRequest, sample
-from kdtrain.config import DataConfig, ObjectiveConfig, RunServerConfig, TextConfig
+from kdtrain.config import DataConfig, ObjectiveConfig, TextConfig
+from kdtrain.plugins.served.engine_samples import SampleRequest, sample
+from kdtrain.plugins.served.options import RunServerConfig
 from kdtrain.run.data_plan import plan_data
 from tests.captures import PREFLIGHT, samples_of
 
@@ -100,18 +101,11 @@ def planned(config):
     return plan_data(config, None, None, torch.device("cpu"), ExitStack())
 
 
-def test_the_student_itself_is_no_teacher_behind_a_server():
-    server = RunServerConfig(teacher_server=("http://host/v1",))
-    config = kd.DistillConfig(student="s", out="o", teacher="self", data=DataConfig(data="text.txt"), server=server)
-    with pytest.raises(kd.UsageError, match="--teacher self is the student, which no server runs"):
-        planned(config)
-
-
 def test_a_run_that_cannot_learn_from_what_a_server_gives_is_refused_before_it_is_asked():
     def config(objective=None, **server) -> kd.DistillConfig:
         server = RunServerConfig(teacher_server="http://host/v1", **server)
-        given = {"data": DataConfig(data="text.txt"), "objective": objective or ObjectiveConfig(), "server": server}
-        return kd.DistillConfig(student="s", out="o", teacher="t", **given)
+        given = {"data": DataConfig(data="text.txt"), "objective": objective or ObjectiveConfig()}
+        return kd.DistillConfig(student="s", out="o", teacher="t", plugins={"server": server}, **given)
 
     with pytest.raises(kd.UsageError, match="--tail drop would throw away the 50 samples"):
         planned(config(ObjectiveConfig(tail="drop"), server_num_samples=50))

@@ -22,13 +22,13 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.compression import Arrays
-from kdtrain.config.teachers import KEY
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.monitor.progress import log
-from kdtrain.teaching.served.answers import Answers, Span, Top, read_top
-from kdtrain.teaching.served.client import Client, Completion, Host, Refused, Unanswered, quoted
-from kdtrain.teaching.served.fingerprint import LOUD, TEXTS, TOP, UNSTEADY, Fingerprint, Probe, farthest, probe_tokens
-from kdtrain.teaching.served.written import Prompt, Text
+from kdtrain.plugins.served.answers import Answers, Span, Top, read_top
+from kdtrain.plugins.served.client import Client, Completion, Host, Refused, Unanswered, quoted
+from kdtrain.plugins.served.fingerprint import LOUD, TEXTS, TOP, UNSTEADY, Fingerprint, Probe, farthest, probe_tokens
+from kdtrain.plugins.served.options import KEY
+from kdtrain.plugins.served.written import Prompt, Text
 from kdtrain.teaching.writing import Writing
 
 _LONGEST_NAME = 200

@@ -15,12 +15,12 @@ import torch
 
 import kdtrain as kd
 from kdtrain.config import CodecConfig, DataConfig
-from kdtrain.teaching.served import teacher
-from kdtrain.teaching.served.fingerprint import Fingerprint
+from kdtrain.plugins.served import teacher
+from kdtrain.plugins.served.fingerprint import Fingerprint
 from tests.captures import PREFLIGHT, begun, capture, content, rows
 from tests.stand_in import standing_in
 
-RECORDED = Path(__file__).parents[1] / "golden" / "vllm-answers.json"
+RECORDED = Path(__file__).parents[2] / "golden" / "vllm-answers.json"
 
 
 def test_the_stand_in_answers_as_vllm_does(server):

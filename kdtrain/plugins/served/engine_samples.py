@@ -1,6 +1,6 @@
 """Samples that an inference engine takes from its own logits: what a request says, and what its answer holds.
 
-A server in whose environment kdtrain is installed (`kdtrain.vllm_plugin`) answers a request that names a grid of
+A server in whose environment kdtrain is installed (`vllm_plugin`) answers a request that names a grid of
 samples with what a cache of samples alone keeps, in place of the most likely entries, through the same API:
 
     request    "prompt_logprobs": 0, "vllm_xargs": {"kdtrain_samples": 50, "kdtrain_seed": 0,

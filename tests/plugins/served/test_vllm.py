@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import kdtrain as kd
-from kdtrain.config import CodecConfig, DataConfig, ServerConfig, TextConfig
+from kdtrain.config import CodecConfig, DataConfig, TextConfig
 from kdtrain.models.loading import load_teacher
 from kdtrain.models.spec import read_spec
+from kdtrain.plugins.served.options import ServerConfig
 from tests.vllm_server import NAME, TEACHER, free_port, vllm, worn
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -31,7 +32,7 @@ def asked(**options) -> dict:
 
 def served(url: str, out: Path | str, patience: float = 30, **options) -> kd.Cache:
     server = ServerConfig(teacher_server=url, server_patience=patience, server_concurrency=4)
-    return kd.cache_teacher(kd.CacheTeacherConfig(out=out, server=server, **asked(**options)))
+    return kd.cache_teacher(kd.CacheTeacherConfig(out=out, plugins={"server": server}, **asked(**options)))
 
 
 def test_a_cache_of_vllm_is_that_of_the_local_teacher(url, tmp_path, monkeypatch):

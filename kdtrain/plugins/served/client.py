@@ -33,12 +33,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kdtrain.config.teachers import KEY, api_url
 from kdtrain.errors import RunError, UsageError, printable, shown_address
 from kdtrain.monitor.progress import log
 from kdtrain.net.address import ALLOW_HTTP, is_inside
 from kdtrain.net.request import LATER, Session, body, reason, retry_after
-from kdtrain.teaching.served.answers import Entry, Wrong
+from kdtrain.plugins.served.answers import Entry, Wrong
+from kdtrain.plugins.served.options import KEY, api_url
 
 if TYPE_CHECKING:
     import requests

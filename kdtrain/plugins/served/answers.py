@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from kdtrain.cache.engine_samples import SampleRequest, read_samples
 from kdtrain.cache.format.codec import CodecSpec, keep
 from kdtrain.cache.format.compression import Arrays
+from kdtrain.plugins.served.engine_samples import SampleRequest, read_samples
 
 ABOVE_ZERO = 1e-3
 """Nats by which rounding may lift a log-probability above 0."""
@@ -107,7 +107,7 @@ class Answers:
 
 
 class Sampled(Answers):
-    """Samples that the engine took of its own logits, with `kdtrain.vllm_plugin`."""
+    """Samples that the engine took of its own logits, with `kdtrain.plugins.served.vllm_plugin`."""
 
     def parameters(self, span: Span) -> dict[str, Any]:
         """The grid of the samples."""

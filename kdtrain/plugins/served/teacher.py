@@ -29,20 +29,21 @@ from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.tools.kept_mass import kept_mass
 from kdtrain.cache.tools.self_check import examine
-from kdtrain.config import CodecConfig, ServerConfig
+from kdtrain.config import CodecConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import json_digest
 from kdtrain.models.loading import vocabulary
 from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.progress import log
 from kdtrain.objective.batch import Batch
+from kdtrain.plugins.served.answers import Answers, Span, answers_of, placed, spans_of
+from kdtrain.plugins.served.client import Client, Completion, Host, Refused, Unanswered
+from kdtrain.plugins.served.fingerprint import TOP, Fingerprint
+from kdtrain.plugins.served.options import ServerConfig
+from kdtrain.plugins.served.preflight import Preflight
+from kdtrain.plugins.served.written import Prompt, Text
 from kdtrain.ranks import on_main
-from kdtrain.teaching.served.answers import Answers, Span, answers_of, placed, spans_of
-from kdtrain.teaching.served.client import Client, Completion, Host, Refused, Unanswered
-from kdtrain.teaching.served.fingerprint import TOP, Fingerprint
-from kdtrain.teaching.served.preflight import Preflight
-from kdtrain.teaching.served.written import Prompt, Text
-from kdtrain.teaching.teacher import Teacher, register_teacher
+from kdtrain.teaching.teacher import Teacher
 from kdtrain.teaching.writing import Writing, log_first_texts
 
 AGAIN = 2
@@ -55,7 +56,6 @@ _LOOKED, _ENTRIES = 64, 2**24
 """Rows of a shard that are looked at, and entries of them."""
 
 
-@register_teacher("served")
 class ServedTeacher(Teacher):
     """An inference server, which is asked for the most likely entries (--teacher-server)."""
 
@@ -78,8 +78,9 @@ class ServedTeacher(Teacher):
         self._unseen = 0
         self._server: ServerConfig | None = None
 
-    def connect(self, server: ServerConfig, codec: CodecConfig) -> None:
+    def connect(self, remote: ServerConfig, codec: CodecConfig) -> None:
         """Take the servers' addresses. UsageError: the API key would be sent unencrypted."""
+        server = remote
         self._server, self._codec = server, codec
         self._client = Client(
             server.teacher_server,

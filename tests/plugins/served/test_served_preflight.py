@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import kdtrain as kd
-from kdtrain.config import CodecConfig, DataConfig, ServerConfig
+from kdtrain.config import CodecConfig, DataConfig
 from kdtrain.models.spec import ModelSpec
+from kdtrain.plugins.served import preflight
+from kdtrain.plugins.served.options import RunServerConfig, ServerConfig
+from kdtrain.plugins.served.teacher import ServedTeacher
 from kdtrain.run import build_cache
-from kdtrain.teaching.served import preflight
-from kdtrain.teaching.served.teacher import ServedTeacher
 from tests.captures import WRITES, capture, content
 from tests.stand_in import standing_in
 
@@ -232,8 +233,28 @@ def test_a_tokenizer_without_a_configuration_asks_for_the_size_of_the_vocabulary
 
 
 def test_options_that_a_server_cannot_serve_are_refused():
-    server = ServerConfig(teacher_server="http://host/v1")
+    server = {"server": ServerConfig(teacher_server="http://host/v1")}
     refused = {"--dense: no server gives whole": {"dense": True}, "exclude each other": {"top_k": 8, "num_samples": 24}}
     for words, codec in ((words, CodecConfig(**given)) for words, given in refused.items()):
         with pytest.raises(kd.UsageError, match=f"{words}.* use .*--top-k, or --num-samples where the server has kdtr"):
-            kd.CacheTeacherConfig(teacher="t", out="c", data=DataConfig(data="text.txt"), codec=codec, server=server)
+            kd.CacheTeacherConfig(teacher="t", out="c", data=DataConfig(data="text.txt"), codec=codec, plugins=server)
+
+
+@pytest.mark.parametrize(
+    "kind, given, words",
+    [
+        ("cache", {"compile": False}, "--no-compile has no effect with --teacher-server"),
+        ("cache", {"precision": "fp32"}, "--precision has no effect with --teacher-server: no teacher runs here"),
+        ("cache", {"device": "cuda:1"}, "--device has no effect with --teacher-server"),
+        ("cache", {"teacher_weights": "int8"}, "--teacher-weights has no effect with --teacher-server"),
+        ("run", {"teacher_weights": "int8"}, "--teacher-weights has no effect with --teacher-server"),
+        ("run", {"cross_tokenizer": True}, "capture the server's answers with cache-teacher"),
+        ("run", {"teacher": "self"}, "--teacher self is the student, which no server runs"),
+    ],
+)
+def test_options_that_have_no_effect_with_a_server_are_refused(kind, given, words):
+    make, options = (kd.CacheTeacherConfig, ServerConfig) if kind == "cache" else (kd.DistillConfig, RunServerConfig)
+    given = {"teacher": "t", "out": "o", **({} if kind == "cache" else {"student": "s"}), **given}
+    server = {"server": options(teacher_server="http://host/v1")}
+    with pytest.raises(kd.UsageError, match=words):
+        make(data=DataConfig(data="text.txt"), plugins=server, **given)

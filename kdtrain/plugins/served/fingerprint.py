@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Meta
 
 from kdtrain.files import json_digest, typed
-from kdtrain.teaching.served.answers import apart
+from kdtrain.plugins.served.answers import apart
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog. In 1969, three people flew to the Moon, and two of them walked on it "

@@ -19,8 +19,8 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kdtrain.cache.engine_samples import SampleRequest, read_samples
 from kdtrain.cache.format.codec import CodecSpec, encode_sequences
+from kdtrain.plugins.served.engine_samples import SampleRequest, read_samples
 from tests.vllm_server import NAME, ROOT, TEACHER, Vllm, free_port, vllm, worn
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -177,8 +177,8 @@ RUNNER_2 = """
 import sys
 from types import SimpleNamespace
 import numpy as np, torch
-from kdtrain import vllm_plugin
-from kdtrain.cache.engine_samples import SampleRequest, entries, sample
+from kdtrain.plugins.served import vllm_plugin
+from kdtrain.plugins.served.engine_samples import SampleRequest, entries, sample
 import vllm.v1.worker.gpu.sample.prompt_logprob as version_2
 from vllm.sampling_params import SamplingParams
 

@@ -7,9 +7,9 @@ import pytest
 
 import kdtrain as kd
 from kdtrain.cache.format.codec import CodecSpec
-from kdtrain.teaching.served.answers import Answers, Entry, Span, Wrong, spans_of
-from kdtrain.teaching.served.client import SMALL, Client
-from kdtrain.teaching.served.fingerprint import Fingerprint
+from kdtrain.plugins.served.answers import Answers, Entry, Span, Wrong, spans_of
+from kdtrain.plugins.served.client import SMALL, Client
+from kdtrain.plugins.served.fingerprint import Fingerprint
 from tests.captures import capture
 
 SPEC = CodecSpec(kind="sparse", top_k=3, vocab_size=10)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain import vllm_plugin
-from kdtrain.cache.engine_samples import SampleRequest, entries, sample
+from kdtrain.plugins.served import vllm_plugin
+from kdtrain.plugins.served.engine_samples import SampleRequest, entries, sample
 
 VOCAB = 60
 
@@ -202,7 +202,8 @@ def test_an_untested_version_of_vllm_is_left_alone_with_one_line(monkeypatch, ca
 
 
 def test_loading_the_plugin_loads_little():
-    code = "import sys, kdtrain.vllm_plugin; print(*sorted({n.split('.')[0] for n in sys.modules} & set(sys.argv[1:])))"
+    code = "import sys, kdtrain.plugins.served.vllm_plugin\n"
+    code += "print(*sorted({n.split('.')[0] for n in sys.modules} & set(sys.argv[1:])))"
     heavy = ["torch", "transformers", "h5py", "hdf5plugin", "einops", "huggingface_hub", "requests", "rich"]
     done = subprocess.run([sys.executable, "-c", code, *heavy], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

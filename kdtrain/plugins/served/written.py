@@ -19,8 +19,8 @@ from kdtrain.cache.build.shard_writer import ShardRows
 from kdtrain.cache.format.codec import uniforms
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.errors import RunError
-from kdtrain.teaching.served.answers import Answers, Entry, Span, Wrong
-from kdtrain.teaching.served.client import Choice, quoted
+from kdtrain.plugins.served.answers import Answers, Entry, Span, Wrong
+from kdtrain.plugins.served.client import Choice, quoted
 from kdtrain.teaching.writing import Writing
 
 _NAME = "token_id:"

@@ -1,0 +1,22 @@
+"""A teacher behind an inference server: who it is, what is requested, and how answers are checked (docs/teachers.md).
+
+`--teacher-server` names the server; in a TOML of teachers/ `kind = "served"` does.
+"""
+
+from typing import Any
+
+from kdtrain.config.choices import TEACHERS
+from kdtrain.config.registered import register_section
+from kdtrain.plugins.served.options import RunServerConfig, ServerConfig
+
+register_section("server", {"distill": RunServerConfig, "cache-teacher": ServerConfig})
+
+
+def served(spec: Any, device: Any, mode: str) -> Any:
+    """An inference server, which is asked for its most likely entries (--teacher-server)."""
+    from kdtrain.plugins.served.teacher import ServedTeacher
+
+    return ServedTeacher(spec, device, mode)
+
+
+TEACHERS.add("served", served, served)
