@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.build.live_capture import LiveCache
+from kdtrain.cache.build.live_capture import Capture, LiveCache
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import DataConfig, DistillConfig
@@ -164,15 +164,15 @@ def _served_data(config: DistillConfig, device: torch.device, held: ExitStack, t
         capture(capture_config, device, live)
         on_main(lambda: None)  # rank 0 writes the manifest after the others have finished
 
-    live = LiveCache(
-        capture_config.out,
+    how = Capture(
         seed=config.seed,
         planned=lambda sequences: min(sequences, total_steps(config, sequences) * config.batch_size),
-        capture=capture_all,
+        build=capture_all,
         trial=trial,
         whole=world_size() > 1,
         asked_to_stop=asked_to_stop,
     )
+    live = LiveCache(capture_config.out, how)
     held.callback(live.close)
     live.open()
     cache, data = (str(capture_config.out),), DataConfig(num_workers=config.data.num_workers)

@@ -230,7 +230,8 @@ class LocalTeacher(OnlineTeacher):
                 model.generate(placed[0], attention_mask=placed[1], generation_config=how, **options)
         finally:
             hook.remove()
-            head.__dict__.pop("forward", None)
+            if self.model.fused:
+                del head.forward
             model.generation_config = own
 
     def targets(

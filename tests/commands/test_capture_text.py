@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kdtrain as kd
-from kdtrain.cache.build.live_capture import LiveCache
+from kdtrain.cache.build.live_capture import Capture, LiveCache
 from kdtrain.cache.format.manifest import Manifest
 from kdtrain.cli.parsing import parse
 from kdtrain.cli.paths import problem
@@ -233,13 +233,13 @@ def test_a_template_that_shows_the_day_alone_is_of_the_day_and_any_other_of_the_
 def test_a_cache_that_a_run_captures_states_the_text_and_the_date_of_what_the_run_packed(teacher: Path):
     write_chats(Path("chats.jsonl"))
     config = configuration(teacher, "chats.jsonl", seq_len=16, out=Path("run/served"))
-    live = LiveCache(
-        config.out,
+    how = Capture(
         seed=0,
         planned=lambda sequences: sequences,
-        capture=lambda live: run_capture.capture(config, torch.device("cpu"), live),
+        build=lambda live: run_capture.capture(config, torch.device("cpu"), live),
         whole=True,
     )
+    live = LiveCache(config.out, how)
     live.open()
     live.finish()
     packed, captured = (kd.Cache(f"run/{name}").manifest for name in ("data", "served"))

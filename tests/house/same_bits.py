@@ -138,6 +138,9 @@ VOLATILE = (
 """Parts of the names of what two equal runs need not share."""
 
 
+_OF_A_VERSION = ("digest", "versions", "parents")
+
+
 class Tree:
     """An interpreter that has imported the kdtrain of one checkout, and forks for each command."""
 
@@ -245,7 +248,8 @@ def contents(folder: Path) -> dict[str, Any]:
                 )
             )
     for manifest in sorted(folder.glob("*/manifest.json")):
-        found[f"{manifest.parent.name}: digest"] = json.loads(manifest.read_text()).get("digest")
+        written = json.loads(manifest.read_text())  # the digest is of the version of kdtrain, too
+        found |= {f"{manifest.parent.name}: {key}": each for key, each in written.items() if key not in _OF_A_VERSION}
     for checkpoints in sorted(folder.glob("*/checkpoints")):
         newest = max(checkpoints.glob("step-*"), key=lambda each: each.name)
         for path in sorted(newest.glob("*.safetensors")):

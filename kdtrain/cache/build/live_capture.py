@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,55 +51,62 @@ class _Abandoned(Exception):
     """Cancels the capture thread."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """How a run captures what it reads."""
+
+    seed: int
+    """Of the run, whose first epoch gives the order."""
+    planned: Callable[[int], int]
+    """n -> sequences that the run reads in its first epoch."""
+    build: Callable[["LiveCache"], object]
+    """Builds the cache with the rows of `begin`, and calls `progress`; runs in a thread, or in `open`."""
+    trial: bool = False
+    """Capture only what is read, and of validation the first shard."""
+    whole: bool = False
+    """Capture all that is planned in `open`, which every rank calls."""
+    asked_to_stop: Callable[[], bool] = lambda: False
+    """Whether a reader must not wait any longer."""
+
+
 class LiveCache(Cache):
-    """A cache in `folder` that is captured while it is read. `open` begins; `finish` or `close` ends.
+    """A cache in `folder` that is captured while it is read. `open` begins; `finish` or `close` ends."""
 
-    Args:
-        seed: of the run, whose first epoch gives the order.
-        planned: n -> sequences that the run reads in its first epoch.
-        capture: builds the cache, with the rows of `begin`, and calls `progress`; runs in a thread, or by `open`.
-        trial: capture only what is read, and of validation the first shard.
-        whole: capture all that is planned in `open`, which every rank calls.
-        asked_to_stop: whether a reader must not wait any longer.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        seed: int,
-        planned: Callable[[int], int],
-        capture: Callable[["LiveCache"], object],
-        trial: bool = False,
-        whole: bool = False,
-        asked_to_stop: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.folder, self.name, self.remote = folder, str(folder), None
-        self.address, self.asked_to_stop = folder, asked_to_stop
+    def __init__(self, folder: Path, capture: Capture) -> None:
+        self.folder, self.name, self.remote, self.address = folder, str(folder), None, folder
         self._splits: dict[str, CacheReader] = {}
-        self._seed, self._plan, self._capture, self._trial, self._whole = seed, planned, capture, trial, whole
+        self._capture, self._ahead = capture, 0 if capture.trial else AHEAD
         self._changed = threading.Condition()
+        """Guards what both threads change."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._begun = self._ending = self._abandoned = False
+        self._ending = self._abandoned = False
         self._wanted = -1
         """The last shard of the training split that was requested."""
         self._done = 0
         """Sequences that are published: all of validation, then those of train."""
-        self.planned = 0
+        self._times: list[tuple[float, int]] = []
+        """The clock and `_done` at the teacher's first answer, and at its last."""
+
+    @property
+    def planned(self) -> int:
         """Sequences of the training split that the run reads in its first epoch."""
-        self._first: float | None = None
-        self.rate = 0.0
-        """Sequences a second, since the teacher's first answer."""
+        return self._capture.planned(self.manifest.splits["train"]["sequences"])
+
+    @property
+    def rate(self) -> float:
+        """Sequences a second, since the teacher's first answer; 0 before its second one."""
+        (began, first), (now, last) = self._times if len(self._times) == 2 else ((0.0, 0), (0.0, 0))
+        return (last - first) / (now - began) if now > began else 0.0
 
     def open(self) -> None:
         """Begin the capture, and return when it is known what it will be. UsageError, RunError: as `capture`."""
-        if self._whole:
+        if self._capture.whole:
             self._work()
         else:
             self._start()
         with self._changed:
-            self._changed.wait_for(lambda: self._begun or self._error is not None)
+            self._changed.wait_for(lambda: hasattr(self, "manifest") or self._error is not None)
         if self._error is not None:
             raise self._error
 
@@ -111,14 +118,14 @@ class LiveCache(Cache):
         text: the packed tokens, whole.
         """
         stated, size = text.manifest.splits, settings.sequences_per_shard
-        self.planned = self._plan(stated["train"]["sequences"])
-        order = {"seed": self._seed, "text_sha256": stated["train"]["tokens_sha256"]}
+        order = {"seed": self._capture.seed, "text_sha256": stated["train"]["tokens_sha256"]}
         settings = replace(settings, data={**settings.data, "order": order})
-        numbers_n = permutation(self._seed, 0, stated["train"]["sequences"])
-        kept = range(min(size, len(text["validation"])) if self._trial else len(text["validation"]))
+        numbers_n = permutation(self._capture.seed, 0, stated["train"]["sequences"])
+        kept = range(min(size, len(text["validation"])) if self._capture.trial else len(text["validation"]))
         with self._changed:
             self.manifest = _before(settings, {name: each["sequences"] for name, each in stated.items()})
-            self._begun = True
+            if self._capture.whole:  # nothing is requested later, and a rollback reads further
+                self._ending, self._wanted = True, -(-self.planned // size) - 1 + AHEAD
             self.places_n = np.argsort(numbers_n)
             self._validation = len(kept)
             self._changed.notify_all()
@@ -131,7 +138,7 @@ class LiveCache(Cache):
     def finish(self) -> None:
         """Make what is captured a whole cache: the run has read all that it reads."""
         with self._changed:
-            self._ending = True
+            self._ending, self._ahead = True, 0
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
@@ -213,16 +220,13 @@ class LiveCache(Cache):
                 if self._error is not None:
                     known = isinstance(self._error, UsageError | RunError)
                     raise RunError(str(self._error)) from None if known else self._error
-                if self._abandoned or self.asked_to_stop():
+                if self._abandoned or self._capture.asked_to_stop():
                     raise RunError("stopped while waiting for the teacher")
-                if self._whole or (self._trial and not self._alive()):
-                    raise RunError(f"{self.folder} holds less than the run reads: run the same command again")
-                if not self._alive():
+                if self._thread is None or not self._thread.is_alive():
+                    if self._capture.whole or self._capture.trial:
+                        raise RunError(f"{self.folder} holds less than the run reads: run the same command again")
                     self._start()
                 self._changed.wait(_POLL)
-
-    def _alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
     def _start(self) -> None:
         if self._thread is not None and (self.folder / cache_format.MANIFEST).exists():
@@ -235,7 +239,7 @@ class LiveCache(Cache):
     def _work(self) -> None:
         error: BaseException | None = None
         try:
-            self._capture(self)
+            self._capture.build(self)
             done = self._validation + read_manifest(self.folder).splits["train"]["sequences"]
         except _Abandoned:
             return
@@ -247,36 +251,24 @@ class LiveCache(Cache):
 
     def _ordered(self, text: CacheReader, numbers_n: np.ndarray, size: int) -> Iterator[PackedRow]:
         """The training split in the order of the capture, each shard when it may be captured."""
-        planned = -(-self.planned // size)
+        planned = -(-self.planned // size) - 1
         for shard, first in enumerate(range(0, len(numbers_n), size)):
             path = cache_format.sidecar_path(self.folder, cache_format.shard_name("train", shard))
             with self._changed:
-                while not path.exists() and shard > self._last(planned):
+                while not path.exists() and shard > max(0, self._wanted, min(planned, self._wanted + self._ahead)):
                     if self._abandoned:
                         raise _Abandoned
-                    if self._ending or self._whole:
+                    if self._ending:
                         return
                     self._changed.wait()
             yield from stored_rows(text, numbers_n[first : first + size])
 
-    def _last(self, planned: int) -> int:
-        """The last shard of the training split that may be captured now. planned: how many the run is to read."""
-        if self._ending or self._trial:
-            return max(0, self._wanted)
-        if self._whole:
-            return planned - 1 + AHEAD  # a rollback reads further
-        return max(0, self._wanted, min(planned - 1, self._wanted + AHEAD))
-
     def _progress(self, done: int, _: int | None) -> None:
         """Take what the builder reports between two batches: after a shard is published it counts all of it."""
-        now = time.monotonic()
         with self._changed:
             if self._abandoned:
                 raise _Abandoned
-            if self._first is None:
-                self._first, self._before = now, done
-            elif now > self._first:
-                self.rate = (done - self._before) / (now - self._first)
+            self._times = [*self._times[:1], (time.monotonic(), done)]
             self._done = max(self._done, done)
             self._changed.notify_all()
 
