@@ -197,8 +197,9 @@ def open_cache(where: Path | str) -> "Cache":
     """The finished cache in a folder, or at an address. UsageError, RunError: as `Cache`, as `open_remote`."""
     from kdtrain.cache.read.reader import Cache  # with torch, which what asks for a manifest does without
 
+    folder = as_path(where, "where")
     if (address := parse_address(where)) is None:
-        return Cache(as_path(where, "where"))
+        return Cache(folder)
     remote = open_remote(address)
     return Cache(remote.folder, remote.manifest, remote)
 
