@@ -208,7 +208,14 @@ def is_hub_id(source: str) -> bool:
 
 
 def _from_toml(path: Path) -> ModelSpec:
-    table = _read_toml(path)
+    try:
+        table = read_toml(path)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: not valid TOML: {' '.join(str(error).split())}") from None
     known = [field.name for field in dataclasses.fields(ModelSpec)]
     for key in table:
         if key not in known:
@@ -271,17 +278,6 @@ def _refuse_endless_teachers(path: Path, spec: ModelSpec) -> None:
                 f"{path}: its teacher {last.name} needs to run code; set trust_remote_code = true here too if you "
                 "trust that"
             )
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return read_toml(path)
-    except FileNotFoundError:
-        raise UsageError(f"{path}: there is no such file") from None
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UsageError(f"{path}: not valid TOML: {' '.join(str(error).split())}") from None
 
 
 def _relative_to(folder: Path, source: str, where: str) -> str:
