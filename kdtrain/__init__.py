@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.3.0"
 
 if TYPE_CHECKING:
-    from kdtrain.cache.build.sequences import CacheWriter
     from kdtrain.cache.read.mixture import Mixture
     from kdtrain.cache.read.reader import collate
     from kdtrain.checkpoint.nested import CheckpointStore
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from kdtrain.config import CacheTeacherConfig, DistillConfig
     from kdtrain.data.corpus import register_text
     from kdtrain.errors import RunError, UsageError
-    from kdtrain.library import Cache, cache_teacher
+    from kdtrain.library import Cache, CacheWriter, cache_teacher
     from kdtrain.models.output_head import Head
     from kdtrain.monitor.loggers import Logger, register_logger
     from kdtrain.monitor.record import RunRecord
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
 _HOME = {
     "kdtrain.cache.read.mixture": ("Mixture",),
     "kdtrain.cache.read.reader": ("collate",),
-    "kdtrain.cache.build.sequences": ("CacheWriter",),
     "kdtrain.checkpoint.nested": ("CheckpointStore",),
     "kdtrain.checkpoint.tiers": ("Keep",),
     "kdtrain.cli": ("register_command",),
@@ -72,7 +70,7 @@ _HOME = {
     "kdtrain.tokenizers.alignment": ("Alignment",),
     "kdtrain.data.corpus": ("register_text",),
     "kdtrain.errors": ("RunError", "UsageError"),
-    "kdtrain.library": ("Cache", "cache_teacher"),
+    "kdtrain.library": ("Cache", "CacheWriter", "cache_teacher"),
     "kdtrain.models.output_head": ("Head",),
     "kdtrain.monitor.loggers": ("Logger", "register_logger"),
     "kdtrain.monitor.record": ("RunRecord",),

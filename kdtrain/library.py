@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from kdtrain.cache.build.sequences import CacheWriter
 from kdtrain.cache.read import reader
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.verify import verify_cache
@@ -84,6 +85,9 @@ class Cache(reader.Cache):
     def verify(self) -> list[str]:
         """Read the whole cache and compare every digest; one line for each problem."""
         return verify_cache(self.folder, cast(Any, self.remote))
+
+
+CacheWriter.cache_type = Cache
 
 
 def cache_teacher(config: CacheTeacherConfig | None = None, **options: Any) -> Cache:

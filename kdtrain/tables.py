@@ -28,12 +28,8 @@ def show(title: str, table: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(finite(dict(table))))
         return
-    shown = RichTable(title=literal(title, "table.title"), show_header=False, title_justify="left")
-    shown.add_column()
-    shown.add_column(overflow="fold")
-    for name, value in table.items():
-        shown.add_row(literal(name), literal(_text(value)))
-    Console(soft_wrap=True).print(shown)
+    rows = [(str(name), _text(value)) for name, value in table.items()]
+    Console(soft_wrap=True).print(_drawn(Table(("", ""), rows, boxed=True, title=title)))
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,8 @@ class Table:
     """The columns of text; those of numbers are aligned at their right."""
     boxed: bool = False
     """With lines; cells may have several lines. Without names in `left` all columns are aligned at their left."""
+    title: str = ""
+    """Above a table with lines."""
 
 
 Part = str | Table
@@ -77,11 +75,10 @@ def show_page(parts: Iterable[Part], wrapped: bool = False) -> None:
 
 def _drawn(table: Table) -> RichTable:
     """A table for a terminal; a last column of text may be broken."""
-    if table.boxed:
-        drawn = RichTable(header_style="bold")
-    else:
-        look: Any = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0), "header_style": "bold"}
-        drawn = RichTable(**look, show_header=any(table.header))
+    look: Any = {"title": literal(table.title, "table.title") if table.title else None, "title_justify": "left"}
+    if not table.boxed:
+        look = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
+    drawn = RichTable(**look, header_style="bold", show_header=any(table.header))
     for place, name in enumerate(table.header):
         text = name in table.left or (table.boxed and not table.left)
         folds = table.boxed or (text and place == len(table.header) - 1)

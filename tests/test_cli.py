@@ -17,7 +17,7 @@ from typing import Literal
 import pytest
 
 from kdtrain import __main__, cli
-from kdtrain.config import EvaluateConfig, removed
+from kdtrain.config import DistillConfig, EvaluateConfig, removed
 from kdtrain.config.values import flag, option
 from kdtrain.errors import RunError, UsageError
 
@@ -193,23 +193,13 @@ def test_no_path_is_not_looked_for(tmp_path, monkeypatch):
     assert "perhaps" not in str(caught.value)
 
 
-def test_help_writes_a_default_of_zero_as_people_do(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["distill", "--help", "all"])
-    text = " ".join(capsys.readouterr().out.split())
+def test_help_shows_defaults_as_people_write_them_and_those_of_the_command():
+    text = " ".join(cli.help_of("kdtrain distill", DistillConfig, "all").split())
     assert re.search(r"--alpha-end [^\[]*\[0\]", text) and "0e+00" not in text
-
-
-def test_help_shows_the_default_of_a_section_where_the_command_has_one_of_its_own(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["evaluate", "--help", "split"])
-    assert "[validation]" in capsys.readouterr().out
+    assert "[validation]" in cli.help_of("kdtrain evaluate", EvaluateConfig, "split")
     assert cli.parse("evaluate", ["--student", "s", "--data", "stdlib"]).data.split == "validation"
-
-
-@pytest.mark.parametrize("name", ["--student", "--cache", "--teacher", "--data"])
-def test_the_short_help_of_evaluate_has_what_it_measures_and_compares_with(name):
-    assert f"\n  {name} " in cli.help_of("kdtrain evaluate", EvaluateConfig)
+    short = cli.help_of("kdtrain evaluate", EvaluateConfig)
+    assert all(f"\n  {name} " in short for name in ("--student", "--cache", "--teacher", "--data"))
 
 
 def test_options_of_sections_are_flat_flags():
@@ -285,7 +275,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
 def test_a_removed_option_is_answered_by_what_replaces_it_which_there_is(key, each):
     (name, _, value), commands = key.partition(" "), each.of or ("distill",)
     for command in commands:
-        known = {flag(name) for kind in cli.COMMANDS.entries.values() for name in cli.options_of(kind.config)}
+        known = {flag(name) for one in cli.COMMANDS.help() for name in cli.options_of(cli.COMMANDS.get(one).config)}
         assert set(re.findall(r"(?<!kdtrain )--[a-z][a-z0-9-]+", each.answer)) <= known
         for argv in ([flag(name), value or "1"], [f"{flag(name)}={value or 1}"]):
             with pytest.raises(UsageError) as caught:

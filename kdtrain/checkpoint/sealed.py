@@ -113,13 +113,13 @@ def _files(path: Path) -> dict[str, tuple[int, str]]:
     return record["files"]
 
 
-def entry_of(path: Path, name: str, valid: bool = True) -> tiers.Entry:
+def entry_of(path: Path, name: str, valid: bool = True) -> tiers.CheckpointEntry:
     """The place in the run of the checkpoint `path`: from its manifest, or from its name if that is unreadable."""
     try:
         manifest = read_json(path / MANIFEST, _Record)
-        return tiers.Entry(name, manifest["step"], manifest["rollbacks"], valid)
+        return tiers.CheckpointEntry(name, manifest["step"], manifest["rollbacks"], valid)
     except (OSError, ValueError):
-        return tiers.Entry(name, tiers.step_in(name), 0, valid)
+        return tiers.CheckpointEntry(name, tiers.step_in(name), 0, valid)
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -189,7 +189,9 @@ class Store:
         """Published checkpoints, oldest first, whether they verify or not."""
         return [entry.name for entry in self.entries()]
 
-    def entries(self, whole: Callable[[str], bool] | None = None, *, apart: bool = False) -> list[tiers.Entry]:
+    def entries(
+        self, whole: Callable[[str], bool] | None = None, *, apart: bool = False
+    ) -> list[tiers.CheckpointEntry]:
         """Published checkpoints, oldest first, with their place in the run; valid by sizes, or by `whole`.
 
         apart: include those that are kept to be looked at.

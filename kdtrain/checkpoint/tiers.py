@@ -26,7 +26,7 @@ _RANK: dict[Tier, int] = {"clock": 0, "epoch": 0, "exploded": 0, "rolling": 1, "
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """A checkpoint for retention: its name, its place in the run, and whether it is whole."""
 
     name: str
@@ -104,12 +104,12 @@ def step_in(name: str) -> int:
     return int(found[1] or found[2]) if found else -1
 
 
-def ordered(entries: Iterable[Entry]) -> list[Entry]:
+def ordered(entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
     """`entries` oldest first: by step, by the number of rollbacks before it, and special ones after the others."""
     return sorted(entries, key=lambda each: (each.step, each.rollbacks, _RANK[tier(each.name)], each.name))
 
 
-def removable(entries: Iterable[Entry], keep: Keep, protected: Collection[str] = ()) -> list[str]:
+def removable(entries: Iterable[CheckpointEntry], keep: Keep, protected: Collection[str] = ()) -> list[str]:
     """The names that retention no longer needs, oldest first.
 
     The newest valid ones of each tier stay, as many as `keep` states, the newest valid one of all tiers, and the

@@ -156,7 +156,7 @@ def parse(command: str, argv: list[str], *, look: bool = False) -> Any:
 
 
 def _topic(argv: list[str]) -> str | None:
-    """What `--help` is asked about: empty for the short help; None where nobody asks."""
+    """The topic of `--help`: empty for the short help; None without it."""
     for place, word in enumerate(argv):
         if word in ("-h", "--help"):
             after = argv[place + 1 : place + 2]

@@ -1,6 +1,6 @@
 """Looks at the paths that a command line names, before torch is imported, and refuses those to nowhere.
 
-`reads` of an option (`kdtrain.config.values.option`) says what its value names. Only what costs nothing is looked at:
+`reads` of an option (`kdtrain.config.values.option`) is what its value names. Only what costs nothing is looked at:
 that it exists and is of the right kind; the command that opens it checks the rest.
 """
 
@@ -103,7 +103,7 @@ def _cache(text: str, texts: Mapping[str, str]) -> str | None:
         return why_no_cache(text) if parse_address(text) is None else None
     except UsageError as error:
         return str(error.args[0]).partition(": ")[2]
-    except OSError:  # the command that opens it says why
+    except OSError:  # refused by the command that opens it
         return None
 
 

@@ -51,7 +51,8 @@ def check(run: Run, kind: str, seed: int) -> None:
 
 def show(result: dict[str, Any]) -> None:
     """Print the table and the verdict on stdout."""
-    show_page([title(result), Table(("", *KINDS, "teacher"), rows(result), ("",), boxed=True), verdict(result)])
+    table = Table(("", *KINDS, "teacher"), rows(result), ("",), boxed=True, title=title(result))
+    show_page([table, verdict(result)])
 
 
 def title(result: dict[str, Any]) -> str:

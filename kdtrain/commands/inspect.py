@@ -431,7 +431,7 @@ def _mib(paths: list[Path]) -> float:
     return round(sum(sizes.values()) / 2**20, 1)
 
 
-def _row(store: Store, entry: tiers.Entry) -> dict[str, Any]:
+def _row(store: Store, entry: tiers.CheckpointEntry) -> dict[str, Any]:
     """The row of a checkpoint: `loss` is the last training loss, `best_loss` the lowest validation loss until then.
 
     `validation_loss` is that of its own step, if it was validated; `written` is in local time.

@@ -60,7 +60,7 @@ def written(option: Field[Any], value: Any) -> Any:
 def shareable(config: Any) -> dict[str, dict[str, Any]]:
     """`sections` without private options, for what is written into a run and may be published with it.
 
-    A command may hold a secret address, and repeating a run from its config.toml must not run a command unasked.
+    A command may hold a secret address, and repeating a run from its config.toml must not run a command by itself.
     """
     private = marked(type(config), "private")
     tables = sections(config).items()

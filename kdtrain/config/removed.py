@@ -41,7 +41,7 @@ REMOVED: dict[str, Removed] = {
     "local_limit": Removed("is gone: what is fetched stays, and hf cache or rm makes room; leave it out", 50.0),
     "local": Removed("is gone: hf cache ls, and a folder of KDTRAIN_HOME/caches, show it", False, ("inspect",)),
     "log_all_ranks": Removed("is gone: each rank writes its log, rank-00001.log for rank 1", False, _RUNS),
-    "yes": Removed("is gone: only a user at a terminal is asked; use --resume latest", False, _RUNS),
+    "yes": Removed("is gone: only a command at a terminal waits for an answer; use --resume latest", False, _RUNS),
     "spike_rule": Removed("is gone: --spike-patience 0 disables the guard", "mad", _RUNS),
     **{f"cross_tokenizer {each}": _CELLS for each in ("cells", "auto")},
     **{f"cross_tokenizer {each}": _CHUNKS for each in ("chunks", "both")},

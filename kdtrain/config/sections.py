@@ -78,7 +78,7 @@ class DataConfig(Options):
 
 
 DEFAULT_SAMPLES = 50
-"""Samples a token where nothing else is asked for: docs/quality.md."""
+"""Samples a token by default: docs/quality.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class CodecConfig(Options):
 
     @property
     def samples(self) -> int:
-        """Samples a token: those asked for, or the default."""
+        """Samples a token: as given, or the default."""
         if self.num_samples is not None:
             return self.num_samples
         return 0 if self.top_k or self.dense else DEFAULT_SAMPLES
@@ -307,7 +307,7 @@ class CheckpointConfig(Options):
     async_save: bool = option(True, free=True)
     """Write checkpoints in the background; takes as much memory again as weights and optimizer state."""
     resume: str = option("auto", free=True, reads="checkpoint")
-    """auto (a user at a terminal is asked), never, latest, best, or the name or path of a checkpoint."""
+    """auto (a terminal has to confirm it), never, latest, best, or the name or path of a checkpoint."""
     overwrite: bool = option(False, free=True)
     """With --resume never: move an earlier run in --out aside and start a new one."""
     load: Path | None = option(

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from kdtrain.config.values import Options, option
 
 DEFAULT_PROMPT = 64
-"""Tokens of a prompt, where nothing else is asked for, or half of a sequence where that is less."""
+"""Tokens of a prompt, by default, or half of a sequence where that is less."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(Options):
-    """Text that the teacher writes: it continues prompts of the data, and is cached with what it says of them."""
+    """Text that the teacher writes: it continues prompts of the data, and is cached with its distributions."""
 
     generate: bool = option(False, brief="Let the teacher continue the text, and cache that.")
     """Let the teacher continue prompts of the data, and cache what it writes with its distributions, in one pass."""

@@ -20,7 +20,7 @@ MOST = 2**53
 Conflicts = Iterable[tuple[object, str]]
 """Conditions, each true where options cannot be together, with the message that then refuses them."""
 USUAL_STEPS = 2000
-"""Steps of a run where nobody says."""
+"""Steps of a run by default."""
 
 
 def option(default: Any = dataclasses.MISSING, **attributes: Any) -> Any:

@@ -44,7 +44,7 @@ from kdtrain.errors import UsageError, first_sentence, panics_refused
 from kdtrain.files import LARGE, parse_json, read_bytes, read_text, refuse_leading_out, typed
 from kdtrain.models.spec import ATTENTIONS, ModelSpec, is_hub_id
 from kdtrain.models.tokenizer_limits import refuse_endless, refuse_many_tokens
-from kdtrain.net.hub import no_network
+from kdtrain.net.address import no_network
 
 MAX_LAYERS = 1000
 """Layers are made one by one; the deepest models have about 130."""

@@ -11,12 +11,14 @@ import ipaddress
 import os
 import re
 import socket
+import time
+import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-from kdtrain.errors import UsageError, shown_address
+from kdtrain.errors import RunError, UsageError, shown_address
 
 ALLOW_HTTP = "KDTRAIN_ALLOW_HTTP"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?=//)|(hf):", re.ASCII)
@@ -24,6 +26,10 @@ _LOST_SLASH = re.compile(r"^(https?|hf|s3|gs|file):/(?=[^/])", re.IGNORECASE)
 _REPOSITORY = re.compile(r"(?:datasets/)?([\w][\w.-]{0,95}/[\w][\w.-]{0,95})(?:@([\w][\w./-]{0,199}))?", re.ASCII)
 _SHAPE = "hf:datasets/ORG/NAME[@REVISION] or https://HOST/FOLDER"
 _LONGEST = 2000
+
+
+class Unreachable(RunError):
+    """The server did not answer, however often it was tried."""
 
 
 @dataclass(frozen=True)
@@ -144,3 +150,20 @@ def is_loopback(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def offline() -> bool:
+    """Whether the user wants no network (HF_HUB_OFFLINE)."""
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    return any(os.environ.get(name, "").lower() in ("1", "on", "yes", "true") for name in names)
+
+
+def no_network(endpoint: str) -> bool:
+    """Whether the hub's name is unknown here: its client would try again for half a minute. A proxy may know it."""
+    for wait in () if urllib.request.getproxies() else (1.0, 0.0):
+        try:
+            socket.getaddrinfo(urlsplit(endpoint).hostname, None)
+            return False
+        except OSError as error:
+            time.sleep(wait if error.errno == socket.EAI_AGAIN else 0.0)
+    return not urllib.request.getproxies()

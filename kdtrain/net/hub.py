@@ -6,43 +6,22 @@ time.
 
 import os
 import re
-import socket
-import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
-from urllib.parse import urlsplit
 
 from urllib3.util.retry import Retry
 
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.errors import reason as error_reason
-from kdtrain.net.address import Address
-from kdtrain.net.request import CONTACT, LATER, RETRY, Unreachable, pause, reason, refuse_size
+from kdtrain.net.address import Address, Unreachable, no_network
+from kdtrain.net.request import CONTACT, LATER, RETRY, pause, reason, refuse_size
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 Answer = TypeVar("Answer")
 LOGIN = "log in with hf auth login, or set HF_TOKEN"
-
-
-def offline() -> bool:
-    """Whether the user wants no network (HF_HUB_OFFLINE)."""
-    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    return any(os.environ.get(name, "").lower() in ("1", "on", "yes", "true") for name in names)
-
-
-def no_network(endpoint: str) -> bool:
-    """Whether the hub's name is unknown here: its client would try again for half a minute. A proxy may know it."""
-    for wait in () if urllib.request.getproxies() else (1.0, 0.0):
-        try:
-            socket.getaddrinfo(urlsplit(endpoint).hostname, None)
-            return False
-        except OSError as error:
-            time.sleep(wait if error.errno == socket.EAI_AGAIN else 0.0)
-    return not urllib.request.getproxies()
 
 
 def api() -> "HfApi":

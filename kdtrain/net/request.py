@@ -29,7 +29,7 @@ from urllib3.util.retry import Retry
 from kdtrain import faults
 from kdtrain.errors import RunError, UsageError, printable, shown_address, writing
 from kdtrain.files import file_digest, remove_file
-from kdtrain.net.address import is_allowed, is_private
+from kdtrain.net.address import Unreachable, is_allowed, is_private
 
 log = logging.getLogger("kdtrain")
 
@@ -51,10 +51,6 @@ _PIECE = 2**18
 _REDIRECTS = 5
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18}|\*)")
-
-
-class Unreachable(RunError):
-    """The server did not answer, however often it was tried."""
 
 
 class _Retryable(Exception):

@@ -1,5 +1,6 @@
 """Addresses of caches: the hub and its revisions, tokens, private networks, hosts that do not answer."""
 
+import hashlib
 import io
 import re
 import socket
@@ -66,6 +67,40 @@ def test_a_cache_on_the_hub_is_pinned_to_the_commit_of_its_revision(hub: Web, wh
     hub.requests.clear()
     assert Cache(f"hf:datasets/org/cache@{commit}").manifest == cache.manifest
     assert hub.requests == []  # a commit does not change
+
+
+def test_a_file_of_the_hub_has_its_size_before_it_is_fetched_and_its_digest_before_it_is_read(
+    hub: Web, whole: Path
+) -> None:
+    cache, name = Cache("hf:org/cache"), "shards/train-00000.h5"
+    assert cache.remote is not None
+    content = (whole / name).read_bytes()
+    path = cache.remote.ensure(cache.manifest.splits["train"]["shards"][0])
+    path.write_bytes(b"x" * len(content))  # damaged here, so fetched again
+    assert_same(cache["train"][0], Cache(whole)["train"][0])
+    hub.hub["org/cache"].commit({name: b"x" * len(content)})
+    with pytest.raises(RunError, match=r"train-00000.h5 is not what the manifest states; ask its author"):
+        Cache("hf:org/cache")["train"][0]
+    larger = content + b"x"
+    hub.hub["org/cache"].commit({name: larger})
+    with pytest.raises(RunError, match=r"train-00000.h5 has .* bytes there instead of"):
+        Cache("hf:org/cache")["train"][0]
+    assert f"/cdn/{hashlib.sha256(larger).hexdigest()}" not in hub.requests
+
+
+def test_without_a_connection_what_is_here_of_the_hub_is_read(
+    hub: Web, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Cache("hf:org/cache")["validation"][0]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub.requests.clear()
+    cache = Cache("hf:org/cache")
+    assert_same(cache["validation"][1], Cache(whole)["validation"][1])
+    with pytest.raises(RunError, match=r"train-00001.h5 is not here, and there is no connection \(HF_HUB_OFFLINE\)"):
+        cache["train"][4]
+    with pytest.raises(UsageError, match="nothing of it is here"):
+        Cache("hf:org/other")
+    assert hub.requests == []
 
 
 def test_a_token_goes_to_the_hub_and_to_no_other_host(hub: Web, monkeypatch: pytest.MonkeyPatch) -> None:

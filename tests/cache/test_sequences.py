@@ -220,7 +220,7 @@ def test_a_writer_that_is_finished_or_closed_takes_nothing(sequences, tmp_path):
     assert len(shards(tmp_path / "c")) == 1
     with writer(tmp_path / "c") as own:
         fill(own, sequences)
-        own.finish()
+        assert own.finish().verify() == []
         with pytest.raises(kd.UsageError, match="finished or closed; make another"):
             fill(own, sequences[-1:])
 

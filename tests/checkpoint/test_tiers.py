@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdtrain.checkpoint.tiers import (
-    Entry,
+    CheckpointEntry as Entry,
+)
+from kdtrain.checkpoint.tiers import (
     Keep,
     epoch_name,
     exploded_name,

@@ -68,6 +68,9 @@ class CacheWriter:
         UsageError: settings that cannot be. Whether the folder can be used is known at the first sequence.
     """
 
+    cache_type: type[Cache] = Cache
+    """What `finish` opens the cache as; `kdtrain.library` sets its own."""
+
     def __init__(
         self,
         out: Path | str,
@@ -229,7 +232,7 @@ class CacheWriter:
                     self._answers.logits = None
             elif more := [split for split in SPLITS if there.splits[split]["sequences"] != known[split].taken]:
                 raise self._others(there, more[0])
-        return Cache(self.out)
+        return self.cache_type(self.out)
 
     def close(self) -> None:
         """Release the folder without finishing; published shards stay, and the same sequences resume."""

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from msgspec import Meta
-from urllib3.util.retry import Retry
 
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import Digest, Manifest, ShardRecord, read_manifest
@@ -45,9 +44,7 @@ from kdtrain.files import (
     set_aside,
     typed,
 )
-from kdtrain.net.address import Address, parse_address
-from kdtrain.net.hub import fetch_file, kept_file, offline
-from kdtrain.net.request import CONTACT, Unreachable, download
+from kdtrain.net.address import Address, Unreachable, offline, parse_address
 
 if TYPE_CHECKING:
     from kdtrain.cache.read.reader import Cache
@@ -155,6 +152,8 @@ class Remote:
         log.debug("fetching %s of %s", name, self.address)
         if self.address.repository is None:
             return self._from_web(path, name, what, sound, most, sha256, exact)
+        from kdtrain.net.hub import fetch_file
+
         for again in (False, True):
             if sound(path := fetch_file(self.address, name, most=most, exact=exact, again=again)):
                 return path
@@ -170,6 +169,8 @@ class Remote:
         sha256: str | None,
         exact: bool,
     ) -> Path:
+        from kdtrain.net.request import download  # with requests, which a local cache does without
+
         make_folder(path.parent)
         part = path.with_name(f"{path.name}.part")
         lock = Lock(hidden_lock(path), f"{path} is being downloaded", path.name, wait=3600.0)
@@ -196,8 +197,9 @@ def open_cache(where: Path | str) -> "Cache":
     """The finished cache in a folder, or at an address. UsageError, RunError: as `Cache`, as `open_remote`."""
     from kdtrain.cache.read.reader import Cache  # with torch, which what asks for a manifest does without
 
+    folder = as_path(where, "where")
     if (address := parse_address(where)) is None:
-        return Cache(as_path(where, "where"))
+        return Cache(folder)
     remote = open_remote(address)
     return Cache(remote.folder, remote.manifest, remote)
 
@@ -208,11 +210,11 @@ def open_remote(address: Address) -> Remote:
     UsageError: there is none, or it needs a permission. RunError: it cannot be reached, and nothing of it is here.
     """
     opened = _open_web if address.repository is None else _open_hub
-    here = opened(address, None)
+    here = opened(address, fetch=False)
     remote, problem = here, "(HF_HUB_OFFLINE)"
     if not offline():
         try:
-            remote = opened(address, CONTACT if here is None else Retry(total=1, connect=1, backoff_factor=0.5))
+            remote = opened(address, fetch=True, brief=here is not None)
         except Unreachable as error:
             if here is None:
                 raise
@@ -228,22 +230,33 @@ def open_remote(address: Address) -> Remote:
     return remote
 
 
-def _open_hub(address: Address, retry: Retry | None) -> Remote | None:
-    """A data set at the commit that its revision is now; with no `retry` as it is in HF_HOME, None if it is not."""
-    if retry is None:
-        path = kept_file(address, cache_format.MANIFEST)
+def _open_hub(address: Address, *, fetch: bool, brief: bool = False) -> Remote | None:
+    """A data set at the commit that its revision is now; without `fetch` as it is in HF_HOME, None if it is not.
+
+    brief: there is something to fall back on.
+    """
+    from kdtrain.net import hub, request
+
+    if not fetch:
+        path = hub.kept_file(address, cache_format.MANIFEST)
     else:
         with _named(address):
-            path = fetch_file(address, cache_format.MANIFEST, most=MEDIUM, retry=retry)
+            retry = request.BRIEF if brief else request.CONTACT
+            path = hub.fetch_file(address, cache_format.MANIFEST, most=MEDIUM, retry=retry)
     if path is None:
         return None
     pinned = address.at(path.parent.name)
-    return Remote(pinned, path.parent, _manifest(path.parent, pinned), connected=retry is not None)
+    return Remote(pinned, path.parent, _manifest(path.parent, pinned), connected=fetch)
 
 
-def _open_web(address: Address, retry: Retry | None) -> Remote | None:
-    """The cache that a server shows now; with no `retry` the one that it had last, None if it is not here."""
-    if retry is None:
+def _open_web(address: Address, *, fetch: bool, brief: bool = False) -> Remote | None:
+    """The cache that a server shows now; without `fetch` the one that it had last, None if it is not here.
+
+    brief: there is something to fall back on.
+    """
+    from kdtrain.net import request
+
+    if not fetch:
         try:
             known = typed(read_sealed(_name_path(address)), _Name)
             return Remote(address, *_kept(known["cache"]), connected=False)
@@ -252,7 +265,8 @@ def _open_web(address: Address, retry: Retry | None) -> Remote | None:
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
         part = Path(folder) / cache_format.MANIFEST
         with _named(address):
-            download(address.url(part.name), part, what=f"{address}: {part.name}", most=MEDIUM, retry=retry)
+            retry = request.BRIEF if brief else request.CONTACT
+            request.download(address.url(part.name), part, what=f"{address}: {part.name}", most=MEDIUM, retry=retry)
         manifest = _manifest(Path(folder), address)
         kept = cache_folder(manifest.digest)
         make_folder(kept)
@@ -306,7 +320,7 @@ def kept_manifest(where: Path | str, digest: str) -> Manifest:
         return read_manifest(where)
     if address.repository is None:
         return _kept(digest)[1]
-    if (remote := _open_hub(address, None)) is None:
+    if (remote := _open_hub(address, fetch=False)) is None:
         raise UsageError(f"{address} is not here; inspect it once with a connection")
     return remote.manifest
 

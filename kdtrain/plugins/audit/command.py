@@ -108,7 +108,7 @@ def _few(value: float) -> str:
 def main(config: AuditConfig) -> int:
     """Show what the audit finds; return 1 if a test fails.
 
-    UsageError: the cache is damaged, or the teacher cannot be asked about it. RunError: a shard cannot be read.
+    UsageError: the cache is damaged, or the teacher cannot score it. RunError: a shard cannot be read.
     """
     setup_logging()
     audited = audit(config, open_cache(config.cache))
@@ -123,7 +123,7 @@ def main(config: AuditConfig) -> int:
 def audit(config: AuditConfig, cache: Cache) -> Audit:
     """Score rows of the cache again.
 
-    UsageError: the teacher cannot be asked about this cache. RunError: a shard cannot be read.
+    UsageError: the teacher cannot score this cache. RunError: a shard cannot be read.
     """
     settings = cache.manifest.settings
     if settings.codec.kind == "tokens":

@@ -1,4 +1,4 @@
-"""Does a cache say what its teacher says? Tests of some rows against fresh log-probabilities; pure functions.
+"""Does a cache hold what its teacher predicts? Tests of some rows against fresh log-probabilities; pure functions.
 
 `score` compares one row with two fresh forwards of the teacher: one in the number format that the cache was made in,
 `p`, and one in fp32, the reference. `judge` adds up rows and tests, all at one family-wise level (Bonferroni):
@@ -20,7 +20,7 @@ worst row    the largest of these logarithms for the label, in spreads from thei
 
 The numeric noise of p enters likelihood and counts as a covariance: by row, and once for its sum over all rows.
 
-What it gives up: weights that change p by less than the number format does are not told from noise; entries of the
+What it gives up: weights that change p by less than the number format does are taken for noise; entries of the
 tail that no sample hits are seen only through sums.
 
 Shapes: T positions of a row that count, V vocabulary, H top-k entries, D samples, M phases, F bins and the likelihood.
@@ -60,7 +60,7 @@ _LEAST_VARIANCE = 5.0  # samples squared, of a bin of counts: below, its sum is 
 
 @dataclass
 class Evidence:
-    """What one row says about the cache."""
+    """What one row shows of the cache."""
 
     positions: int
     samples: int = 0
@@ -360,7 +360,7 @@ def _log_ratios(known_R3: np.ndarray, noise: float) -> np.ndarray:
 
 def _mean_test(name: str, logs_R: np.ndarray) -> Test:
     df, spread = len(logs_R) - 1, logs_R.std(ddof=1) / math.sqrt(len(logs_R))
-    least = 1e-9 if logs_R.mean() > 0 else _LEAST_SPREAD / math.sqrt(len(logs_R))  # without variance t says nothing
+    least = 1e-9 if logs_R.mean() > 0 else _LEAST_SPREAD / math.sqrt(len(logs_R))  # without variance t shows nothing
     t = float(logs_R.mean() / max(spread, least))
     return Test(name, t, f"t({df})", student_tail(t, df), float(np.exp(logs_R.mean() / 2)))
 

@@ -2,7 +2,7 @@
 
 A short run is one of `distill` in a folder of its own, `OUT/lr-0.0003-60`, and trained by the same code: weights, data,
 order and seed are those of the run to come, and so are the shapes of its schedules, of which warm-up and decay take the
-same shares. `search` says which is next. `OUT/find-lr.json` has every loss; what is in it is not trained
+same shares. `search` chooses the next. `OUT/find-lr.json` has every loss; what is in it is not trained
 again, and a run that was cut short resumes.
 """
 
@@ -209,18 +209,18 @@ def _begin(config: FindLrConfig) -> _Record:
     packed = config.data.data is not None or config.cross_tokenizer  # by the first short run
     sources = {} if packed else open_sources(config, config.cache)
     facts = sources["train"].facts if sources else None
-    guess, told = own, "--lr"
+    guess, source = own, "--lr"
     if isinstance(guess, str):
         size, seq_len = (None, config.data.seq_len) if facts is None else (facts.vocab_size, facts.seq_len)
         footprint = student_footprint(student, size, seq_len=min(seq_len, 64), mode="fp32")
         parameters = student_parameters(student, size) if footprint is None else footprint.parameters
         kind, row = table_rate(config, student, parameters)
         guess = row.lr
-        told = f"{WORDS[kind]}, {short(parameters)} parameters"
+        source = f"{WORDS[kind]}, {short(parameters)} parameters"
     known_length = bool(sources) or config.epochs is None
     planned = total_steps(config, len(sources["train"]) if sources else 0) if known_length else None
     whole = planned or USUAL_STEPS
-    return _Record(finite(options), guess, told, _rungs(config), whole, planned, None, {})
+    return _Record(finite(options), guess, source, _rungs(config), whole, planned, None, {})
 
 
 def _rungs(config: FindLrConfig) -> list[int]:

@@ -10,7 +10,7 @@ from kdtrain.config.values import USUAL_STEPS, option, refuse
 class FindLrConfig(DistillConfig):
     """Find the learning rate of a run by short real ones.
 
-    It suggests one with its uncertainty. It takes the options of `distill`; what --lr says is the first guess. The same
+    It suggests one with its uncertainty. It takes the options of `distill`; --lr is the first guess. The same
     command resumes an interrupted one.
     """
 

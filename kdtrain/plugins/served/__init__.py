@@ -13,7 +13,7 @@ register_section("server", {"distill": RunServerConfig, "cache-teacher": ServerC
 
 
 def served(spec: Any, device: Any, mode: str) -> Any:
-    """An inference server, which is asked for its most likely entries (--teacher-server)."""
+    """An inference server, by its most likely entries (--teacher-server)."""
     from kdtrain.plugins.served.teacher import ServedTeacher
 
     return ServedTeacher(spec, device, mode)

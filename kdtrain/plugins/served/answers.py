@@ -39,7 +39,7 @@ IMPOSSIBLE = -1000.0
 
 
 class Wrong(Exception):
-    """An answer that cannot be right, in words; the server is asked again, a few times."""
+    """An answer that cannot be right, in words; the request is sent again, a few times."""
 
 
 class Entry(msgspec.Struct, gc=False):
@@ -90,13 +90,13 @@ class Answers:
     def read(self, span: Span, lists: Lists) -> Arrays:
         """What a cache keeps of the n positions, arrays [n, ...] as `codec.encode` makes them.
 
-        lists: as many as tokens, the first one None. Wrong: they cannot be what the teacher says.
+        lists: as many as tokens, the first one None. Wrong: they cannot be the teacher's.
         """
         top = read_top(span.tokens, lists, self.codec.top_k, self.codec.vocab_size)
         return keep(top.ids_nK, top.logprobs_nK, top.label_n, self.codec)
 
     def blank(self, number: int) -> Arrays:
-        """The arrays [n, ...] of positions that no label of the loss has, and that were not asked: even ones."""
+        """The arrays [n, ...] of positions that no label of the loss has, and that were not requested: even ones."""
         entries = self.codec.top_k
         ids_nK = np.repeat(np.arange(entries)[None], number, 0)
         return keep(ids_nK, np.full(ids_nK.shape, np.nan), np.full(number, np.nan), self.codec)
@@ -121,7 +121,7 @@ class Sampled(Answers):
             raise Wrong(str(problem)) from None
 
     def blank(self, number: int) -> Arrays:
-        """Positions that were not asked: entry 0 alone."""
+        """Positions that were not requested: entry 0 alone."""
         ids_nD = np.full((number, self.codec.num_samples), self.codec.absent, self.codec.id_dtype)
         counts_nD = np.zeros(ids_nD.shape, np.uint8)
         ids_nD[:, 0], counts_nD[:, 0] = 0, self.codec.num_samples
@@ -155,7 +155,7 @@ class Top(NamedTuple):
 
 
 def read_top(tokens: Sequence[int], lists: Lists, entries: int, vocab_size: int) -> Top:
-    """Read and check the tables of a prompt. Wrong: they cannot be what a teacher says of it."""
+    """Read and check the tables of a prompt. Wrong: they cannot be a teacher's."""
     number = len(tokens) - 1
     ids_nK, logprobs_nK = np.empty((number, entries), np.int64), np.empty((number, entries))
     label_n = np.empty(number)
@@ -241,5 +241,5 @@ def placed(blank: Arrays, parts: Mapping[int, Arrays]) -> Arrays:
 
 
 def answers_of(codec: CodecSpec, seed: int) -> Answers:
-    """How the distributions of a cache are asked for."""
+    """How the distributions of a cache are requested."""
     return (Sampled if codec.num_samples else Answers)(codec, seed)

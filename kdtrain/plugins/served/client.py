@@ -36,12 +36,13 @@ import msgspec
 from kdtrain.errors import RunError, UsageError, printable, shown_address
 from kdtrain.monitor.progress import log
 from kdtrain.net.address import ALLOW_HTTP, is_inside
-from kdtrain.net.request import LATER, Session, body, reason, retry_after
 from kdtrain.plugins.served.answers import Entry, Wrong
 from kdtrain.plugins.served.options import KEY, api_url
 
 if TYPE_CHECKING:
     import requests
+
+    from kdtrain.net.request import Session
 
 T = TypeVar("T")
 
@@ -336,6 +337,8 @@ class Client:
         """The body of an answer with code 200. _Passing, Refused: there is none."""
         import requests
 
+        from kdtrain.net.request import LATER, reason, retry_after
+
         session = self._session(url)
         session.until = time.monotonic() + self.timeout
         try:
@@ -368,10 +371,12 @@ class Client:
             raise _Passing(f"it answers {code}: {words}", wait, away=code != 429)
         raise Refused(code, words)
 
-    def _session(self, url: str) -> Session:
+    def _session(self, url: str) -> "Session":
         try:
             session = self._sessions.get_nowait()
         except queue.Empty:
+            from kdtrain.net.request import Session
+
             session, key = Session(), self._key
             session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
 
@@ -413,6 +418,8 @@ def _refuse_open(url: str) -> None:
 
 def _body(answer: "requests.Response", most: int) -> bytes:
     """At most `most` bytes; of an error `SMALL`, and no more is read."""
+    from kdtrain.net.request import body
+
     content, failed = bytearray(), answer.status_code != 200
     if (packed := answer.headers.get("Content-Encoding", "").lower()) not in ("", "identity"):
         if failed:

@@ -1,4 +1,4 @@
-"""Samples that an inference engine takes from its own logits: what a request says, and what its answer holds.
+"""Samples that an inference engine takes from its own logits: what a request and its answer hold.
 
 A server in whose environment kdtrain is installed (`vllm_plugin`) answers a request that names a grid of
 samples with what a cache of samples alone keeps, in place of the most likely entries, through the same API:
@@ -12,8 +12,8 @@ deviation of log p over the vocabulary, and how often each entry was drawn, wher
 have no distribution. That is a sixth of the bytes that 16 entries take as JSON objects.
 
 The receipt is a negative number, which no rank is, made of the grid and the position: an answer that has the right
-ones was sampled by this code, at these points, for these positions. So is one of a server that lost the plugin, of a
-proxy that mixed two requests up, or of a prompt of which a part came from a prefix cache, told from a right one.
+ones was sampled by this code, at these points, for these positions. So an answer is found out of a server that lost the
+plugin, of a proxy that mixed two requests up, or of a prompt of which a part came from a prefix cache.
 
 The engine's arithmetic is the codec's, on the engine's logits: what it rounds (bf16, quantised weights) is rounded
 here too.

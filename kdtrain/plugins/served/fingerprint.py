@@ -1,7 +1,7 @@
-"""Who a server's teacher is, by what it says: its answers to fixed prompts, and how far they move by themselves.
+"""Who a server's teacher is: its answers to fixed prompts, and how far they move by themselves.
 
 A server does not give a digest of its weights. It is recognised by log p of the `TOP` most likely entries at each token
-of two probes, a text and code. Kernels round differently from batch to batch, so the probes are asked alone and among
+of two probes, a text and code. Kernels round differently from batch to batch, so the probes are sent alone and among
 others, and the largest distance is the noise. A later answer may differ by four times that, and by `LEAST`: weights in
 fewer bits, a merged adapter or another checkpoint move log p by 0.02 nats and more.
 

@@ -54,7 +54,7 @@ class ServerConfig(Options):
     server_timeout: float = option(600.0, free=True, above=0, most=86_400, needs="teacher_server")
     """Seconds that an answer may take."""
     server_patience: float = option(600.0, free=True, least=0, most=604_800, needs="teacher_server")
-    """Seconds for which a sequence is asked for again, where servers are away or busy, before the command ends."""
+    """Seconds for which a request is repeated, where servers are away or busy, before the command ends."""
     server_tolerance: float | None = option(None, free=True, above=0, most=10, needs="teacher_server")
     """Nats by which a server's answers to the probes may change; by default from what they change by themselves."""
 
@@ -90,10 +90,10 @@ class ServerConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RunServerConfig(ServerConfig):
-    """A teacher that an inference server runs, for a run: what it says is cached in the run's folder first."""
+    """A teacher that an inference server runs, for a run: its answers are cached in the run's folder."""
 
     server_top_k: int = option(64, least=1, needs="teacher_server")
-    """The most likely entries that are asked for at each position, and cached."""
+    """The most likely entries that are requested at each position, and cached."""
     server_num_samples: int = option(0, least=0, most=255, needs="teacher_server")
     """Samples of each position instead of --server-top-k, where the server has kdtrain's plugin."""
 

@@ -1,12 +1,12 @@
-"""What is looked at before a server is asked for the first sequence, a line each, with its words and the remedy.
+"""What is checked before the first sequence is requested from a server, a line each, with its words and the remedy.
 
 the model       it is served here, by this name
 its length      it takes a row and one token more
-the entries     it gives as many as are asked for (--max-logprobs of vLLM)
+the entries     it gives as many as are requested (--max-logprobs of vLLM)
 the samples     where a cache keeps samples: kdtrain's plugin draws them, and leaves its receipt
 log p           they are the model's own: they do not change with a temperature and top-p, and sum to at most 1
-its own text    where it writes: it says of each token what it says of the same prompt, whatever the temperature
-the same again  a prompt that was asked before, and one with its beginning, gives the same numbers: cached prompts have
+its own text    where it writes: its numbers of each token are those of the same prompt, whatever the temperature
+the same again  a prompt that was sent before, and one with its beginning, gives the same numbers: cached prompts have
                 given stale ones (vLLM #42019, #42245). Each request has a `cache_salt` of its own as well
 the tokenizer   text becomes the same ids there, and the ids that it returns read as the same text here
 BOS             the server adds no token: it answers about as many as were sent
@@ -35,7 +35,7 @@ _LONGEST_NAME = 200
 _SILENT = 10.0
 """Seconds for which an address that has never answered may be silent."""
 _WRITTEN = 8
-"""Tokens of a text that is asked for."""
+"""Tokens of a text that is requested."""
 _UNREADABLE = 0.1
 """The share of ids that may read as another text: some are part of a character."""
 _REMEDIES = (
@@ -76,16 +76,16 @@ class Preflight:
     """Looks at servers of one teacher.
 
     Args:
-        names: what the model may be called there, the first one that is served counts. asked: by the user.
-        entries: asked for at each position. length: tokens of a row, T + 1.
-        tokenizer: the local one. vocab_size: the teacher's. samples: how they are asked for, instead of entries.
+        names: what the model may be called there, the first one that is served counts. named: by the user.
+        entries: requested at each position. length: tokens of a row, T + 1.
+        tokenizer: the local one. vocab_size: the teacher's. samples: how they are requested, instead of entries.
         tolerance: --server-tolerance. again: the servers have answered before, and are waited for.
         writing: how they write text.
     """
 
     client: Client
     names: list[str]
-    asked: bool
+    named: bool
     entries: int
     length: int
     tokenizer: PreTrainedTokenizerFast
@@ -104,7 +104,7 @@ class Preflight:
         first, *others = self.client.hosts
         facts, found = self._look_at(first)
         for host in others:
-            told, other = self._look_at(host)
+            reported, other = self._look_at(host)
             noise = max(found.noise, other.noise)
             found = Fingerprint(found.tokens, found.ids, found.logprobs, noise)
             if (distance := found.distance(other.probes)) > found.allowed(self.tolerance):
@@ -113,8 +113,10 @@ class Preflight:
                     f"apart where {found.allowed(self.tolerance):.3f} are allowed; name servers of one model and one "
                     "number format, or give --server-tolerance"
                 )
-            if told != facts:
-                log.warning("server: %s tells %s, %s tells %s; their answers are the same", host, told, first, facts)
+            if reported != facts:
+                log.warning(
+                    "server: %s tells %s, %s tells %s; their answers are the same", host, reported, first, facts
+                )
         return facts | ({"unsteady": _BALANCER} if found.noise > UNSTEADY else {}), found
 
     def request(self, tokens: list[int], **parameters: Any) -> dict[str, Any]:
@@ -122,7 +124,7 @@ class Preflight:
         return {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, **parameters}
 
     def probe(self, host: Host, tokens: list[list[int]], **parameters: Any) -> list[Probe]:
-        """A server's answers to probes, asked one after the other."""
+        """A server's answers to probes, sent one after the other."""
 
         def ask(each: list[int]) -> Probe:
             body = self.request(each, prompt_logprobs=TOP, **parameters)
@@ -193,7 +195,7 @@ class Preflight:
         listed = [each for each in found if each.id == quoted(each.id, _LONGEST_NAME)]
         served, shown = [each.id for each in listed], ", ".join(each.id for each in listed)[:300]
         known = [each for each in self.names if each in served]
-        if not known and (self.asked or len(served) != 1):
+        if not known and (self.named or len(served) != 1):
             raise UsageError(f"{host} serves {shown or 'nothing'}, not {self.names[0]}; give --server-model NAME")
         model = known[0] if known else served[0]
         if self.model not in ("", model):
@@ -289,7 +291,7 @@ class Preflight:
         log.info("server: %s returns raw log-probabilities: temperature and top-p do not move them", host)
 
     def _check_written(self, host: Host, tokens: list[int], how: Writing) -> None:
-        """vLLM never processes what it says of prompts, but may of what it writes, which samples do not come from."""
+        """vLLM never processes its numbers of prompts, but may those of its own text, which samples do not use."""
         if self.samples is not None:
             return
         room = min(_WRITTEN, self.length - 1)

@@ -1,16 +1,16 @@
 """A teacher that an inference server runs: the kind of `--teacher-server`.
 
-It is asked for the top-k of each position, or for samples where it has kdtrain's plugin, a shard ahead of what is
+The top-k of each position is requested, or samples where it has kdtrain's plugin, a shard ahead of what is
 encoded, and makes caches only, which are right at T = 1: no more is known of the distributions.
 
 Who it is stands in the cache's settings, so that every shard is bound to it: the model, what the server tells, and the
 fingerprint of its answers (`fingerprint`). A resume takes the earlier record if the answers are still the same, and is
-refused otherwise. Before a shard is published the probes are asked again, and with them some sequences of it, so that
+refused otherwise. Before a shard is published the probes are sent again, and with them some sequences of it, so that
 nothing is kept of a server that was replaced, or that gave stale numbers, in the meantime.
 
-What it gives up: the shard in work is asked for again after such a refusal; at its end the servers wait for the check.
-One of several servers that is gone by then is not asked who it is: some sequences that it answered must be what the
-others say.
+What it gives up: the shard in work is requested again after such a refusal; at its end the servers wait for the check.
+One of several servers that is gone by then is not identified: some sequences that it answered must be what the
+others return.
 """
 
 import os
@@ -47,17 +47,17 @@ from kdtrain.teaching.teacher import Teacher
 from kdtrain.teaching.writing import Writing, log_first_texts
 
 AGAIN = 2
-"""Sequences of each shard that are asked for twice."""
+"""Sequences of each shard that are requested twice."""
 AGAIN_APART = 0.1
 """Nats by which the two answers may differ at least: one comes among others, the other alone."""
 _FIRST_PATIENCE = 5.0
-"""Seconds for which a server that has never answered is asked."""
+"""Seconds for which a server that has never answered is tried."""
 _LOOKED, _ENTRIES = 64, 2**24
 """Rows of a shard that are looked at, and entries of them."""
 
 
 class ServedTeacher(Teacher):
-    """An inference server, which is asked for the most likely entries (--teacher-server)."""
+    """An inference server, by the most likely entries (--teacher-server)."""
 
     def __init__(self, spec: ModelSpec, device: torch.device, mode: str) -> None:
         super().__init__(spec, device, mode)
@@ -164,12 +164,12 @@ class ServedTeacher(Teacher):
         assert self._server is not None
         if not again:
             self._client.patience = min(self._server.server_patience, _FIRST_PATIENCE)
-        asked = self._server.server_model
-        names = [asked] if asked else [self.name, *filter(None, [self.spec.source])]
+        given = self._server.server_model
+        names = [given] if given else [self.name, *filter(None, [self.spec.source])]
         self._flight = Preflight(
             client=self._client,
-            names=[*names, *(os.path.basename(each) for each in names if not asked)],
-            asked=bool(asked),
+            names=[*names, *(os.path.basename(each) for each in names if not given)],
+            named=bool(given),
             entries=self._codec.top_k or TOP,
             length=self._row_length,
             tokenizer=self.tokenizer,
@@ -185,7 +185,7 @@ class ServedTeacher(Teacher):
         self._flight.model = self._facts["model"]
         self._client.patience = self._server.server_patience
         for host in self._hosts:
-            host.scores = True  # on the ranks that have not asked, too
+            host.scores = True  # on the ranks that sent no request, too
 
     def _samples(self) -> Answers | None:
         if not (number := self._codec.samples):
@@ -231,8 +231,8 @@ class ServedTeacher(Teacher):
         with self._client.working(jobs) as self._jobs:
             self._answers, self._span_lists = answers, spans
             yield
-            asked = [span for each in spans.values() for span in each]
-            self._ask_again(answers, [(span, self._jobs[span.row, span.start].result()) for span in asked])
+            requested = [span for each in spans.values() for span in each]
+            self._ask_again(answers, [(span, self._jobs[span.row, span.start].result()) for span in requested])
         self._look_again(answers)
 
     def kept(self, rows: ShardRows, codec: CodecSpec) -> Arrays:
@@ -250,8 +250,8 @@ class ServedTeacher(Teacher):
 
     def _look_again(self, answers: Answers) -> None:
         """Verify the servers that answered. One that is gone is vouched for by the others."""
-        asked, gone = [host for host in self._hosts if host.answered], list[Host]()
-        for host in asked:
+        used, gone = [host for host in self._hosts if host.answered], list[Host]()
+        for host in used:
             try:
                 self._verify(host)
             except Unanswered as problem:
@@ -328,11 +328,11 @@ class ServedTeacher(Teacher):
 
         return ask
 
-    def _ask_again(self, answers: Answers, said: list[tuple[Span, Arrays]]) -> None:
-        """Compare some answers, each about the last positions of its span, with what the server says of them now."""
+    def _ask_again(self, answers: Answers, earlier: list[tuple[Span, Arrays]]) -> None:
+        """Compare some answers, each about the last positions of its span, with what the server returns now."""
         allowed = self._tolerance or max(AGAIN_APART, self._allowed)
-        step = max(1, len(said) // AGAIN)
-        for span, before in said[::step][:AGAIN]:
+        step = max(1, len(earlier) // AGAIN)
+        for span, before in earlier[::step][:AGAIN]:
             now = _last(self._asking(answers, span)(), len(before["ids"]))
             if (distance := answers.distance(before, now)) > allowed:
                 raise RunError(

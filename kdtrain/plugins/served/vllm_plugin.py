@@ -1,7 +1,7 @@
 """vLLM answers requests that ask for kdtrain's samples: the plugin that vLLM loads where kdtrain is installed.
 
-vLLM calls `register` at the start of each of its processes (entry point `vllm.general_plugins`). What a request says
-and what its answer holds stands in `engine_samples`. Three places are extended, each by a function around
+vLLM calls `register` at the start of each of its processes (entry point `vllm.general_plugins`). What a request
+and its answer hold stands in `engine_samples`. Three places are extended, each by a function around
 vLLM's own, which still handles all other requests:
 
     the front end checks a request        InputProcessor: a wrong one gets status 400 before it is queued
@@ -147,17 +147,17 @@ def _version_1(original: Callable[..., Any], self: Any, hidden_ND: Any, schedule
     """Around `GPUModelRunner._get_prompt_logprobs_dict`, which does not see the requests that are sampled."""
     import torch
 
-    asked = {}
+    requested = {}
     # In this order, not a set's: making logits is a collective, and all ranks of a group must meet in it.
     for req_id in (each for each in self.num_prompt_logprobs if each in scheduled):
         request = self.requests[req_id]
         if request.prompt_token_ids is not None and (wanted := _wanted(request.sampling_params)) is not None:
-            asked[req_id] = wanted
-    if not asked:
+            requested[req_id] = wanted
+    if not requested:
         return original(hidden_ND, scheduled)
-    held = {req_id: self.num_prompt_logprobs.pop(req_id) for req_id in asked}
+    held = {req_id: self.num_prompt_logprobs.pop(req_id) for req_id in requested}
     found = original(hidden_ND, scheduled)
-    for req_id, wanted in asked.items():
+    for req_id, wanted in requested.items():
         request = self.requests[req_id]
         prompt, start = request.prompt_token_ids, request.num_computed_tokens
         stop = start + scheduled[req_id]
@@ -198,11 +198,11 @@ def _version_2(
 ) -> Any:
     """Around `PromptLogprobsWorker.compute_prompt_logprobs`, which does not see the requests that are sampled."""
     found = original(logits_of, hidden_ND, batch, tokens, computed, lengths)
-    asked = vars(self).get(_STATE, {})
-    for i, req_id in enumerate(batch.req_ids if asked else ()):
-        if req_id not in asked:
+    requested = vars(self).get(_STATE, {})
+    for i, req_id in enumerate(batch.req_ids if requested else ()):
+        if req_id not in requested:
             continue
-        wanted, chunks = asked[req_id]
+        wanted, chunks = requested[req_id]
         place, start = int(batch.idx_mapping_np[i]), int(batch.num_computed_prefill_tokens_np[i])
         length, stop = int(lengths[place]), start + int(batch.num_scheduled_tokens[i])
         if start >= length or length < int(batch.prefill_len_np[i]):  # it is answered already

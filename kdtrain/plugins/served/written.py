@@ -8,7 +8,7 @@ written. Every setting that changes what is drawn is sent, because a server take
 A server that gives samples (kdtrain's plugin) gives them of prompts only: there the text is scored by a second request.
 
 What it gives up: a server draws in its own way and rounds by what it has to do at the same time, so that text that is
-asked for again may be another one, whatever its seed.
+requested again may be another one, whatever its seed.
 """
 
 from collections.abc import Mapping
@@ -79,7 +79,7 @@ class Prompt:
     def read(self, answers: Answers, how: Writing, found: Choice) -> Text:
         """The text of an answer.
 
-        Wrong: it cannot be what was asked for. RunError: it ends with an end token that is not known here.
+        Wrong: it cannot be what was requested. RunError: it ends with an end token that is not known here.
         """
         ids = found.token_ids or []
         if not ids:
