@@ -113,6 +113,10 @@ class Registry:
         self.check(name)
         return trait in self._traits.get(name, ())
 
+    def names(self) -> list[str]:
+        """Every name, without an import."""
+        return list(dict.fromkeys([*self._help, *self._packages]))
+
     def help(self) -> dict[str, str]:
         """Every name with its line of help, or with its package if that is not imported yet."""
         lines = dict(self._help)

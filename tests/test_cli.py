@@ -98,7 +98,7 @@ class Compare:
 
 
 def compared(line):
-    return cli.parsing.parse("compare", Compare, line.split(), {})
+    return cli.parsing.parse("compare", Compare, line.split(), dict)
 
 
 def test_a_command_of_a_package_takes_several_arguments_and_any_annotation():
@@ -141,7 +141,7 @@ class Drawn:
 
 def test_a_packages_command_takes_defaults_of_every_kind():
     def drawn(line):
-        return cli.parsing.parse("draw", Drawn, line.split(), {})
+        return cli.parsing.parse("draw", Drawn, line.split(), dict)
 
     assert drawn("").shape == Shape(side=3, name="square")
     assert drawn("--side 4").shape == Shape(side=4, name="square")

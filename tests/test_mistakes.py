@@ -161,7 +161,7 @@ def test_an_argument_without_a_flag_is_shown_as_one(capsys, monkeypatch):
 
 
 def test_a_name_of_another_tool_is_answered_by_an_option_that_there_is():
-    known = {name for each in cli.COMMANDS.entries.values() for name in cli.options_of(each.config)}
+    known = {name for each in cli._configurations().values() for name in cli.options_of(each)}
     options, values, commands = map(cli.words.words_of, ("options", "values", "commands"))
     assert {*options} <= known
     assert {each.split()[0][2:].replace("-", "_") for each in values} <= known

@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
         _end(importlib.import_module("kdtrain").__version__)
     command, full = argv[0], "out of memory; lower --micro-batch-size, --batch-size or --seq-len"
     try:
-        if command not in COMMANDS.help():
+        if command not in COMMANDS.names():
             raise UsageError(_unknown_command(command))
         if (topic := _topic(argv[1:])) is not None:
             _end(help_of(f"kdtrain {command}", COMMANDS.get(command).config, topic))
@@ -150,9 +150,14 @@ def parse(command: str, argv: list[str], *, look: bool = False) -> Any:
         UsageError: it names every mistake: unknown flags and keys, values of the wrong type, missing options; or a
             combination that cannot work.
     """
-    kinds = {name: each.config for name, each in COMMANDS.entries.items() if name != command}
     kind = COMMANDS.get(command).config
-    return parsing.parse(f"kdtrain {command}", kind, argv, kinds, paths.problem if look else None)
+    return parsing.parse(f"kdtrain {command}", kind, argv, _configurations, paths.problem if look else None)
+
+
+def _configurations() -> dict[str, type]:
+    """Those of the commands that come with kdtrain; a package that fails to load is not the answer to a mistake."""
+    COMMANDS.help()
+    return {name: each.config for name, each in COMMANDS.entries.items()}
 
 
 def _topic(argv: list[str]) -> str | None:

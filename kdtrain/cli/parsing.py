@@ -23,18 +23,19 @@ from kdtrain.errors import UsageError, refuse_no_path
 _SWITCHED = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _FLAG = re.compile(r"--.|-[A-Za-z]")
 
+Others = Callable[[], Mapping[str, type]]
 Look = Callable[[Option, str, Mapping[str, str]], str | None]
 """An option, its text and the texts of all options given -> what is wrong with the path it names, or None."""
 
 
-def parse(command: str, kind: type, argv: list[str], others: Mapping[str, type], look: Look | None = None) -> Any:
+def parse(command: str, kind: type, argv: list[str], others: Others, look: Look | None = None) -> Any:
     """The configuration of class `kind` that `argv` asks for.
 
     Args:
         command: what calls it, such as `kdtrain distill`, for messages.
         kind: its configuration.
         argv: the words after the name of the command.
-        others: the configurations of the other commands, whose options are named where they are given here.
+        others: gives the configurations of all commands, whose options are named where they are given here.
         look: looks at paths.
 
     Raises:
@@ -66,7 +67,7 @@ def refusal(mistakes: Iterable[str]) -> UsageError:
 class _Line:
     """A command line while it is read: what was given for each option, and the mistakes."""
 
-    def __init__(self, command: str, kind: type, others: Mapping[str, type]) -> None:
+    def __init__(self, command: str, kind: type, others: Others) -> None:
         self.command, self.kind, self.others, self.options = command, kind, others, options_of(kind)
         self.changed: list[str] = []
         """What the file has that is fixed or called otherwise today."""
@@ -157,7 +158,7 @@ class _Line:
             self.mistakes.append(f"{short(word)}: {flag(name[3:])} cannot be switched off; leave it out")
             return 0
         meant = option_meant(name, self.options)
-        elsewhere = next((other for other, kind in self.others.items() if name in options_of(kind)), None)
+        elsewhere = next((other for other, kind in self.others().items() if name in options_of(kind)), None)
         if meant:
             self.mistakes.append(f"{short(word)}: no such option; perhaps you meant {meant}")
         elif elsewhere is not None:

@@ -122,7 +122,7 @@ def ask(where: object, question: Callable[[], Answer], retry: Retry = RETRY) -> 
         except Exception as error:
             code = _code(error)
             if isinstance(error, OSError) and error.filename is not None:
-                problem = f"cannot write {error.filename}: {error.strerror}"
+                problem = f"cannot use {error.filename}: {error.strerror}"
                 raise RunError(f"{problem}; make room, or set HF_HOME", reason=error_reason(error)) from error
             if code is None and not isinstance(error, ValueError | TypeError):
                 words, kind = reason(error)

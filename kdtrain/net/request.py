@@ -163,9 +163,7 @@ def pause(retry: Retry, problem: str, what: str, *, wait: float | None = None, f
         retry = retry.increment("GET", error=error)
     except MaxRetryError:
         times = f"; tried {len(retry.history) + 1} times" if retry.history else ""
-        raise Unreachable(
-            f"{what} cannot be fetched: {problem}{times}. What is here stays; run the same command again"
-        ) from None
+        raise Unreachable(f"{what}: {problem}{times}. What is here stays; run the same command again") from None
     seconds = retry.get_backoff_time() if wait is None else wait
     log.info("%s: %s; trying again in %.1f s", what, problem, seconds)
     time.sleep(seconds)
@@ -205,7 +203,7 @@ def download(
                 gained = _size(part) - largest  # what a server takes back is no progress
                 if gained > min(0.01 * most, 0.1 * (most - largest)):
                     left, largest = retry, largest + gained
-                left = pause(left, str(problem), what, wait=problem.wait, far=problem.far)
+                left = pause(left, str(problem), f"{what} cannot be fetched", wait=problem.wait, far=problem.far)
         if sha256 is None or file_digest(part) == sha256:
             return
         _drop(part)

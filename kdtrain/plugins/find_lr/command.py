@@ -294,7 +294,7 @@ def short_run(config: FindLrConfig, out: Path, lr: float, steps: int, whole: int
         **{"lr": lr, "min_lr": min(given.min_lr, lr), "warmup_steps": math.ceil(warmup * steps / whole)},
         "decay_steps": None if decay is None else math.ceil(decay * steps / whole),
         **{"max_rollbacks": 0, "early_stopping": False, "eval_freq": steps, "checkpoint_freq": steps},
-        **{"checkpoint_minutes": 0.0, "keep_rolling": 1, "keep_epochs": 1, "keep_special": 1, "yes": True},
+        **{"checkpoint_minutes": 0.0, "keep_rolling": 1, "keep_epochs": 1, "keep_special": 1},
         **{"log_to": "none", "sample_freq": 0, "on_event": None},
     }
     return configured(DistillConfig, DistillConfig(**own), options)
