@@ -14,10 +14,12 @@ read has to open one again, which takes as long as three sequences of 512 tokens
 (larger shards help).
 """
 
+import math
 import operator
 import os
 import resource
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,10 +42,10 @@ from kdtrain.files import file_digest
 from kdtrain.objective.batch import Batch, Collator
 
 MAX_OPEN = max(16, min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
-"""Shards that the readers of a process, each a like share, keep open, an eighth of the files that it may open. Each
-holds 0.6 MiB of HDF5's own, which no setting lowers, and its lists: 0.25 MiB at V = 2,048, 2 MiB at V = 151,936."""
+"""Shards that all readers keep open at once, an eighth of the files that a process may open. Each holds 0.6 MiB of
+HDF5's own, which no setting lowers, and its lists: 0.25 MiB at V = 2,048, 2 MiB at V = 151,936."""
 MAX_LISTS = 2**28
-"""Bytes of lists and masks that they keep of shards that are closed again."""
+"""Bytes of lists and masks that all readers keep of shards that are closed again."""
 _readers: "weakref.WeakValueDictionary[int, CacheReader]" = weakref.WeakValueDictionary()
 
 
@@ -219,12 +221,33 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             shards = [each for each in wanted if each < len(self._paths) and not self._paths[each].exists()]
             self.remote.ahead(self._shards[each] for each in shards)
 
+    def _oldest(self) -> float:
+        """When the shard that was not read for the longest time was read."""
+        return min((shard.read_at for shard in list(self._open.values())), default=math.inf)
+
+    def _give_way(self) -> bool:
+        """Close that shard for another reader; False if none is open or a thread reads. Two readers may wait for each
+        other, so the wait is short."""
+        lock = self._lock()
+        if self._process != os.getpid() or not lock.acquire(timeout=0.05):
+            return False
+        try:
+            if found := bool(self._open):
+                self._close_oldest()
+            return found
+        finally:
+            lock.release()
+
     def _close_oldest(self) -> None:
         number, shard = self._open.popitem(last=False)
         shard.close()
         self._closed[number] = shard
-        while sum(each.nbytes for each in self._closed.values()) > MAX_LISTS // _readers_here():
-            self._closed.popitem(last=False)
+        kept = [(each._closed, *item) for each in _of_process() for item in list(each._closed.items())]
+        over = sum(lists.nbytes for *_, lists in kept) - MAX_LISTS
+        for closed, at, lists in sorted(kept, key=lambda each: each[2].read_at):
+            if over > 0:
+                closed.pop(at, None)
+                over -= lists.nbytes
 
     def _shard(self, number: int) -> Shard:
         if self._process != os.getpid():
@@ -239,13 +262,15 @@ class CacheReader(Dataset[dict[str, Tensor]]):
                     raise
                 self.remote.ensure(self._shards[number], altered=True)
                 self._verify(number)
-            shard = self._closed.pop(number, None)
-            while len(self._open) >= max(1, MAX_OPEN // _readers_here()):
-                self._close_oldest()
+            shard, there = self._closed.pop(number, None), _of_process()
+            while sum(len(each._open) for each in there) >= MAX_OPEN:
+                if not any(each._give_way() for each in sorted(there, key=CacheReader._oldest)):
+                    break  # the others are being read
             if shard is not None:
                 shard.open()
             self._open[number] = shard or Shard(self._paths[number], self.manifest.codec)
         self._open.move_to_end(number)
+        self._open[number].read_at = time.monotonic()
         return self._open[number]
 
     def _verify(self, number: int) -> None:
@@ -273,10 +298,10 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             self._closed.clear()
 
 
-def _readers_here() -> int:
-    """Readers that have read in this process; one that was forked with its parent's has its own count."""
+def _of_process() -> list[CacheReader]:
+    """The readers that have read in this process: one that was forked with its parent's has its own count."""
     there = [each() for each in _readers.valuerefs()]
-    return max(1, sum(reader is not None and reader._process == os.getpid() for reader in there))
+    return [reader for reader in there if reader is not None and reader._process == os.getpid()]
 
 
 class Cache:
