@@ -160,7 +160,7 @@ def test_an_unfinished_or_missing_cache_is_refused(cache: Path, tmp_path: Path) 
     assert len(verify_cache(cache)) == 1
     with pytest.raises(UsageError, match="no cache is there"):
         read_manifest(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match="holds no cache"):
+    with pytest.raises(UsageError, match="no cache is there"):
         verify_cache(tmp_path / "nowhere")
 
 
