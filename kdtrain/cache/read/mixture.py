@@ -89,13 +89,15 @@ class Mixture(Dataset[dict[str, Tensor]]):
             numbers, source = (drawn[places] - self.order.firsts[member]).tolist(), self.members[member]
             several = getattr(source, "__getitems__", None)
             items = several(numbers) if several is not None else [source[each] for each in numbers]
-            for place, item in zip(places.tolist(), items, strict=True):
-                found[place] = dict(item)
-                if "ids" not in item and "logprobs" not in item:
-                    found[place]["replay"] = torch.tensor(True)
-                elif "temperature_range" in item and self.temperature_range is not None:
-                    found[place]["temperature_range"] = torch.tensor(self.temperature_range, dtype=torch.float64)
+            found |= zip(places.tolist(), map(self._completed, items), strict=True)
         return [found[place] for place in range(len(drawn))]
+
+    def _completed(self, item: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if "ids" not in item and "logprobs" not in item:
+            return {**item, "replay": torch.tensor(True)}
+        if "temperature_range" in item and self.temperature_range is not None:
+            return {**item, "temperature_range": torch.tensor(self.temperature_range, dtype=torch.float64)}
+        return dict(item)
 
     def batches(self, batch_size: int, *, drop_last: bool = False) -> "Batches":
         """For `DataLoader(batch_sampler=...)`: batches of one member each, in the proportion of the mixture."""
