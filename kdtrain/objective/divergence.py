@@ -200,7 +200,13 @@ def refuse(divergence: str, tail: str, *, top_k: int = 0, num_samples: int = 0, 
     rule: TailRule = TAILS.get(resolve_tail(tail, num_samples))
     kind = "dense" if dense else "sampled" if num_samples else "sparse"
     if kind not in DIVERGENCES.get(name).accepts:
-        raise UsageError(_refusal(name, kind))
+        able = ", ".join(each for each, entry in DIVERGENCES.entries.items() if kind in entry.accepts)
+        sources = {
+            "sparse": "a cache built with --top-k and without --num-samples",
+            "dense": "a dense cache (cache-teacher --dense) or an online --teacher",
+        }
+        others = " or ".join(text for each, text in sources.items() if each in DIVERGENCES.get(name).accepts)
+        raise UsageError(f"--divergence {name} cannot be computed from {kind} targets; use {able}, or {others}")
     if dense:
         if tail != "ghost":
             raise UsageError(f"--tail {tail} means nothing for dense targets, which have no tail; leave --tail out")
@@ -232,16 +238,6 @@ def _wrong_shape(of: Measure, number: float) -> str | None:
         return None
     shape = list(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
     return None if shape == [3] else str(shape)
-
-
-def _refusal(divergence: str, kind: str) -> str:
-    able = ", ".join(name for name, entry in DIVERGENCES.entries.items() if kind in entry.accepts)
-    sources = {
-        "sparse": "a cache built with --top-k and without --num-samples",
-        "dense": "a dense cache (cache-teacher --dense) or an online --teacher",
-    }
-    others = " or ".join(text for each, text in sources.items() if each in DIVERGENCES.get(divergence).accepts)
-    return f"--divergence {divergence} cannot be computed from {kind} targets; use {able}, or {others}"
 
 
 def _kl(from_RE: Tensor, to_RE: Tensor) -> Tensor:

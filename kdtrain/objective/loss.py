@@ -191,11 +191,18 @@ def distillation_loss(
             vocabulary, a tensor has another shape or dtype than these, or a number is out of range.
     """
     _check_inputs(hidden_ND, head, labels_N, mask_N, targets, vocab_size)
-    _check_numbers(alpha, temperature, normalizer)
+    # Tensors are not read, which would wait for a GPU.
+    if not isinstance(alpha, Tensor) and not 0 <= alpha <= 1:
+        raise UsageError(f"--alpha {alpha} is not between 0 and 1")
+    if not isinstance(temperature, Tensor) and not 0 < temperature < math.inf:
+        raise UsageError(f"--temperature {temperature} is not above 0")
+    if not isinstance(normalizer, Tensor) and not 0 <= normalizer < math.inf:
+        raise UsageError(f"normalizer {normalizer} is not a number of tokens")
     targets = targets if alpha else None
-    _check(targets, divergence, tail, vocab_size)
-    if targets is not None and not isinstance(temperature, Tensor) and temperature != 1:
-        _refuse_across(targets)
+    if targets is not None:
+        _check(targets, divergence, tail, vocab_size)
+        if not isinstance(temperature, Tensor) and temperature != 1:
+            _refuse_across(targets)
     name, parameter = parse(divergence)
     recipe = _Recipe(
         alpha=scalar(alpha if targets is not None else 0.0, hidden_ND.device, torch.float64),
@@ -280,16 +287,6 @@ def _check_inputs(
         raise UsageError(f"the head's weight is {_described(head.weight)}, hidden_ND {_described(hidden_ND)}")
 
 
-def _check_numbers(alpha: float, temperature: Tensor | float, normalizer: Tensor | float) -> None:
-    """UsageError: a number is out of range; tensors are not read, which would wait for a GPU."""
-    if not isinstance(alpha, Tensor) and not 0 <= alpha <= 1:
-        raise UsageError(f"--alpha {alpha} is not between 0 and 1")
-    if not isinstance(temperature, Tensor) and not 0 < temperature < math.inf:
-        raise UsageError(f"--temperature {temperature} is not above 0")
-    if not isinstance(normalizer, Tensor) and not 0 <= normalizer < math.inf:
-        raise UsageError(f"normalizer {normalizer} is not a number of tokens")
-
-
 def _refuse_across(targets: Targets) -> None:
     """UsageError: they are of a teacher with another tokenizer, and the temperature is not 1."""
     if targets.forward_only:
@@ -300,9 +297,7 @@ def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _check(targets: Targets | None, divergence: str, tail: str, vocab_size: int) -> None:
-    if targets is None:
-        return
+def _check(targets: Targets, divergence: str, tail: str, vocab_size: int) -> None:
     refuse(divergence, tail, top_k=targets.top_k, num_samples=targets.num_samples, dense=not targets.has_tail)
     if targets.forward_only and ("sampled" not in DIVERGENCES.get(parse(divergence)[0]).accepts or tail != "ghost"):
         raise UsageError(

@@ -154,7 +154,10 @@ def measure(
     if hidden_ND.is_cuda and head.weight is not None:
         # once for all chunks, as in training: operands of two dtypes would be multiplied in fp32, far more slowly
         head = replace(head, weight=head.weight.to(hidden_ND.dtype))
-    extra = _text_columns(bytes_N, targets)
+    # Of each token: its bytes, those that the teacher's log p is over, and whether it is compared.
+    of_teacher = None if bytes_N is None or targets is None else targets.label_bytes(bytes_N)
+    compared = None if targets is None else targets.common()
+    extra = {"bytes": bytes_N, "teacher_bytes": of_teacher, "compared": compared}
     known = {
         "kl": targets is not None,
         "teacher_cross_entropy": targets is not None,
@@ -174,12 +177,6 @@ def measure(
     if parts:
         total += torch.stack(parts).double().cpu().sum(0)
     return Metrics.from_vector(total.tolist())
-
-
-def _text_columns(bytes_N: Tensor | None, targets: Targets | None) -> dict[str, Tensor | None]:
-    """Of each token: its bytes, those that the teacher's log p is over, and whether it is compared."""
-    of_teacher = None if bytes_N is None or targets is None else targets.label_bytes(bytes_N)
-    return {"bytes": bytes_N, "teacher_bytes": of_teacher, "compared": None if targets is None else targets.common()}
 
 
 def _chunk_sums(z_RV: Tensor, rows: Supervision, more: list[Tensor | None]) -> Tensor:

@@ -144,7 +144,13 @@ def model_footprint(
         if freeze_head:
             model.get_output_embeddings().requires_grad_(False)
         layers, head = layers_of(model), model.get_output_embeddings()
-        sizes = _sizes(model, layers)
+        inside = [each for layer in layers for each in layer.parameters()]
+        sizes = {
+            "parameters": sum(each.numel() for each in model.parameters()),
+            "in_layers": sum(each.numel() for each in inside),
+            "frozen": sum(each.numel() for each in model.parameters() if not each.requires_grad),
+            "frozen_in_layers": sum(each.numel() for each in inside if not each.requires_grad),
+        }
         if spec.weights is not None and trained:
             pack(model, spec.weights, fused=True, outline=True)
         width, kept, kept_once = _forward(model, seq_len, mode)
@@ -172,17 +178,6 @@ def model_footprint(
             frozen_head=not head.weight.requires_grad,
             packed=spec.weights is not None,
         )
-
-
-def _sizes(model: Any, layers: list[torch.nn.Module]) -> dict[str, int]:
-    """Numbers of a model's parameters, and of those in its layers and not trained."""
-    inside = [each for layer in layers for each in layer.parameters()]
-    return {
-        "parameters": sum(each.numel() for each in model.parameters()),
-        "in_layers": sum(each.numel() for each in inside),
-        "frozen": sum(each.numel() for each in model.parameters() if not each.requires_grad),
-        "frozen_in_layers": sum(each.numel() for each in inside if not each.requires_grad),
-    }
 
 
 def _configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:

@@ -33,7 +33,7 @@ from kdtrain.cache.build.folder import copy_tokenizer, holds_nothing
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.read.reader import Cache, CacheReader
-from kdtrain.data.packing import PackedRow, rows_of
+from kdtrain.data.packing import rows_of
 from kdtrain.errors import UsageError, making
 from kdtrain.files import (
     Lock,
@@ -102,8 +102,11 @@ class _Maker:
             cache.remote.bring_tokenizer()
         self.cache = cache
         teacher = load_tokenizer(cache.folder / cache_format.TOKENIZER)
-        given = {**_filler(teacher, cache.manifest.end_tokens), **(given or {})}
-        self.alignment = Alignment(teacher, tokenizer, given)
+        ends, pad = cache.manifest.end_tokens, teacher.pad_token_id
+        # what fills the rows behind the answers of a teacher that wrote the text (`models.tokenizer`) is left out
+        fills = ends and pad is not None and pad not in {*ends, teacher.eos_token_id, teacher.bos_token_id}
+        filler = {teacher.pad_token: ""} if fills else {}
+        self.alignment = Alignment(teacher, tokenizer, {**filler, **(given or {})})
         stated = cache.manifest.settings
         self.document_mask, self.seq_len = stated.document_mask, seq_len or stated.seq_len
         self.settings: ViewSettings = {
@@ -139,12 +142,6 @@ class _Maker:
                 break
         worker.refuse_loss(worker.documents, worker.left_out)
         return self.alignment.merged(*np.concatenate(pairs, 1)) if pairs else self.alignment.cells
-
-
-def _filler(tokenizer: Any, ends: Sequence[int]) -> dict[str, str]:
-    """What fills the rows behind the answers of a teacher that wrote the text (`models.tokenizer`), to be left out."""
-    pad, kept = tokenizer.pad_token_id, {*ends, tokenizer.eos_token_id, tokenizer.bos_token_id}
-    return {} if not ends or pad is None or pad in kept else {tokenizer.pad_token: ""}
 
 
 def _texts(reader: CacheReader, first: int = 0, stop: int | None = None) -> Iterator[dict[str, np.ndarray]]:
@@ -292,9 +289,14 @@ def _build_split(
             next_token, place = int(taken[-1].kept["document"][-1]), int(taken[-1].kept["place"][-1])
         else:
             place = skipped
+        stored = np.zeros(len(taken), row_type(maker.seq_len, VERSION))
+        for each, row in zip(stored, taken, strict=True):
+            each["tokens"], each["loss_mask"], each["segments"] = row.tokens, row.loss_mask, row.segments
+            each["source"] = np.where(row.loss_mask, row.kept["source"], -1)
+            each["prefix"] = np.where(each["source"] >= 0, row.kept["prefix"], 0)
         path = folder / f"{reader.split}-{len(found):05d}.npy"
         with published(path, "view.shard") as temporary, open(temporary, "wb") as file:
-            np.save(file, stored := _stored(taken, maker.seq_len), allow_pickle=False)
+            np.save(file, stored, allow_pickle=False)
         at = stored["source"] >= 0
         taught = np.stack([row.kept["taught"] for row in taken])[at] if taken else np.empty(0, np.int64)
         begins = stored["prefix"][at] == 0
@@ -326,15 +328,6 @@ def _build_split(
         if progress:
             progress(sum(each["sequences"] for each in found))
     return found, total
-
-
-def _stored(rows: Sequence[PackedRow], seq_len: int) -> np.ndarray:
-    out = np.zeros(len(rows), row_type(seq_len, VERSION))
-    for each, row in zip(out, rows, strict=True):
-        each["tokens"], each["loss_mask"], each["segments"] = row.tokens, row.loss_mask, row.segments
-        each["source"] = np.where(row.loss_mask, row.kept["source"], -1)
-        each["prefix"] = np.where(each["source"] >= 0, row.kept["prefix"], 0)
-    return out
 
 
 def _finished(folder: Path, split: str, number: int, seq_len: int, digest: str) -> ViewSidecar | None:

@@ -60,7 +60,15 @@ def open_folder(
         if claim_folder(folder, settings) is not None:  # another builder finished it meanwhile
             own.pop().release()
             return False
-        _write_settings(folder, settings, tokenizer)
+        with writing(folder):
+            sweep(folder)
+            sweep(folder / cache_format.SHARDS)
+        # Corrected settings replace those of a build that failed before its first shard.
+        if not (folder / cache_format.SETTINGS).exists() or _stored_settings(folder) != settings.to_json():
+            publish_json(folder / cache_format.SETTINGS, settings.to_json(), "cache.settings")
+        if tokenizer is not None:
+            with writing(folder / cache_format.TOKENIZER):
+                copy_tokenizer(tokenizer, folder / cache_format.TOKENIZER)
         return True
 
     try:
@@ -125,22 +133,6 @@ def holds_nothing(folder: Path) -> bool:
         path.parent == folder and (_OWN.fullmatch(path.name) or temporary_of(path.name) == cache_format.SETTINGS)
         for path in files
     )
-
-
-def _write_settings(folder: Path, settings: CacheSettings, tokenizer: Any) -> None:
-    """Write settings.json and the tokenizer files into an existing folder, and remove half-written files.
-
-    RunError: it cannot be written.
-    """
-    with writing(folder):
-        sweep(folder)
-        sweep(folder / cache_format.SHARDS)
-    # Corrected settings replace those of a build that failed before its first shard.
-    if not (folder / cache_format.SETTINGS).exists() or _stored_settings(folder) != settings.to_json():
-        publish_json(folder / cache_format.SETTINGS, settings.to_json(), "cache.settings")
-    if tokenizer is not None:
-        with writing(folder / cache_format.TOKENIZER):
-            copy_tokenizer(tokenizer, folder / cache_format.TOKENIZER)
 
 
 def lock(folder: Path, rank: int) -> Lock:

@@ -65,6 +65,10 @@ def publish_manifest(
     with published(index, "cache.index") as temporary:
         parts = {split: [(r["name"], r["sequences"]) for r in each] for split, each in sidecars.items()}
         hdf5.write_index(temporary, settings.codec, length, parts, pieces=pieces)
+    records = [record for each in sidecars.values() for record in each]
+    tokens_stored = sum(record["sequences"] for record in records) * length
+    sizes = {name: sum(each["stored"][name] for each in records) / tokens_stored for name in records[0]["stored"]}
+    total = sum(record["bytes"] for record in records) / tokens_stored
     libraries = ("torch", "transformers", "numpy", "h5py", "hdf5plugin")
     first = next(iter(sidecars))
     shard = sidecars[first][0]
@@ -73,7 +77,7 @@ def publish_manifest(
         splits={split: _summary(each, tokens[split], pieces) for split, each in sidecars.items()},
         fidelity=fidelity,
         temperature_range=temperature_range,
-        bytes_per_token=_bytes_per_token([record for each in sidecars.values() for record in each], length),
+        bytes_per_token={**sizes, "overhead": total - sum(sizes.values()), "total": total},
         index_sha256=file_digest(index),
         tokenizer_files=file_digests(folder / cache_format.TOKENIZER),
         versions={
@@ -101,11 +105,3 @@ def _summary(records: list[Sidecar], tokens: str, pieces: bool) -> SplitRecord:
             for record in records
         ],
     }
-
-
-def _bytes_per_token(records: list[Sidecar], seq_len: int) -> dict[str, float]:
-    tokens = sum(record["sequences"] for record in records) * seq_len
-    names = list(records[0]["stored"])
-    by_name = {name: sum(record["stored"][name] for record in records) / tokens for name in names}
-    total = sum(record["bytes"] for record in records) / tokens
-    return {**by_name, "overhead": total - sum(by_name.values()), "total": total}

@@ -267,7 +267,10 @@ class Manifest:
         if manifest.settings.tokenizer_size > manifest.vocab_size:
             raise ValueError(f"tokenizer_size: {manifest.settings.tokenizer_size} is more than the vocabulary")
         for name in manifest.tokenizer_files:
-            if not _is_inside(name):
+            path = PurePosixPath(name)
+            # printable characters that a disk can hold
+            fits = name.isprintable() and all(len(part.encode()) <= 255 for part in path.parts)
+            if not (fits and 0 < len(path.parts) <= _DEEPEST) or ".." in path.parts or path.is_absolute():
                 raise ValueError(f"tokenizer_files: '{printable(name)[:80]}' is not a name inside the folder")
         if "total" not in manifest.bytes_per_token:
             raise ValueError("bytes_per_token: total is missing")
@@ -286,13 +289,6 @@ def end_tokens(settings: CacheSettings) -> tuple[int, ...]:
     if any(each >= settings.vocab_size for each in found):
         raise ValueError(f"data.generated.end_tokens: beyond the vocabulary of {settings.vocab_size}")
     return tuple(found)
-
-
-def _is_inside(name: str) -> bool:
-    """Whether this can be the path of a file inside a folder: a name of printable characters that a disk can hold."""
-    path = PurePosixPath(name)
-    fits = name.isprintable() and all(len(part.encode()) <= 255 for part in path.parts)
-    return fits and 0 < len(path.parts) <= _DEEPEST and ".." not in path.parts and not path.is_absolute()
 
 
 def _refuse_contradictions(split: str, stated: SplitRecord, settings: CacheSettings) -> None:

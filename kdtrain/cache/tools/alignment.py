@@ -128,31 +128,24 @@ def _read(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """L labels tokens[u], u = 2 .. T-1, that may be judged; which of them equal a neighbour; how many each row has;
     their masses and ranks [L, S].
     """
+    assert batch.targets is not None
     tokens_BT, mask_BT, segments_BT = batch.tokens[:, :-1], batch.loss_mask, batch.segments
     counted_BU = mask_BT[:, :-2] & mask_BT[:, 1:-1] & mask_BT[:, 2:]
     counted_BU &= (segments_BT[:, :-2] == segments_BT[:, 2:]) & (segments_BT[:, 1:-1] == segments_BT[:, 2:])
     label_BU = tokens_BT[:, 2:]
     repeated_BU = (label_BU == tokens_BT[:, 1:-1]) | (label_BU == batch.tokens[:, 3:])
-    mass_BUS, rank_BUS = _scored(batch)
-    at = counted_BU
-    return label_BU[at], repeated_BU[at].long(), counted_BU.sum(1), mass_BUS[at], rank_BUS[at]
-
-
-def _scored(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Mass and rank [B, T-2, S] of each label u = 2 .. T-1 at each shift."""
-    assert batch.targets is not None
-    targets, tokens_BT = batch.targets.resolved(), batch.tokens
-    size, length = batch.loss_mask.shape
+    size, length = mask_BT.shape
     # Column s is the token that position t is about at shift s; the last position has none at shift 1.
-    beyond_BT = torch.nn.functional.pad(tokens_BT, (0, 1), value=-1)
+    beyond_BT = torch.nn.functional.pad(batch.tokens, (0, 1), value=-1)
     wanted_BTS = torch.stack([beyond_BT[:, 1 + shift : 1 + shift + length] for shift in SHIFTS], -1)
-    mass_NS, rank_NS = _looked_up(targets, rearrange(wanted_BTS, "b t s -> (b t) s"))
+    mass_NS, rank_NS = _looked_up(batch.targets.resolved(), rearrange(wanted_BTS, "b t s -> (b t) s"))
     of_position = [rearrange(each, "(b t) s -> b t s", b=size) for each in (mass_NS, rank_NS)]
     mass_BUS, rank_BUS = (
         torch.stack([each[:, 1 - shift : length - 1 - shift, s] for s, shift in enumerate(SHIFTS)], -1)
         for each in of_position
     )
-    return mass_BUS, rank_BUS
+    at = counted_BU
+    return label_BU[at], repeated_BU[at].long(), counted_BU.sum(1), mass_BUS[at], rank_BUS[at]
 
 
 def _looked_up(targets: Targets, wanted_NS: Tensor) -> tuple[Tensor, Tensor]:

@@ -70,10 +70,14 @@ def plan(caches: Sequence[Made]) -> tuple[list[int], CacheSettings | None]:
             ours, theirs = (getattr(each.manifest.settings, name) for each in (caches[0], cache))
             if ours != theirs:
                 raise UsageError(f"{caches[0].name} has {name} {ours} and {cache.name} {theirs}; they cannot be merged")
-    texts = [_text(cache) for cache in caches]
-    if len(set(texts)) == 1:
+    texts = []
+    for cache in caches:  # of validation only where there is nothing else
+        found = {split: each["tokens_sha256"] for split, each in cache.manifest.splits.items()}
+        texts.append(sorted((name, sha) for name, sha in found.items() if name != "validation" or len(found) == 1))
+    alike = max(texts.count(text) for text in texts)
+    if alike == len(texts):
         return order, _sum(caches)
-    if len(set(texts)) < len(caches):
+    if alike > 1:
         same = [cache for cache, text in zip(caches, texts, strict=True) if texts.count(text) > 1]
         raise UsageError(f"{names(same)} have rows in common and others do not; merge those of the same rows first")
     for cache in caches[1:]:
@@ -112,12 +116,6 @@ def names(caches: Sequence[Made]) -> str:
 
 def _shown(changed: Sequence[str]) -> str:
     return "; ".join(each.replace(" there", " in the one").replace(" here", " in the other") for each in changed[:3])
-
-
-def _text(cache: Made) -> tuple[tuple[str, str], ...]:
-    """The rows of a cache; of validation only where there is nothing else."""
-    found = {split: each["tokens_sha256"] for split, each in cache.manifest.splits.items()}
-    return tuple(sorted((name, sha) for name, sha in found.items() if name != "validation" or len(found) == 1))
 
 
 def _sum(caches: Sequence[Made]) -> CacheSettings:

@@ -16,7 +16,7 @@ import numpy as np
 from kdtrain.cache.build.rank_rounds import Progress
 from kdtrain.cache.format.manifest import Manifest, Parent, first_rows
 from kdtrain.cache.format.names import PIECES
-from kdtrain.cache.read.reader import Cache, CacheReader
+from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.read.rows import stored_rows
 from kdtrain.cache.tools.copy_shards import Piece, parent_record, write_pieces
 from kdtrain.cache.tools.merge_plan import between, refuse_rows
@@ -55,11 +55,20 @@ def subset(
             ranks = [rank(row.tokens.astype("<u4").tobytes().hex()) for row in stored_rows(cache[split])]
             number = max(1, round(fraction * len(ranks)))
             chosen[split] = np.sort(np.argsort(ranks, kind="stable")[:number])
+    pieces: dict[str, list[Piece]] = {split: [] for split in cache}
+    for split in cache:
+        reader = cache[split]
+        for shard, (start, stop) in enumerate(pairwise(first_rows(manifest.splits[split]))):
+            rows_n = np.arange(start, stop)
+            if split in chosen:
+                rows_n = chosen[split][(chosen[split] >= start) & (chosen[split] < stop)]
+            if len(rows_n):
+                pieces[split].append(Piece(reader, shard, None if len(rows_n) == stop - start else rows_n - start))
     parent: Parent = {**parent_record(cache), "rows": words, "splits": sorted(splits)}
     return write_pieces(
         out,
         replace(manifest.settings, data={**manifest.settings.data, "cut": cut}, sequences={}, format_version=PIECES),
-        {split: _pieces(cache[split], chosen.get(split)) for split in cache},
+        pieces,
         tokenizer=cache,
         parents=[parent],
         # The sample that it was measured on is of the validation split.
@@ -71,14 +80,3 @@ def subset(
         },
         progress=progress,
     )
-
-
-def _pieces(reader: CacheReader, chosen: np.ndarray | None) -> list[Piece]:
-    """The pieces of a split; chosen: which rows, ascending, None: all."""
-    firsts = first_rows(reader.manifest.splits[reader.split])
-    found = []
-    for shard, (start, stop) in enumerate(pairwise(firsts)):
-        rows = np.arange(start, stop) if chosen is None else chosen[(chosen >= start) & (chosen < stop)]
-        if len(rows):
-            found.append(Piece(reader, shard, None if len(rows) == stop - start else rows - start))
-    return found

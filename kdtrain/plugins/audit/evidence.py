@@ -321,7 +321,8 @@ def judge(rows: Sequence[Evidence], *, noise: float = NOISE, level: float = LEVE
     for name in dict.fromkeys(name for row in rows for name in row.numbers):
         known = [row.numbers[name] for row in rows if name in row.numbers]
         if len(known) > 1:
-            logs = _log_ratios(np.array(known), noise)
+            found, own, steps = np.array(known).T
+            logs = np.log(np.maximum(found, 0.01 * steps) / (noise * own + steps))  # over what is allowed
             tests.append(_mean_test(name, logs))
             tests += [_worst_test(logs)] if name == "label" else []
     return Verdict(len(rows), sum(row.positions for row in rows), tuple(tests), level)
@@ -350,12 +351,6 @@ def _chi_square(away: np.ndarray, covariance: np.ndarray, number: int) -> Test:
         else 1.0
     )
     return Test("counts", statistic, f"chi2({df})", p, statistic / max(df, 1))
-
-
-def _log_ratios(known_R3: np.ndarray, noise: float) -> np.ndarray:
-    """[R] log of what was found over what is allowed."""
-    found, own, steps = known_R3.T
-    return np.log(np.maximum(found, 0.01 * steps) / (noise * own + steps))
 
 
 def _mean_test(name: str, logs_R: np.ndarray) -> Test:

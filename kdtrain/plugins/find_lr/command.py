@@ -72,10 +72,6 @@ class _Short:
     seconds: float
 
 
-def _number(loss: float | None) -> float:
-    return loss if loss is not None and math.isfinite(loss) else math.inf
-
-
 @dataclass
 class _Record:
     """What OUT/find-lr.json keeps while the search goes on."""
@@ -102,10 +98,11 @@ class _Record:
     @property
     def losses(self) -> dict[int, list[Trained]]:
         """The rungs of each rate."""
-        return {
-            int(name): [Trained(_number(each.loss), tuple(each.parts)) for each in rungs]
-            for name, rungs in self.runs.items()
-        }
+        found: dict[int, list[Trained]] = {}
+        for name, rungs in self.runs.items():
+            losses = [math.inf if each.loss is None or not math.isfinite(each.loss) else each.loss for each in rungs]
+            found[int(name)] = [Trained(x, tuple(each.parts)) for x, each in zip(losses, rungs, strict=True)]
+        return found
 
     @property
     def trained(self) -> int:

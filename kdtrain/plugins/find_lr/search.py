@@ -15,7 +15,7 @@ measures.
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -47,24 +47,19 @@ Losses = Mapping[int, Sequence[Trained]]
 
 def next_run(losses: Losses) -> tuple[int, int] | None:
     """The rate and the rung to train next; None: the search is over."""
-    for alive, rung in _rungs(losses):
-        for each in alive:
-            if (done := len(losses.get(each, ()))) <= rung:
-                return each, done
-    return None
-
-
-def _rungs(losses: Losses) -> Iterator[tuple[list[int], int]]:
-    """The rates of each rung, again whenever one joins; the caller stops where a loss is missing."""
     alive = [*FIRST]
     for rung in range(RUNGS):
-        yield alive, rung
-        while (joins := _missing(alive, rung, losses)) is not None:
+        while True:
+            for each in alive:
+                if (done := len(losses.get(each, ()))) <= rung:
+                    return each, done
+            if (joins := _missing(alive, rung, losses)) is None:
+                break
             alive = sorted([*alive, joins])
-            yield alive, rung
         # the best of those that did not diverge go on
         ranked = sorted((losses[each][rung].loss, each) for each in alive if math.isfinite(losses[each][rung].loss))
         alive = sorted(each for _, each in ranked[: KEPT[rung] if rung < len(KEPT) else 1])
+    return None
 
 
 def _missing(alive: Sequence[int], rung: int, losses: Losses) -> int | None:

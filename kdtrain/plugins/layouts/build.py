@@ -69,7 +69,11 @@ def try_sample(files: Sequence[SourceFile], cutter: Cutter) -> tuple[DetectedShi
             "their entries are NaN, above 0, sum to more than 1, or have an id twice or beyond the vocabulary; they "
             "must be natural logarithms of probabilities, coded as the options say"
         )
-    batches = [_batch(row, cutter.codec) for row in rows]
+    batches = []
+    for row in rows:
+        tokens, mask, segments = (torch.from_numpy(each[None]) for each in (row.tokens, row.loss_mask, row.segments))
+        targets = decode({name: values[None] for name, values in row.kept.items()}, cutter.codec)
+        batches.append(Batch(tokens.long(), mask, segments.long(), targets))
     found = detect(batches)
     if found.shift:
         there = cutter.shift + found.shift
@@ -79,12 +83,6 @@ def try_sample(files: Sequence[SourceFile], cutter: Cutter) -> tuple[DetectedShi
     if (labels := outside(batches)) is not None and labels.wrong:
         raise UsageError(f"{files[0].path}: {labels}; import log-probabilities as the teacher gives them")
     return found, tally
-
-
-def _batch(row: PackedRow, spec: CodecSpec) -> Batch:
-    tokens, mask, segments = (torch.from_numpy(each[None]) for each in (row.tokens, row.loss_mask, row.segments))
-    targets = decode({name: values[None] for name, values in row.kept.items()}, spec)
-    return Batch(tokens.long(), mask, segments.long(), targets)
 
 
 def build(

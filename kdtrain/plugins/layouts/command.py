@@ -46,9 +46,17 @@ def main(config: ImportConfig) -> int:
     spec = read_spec(config.tokenizer, "teachers")
     tokenizer = load_tokenizer(spec)
     files = open_source(config.source, layout.columns)
-    seq_len, top_k = config.seq_len or _first_length(files, layout), config.top_k or layout.top_k
+    seq_len, top_k = config.seq_len, config.top_k or layout.top_k
+    if not seq_len:
+        seq_len = len(_first(files, layout)[layout.columns.tokens]) - 1
+        if seq_len < 2:
+            raise UsageError(f"{files[0].path}: its first row has {seq_len + 1} tokens; give --seq-len")
     if top_k is None:
-        top_k = _fewest_entries(files, layout)
+        named = (record[name].lengths for _, record in sample(files) for name in layout.columns.entries)
+        entries = [number for lengths in named for number in lengths[lengths > 0].tolist()]
+        if not entries:
+            raise UsageError(f"{files[0].path}: a sample of its rows has no entries at all")
+        top_k = min(entries)
     settings = _settings(config, layout, tokenizer, files, seq_len, top_k)
     pad = tokenizer.eos_token_id
     cutter = Cutter(
@@ -127,25 +135,6 @@ def _first(files: list[SourceFile], layout: Layout) -> Any:
     for _, record in files[0].records(names):
         return record
     raise UsageError(f"{files[0].path}: has no rows")
-
-
-def _first_length(files: list[SourceFile], layout: Layout) -> int:
-    length = len(_first(files, layout)[layout.columns.tokens]) - 1
-    if length < 2:
-        raise UsageError(f"{files[0].path}: its first row has {length + 1} tokens; give --seq-len")
-    return length
-
-
-def _fewest_entries(files: list[SourceFile], layout: Layout) -> int:
-    """The least number of entries that a position of a sample has, if it has any."""
-    found = []
-    for _, record in sample(files):
-        for name in layout.columns.entries:
-            lengths = record[name].lengths
-            found += lengths[lengths > 0].tolist()
-    if not found:
-        raise UsageError(f"{files[0].path}: a sample of its rows has no entries at all")
-    return min(found)
 
 
 _COUNTS = ("rows", "rows_left_out", "positions", "counted", "no_entries", "no_distribution", "too_few", "scaled")

@@ -15,7 +15,7 @@ from kdtrain.models.export import export_lock, export_model, refuse_foreign
 from kdtrain.models.head import split
 from kdtrain.models.loading import architecture, check_fits, load_teacher, model_digest
 from kdtrain.models.scratch import configuration, parameter_count
-from kdtrain.models.spec import LOCAL, ModelSpec, paths_of, read_spec
+from kdtrain.models.spec import LOCAL, paths_of, read_spec
 from kdtrain.models.tokenizer import digest_of, tokenizer_files
 from kdtrain.monitor.progress import bar, log, setup_logging
 from kdtrain.plugins.prune.cut import Shape, choose, prune, pruned_config, roles_of, wanted_shape
@@ -53,7 +53,13 @@ def main(config: PruneConfig) -> int:
 def _prune(config: PruneConfig) -> dict[str, Any]:
     device = pick_device(config.device)
     mode = pick_mode(config.precision, device)
-    _refuse_out(config)
+    refuse_foreign(config.out)
+    needed: dict[str, Path | str | None] = {"--cache": config.cache, "--scores": config.scores}
+    needed |= {f"the teacher {word}".strip(): path for word, path in paths_of(config.teacher, "teachers").items()}
+    needed |= {f"--like {word}".strip(): path for word, path in paths_of(config.like).items()}
+    refuse_displacing(config.out, needed)
+    if config.out.exists() and any(config.out.iterdir()) and not config.overwrite:
+        raise UsageError(f"--out {config.out} holds an exported model; name another folder, or add --overwrite")
     spec, like = read_spec(config.teacher, "teachers"), read_spec(config.like)
     if spec.kind != LOCAL or spec.init == "teacher-layers":
         kind = f"a teacher of kind {spec.kind}" if spec.kind != LOCAL else "made of layers of another model"
@@ -63,7 +69,12 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
     before = Shape.of(known, roles)
     large = parameter_count(spec.name, known, trust_remote_code=spec.trust_remote_code)
     small = parameter_count(like.name, pruned_config(known, like, after, list(range(after.layers))))
-    _refuse_too_much(config, spec, like, large, small)
+    if 1 - small / large > _MOST_REMOVED and not config.allow_high_pruning_ratio:
+        raise UsageError(
+            f"--like {like.name} has {short(small)} of the {short(large)} parameters of {spec.name}: "
+            f"{100 - 100 * small / large:.0f} % would go, and of more than {100 * _MOST_REMOVED:.0f} % distillation "
+            "recovers poorly; prune and distil in two steps, or add --allow-high-pruning-ratio"
+        )
 
     cache = open_cache(config.cache)
     settings, reader = cache.manifest.settings, cache["train"]
@@ -127,26 +138,6 @@ def _complete(scores: Scores, teacher: LocalTeacher, reader: CacheReader, batch:
     log.info("scoring (%s) %d sequences of %s into %s", how, scores.subject.sequences, reader.name, scores.path)
     with bar("score", total, done, "forwards") as shown:
         scores.complete(teacher, reader, batch, depth, shown)
-
-
-def _refuse_out(config: PruneConfig) -> None:
-    """Refuse to write over what the command reads, what kdtrain did not write, or an export unasked."""
-    refuse_foreign(config.out)
-    needed: dict[str, Path | str | None] = {"--cache": config.cache, "--scores": config.scores}
-    needed |= {f"the teacher {word}".strip(): path for word, path in paths_of(config.teacher, "teachers").items()}
-    needed |= {f"--like {word}".strip(): path for word, path in paths_of(config.like).items()}
-    refuse_displacing(config.out, needed)
-    if config.out.exists() and any(config.out.iterdir()) and not config.overwrite:
-        raise UsageError(f"--out {config.out} holds an exported model; name another folder, or add --overwrite")
-
-
-def _refuse_too_much(config: PruneConfig, spec: ModelSpec, like: ModelSpec, large: int, small: int) -> None:
-    if 1 - small / large > _MOST_REMOVED and not config.allow_high_pruning_ratio:
-        raise UsageError(
-            f"--like {like.name} has {short(small)} of the {short(large)} parameters of {spec.name}: "
-            f"{100 - 100 * small / large:.0f} % would go, and of more than {100 * _MOST_REMOVED:.0f} % distillation "
-            "recovers poorly; prune and distil in two steps, or add --allow-high-pruning-ratio"
-        )
 
 
 def _page(config: PruneConfig, result: dict[str, Any]) -> Iterator[Any]:

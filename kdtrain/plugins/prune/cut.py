@@ -223,10 +223,12 @@ def _others(like: ModelSpec, config: PreTrainedConfig, teacher: PreTrainedConfig
 def pruned_config(teacher: PreTrainedConfig, like: ModelSpec, after: Shape, layers: list[int]) -> PreTrainedConfig:
     """The teacher's configuration with the sizes `after`, and of `layers` alone."""
     table, roles = plain_config(teacher), ROLES[teacher.model_type]
+    # the sizes that a configuration without these keys has
+    usual = {"neurons": 4 * after.width, "groups": after.heads, "head_dim": after.width // after.heads}
     for each in fields(Shape):
         key, size = roles.sizes.get(each.name), getattr(after, each.name)
         # keys that a configuration may leave out stay out, so that an uncut model has its teacher's
-        if key is not None and (table.get(key) is not None or size != _usual(after, each.name)):
+        if key is not None and (table.get(key) is not None or size != usual.get(each.name)):
             table[key] = size
     if after.width < (before := Shape.of(teacher, roles).width):
         table[roles.epsilon] *= before / after.width
@@ -234,11 +236,6 @@ def pruned_config(teacher: PreTrainedConfig, like: ModelSpec, after: Shape, laye
         table["layer_types"] = [table["layer_types"][layer] for layer in layers]
     table |= {key: value for key, value in (like.config or {}).items() if _FREE.search(key)}
     return config_of(like.name, table.pop("model_type"), table)
-
-
-def _usual(shape: Shape, name: str) -> int | None:
-    """The size that a configuration without the key has."""
-    return {"neurons": 4 * shape.width, "groups": shape.heads, "head_dim": shape.width // shape.heads}.get(name)
 
 
 def choose(scores: Importance, roles: Roles, before: Shape, after: Shape) -> Cut:

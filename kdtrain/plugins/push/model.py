@@ -39,7 +39,13 @@ def plan(config: PushConfig, folder: Path, there: Repository, beside: Path) -> U
     for name, stated in files.items():
         if name not in below or (name != CARD and file_digest(below[name]) != stated):  # a card may be edited
             raise UsageError(f"{folder / printable(name)} is not as it was exported; export the student again")
-    _refuse_private_base(folder)
+    if (folder / ADAPTER_CONFIG).is_file():
+        base = read_json(folder / ADAPTER_CONFIG, dict[str, Any], MEDIUM).get("base_model_name_or_path")
+        if not isinstance(base, str) or not is_hub_id(base) or Path(base).exists():
+            raise UsageError(
+                f"nobody else has {printable(str(base))}, the base of these adapters; publish that, and name it with "
+                "kdtrain export --base ORG/NAME"
+            )
     ours = dict[str, str]()
     if (content := there.read(ORIGIN)) is not None:
         try:
@@ -56,15 +62,3 @@ def plan(config: PushConfig, folder: Path, there: Repository, beside: Path) -> U
     gone = (ours.keys() & {*there.names}) - {CARD} - sent.keys()
     message = f"Step {record['step']:,} by kdtrain" if isinstance(record.get("step"), int) else "By kdtrain"
     return Upload(sent, message, {"student": str(folder)}, gone)
-
-
-def _refuse_private_base(folder: Path) -> None:
-    """UsageError: the base of adapters is a folder of this machine."""
-    if not (folder / ADAPTER_CONFIG).is_file():
-        return
-    base = read_json(folder / ADAPTER_CONFIG, dict[str, Any], MEDIUM).get("base_model_name_or_path")
-    if not isinstance(base, str) or not is_hub_id(base) or Path(base).exists():
-        raise UsageError(
-            f"nobody else has {printable(str(base))}, the base of these adapters; publish that, and name it with "
-            "kdtrain export --base ORG/NAME"
-        )

@@ -84,6 +84,15 @@ def page(groups: Sequence[Group], title: str) -> str:
     )
     environment.filters["cut"] = cut
     runs = [run for group in groups for run in group.runs]
+    handles = figures.legend_of(groups)
+    legend = figures.Figure(figsize=(COLUMN, 0.19 * len(handles) + 0.05))
+    legend.legend(handles=handles, loc="center left", frameon=False, fontsize=8, borderaxespad=0, handlelength=4)
+    curves = []
+    for name in CURVES:
+        if any(len(run.record.curve(name)) > 1 for run in runs):
+            made, panels = figures.figure(COLUMN, 2.3, 1, 1)
+            figures.panel(panels[0, 0], groups, "tokens", name)
+            curves.append(_svg(made, name))
     return environment.get_template("page.html").render(
         title=title,
         written=f"{len(runs)} run{'s' if len(runs) > 1 else ''}, written {time.strftime('%Y-%m-%d %H:%M')}",
@@ -94,8 +103,8 @@ def page(groups: Sequence[Group], title: str) -> str:
         alone=len(runs) == 1,
         quality=_numbers(groups, QUALITY),
         notes=notes(groups),
-        curves=_curves(groups),
-        legend=_svg(_legend(groups), "legend"),
+        curves=curves,
+        legend=_svg(legend, "legend"),
         calibration=_numbers(groups, CALIBRATION),
         reliability=None if (drawn := draw_reliability(groups)) is None else _svg(drawn, "reliability"),
         prompts=_prompts(runs),
@@ -168,24 +177,6 @@ def _described(where: Path | str, digest: str) -> dict[str, Any]:
 def _numbers(groups: Sequence[Group], names: Iterable[str]) -> list[tuple[str, list[tuple[str, str, bool]]]]:
     kept = [name for name in names if any(group.mean(name) for group in groups)]
     return [(MEASURES[name].label, [cell(groups, group, name) for group in groups]) for name in kept]
-
-
-def _curves(groups: Sequence[Group]) -> list[str]:
-    records = [run.record for group in groups for run in group.runs]
-    drawn = []
-    for name in CURVES:
-        if any(len(record.curve(name)) > 1 for record in records):
-            made, panels = figures.figure(COLUMN, 2.3, 1, 1)
-            figures.panel(panels[0, 0], groups, "tokens", name)
-            drawn.append(_svg(made, name))
-    return drawn
-
-
-def _legend(groups: Sequence[Group]) -> Any:
-    handles = figures.legend_of(groups)
-    made = figures.Figure(figsize=(COLUMN, 0.19 * len(handles) + 0.05))
-    made.legend(handles=handles, loc="center left", frameon=False, fontsize=8, borderaxespad=0, handlelength=4)
-    return made
 
 
 def draw_reliability(groups: Sequence[Group]) -> Any:

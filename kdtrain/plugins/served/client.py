@@ -173,8 +173,13 @@ class Client:
         self._salt, self._salts = os.urandom(8).hex(), itertools.count()
         self._lock, self._thread = threading.Lock(), threading.local()
         self._sessions: queue.SimpleQueue[Session] = queue.SimpleQueue()
-        for host in self.hosts if self._key else ():
-            _refuse_open(host.url)
+        for url in (host.url for host in self.hosts if self._key):
+            # the key would go over a network that is not private, where anybody on the way can read it
+            if urlsplit(url).scheme == "http" and not is_inside(url) and os.environ.get(ALLOW_HTTP) != "1":
+                raise UsageError(
+                    f"--teacher-server {url}: {KEY} would be sent unencrypted; give https://, or set {ALLOW_HTTP}=1 if "
+                    "you trust the network"
+                )
 
     def get(self, host: Host, url: str, kind: type[T], tries: int = WRONG) -> T:
         """A small record. Refused: by the server. RunError: it does not answer, or `tries` times not with a `kind`."""
@@ -299,15 +304,11 @@ class Client:
                     best.busy += 1
                     return best
                 until = min(each.rests_until for each in ([wanted] if wanted else self.hosts))
-            self._sleep(max(0.0, until - now))
-
-    def _sleep(self, seconds: float) -> None:
-        """Wait, unless nobody wants the answer any more."""
-        stop: threading.Event | None = getattr(self._thread, "stop", None)
-        if stop is None:
-            time.sleep(seconds)
-        elif stop.wait(seconds):
-            raise RunError("the answer is not wanted any more")
+            stop: threading.Event | None = getattr(self._thread, "stop", None)
+            if stop is None:
+                time.sleep(max(0.0, until - now))
+            elif stop.wait(max(0.0, until - now)):
+                raise RunError("the answer is not wanted any more")
 
     def _rest(self, host: Host, problem: _Passing) -> float:
         """Let a server rest after a failure; the seconds of it."""
@@ -405,15 +406,6 @@ def quoted(text: str, most: int = _WORDS) -> str:
         pattern = r"\\*".join(f"(?:{'|'.join(map(re.escape, each))})" for each in forms)
         text = re.sub(pattern, "...", text, flags=re.IGNORECASE)
     return printable(" ".join(text.split()))[:most]
-
-
-def _refuse_open(url: str) -> None:
-    """UsageError: the key would go over a network that is not private, where anybody on the way can read it."""
-    if urlsplit(url).scheme == "http" and not is_inside(url) and os.environ.get(ALLOW_HTTP) != "1":
-        raise UsageError(
-            f"--teacher-server {url}: {KEY} would be sent unencrypted; give https://, or set {ALLOW_HTTP}=1 if you "
-            "trust the network"
-        )
 
 
 def _body(answer: "requests.Response", most: int) -> bytes:

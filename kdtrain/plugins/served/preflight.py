@@ -146,7 +146,14 @@ class Preflight:
         try:
             served = self._find_model(host)
             longest = served.max_model_len
-            facts = {"model": self.model, **self._version(host), **_told(served)}
+            # of a folder there its name alone
+            root = served.root and (os.path.basename(served.root) if os.path.isabs(served.root) else served.root)
+            stated = {"root": root and quoted(root, _LONGEST_NAME), "max_model_len": longest}
+            facts = {
+                "model": self.model,
+                **self._version(host),
+                **{name: each for name, each in stated.items() if each},
+            }
             tokens = probe_tokens(self._tokenize, longest)
             try:
                 self._check_entries(host, tokens[0], facts)
@@ -357,13 +364,6 @@ class Preflight:
 def _remedy(refused: Refused) -> str | None:
     """What to do by a server's words; None: they are not vLLM's about its options or the request."""
     return next((remedy for words, remedy in _REMEDIES if words in refused.words), None)
-
-
-def _told(served: _Model) -> dict[str, Any]:
-    """What a server tells of a model: of a folder there its name alone."""
-    root = served.root and (os.path.basename(served.root) if os.path.isabs(served.root) else served.root)
-    facts = {"root": root and quoted(root, _LONGEST_NAME), "max_model_len": served.max_model_len}
-    return {name: value for name, value in facts.items() if value}
 
 
 def _texts(tokenizer: PreTrainedTokenizerFast, token: int) -> tuple[str, ...]:

@@ -152,7 +152,13 @@ class ServedTeacher(Teacher):
             self._look(known is not None)
             if earlier is None or known is None:
                 return
-            self._compare(known)
+            now = self._fingerprint
+            assert now is not None
+            if known.tokens != now.tokens:
+                raise UsageError("the cache there was begun with another tokenizer; choose another --out")
+            self._allowed = max(known.allowed(self._tolerance), now.allowed(self._tolerance))
+            if (distance := known.distance(now.probes)) > self._allowed:
+                raise UsageError(self._another(self._hosts[0], known, now, distance))
             log.info("server: the same teacher as when the cache was begun, by its fingerprint")
         facts = {name: value for name, value in earlier.items() if name not in ("spec", "fingerprint")}
         if not finished and facts | {"unsteady": 0} != self._facts | {"unsteady": 0}:  # that is measured anew
@@ -166,6 +172,9 @@ class ServedTeacher(Teacher):
             self._client.patience = min(self._server.server_patience, _FIRST_PATIENCE)
         given = self._server.server_model
         names = [given] if given else [self.name, *filter(None, [self.spec.source])]
+        samples = None
+        if number := self._codec.samples:
+            samples = answers_of(CodecSpec(kind="sparse", vocab_size=self.vocab_size, num_samples=number), 0)
         self._flight = Preflight(
             client=self._client,
             names=[*names, *(os.path.basename(each) for each in names if not given)],
@@ -176,7 +185,7 @@ class ServedTeacher(Teacher):
             vocab_size=self.vocab_size,
             tolerance=self._tolerance,
             again=again,
-            samples=self._samples(),
+            samples=samples,
             writing=self.writing,
         )
         found = on_main(lambda: (*self._flight.look(), self._client.salted))
@@ -186,21 +195,6 @@ class ServedTeacher(Teacher):
         self._client.patience = self._server.server_patience
         for host in self._hosts:
             host.scores = True  # on the ranks that sent no request, too
-
-    def _samples(self) -> Answers | None:
-        if not (number := self._codec.samples):
-            return None
-        return answers_of(CodecSpec(kind="sparse", vocab_size=self.vocab_size, num_samples=number), 0)
-
-    def _compare(self, known: Fingerprint) -> None:
-        """UsageError: the servers' answers are not those of an earlier fingerprint."""
-        now = self._fingerprint
-        assert now is not None
-        if known.tokens != now.tokens:
-            raise UsageError("the cache there was begun with another tokenizer; choose another --out")
-        self._allowed = max(known.allowed(self._tolerance), now.allowed(self._tolerance))
-        if (distance := known.distance(now.probes)) > self._allowed:
-            raise UsageError(self._another(self._hosts[0], known, now, distance))
 
     def write(self, how: Writing) -> None:
         """Have prompts continued from here on, each by a request of its own: no batch decides its bits."""
