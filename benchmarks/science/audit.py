@@ -39,6 +39,7 @@ from benchmarks.harness.machine import commit, machine
 from benchmarks.harness.models import packed, token_tensor
 from kdtrain.cache.format.codec import CodecSpec, decode, draw_points, encode_sequences
 from kdtrain.cache.format.compression import Coding
+from kdtrain.cache.tools.self_check import other_row
 from kdtrain.models.spec import read_spec
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import SparseTargets
@@ -53,7 +54,6 @@ from kdtrain.plugins.audit.diagnose import (
     Gains,
     diagnose,
     gains,
-    other_row,
 )
 from kdtrain.plugins.audit.evidence import Evidence, judge, score, worst_first
 from kdtrain.teaching.local import LocalTeacher
@@ -245,7 +245,8 @@ class Study:
             part = targets[row * LENGTH : (row + 1) * LENGTH]
             others = {name: forward(batch)[0] for name, forward in self.others.items()}
             start = max(0, min(row - NEIGHBOURS // 2, len(self.tokens) - NEIGHBOURS))
-            other = other_row(part, row - start, self.tokens[start : start + NEIGHBOURS, 1:])
+            labels_RT = self.tokens[start : start + NEIGHBOURS, 1:]
+            other = other_row(part, row - start, labels_RT, batch.loss_mask[0])
             return gains(part, self.tokens[row, 1:], self.logprobs[row], others), other
 
         random, named = np.random.RandomState(2), []

@@ -70,8 +70,12 @@ def convert(value: Any, kind: Any) -> Any:
     if value is None and NoneType in get_args(kind):
         return None
     for each in alternatives(kind):
-        if each is type(value) or (dataclasses.is_dataclass(each) and isinstance(value, each)):  # type: ignore[arg-type]
+        if each is type(value):
             return value
+        if dataclasses.is_dataclass(each):  # never of a dict: an unknown key would be dropped
+            if isinstance(value, each):  # type: ignore[arg-type]
+                return value
+            continue
         with suppress(msgspec.ValidationError, TypeError):
             return msgspec.convert(os.fspath(value) if each is str else value, each, dec_hook=_made)
     raise UsageError(wanted(kind))

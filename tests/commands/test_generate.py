@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from kdtrain.commands import export
 from kdtrain.models.generate import continue_text
+from kdtrain.run import saved_student
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 
@@ -76,9 +76,13 @@ def test_a_shipped_name_is_the_shipped_student_and_its_path_the_folder_of_a_run(
     (run.root / "stdlib-1m").symlink_to("spoken")
     try:
         asked = []
-        monkeypatch.setattr(export, "load_student", lambda spec, **_: asked.append(spec) or tiny_model("llama", 300))
-        assert export.open_student("stdlib-1m", torch.device("cpu"))[1] == asked[0].tokenizer
-        assert asked[0].config and export.open_student("./stdlib-1m", torch.device("cpu"))[1] != asked[0].tokenizer
+        monkeypatch.setattr(
+            saved_student, "load_student", lambda spec, **_: asked.append(spec) or tiny_model("llama", 300)
+        )
+        assert saved_student.open_student("stdlib-1m", torch.device("cpu"))[1] == asked[0].tokenizer
+        assert (
+            asked[0].config and saved_student.open_student("./stdlib-1m", torch.device("cpu"))[1] != asked[0].tokenizer
+        )
         assert len(asked) == 1
     finally:
         (run.root / "stdlib-1m").unlink()

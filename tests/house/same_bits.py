@@ -275,7 +275,7 @@ def different(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
     def steady(value: Any) -> Any:
         if isinstance(value, dict):
-            return {k: steady(v) for k, v in value.items() if not any(part in k for part in VOLATILE)}
+            return {k: steady(v) for k, v in value.items() if k != "of" and not any(part in k for part in VOLATILE)}
         return value
 
     return [name for name in sorted({*before, *after}) if steady(before.get(name)) != steady(after.get(name))]

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from kdtrain import faults
 from kdtrain.errors import RunError, UsageError
-from kdtrain.models import hub
 from kdtrain.models.export import export_model
 from kdtrain.models.head import split
 from kdtrain.models.loading import (
@@ -334,7 +334,7 @@ def test_without_a_network_the_hub_is_not_waited_for(monkeypatch):
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub.urllib.request, "getproxies", dict)
+    monkeypatch.setattr(urllib.request, "getproxies", dict)
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     monkeypatch.setattr(time, "sleep", lambda seconds: seconds and pytest.fail("waited"))
     with pytest.raises(UsageError, match="no-such-org/no-such-model: no such folder, and the hub cannot be reached"):

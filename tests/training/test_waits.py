@@ -1,7 +1,6 @@
 """The host waits for the device once a step, counted on a CPU: each operation for which a GPU's queue would drain."""
 
 import dataclasses
-from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kdtrain.objective import engine, targets
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.targets import SparseTargets
+from kdtrain.parallel import layout
+from kdtrain.parallel.layout import RankLayout
 from kdtrain.tokenizers.targets import AlignedTargets
 from kdtrain.training import guards, step
 from kdtrain.training.signals import StopRequest
@@ -125,11 +126,10 @@ def test_a_step_waits_for_the_device_once(workshop, options, world, monkeypatch)
         run.stepper.take(next(read), StopRequest())  # the first names parameters without a gradient
         batches = iter(list(next(read)))  # reading data is not the device's
         run.stepper.micro //= world
-        for module in (step, guards):
-            for name in ("all_reduce_sum", "agreed_max"):
-                if hasattr(module, name):
-                    monkeypatch.setattr(module, name, torch.clone)
-        with mock.patch.object(step, "world_size", return_value=world), Waits() as waits:
+        run.stepper.wrapper.layout = RankLayout(0, world)
+        monkeypatch.setattr(layout, "all_reduce_sum", torch.clone)
+        monkeypatch.setattr(guards, "agreed_max", torch.clone)
+        with Waits() as waits:
             result = run.stepper.take(batches, StopRequest())
     assert result.status is step.Status.TAKEN
     assert waits.names == ["tolist"]
