@@ -79,6 +79,32 @@ class Study:
         with ThreadPoolExecutor(at_once) as pool:
             return [each for each in (map if at_once == 1 else pool.map)(one, grid) if each is not None]
 
+    def tuned(
+        self,
+        tried: dict[str, list[float]],
+        entry: Callable[[str, float], tuple[str, Entry]],
+        make: Callable[[str, Entry], dict[str, Any]],
+        loss: str,
+        minutes: float = math.inf,
+        widen: bool = True,
+    ) -> tuple[list[dict[str, Any]], dict[str, float | None]]:
+        """A record for each kind and rate of `tried`, and each kind's rate with the lowest `loss`; None without one.
+
+        widen: rates are added to `tried` while the best of a kind is at the edge. entry: the name of a kind at a rate,
+        and what `make` is given.
+        """
+        while True:
+            grid = dict(entry(kind, rate) for kind, rates in tried.items() for rate in rates)
+            records, best = self.records(grid, make, minutes=minutes), dict[str, float | None]()
+            for kind in tried:
+                own = [each for each in records if each["kind"] == kind and each[loss] is not None]
+                best[kind] = min(own, key=lambda each: each[loss])["lr"] if own else None
+            more = {kind: rate for kind in tried if widen and (rate := beyond(tried[kind], best[kind])) is not None}
+            if not more:
+                return records, best
+            for kind, rate in more.items():
+                tried[kind].append(rate)
+
 
 def beyond(tried: Sequence[float], best: float | None, most: int = 8) -> float | None:
     """The next rate, a factor of two beyond `tried`, where the best is at its edge; None otherwise, or after `most`."""

@@ -8,14 +8,15 @@ CPU only the process's high-water mark is given, under that name.
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from kdtrain.ranks import peak_memory_mb
 
+Side = TypeVar("Side")
 CALLS = 3
 """Calls in a timing on a GPU: the wait for an idle device at its ends then weighs little."""
 
@@ -36,6 +37,20 @@ def timed(run: Callable[[], Any], device: torch.device, calls: int = 1) -> float
     return (time.perf_counter() - started) / calls
 
 
+def turns(sides: Sequence[Side], rounds: int, warm: int = 0) -> Iterator[tuple[int, Side]]:
+    """Each side once a round, with the round's number, below 0 for `warm` ones; every second round goes backwards."""
+    for number in range(-warm, rounds):
+        for side in sides[:: -1 if number % 2 else 1]:  # what ran before must not favour a side
+            yield number, side
+
+
+def beside(rates: Sequence[float], base: Sequence[float], name: str) -> dict[str, Any]:
+    """Tokens a second by round, and of their ratios to `base` of the same round the median, as `name`, and the ends."""
+    ratios = [rate / other for rate, other in zip(rates, base, strict=True)]
+    found: dict[str, Any] = {"tokens_per_second": [round(rate, 1) for rate in rates]}
+    return found | {name: statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
+
+
 def in_turn(
     sides: Mapping[str, Callable[[], Any]],
     rounds: int,
@@ -48,12 +63,10 @@ def in_turn(
     Every second round runs the sides backwards. The first `warm` rounds are not kept.
     """
     found: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(-warm, rounds):
-        order = list(sides) if number % 2 == 0 else list(reversed(sides))
-        for name in order:
-            seconds = timed(sides[name], device, calls)
-            if number >= 0:
-                found[name].append(seconds)
+    for number, name in turns(list(sides), rounds, warm):
+        seconds = timed(sides[name], device, calls)
+        if number >= 0:
+            found[name].append(seconds)
     return found
 
 

@@ -31,6 +31,7 @@ from benchmarks.harness import ROOT, STUDENT, TEACHER, write
 from benchmarks.harness.command import Kdtrain, options
 from benchmarks.harness.machine import cpu_model
 from benchmarks.harness.study import Study
+from benchmarks.harness.timing import turns
 from kdtrain.config.values import Options, option
 from kdtrain.library import Cache
 from kdtrain.models.spec import read_spec
@@ -140,19 +141,17 @@ def _throughput(settings: Settings) -> dict[str, Any]:
     sides, salt = _sides(settings), os.urandom(8).hex()
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     size: dict[str, float] = {}
-    for number in range(-1, settings.rounds):  # the first warms up
-        order = list(sides.items())[:: -1 if number % 2 else 1]  # what ran before must not favour a side
-        for name, (url, parameters) in order:
-            started = time.monotonic()
-            with ThreadPoolExecutor(settings.at_once) as threads:
-                bodies = [
-                    {"model": settings.model, "prompt": each, "cache_salt": f"{salt}{number}{name}", **parameters(row)}
-                    for row, each in enumerate(rows)
-                ]
-                lengths = list(threads.map(lambda body, url=url: len(_post(url, body).content), bodies))
-            if number >= 0:
-                seconds[name].append(time.monotonic() - started)
-            size[name] = sum(lengths) / positions
+    for number, (name, (url, parameters)) in turns([*sides.items()], settings.rounds, warm=1):
+        started = time.monotonic()
+        with ThreadPoolExecutor(settings.at_once) as threads:
+            bodies = [
+                {"model": settings.model, "prompt": each, "cache_salt": f"{salt}{number}{name}", **parameters(row)}
+                for row, each in enumerate(rows)
+            ]
+            lengths = list(threads.map(lambda body, url=url: len(_post(url, body).content), bodies))
+        if number >= 0:
+            seconds[name].append(time.monotonic() - started)
+        size[name] = sum(lengths) / positions
     figures = {
         name: {
             "positions_per_second": [round(positions / each, 1) for each in found],
@@ -161,11 +160,7 @@ def _throughput(settings: Settings) -> dict[str, Any]:
         }
         for name, found in seconds.items()
     }
-    kept = {
-        name: value
-        for name, value in vars(settings).items()
-        if name in ("model", "rounds", "rows", "seq_len", "at_once")
-    }
+    kept = {name: vars(settings)[name] for name in ("model", "rounds", "rows", "seq_len", "at_once")}
     return {"settings": kept, "figures": figures}
 
 

@@ -13,19 +13,18 @@ use drifts within a round. `--micro-batch-size` smaller than the batch makes mos
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import write
+from benchmarks.harness import RESULTS, write
 from benchmarks.harness.command import Kdtrain, claim, environment, options
+from benchmarks.harness.timing import beside
 from kdtrain.config.values import Options, option
 from kdtrain.monitor.record import RunRecord
 
-RESULTS = Path(__file__).parents[1] / "results" / "mixture.json"
 SIDES: dict[str, tuple[str, ...]] = {
     "one": ("samples",),
     "same": ("samples", "others"),
@@ -77,17 +76,14 @@ def main(settings: Settings) -> None:
                     rates.setdefault(f"{side}, micro-batches of {micro}", []).append(rate)
     figures: dict[str, Any] = {}
     for name, each in rates.items():
-        one = rates[f"one{name[name.index(',') :]}"]
-        ratios = [rate / base for rate, base in zip(each, one, strict=True)]
-        figures[name] = {"tokens_per_second": [round(rate, 1) for rate in each]}
-        figures[name] |= {"to_one_cache": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
+        figures[name] = beside(each, rates[f"one{name[name.index(',') :]}"], "to_one_cache")
     if settings.compile:
         figures["recompilations"] = {side: _recompilations(settings, side) for side in settings.sides}
     found = {"settings": {k: str(v) for k, v in vars(settings).items() if k not in ("out", "save")}, "figures": figures}
     found["environment"] = environment(Path(settings.out, f"one-{settings.batch_size}-0"))
     print(json.dumps(found, indent=1))
     if settings.save:
-        write(RESULTS, found)
+        write(RESULTS / "mixture.json", found)
 
 
 def _caches(kdtrain: Kdtrain, settings: Settings) -> None:
@@ -99,9 +95,8 @@ def _caches(kdtrain: Kdtrain, settings: Settings) -> None:
         "top": ("--top-k", "12"),
     }
     for name, codec in kinds.items():
-        kdtrain(
-            "cache-teacher", "--teacher", "stdlib-5m", "--out", str(Path(settings.out, name)), *text, *counts, *codec
-        )
+        out = ("--out", str(Path(settings.out, name)))
+        kdtrain("cache-teacher", "--teacher", "stdlib-5m", *out, *text, *counts, *codec)
     plain = Path(settings.out, "tokens")
     if not plain.exists():
         student = ("--student", "stdlib-1m", "--steps", "1", "--no-compile", "--log-to", "none")

@@ -5,6 +5,7 @@ Nothing is measured here; what parallel.py has measured is shown beside its esti
 token and the reader's speed are measured (benchmarks/results/cache.json).
 """
 
+import argparse
 import json
 import math
 import sys
@@ -276,6 +277,7 @@ def fill(page: str) -> str:
 
 def main() -> int:
     """Write the tables into the page."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     PAGE.write_text(fill(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 

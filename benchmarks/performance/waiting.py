@@ -14,15 +14,13 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import write
+from benchmarks.harness import RESULTS, write
 from benchmarks.harness.command import options
 from benchmarks.harness.machine import cpu_model, version
+from benchmarks.harness.timing import beside
 from kdtrain.config.values import Options, option
-
-RESULTS = Path(__file__).parents[1] / "results" / "waiting.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,19 +59,13 @@ def main(settings: Settings) -> None:
     figures: dict[str, Any] = {}
     for name, sides in rates.items():
         for spins, each in sides.items():
-            ratios = [rate / base for rate, base in zip(each, sides[settings.spins[0]], strict=True)]
-            figures.setdefault(name, {})[spins] = {"tokens_per_second": [round(rate, 1) for rate in each]}
-            figures[name][spins] |= {"ratio": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
-    machine = {
-        "date": time.strftime("%Y-%m-%d"),
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "torch": version("torch"),
-    }
+            figures.setdefault(name, {})[spins] = beside(each, sides[settings.spins[0]], "ratio")
+    machine = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu_model(), "cores": os.cpu_count()}
     record = {"settings": {"rounds": settings.rounds, "steps": settings.steps}, "figures": figures}
-    print(json.dumps(record | {"environment": machine}, indent=1))
+    record["environment"] = machine | {"torch": version("torch")}
+    print(json.dumps(record, indent=1))
     if settings.save:
-        write(RESULTS, record | {"environment": machine})
+        write(RESULTS / "waiting.json", record)
 
 
 def _rate(settings: Settings, spins: str, kind: str, many: int) -> float:

@@ -19,6 +19,7 @@ with other warm-ups and other alphas.
 What it gives up: one base of one size; the rates are a factor of two apart, and those of other seeds are not searched.
 """
 
+import itertools
 import json
 import multiprocessing
 import time
@@ -29,7 +30,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.harness import RESULTS, ROOT, STUDENT, TEACHER, write
 from benchmarks.harness.command import Kdtrain, claim, environment, options
-from benchmarks.harness.study import Study, beyond
+from benchmarks.harness.study import Study
+from benchmarks.harness.timing import turns
 from benchmarks.science import docstrings
 from kdtrain.config.values import Options, option
 
@@ -103,12 +105,8 @@ def main(given: LoraStudy) -> None:
         def run(name: str, entry: Entry) -> dict[str, Any]:
             words = ("--student", f"{given.out / 'base'}", "--lr", f"{entry.rate}", "--seed", f"{entry.seed}")
             more = (word.replace("HALF", f"{steps // 2}") for word in VARIANTS.get(entry.variant, ()))
-            last = (
-                "--steps",
-                f"{entry.steps}",
-                *(("--eval-freq", f"{TURN}") if entry.variant == "speed" else ()),
-                *more,
-            )
+            every = ("--eval-freq", f"{TURN}") if entry.variant == "speed" else ()
+            last = ("--steps", f"{entry.steps}", *every, *more)
             answer, _ = study.train(name, *words, *KINDS[entry.kind], *last, may_fail=True)
             of = {"kind": entry.kind, "lr": entry.rate, "seed": entry.seed, "variant": entry.variant}
             return {**of, "steps": entry.steps, **_measured(given.out / name, answer)}
@@ -118,42 +116,30 @@ def main(given: LoraStudy) -> None:
         def made(entries: list[Entry]) -> list[dict[str, Any]]:
             return study.records({each.name: each for each in entries}, run, minutes=given.minutes)
 
-        while True:
-            grid = [Entry(kind, rate, 0, steps) for kind, rates in tried.items() for rate in rates]
-            records = made(grid)
-            best = {kind: _best([each for each in records if each["kind"] == kind]) for kind in KINDS}
-            more = {} if given.quick else {kind: beyond(tried[kind], best[kind]) for kind in KINDS}
-            for kind, rate in more.items():
-                tried[kind] += [] if rate is None else [rate]
-            if not any(more.values()):
-                break
+        def entry_of(kind: str, rate: float) -> tuple[str, Entry]:
+            entry = Entry(kind, rate, 0, steps)
+            return entry.name, entry
+
+        records, found = study.tuned(tried, entry_of, run, "validation_loss", given.minutes, not given.quick)
+        best = {kind: tried[kind][0] if rate is None else rate for kind, rate in found.items()}
         again = [Entry(kind, rate, seed, steps) for kind, rate in best.items() for seed in range(1, seeds)]
         records += made(again)
-        turns = [
-            Entry(kind, 1e-3, number, min(steps, TURN), "speed")
-            for number in range(1 if given.quick else ROUNDS)
-            for kind in ([*KINDS][::-1] if number % 2 else KINDS)
-        ]
-        timed = made(turns)
+        rounds = turns([*KINDS], 1 if given.quick else ROUNDS)
+        short = [Entry(kind, 1e-3, number, min(steps, TURN), "speed") for number, kind in rounds]
+        timed = made(short)
         speed = {kind: _speed([each for each in timed if each["kind"] == kind]) for kind in KINDS}
-        others = [
-            Entry(kind, best[kind], seed, round(steps * speed[kind] / speed["all weights"]), "equal time")
-            for kind in EQUAL
-            for seed in range(seeds)
-        ]
-        others += [
-            Entry(kind, best[kind], seed, steps, variant)
-            for seed in range(seeds)
-            for kind in VARIED
-            for variant in VARIANTS
-        ]
+        equal = {kind: round(steps * speed[kind] / speed["all weights"]) for kind in EQUAL}
+        others = [Entry(kind, best[kind], seed, equal[kind], "equal time") for kind in EQUAL for seed in range(seeds)]
+        each_variant = itertools.product(range(seeds), VARIED, VARIANTS)
+        others += [Entry(kind, best[kind], seed, steps, variant) for seed, kind, variant in each_variant]
         varied = made(others)
     head = [_head(rows, 64 if given.quick else 896, 64 if given.quick else 256) for rows in (2048, 151_936)]
+    wanted = sum(map(len, tried.values())) + len(again) + len(short) + len(others)
     record = {
         "environment": environment(given.out / "base"),
         "settings": {"base_steps": base_steps, "steps": steps, "sequences": sequences, "quick": given.quick},
         "base": {"validation_loss_on_its_text": base["best_validation_loss"]},
-        "left": len(grid) + len(again) + len(turns) + len(others) - len(records) - len(timed) - len(varied),
+        "left": wanted - len(records) - len(timed) - len(varied),
         "kinds": {kind: _row(kind, best[kind], records) | {"tokens_per_second": speed[kind]} for kind in KINDS},
         "variants": _variants(varied),
         "runs": records + timed + varied,
@@ -202,12 +188,6 @@ def _measured(folder: Path, answer: dict[str, Any]) -> dict[str, Any]:
 def _speed(records: list[dict[str, Any]]) -> float:
     """Tokens a second, the median over runs; 1 where none ended."""
     return median([each["tokens_per_second"] for each in records if each["tokens_per_second"]] or [1.0])
-
-
-def _best(records: list[dict[str, Any]]) -> float:
-    """The rate with the lowest validation loss."""
-    found = min(records, key=lambda each: (each["validation_loss"] is None, each["validation_loss"] or 0.0))
-    return float(found["lr"])
 
 
 def _variants(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

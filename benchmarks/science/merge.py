@@ -1,23 +1,19 @@
-"""Caches that add up: bit by bit, after kills, and after cuts.
+"""Caches that add up: what a sum of samples is worth, and what it costs.
 
 `python -m benchmarks.science.merge` writes benchmarks/results/merge.json, with the real commands on a CPU:
 
-    sum      25 samples, refined to 50 and merged in both orders, against one capture of 50: files that are equal; and
-             the same merge killed ten times, at labelled places and at random moments, and resumed
     error    squared error of the estimated probabilities, summed over the vocabulary, a token: of 25 samples, of the
              merged 25 + 25, of 50 drawn at once, and of 25 + 25 whose grids lie at random to each other
     size     bytes a token of each of these caches
     speed    tokens a second of adding, cutting and appending, at V = 2,048 and, for a synthetic teacher like the
              shipped one, at V = 151,936; run it on an idle machine
+
+That a sum is the capture of all bit by bit, in either order and after kills, is held by tests/cache/test_merge.py. The
+record's figures of that (`sum`) and of several teachers' mixtures are of earlier commits, which it names.
 """
 
 import argparse
-import hashlib
 import json
-import os
-import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,8 +37,6 @@ from kdtrain.library import Cache
 from kdtrain.objective.targets import SparseTargets
 
 CPU = torch.device("cpu")
-FAULTS = ("cache.shard.before-rename", "cache.shard.after-publish", "cache.sidecar.before-rename")
-FAULTS += ("cache.index.before-rename", "cache.manifest.before-rename")
 
 
 def main() -> int:
@@ -58,19 +52,14 @@ def main() -> int:
         text = f"--data stdlib --seq-len {asked.seq_len} --num-sequences {asked.rows} --validation-sequences 8"
         text += " --sequences-per-shard 64"
         made = _capture(kdtrain, home, text.split())
-        found: dict[str, Any] = {
-            "rows": asked.rows,
-            "seq_len": asked.seq_len,
-            "sum": _equal(home) | {"kills": _killed(home)},
-            "error": _error(home),
-        }
+        found: dict[str, Any] = {"rows": asked.rows, "seq_len": asked.seq_len, "error": _error(home)}
         found["speed"] = {"V = 2048": _speed(home / "a", home / "b", home / "small")}
         if asked.large:
             found["speed"]["V = 151936"] = _large(home / "large", asked.large)
         found["size"] = {name: each["bytes_per_token"] for name, each in made.items()}
     write(asked.result, {**found, "commit": commit(), "machine": machine(CPU)})
-    print(json.dumps({name: found[name] for name in ("sum", "error", "size", "speed")}, indent=1))
-    return 0 if found["sum"]["equal"] and all(found["sum"]["kills"].values()) else 1
+    print(json.dumps({name: found[name] for name in ("error", "size", "speed")}, indent=1))
+    return 0
 
 
 FP32 = ("--precision", "fp32", "--device", "cpu")
@@ -83,43 +72,7 @@ def _capture(kdtrain: Kdtrain, home: Path, text: list[str]) -> dict[str, Any]:
     made["50"] = kdtrain(*teacher, *text, "--num-samples", "50", "--out", f"{home}/whole")
     made["25, another seed"] = kdtrain(*teacher, *text, "--num-samples", "25", "--seed", "1", "--out", f"{home}/other")
     made["25 + 25"] = kdtrain("merge", f"{home}/a", f"{home}/b", "--out", f"{home}/ab")
-    kdtrain("merge", f"{home}/b", f"{home}/a", "--out", f"{home}/ba")
     return made
-
-
-def _files(folder: Path) -> dict[str, str]:
-    """SHA-256 of all files but manifest and card, which name the parents of a merge."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in ("manifest.json", "README.md")]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
-
-
-def _equal(home: Path) -> dict[str, Any]:
-    whole, merged = _files(home / "whole"), [_files(home / name) for name in ("ab", "ba")]
-    digests = {Cache(home / name).manifest.digest for name in ("ab", "ba")}
-    return {"files": len(whole), "equal": all(each == whole for each in merged), "manifests_equal": len(digests) == 1}
-
-
-def _killed(home: Path) -> dict[str, bool]:
-    """Whether each merge that was killed came out the same when it was run again."""
-    chance, found = random.Random(0), {}
-    for number, fault in enumerate([*FAULTS, *[""] * 5]):
-        out = home / f"killed-{number}"
-        command = [sys.executable, "-m", "kdtrain", "merge", f"{home}/a", f"{home}/b", "--out", str(out), "--json"]
-        environment = os.environ | ({"KDTRAIN_FAULT": f"{fault}:kill"} if fault else {})
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        child = subprocess.Popen(command, env=environment, **quiet)
-        name = fault
-        if not fault:
-            while not (out / "shards").exists() and child.poll() is None:
-                time.sleep(0.01)
-            moment = chance.uniform(0.02, 0.8)
-            time.sleep(moment)
-            child.kill()
-            name = f"after {moment:.2f} s"
-        killed = child.wait() == -signal.SIGKILL
-        again = subprocess.run(command, **quiet)
-        found[name] = killed and again.returncode == 0 and _files(out) == _files(home / "whole")
-    return found
 
 
 def _tokens(home: Path) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.harness import RESULTS, ROOT, TEACHER, write, write_spec
 from benchmarks.harness.command import Kdtrain, claim, environment, options
-from benchmarks.harness.study import Study, beyond
+from benchmarks.harness.study import Study
 from kdtrain.config.values import Options, option
 
 WIDE = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -83,17 +83,7 @@ def main(given: PruneStudy) -> None:
     claim(given.out, settings)
     length = ("--seq-len", "256", "--validation-sequences", "64", "--num-sequences", f"{settings.sequences}")
     caches = {"cache": ("--teacher", TEACHER, "--data", "stdlib", "--precision", "fp32", *length)}
-    common: tuple[str, ...] = (
-        "--batch-size",
-        "8",
-        "--warmup-steps",
-        "20",
-        "--precision",
-        "fp32",
-        "--no-compile",
-        "--log-to",
-        "none",
-    )
+    common = ("--batch-size", "8", "--warmup-steps", "20", "--precision", "fp32", "--no-compile", "--log-to", "none")
     common += ("--steps", f"{settings.steps}", "--eval-freq", f"{settings.steps}", "--checkpoint-freq", "100000")
     with Kdtrain() as kdtrain:
         study = Study(given.out, kdtrain, caches, common)
@@ -112,15 +102,11 @@ def main(given: PruneStudy) -> None:
             }
 
         tried = {kind: [*rates][: 1 if given.quick else None] for kind, rates in kinds.items()}
-        while True:
-            grid = {_name(kind, rate, 0): (kind, rate, 0) for kind, rates in tried.items() for rate in rates}
-            records = study.records(grid, run, minutes=given.minutes)
-            best = {kind: _best([each for each in records if each["kind"] == kind]) for kind in kinds}
-            more = {} if given.quick else {kind: beyond(tried[kind], best[kind]) for kind in kinds}
-            for kind, rate in more.items():
-                tried[kind] += [] if rate is None else [rate]
-            if not any(more.values()):
-                break
+
+        def entry_of(kind: str, rate: float) -> tuple[str, tuple[str, float, int]]:
+            return _name(kind, rate, 0), (kind, rate, 0)
+
+        records, best = study.tuned(tried, entry_of, run, "after", given.minutes, not given.quick)
         again = {
             _name(kind, rate, seed): (kind, rate, seed)
             for seed in range(1, settings.seeds)
@@ -133,7 +119,7 @@ def main(given: PruneStudy) -> None:
     record: dict[str, Any] = {
         "environment": environment(given.out / _name(*(records[0][name] for name in ("kind", "lr", "seed")))),
         "settings": {**vars(settings), "tokens_a_step": 2048, "quick": given.quick},
-        "left": len(grid) + len(kinds) * (settings.seeds - 1) - len(records),
+        "left": sum(map(len, tried.values())) + len(kinds) * (settings.seeds - 1) - len(records),
         "teacher": {"validation_loss": records[0]["teacher"]},
         "layers_by_scores": layers,
         "kinds": {kind: _row(kind, best[kind], records) for kind in kinds},
@@ -168,12 +154,6 @@ def _students(study: Study, settings: Settings) -> tuple[dict[str, str], dict[st
 
 def _name(kind: str, rate: float, seed: int) -> str:
     return f"{kind.replace(' ', '-')}-lr{rate:g}-{seed}"
-
-
-def _best(records: list[dict[str, Any]]) -> float | None:
-    """The rate with the lowest validation loss; None without a run."""
-    found = [each for each in records if each["after"] is not None]
-    return min(found, key=lambda each: each["after"])["lr"] if found else None
 
 
 def _row(kind: str, rate: float | None, records: list[dict[str, Any]]) -> dict[str, Any]:
