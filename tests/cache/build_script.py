@@ -1,6 +1,5 @@
 """Builds the cache of the workshop in a process of its own: FOLDER CODEC [LIMIT OF A FILE IN BYTES]."""
 
-import importlib.util
 import resource
 import signal
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 from kdtrain.cache.build.writer import CacheBuilder
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.errors import RunError, UsageError
+from tests.cache.conftest import Workshop
 
 SPECS = {
     "both": CodecSpec(kind="sparse", vocab_size=64, top_k=4, num_samples=8),
@@ -17,13 +17,7 @@ SPECS = {
 
 
 def main(folder: str, codec: str, limit: str = "0") -> int:
-    source = importlib.util.spec_from_file_location("workshop", Path(__file__).with_name("conftest.py"))
-    assert source
-    assert source.loader
-    module = importlib.util.module_from_spec(source)
-    sys.modules["workshop"] = module
-    source.loader.exec_module(module)
-    shop, spec = module.Workshop(), SPECS[codec]
+    shop, spec = Workshop(), SPECS[codec]
     if int(limit):
         # A write beyond the limit fails in the kernel, as on a full disk.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

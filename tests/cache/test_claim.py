@@ -41,8 +41,9 @@ def test_a_build_that_failed_before_its_first_shard_is_replaced_by_a_corrected_c
     tmp_path: Path, workshop, codecs
 ) -> None:
     short = {"train": workshop.rows(3), "validation": []}
-    with pytest.raises(UsageError, match="the validation data give no whole sequence"):
+    with pytest.raises(UsageError, match="synthetic: the validation data give no whole sequence of 16 tokens"):
         write_cache(tmp_path / "c", workshop.settings(codecs["top_k"]), short, teacher=workshop.teacher())
+    assert list((tmp_path / "c" / "shards").iterdir()) == []
     corrected = workshop.settings(CodecSpec(kind="sparse", vocab_size=64, top_k=5))
     write_cache(tmp_path / "c", corrected, workshop.splits(), teacher=workshop.teacher())
     assert verify_cache(tmp_path / "c") == []
@@ -92,29 +93,15 @@ def test_two_builders_are_kept_apart_and_the_lock_dies_with_its_holder(
     assert not list(folder.glob(".building-*"))
 
 
-def test_a_file_that_only_begins_like_a_lock_locks_nothing_and_stays(tmp_path: Path, workshop, codecs) -> None:
-    folder = workshop.build(tmp_path / "c", codecs["top_k"])
-    (folder / cache_format.MANIFEST).unlink()
-    (folder / ".building-foo").write_text("mine")
-    workshop.build(folder, codecs["top_k"])
-    assert (folder / ".building-foo").read_text() == "mine"
-
-
-def test_a_finished_cache_needs_no_lock(tmp_path: Path, workshop, codecs) -> None:
-    folder = workshop.build(tmp_path / "c", codecs["top_k"])
-    held = lock(folder, 0)
-    workshop.build(folder, codecs["top_k"])
-    held.release()
-
-
-def test_a_folder_of_shards_with_other_files_is_refused_and_they_stay(tmp_path: Path, workshop, codecs) -> None:
+def test_other_files_in_a_cache_stay_lock_nothing_and_alone_are_refused(tmp_path: Path, workshop, codecs) -> None:
     settings, teacher = workshop.settings(codecs["top_k"]), workshop.teacher()
     write_cache(tmp_path / "c", settings, workshop.splits(), teacher=teacher)
-    precious = tmp_path / "c" / "shards" / "precious.json"
-    precious.write_text("{}")
+    others = [tmp_path / "c" / "shards" / "precious.json", tmp_path / "c" / ".building-foo"]
+    for each in others:
+        each.write_text("mine")
     (tmp_path / "c" / "manifest.json").unlink()
     write_cache(tmp_path / "c", settings, workshop.splits(), teacher=teacher)
-    assert precious.exists()
+    assert [each.read_text() for each in others] == ["mine", "mine"]
     (tmp_path / "d" / "shards").mkdir(parents=True)
     (tmp_path / "d" / "shards" / "precious.json").write_text("{}")
     with pytest.raises(UsageError, match="not a cache"):

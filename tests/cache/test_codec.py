@@ -57,13 +57,6 @@ def test_mean_and_deviation_are_those_of_the_log_probabilities() -> None:
     assert torch.allclose(targets.logit_std.double(), energy.std(-1, correction=0), rtol=1e-3)
 
 
-def test_dense_keeps_every_log_probability() -> None:
-    logits = _logits(9, 40)
-    targets = _targets(logits, CodecSpec(kind="dense", vocab_size=40))
-    assert isinstance(targets, DenseTargets)
-    assert torch.allclose(targets.logprobs.double(), logits.double().log_softmax(-1), rtol=6e-4)
-
-
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_samples_are_unbiased_and_outside_the_top_k(top_k: int) -> None:
     """100,000 tokens of one distribution, 8 samples each: every frequency within 5 standard errors.

@@ -180,26 +180,6 @@ def test_counts_of_samples_come_back_with_the_mean_of_log_p(rows: int, vocab_siz
     assert (targets.log_partition(1.0).abs() <= 0.5 * STEP_VALUE + 1e-6).all()
 
 
-def test_stored_counts_and_codes_are_the_differences_that_the_format_states() -> None:
-    spec = CodecSpec(kind="sparse", vocab_size=30, num_samples=6)
-    ids, counts = [[4, 9, 7, 11, spec.absent, spec.absent]], [[1, 3, 1, 1, 0, 0]]
-    kept = {
-        "ids": np.array([ids], spec.id_dtype)[0][None],
-        "counts": np.array([counts], np.uint8)[0][None],
-        "logprobs": np.full((1, 1, 6), np.nan, np.float32),
-        "tail": np.zeros((1, 1, 2), np.float32),
-        "label_logprob": np.zeros((1, 1), np.float32),
-        **{name: np.zeros((1, 1), np.float32) for name in ("logit_mean", "logit_std")},
-    }
-    tokens = np.array([[3, 4]])
-    coding = Coding.fit(tokens, kept, spec)
-    codes = {int(id): int(coding.dictionary.encode(np.array([3]), np.array([[id]]))[0, 0]) for id in (4, 9, 7, 11)}
-    ones = sorted(codes[id] for id in (4, 7, 11))
-    stored = coding.pack(tokens, kept)
-    assert stored["ids"][0, :, 0].tolist() == [codes[9], ones[0], ones[1] - ones[0], ones[2] - ones[1], 0, 0]
-    assert stored["numbers"][0, :6, 0].tolist() == [3, 2, 0, 0, 1, 0]
-
-
 def test_entries_of_counts_stand_by_count_and_code_after_one_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = CodecSpec(kind="sparse", vocab_size=70_000, num_samples=50)
     tokens, kept = _kept(_zipf(40, spec.vocab_size, 1.2), spec)

@@ -1,42 +1,25 @@
 """A build that is killed or meets a full disk loses no published shard, and a resume gives the uninterrupted cache."""
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from kdtrain import faults
 from kdtrain.cache.build.writer import FAULT_POINTS, CacheBuilder, write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.errors import RunError, UsageError
+from tests.cache.fork_kit import exit_of
 
 REPEATED = [point for point in FAULT_POINTS if point.startswith(("cache.shard", "cache.sidecar"))]
 KILLS = [(point, 1) for point in FAULT_POINTS] + [(point, 3) for point in REPEATED]
 
 
-def _fork_build(folder: Path, workshop, fault: str) -> int:
-    """Build in a fork of this process, with `fault`; returns the exit status of `waitpid`."""
-    pid = os.fork()
-    if pid == 0:
-        status = 70
-        try:
-            os.environ["KDTRAIN_FAULT"], os.environ["KDTRAIN_FAULT_LOG"] = fault, f"{folder}.log"
-            faults.read()
-            spec = CodecSpec(kind="sparse", vocab_size=64, top_k=4, num_samples=8)
-            options = {
-                "tokenizer": folder.parent / "tokenizer",
-                "batch_size": 3,
-                "teacher": workshop.teacher(),
-            }
-            write_cache(folder, workshop.settings(spec), workshop.splits(), **options)
-            status = 0
-        except (RunError, UsageError):
-            status = 1
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def _fork_build(folder: Path, workshop, fault: str = "") -> int:
+    """Build in a fork of this process, with `fault`; the exit code."""
+    settings = workshop.settings(CodecSpec(kind="sparse", vocab_size=64, top_k=4, num_samples=8))
+    options = {"tokenizer": folder.parent / "tokenizer", "batch_size": 3, "teacher": workshop.teacher()}
+    return exit_of(lambda: write_cache(folder, settings, workshop.splits(), **options), fault, Path(f"{folder}.log"))
 
 
 @pytest.mark.parametrize("point, call", KILLS)
@@ -47,7 +30,7 @@ def test_a_killed_writer_resumes_to_the_uninterrupted_cache(
     folder = tmp_path / "cache"
     assert _fork_build(folder, workshop, f"{point}:kill:{call}") == -9
     assert Path(f"{folder}.log").read_text().strip() == point
-    assert _fork_build(folder, workshop, "") == 0
+    assert _fork_build(folder, workshop) == 0
     assert verify_cache(folder) == []
     workshop.assert_equal(folder, whole)
     assert not list(folder.rglob("*.tmp"))
@@ -60,7 +43,7 @@ def test_a_full_disk_at_any_point_keeps_what_was_published(whole: Path, tmp_path
     folder = tmp_path / "cache"
     assert _fork_build(folder, workshop, f"{point}:enospc:1") == 1
     assert not list((folder / "shards").glob("*.tmp"))
-    assert _fork_build(folder, workshop, "") == 0
+    assert _fork_build(folder, workshop) == 0
     workshop.assert_equal(folder, whole)
 
 

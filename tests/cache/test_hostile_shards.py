@@ -24,7 +24,10 @@ from kdtrain.cache.tools.verify import check_content, verify_cache
 from kdtrain.errors import RunError
 
 CASES = [
-    pytest.param(change, id=f"{family}: {name}") for family in FAMILIES for name, change in FAMILIES[family].items()
+    pytest.param(change, codec, id=f"{family}: {name}")
+    for codec, families in {"both": FAMILIES, "dense": {"dense": DENSE}, "num_samples": {"counts": COUNTS}}.items()
+    for family, changes in families.items()
+    for name, change in changes.items()
 ]
 DATA_SETS = ("tokens", "loss_mask", "segments", "ids", "numbers")
 LISTS = tuple(f"dictionary/{name}" for name in ("context_row", "candidates", "common", "tail_weights"))
@@ -49,7 +52,9 @@ def hostile(tmp_path: Path, sound):
     return make
 
 
-def assert_refused(cache: Path) -> None:
+@pytest.mark.parametrize("change, codec", CASES)
+def test_a_shard_that_breaks_the_format_is_refused_and_named(hostile, change: Change, codec: str) -> None:
+    cache = hostile(change, codec)
     path, shards = cache_format.shard_path(cache, "train-00000"), CacheReader(cache, "train")
     started = time.monotonic()
     with pytest.raises(RunError) as caught:
@@ -60,21 +65,6 @@ def assert_refused(cache: Path) -> None:
     problems = verify_cache(cache)
     assert [problem for problem in problems if problem.startswith(f"{path}: ")] == problems != []
     assert time.monotonic() - started < 20
-
-
-@pytest.mark.parametrize("change", CASES)
-def test_a_shard_that_breaks_the_format_is_refused_and_named(hostile, change: Change) -> None:
-    assert_refused(hostile(change))
-
-
-@pytest.mark.parametrize("change", DENSE.values(), ids=DENSE)
-def test_a_dense_shard_that_breaks_the_format_is_refused_and_named(hostile, change: Change) -> None:
-    assert_refused(hostile(change, "dense"))
-
-
-@pytest.mark.parametrize("change", COUNTS.values(), ids=COUNTS)
-def test_a_shard_of_counts_that_breaks_the_format_is_refused_and_named(hostile, change: Change) -> None:
-    assert_refused(hostile(change, "num_samples"))
 
 
 @pytest.mark.parametrize("name", [*DATA_SETS, *LISTS])

@@ -114,6 +114,7 @@ def test_the_recipe_of_the_format_page_reads_what_the_reader_reads(tmp_path: Pat
         absent = targets.ids.numpy() == ABSENT
         assert np.array_equal(found["absent"].T, absent)
         assert np.array_equal(found["ids"].T[~absent], targets.ids.numpy()[~absent])
+        assert np.array_equal(found["label"], CacheReader(whole, "train").read([row]).tokens[0, 1:].numpy())
         if name == "num_samples":
             assert np.array_equal(found["counts"].T, targets.counts.numpy())
         else:

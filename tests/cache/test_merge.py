@@ -1,9 +1,6 @@
 """Caches of the same rows add up, others are appended, and each is cut, bit by bit and whatever happens in between."""
 
 import dataclasses
-import os
-import signal
-import time
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -12,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain import faults
 from kdtrain.cache.build.card import CARD
 from kdtrain.cache.build.generated_text import finish_reasons
 from kdtrain.cache.build.writer import write_cache
@@ -27,6 +23,7 @@ from kdtrain.cache.tools.verify import repair, verify_cache
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import publish_json, read_sealed
 from kdtrain.library import Cache
+from tests.cache.fork_kit import exit_of
 
 NUMBER = 12
 TEACHERS = {"one": 1, "two": 2}
@@ -122,26 +119,6 @@ KILLS += ["cache.sidecar.before-rename", "cache.index.after-publish", "cache.man
 KILLED = [("sum", point) for point in KILLS] + [(name, point) for name in ("append", "cut") for point in KILLS[1:3]]
 
 
-def fork(work: Callable[[], object], fault: str = "", log: Path | None = None, after: float = 0.0) -> int:
-    """Run `work` in a fork, with a fault, or killed after some seconds; the exit code."""
-    pid = os.fork()
-    if pid == 0:
-        status = 70
-        try:
-            os.environ["KDTRAIN_FAULT"], os.environ["KDTRAIN_FAULT_LOG"] = fault, str(log or os.devnull)
-            faults.read()
-            work()
-            status = 0
-        except (RunError, UsageError):
-            status = 1
-        finally:
-            os._exit(status)
-    if after:
-        time.sleep(after)
-        os.kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def works(shelf: Shelf) -> dict[str, Callable[[Path], Manifest]]:
     parts = [shelf(), shelf(sampling="grid+1/24")]
     return {
@@ -158,7 +135,7 @@ def test_a_killed_merge_or_cut_resumes_to_what_an_uninterrupted_one_makes(
     work = works(shelf)[name]
     expected = work(tmp_path / "expected").digest
     out, log = tmp_path / "out", tmp_path / "log"
-    assert fork(lambda: work(out), f"{point}:kill", log) == -9
+    assert exit_of(lambda: work(out), f"{point}:kill", log) == -9
     assert log.read_text().strip() == point
     if (out / "shards").is_dir() and any((out / "shards").glob("*.json")):
         with pytest.raises(UsageError, match="unfinished"):
@@ -172,14 +149,14 @@ def test_merges_killed_at_any_moment_resume_to_the_same(shelf, tmp_path) -> None
     for name, work in works(shelf).items():
         expected, out = work(tmp_path / f"expected-{name}").digest, tmp_path / name
         for after in (0.02, 0.05):
-            assert fork(lambda: work(out), after=after) in (0, -9)  # noqa: B023
+            assert exit_of(lambda: work(out), after=after) in (0, -9)  # noqa: B023
         assert work(out).digest == expected
 
 
 @pytest.mark.parametrize("name", ["sum", "append", "cut"])
 def test_a_full_disk_is_one_error_and_keeps_what_is_published(shelf, tmp_path, name: str) -> None:
     work, out = works(shelf)[name], tmp_path / "out"
-    assert fork(lambda: work(out), "cache.shard.before-fsync:enospc:2") == 1
+    assert exit_of(lambda: work(out), "cache.shard.before-fsync:enospc:2") == 1
     assert len(list((out / "shards").glob("*.h5"))) == 1 and not list(out.rglob("*.tmp"))
     assert work(out).digest == work(tmp_path / "expected").digest
 

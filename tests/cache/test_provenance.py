@@ -1,5 +1,6 @@
 """Damage is found and named, and a student or tokenizer that does not fit is refused."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, read_manifest, refuse_tokenizer
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.tools.verify import repair, verify_cache
@@ -68,7 +68,11 @@ def test_a_sound_cache_has_no_problems_and_repair_leaves_it_alone(sound: Path) -
 
 @pytest.mark.parametrize("place", [0.0, 0.3, 0.6, 1.0])
 @pytest.mark.parametrize(
-    "name", ["shards/train-00001.h5", "shards/train-00001.json", "manifest.json", "settings.json", "index.h5"]
+    "name",
+    [
+        *("shards/train-00001.h5", "shards/train-00001.json", "manifest.json", "settings.json", "index.h5"),
+        "tokenizer/tokenizer.json",
+    ],
 )
 def test_one_flipped_bit_is_found_named_and_repaired(
     cache: Path, workshop, codecs, sound: Path, name: str, place: float
@@ -81,12 +85,6 @@ def test_one_flipped_bit_is_found_named_and_repaired(
     problems = verify_cache(cache)
     assert len(problems) == 1
     assert str(cache / name) in problems[0]
-    _mended(cache, workshop, codecs, sound)
-
-
-def test_every_tokenizer_file_is_checked(cache: Path, workshop, codecs, sound: Path) -> None:
-    _flip(cache / "tokenizer" / "tokenizer.json")
-    assert [str(cache / "tokenizer" / "tokenizer.json") in line for line in verify_cache(cache)] == [True]
     _mended(cache, workshop, codecs, sound)
 
 
@@ -106,19 +104,14 @@ def test_a_truncated_a_missing_and_swapped_shards_are_named(cache: Path, worksho
     _mended(cache, workshop, codecs, sound)
 
 
-def test_repair_moves_only_damaged_files(cache: Path) -> None:
-    _flip(cache_format.shard_path(cache, "train-00001"))
-    repair(cache)
-    left = sorted(path.name for path in (cache / "shards").glob("*.h5"))
-    assert left == ["train-00000.h5", "train-00002.h5", "validation-00000.h5"]
-
-
-def test_repair_returns_the_files_that_it_moved_aside_and_no_others(cache: Path) -> None:
+def test_repair_moves_only_damaged_files_and_returns_those_that_it_moved(cache: Path) -> None:
     _flip(cache / cache_format.MANIFEST, 0.3)
     assert repair(cache) == [f"{cache / name}.damaged-1" for name in (cache_format.MANIFEST, cache_format.INDEX)]
     assert repair(cache) == []  # unfinished, which verify reports, and not damaged
     _flip(cache_format.shard_path(cache, "train-00001"))
     assert repair(cache) == [str(cache / "shards" / "train-00001.h5.damaged-1")]
+    left = sorted(path.stem for path in (cache / "shards").glob("*.h5"))
+    assert left == ["train-00000", "train-00002", "validation-00000"]
 
 
 def test_a_shard_of_another_size_is_reported_before_anything_is_read_by_all_who_open_the_cache(
@@ -158,10 +151,9 @@ def test_an_unfinished_or_missing_cache_is_refused(cache: Path, tmp_path: Path) 
     with pytest.raises(UsageError, match="unfinished; run the same cache-teacher command"):
         CacheReader(cache, "train")
     assert len(verify_cache(cache)) == 1
-    with pytest.raises(UsageError, match="no cache is there"):
-        read_manifest(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match="no cache is there"):
-        verify_cache(tmp_path / "nowhere")
+    for read in (read_manifest, verify_cache):
+        with pytest.raises(UsageError, match="no cache is there"):
+            read(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("version", [1, 2, 5, None, "two"])
@@ -199,14 +191,6 @@ def test_a_tokenizer_file_whose_name_no_folder_can_hold_is_refused(sound: Path, 
         Manifest.from_json({**record, "tokenizer_files": {fine: "0" * 64}})
 
 
-def _manifest(sound: Path, cached: int, used: int):
-    manifest = read_manifest(sound)
-    settings = CacheSettings(
-        codec=CodecSpec(kind="sparse", vocab_size=cached, top_k=2), seq_len=16, tokenizer_size=used
-    )
-    return type(manifest)(**{**vars(manifest), "settings": settings})
-
-
 @pytest.mark.parametrize(
     "cached, used, student, fits",
     [
@@ -223,24 +207,19 @@ def _manifest(sound: Path, cached: int, used: int):
     ],
 )
 def test_a_padded_vocabulary_fits_and_a_smaller_one_is_refused(
-    sound: Path, cached: int, used: int, student: int, fits: bool
+    cached: int, used: int, student: int, fits: bool
 ) -> None:
-    manifest = _manifest(sound, cached, used)
-    if fits:
-        refuse_vocabulary(student, manifest.vocab_size, manifest.settings.tokenizer_size)
-        return
-    with pytest.raises(UsageError, match=f"vocabulary of {student}, the cache one of {cached}"):
-        refuse_vocabulary(student, manifest.vocab_size, manifest.settings.tokenizer_size)
+    refused = pytest.raises(UsageError, match=f"vocabulary of {student}, the cache one of {cached}")
+    with contextlib.nullcontext() if fits else refused:
+        refuse_vocabulary(student, cached, used)
 
 
-def test_another_tokenizer_is_refused(tmp_path: Path, sound: Path) -> None:
-    manifest = read_manifest(sound)
-    stated = CacheSettings(**{**vars(manifest.settings), "tokenizer_digest": tokenizer_digest(_tokenizer())})
-    manifest = type(manifest)(**{**vars(manifest), "settings": stated})
-    refuse_tokenizer(tokenizer_digest(_tokenizer()), manifest.settings.tokenizer_digest)
-    refuse_tokenizer(None, manifest.settings.tokenizer_digest)
+def test_another_tokenizer_is_refused() -> None:
+    cached = tokenizer_digest(_tokenizer())
+    refuse_tokenizer(tokenizer_digest(_tokenizer()), cached)
+    refuse_tokenizer(None, cached)
     with pytest.raises(UsageError, match="another tokenizer"):
-        refuse_tokenizer(tokenizer_digest(_tokenizer("z")), manifest.settings.tokenizer_digest)
+        refuse_tokenizer(tokenizer_digest(_tokenizer("z")), cached)
 
 
 def test_a_tokenizer_has_one_digest_in_a_folder_loaded_and_used(tmp_path: Path) -> None:
@@ -261,18 +240,12 @@ def test_a_tokenizer_has_one_digest_in_a_folder_loaded_and_used(tmp_path: Path) 
         tokenizer_digest(tmp_path)
 
 
-def test_a_sealed_record_cannot_be_changed(tmp_path: Path) -> None:
-    publish_json(tmp_path / "a.json", {"x": 1}, "cache.settings")
-    assert read_sealed(tmp_path / "a.json")["x"] == 1
-    (tmp_path / "a.json").write_text((tmp_path / "a.json").read_text().replace("1", "2", 1))
-    with pytest.raises(ValueError, match="digest"):
-        read_sealed(tmp_path / "a.json")
-
-
-def test_another_spelling_of_the_same_value_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("old, new", [("0.3", "0.4"), ("0.30000000000000004", "0.30000000000000005")])
+def test_a_sealed_record_cannot_be_changed_nor_spelled_in_another_way(tmp_path: Path, old: str, new: str) -> None:
     path = tmp_path / "a.json"
     publish_json(path, {"x": 0.1 + 0.2}, "cache.settings")
-    path.write_text(path.read_text().replace("0.30000000000000004", "0.30000000000000005"))
-    assert json.loads(path.read_text())["x"] == 0.1 + 0.2
+    assert read_sealed(path)["x"] == 0.1 + 0.2
+    path.write_text(path.read_text().replace(old, new))
+    assert (json.loads(path.read_text())["x"] == 0.1 + 0.2) == (len(new) > 3)
     with pytest.raises(ValueError, match="digest"):
         read_sealed(path)

@@ -1,11 +1,11 @@
 """A reader returns what the writer stored, in any order."""
 
 import importlib
-import multiprocessing
 import os
 import pickle
 import resource
 import shutil
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
@@ -25,6 +25,7 @@ from kdtrain.cache.read.shard import Runs, Shard
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import file_digest
 from kdtrain.objective.targets import SparseTargets
+from tests.cache.fork_kit import answer_of
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,12 @@ def test_a_missing_split_is_named(cache: Path) -> None:
         CacheReader(cache, "test")
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reader of an earlier test has a share of the bounds."""
+    monkeypatch.setattr(reader, "_readers", weakref.WeakValueDictionary())
+
+
 def test_few_files_stay_open(cache: Path, monkeypatch) -> None:
     monkeypatch.setattr(reader, "MAX_OPEN", 2)
     shards = CacheReader(cache, "train")
@@ -111,7 +118,7 @@ def test_few_files_stay_open(cache: Path, monkeypatch) -> None:
 
 
 def test_a_closed_shard_keeps_its_lists_up_to_a_bound_and_while_its_file_is_the_same(
-    tmp_path: Path, workshop, codecs, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, workshop, codecs, monkeypatch: pytest.MonkeyPatch, alone: None
 ) -> None:
     cache = workshop.build(tmp_path / "c", codecs["both"])
     opened, lists, masks = Mock(wraps=h5py.File), Mock(wraps=hdf5.read_dictionary), Mock(wraps=Runs)
@@ -150,8 +157,8 @@ def test_a_closed_shard_keeps_its_lists_up_to_a_bound_and_while_its_file_is_the_
     assert counts(order) == (6, 6, 12)
 
 
-def test_the_readers_of_a_process_share_both_bounds_and_those_of_a_fork_have_their_own(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_readers_of_a_process_have_like_shares_of_both_bounds_and_those_of_a_fork_their_own(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: None
 ) -> None:
     readers = [CacheReader(shutil.copytree(cache, tmp_path / str(number)), "train") for number in range(3)]
     expected = CacheReader(cache, "train").read(range(10)).tokens
@@ -161,7 +168,7 @@ def test_the_readers_of_a_process_share_both_bounds_and_those_of_a_fork_have_the
     for each in readers:
         each.close()
     monkeypatch.setattr(reader, "MAX_OPEN", 4)
-    monkeypatch.setattr(reader, "MAX_LISTS", 2 * lists)
+    monkeypatch.setattr(reader, "MAX_LISTS", 3 * lists)
 
     def held() -> tuple[int, int, int]:
         for index in (0, 9, 5, 9, 0):
@@ -170,20 +177,14 @@ def test_the_readers_of_a_process_share_both_bounds_and_those_of_a_fork_have_the
         closed = [each for own in readers for each in own._closed.values()]
         return sum(len(each._open) for each in readers), len(closed), sum(each.nbytes for each in closed)
 
-    def in_a_fork(queue: multiprocessing.SimpleQueue) -> None:
+    def in_a_fork() -> tuple[list[int], tuple[int, int, int]]:
         readers[0].read([0])
-        queue.put([*readers[0]._open])
-        queue.put(held())
+        return [*readers[0]._open], held()
 
     opened, closed, size = held()
-    assert (opened, closed) == (4, 2) and size <= 2 * lists
-    assert [[*each._open] for each in readers] == [[0], [0], [2, 0]], "what was read last stays open"
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    process = context.Process(target=in_a_fork, args=(queue,))
-    process.start()
-    assert (queue.get(), queue.get()) == ([0], (opened, closed, size))
-    process.join()
+    assert (opened, closed) == (3, 3) and size <= 3 * lists
+    assert [[*each._open] for each in readers] == [[0], [0], [0]], "what was read last stays open"
+    assert answer_of(in_a_fork) == ([0], (opened, closed, size))
 
 
 def test_readers_of_many_caches_stay_within_the_files_that_a_process_may_open(tmp_path: Path, workshop, codecs) -> None:
@@ -191,43 +192,14 @@ def test_readers_of_many_caches_stay_within_the_files_that_a_process_may_open(tm
     folders = [shutil.copytree(cache, tmp_path / str(number)) for number in range(16)]
     expected = CacheReader(cache, "train").read(range(10)).tokens
 
-    def in_a_fork(queue: multiprocessing.SimpleQueue) -> None:
+    def in_a_fork() -> tuple[int, bool, bool]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (160, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         own = importlib.reload(reader)
         readers = [own.CacheReader(folder, "train") for folder in folders]
         right = [torch.equal(each.read(range(10)).tokens, expected) for each in readers]
-        queue.put((own.MAX_OPEN, sum(len(each._open) for each in readers), all(right)))
+        return own.MAX_OPEN, sum(len(each._open) for each in readers) < 160 // 2, all(right)
 
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    process = context.Process(target=in_a_fork, args=(queue,))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    assert queue.get() == (20, 20, True)
-
-
-def test_a_reader_can_be_pickled(cache: Path) -> None:
-    shards = CacheReader(cache, "train")
-    expected = shards.read([3]).tokens
-    assert torch.equal(pickle.loads(pickle.dumps(shards)).read([3]).tokens, expected)
-
-
-def test_a_forked_reader_opens_its_own_files(cache: Path) -> None:
-    shards = CacheReader(cache, "train")
-    shards.read([0])
-    opened = shards._open[0]
-
-    def child(queue: multiprocessing.SimpleQueue) -> None:
-        tokens = shards.read([0]).tokens.tolist()
-        queue.put((shards._open[0] is opened, shards._process == os.getpid(), tokens))
-
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    process = context.Process(target=child, args=(queue,))
-    process.start()
-    assert queue.get() == (False, True, shards.read([0]).tokens.tolist())
-    process.join()
+    assert answer_of(in_a_fork) == (20, True, True)
 
 
 def test_threads_that_share_a_reader_each_get_their_own_sequences(cache: Path, monkeypatch) -> None:
@@ -246,30 +218,25 @@ def test_threads_that_share_a_reader_each_get_their_own_sequences(cache: Path, m
     assert wrong == []
 
 
-def test_a_reader_that_was_forked_while_a_thread_read_is_not_stuck(cache: Path) -> None:
+def test_a_reader_that_was_forked_while_a_thread_read_is_not_stuck_and_opens_its_own_files(cache: Path) -> None:
     shards = CacheReader(cache, "train")
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
+    tokens, opened = shards.read([0]).tokens.tolist(), shards._open[0]
+
+    def in_a_fork() -> tuple[list, bool, bool]:
+        return shards.read([0]).tokens.tolist(), shards._open[0] is opened, shards._process == os.getpid()
+
     with shards._lock():
-        process = context.Process(target=lambda: queue.put(shards.read([0]).tokens.tolist()))
-        process.start()
-        process.join(60)
-    assert process.exitcode == 0
-    assert queue.get() == shards.read([0]).tokens.tolist()
+        found = answer_of(in_a_fork)
+    assert found == (tokens, False, True)
 
 
-def test_a_missing_shard_is_an_error_that_names_it(tmp_path: Path, workshop, codecs) -> None:
+def test_a_missing_shard_or_cache_is_an_error_that_names_it(tmp_path: Path, workshop, codecs) -> None:
     cache = workshop.build(tmp_path / "c", codecs["top_k"])
     shards = CacheReader(cache, "train")
     cache_format.shard_path(cache, "train-00001").unlink()
     shards.read([0])
     with pytest.raises(RunError, match=r"train-00001.h5 cannot be read \(it is missing\): .*verify"):
         shards.read([4])
-
-
-def test_a_cache_that_is_gone_is_an_error_that_names_it_and_no_repair(tmp_path: Path, workshop, codecs) -> None:
-    cache = workshop.build(tmp_path / "c", codecs["top_k"])
-    shards = CacheReader(cache, "train")
     cache.rename(tmp_path / "elsewhere")
     with pytest.raises(RunError, match=r"the cache .*/c is gone and shard train-00001.h5 .*put it back"):
         shards.read([4])
@@ -287,17 +254,6 @@ def _place_in_a_chunk(path: Path) -> int:
         return int(chunk.byte_offset + chunk.size // 2)
 
 
-def test_a_flipped_bit_in_a_chunk_is_an_error_and_no_data(tmp_path: Path, workshop, codecs) -> None:
-    """Without the digest of the shard too, for a flip after the comparison."""
-    cache = workshop.build(tmp_path / "c", codecs["top_k"])
-    path = cache_format.shard_path(cache, "train-00001")
-    _flip(path, _place_in_a_chunk(path))
-    with pytest.raises(RunError, match="train-00001"):
-        CacheReader(cache, "train").read([5])
-    with pytest.raises(OSError, match="filter"):
-        Shard(path, codecs["top_k"]).read(np.array([1]), checked=False)
-
-
 def test_a_flip_anywhere_in_a_shard_never_reaches_the_trainer(tmp_path: Path, workshop, codecs) -> None:
     cache = workshop.build(tmp_path / "c", codecs["top_k"])
     path = cache_format.shard_path(cache, "train-00001")
@@ -308,6 +264,9 @@ def test_a_flip_anywhere_in_a_shard_never_reaches_the_trainer(tmp_path: Path, wo
             CacheReader(cache, "train").read([5])
         path.write_bytes(sound)
     CacheReader(cache, "train").read([5])
+    _flip(path, _place_in_a_chunk(path))  # without the digest, for a flip after the comparison
+    with pytest.raises(OSError, match="filter"):
+        Shard(path, codecs["top_k"]).read(np.array([1]), checked=False)
 
 
 def test_a_shard_is_verified_again_when_its_file_changes(tmp_path: Path, workshop, codecs, monkeypatch) -> None:

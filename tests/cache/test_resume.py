@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kdtrain.cache.build.folder import lock
 from kdtrain.cache.build.writer import CacheBuilder, write_cache
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import CodecSpec
@@ -56,8 +57,9 @@ def test_a_shard_of_other_text_is_built_again(tmp_path: Path, workshop, codecs) 
     workshop.assert_equal(folder, expected)
 
 
-def test_a_finished_cache_is_left_alone(tmp_path: Path, workshop, codecs) -> None:
+def test_a_finished_cache_is_left_alone_and_needs_no_lock(tmp_path: Path, workshop, codecs) -> None:
     folder = workshop.build(tmp_path / "c", codecs["top_k"])
+    held = lock(folder, 0)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
     def teacher(*_: object) -> None:
@@ -66,6 +68,7 @@ def test_a_finished_cache_is_left_alone(tmp_path: Path, workshop, codecs) -> Non
     manifest = write_cache(folder, workshop.settings(codecs["top_k"]), workshop.splits(), teacher=teacher)
     assert manifest == read_manifest(folder)
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    held.release()
 
 
 def test_two_ranks_build_the_cache_of_one(whole: Path, tmp_path: Path, workshop, monkeypatch) -> None:

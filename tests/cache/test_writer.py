@@ -13,13 +13,6 @@ from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.errors import RunError, UsageError
 
 
-def test_too_little_text_is_refused(tmp_path: Path, workshop, codecs) -> None:
-    splits = {"train": workshop.rows(3), "validation": []}
-    with pytest.raises(UsageError, match="synthetic: the validation data give no whole sequence of 16 tokens"):
-        write_cache(tmp_path / "c", workshop.settings(codecs["tokens"]), splits, teacher=None)
-    assert list((tmp_path / "c" / "shards").iterdir()) == []
-
-
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_a_split_without_a_token_that_counts_is_refused_before_the_teacher_works(
     tmp_path: Path, workshop, codecs, split: str

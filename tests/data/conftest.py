@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 
+import datasets
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from kdtrain.data import formats
 
 
 def _byte_tokenizer(**others: str) -> PreTrainedTokenizerFast:
@@ -26,3 +29,10 @@ def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     return _byte_tokenizer()
+
+
+@pytest.fixture
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of its own for what `datasets` stores, and every line of a source is logged again."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+    formats._log_once.cache_clear()

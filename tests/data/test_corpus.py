@@ -17,11 +17,7 @@ from kdtrain.errors import RunError, UsageError
 
 _TEXTS = [f"text {n}\nits second line é" for n in range(40)]
 _SPLITS = ("train", "validation", "test")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def _txt(folder: Path, texts: list[str]) -> None:
@@ -55,21 +51,16 @@ def _write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
     return path
 
 
-def test_the_standard_library_is_code_without_its_tests_and_without_installed_packages():
-    keys = [document.key for document in documents("stdlib", "train")]
-    assert len(keys) > 300
-    parts = {part for key in keys for part in key.split("/")[:-1]}
-    assert not parts & {"test", "tests", "idle_test", "site-packages", "__pycache__"}
-
-
-def test_the_standard_library_has_three_splits_without_a_common_document_in_a_fixed_shuffled_order():
+def test_the_standard_library_is_code_without_tests_and_packages_in_three_splits_of_a_fixed_shuffled_order():
     keys = {split: [document.key for document in documents("stdlib", split)] for split in _SPLITS}
     together = [key for split in _SPLITS for key in keys[split]]
     assert len(set(together)) == len(together)
     for split in _SPLITS:
         assert keys[split] == [document.key for document in documents("stdlib", split)]
         assert keys[split] != sorted(keys[split])
-    assert 0.85 < len(keys["train"]) / len(together) < 0.95
+    assert 0.85 < len(keys["train"]) / len(together) < 0.95 and len(keys["train"]) > 300
+    parts = {part for key in keys["train"] for part in key.split("/")[:-1]}
+    assert not parts & {"test", "tests", "idle_test", "site-packages", "__pycache__"}
 
 
 @pytest.mark.parametrize("write", [_txt, _jsonl, _parquet, _arrow])
@@ -99,20 +90,15 @@ def test_streaming_reads_the_same_documents(tmp_path: Path):
     assert _read(path, "test", streaming=True) == _read(path, "test")
 
 
-def test_a_folder_whose_files_all_name_their_split_keeps_its_own_splits(tmp_path: Path):
-    for name in ("train-00000-of-00002", "train-00001-of-00002", "val", "test"):
+@pytest.mark.parametrize(
+    "names",
+    [("train-00000-of-00002", "train-00001-of-00002", "val", "test"), ("train/a", "train/b", "valid/a", "test/a")],
+    ids=["files", "folders"],
+)
+def test_a_folder_whose_files_or_folders_all_name_their_split_keeps_its_own_splits(names: list[str], tmp_path: Path):
+    for name in names:
         _write_rows(tmp_path / f"{name}.jsonl", [{"text": name}])
-    assert _read(tmp_path, "train") == ["train-00000-of-00002", "train-00001-of-00002"]
-    assert _read(tmp_path, "validation") == ["val"]
-    assert _read(tmp_path, "test") == ["test"]
-
-
-def test_own_splits_may_be_folders(tmp_path: Path):
-    for name in ("train/a", "train/b", "valid/a", "test/a"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).with_suffix(".txt").write_text(name)
-    assert sorted(_read(tmp_path, "train")) == ["train/a", "train/b"]
-    assert _read(tmp_path, "validation") == ["valid/a"]
+    assert [sorted(_read(tmp_path, split)) for split in _SPLITS] == [[*names[:2]], [names[2]], [names[3]]]
 
 
 def test_a_split_that_the_source_lacks_is_withheld_from_its_train(tmp_path: Path):
@@ -221,11 +207,6 @@ def test_a_binary_file_that_is_named_like_text_is_refused_by_name(name: str, tmp
         _read(tmp_path, "train")
 
 
-def test_three_lines_are_enough_for_three_splits(tmp_path: Path):
-    (tmp_path / "a.txt").write_text("one\ntwo\nthree")
-    assert [_read(tmp_path / "a.txt", split) for split in _SPLITS] == [["one\n"], ["two\n"], ["three"]]
-
-
 def test_blank_documents_are_skipped(tmp_path: Path):
     rows = [{"text": text} for text in ("a", None, "", " \n", "b", "c")]
     found = [_read(_write_rows(tmp_path / "a.jsonl", rows), split) for split in _SPLITS]
@@ -235,14 +216,6 @@ def test_blank_documents_are_skipped(tmp_path: Path):
 def test_another_column_can_be_read(tmp_path: Path):
     path = _write_rows(tmp_path / "a.jsonl", [{"body": text, "other": [1]} for text in _TEXTS])
     assert len(_read(path, "train", text="body")) >= 30
-
-
-def test_conversations_are_read_as_messages_and_those_without_assistant_left_out(tmp_path: Path):
-    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    rows = [{"chat": talk}, {"chat": talk[:1]}, {"chat": []}, {"chat": None}]
-    found = list(documents(str(_write_rows(tmp_path / "a.jsonl", rows)), "train", Columns(messages="chat")))
-    assert [document.messages for document in found] == [talk]
-    assert found[0].text is None
 
 
 @pytest.mark.parametrize(

@@ -5,22 +5,16 @@ import json
 import re
 from pathlib import Path
 
-import datasets
 import pytest
 from datasets import Dataset
 
 from kdtrain.cache.format.manifest import Manifest, read_manifest
 from kdtrain.config import DataConfig
-from kdtrain.data import formats
 from kdtrain.data.corpus import documents
 from kdtrain.data.formats import Columns, Document, row_format
 from kdtrain.errors import UsageError
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
-    formats._log_once.cache_clear()
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def _read(source: Path, **asked: str | None) -> list[Document]:

@@ -76,13 +76,6 @@ def test_every_token_but_the_first_is_the_label_of_exactly_one_position(
         assert all(row.loss_mask.all() for row in rows)
 
 
-def test_rows_have_the_promised_types_and_shapes(tokenizer: PreTrainedTokenizerFast):
-    row = next(pack(_numbered(9), tokenizer, 16))
-    assert (row.tokens.dtype, row.tokens.shape) == (np.int32, (17,))
-    assert (row.loss_mask.dtype, row.loss_mask.shape) == (np.bool_, (16,))
-    assert (row.segments.dtype, row.segments.shape) == (np.int32, (16,))
-
-
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_the_rows_do_not_depend_on_the_number_of_workers(
     num_workers: int, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
@@ -114,8 +107,12 @@ def test_a_source_without_end_is_read_only_as_far_as_needed(num_workers: int, to
     assert read <= 256 * 6
 
 
-def test_segments_number_the_documents_of_a_row_from_zero(tokenizer: PreTrainedTokenizerFast):
+def test_rows_have_the_promised_types_and_shapes_and_segments_number_their_documents_from_zero(
+    tokenizer: PreTrainedTokenizerFast,
+):
     first, second = pack(_texts("abc", "de", "fghijkl"), tokenizer, 7)
+    found = [(each.dtype, each.shape) for each in (first.tokens, first.loss_mask, first.segments)]
+    assert found == [(np.int32, (8,)), (np.bool_, (7,)), (np.int32, (7,))]
     assert first.segments.tolist() == [0, 0, 0, 0, 1, 1, 1]
     assert second.segments.tolist() == [0, 0, 0, 0, 0, 0, 0]
 
@@ -453,11 +450,6 @@ def test_data_of_which_less_than_a_tenth_counts_are_a_warning(
         list(pack([Document("row 7", messages=talk)], tokenizer, 8, masks=Masks("train", 8)))
     (line,) = [each for each in caplog.records if "tokens in 1 documents count" in each.getMessage()]
     assert line.levelname == level and ("less than a tenth" in line.getMessage()) == (level == "WARNING")
-
-
-def test_an_error_in_a_worker_reaches_the_reader(tokenizer: PreTrainedTokenizerFast):
-    with pytest.raises(UsageError, match="no chat template"):
-        list(pack([*_numbered(50), Document("talk", messages=_TALK)], tokenizer, 8, num_workers=2))
 
 
 def test_a_tokenizer_without_eos_or_without_fast_backend_is_refused_at_the_call(make_tokenizer: _Make):

@@ -8,20 +8,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from kdtrain.config import DataConfig
+from kdtrain.data import rows
 from kdtrain.data.corpus import documents, has_prompts, stated_text
 from kdtrain.data.formats import Columns
 from kdtrain.errors import UsageError
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def _jsonl(path: Path, texts: list[str]) -> None:
@@ -40,15 +37,9 @@ def _parquet(path: Path, texts: list[str]) -> None:
     pq.write_table(pa.table({"text": texts}), path)
 
 
-def _stream(path: Path, texts: list[str]) -> None:
-    table = pa.table({"text": texts})
-    with pa.ipc.new_stream(path, table.schema) as file:
-        file.write_table(table)
-
-
-def _file(path: Path, texts: list[str]) -> None:
-    table = pa.table({"text": texts})
-    with pa.ipc.new_file(path, table.schema) as file:
+def _arrow(path: Path, texts: list[str]) -> None:
+    table, new = pa.table({"text": texts}), pa.ipc.new_stream if path.name == "a.arrow" else pa.ipc.new_file
+    with new(path, table.schema) as file:
         file.write_table(table)
 
 
@@ -57,8 +48,8 @@ WRITE: dict[str, Callable[[Path, list[str]], None]] = {
     "a.json": _json,
     "a.csv": _csv,
     "a.parquet": _parquet,
-    "a.arrow": _stream,
-    "b.arrow": _file,
+    "a.arrow": _arrow,
+    "b.arrow": _arrow,
 }
 
 
@@ -125,8 +116,6 @@ def test_a_byte_that_is_not_utf8_is_named_with_its_row(name: str, where: str, tm
 def test_json_is_a_list_or_objects_on_any_lines_however_it_is_cut(
     indent: int | None, lines: bool, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from kdtrain.data import rows
-
     monkeypatch.setattr(rows, "_PIECE", piece)
     wanted = [{"text": f'"é]}},[{{ {number}', "more": [{"a": "𝄞"}]} for number in range(9)]
     spelled = [json.dumps(each, indent=indent, ensure_ascii=False) for each in wanted]
@@ -171,8 +160,6 @@ def test_json_that_is_not_rows_is_one_line_that_says_where(name: str, content: s
 def test_objects_of_json_have_one_separator_however_they_are_cut(
     before: str, between: str, row: int, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from kdtrain.data import rows
-
     monkeypatch.setattr(rows, "_PIECE", piece)
     (tmp_path / "a.json").write_text(f'{before}{{"text": "a"}}{between}{{"text": "b"}}{"]" * len(before[:1])}')
     with pytest.raises(UsageError, match=rf"a\.json, row {row}: not JSON"):
@@ -187,8 +174,6 @@ def test_rows_below_a_key_are_named_wherever_the_text_is_opened_first(tmp_path: 
 
 
 def test_an_object_of_json_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from kdtrain.data import rows
-
     monkeypatch.setattr(rows, "_PIECE", 64)
     monkeypatch.setattr(rows, "_MOST_OBJECT", 1000)
     for content in ('[{"text": "' + "a" * 10_000, '[{"text": "a"}]' + " " * 10_000):
@@ -210,8 +195,6 @@ def test_an_object_of_json_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_would_take_too_much_memory_is_refused(
     name: str, bounds: dict[str, int], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from kdtrain.data import rows
-
     for each, bound in bounds.items():
         monkeypatch.setattr(rows, each, bound)
     text = "".join(f"{number} " for number in range(200))
@@ -226,12 +209,12 @@ def test_what_would_take_too_much_memory_is_refused(
 def test_texts_that_look_like_dates_stay_texts_and_late_keys_are_read(tmp_path: Path):
     _jsonl(tmp_path / "a.jsonl", ["2024-01-01", "2024-01-02T00:00:00", "2024-01-03"])
     assert _read(tmp_path / "a.jsonl") == ["2024-01-01", "2024-01-02T00:00:00", "2024-01-03"]
-    rows = [
+    talks = [
         {"conversations": [{"from": "human", "value": f"{number}?"}, {"from": "gpt", "value": "a"}]}
         | ({"system": "be kind"} if number == 2500 else {})
         for number in range(2501)
     ]
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talks))
     found = [each for split in ("train", "validation", "test") for each in documents(str(tmp_path / "b.jsonl"), split)]
     assert len(found) == 2501 and sum(each.messages[0]["role"] == "system" for each in found if each.messages) == 1
 

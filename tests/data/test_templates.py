@@ -46,9 +46,16 @@ def test_a_template_without_end_in_time_or_memory_is_refused(monkeypatch, tokeni
     [
         ("{{ 'ab c' * 2 ** 19 }}", "makes 2,097,152 characters in 1 marked pieces of this conversation of 2 messages"),
         ("{% for a in range(129) %}{% generation %}x{% endgeneration %}{% endfor %}", "in 129 marked pieces"),
+        (
+            "{{ raise_exception('\\n no tools.\\nTraceback (most recent call last)') }}",
+            r"refuses this conversation: no tools\.$",
+        ),
+        ("{{ ((((", "refuses this conversation: unexpected 'end of template'$"),
     ],
 )
-def test_a_template_that_renders_far_more_text_than_it_gets_is_refused(tokenizer, template, line):
+def test_a_template_that_renders_far_more_text_than_it_gets_or_fails_is_refused_in_the_first_line_of_its_error(
+    tokenizer, template, line
+):
     with pytest.raises(UsageError, match=f"chat:0: the chat template .*{line}"):
         rows(tokenizer, template)
 
@@ -72,18 +79,6 @@ def test_each_conversation_has_its_own_time(monkeypatch):
     renderer = rendering.Renderer(busy)
     assert [renderer(str(number), TALK)[0] for number in range(5)] == list("01234")
     renderer.close()
-
-
-def test_an_error_raised_by_a_template_is_reported(tokenizer):
-    with pytest.raises(UsageError, match="chat:0: the chat template refuses this conversation: only one turn"):
-        rows(tokenizer, "{{ raise_exception('only one turn') }}")
-
-
-def test_the_first_line_of_an_error_of_several_lines_is_reported(tokenizer):
-    with pytest.raises(UsageError, match=r"refuses this conversation: no tools\.$"):
-        rows(tokenizer, "{{ raise_exception('\\n no tools.\\nTraceback (most recent call last)') }}")
-    with pytest.raises(UsageError, match=r"refuses this conversation: unexpected 'end of template'$"):
-        rows(tokenizer, "{{ ((((")
 
 
 def test_no_process_is_left_behind(tokenizer):

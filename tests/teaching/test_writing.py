@@ -185,6 +185,14 @@ def test_text_is_encoded_a_block_of_steps_at_a_time_and_labels_are_certain_where
         assert name == "broken" or np.array_equal(values[rows.loss_mask], whole[name][rows.loss_mask])
 
 
+def prompts_in(data: DataConfig, tokenizer, number: int | None) -> list[str]:
+    """The whole prompts that some rows of the data give."""
+    rows = list(prompt_rows(data, "train", tokenizer, number, filler=FILLER, prompt_tokens=None, max_new_tokens=None))
+    assert all(row.loss_mask[row.loss_mask.argmax() :].all() for row in rows)
+    assert all(tokenizer.eos_token_id not in row.tokens for row in rows)  # what is quoted is spelled
+    return [tokenizer.decode(row.tokens[: int(row.loss_mask.argmax()) + 1]) for row in rows]
+
+
 def test_prompts_of_text_are_the_beginnings_of_its_sequences(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"line {n}\n" for n in range(200)))
     data = DataConfig(data=str(tmp_path / "text.txt"), seq_len=30, num_workers=0)
@@ -214,12 +222,8 @@ def test_prompts_of_conversations_end_where_the_last_answer_begins(tmp_path, cap
     data = DataConfig(
         data=str(tmp_path / "chat.jsonl"), messages_column="messages", seq_len=50, num_workers=0, split="train"
     )
-    whole = {"prompt_tokens": None, "max_new_tokens": None}
-    rows = list(prompt_rows(data, "train", tokenizer, None, filler=FILLER, **whole))
-    prompts = {re.sub(r" \d+", "", tokenizer.decode(row.tokens[: int(row.loss_mask.argmax()) + 1])) for row in rows}
+    prompts = {re.sub(r" \d+", "", each) for each in prompts_in(data, tokenizer, None)}
     assert prompts == {"[u]hi\n[a]yes\n[u]why <|endoftext|>?\n[a]"}  # of both that fit: one has no last answer
-    assert all(row.loss_mask[row.loss_mask.argmax() :].all() for row in rows)
-    assert all(tokenizer.eos_token_id not in row.tokens for row in rows)  # what is quoted is spelled
     assert "conversations whose prompt fills --seq-len 50" in caplog.text
 
 
@@ -247,10 +251,8 @@ def test_a_template_opens_an_answer_without_the_thoughts_of_the_one_in_the_data(
             ends, "{% endgeneration %}" + ends
         )
     data = DataConfig(data=str(tmp_path / "chat.jsonl"), messages_column="messages", seq_len=80, num_workers=0)
-    own = {"prompt_tokens": None, "max_new_tokens": None}
-    (row,) = prompt_rows(data, "train", tokenizer, 1, filler=FILLER, **own)
     before = {1: "<user>a<assistant>", 2: "<user>a<assistant>y<user>b<assistant>"}[len(asked)]
-    assert tokenizer.decode(row.tokens[: int(row.loss_mask.argmax()) + 1]) == before
+    assert prompts_in(data, tokenizer, 1) == [before]
 
 
 @pytest.mark.parametrize(
@@ -280,9 +282,7 @@ def test_rows_of_every_format_give_the_prompt_before_their_last_answer(tmp_path,
     tokenizer.chat_template = CHAT
     data = DataConfig(data=str(tmp_path / "rows.jsonl"), seq_len=50, num_workers=0)
     assert has_prompts(data)
-    own = {"prompt_tokens": None, "max_new_tokens": None}
-    rows = list(prompt_rows(data, "train", tokenizer, 2, filler=FILLER, **own))
-    assert [tokenizer.decode(each.tokens[: int(each.loss_mask.argmax()) + 1]) for each in rows] == [prompt, prompt]
+    assert prompts_in(data, tokenizer, 2) == [prompt, prompt]
     config = CacheTeacherConfig(teacher="t", out="o", data=data, text=TextConfig(generate=True, prompt_tokens=3))
     with pytest.raises(UsageError, match=r"--prompt-tokens has no effect: .* has prompts of its own"):
         build_cache._prompt_width(config)
@@ -295,16 +295,15 @@ def test_conversations_that_the_template_refuses_are_counted_and_refused_if_none
     tokenizer.chat_template = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHAT
     )
-    own = {"prompt_tokens": None, "max_new_tokens": None, "filler": FILLER}
     for name, rows in (("some", chat), ("all", chat[1:])):
         text = "".join(json.dumps(each).replace("hi", f"hi {number}") + "\n" for number in range(30) for each in rows)
         (tmp_path / f"{name}.jsonl").write_text(text)
     some = DataConfig(data=str(tmp_path / "some.jsonl"), seq_len=50, num_workers=0)
-    assert len(list(prompt_rows(some, "train", tokenizer, None, **own))) > 0
+    assert prompts_in(some, tokenizer, None)
     assert "conversations that the chat template refuses" in caplog.text
     none = replace(some, data=str(tmp_path / "all.jsonl"))
     with pytest.raises(UsageError, match="no system"):
-        list(prompt_rows(none, "train", tokenizer, None, **own))
+        prompts_in(none, tokenizer, None)
 
 
 def test_an_end_is_one_event_whichever_token_writes_it(tmp_path):

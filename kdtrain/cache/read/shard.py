@@ -49,6 +49,8 @@ class Shard:
         self._path, self._spec = path, spec
         self._coding: Coding | None = None
         self._flags: dict[str, Runs] = {}
+        self.read_at = 0.0
+        """When its reader last read it, by `time.monotonic`."""
         self.open()
 
     def open(self) -> None:

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -163,9 +165,6 @@ def test_masks_and_documents_take_labels_out_of_the_loss() -> None:
 
 
 def test_jsonl_and_parquet_read_alike(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
     rows = [{"t": [1, 2, 3], "i": [[4, 5], None, [6]], "l": [[-0.5, -1.5], None, [-1.0]]}, {"t": [7], "i": [], "l": []}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
@@ -207,9 +206,6 @@ def test_a_strange_line_of_jsonl_is_named(tmp_path: Path, row: object, message: 
 def test_a_small_parquet_of_very_many_numbers_is_refused_before_they_are_read(
     tmp_path: Path, depth: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
     number = 5_000_000
     values = pyarrow.array(np.zeros(number, np.int64))
     few = [[1, 2, 3]] * rows
@@ -226,9 +222,6 @@ def test_a_small_parquet_of_very_many_numbers_is_refused_before_they_are_read(
 
 
 def test_rows_of_very_many_numbers_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
     rows = [{"t": np.random.RandomState(row).randint(0, 9, 100)} for row in range(5)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     asked = []
@@ -245,9 +238,6 @@ def test_rows_of_very_many_numbers_are_read_one_at_a_time(tmp_path: Path, monkey
 
 
 def test_a_damaged_or_foreign_parquet_is_one_line(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
     whole = (GOLDEN / "plain.parquet").read_bytes()
     columns = DistillKit(options(compressor=GOLDEN / "plain.yaml")).columns
     random = np.random.RandomState(0)

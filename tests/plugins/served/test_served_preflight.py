@@ -120,16 +120,17 @@ def test_a_server_with_the_least_length_is_enough(server):
     assert len(capture(server, seq_len=16)["train"]) == 10
 
 
-def test_numbers_that_are_processed_in_what_a_server_writes_are_refused_before_the_first_text(server):
-    server.always = "processed-text"
-    with pytest.raises(kd.UsageError, match=r"processed log-probabilities of what it writes: .* raw_logprobs"):
-        capture(server, **WRITES)
-    assert len([body for body in server.bodies if "return_token_ids" in body]) == 1
-
-
-def test_a_text_that_ends_at_a_token_of_the_servers_own_is_asked_for_once_and_the_remedy_is_named(server):
-    server.ends = [*range(1, 2048)]
-    with pytest.raises(kd.UsageError, match=r"the server ends a text at \d+, and .* add it to eos_token_id in gen"):
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("always", "processed-text", "processed log-probabilities of what it writes: .* raw_logprobs"),
+        ("ends", [*range(1, 2048)], r"the server ends a text at \d+, and .* add it to eos_token_id in gen"),
+    ],
+    ids=["processed numbers", "an end of its own"],
+)
+def test_what_cannot_be_in_the_text_of_a_server_is_refused_after_one_question(server, name, value, words):
+    setattr(server, name, value)
+    with pytest.raises(kd.UsageError, match=words):
         capture(server, **WRITES)
     assert len([body for body in server.bodies if "return_token_ids" in body]) == 1
 
