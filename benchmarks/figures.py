@@ -9,7 +9,7 @@ import math
 import statistics
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from kdtrain.monitor.figures import (
     ORANGE,
     SKY,
     YELLOW,
-    bands,
     finish,
 )
 from kdtrain.monitor.figures import figure as figure_of
@@ -203,6 +202,17 @@ def draw_precision(result: Record, folder: Path) -> list[Path]:
     figure.supxlabel("step")
     figure.supylabel("training loss above bf16, nats")
     return write_all(folder, precision=figure)
+
+
+def bands(quantized: Sequence[float]) -> list[tuple[float, float]]:
+    """Where stretches of quantised steps begin and end; step 1 is from 0.5 to 1.5."""
+    found: list[tuple[float, float]] = []
+    for step, each in enumerate(quantized, 1):
+        if each and found and found[-1][1] == step - 0.5:
+            found[-1] = (found[-1][0], step + 0.5)
+        elif each:
+            found.append((step - 0.5, step + 0.5))
+    return found
 
 
 def _above(axes: Axes, result: Record, kind: str) -> None:

@@ -124,7 +124,14 @@ def process_group(device: torch.device, timeout: float) -> Iterator[None]:
     faults.point("ranks.before-group")
     try:
         _timeout = timedelta(seconds=timeout)
-        store, own, world = _own_store(_timeout)
+        try:
+            store, own, world = next(dist.rendezvous("env://", timeout=_timeout))
+        except ValueError as error:
+            raise UsageError(f"the environment does not name where the ranks meet ({error}); use torchrun") from error
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            # torchrun keeps one store for all attempts (`--max-restarts`), in which gloo would find the addresses of
+            # dead ranks
+            store = dist.PrefixStore(_name_of_attempt(store, own, world, _timeout), store)
         dist.init_process_group(backend, store=store, rank=own, world_size=world, timeout=_timeout)
         _control = control_group()
         if number := all_reduce_max(_stop[0] if _stop else 0):
@@ -137,20 +144,6 @@ def process_group(device: torch.device, timeout: float) -> Iterator[None]:
     finally:
         _control = None
     dist.destroy_process_group()
-
-
-def _own_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """The store of this attempt, the number of this rank, and how many ranks there are.
-
-    torchrun keeps one store for all attempts (`--max-restarts`), in which gloo would find the addresses of dead ranks.
-    """
-    try:
-        store, number, world = next(dist.rendezvous("env://", timeout=timeout))
-    except ValueError as error:
-        raise UsageError(f"the environment does not name where the ranks meet ({error}); use torchrun") from error
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return store, number, world
-    return dist.PrefixStore(_name_of_attempt(store, number, world, timeout), store), number, world
 
 
 def _name_of_attempt(store: dist.Store, number: int, world: int, timeout: timedelta) -> str:

@@ -183,7 +183,11 @@ class Saver:
         started = time.perf_counter()
         self.wait()
         if self.asynchronous:
-            tensors, state = self._copied(tensors, names[0]), copy.deepcopy(state)
+            try:
+                self._buffers = host_buffers(tensors, self._buffers)
+            except MemoryError as error:
+                raise RunError(f"checkpoint {names[0]} was not started: {error}; use --no-async-save") from None
+            tensors, state = self.copies.copy(tensors, self._buffers), copy.deepcopy(state)
         tensors, done = {**tensors, **(kept or {})}, self.copies.done
 
         begun = Published(tuple(names), step)
@@ -309,11 +313,3 @@ class Saver:
             publish()
         except BaseException as error:  # raised again in the caller's thread
             self._error = error
-
-    def _copied(self, tensors: Mapping[str, torch.Tensor], checkpoint: str) -> dict[str, torch.Tensor]:
-        """Copies of `tensors` on the CPU, which are complete once `copies.done` is."""
-        try:
-            self._buffers = host_buffers(tensors, self._buffers)
-        except MemoryError as error:
-            raise RunError(f"checkpoint {checkpoint} was not started: {error}; use --no-async-save") from None
-        return self.copies.copy(tensors, self._buffers)

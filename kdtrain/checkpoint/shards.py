@@ -230,17 +230,10 @@ def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> tup
 
 
 def _contents(items: list[WriteItem], planner: SavePlanner) -> Iterator[tuple[str, memoryview]]:
-    """The header and the bytes of each tensor; a copy from a GPU lives only while it is used."""
-    yield "header", memoryview(_header(items))
-    for item in items:
-        tensor = planner.resolve_data(item)
-        assert isinstance(tensor, torch.Tensor)
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        yield item.index.fqn, flat.numpy().data
+    """The header, with the place of each part in its tensor under DCP's key, and the bytes of each tensor.
 
-
-def _header(items: list[WriteItem]) -> bytes:
-    """The header of a safetensors file, with the place of each part in its tensor under DCP's key."""
+    A copy from a GPU lives only while it is used.
+    """
     entries: dict[str, Any] = {}
     places, offset = {}, 0
     for item in items:
@@ -253,4 +246,9 @@ def _header(items: list[WriteItem]) -> bytes:
     described = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
     header = json.dumps({"__metadata__": described, **entries}).encode()
     header += b" " * (-len(header) % 8)
-    return struct.pack("<Q", len(header)) + header
+    yield "header", memoryview(struct.pack("<Q", len(header)) + header)
+    for item in items:
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, torch.Tensor)
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        yield item.index.fqn, flat.numpy().data

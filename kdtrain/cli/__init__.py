@@ -79,7 +79,9 @@ for _name, _config in commands.COMMANDS.items():
 def main(argv: list[str] | None = None) -> None:
     """Run one command and exit with its code: 0 done, 1 failed while running, 2 options that cannot work."""
     name_flags()
-    _mend_width()
+    width = shutil.get_terminal_size().columns
+    if "COLUMNS" in os.environ or width < _NARROWEST:  # no width, or one in which nothing fits; rich reads it
+        os.environ["COLUMNS"] = str(max(width, _NARROWEST))
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help", *argv[2:]]
@@ -169,13 +171,6 @@ def _topic(argv: list[str]) -> str | None:
         if word.startswith("--help="):
             return word.partition("=")[2]
     return None
-
-
-def _mend_width() -> None:
-    """Replace a COLUMNS that is no width, and a width in which nothing fits; rich reads it."""
-    found = shutil.get_terminal_size().columns
-    if "COLUMNS" in os.environ or found < _NARROWEST:
-        os.environ["COLUMNS"] = str(max(found, _NARROWEST))
 
 
 def _unknown_command(word: str) -> str:

@@ -2,9 +2,6 @@
 
 import time
 
-import torch
-
-from kdtrain.cache.format.manifest import Manifest
 from kdtrain.cache.read.reader import Cache
 from kdtrain.commands.cache_result import show_cache
 from kdtrain.config import CacheTeacherConfig
@@ -25,7 +22,19 @@ def main(config: CacheTeacherConfig) -> int:
     started = time.monotonic()
     _build_among_ranks(config, wait=False)
     if is_main():
-        _show(config, Cache(config.out).manifest, pick_device(config.device), time.monotonic() - started)
+        manifest, peak, ranks = Cache(config.out).manifest, peak_memory_mb(pick_device(config.device)), world_size()
+        seconds, among = time.monotonic() - started, f" in {ranks} ranks" if ranks > 1 else ""
+        stated = {name: getattr(manifest, name) for name in ("capture", "generated", "weights_cost")}
+        show_cache(
+            config.out,
+            manifest,
+            config.json,
+            [f"took {duration(seconds)}{among}, peak memory {size(peak)}"],
+            **{name: value for name, value in stated.items() if value is not None},
+            ranks=ranks,
+            seconds=round(seconds, 1),
+            peak_memory_mb=round(peak, 1),
+        )
     return 0
 
 
@@ -49,19 +58,3 @@ def _build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> None:
         written = (Cache(config.out).manifest.generated or {}).get("train", {})
         if not written.get("stop"):
             log.warning("no text of the training split ended, all were cut: nothing teaches the student to stop")
-
-
-def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, seconds: float) -> None:
-    peak, ranks = peak_memory_mb(device), world_size()
-    among = f" in {ranks} ranks" if ranks > 1 else ""
-    stated = {name: getattr(manifest, name) for name in ("capture", "generated", "weights_cost")}
-    show_cache(
-        config.out,
-        manifest,
-        config.json,
-        [f"took {duration(seconds)}{among}, peak memory {size(peak)}"],
-        **{name: value for name, value in stated.items() if value is not None},
-        ranks=ranks,
-        seconds=round(seconds, 1),
-        peak_memory_mb=round(peak, 1),
-    )

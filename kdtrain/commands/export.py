@@ -12,7 +12,7 @@ from kdtrain.files import refuse_displacing
 from kdtrain.models.export import export_adapter, export_lock, export_model, refuse_foreign
 from kdtrain.models.frozen import refuse_without_torchao
 from kdtrain.models.head import SplitModel
-from kdtrain.models.spec import ModelSpec, paths_of, read_spec
+from kdtrain.models.spec import paths_of, read_spec
 from kdtrain.models.tokenizer import tokenizer_files
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.ranks import is_main, on_main, process_group
@@ -78,7 +78,12 @@ def _read(config: ExportConfig) -> tuple[Path, SplitModel, dict[str, Any], str]:
         refuse_displacing(out, {f"its base {word}".strip(): path for word, path in read.items()})
         refuse_displacing(out, {"its base": base.source})  # also the folder of its --load
         if config.adapter:
-            found = _findable(base)
+            if base.source is None or base.init != "pretrained":
+                raise UsageError(
+                    f"--adapter: peft finds a base by its folder or hub id, and {base.name} is made by its spec; leave "
+                    "--adapter out for the merged model"
+                )
+            found = base.source
     return path, student, state, found
 
 
@@ -117,13 +122,3 @@ def _write(config: ExportConfig, path: Path, student: SplitModel, state: dict[st
         merged = result.get("merged_validation_loss")
     log.info("%s", merged_line(kind, loss, merged, str(out)))
     return found | {"base_weights": kind, "validation_loss": loss, "merged_validation_loss": merged}
-
-
-def _findable(base: ModelSpec) -> str:
-    """The folder or hub id of the base of adapters. UsageError: `peft` could not find it."""
-    if base.source is None or base.init != "pretrained":
-        raise UsageError(
-            f"--adapter: peft finds a base by its folder or hub id, and {base.name} is made by its spec; leave "
-            "--adapter out for the merged model"
-        )
-    return base.source

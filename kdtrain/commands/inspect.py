@@ -234,7 +234,12 @@ def _run_page(path: Path, known: Mapping[str, Any], record: RunRecord) -> Iterat
     yield from of_run.losses(record.result or {}, record)
     yield from of_run.members(record)
     if checkpoints := {name: as_table(row) for name, row in as_table(known.get("checkpoints")).items()}:
-        rows = [_checkpoint(name, row, known) for name, row in checkpoints.items()]
+        rows = []
+        for name, row in checkpoints.items():
+            notes = [link for link in ("best", "latest") if known.get(link) == name]
+            notes += [verdict] if (verdict := str(row.get("verdict"))) != "ok" else []
+            losses = (loss_text(row.get(each)) for each in ("loss", "validation_loss"))
+            rows.append((name, *losses, str(row.get("written") or "-")[:16], size(row.get("MiB")), ", ".join(notes)))
         yield columns(("checkpoint", "train", "val", "written", "size", ""), rows, left=("checkpoint", ""))
         damaged = sum(row.get("verdict") != "ok" for row in checkpoints.values())
         sound = "all whole" if not damaged else f"{damaged} damaged: kdtrain verify {quoted(path)}"
@@ -248,14 +253,6 @@ def _run_page(path: Path, known: Mapping[str, Any], record: RunRecord) -> Iterat
     if state == "training":
         yield from of_run.health_lines(path, record)
     yield from ("", of_run.next_step(path, state, known.get("exported")))
-
-
-def _checkpoint(name: str, row: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[str, ...]:
-    notes = [link for link in ("best", "latest") if known.get(link) == name]
-    notes += [verdict] if (verdict := str(row.get("verdict"))) != "ok" else []
-    written = str(row.get("written") or "-")[:16]
-    losses = (loss_text(row.get(each)) for each in ("loss", "validation_loss"))
-    return name, *losses, written, size(row.get("MiB")), ", ".join(notes)
 
 
 def _shard(path: Path) -> _Found:

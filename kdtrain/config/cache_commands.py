@@ -61,7 +61,14 @@ class CacheTeacherConfig(Extended):
         if self.text.generate:
             yield from self._conflicts_with_prompts()
         if self.refine is not None:
-            yield from self._conflicts_with_refinement()
+            yield from _conflicts_with_own(self.out, [str(self.refine)])
+            yield from self.data.conflicts_with("--refine")
+            for name, changed in (
+                ("--top-k, --num-samples and --dense", self.codec != CodecConfig()),
+                ("--sequences-per-shard", self.sequences_per_shard != 512),
+                ("--seed", self.seed != 0),
+            ):
+                yield changed, f"{name}: --refine takes it from its cache; leave it out"
             return
         yield from self.data.conflicts_in_training()
         yield self.data.data is None, "--data is missing; give stdlib, a file, a folder or hf:NAME"
@@ -85,18 +92,6 @@ class CacheTeacherConfig(Extended):
         else:
             room = f"--prompt-tokens {given} leaves no room in --seq-len {data.seq_len}"
             yield (given or 0) >= data.seq_len, f"{room}; use less, or a longer sequence"
-
-    def _conflicts_with_refinement(self) -> Conflicts:
-        """What the refined cache decides: its text, and how it is stored."""
-        yield from _conflicts_with_own(self.out, [str(self.refine)])
-        yield from self.data.conflicts_with("--refine")
-        given = (
-            ("--top-k, --num-samples and --dense", self.codec != CodecConfig()),
-            ("--sequences-per-shard", self.sequences_per_shard != 512),
-            ("--seed", self.seed != 0),
-        )
-        for name, changed in given:
-            yield changed, f"{name}: --refine takes it from its cache; leave it out"
 
     def splits(self) -> dict[str, int | None]:
         """How many sequences of each split to cache; None for all."""

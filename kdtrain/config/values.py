@@ -136,7 +136,8 @@ class Options:
         for each in fields:
             value = getattr(self, each.name)
             if each.metadata.get("several"):
-                value = _as_tuple(value)
+                items = value if isinstance(value, tuple | list) else () if value is None else (value,)
+                value = tuple(os.fspath(item) if isinstance(item, os.PathLike) else item for item in items)
             try:
                 object.__setattr__(self, each.name, convert(value, each.type))
             except UsageError as error:
@@ -186,11 +187,6 @@ class Extended(Options):
     def remote(self) -> Any:
         """The section of a plugin whose teacher runs elsewhere; None: no such teacher is given."""
         return next((each for each in self.plugins.values() if getattr(each, "teacher_kind", None)), None)
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    items = value if isinstance(value, tuple | list) else () if value is None else (value,)
-    return tuple(os.fspath(each) if isinstance(each, os.PathLike) else each for each in items)
 
 
 def refuse_value(option: dataclasses.Field[Any], value: Any) -> None:

@@ -73,7 +73,7 @@ class TokenBytes:
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerFast") -> "TokenBytes":
         """Read them off a tokenizer's vocabulary. UsageError: its tokens do not say their bytes, or its ids are odd."""
-        name = _name(tokenizer)
+        name = f"the tokenizer {printable(str(getattr(tokenizer, 'name_or_path', '')))}".rstrip()
         if isinstance(tokenizer, str | Path):
             raise UsageError(f"'{printable(str(tokenizer))[:120]}' is a path; give AutoTokenizer.from_pretrained of it")
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -122,10 +122,6 @@ class TokenBytes:
         ends = np.cumsum(sizes)
         shift = np.repeat(self.starts[tokens] - (ends - sizes), sizes)
         return self.flat[shift + np.arange(len(shift))]  # type: ignore[no-any-return]
-
-
-def _name(tokenizer: Any) -> str:
-    return f"the tokenizer {printable(str(getattr(tokenizer, 'name_or_path', '')))}".rstrip()
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:

@@ -323,24 +323,6 @@ def _stdlib(source: str, columns: Columns, streaming: bool) -> dict[str, _Part]:
 
 
 def _local(path: Path, columns: Columns, streaming: bool) -> dict[str, _Part]:
-    root, kind, names = _local_files(path)
-    if not any((root / name).stat().st_size for name in names):
-        raise UsageError(f"{path}: is empty; give it some text")
-    if kind == "text":
-        _refuse_columns(str(path), columns, "give jsonl")
-    groups: dict[str, list[str]] = {}
-    own = [_split_in_name(name) for name in names]
-    for name, split in zip(names, own, strict=True):
-        groups.setdefault(split if split and None not in own and "train" in own else "train", []).append(name)
-    if kind == "text":
-        return {split: _text_files(root, group, errors="strict") for split, group in groups.items()}
-    files = {split: {name: root / name for name in group} for split, group in groups.items()}
-    rows = {split: Rows([*each.values()], SMALL) for split, each in files.items()}
-    return {split: _rows(str(path), each, columns, streaming, files[split]) for split, each in rows.items()}
-
-
-def _local_files(path: Path) -> tuple[Path, str, list[str]]:
-    """The folder, the kind of its files (text or one of rows), and their names relative to it, sorted."""
     if path.is_file():
         root, names = path.parent, [path.name]
     elif path.is_dir():
@@ -350,12 +332,23 @@ def _local_files(path: Path) -> tuple[Path, str, list[str]]:
     else:
         raise UsageError(f"{path}: there is no such file or folder; --data takes stdlib, a path, or hf:NAME[:SUBSET]")
     suffixes = {_suffix(name) for name in names}
-    if suffixes and suffixes <= _TEXT:
-        return root, "text", names
-    if len(suffixes) != 1 or not suffixes <= {*_ROWS, *_LONE_ROWS}:
+    is_text = bool(suffixes) and suffixes <= _TEXT
+    if not is_text and (len(suffixes) != 1 or not suffixes <= {*_ROWS, *_LONE_ROWS}):
         found = f"holds {', '.join(sorted(suffixes))} files" if any(suffixes) else "holds no text"
         raise UsageError(f"{path}: {found}; give {_READ}, which is one kind at a time")
-    return root, "rows", names
+    if not any((root / name).stat().st_size for name in names):
+        raise UsageError(f"{path}: is empty; give it some text")
+    if is_text:
+        _refuse_columns(str(path), columns, "give jsonl")
+    groups: dict[str, list[str]] = {}
+    own = [_split_in_name(name) for name in names]
+    for name, split in zip(names, own, strict=True):
+        groups.setdefault(split if split and None not in own and "train" in own else "train", []).append(name)
+    if is_text:
+        return {split: _text_files(root, group, errors="strict") for split, group in groups.items()}
+    places = {split: {name: root / name for name in group} for split, group in groups.items()}
+    rows = {split: Rows([*each.values()], SMALL) for split, each in places.items()}
+    return {split: _rows(str(path), each, columns, streaming, places[split]) for split, each in rows.items()}
 
 
 def _of_one_sort(folder: Path, names: list[str]) -> list[str]:

@@ -142,7 +142,7 @@ def row_format(source: str, wanted: Columns, names: Collection[str]) -> RowForma
     if name == "text":
         _refuse_missing(source, names, wanted.text, "--text-column")
         other = _by_names(names, wanted.prompts) if wanted.format == "auto" and wanted.text == "text" else None
-        return RowFormat("text", (wanted.text,), _texts(wanted.text), "text", other)
+        return RowFormat("text", (wanted.text,), lambda key, row: text_document(key, row[wanted.text]), "text", other)
     if name in ("messages", "sharegpt"):
         usual = ("messages", "conversations") if name == "messages" else ("conversations", "conversation", "messages")
         column = wanted.messages or next((each for each in usual if each in names), usual[0])
@@ -194,10 +194,6 @@ def _refuse_missing(source: str, names: Collection[str], column: str, option: st
         there = ", ".join(map(printable, names))
         hint = f"{option} needs it; there are {there}" if " " in option else column_hint(names, option)
         raise UsageError(f"{source}: has no column '{column}'; {hint}")
-
-
-def _texts(column: str) -> Convert:
-    return lambda key, row: text_document(key, row[column])
 
 
 def text_document(key: str, value: Any) -> Document:

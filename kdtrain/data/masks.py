@@ -90,9 +90,16 @@ class Masks:
             if wanted and sum(map(len, learned)) > sum(map(len, wanted)) + calls + _BEYOND * len(wanted):
                 self.wide += 1
                 self._first.setdefault("wide", document.key)
-            shown, self._example = self._example, False
-        if shown:
-            _show(document.key, runs, label, quoted)
+            example, self._example = self._example, False
+        if example:
+            counted = "an example, %s: %d of %d tokens count, between %s %s"
+            log.info(counted, document.key, label.sum(), len(label), OPENS, CLOSES)
+            shown = (f"{OPENS}{_short(run, quoted)}{CLOSES}" if kept else _short(run, quoted) for kept, run in runs)
+            lines = "".join(shown).splitlines()
+            for line in lines[:_SHOWN]:
+                log.info("  | %s", line)
+            if len(lines) > _SHOWN:
+                log.info("  | ... and %d lines more", len(lines) - _SHOWN)
 
     def report(self) -> None:
         """Log how much was learned, what was left out, and masks that look wrong."""
@@ -114,16 +121,6 @@ class Masks:
         if self.wide:
             text = "%s: in %s conversations the chat template counts more than the assistant's text (first: %s)"
             log.warning(text, self._split, f"{self.wide:,}", self._first["wide"])
-
-
-def _show(key: str, runs: list[tuple[bool, str]], label: _Array, quoted: dict[str, str]) -> None:
-    log.info("an example, %s: %d of %d tokens count, between %s %s", key, label.sum(), len(label), OPENS, CLOSES)
-    shown = "".join(f"{OPENS}{_short(run, quoted)}{CLOSES}" if kept else _short(run, quoted) for kept, run in runs)
-    lines = shown.splitlines()
-    for line in lines[:_SHOWN]:
-        log.info("  | %s", line)
-    if len(lines) > _SHOWN:
-        log.info("  | ... and %d lines more", len(lines) - _SHOWN)
 
 
 def _short(run: str, quoted: dict[str, str]) -> str:

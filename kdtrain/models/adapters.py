@@ -251,19 +251,15 @@ def write_adapter(model: PreTrainedModel, lora: LoraConfig, base: str, out: Path
     names = list(adapted(model))
     transposed = any(isinstance(model.get_submodule(f"{name}.base_layer"), Conv1D) for name in names)
     settings = _settings(lora, [], transposed, base)
-    settings.target_modules = sorted(_shortest(names, model))  # peft would write a set, in any order
+    leaves = {name.rpartition(".")[2] for name in names}
+    alike = {name for name, each in model.named_modules() if name.rpartition(".")[2] in leaves}
+    # the last parts where they name the same layers, as people write them; peft would write a set, in any order
+    settings.target_modules = sorted(leaves if alike == {*names} else names)
     settings.save_pretrained(out)
     state, kind = model.state_dict(), torch.float32 if dtype is None else getattr(torch, dtype)
     tensors = {name: state[own].detach().cpu() for name, own in _names_in_files(model).items()}
     refuse_overflow(tensors, kind)
     save_file({name: each.to(kind).contiguous() for name, each in tensors.items()}, out / WEIGHTS, {"format": "pt"})
-
-
-def _shortest(names: list[str], model: nn.Module) -> list[str]:
-    """The last parts of the names of layers where they name the same layers, as people write them."""
-    leaves = {name.rpartition(".")[2] for name in names}
-    named = {name for name, each in model.named_modules() if name.rpartition(".")[2] in leaves}
-    return sorted(leaves) if named == {*names} else names
 
 
 def _names_in_files(model: nn.Module) -> dict[str, str]:
@@ -293,7 +289,8 @@ def read_adapter(folder: Path) -> LoraConfig:
             shown = printable(f"{key} = {json.dumps(value)}"[:80])
             raise UsageError(f"{folder}: {shown} in its {ADAPTER_CONFIG}, which kdtrain does not train")
     values = {f"lora_{own}": table[theirs] for own, theirs in _READ.items() if theirs in table}
-    names = [name.removeprefix(_IN_FILES) for name in _tensor_names(folder)]
+    with _open(folder) as file:
+        names = [name.removeprefix(_IN_FILES) for name in sorted(file.keys())]
     return lora_of(values, names, f"{folder / ADAPTER_CONFIG}")
 
 
@@ -344,11 +341,6 @@ def fill_adapter(
                 )
         for name, own in names.items():
             local(state[own]).copy_(part(file.get_tensor(name).float(), state[own]))
-
-
-def _tensor_names(folder: Path) -> list[str]:
-    with _open(folder) as file:
-        return sorted(file.keys())
 
 
 @contextlib.contextmanager

@@ -143,7 +143,9 @@ def causal_attention(
     flex = flex_fits(query, keywords.get("dropout", 0.0))
     if flex and (softcap is not None or (not plain and length > BLOCK)):
         mask = _mask(block_mask, attention_mask, sliding_window, query)
-        query, key, value = _cast(query, key, value)
+        if torch.is_autocast_enabled(query.device.type):  # some releases of torch do not cast for FlexAttention
+            kind = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(kind), key.to(kind), value.to(kind)
         output, _ = flex_attention_forward(module, query, key, value, mask, **keywords)
         return output, None
     if softcap is not None:
@@ -301,14 +303,6 @@ def choose_kernel(
     kernel_orders[width] = list(dict.fromkeys([KERNELS[fastest], *_OTHERS]))
     shown = {name: "not possible" if each == math.inf else f"{1e3 * each:.3g} ms" for name, each in times.items()}
     return f"attention by {fastest}: " + ", ".join(f"{name} {text}" for name, text in shown.items()) + " a layer"
-
-
-def _cast(*tensors: Tensor) -> list[Tensor]:
-    """The tensors as autocast casts them for SDPA; some releases of torch do not cast for FlexAttention."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
 
 
 AttentionInterface.register(CAUSAL, causal_attention)

@@ -39,7 +39,14 @@ def model_from_layers(spec: ModelSpec, teacher: PreTrainedModel, vocab_size: int
 
     Raises `UsageError` for a layer the teacher does not have, and for any weight of another shape.
     """
-    list_name, count = _layer_list(teacher, spec)
+    count, modules = teacher.config.get_text_config().num_hidden_layers, dict(teacher.named_modules())
+    lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList) and len(module) == count]
+    outermost = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
+    if len(outermost) != 1:
+        raise UsageError(
+            f"{spec.name}: teacher {spec.teacher} has {len(outermost)} lists of layers; use init = 'scratch'"
+        )
+    list_name = outermost[0]
     if max(spec.layers) >= count:
         raise UsageError(f"{spec.name}: layers = {list(spec.layers)}, and {spec.teacher} has layers 0 to {count - 1}")
     config = layers_config(teacher.config, spec.layers) if spec.config is None else configuration(spec, vocab_size)
@@ -63,19 +70,6 @@ def model_from_layers(spec: ModelSpec, teacher: PreTrainedModel, vocab_size: int
         weights[name] = given[source]
     student.load_state_dict(weights)
     return student
-
-
-def _layer_list(model: PreTrainedModel, spec: ModelSpec) -> tuple[str, int]:
-    """Find the one outermost list with as many modules as the model has layers: its name and its length."""
-    count = model.config.get_text_config().num_hidden_layers
-    modules = dict(model.named_modules())
-    lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList) and len(module) == count]
-    outermost = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
-    if len(outermost) != 1:
-        raise UsageError(
-            f"{spec.name}: teacher {spec.teacher} has {len(outermost)} lists of layers; use init = 'scratch'"
-        )
-    return outermost[0], count
 
 
 def layers_config(teacher: PreTrainedConfig, layers: tuple[int, ...]) -> PreTrainedConfig:
@@ -146,23 +140,18 @@ def configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
         raise UsageError(f"{spec.name}: [config] has no vocab_size, which no cache gives here; add it")
     if type(table["vocab_size"]) is not int:
         raise UsageError(f"{spec.name}: [config] vocab_size = {table['vocab_size']!r} is not a whole number")
-    return config_of(spec.name, model_type, _special_tokens(spec, table) | table)
+    # no padding: an embedding's padding row would start at zero and get no gradient
+    ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if spec.tokenizer is not None:
+        tokenizer = ask_tokenizer(spec.tokenizer, trust_remote_code=False)
+        eos = tokenizer.eos_token_id
+        ids |= {"eos_token_id": eos, "bos_token_id": eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id}
+    # in place of defaults that may be outside of the vocabulary
+    ids = {key: None if id is None or id >= table["vocab_size"] else id for key, id in ids.items()}
+    return config_of(spec.name, model_type, ids | table)
 
 
 def _reads(config: PreTrainedConfig, key: str) -> bool:
     """Whether a model's code asks for a key that its configuration does not declare, as Qwen's for `head_dim`."""
     code = Path(inspect.getfile(type(config)).replace("configuration_", "modeling_"))
     return code.is_file() and f'getattr(config, "{key}"' in code.read_text()
-
-
-def _special_tokens(spec: ModelSpec, table: dict[str, Any]) -> dict[str, int | None]:
-    """Return the tokenizer's ids, in place of defaults that may be outside of the vocabulary.
-
-    No padding: an embedding's padding row would start at zero and get no gradient.
-    """
-    ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    if spec.tokenizer is not None:
-        tokenizer = ask_tokenizer(spec.tokenizer, trust_remote_code=False)
-        eos = tokenizer.eos_token_id
-        ids |= {"eos_token_id": eos, "bos_token_id": eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id}
-    return {key: None if id is None or id >= table["vocab_size"] else id for key, id in ids.items()}

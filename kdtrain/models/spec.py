@@ -143,8 +143,20 @@ def read_spec(spec: str, kind: Literal["teachers", "students"] = "students") -> 
             raise UsageError(f"{path} holds an adapter; merge it into its base, or name that and add --load {path}")
         raise UsageError(f"{path}: no config.json in this folder; a model folder has one")
     if path.suffix == ".toml":
-        found = _from_toml(path)
-        _refuse_endless_teachers(path, found)
+        found = last = _from_toml(path)
+        chain = [str(path)]
+        while last.teacher is not None:  # the chain must end, and run no code that the spec does not allow
+            chain.append(last.teacher)
+            if len(chain) > MAX_TEACHERS:
+                endless = f"{' -> '.join(chain[:4])} ..."
+                raise UsageError(f"{path}: its teacher has a teacher, and so on, without end: {endless}")
+            other = last.teacher
+            last = _from_toml(Path(other)) if other.endswith(".toml") else read_spec(other, "teachers")
+            if last.trust_remote_code and not found.trust_remote_code:
+                raise UsageError(
+                    f"{path}: its teacher {last.name} needs to run code; set trust_remote_code = true here too if you "
+                    "trust that"
+                )
         return found
     if path.is_file():
         raise UsageError(f"{spec}: a spec is a TOML file, a model folder or a hub id, and this is another file")
@@ -208,7 +220,14 @@ def is_hub_id(source: str) -> bool:
 
 
 def _from_toml(path: Path) -> ModelSpec:
-    table = _read_toml(path)
+    try:
+        table = read_toml(path)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: not valid TOML: {' '.join(str(error).split())}") from None
     known = [field.name for field in dataclasses.fields(ModelSpec)]
     for key in table:
         if key not in known:
@@ -256,32 +275,6 @@ def _lora(path: Path, table: Any) -> LoraConfig:
         return LoraConfig(**values)
     except UsageError as error:
         raise UsageError(f"{path}: [lora]: {error.args[0].replace('--lora-', '')}") from None
-
-
-def _refuse_endless_teachers(path: Path, spec: ModelSpec) -> None:
-    """Follow `teacher` from spec to spec: the chain must end, and run no code that `spec` does not allow."""
-    last, chain = spec, [str(path)]
-    while last.teacher is not None:
-        chain.append(last.teacher)
-        if len(chain) > MAX_TEACHERS:
-            raise UsageError(f"{path}: its teacher has a teacher, and so on, without end: {' -> '.join(chain[:4])} ...")
-        last = _from_toml(Path(last.teacher)) if last.teacher.endswith(".toml") else read_spec(last.teacher, "teachers")
-        if last.trust_remote_code and not spec.trust_remote_code:
-            raise UsageError(
-                f"{path}: its teacher {last.name} needs to run code; set trust_remote_code = true here too if you "
-                "trust that"
-            )
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return read_toml(path)
-    except FileNotFoundError:
-        raise UsageError(f"{path}: there is no such file") from None
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UsageError(f"{path}: not valid TOML: {' '.join(str(error).split())}") from None
 
 
 def _relative_to(folder: Path, source: str, where: str) -> str:

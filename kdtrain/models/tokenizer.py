@@ -189,13 +189,12 @@ def filler_token(tokenizer: Any, ends: tuple[int, ...]) -> int:
 
 def named(tokens: tuple[int, ...], tokenizer: Any) -> str:
     """Ids with their texts, for a message."""
-    shown = [f"{each} ({_text(each, tokenizer)})" for each in tokens[:_SHOWN]]
+    shown = []
+    for each in tokens[:_SHOWN]:
+        text = str(tokenizer.convert_ids_to_tokens(each)) if each < len(tokenizer) else "no token"
+        shown.append(f"{each} ({printable(text)[:40]})")
     more = f" and {len(tokens) - _SHOWN} more" if len(tokens) > _SHOWN else ""
     return f"{', '.join(shown)}{more}"
-
-
-def _text(token: int, tokenizer: Any) -> str:
-    return printable(str(tokenizer.convert_ids_to_tokens(token)))[:40] if token < len(tokenizer) else "no token"
 
 
 def learn_ends(model: Any, taught: tuple[int, ...], tokenizer: Any) -> str | None:

@@ -103,17 +103,6 @@ def finish(axes: Axes, title: str, x: str, y: str) -> None:
         axes.legend(frameon=False, fontsize=9)
 
 
-def bands(quantized: Sequence[float]) -> list[tuple[float, float]]:
-    """Where stretches of quantised steps begin and end; step 1 is from 0.5 to 1.5."""
-    found: list[tuple[float, float]] = []
-    for step, each in enumerate(quantized, 1):
-        if each and found and found[-1][1] == step - 0.5:
-            found[-1] = (found[-1][0], step + 0.5)
-        elif each:
-            found.append((step - 0.5, step + 0.5))
-    return found
-
-
 def pooled(diagrams: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, float]]:
     """One diagram of several: tokens added up, confidence and accuracy weighted by them."""
     result: list[dict[str, float]] = []

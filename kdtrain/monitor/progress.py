@@ -46,8 +46,17 @@ def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
         handler.close()
     if quiet:
         log.addHandler(logging.NullHandler())
-    else:
-        log.addHandler(_shown())
+    else:  # what a person sees, with hours and minutes; the date is in the log file
+        if console.is_terminal:
+            handler = RichHandler(
+                console=console, show_path=False, show_level=False, show_time=False, highlighter=NullHighlighter()
+            )
+        else:
+            handler = logging.StreamHandler(sys.stdout if console.is_jupyter else sys.stderr)
+            handler.setFormatter(_OneLine("%(asctime)s %(message)s", "%H:%M"))
+        if console.is_terminal or console.is_jupyter:
+            handler.addFilter(lambda record: not getattr(record, "in_bar", False))
+        log.addHandler(handler)
     if file is not None:
         if file.exists() and not file.is_file():  # opening a pipe for writing blocks until it has a reader
             raise UsageError(f"{file} is not a regular file; move it away")
@@ -109,20 +118,6 @@ class _LogFile(logging.FileHandler):
 def log_step(text: str) -> None:
     """Log the line of a step, which the bar of a terminal or a notebook shows already."""
     log.info("%s", text, extra={"in_bar": True})
-
-
-def _shown() -> logging.Handler:
-    """The handler of what a person sees, with hours and minutes; the date is in the log file."""
-    if console.is_terminal:
-        handler: logging.Handler = RichHandler(
-            console=console, show_path=False, show_level=False, show_time=False, highlighter=NullHighlighter()
-        )
-    else:
-        handler = logging.StreamHandler(sys.stdout if console.is_jupyter else sys.stderr)
-        handler.setFormatter(_OneLine("%(asctime)s %(message)s", "%H:%M"))
-    if console.is_terminal or console.is_jupyter:
-        handler.addFilter(lambda record: not getattr(record, "in_bar", False))
-    return handler
 
 
 class _TwoLines(Progress):

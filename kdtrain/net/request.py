@@ -68,7 +68,7 @@ class Session(requests.Session):
 
     def __init__(self) -> None:
         super().__init__()
-        self.auth = _no_password
+        self.auth = lambda request: request  # keeps requests from sending what ~/.netrc has
         for scheme in ("http://", "https://"):
             self.mount(scheme, _Adapter(self))
 
@@ -80,11 +80,6 @@ class Session(requests.Session):
 
     def get_redirect_target(self, resp: requests.Response) -> None:
         """None. Given a target, requests reads the redirect's whole body, of any size, even if it does not follow."""
-
-
-def _no_password(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    """Keeps requests from sending what ~/.netrc has."""
-    return request
 
 
 class _Adapter(HTTPAdapter):

@@ -7,7 +7,6 @@ import torch
 from kdtrain.cache.build.live_capture import LiveCache
 from kdtrain.cache.format.manifest import weights_line
 from kdtrain.cache.format.names import MANIFEST
-from kdtrain.cache.read.reader import Cache
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.models.spec import read_spec, with_weights
 from kdtrain.monitor.progress import log
@@ -43,7 +42,12 @@ def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | 
         if (remote := config.remote) is not None:
             spec = replace(spec, kind=remote.teacher_kind, weights=None)
         spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
-        teacher = open_teacher(spec, device, _mode(config, refined, device))
+        mode = pick_mode(config.precision, device)
+        earlier = (begun_with(config.out) if refined is None else refined.manifest.settings.teacher) or {}
+        if config.precision == "auto" and (before := earlier.get("precision")) in MODES and before != mode:
+            log.info("the teacher runs in %s, as this cache was begun; on %s auto is %s", before, device, mode)
+            mode = pick_mode(before, device)
+        teacher = open_teacher(spec, device, mode)
         if remote is not None:
             teacher.connect(remote, config.codec)
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
@@ -72,13 +76,3 @@ def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | 
     if teacher.cost is not None:
         log.info("%s", weights_line(teacher.cost))
     build_cache(config, teacher, refined, live, text)
-
-
-def _mode(config: CacheTeacherConfig, refined: Cache | None, device: torch.device) -> str:
-    """The mode of the forward; `auto` keeps that of a cache which is resumed or refined."""
-    mode = pick_mode(config.precision, device)
-    earlier = (begun_with(config.out) if refined is None else refined.manifest.settings.teacher) or {}
-    if config.precision == "auto" and (before := earlier.get("precision")) in MODES and before != mode:
-        log.info("the teacher runs in %s, as this cache was begun; on %s auto is %s", before, device, mode)
-        mode = pick_mode(before, device)
-    return mode

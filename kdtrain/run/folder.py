@@ -81,20 +81,15 @@ def holds_run(config: DistillConfig, resume: str | None = None) -> bool:
     if resume == "never" and not config.checkpoint.overwrite:
         raise UsageError(f"--out {out} holds a run; name another folder, or add --overwrite to move it aside")
     if resume == "never":
-        refuse_displacing(out, _needed(config))
+        needed: dict[str, Path | str | None] = {"--load": config.checkpoint.load, "--data": config.data.data}
+        needed |= {f"--cache {number}".removesuffix(" 1"): each for number, each in enumerate(config.cache, 1)}
+        if config.teacher not in (None, SELF):
+            needed |= {f"--teacher {word}".strip(): path for word, path in paths_of(config.teacher, "teachers").items()}
+        needed |= {f"--student {word}".strip(): path for word, path in paths_of(config.student).items()}
+        refuse_displacing(out, needed)
     else:
         refuse_displacing(out / "student", {})  # which the export replaces, perhaps after days
     return True
-
-
-def _needed(config: DistillConfig) -> dict[str, Path | str | None]:
-    """What the run reads, by the option that names it."""
-    needed: dict[str, Path | str | None] = {"--load": config.checkpoint.load, "--data": config.data.data}
-    needed |= {f"--cache {number}".removesuffix(" 1"): each for number, each in enumerate(config.cache, 1)}
-    if config.teacher not in (None, SELF):
-        needed |= {f"--teacher {word}".strip(): path for word, path in paths_of(config.teacher, "teachers").items()}
-    needed |= {f"--student {word}".strip(): path for word, path in paths_of(config.student).items()}
-    return needed
 
 
 def claim_folder(config: DistillConfig, resume: str | None = None) -> bool:

@@ -92,7 +92,18 @@ def card_files(
         teacher, found = _member_facts(each, manifests.get(str(each.get("digest"))), given.get("teacher"))
         facts |= found
         teachers |= dict.fromkeys([teacher] if teacher else [])
-    facts |= _checkpoint_facts(state)
+    progress, trained = state["progress"], state["student"].get("weights")
+    facts |= {"their mixture": state["cache"]} if "caches" in state else {}
+    if trained is not None:
+        facts["trained"] = (
+            f"adapters beside {trained} weights, of which the losses below are; merged they are another model"
+        )
+    facts |= {"step": f"{progress['step']:,}", "tokens": f"{progress['tokens']:,}"}
+    for key, words in _LOSSES.items():
+        if isinstance(loss := progress.get(key), float):
+            size = progress.get("bytes_per_token")
+            bits = f", {loss / size / math.log(2):.4f} bits a byte" if size else ""
+            facts[words.format(progress["validated_step"])] = f"{loss:.4f} nats a token{bits}"
     made = f"distilled from {' and '.join(map(markdown_text, teachers))}" if teachers else "trained by cross-entropy"
     hub_id, toml = _hub_id(given.get("student"), base), to_toml(recipe)
     licence = "The licence is not stated" if license is None else f"The student's licence is {markdown_text(license)}"
@@ -181,21 +192,6 @@ def _member_facts(member: Mapping[str, Any], manifest: Manifest | None, named: A
         f"text{of}": known.get("text"),
     }
     return teacher, {label: text for label, text in facts.items() if text}
-
-
-def _checkpoint_facts(state: Mapping[str, Any]) -> dict[str, str]:
-    progress, facts = state["progress"], {"their mixture": state["cache"]} if "caches" in state else {}
-    if (kind := state["student"].get("weights")) is not None:
-        facts["trained"] = (
-            f"adapters beside {kind} weights, of which the losses below are; merged they are another model"
-        )
-    facts |= {"step": f"{progress['step']:,}", "tokens": f"{progress['tokens']:,}"}
-    for key, words in _LOSSES.items():
-        if isinstance(loss := progress.get(key), float):
-            size = progress.get("bytes_per_token")
-            bits = f", {loss / size / math.log(2):.4f} bits a byte" if size else ""
-            facts[words.format(progress["validated_step"])] = f"{loss:.4f} nats a token{bits}"
-    return facts
 
 
 def _loading(name: str, run: Path, adapter: bool) -> Iterator[str]:

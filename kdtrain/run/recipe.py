@@ -200,10 +200,16 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
                 "--teacher-parallel replicate, or a cache"
             )
         with_bounds(given.objective, facts, teacher is not None)
-        parameters = None if job is None else job.student.parameters
-        if job is None and given.optimizer.lr == "auto" and rate is None:
-            parameters = student_parameters(student, size)
-        lr, lr_from = _learning_rate(given, student, parameters, rate)
+        lr_from: str | None = None
+        if given.optimizer.lr != "auto":
+            lr = given.optimizer.peak_lr
+        elif rate is not None:  # a run that is resumed keeps its own
+            lr, lr_from = rate, "that of its checkpoints"
+        else:
+            parameters = student_parameters(student, size) if job is None else job.student.parameters
+            trains, row = table_rate(given, student, parameters)
+            large = "of unknown size" if parameters is None else f"{short(parameters)} parameters"
+            lr, lr_from = row.lr, f"{WORDS[trains]}, {large}; kdtrain find-lr measures it"
     on_main(lambda: _look(given))
     resumed = held.enter_context(run_lock(given, checkpoint.resume)) if earlier is None else False
     if teacher is not None:
@@ -292,19 +298,6 @@ def _look(config: DistillConfig) -> None:
             if "cache" not in config.allow_mismatch:
                 raise UsageError(f"{cache.name} does not look right: {finding}; or add --allow-mismatch cache")
             warn_early("mismatch", f"--allow-mismatch cache: {cache.name} does not look right: {finding}")
-
-
-def _learning_rate(
-    given: DistillConfig, student: ModelSpec, parameters: int | None, saved: float | None
-) -> tuple[float, str | None]:
-    """The peak rate of a run, and where `--lr auto` took it from; a run that goes on keeps its own."""
-    if given.optimizer.lr != "auto":
-        return given.optimizer.peak_lr, None
-    if saved is not None:
-        return saved, "that of its checkpoints"
-    kind, row = table_rate(given, student, parameters)
-    size = "of unknown size" if parameters is None else f"{short(parameters)} parameters"
-    return row.lr, f"{WORDS[kind]}, {size}; kdtrain find-lr measures it"
 
 
 def table_rate(config: DistillConfig, student: ModelSpec, parameters: int | None) -> tuple[Kind, Rate]:

@@ -94,16 +94,12 @@ class _Draws(LogitsProcessor):
             self._held.append((rows, place_B[rows], scores[torch.from_numpy(rows).to(scores.device)]))
         self._step += 1
         self.open_B &= ~np.isin(tokens_B, self._how.end_tokens) & (self._step < self._room_B)
-        if len(self._held) == BLOCK or not self.open_B.any():
-            self._hand_on()
-        return torch.full_like(scores, -torch.inf).scatter_(1, drawn_B[:, None], 0.0)
-
-    def _hand_on(self) -> None:
-        if self._held:
+        if self._held and (len(self._held) == BLOCK or not self.open_B.any()):
             rows, places = (np.concatenate([each[part] for each in self._held]) for part in (0, 1))
             logits_NV = torch.cat([each[2] for each in self._held])
             self._held = []
             self._take(rows, places, self.tokens_BT1[rows, places + 1], logits_NV)
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn_B[:, None], 0.0)
 
 
 def continued(generate: Generate, rows: ShardRows, how: Writing, take: Take) -> ShardRows:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from checkpoint_kit import STATES, tensors
 
+from kdtrain import faults
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
@@ -20,6 +23,22 @@ def store(tmp_path: Path) -> Store:
     for step in (10, 20, 30):
         store.save(f"step-{step:08d}", step, tensors(step), STATES)
     return store
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let saves fail with an error at a point, `times` times."""
+
+    def plan(name: str, error: Exception, times: int = 1) -> None:
+        errors = [error] * times
+
+        def point(reached: str, amount: int = 1) -> None:
+            if reached == name and errors:
+                raise errors.pop()
+
+        monkeypatch.setattr(faults, "point", point)
+
+    return plan
 
 
 @pytest.fixture(autouse=True, scope="session")

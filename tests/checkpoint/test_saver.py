@@ -109,22 +109,6 @@ def test_one_state_has_all_requested_names_and_the_links_and_retention_follow(tm
     assert_equal(load(store.folder / "epoch-0004").tensors, tensors(4))
 
 
-@pytest.fixture
-def broken(monkeypatch):
-    """Let a save fail, once, with any error at any point."""
-
-    def plan(name, error):
-        errors = [error]
-
-        def point(reached, amount=1):
-            if reached == name and errors:
-                raise errors.pop()
-
-        monkeypatch.setattr(faults, "point", point)
-
-    return plan
-
-
 BROKEN = OSError(errno.EIO, os.strerror(errno.EIO))
 
 
@@ -239,28 +223,10 @@ from kdtrain.checkpoint.store import Store
 saver = Saver(Store(Path(sys.argv[1])))
 for step in (10, 20):
     saver.save([f"step-{step:08d}"], step, {"a": torch.zeros(4096)}, {"step": step})
-if len(sys.argv) < 3:
-    saver.close()
 """
-
-
-def start(folder, *argv, fault=""):
-    environment = {**os.environ, "KDTRAIN_FAULT": fault, "KDTRAIN_FAULT_LOG": str(folder.with_name("fired"))}
-    argv = [sys.executable, "-c", PROGRAM, str(folder), *argv]
-    return subprocess.run(argv, env=environment, capture_output=True, text=True)
-
-
-def test_a_disk_that_is_full_after_some_bytes_is_an_error_at_the_end_and_the_earlier_ones_stay(tmp_path):
-    folder = tmp_path / "checkpoints"
-    done = start(folder, fault="checkpoint.write:enospc:20000-99999")
-    assert done.returncode == 1
-    assert "step-00000020 could not be written: No space left on device, at header in shard-00001" in done.stderr
-    assert (tmp_path / "fired").read_text() == "checkpoint.write\n"
-    assert Store(folder).newest_valid() == ("step-00000010", [])
-    assert not list(folder.glob(".*"))
 
 
 def test_a_process_that_ends_without_waiting_has_written_its_last_checkpoint(tmp_path):
     folder = tmp_path / "checkpoints"
-    assert start(folder, "leave").returncode == 0
+    subprocess.run([sys.executable, "-c", PROGRAM, str(folder)], check=True)
     assert Store(folder).newest_valid() == ("step-00000020", [])

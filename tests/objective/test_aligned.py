@@ -30,6 +30,13 @@ BYTES = ["a", "b"]
 TEXTS = ["".join(each) for size in range(1, 5) for each in itertools.product("ab", repeat=size)]
 
 
+def loss_of(logits, targets, labels, chunk=None):
+    """The sum of the loss over all rows of logits, every one of which counts."""
+    mask = torch.ones(len(logits), dtype=torch.bool)
+    options = {"temperature": 1.0, "alpha": 1.0, "vocab_size": logits.shape[1], "normalizer": 1.0, "chunk": chunk}
+    return distillation_loss(logits, OutputHead(), labels, mask, targets, **options).loss
+
+
 def token_bytes(vocabulary):
     flat = np.frombuffer("".join(vocabulary).encode(), np.uint8)
     starts = np.cumsum([0, *map(len, vocabulary)]).astype(np.int64)
@@ -78,6 +85,13 @@ def whole(energies, labels):
     """All six entries kept, and a tail that is empty, as a cache states it."""
     found = sparse(energies, labels, top_k=6, dtype=torch.float64)
     return found.map(lambda name, each: each.nan_to_num(neginf=FLOOR) if name == "tail" else each)
+
+
+def drawn_targets(ids, logprobs, counts, samples, tail=None, top_k=0):
+    """Samples, beside a top-k or alone, whose other numbers are 0."""
+    none = torch.zeros(len(ids), dtype=logprobs.dtype)
+    tail = none[:, None].expand(-1, 2) if tail is None else tail
+    return SparseTargets(ids, logprobs, counts, tail, none, none, none, top_k=top_k, num_samples=samples, knots=(1.0,))
 
 
 def aligned(near, compared, cells=None):
@@ -174,37 +188,21 @@ def test_the_term_equals_the_enumeration_of_all_texts_up_to_four_bytes(kind, ins
         within = within - torch.log_softmax(student[row, members], 0)[members.index(labels[row])]
     assert (within > 1) == (kind != "a student of bytes")
     expected = cells + text + within
-    out = distillation_loss(
-        student,
-        OutputHead(),
-        labels,
-        torch.ones(len(labels), dtype=torch.bool),
-        targets,
-        temperature=1.0,
-        alpha=1.0,
-        vocab_size=len(wide),
-        normalizer=1.0,
-        chunk=chunk,
-    )
-    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-9)
-    (got,), (want,) = (torch.autograd.grad(each, student) for each in (out.loss, expected))
+    loss = loss_of(student, targets, labels, chunk)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
+    (got,), (want,) = (torch.autograd.grad(each, student) for each in (loss, expected))
     assert (got - want).norm() <= 1e-9 * want.norm()
 
 
 def test_labels_shifted_by_one_make_the_cells_worse():
     own = torch.stack([log_softmax_at(before, 6, 1) for _, before, _ in positions(TEACHER)])
-    source = torch.arange(len(own))
+    source, labels = torch.arange(len(own)), torch.ones(len(own), dtype=torch.int64)
     near = over(whole(own, own.argmax(1)), torch.arange(6), source)
     right, shifted = (
-        run_aligned(own, aligned(each, source >= 0)) for each in (near, near.map(lambda _, tensor: tensor.roll(1, 0)))
+        loss_of(own, aligned(each, source >= 0), labels).item() / len(own)
+        for each in (near, near.map(lambda _, tensor: tensor.roll(1, 0)))
     )
     assert right < 1e-9 < 0.1 < shifted
-
-
-def run_aligned(logits, targets):
-    mask = torch.ones(len(logits), dtype=torch.bool)
-    options = {"temperature": 1.0, "alpha": 1.0, "vocab_size": logits.shape[1], "normalizer": float(len(logits))}
-    return distillation_loss(logits, OutputHead(), mask.long(), mask, targets, **options).loss.item()
 
 
 def wrapped(p, near, cells=None):
@@ -314,11 +312,10 @@ def test_a_top_k_over_cells_is_least_at_the_teacher_and_asks_for_no_more_than_it
     def divergence(logits):
         ready = logits.detach().requires_grad_()
         labels = torch.zeros(30, dtype=torch.int64)
-        options = {"temperature": 1.0, "alpha": 1.0, "vocab_size": 23, "normalizer": 1.0}
-        out = distillation_loss(ready, OutputHead(), labels, every, targets, **options)
+        loss = loss_of(ready, targets, labels)
         comparison = targets.compare(ready.detach().clone(), labels).divergence
         kl = (comparison.teacher.exp() * (comparison.teacher - comparison.student)).sum()
-        return kl, torch.autograd.grad(out.loss, ready)[0]
+        return kl, torch.autograd.grad(loss, ready)[0]
 
     value, gradient = divergence((mass_p / tell.sum(0)).log()[:, of_student])
     assert value.abs() < 1e-5 and gradient.abs().max() < 1e-5  # the masses are stored in fp32
@@ -351,18 +348,7 @@ def test_samples_give_an_unbiased_gradient_as_the_loss_is_linear_in_their_counts
     index, places = CellIndex.of(cells, 4), torch.arange(6)
 
     def gradient(counts):
-        drawn = SparseTargets(
-            ids=torch.arange(9).expand(6, -1),
-            logprobs=(counts / 4).clamp(min=1e-9).log(),
-            counts=counts,
-            tail=torch.zeros(6, 2, dtype=torch.float64),
-            label_logprob=p.energies[:, 0],
-            logit_mean=p.energies[:, 0],
-            logit_std=p.energies[:, 0],
-            top_k=0,
-            num_samples=4,
-            knots=(1.0,),
-        )
+        drawn = drawn_targets(torch.arange(9).expand(6, -1), (counts / 4).clamp(min=1e-9).log(), counts, 4)
         targets = aligned(over(drawn, cells, places), places >= 0, index)
         return torch.autograd.grad(run(p, targets, 1.0, "sampled", alpha=1.0).loss, p.leaves())[0]
 
@@ -397,19 +383,8 @@ def test_from_samples_the_divergence_over_cells_is_too_large_by_the_entropy_that
     cells = torch.arange(size) // 3
     drawn = torch.multinomial(energies.exp(), draws, replacement=True, generator=torch.Generator().manual_seed(0))
     counts = torch.zeros(count, size).scatter_add_(1, drawn, torch.ones(drawn.shape))
-    none = torch.zeros(count)
-    targets = SparseTargets(
-        ids=torch.arange(size).expand(count, -1),
-        logprobs=(counts / draws).log().clamp_min(-1e4) - 0.3,  # the tokens' own entropy, which says nothing of cells'
-        counts=counts,
-        tail=none[:, None].expand(-1, 2),
-        label_logprob=none,
-        logit_mean=none,
-        logit_std=none,
-        top_k=0,
-        num_samples=draws,
-        knots=(1.0,),
-    )
+    logprobs = (counts / draws).log().clamp_min(-1e4) - 0.3  # the tokens' own entropy, which says nothing of cells'
+    targets = drawn_targets(torch.arange(size).expand(count, -1), logprobs, counts, draws)
     every = torch.arange(count)
     near, mask = over(targets, cells, every), torch.ones(count, dtype=torch.bool)
     ours = aligned(near, mask, CellIndex.of(cells, size // 3))
@@ -423,8 +398,7 @@ def test_from_samples_the_divergence_over_cells_is_too_large_by_the_entropy_that
 
 def test_of_whole_distributions_the_likeliest_cells_are_kept_and_the_rest_is_one_event(monkeypatch):
     p = problem(n=30).cast(torch.float32)
-    of_teacher = torch.tensor([0, 1, 2, -1, 2, 3, 0, 4, 1][: p.vocab_size])
-    of_teacher = torch.cat([of_teacher, torch.full((max(0, p.vocab_size - len(of_teacher)),), 4)])
+    of_teacher = torch.tensor([0, 1, 2, -1, 2, 3, 0, 4, 1] + [4] * (p.vocab_size - 9))
     mass = torch.zeros(30, 5, dtype=torch.float64)
     for token, cell in enumerate(of_teacher.tolist()):
         if cell >= 0:
@@ -445,16 +419,8 @@ def test_a_teachers_bytes_are_those_of_its_own_labels():
     near, at = targets_for(p, "ghost", torch.float32), torch.tensor([True, True, False, True])
     near = replace(near, label_logprob=torch.tensor([0.0, -3.0, 0.0, -1.0]))
     targets = AlignedTargets(near, at, torch.tensor([0.0, 3.0, 0.0, 5.0]), None)
-    found = measure(
-        p.hidden,
-        p.head,
-        p.labels,
-        torch.ones(4, dtype=torch.bool),
-        targets,
-        vocab_size=p.vocab_size,
-        chunk=3,
-        bytes_N=torch.tensor([3, 1, 2, 4]),
-    )
+    how = {"vocab_size": p.vocab_size, "chunk": 3, "bytes_N": torch.tensor([3, 1, 2, 4])}
+    found = measure(p.hidden, p.head, p.labels, torch.ones(4, dtype=torch.bool), targets, **how)
     assert (found.bytes, found.teacher_bytes, found.compared) == (10, 8, 3)
     assert found.teacher_bits_per_byte() == pytest.approx(4 / 8 / math.log(2))
     assert found.teacher_loss() == pytest.approx(4 / 8 * 10 / 4)
@@ -468,18 +434,9 @@ def test_within_a_token_the_texts_own_is_one_more_sample_but_beside_a_top_k(top_
     cells = TeacherCells.of(Cells(np.array([0, 0, 1]), np.array([0, 1, 2]), 3), spelling)
     mass = torch.tensor([[0.6, 0.2, 0.2], [0.0, 0.0, 1.0]])
     tail = mass * (torch.arange(3) >= top_k)
-    targets = SparseTargets(
-        ids=torch.arange(3).expand(2, -1),
-        logprobs=mass.log().clamp_min(FLOOR),
-        counts=10 * tail / tail.sum(1, keepdim=True),
-        tail=tail.sum(1).log()[:, None] * torch.tensor([1.0, 0.0]),
-        label_logprob=torch.zeros(2),
-        logit_mean=torch.zeros(2),
-        logit_std=torch.zeros(2),
-        top_k=top_k,
-        num_samples=10,
-        knots=(1.0,),
-    )
+    log_tail = tail.sum(1).log()[:, None] * torch.tensor([1.0, 0.0])
+    counts, logprobs = 10 * tail / tail.sum(1, keepdim=True), mass.log().clamp_min(FLOOR)
+    targets = drawn_targets(torch.arange(3).expand(2, -1), logprobs, counts, 10, log_tail, top_k)
     source, prefix, own = torch.tensor([0, 0, 1, -1]), torch.tensor([0, 1, 1, 0]), torch.tensor([0, 2, 2, 2])
     found = coarsened(targets, cells, source, prefix, own)
     by_cell = torch.zeros(4, 4).scatter_add_(1, found.ids.clamp(max=3), found.counts / 10)

@@ -32,20 +32,7 @@ from kdtrain.objective.targets import OnlineTargets
 from kdtrain.objective.temperature import LikelihoodTemperature
 
 SPARSE = [rule for rule in RULES if rule != "dense"]
-VIEWS = {
-    "slice",
-    "select",
-    "unsqueeze",
-    "squeeze",
-    "view",
-    "expand",
-    "alias",
-    "detach",
-    "permute",
-    "t",
-    "split",
-    "empty",
-}
+VIEWS = {"slice", "select", "unsqueeze", "squeeze", "view", "expand", "alias", "detach", "permute", "t", "split"}
 
 
 class Launches(TorchDispatchMode):

@@ -39,25 +39,15 @@ def test_every_divergence_agrees_with_an_fp64_reference_in_value_and_all_gradien
     assert_agrees(problem(bias=True), rule, torch.float32, T, 1e-6, divergence=divergence)
 
 
-@pytest.mark.parametrize("divergence,rule", OTHERS)
-def test_the_gradient_in_t_of_every_divergence_agrees_with_finite_differences(divergence, rule):
+@pytest.mark.parametrize("divergence,rule", EVERY)
+def test_the_gradient_in_t_agrees_with_finite_differences_between_knots(divergence, rule):
     p = problem().cast(torch.float64)
     targets = targets_for(p, rule)
     t = torch.tensor(2.6, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(run(p, targets, t, rule, divergence=divergence).loss, [t])
     above, below = (run(p, targets, t.detach() + h, rule, divergence=divergence).loss.item() for h in (1e-5, -1e-5))
-    assert slope.item() == pytest.approx((above - below) / 2e-5, rel=1e-6, abs=1e-9)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_the_gradient_in_t_agrees_with_finite_differences_between_knots(rule):
-    p = problem().cast(torch.float64)
-    targets = targets_for(p, rule)
-    t = torch.tensor(2.6, dtype=torch.float64, requires_grad=True)
-    (slope,) = torch.autograd.grad(run(p, targets, t, rule).loss, [t])
-    step = 1e-5
-    above, below = (run(p, targets, torch.tensor(2.6 + s, dtype=torch.float64), rule).loss for s in (step, -step))
-    assert slope.item() == pytest.approx((above - below).item() / (2 * step), rel=1e-7)
+    bound = {"rel": 1e-7} if divergence == "forward-kl" else {"rel": 1e-6, "abs": 1e-9}
+    assert slope.item() == pytest.approx((above - below) / 2e-5, **bound)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -89,25 +79,6 @@ def test_a_vocabulary_of_two_and_a_top_k_that_leaves_no_tail():
     assert out.loss.item() == pytest.approx(expected.item())
     for got, want in zip(gradients(out.loss, ours, t), gradients(expected, exact, t_exact), strict=True):
         torch.testing.assert_close(got, want)
-
-
-def test_bf16_hidden_states_cost_only_their_own_rounding():
-    p = problem(n=64, d=32, vocab=101, size=4.0)
-    rounded = p.cast(torch.bfloat16)
-    exact = rounded.cast(torch.float64)
-    t, t_exact = (
-        torch.tensor(2.0, requires_grad=True),
-        torch.tensor(2.0, dtype=torch.float64, requires_grad=True),
-    )
-    out = run(rounded, targets_for(p, "ghost", torch.float32), t, "ghost")
-    expected, _, _ = reference_loss(exact, t_exact, 0.7, "ghost", targets_for(p, "ghost"), 11.0)
-    assert out.loss.dtype == torch.float32
-    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    got, want = gradients(out.loss, rounded, t), gradients(expected, exact, t_exact)
-    for g, w in zip(got, want, strict=True):
-        # Only the gradient itself is rounded, to the 8 bits of its dtype.
-        assert (g.double() - w).norm() <= 2**-8 * w.norm()
-    assert got[0].dtype == torch.bfloat16
 
 
 def test_fp16_hidden_gradients_are_scaled_before_they_are_rounded():
@@ -191,6 +162,7 @@ def test_bf16_costs_no_divergence_more_than_the_rounding_of_the_inputs_and_of_th
     assert out.loss.item() == pytest.approx(expected.item(), rel=inputs)
     *got, got_t = gradients(out.loss, ours, t)
     *want, want_t = gradients(expected, exact, t_exact)
+    assert got[0].dtype == torch.bfloat16
     for g, w in zip(got, want, strict=True):
         assert (g.double() - w).norm() <= (2**-8 + inputs) * w.norm()
     assert abs(got_t.item() - want_t.item()) <= 2 * inputs * max(abs(expected.item()), abs(want_t.item()))

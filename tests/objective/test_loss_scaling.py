@@ -2,24 +2,10 @@
 
 import pytest
 import torch
-from objective_cases import with_number
-from objective_reference import dense, problem, reference_loss, sparse
+from objective_cases import run, targets_for, with_number
+from objective_reference import problem, reference_loss
 
 from kdtrain.config.choices import DIVERGENCES
-from kdtrain.objective.loss import distillation_loss
-
-
-def targets_for(p, rule, dtype):
-    if rule == "dense":
-        return dense(p.energies, p.labels, dtype)
-    return sparse(p.energies, p.labels, top_k=5, dtype=dtype)
-
-
-def run(p, log_t, rule, dtype, **more):
-    return distillation_loss(
-        p.hidden, p.head, p.labels, p.mask, targets_for(p, rule, dtype), temperature=log_t.exp(), alpha=0.7,
-        vocab_size=p.vocab_size, normalizer=11.0, **more,
-    ).loss  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", ["ghost", "dense"])
@@ -28,7 +14,7 @@ def test_a_loss_scale_multiplies_every_gradient_including_that_of_log_t(kind, ru
     found = []
     for scale in (1.0, 4096.0):
         p, log_t = problem(bias=True).cast(kind), torch.tensor(0.7, requires_grad=True)
-        (scale * run(p, log_t, rule, torch.float32)).backward()
+        (scale * run(p, targets_for(p, rule, torch.float32), log_t.exp(), rule).loss).backward()
         # A power of two: taking the scale off again, as a GradScaler does, is exact but for what fp16 cannot hold.
         found.append([x.grad.double() / scale for x in (*p.leaves(), log_t)])
     for plain, scaled in zip(*found, strict=True):
@@ -47,6 +33,7 @@ def test_the_gradient_in_t_from_dense_targets_keeps_its_digits_in_fp32(divergenc
     expected, _, _ = reference_loss(exact, t, 0.7, "dense", targets_for(p64, "dense", torch.float64), 11.0, divergence)
     (want,) = torch.autograd.grad(expected, t)
     log_t = torch.tensor(T).log().requires_grad_()
-    loss = run(p64.cast(torch.float32), log_t, "dense", torch.float32, divergence=with_number(divergence, 0.3))
+    targets = targets_for(p64, "dense", torch.float32)
+    loss = run(p64.cast(torch.float32), targets, log_t.exp(), "dense", divergence=with_number(divergence, 0.3)).loss
     (got,) = torch.autograd.grad(loss, log_t)
     assert abs(got.item() - T * want.item()) <= 2e-6 * max(abs(T * want.item()), abs(expected.item()))

@@ -19,6 +19,15 @@ MIXTURE = SHAPES["llama"] | {"model_type": "qwen3_moe", "num_experts": 4, "num_e
 MIXTURE |= {"moe_intermediate_size": 16, "router_aux_loss_coef": 0.3}
 
 
+def tiny(recomputes, **shape):
+    """A tiny model, and a split one around it, whose layers are recomputed or not; nothing is compiled yet."""
+    torch.compiler.reset()
+    own = tiny_model("llama", **shape)
+    if recomputes:
+        checkpoint_activations(own)
+    return own, split(own)
+
+
 def test_layers_get_a_graph_for_each_length_beyond_the_compilers_own_limit_and_none_while_they_are_plain():
     torch.compiler.reset()
     graphs = []
@@ -43,11 +52,8 @@ def test_layers_get_a_graph_for_each_length_beyond_the_compilers_own_limit_and_n
     ids=["router", "router and hidden states", "hidden states"],
 )
 def test_layers_share_one_whole_graph_whatever_is_collected_of_them(shape, layers, balance, recomputes):
-    torch.compiler.reset()
-    own = tiny_model("llama", **shape)
-    if recomputes:
-        checkpoint_activations(own)
-    model, tokens = split(own), torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
+    own, model = tiny(recomputes, **shape)
+    tokens = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
 
     def collected(forward):
         own.zero_grad()
@@ -66,11 +72,7 @@ def test_layers_share_one_whole_graph_whatever_is_collected_of_them(shape, layer
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_layer_that_fails_leaves_nothing_collected_behind(monkeypatch, recomputes):
-    torch.compiler.reset()
-    own = tiny_model("llama", **MIXTURE)
-    if recomputes:
-        checkpoint_activations(own)
-    model, tokens = split(own), torch.zeros(1, 9, dtype=torch.int64)
+    (_, model), tokens = tiny(recomputes, **MIXTURE), torch.zeros(1, 9, dtype=torch.int64)
     forward = CompiledLayers(model, backend="eager").calling(model.with_layers)
     before = _active_collector.get()  # other tests of the process may have left an empty one
 
@@ -86,12 +88,8 @@ def test_a_layer_that_fails_leaves_nothing_collected_behind(monkeypatch, recompu
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_whole_mixture_of_experts_is_one_graph(monkeypatch, recomputes):
-    torch.compiler.reset()
-    compile = torch.compile
+    (model, _), compile = tiny(recomputes, **MIXTURE), torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, dynamic=False, backend="eager"))
-    model = tiny_model("llama", **MIXTURE)
-    if recomputes:
-        checkpoint_activations(model)
     student = kd.Student(model, kd.DistillationLoss(alpha=0.0), compile=True)
     counters.clear()
     for _ in range(2):

@@ -72,32 +72,22 @@ def test_without_torchao_fp8_is_emulated_and_the_reason_is_logged(monkeypatch):
     assert choose("fp8", "torchao", recipe(), "tensorwise", CPU).startswith("torchao: torchao cannot be imported")
 
 
-def test_auto_emulates_where_nothing_is_real_and_reports_it():
+def test_auto_emulates_where_nothing_is_real_and_a_named_back_end_is_taken_although_it_is_not_faster():
     choice = choose("fp8", "auto", recipe(), "tensorwise", CPU)
     assert (choice.name, choice.real) == ("emulated", False) and isinstance(choice.backend, Emulated)
     assert choice.line.startswith("fp8, emulated (torchao: no CPU instruction multiplies fp8")
-
-
-def test_auto_takes_a_real_back_end(real_torchao):
-    choice = choose("fp8", "auto", recipe(), "tensorwise", CPU)
-    assert (choice.name, choice.real, choice.line) == ("torchao", True, "fp8 by torchao, real")
-
-
-def test_auto_tries_only_back_ends_that_support_the_recipe(real_torchao):
-    assert choose("fp8", "auto", recipe(scaling="blockwise"), "blockwise", CPU).name == "emulated"
-    assert choose("fp8", "auto", recipe(form="e5m2"), "tensorwise", CPU).name == "emulated"
-    assert choose("mxfp8", "auto", recipe("mxfp8"), "tensorwise", CPU).name == "emulated"
-
-
-def test_a_named_back_end_is_taken_although_it_is_not_faster():
     choice = choose("fp8", "torchao", recipe(), "tensorwise", CPU)
     assert (choice.name, choice.line) == ("torchao", "fp8 by torchao, not faster here")
+    missing = "transformer-engine: TransformerEngine runs on CUDA devices only"
+    assert choose("fp8", "transformer-engine", recipe(), "tensorwise", CPU) == missing
 
 
-def test_a_missing_named_back_end_is_a_reason():
-    assert choose("fp8", "transformer-engine", recipe(), "tensorwise", CPU) == (
-        "transformer-engine: TransformerEngine runs on CUDA devices only"
-    )
+def test_auto_takes_a_real_back_end_that_supports_the_recipe(real_torchao):
+    choice = choose("fp8", "auto", recipe(), "tensorwise", CPU)
+    assert (choice.name, choice.real, choice.line) == ("torchao", True, "fp8 by torchao, real")
+    for mode, options in (("fp8", {"scaling": "blockwise"}), ("fp8", {"form": "e5m2"}), ("mxfp8", {})):
+        scaling = options.get("scaling", "tensorwise")
+        assert choose(mode, "auto", recipe(mode, **options), scaling, CPU).name == "emulated"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A training without a disk: a tiny student, and a source of random sequences with a random teacher."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from kdtrain import faults
 from kdtrain.config import (
     CheckpointConfig,
     DistillConfig,
@@ -28,6 +30,8 @@ from kdtrain.testing import tiny_model
 from kdtrain.training.sources.source import Facts
 from kdtrain.training.student import Student
 from kdtrain.training.trainer import Trainer
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 VOCABULARY, SEQ_LEN = 300, 8
 FACTS = Facts(
@@ -149,3 +153,17 @@ def _temperature(objective: ObjectiveConfig, steps: int) -> Any:
 @pytest.fixture
 def workshop(tmp_path: Path) -> Workshop:
     return Workshop(tmp_path)
+
+
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], set[str]]]:
+    """Plant faults as KDTRAIN_FAULT does; what is returned holds those that have fired."""
+
+    def plant(text: str) -> set[str]:
+        monkeypatch.setenv("KDTRAIN_FAULT", text)
+        faults.read()
+        return faults._fired
+
+    yield plant
+    monkeypatch.delenv("KDTRAIN_FAULT", raising=False)
+    faults.read()

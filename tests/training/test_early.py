@@ -2,11 +2,10 @@
 
 import json
 import math
-import os
 import random
-import signal
 
 import pytest
+from training_kit import ending, trained
 
 from kdtrain.config import StoppingConfig
 from kdtrain.training.guards import EarlyStopping
@@ -111,11 +110,6 @@ FLAT = {"lr": 1e-9, "min_lr": 0.0, "early_stopping": True, "early_stopping_inter
 FLAT |= {"stopping_warmup": 0, "early_stopping_patience": 2, "checkpoint_freq": 100}
 
 
-def rates(run):
-    lines = [json.loads(text) for text in (run.config.out / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["lr"] for line in lines if "lr" in line}
-
-
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "wsd"])
 def test_a_plateau_stops_the_run_where_no_decay_is_left_to_begin(workshop, schedule):
     with workshop.run(steps=40, lr_schedule=schedule, on_plateau="stop", **FLAT) as run:
@@ -127,9 +121,9 @@ def test_a_plateau_stops_the_run_where_no_decay_is_left_to_begin(workshop, sched
 def test_a_plateau_in_the_stable_phase_begins_the_decay_and_the_run_ends_with_it(workshop):
     with workshop.run(steps=40, lr_schedule="wsd", decay_steps=8, decay_shape="linear", **FLAT) as run:
         run.fit()
-    progress = run.state.progress
+    progress, rates = run.state.progress, {line["step"]: line["lr"] for line in trained(run)}
     assert (progress.decay_from, progress.step, progress.stopped) == (6, 14, None)
-    assert [rates(run)[step] for step in range(5, 15)] == pytest.approx(
+    assert [rates[step] for step in range(5, 15)] == pytest.approx(
         [1e-9, 1e-9, *(1e-9 * (1 - done / 8) for done in range(1, 9))]
     )
 
@@ -149,17 +143,11 @@ def test_a_run_that_is_resumed_in_a_decay_that_a_plateau_began_ends_with_the_sam
 
 
 def test_a_plateau_whose_validation_was_interrupted_begins_the_decay_at_the_same_step(workshop):
-    class Stopping(workshop.source):
-        def read(self, indices):
-            if len(self.reads) == 4:  # the first read of the validation of step 4; each takes two
-                os.kill(os.getpid(), signal.SIGTERM)
-            return super().read(indices)
-
     options = {"steps": 40, "lr_schedule": "wsd", "decay_steps": 8, **FLAT}
     with workshop.run("whole", **options) as whole:
         whole.fit()
-    with workshop.run("cut", validation=Stopping(5, seed=1), **options) as cut:
-        cut.fit()
+    with workshop.run("cut", validation=ending(workshop, 5, 4), **options) as cut:
+        cut.fit()  # the fourth read is the first of the validation of step 4; each takes two
         assert (cut.stopped_by, cut.state.progress.step, cut.state.progress.validated_step) == ("SIGTERM", 4, 2)
         cut.stopped_by = None
         cut.fit()

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from training_kit import ending, events, lines_of, trained
 
 from kdtrain import faults
 from kdtrain.checkpoint.store import load
@@ -20,9 +21,8 @@ from kdtrain.training.state import load_saved
 from kdtrain.training.step import Status
 
 
-def metrics(run):
-    lines = [json.loads(text) for text in (run.config.out / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line], [line for line in lines if "loss" not in line]
+def validations(run):
+    return [line for line in lines_of(run, "metrics.jsonl") if "loss" not in line]
 
 
 def weights(run):
@@ -32,9 +32,9 @@ def weights(run):
 def test_a_run_trains_to_its_last_step_and_its_loss_falls(workshop):
     with workshop.run(steps=12, eval_freq=4, checkpoint_freq=5) as run:
         run.fit()
-    training, validation = metrics(run)
+    training = trained(run)
     assert [line["step"] for line in training] == list(range(1, 13))
-    assert [line["step"] for line in validation] == [0, 4, 8, 12]
+    assert [line["step"] for line in validations(run)] == [0, 4, 8, 12]
     assert training[-1]["loss"] < training[0]["loss"]
     assert (run.state.progress.step, run.state.progress.sequences) == (12, 48)
     assert run.state.progress.tokens == sum(line["tokens"] for line in training)
@@ -48,7 +48,7 @@ def test_a_run_shorter_than_its_interval_of_validations_validates_at_its_quarter
     for every in (250, 8):
         with workshop.run(f"every-{every}", steps=8, eval_freq=every) as run:
             run.fit()
-        ends.append(([line["step"] for line in metrics(run)[1]], weights(run)))
+        ends.append(([line["step"] for line in validations(run)], weights(run)))
     assert [steps for steps, _ in ends] == [[0, 2, 4, 6, 8], [0, 8]]
     assert all(torch.equal(tensor, ends[1][1][name]) for name, tensor in ends[0][1].items())
 
@@ -96,7 +96,7 @@ def test_a_step_is_the_mean_over_its_unmasked_tokens_however_it_is_cut(workshop)
         source = workshop.source(10, masked=(1, 4, 7))
         with workshop.run(f"micro-{micro}", train=source, micro_batch_size=micro, clip=0.0) as run:
             run.fit()
-        found[micro] = metrics(run)[0], weights(run)
+        found[micro] = trained(run), weights(run)
     for micro in (2, 1):
         for ours, theirs in zip(found[micro][0], found[4][0], strict=True):
             assert ours["tokens"] == theirs["tokens"]
@@ -118,13 +118,13 @@ def test_the_gradient_is_that_of_the_mean_over_the_unmasked_tokens(workshop):
         norm = torch.stack([parameter.grad.square().sum() for parameter in parameters]).sum().sqrt().item()
         run.state.optimizer.zero_grad()
         run.fit()
-    assert metrics(run)[0][0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert trained(run)[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
 def test_the_loss_that_is_reported_is_the_weighted_sum_of_its_parts(workshop):
     with workshop.run(alpha=0.25, temperature=3.0) as run:
         run.fit()
-    for line in metrics(run)[0]:
+    for line in trained(run):
         assert line["loss"] == pytest.approx(0.75 * line["ce"] + 0.25 * 9 * line["kd"], rel=1e-6)
         assert line["T"] == 3.0
 
@@ -141,12 +141,10 @@ def test_a_step_without_a_token_is_skipped_and_the_order_stays(workshop):
         progress = run.state.progress
         assert (progress.step, progress.sequences, progress.skips, progress.skips_in_a_row) == (0, 4, 0, 0)
         run.fit()
-    assert [line["tokens"] > 0 for line in metrics(run)[0]] == [True, True] and progress.step == 2
+    assert [line["tokens"] > 0 for line in trained(run)] == [True, True] and progress.step == 2
     assert next(reads for reads in source.reads if len(reads) == 4) == first[:4]
-    events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
-    skips = [each["message"] for each in events if each["event"] == "skip"]
-    assert skips == ["batch 1 at step 1: no token counts: skipped"]
-    assert not [each for each in events if each["event"] == "gradients"], "those of a step without tokens are zeros"
+    assert [each["message"] for each in events(run, "skip")] == ["batch 1 at step 1: no token counts: skipped"]
+    assert not events(run, "gradients"), "those of a step without tokens are zeros"
 
 
 @pytest.mark.parametrize("where, what", [("train", "8 sequences in a row"), ("validation", "the validation sequences")])
@@ -184,8 +182,8 @@ def test_a_run_continues_after_a_non_finite_step_and_takes_all_its_steps(worksho
     first = order.batch(0, 0, 16, 40).tolist()
     with workshop.run(train=workshop.source(40, broken=(first[5],)), steps=3) as run:
         run.fit()
-    assert [line["step"] for line in metrics(run)[0]] == [1, 2, 3]
-    assert all(math.isfinite(line["loss"]) for line in metrics(run)[0])
+    assert [line["step"] for line in trained(run)] == [1, 2, 3]
+    assert all(math.isfinite(line["loss"]) for line in trained(run))
     assert (run.state.progress.sequences, run.state.progress.skips, run.state.progress.skips_in_a_row) == (16, 1, 0)
 
 
@@ -199,30 +197,23 @@ def test_a_broken_teacher_ends_the_run_and_nothing_broken_is_saved(workshop):
     assert run.store.names() == ["step-00000000"]
 
 
-def test_the_best_student_is_the_one_of_the_lowest_validation_loss(workshop):
-    with workshop.run(steps=8, eval_freq=1, lr=0.3, alpha=1.0) as run:
+def test_the_best_student_is_the_one_of_the_lowest_validation_loss_and_outlives_pruning(workshop):
+    with workshop.run(steps=8, eval_freq=1, lr=0.3, alpha=1.0, checkpoint_freq=1, keep_rolling=2) as run:
         run.fit()
-    losses = {line["step"]: line["validation/loss"] for line in metrics(run)[1]}
+    losses = {line["step"]: line["validation/loss"] for line in validations(run)}
     best = min(losses, key=losses.__getitem__)
     assert (run.state.progress.best_step, run.state.progress.best_loss) == (best, losses[best])
     assert os.readlink(run.store.folder / "best") == f"step-{best:08d}"
-    assert (run.state.progress.first_loss, run.state.progress.last_loss) == (losses[0], losses[8])
-
-
-def test_old_checkpoints_are_pruned_and_the_best_is_kept(workshop):
-    with workshop.run(steps=6, checkpoint_freq=1, eval_freq=3, keep_rolling=2) as run:
-        run.fit()
     kept = {name for name in run.store.names() if name.startswith("step-")}
-    assert {"step-00000005", "step-00000006"} <= kept
-    assert len(kept) <= 3
-    assert (run.store.folder / "best").exists()
+    assert kept == {f"step-{best:08d}", "step-00000007", "step-00000008"}
+    assert (run.state.progress.first_loss, run.state.progress.last_loss) == (losses[0], losses[8])
 
 
 def test_the_temperatures_gradient_is_not_clipped_and_does_not_count(workshop):
     def final(clip, mode):
         with workshop.run(f"{clip}-{mode}", steps=3, clip=clip, temperature_mode=mode, temperature_lr=0.1) as run:
             run.fit()
-        return metrics(run)[0]
+        return trained(run)
 
     clipped, free = final(1e-6, "likelihood"), final(0.0, "likelihood")
     # the likelihood's gradient knows the teacher alone: T must not notice how the student is clipped
@@ -236,32 +227,18 @@ def test_clipping_bounds_the_gradient_that_the_optimizer_sees(workshop):
         run.fit()
     moments = [state["exp_avg"].square().sum() for state in run.state.optimizer.state.values()]
     assert math.sqrt(sum(moments)) == pytest.approx(1e-3, rel=1e-4)
-    assert metrics(run)[0][0]["grad_norm"] > 1e-3
-
-
-@pytest.fixture
-def term_at(monkeypatch):
-    """Send SIGTERM at the `call`-th time that a point is passed."""
-
-    def ask(point, call):
-        monkeypatch.setenv("KDTRAIN_FAULT", f"{point}:term:{call}")
-        faults.read()
-        return faults._calls
-
-    yield ask
-    monkeypatch.undo()
-    faults.read()
+    assert trained(run)[0]["grad_norm"] > 1e-3
 
 
 @pytest.mark.parametrize("call, finished", [(1, 0), (2, 0), (4, 1), (5, 2)])
-def test_a_stop_saves_the_last_finished_step_and_nothing_of_the_unfinished_one(workshop, term_at, call, finished):
+def test_a_stop_saves_the_last_finished_step_and_nothing_of_the_unfinished_one(workshop, fault, call, finished):
     with workshop.run("whole", steps=finished or 1, micro_batch_size=2, lr_schedule="constant") as whole:
         start = weights(whole)
         whole.fit()
-    calls = term_at("train.after-micro-batch", call)
+    fault(f"train.after-micro-batch:term:{call}")
     with workshop.run("stopped", steps=4, eval_freq=4, micro_batch_size=2, lr_schedule="constant") as run:
         run.fit()
-    assert calls["train.after-micro-batch"] == call
+    assert faults._calls["train.after-micro-batch"] == call
     assert (run.stopped_by, run.state.progress.step) == ("SIGTERM", finished)
     expected = weights(whole) if finished else start
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(run).items())
@@ -291,25 +268,14 @@ def test_a_checkpoint_is_logged_once_it_is_published_and_never_before(workshop, 
 
 
 def test_a_stop_in_the_first_validation_trains_nothing(workshop):
-    class Stopping(workshop.source):
-        def read(self, indices):
-            os.kill(os.getpid(), 15)
-            return super().read(indices)
-
     source = workshop.source(10)
-    with workshop.run(train=source, validation=Stopping(9), steps=3) as run:
+    with workshop.run(train=source, validation=ending(workshop, 9, 0), steps=3) as run:
         run.fit()
     assert (run.stopped_by, run.state.progress.step, source.reads) == ("SIGTERM", 0, [])
 
 
 def test_a_stop_in_the_last_validation_leaves_it_to_the_next_start(workshop):
-    class Stopping(workshop.source):
-        def read(self, indices):
-            if len(self.reads) >= 3:
-                os.kill(os.getpid(), 15)
-            return super().read(indices)
-
-    with workshop.run(validation=Stopping(9), steps=2, eval_freq=2) as run:
+    with workshop.run(validation=ending(workshop, 9, 3, once=False), steps=2, eval_freq=2) as run:
         run.fit()
     assert (run.stopped_by, run.state.progress.step, run.state.progress.validated_step) == ("SIGTERM", 2, 0)
     assert run.store.newest_valid()[0] == "step-00000002"
@@ -320,25 +286,13 @@ def test_a_stop_in_the_last_validation_leaves_it_to_the_next_start(workshop):
     assert (run.stopped_by, run.state.progress.validated_step) == (None, 2)
 
 
-def failing(workshop, size, last):
-    """A source that cannot be read once it was read `last` times."""
-
-    class Failing(workshop.source):
-        def read(self, indices):
-            if len(self.reads) == last:
-                raise RunError("the cache is gone")
-            return super().read(indices)
-
-    return Failing(size)
-
-
 @pytest.mark.parametrize("last, finished", [(0, 0), (1, 0), (4, 2), (5, 2)])
 def test_data_that_cannot_be_read_any_more_end_a_run_whose_last_finished_step_is_saved(workshop, last, finished):
     options = {"steps": 4, "micro_batch_size": 2, "eval_freq": 4}
     with workshop.run("whole", checkpoint_freq=1, **options) as whole:
         whole.fit()
     with (
-        workshop.run("failing", train=failing(workshop, 10, last), **options) as run,
+        workshop.run("failing", train=ending(workshop, 10, last, fails=True), **options) as run,
         pytest.raises(RunError, match="the cache is gone"),
     ):
         run.fit()
@@ -347,13 +301,12 @@ def test_data_that_cannot_be_read_any_more_end_a_run_whose_last_finished_step_is
     expected, saved = load(whole.store.path(f"step-{finished:08d}")), load(run.store.path(name))
     assert all(torch.equal(tensor, expected.tensors[key]) for key, tensor in saved.tensors.items())
     assert saved.state["progress"] == expected.state["progress"]
-    events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
-    assert [each["reason"] for each in events if each["event"] == "stop"] == ["a failed read"]
+    assert [each["reason"] for each in events(run, "stop")] == ["a failed read"]
 
 
 def test_a_validation_that_cannot_be_read_any_more_ends_a_run_whose_last_step_is_saved(workshop):
     with (
-        workshop.run(validation=failing(workshop, 5, 3), steps=3, eval_freq=2, checkpoint_freq=100) as run,
+        workshop.run(validation=ending(workshop, 5, 3, fails=True), steps=3, eval_freq=2, checkpoint_freq=100) as run,
         pytest.raises(RunError, match="the cache is gone"),
     ):
         run.fit()

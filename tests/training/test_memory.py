@@ -1,47 +1,33 @@
 """A step that does not fit into memory is repeated once with half the micro-batch, and gives the same weights."""
 
-import json
 import signal
 
 import pytest
 import torch
+from training_kit import events
 
-from kdtrain import faults
 from kdtrain.checkpoint.store import load
 from kdtrain.errors import RunError
 from kdtrain.training.recovery import Next
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.step import Status, out_of_memory
 
-
-@pytest.fixture
-def no_memory(monkeypatch):
-    """Let these micro-batches, by their number in the process, not fit."""
-
-    def plan(when):
-        monkeypatch.setenv("KDTRAIN_FAULT", f"train.after-micro-batch:oom:{when}")
-        faults.read()
-        return faults._fired
-
-    yield plan
-    monkeypatch.undo()
-    faults.read()
+POINT = "train.after-micro-batch"
 
 
-def test_a_first_step_without_memory_is_taken_in_half_micro_batches_with_the_same_result(workshop, no_memory):
+def test_a_first_step_without_memory_is_taken_in_half_micro_batches_with_the_same_result(workshop, fault):
     options = {"train": workshop.source(40), "steps": 3, "lr_schedule": "constant"}
     with workshop.run("whole", **options, micro_batch_size=2) as whole:
         whole.fit()
-    fired = no_memory("2")
+    fired = fault(f"{POINT}:oom:2")
     with workshop.run("halved", **options) as run:
         run.stepper.halves_for = 3
         run.fit()
-    assert fired == {"train.after-micro-batch"}
+    assert fired == {POINT}
     assert (run.stepper.micro, run.stepper.micros, run.state.progress.step) == (2, 2, 3)
     ours, theirs = (load(each.store.path("step-00000003")).tensors for each in (run, whole))
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
-    events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
-    (event,) = [each for each in events if each["event"] == "memory"]
+    (event,) = events(run, "memory")
     assert (event["level"], event["micro_batch_size"], event["step"]) == ("warning", 2, 1)
     said = "out of memory in step 2 with micro-batches of 4 sequences: continuing with 2, as --micro-batch-size 2 does"
     assert event["message"].startswith(said)
@@ -58,9 +44,9 @@ def test_a_first_step_without_memory_is_taken_in_half_micro_batches_with_the_sam
     ids=["a second time", "after the first steps", "one sequence", "CUDA graphs"],
 )
 def test_memory_that_is_not_enough_after_that_is_an_error_with_a_reason(
-    workshop, no_memory, when, options, halves_until, words
+    workshop, fault, when, options, halves_until, words
 ):
-    no_memory(when)
+    fault(f"{POINT}:oom:{when}")
     with workshop.run(steps=4, **options) as run:
         run.stepper.halves_for = halves_until
         with pytest.raises(RunError, match=words) as caught:
@@ -75,8 +61,8 @@ def test_a_cpu_without_memory_is_known_by_its_words():
     assert not out_of_memory(RuntimeError("shapes differ"))
 
 
-def test_a_step_that_ran_out_of_memory_and_one_that_was_interrupted_are_two_results(workshop, no_memory):
-    fired, stopped = no_memory("1"), StopRequest()
+def test_a_step_that_ran_out_of_memory_and_one_that_was_interrupted_are_two_results(workshop, fault):
+    fired, stopped = fault(f"{POINT}:oom:1"), StopRequest()
     stopped.settle(signal.SIGTERM)
     with workshop.run(steps=3) as run:
         run.stepper.halves_for = 3

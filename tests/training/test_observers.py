@@ -2,7 +2,6 @@
 
 import torch
 
-from kdtrain import faults
 from kdtrain.training.observers import Observer
 
 
@@ -58,15 +57,12 @@ def test_observers_are_called_around_each_part_of_a_step_and_change_nothing(work
     assert diary.eager == [1, 2]
 
 
-def test_observers_see_a_skipped_step_and_a_rollback(workshop, monkeypatch):
-    monkeypatch.setenv("KDTRAIN_FAULT", "train.loss:nan:4-5")
-    faults.read()
+def test_observers_see_a_skipped_step_and_a_rollback(workshop, fault):
+    fault("train.loss:nan:4-5")
     options = {"checkpoint_freq": 1, "max_skips": 1, "nan_hooks": "off"}
     with workshop.run(train=workshop.source(40), **options) as run:
         run.stepper.observers.append(diary := Diary())
         run.fit()
-    monkeypatch.undo()
-    faults.read()
     assert [call for call in diary.calls if call.startswith(("skipped", "rewound"))] == [
         *("skipped True", "skipped True", "rewound 2")
     ]

@@ -1,14 +1,12 @@
 """A loss spike: how far a run is rolled back, which data it leaves out, and how it ends."""
 
-import json
 import math
-import os
-import signal
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors import SafetensorError
+from training_kit import ending, events, trained
 
 from kdtrain import faults
 from kdtrain.checkpoint.store import load
@@ -21,31 +19,16 @@ SPIKE = {"steps": 40, "checkpoint_freq": 4, "eval_freq": 40, "early_stopping": F
 
 
 @pytest.fixture
-def spikes(monkeypatch):
+def spikes(fault):
     """Multiply the loss by 30, or another factor, at these batches, or make it NaN."""
-
-    def ask(batches, factor=30):
-        how = factor if factor == "nan" else f"x{factor}"
-        monkeypatch.setenv("KDTRAIN_FAULT", f"train.loss:{how}:{batches}")
-        faults.read()
-        return faults._fired
-
-    yield ask
-    monkeypatch.undo()
-    faults.read()
-
-
-def events(run, kind):
-    lines = [json.loads(text) for text in (run.config.out / "events.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == kind]
+    return lambda batches, how="x30": fault(f"train.loss:{how}:{batches}")
 
 
 def losses(run):
-    lines = [json.loads(text) for text in (run.config.out / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    return {line["step"]: line["loss"] for line in trained(run)}
 
 
-def test_a_spike_is_rolled_back_its_data_left_out_and_the_rate_halved(workshop, spikes):
+def test_a_spike_is_rolled_back_to_the_checkpoint_before_it_its_data_left_out_and_the_rate_halved(workshop, spikes):
     fired = spikes("26-28")
     with workshop.run(train=workshop.source(400), **SPIKE) as run:
         run.fit()
@@ -59,23 +42,9 @@ def test_a_spike_is_rolled_back_its_data_left_out_and_the_rate_halved(workshop, 
     assert (event["step"], event["first"], event["skipped"], event["lr_factor"]) == (24, 26, [96, 112], 0.5)
     assert list(losses(run)) == list(range(1, 41))
     assert max(losses(run).values()) < 10 * losses(run)[1]
-
-
-def test_the_weights_after_a_rollback_are_those_of_the_checkpoint_from_before_the_spike(workshop, spikes):
-    spikes("26-28")
-    with workshop.run(train=workshop.source(400), **SPIKE) as run:
-        run.fit()
     before, after = (load(run.store.folder / name) for name in ("step-00000024", "rollback_1_iter24"))
     assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
     assert (before.state["progress"]["sequences"], after.state["progress"]["sequences"]) == (96, 112)
-
-
-def test_two_bad_batches_are_not_a_spike(workshop, spikes):
-    fired = spikes("26-27")
-    with workshop.run(train=workshop.source(400), **SPIKE) as run:
-        run.fit()
-    assert fired == {"train.loss"}
-    assert (run.state.progress.step, run.state.progress.rollbacks, run.state.progress.sequences) == (40, 0, 160)
 
 
 def test_a_rollback_too_many_ends_the_run_and_the_checkpoints_stay(workshop, spikes):
@@ -107,7 +76,7 @@ def test_without_any_checkpoint_from_before_it_the_run_has_diverged(workshop, sp
 
 
 def test_a_loss_that_stays_above_its_beginning_takes_the_run_back_to_its_best_state(workshop, spikes):
-    spikes("2-14", factor=1.5)  # too early for a spike, and for good
+    spikes("2-14", how="x1.5")  # too early for a spike, and for good
     with workshop.run(train=workshop.source(400), **SPIKE | {"eval_freq": 5}) as run:
         run.fit()
     assert (run.state.progress.step, run.state.progress.rollbacks, run.state.progress.lr_factor) == (40, 1, 0.5)
@@ -115,14 +84,8 @@ def test_a_loss_that_stays_above_its_beginning_takes_the_run_back_to_its_best_st
 
 
 def test_a_validation_that_was_interrupted_takes_the_run_back_in_the_next_start(workshop, monkeypatch):
-    class Stopping(workshop.source):
-        def read(self, indices):
-            if len(self.reads) == 4:  # the first read of the validation of step 8; each takes two
-                os.kill(os.getpid(), signal.SIGTERM)
-            return super().read(indices)
-
-    options = SPIKE | {"steps": 10, "eval_freq": 4}
-    with workshop.run(train=workshop.source(400), validation=Stopping(5, seed=1), **options) as run:
+    options = SPIKE | {"steps": 10, "eval_freq": 4}  # a validation takes two reads
+    with workshop.run(train=workshop.source(400), validation=ending(workshop, 5, 4), **options) as run:
         run.fit()
         assert (run.stopped_by, run.state.progress.step, run.state.progress.validated_step) == ("SIGTERM", 8, 4)
         run.stopped_by = None
@@ -265,7 +228,7 @@ def test_an_update_that_breaks_the_weights_is_rolled_back_once_at_half_the_rate(
 
 
 def test_a_run_whose_steps_fail_after_the_rollback_too_ends_at_weights_that_can_be_resumed(workshop, spikes):
-    monkeypatched = spikes("6-100", factor="nan")
+    monkeypatched = spikes("6-100", how="nan")
     options = SPIKE | {"checkpoint_freq": 1, "max_skips": 2, "nan_hooks": "off"}
     with (
         workshop.run(train=workshop.source(400), **options) as run,
@@ -279,7 +242,7 @@ def test_a_run_whose_steps_fail_after_the_rollback_too_ends_at_weights_that_can_
 
 def test_a_lower_limit_of_skips_in_the_middle_of_a_row_still_goes_back_once(workshop, spikes, monkeypatch):
     """As where a run that was stopped in a row of skips resumes with another `--max-skips`."""
-    spikes("6-100", factor="nan")
+    spikes("6-100", how="nan")
     roll_back = Recovery._roll_back_skips
 
     def lowered(self, loss):
@@ -298,32 +261,22 @@ def test_a_lower_limit_of_skips_in_the_middle_of_a_row_still_goes_back_once(work
 
 
 @pytest.mark.parametrize(
-    "fault, kept",
-    [("train.loss:nan:6-100", True), ("train.gradient:nan:6-100", False)],
-    ids=["no batch has a finite loss", "no gradient is finite"],
+    "planted, validated, kept",
+    [("loss:nan", 1, True), ("gradient:nan", 1, False), ("loss:nan", 40, False)],
+    ids=["no batch has a finite loss", "no gradient is finite", "not validated"],
 )
-def test_weights_that_were_just_validated_stay_the_best_unless_their_gradients_are_not_finite(
-    workshop, fault, kept, monkeypatch
+def test_without_rollbacks_weights_whose_steps_are_broken_are_set_aside_unless_they_were_validated_and_have_gradients(
+    workshop, fault, planted, validated, kept
 ):
-    monkeypatch.setenv("KDTRAIN_FAULT", fault)
-    faults.read()
-    options = SPIKE | {"checkpoint_freq": 1, "max_skips": 2, "nan_hooks": "off", "max_rollbacks": 0, "eval_freq": 1}
-    try:
-        with workshop.run(train=workshop.source(400), **options) as run, pytest.raises(RunError, match="3 steps in"):
-            run.fit()
-    finally:
-        monkeypatch.delenv("KDTRAIN_FAULT")
-        faults.read()
+    fault(f"train.{planted}:6-100")
+    options = SPIKE | {"checkpoint_freq": 1, "max_skips": 2, "nan_hooks": "off", "eval_freq": validated}
+    with (
+        workshop.run(train=workshop.source(400), max_rollbacks=0, **options) as run,
+        pytest.raises(RunError, match="3 steps in a row,"),
+    ):
+        run.fit()
     last = run.store.folder / "step-00000005"
-    assert last.is_dir() == kept and (run.store.newest_valid()[0] == last.name) == kept
+    assert last.is_dir() == kept != (run.store.folder / f"{last.name}.left-1").is_dir()
+    assert run.store.newest_valid()[0] == run.store.linked("latest") == (last.name if kept else "step-00000004")
     assert run.store.linked("best") in (None, *run.store.names()), "the link leads to a checkpoint that is there"
     assert kept or run.store.linked("best") != last.name
-
-
-def test_without_rollbacks_the_checkpoint_of_broken_weights_is_set_aside(workshop, spikes):
-    spikes("6-100", factor="nan")
-    options = SPIKE | {"checkpoint_freq": 1, "max_skips": 2, "nan_hooks": "off", "max_rollbacks": 0}
-    with workshop.run(train=workshop.source(400), **options) as run, pytest.raises(RunError, match="3 steps in a row,"):
-        run.fit()
-    assert run.store.newest_valid()[0] == run.store.linked("latest") == "step-00000004"
-    assert (run.store.folder / "step-00000005.left-1").is_dir()

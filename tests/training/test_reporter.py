@@ -1,14 +1,13 @@
 """The reporter of a run: it logs and warns, and does not change the training."""
 
-import json
 import math
 import time
 
 import pytest
 import torch
 from torch import nn
+from training_kit import events, lines_of, trained
 
-from kdtrain import faults
 from kdtrain.config.sections import QuantizationConfig
 from kdtrain.monitor.progress import log, one_line
 from kdtrain.monitor.rules import History
@@ -137,10 +136,6 @@ def test_the_students_texts_go_on_from_the_first_tokens_of_the_validation_split(
         assert text["greedy"].startswith(tiny_tokenizer(300).decode([token])[:1])
 
 
-def lines_of(run, name):
-    return [json.loads(line) for line in (run.config.out / name).read_text().splitlines()]
-
-
 def test_the_numbers_of_a_step_have_the_memory_and_the_share_of_clipped_steps(workshop):
     with workshop.run(clip=1.0) as run:
         reporter = reporter_of(run)
@@ -199,7 +194,7 @@ def test_the_time_a_step_waits_for_data_and_the_rate_of_the_last_interval_are_wr
 
     with workshop.run(train=Slow(10), steps=3, micro_batch_size=2) as run:
         run.fit()
-    found = [each for each in lines_of(run, "metrics.jsonl") if "loss" in each]
+    found = trained(run)
     assert all(each["data_wait_s"] >= 0.04 for each in found)
     assert ["tok/s_last" in each for each in found] == [False, True, True]
     assert all(0 < each["tok/s_last"] < each["tokens"] / 0.04 for each in found[1:])
@@ -214,7 +209,7 @@ def test_a_run_that_waits_for_its_data_is_warned_once_after_its_first_steps(work
             first = number <= 10  # opens files, compiles
             reporter.finished(number, run_of | {"data_wait_s": 2.0 if first else waits}, checkpoint=0, epochs=0.0)
             assert len(said) == (warned if number >= 60 else 0)
-    kinds = [each for each in lines_of(run, "events.jsonl") if each["event"] == "data-wait"] if warned else []
+    kinds = events(run, "data-wait") if warned else []
     assert [each["step"] for each in kinds] == [60] * warned
     assert not warned or "waited for its data in 25% of the time of the last 50 steps" in said[0]
 
@@ -230,18 +225,16 @@ def test_an_online_teacher_that_computes_while_a_step_waits_is_no_reason_for_a_w
         assert any(each is not None for each in waits) == source.overlaps
 
 
-def test_each_halving_of_the_loss_scale_is_logged_and_an_event(workshop, monkeypatch):
-    monkeypatch.setenv("KDTRAIN_FAULT", "train.gradient:nan:2-3")
-    faults.read()
+def test_each_halving_of_the_loss_scale_is_logged_and_an_event(workshop, fault):
+    fault("train.gradient:nan:2-3")
     with workshop.run(steps=3) as run:
         run.state.guards.scale = LossScale(True)
         run.fit()
-    monkeypatch.undo()
-    faults.read()
-    halved = [each for each in lines_of(run, "events.jsonl") if each["event"] == "loss-scale"]
-    assert [(each["was"], each["value"], each["step"]) for each in halved] == [(2**16, 2**15, 1), (2**15, 2**14, 1)]
-    scales = [each["loss_scale"] for each in lines_of(run, "metrics.jsonl") if "loss" in each]
-    assert scales == [2**16, 2**14, 2**14]
+    assert [(each["was"], each["value"], each["step"]) for each in events(run, "loss-scale")] == [
+        (2**16, 2**15, 1),
+        (2**15, 2**14, 1),
+    ]
+    assert [each["loss_scale"] for each in trained(run)] == [2**16, 2**14, 2**14]
 
 
 def test_every_warning_is_an_event_of_its_kind(workshop):

@@ -1,6 +1,5 @@
 """Adaptive quantisation in the loop: decisions are carried out, logged, saved, and the same after a resume."""
 
-import json
 import logging
 import math
 import os
@@ -9,8 +8,8 @@ from functools import partial
 
 import pytest
 import torch
+from training_kit import events, trained
 
-from kdtrain import faults
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import Store, load
 from kdtrain.errors import RunError
@@ -45,7 +44,7 @@ def quantise(run, **policy) -> PrecisionController:
     return controller
 
 
-def trained(workshop, policy, options, name: str, steps: int, begin_at=None) -> tuple[dict, dict]:
+def state_after(workshop, policy, options, name: str, steps: int, begin_at=None) -> tuple[dict, dict]:
     """Tensors and numbers of the last checkpoint of an adaptive run, from its beginning or from a checkpoint."""
     with workshop.run(name, steps=steps, **options) as run:
         quantise(run, **policy)
@@ -55,17 +54,6 @@ def trained(workshop, policy, options, name: str, steps: int, begin_at=None) -> 
         run.fit()
         last = load(run.store.path(f"step-{steps:08d}"))
         return last.tensors, last.state
-
-
-@pytest.fixture
-def fault(monkeypatch):
-    def ask(text: str) -> None:
-        monkeypatch.setenv("KDTRAIN_FAULT", text)
-        faults.read()
-
-    yield ask
-    monkeypatch.delenv("KDTRAIN_FAULT", raising=False)
-    faults.read()
 
 
 @pytest.fixture
@@ -87,8 +75,7 @@ def break_update(monkeypatch):
 
 
 def metrics(run) -> dict[int, dict]:
-    lines = [json.loads(line) for line in (run.config.out / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line for line in lines if "loss" in line}
+    return {line["step"]: line for line in trained(run)}
 
 
 def said(caplog) -> list[str]:
@@ -153,41 +140,38 @@ def test_snapshots_on_disk_are_named_by_the_mode_and_older_ones_are_deleted(work
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("stopped_after", [3, 6, 9, 13])
-def test_a_run_resumed_in_any_mode_is_the_run_that_was_not_stopped_bit_by_bit(workshop, fault, stopped_after):
-    fault("train.loss:x2:5-8")
-    options = {**CALM, "lr": 1e-3, "checkpoint_freq": 1, "keep_rolling": 50}
-
-    go = partial(trained, workshop, LOSS, options)
-    whole, numbers = go("whole", 15)
-    go("first", stopped_after)
-    tensors, again = go("second", 15, workshop.folder / "first" / "checkpoints" / f"step-{stopped_after:08d}")
-    assert all(torch.equal(tensors[name], whole[name]) for name in whole) and tensors.keys() == whole.keys()
-    assert again["watchers"]["adaptive"] == numbers["watchers"]["adaptive"]
-
-
-@pytest.mark.parametrize("stopped_after", [6, 8, 9])
-def test_a_run_resumed_in_mid_window_goes_back_to_the_snapshot_that_the_first_process_took(
-    workshop, fault, stopped_after
+@pytest.mark.parametrize(
+    "policy, planted, steps, skipped, stops",
+    [
+        (LOSS, "train.loss:x2:5-8", 15, [], (3, 6, 9, 13)),
+        (
+            LOSS | {"window": 100, "snapshot_every": 3},
+            *("train.loss:x2:8-9,train.gradient:nan:11-14", 12, [[6 * 4, 14 * 4]], (6, 8, 9)),
+        ),
+    ],
+    ids=["in any mode", "before it goes back to a snapshot of the first process"],
+)
+def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_by_bit(
+    workshop, fault, policy, planted, steps, skipped, stops
 ):
-    fault("train.loss:x2:8-9,train.gradient:nan:11-14")
-    options = {**CALM, "lr": 1e-3, "checkpoint_freq": 1, "keep_rolling": 50}
-
-    go = partial(trained, workshop, LOSS | {"window": 100, "snapshot_every": 3}, options)
-    whole, numbers = go("whole", 12)
-    assert numbers["progress"]["rollbacks"] == 1 and numbers["progress"]["skipped_data"] == [[6 * 4, 14 * 4]]
-    go("first", stopped_after)
-    tensors, again = go("second", 12, workshop.folder / "first" / "checkpoints" / f"step-{stopped_after:08d}")
-    assert tensors.keys() == whole.keys() and all(torch.equal(tensors[name], whole[name]) for name in whole)
-    assert again["progress"]["skipped_data"] == numbers["progress"]["skipped_data"]
-    assert again["watchers"]["adaptive"] == numbers["watchers"]["adaptive"]
+    fault(planted)
+    go = partial(state_after, workshop, policy, {**CALM, "lr": 1e-3, "checkpoint_freq": 1, "keep_rolling": 50})
+    whole, numbers = go("whole", steps)
+    assert numbers["progress"]["skipped_data"] == skipped and numbers["progress"]["rollbacks"] == len(skipped)
+    for stop in stops:
+        go(f"until-{stop}", stop)
+        begin_at = workshop.folder / f"until-{stop}" / "checkpoints" / f"step-{stop:08d}"
+        tensors, again = go(f"from-{stop}", steps, begin_at)
+        assert tensors.keys() == whole.keys() and all(torch.equal(tensors[name], whole[name]) for name in whole)
+        assert again["progress"]["skipped_data"] == skipped
+        assert again["watchers"]["adaptive"] == numbers["watchers"]["adaptive"]
 
 
 def test_a_kill_after_the_first_checkpoint_of_a_step_loses_no_state_of_the_recovery_buffer(workshop, fault):
     spikes = "train.loss:x2:5-8,train.gradient:nan:14-17"
     fault(spikes)  # back to mxfp4 at step 12, where a window ends; broken from step 14 on
     options = {**CALM, "lr": 1e-3, "checkpoint_freq": 100, "async_save": False}
-    go = partial(trained, workshop, LOSS | {"keep": 1, "snapshot_every": 100}, options)
+    go = partial(state_after, workshop, LOSS | {"keep": 1, "snapshot_every": 100}, options)
     whole, numbers = go("whole", 16)
     assert numbers["progress"]["skipped_data"] == [[12 * 4, 17 * 4]]
 
@@ -230,19 +214,7 @@ def test_the_student_runs_in_the_mode_that_the_controller_answers(workshop, monk
             monkeypatch.setattr(controller, "observe", lambda *told, mode=mode: [SwitchTo(mode)])
             assert run.recovery.act(1, 3.0) == ([], False)
             assert run.student.switch.position == position
-        events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
-    assert [each["mode"] for each in events if each["event"] == "switch"] == ["bf16", "mxfp4"]
-
-
-def test_a_switch_touches_neither_weights_nor_moments(workshop):
-    with workshop.run(steps=3, **CALM) as run:
-        quantise(run, **LOSS)
-        run.fit()
-        before = {name: each.clone() for name, each in run.state.tensors().items()}
-        for position in ("high", "quantized", "high-forward"):
-            run.student.switch.position = position
-            after = run.state.tensors()
-            assert all(torch.equal(after[name], before[name]) for name in before) and after.keys() == before.keys()
+    assert [each["mode"] for each in events(run, "switch")] == ["bf16", "mxfp4"]
 
 
 def test_the_gap_is_what_quantisation_costs_and_measuring_it_changes_nothing(workshop):
@@ -271,11 +243,10 @@ def test_steps_that_stay_broken_in_the_fallback_restore_the_newest_good_state(wo
         controller = quantise(run, **LOSS)
         run.fit()
         progress, names = run.state.progress, run.store.names()
-        events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
     assert progress.rollbacks == 1 and progress.step == 8 and math.isfinite(progress.loss)
     # no step was taken from the snapshot of step 5
     assert not controller.is_quantized and "recovery_1_iter4" in names
-    assert [each["step"] for each in events if each["event"] == "recovery"] == [4]
+    assert [each["step"] for each in events(run, "recovery")] == [4]
 
 
 def test_weights_that_an_update_broke_are_never_restored_and_an_ordinary_checkpoint_is(workshop, break_update):
