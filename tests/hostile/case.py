@@ -56,6 +56,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 """Commands by what they do; names of files are those of `base.make`."""
 
+MISSING = object()
+"""The value of an entry that is removed."""
+
 
 class Place:
     """A fresh copy of everything: `here` (where the command runs) between `docs`, `home` and `tmp`."""
@@ -138,6 +141,17 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def put(record: Any, where: str, value: Any) -> None:
+    """Set the entry at `a.b.0.c`, or remove it where the value is `MISSING`."""
+    *above, last = [int(each) if each.isdigit() else each for each in where.split(".")]
+    for each in above:
+        record = record[each]
+    if value is MISSING:
+        del record[last]
+    else:
+        record[last] = value
+
+
 Attack = Callable[[Place], None]
 Given = ParamSpec("Given")
 
@@ -145,6 +159,27 @@ Given = ParamSpec("Given")
 def curried(done: Callable[Concatenate[Place, Given], None]) -> Callable[Given, Attack]:
     """A function of a place and arguments, as a function of the arguments that gives an attack."""
     return lambda *given, **named: lambda place: done(place, *given, **named)
+
+
+@curried
+def wrote(place: Place, name: str, content: str | bytes) -> None:
+    """A file is written."""
+    place.write(name, content)
+
+
+@curried
+def in_json(place: Place, name: str, where: str, value: Any) -> None:
+    """An entry of a JSON file is set, or removed."""
+    with place.json(name) as content:
+        put(content, where, value)
+
+
+@curried
+def in_spec(place: Place, name: str, value: Any) -> None:
+    """An option of the student's configuration is set in its spec."""
+    lines = place.path("student.toml").read_text().splitlines()
+    kept = [line for line in lines if not line.startswith(f"{name} =")]
+    place.write("student.toml", "\n".join([*kept, f"{name} = {json.dumps(value)}"]) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,15 +61,9 @@ def _caches(found: Cases) -> None:
         found.add(f"{name} to itself elsewhere", "evaluate", twin(file), ends="either", same=True)
         found.add(f"{name} to itself", "verify", lambda place, file=file: place.link(file, place.path(file).name))
         found.add(f"{name} to the user's", "again", away(file), resealed=False, ends="either", writes=("cache",))
-    for name in (
-        "tokenizer",
-        "tokenizer.tmp",
-        "shards",
-        "settings.json.tmp",
-        ".building-0",
-        "shards/train-00001.h5.tmp",
-    ):
-        folder = name in ("tokenizer", "tokenizer.tmp", "shards")
+    folders = ("tokenizer", "tokenizer.tmp", "shards")
+    for name in (*folders, "settings.json.tmp", ".building-0", "shards/train-00001.h5.tmp"):
+        folder = name in folders
         for target in ("docs/shards" if name == "shards" else "docs" if folder else "docs/letter.txt", "empty/new"):
             attack = _linked(f"unfinished/{name}", target)
             found.add(f"unfinished, {name} to {target}", "finish", attack, ends="either")
@@ -85,15 +79,11 @@ def _linked(name: str, target: str) -> Callable[[Place], None]:
 
 
 def _shards(found: Cases) -> None:
+    links = (("external link", _external), ("soft link", _soft))
     for number, name in enumerate(DATASETS):
-        for kind, attack in (
-            ("external link", _external),
-            ("soft link", _soft),
-            ("external storage", _raw),
-            ("virtual", _virtual),
-        ):
+        for kind, attack in (*links, ("external storage", _raw), ("virtual", _virtual)):
             found.add(f"{name} as {kind}", ("evaluate", "distill")[number % 2], _in_shard(attack, name))
-    for kind, attack in (("external link", _external), ("soft link", _soft)):
+    for kind, attack in links:
         found.add(f"dictionary as {kind}", "evaluate", _in_shard(attack, "dictionary"))
         found.add(f"one more, {kind}", "distill", _in_shard(_more(attack), "tokens"))
         found.add(f"loop of {kind}s", "evaluate", _in_shard(_loop(kind == "soft link"), "ids"))
@@ -181,12 +171,9 @@ def _runs(found: Cases) -> None:
         target = "docs/letter.txt" if name.startswith((".latest", ".best")) else "docs"
         found.add(f"{name} to the user's", "resume", _linked(f"run/checkpoints/{name}", target), ends="either")
     found.add("tensorboard to the user's", _with_board(), _linked("run/tensorboard", "docs"), ends="either")
+    own = ("evaluate", "--student", "run/student", *COMMANDS["model"][3:])
     for name in ("student", "student/config.json", "student/model.safetensors"):
-        found.add(
-            f"{name} to the user's",
-            ("evaluate", "--student", "run/student", *COMMANDS["model"][3:]),
-            away(f"run/{name}"),
-        )
+        found.add(f"{name} to the user's", own, away(f"run/{name}"))
 
 
 def _linked_to(name: str, target: str) -> Callable[[Place], None]:
@@ -202,9 +189,8 @@ def _published(found: Cases) -> None:
     for name in ("chat_template.jinja", "tokenizer.json", "added_tokens.json"):
         found.add(f"tokenizer's {name} to the user's", "export", away(f"run/tokenizer/{name}"))
     found.add("tokenizer to the user's", "export", away("run/tokenizer"), ends="either")
-    found.add(
-        "one more beside the tokenizer", "export", _linked("run/tokenizer/hf_token", "docs/letter.txt"), ends="works"
-    )
+    more = _linked("run/tokenizer/hf_token", "docs/letter.txt")
+    found.add("one more beside the tokenizer", "export", more, ends="works")
     found.add("teacher's chat_template.jinja to the user's", "build", away("teacher/chat_template.jinja"))
     found.add("teacher's tokenizer.json to the user's", "build", away("teacher/tokenizer.json"))
 
@@ -213,15 +199,13 @@ def _outputs(found: Cases) -> None:
     over = (*COMMANDS["export"], "--overwrite")
     found.add("--out to the user's folder", over, _linked("new", "docs"))
     found.add("--out to an empty folder", over, _linked("new", "empty"), ends="either", writes=("new", "../empty"))
-    found.add(
-        "--out to nothing", COMMANDS["export"], _linked("new", "empty/new"), ends="either", writes=("new", "../empty")
-    )
     for name in ("model.safetensors", "config.json", "tokenizer.json", "kdtrain.json"):
         found.add(f"exported, {name} to the user's", over, _exported(name), ends="either")
     found.add("new.tmp to the user's", over, _linked("new.tmp", "docs"), ends="either")
     found.add("new.tmp is the user's", COMMANDS["export"], lambda place: place.plant("new.tmp/a"), ends="either")
     for command in ("build", "distill"):
         found.add("--out to the user's folder", command, _linked("new", "docs"))
+    for command in ("build", "distill", COMMANDS["export"]):
         found.add("--out to nothing", command, _linked("new", "empty/new"), ends="either", writes=("new", "../empty"))
     found.add("text to the user's", "build", _linked("corpus/z.txt", "docs/letter.txt"), ends="either")
     found.add("text folder in itself", "build", _linked("corpus/loop", "here/corpus"), ends="either")

@@ -50,12 +50,8 @@ def cases() -> Cases:
             found.add(f"spec's {key} {name}", "distill", _spec(key, name))
     _options(found)
     for name in ("-", "--json", "a b", "ä", "\x1b[2J", "a\nb", "'", "a" * 250):
-        found.add(
-            f"a model folder called {name[:20]!r}",
-            _with("model", "--student", f"./{name}"),
-            _called(name),
-            ends="works",
-        )
+        words = _with("model", "--student", f"./{name}")
+        found.add(f"a model folder called {name[:20]!r}", words, _called(name), ends="works")
         found.add(f"text called {name[:20]!r}", "build", _text_called(name), ends="works")
     return found
 
@@ -153,40 +149,13 @@ def _text_called(place: Place, name: str) -> None:
 
 
 _VALUES = (
-    "a" * 5_000,
-    "~nosuchuser/x",
-    "",
-    "\udcff\udcfe",
-    "a\nb",
-    "\x1b[2J",
-    "-",
-    ".",
-    "..",
-    "nul/../x",
-    "a/" * 2_000,
+    *("a" * 5_000, "~nosuchuser/x", "", "\udcff\udcfe", "a\nb", "\x1b[2J", "-", ".", "..", "nul/../x", "a/" * 2_000),
 )
-_PATHS = (
-    *(
-        ("distill", "--cache"),
-        ("distill", "--student"),
-        ("online", "--teacher"),
-        ("plain", "--data"),
-        ("distill", "--out"),
-    ),
-    *(
-        ("build", "--out"),
-        ("export", "--out"),
-        ("load", "--load"),
-        ("logprobs", "--out"),
-        ("model", "--student"),
-    ),
-)
-_WORDS = (
-    ("distill", "--device"),
-    ("resume", "--resume"),
-    ("export", "--checkpoint"),
-    ("distill", "--config"),
-    ("chat", "--messages-column"),
+_FLAGS = (
+    *(("distill", "--cache"), ("distill", "--student"), ("online", "--teacher"), ("plain", "--data")),
+    *(("distill", "--out"), ("build", "--out"), ("export", "--out"), ("load", "--load"), ("logprobs", "--out")),
+    *(("model", "--student"), ("distill", "--device"), ("resume", "--resume"), ("export", "--checkpoint")),
+    *(("distill", "--config"), ("chat", "--messages-column")),
 )
 
 
@@ -200,7 +169,7 @@ def _with(command: str, flag: str, value: str) -> tuple[str, ...]:
 
 
 def _options(found: Cases) -> None:
-    for number, (command, flag) in enumerate((*_PATHS, *_WORDS)):
+    for number, (command, flag) in enumerate(_FLAGS):
         for offset, value in enumerate(_VALUES):
             if (number + offset) % 3:
                 continue
@@ -212,9 +181,8 @@ def _options(found: Cases) -> None:
     for command in ("inspect", "verify", "export"):
         for value in _VALUES:
             rest = ("--out", "new") if command == "export" else ()
-            found.add(
-                f"path {value[:12]!r}{' and so on' if len(value) > 12 else ''}", (command, value, *rest), _nothing
-            )
+            name = f"path {value[:12]!r}{' and so on' if len(value) > 12 else ''}"
+            found.add(name, (command, value, *rest), _nothing)
     for name, words in _STRANGE.items():
         found.add(name, words, _nothing, writes=())
 

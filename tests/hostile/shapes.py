@@ -48,12 +48,8 @@ def cases() -> Cases:
         found.add(f"weights: {kind}", "model", _weights(damage))
         if kind not in _CHANGES_WEIGHTS:
             command = ("export", "resume", "inspect checkpoint")[len(kind) % 3]
-            found.add(
-                f"checkpoint: {kind}",
-                command,
-                _checkpoint(damage),
-                ends="either" if command.startswith("inspect") else "refused",
-            )
+            ends = "either" if command.startswith("inspect") else "refused"
+            found.add(f"checkpoint: {kind}", command, _checkpoint(damage), ends=ends)
     for kind, places in _PLACES.items():
         found.add(f"parts: {kind}", "export", _checkpoint(_placed(places)), ends="either")
     return found
@@ -259,17 +255,14 @@ def _moved(by: tuple[int, int]) -> Callable[[Header], Header]:
 
 def _overlapping(header: Header) -> Header:
     first, second = [entry for name, entry in header.items() if name != "__metadata__"][:2]
-    second["data_offsets"] = [
-        first["data_offsets"][0],
-        first["data_offsets"][0] + second["data_offsets"][1] - second["data_offsets"][0],
-    ]
+    start, (begins, ends) = first["data_offsets"][0], second["data_offsets"]
+    second["data_offsets"] = [start, start + ends - begins]
     return header
 
 
 def _lost(header: Header) -> Header:
-    name = next(name for name, entry in header.items() if name != "__metadata__" and len(entry["shape"]) > 1)
-    header.pop(name)
-    return header
+    lost = _first(header)
+    return {name: entry for name, entry in header.items() if entry is not lost}
 
 
 def _transposed(header: Header) -> Header:

@@ -1,6 +1,7 @@
 """Sizes: what a few bytes say is large, and what is large."""
 
 import json
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import h5py
 import numpy as np
 
 from tests.hostile import seal
-from tests.hostile.case import Cases, Place, curried
+from tests.hostile.case import Cases, Place, curried, in_json, in_spec
 from tests.hostile.shapes import LISTS, PLAIN, header_of, in_shards, write_safetensors
 
 HUGE = 10**12
@@ -35,37 +36,28 @@ def cases() -> Cases:
         for command in ("verify", "distill"):
             found.add(f"manifest has {name}", command, _manifest(change), ends="either")
     for name in (
-        "cache/manifest.json",
-        "cache/settings.json",
-        "cache/shards/train-00000.json",
-        "cache/tokenizer/tokenizer.json",
+        f"cache/{each}.json" for each in ("manifest", "settings", "shards/train-00000", "tokenizer/tokenizer")
     ):
         found.add(f"{name} of 1 TB", "verify", _holes(name), resealed=False)
         found.add(f"{name} of 1 TB", "repair", _holes(name), resealed=False)
         found.add(f"{name} of 300 MB", "distill", _long(name), resealed=False, ends="either")
-    newest = "run/checkpoints/step-00000004"
-    for name in (
-        "run/config.toml",
-        "run/environment.json",
-        "run/metrics.jsonl",
-        "run/events.jsonl",
-        f"{newest}/state.json",
-    ):
+    files = ("config.toml", "environment.json", "metrics.jsonl", "events.jsonl", "checkpoints/step-00000004/state.json")
+    for name in (f"run/{each}" for each in files):
         for command in ("inspect run", "resume"):
             found.add(f"{name} of 1 TB", command, _holes(name), resealed=False, ends="either")
             found.add(f"{name} of 300 MB", command, _long(name), resealed=False, ends="either")
     for name in ("student.toml", "model/config.json", "model/tokenizer.json", "model/generation_config.json"):
         command = "distill" if name == "student.toml" else "model"
-        found.add(f"{name} of 1 TB", command, _holes(name), ends="refused" if "generation" not in name else "either")
-        found.add(f"{name} of 300 MB", command, _long(name), ends="refused" if "generation" not in name else "either")
-    for name in ("chat.jsonl", "logprobs.jsonl"):
-        command = {"chat.jsonl": "chat", "logprobs.jsonl": "logprobs"}[name]
-        found.add(f"{name} is one line of 300 MB", command, _long(name))
+        ends = "either" if "generation" in name else "refused"
+        found.add(f"{name} of 1 TB", command, _holes(name), ends=ends)
+        found.add(f"{name} of 300 MB", command, _long(name), ends=ends)
+    for command in ("chat", "logprobs"):
+        found.add(f"{command}.jsonl is one line of 300 MB", command, _long(f"{command}.jsonl"))
     for name, value in _MODEL.items():
         # rotary positions need no memory, so that any number of them is a model
         ends = "either" if name == "max_position_embeddings" else "refused"
-        found.add(f"student with {name}", "distill", _student(name, value), ends=ends)
-        found.add(f"model with {name}", "model", _config(name, value), ends=ends)
+        found.add(f"student with {name}", "distill", in_spec(name, value), ends=ends)
+        found.add(f"model with {name}", "model", in_json("model/config.json", name, value), ends=ends)
         found.add(f"checkpoint's student with {name}", "export", _state(name, value), ends=ends)
     for name, size in (("2^62", 2**62), ("2^64 - 1", 2**64 - 1), ("100 MB", 10**8), ("nothing", 0)):
         found.add(f"weights with a header of {name}", "model", _header(size))
@@ -94,24 +86,17 @@ def _chunked(file: h5py.File, name: str) -> None:
     whole = (max(shape[0], 2**32 // row - 1), *shape[1:])
     plist.set_chunk(whole)
     del file[name]
-    h5py.h5d.create(
-        file.id, name.encode(), kind, h5py.h5s.create_simple(shape, tuple([h5py.h5s.UNLIMITED] * len(shape))), plist
-    )
+    space = h5py.h5s.create_simple(shape, (h5py.h5s.UNLIMITED,) * len(shape))
+    h5py.h5d.create(file.id, name.encode(), kind, space, plist)
 
 
 def _bomb(file: h5py.File, name: str) -> None:
     """Two gigabytes of zeros, in a few kilobytes."""
     del file[name]
     data = file.create_dataset(name, (2**30,), np.uint16, chunks=(2**24,), compression="gzip", compression_opts=9)
-    packed = _packed_zeros(2**25)
+    packed = zlib.compress(bytes(2**25), 9)
     for start in range(0, 2**30, 2**24):
         data.id.write_direct_chunk((start,), packed)
-
-
-def _packed_zeros(size: int) -> bytes:
-    import zlib
-
-    return zlib.compress(bytes(size), 9)
 
 
 def _large_attribute(file: h5py.File, name: str) -> None:
@@ -202,19 +187,6 @@ _MODEL: dict[str, Any] = {
     "max_position_embeddings": HUGE,
     "head_dim": 10**9,
 }
-
-
-@curried
-def _student(place: Place, name: str, value: Any) -> None:
-    lines = place.path("student.toml").read_text().splitlines()
-    kept = [line for line in lines if not line.startswith(f"{name} =")]
-    place.write("student.toml", "\n".join([*kept, f"{name} = {value}"]) + "\n")
-
-
-@curried
-def _config(place: Place, name: str, value: Any) -> None:
-    with place.json("model/config.json") as config:
-        config[name] = value
 
 
 @curried

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.hostile import seal
-from tests.hostile.case import COMMANDS, Cases, Place, curried
+from tests.hostile.case import COMMANDS, MISSING, Cases, Place, curried, in_json, put, wrote
 
 DEEP = 100_000
 JSON: dict[str, bytes] = {
@@ -49,11 +49,6 @@ def cases() -> Cases:
     return found
 
 
-@curried
-def _wrote(place: Place, name: str, content: bytes) -> None:
-    place.write(name, content)
-
-
 def _some(number: int, step: int) -> Iterator[tuple[str, bytes]]:
     """Every `step`-th shape, another choice for each file."""
     yield from list(JSON.items())[number % step :: step]
@@ -62,32 +57,18 @@ def _some(number: int, step: int) -> Iterator[tuple[str, bytes]]:
 def _caches(found: Cases) -> None:
     for number, name in enumerate(_CACHE):
         for kind, content in _some(number, 2):
-            found.add(f"{name}: {kind}", "verify", _wrote(f"cache/{name}", content), resealed=False, says="cache")
+            found.add(f"{name}: {kind}", "verify", wrote(f"cache/{name}", content), resealed=False, says="cache")
         for kind, content in _some(number, 5):
-            found.add(f"{name}: {kind}", "repair", _wrote(f"cache/{name}", content), resealed=False, says="cache")
+            found.add(f"{name}: {kind}", "repair", wrote(f"cache/{name}", content), resealed=False, says="cache")
     for kind, content in _some(1, 2):
-        found.add(
-            f"manifest.json: {kind}", "distill", _wrote("cache/manifest.json", content), resealed=False, says="cache"
-        )
+        attack = wrote("cache/manifest.json", content)
+        found.add(f"manifest.json: {kind}", "distill", attack, resealed=False, says="cache")
     for kind, content in _some(1, 3):
-        attack = _wrote("unfinished/settings.json", content)
+        attack = wrote("unfinished/settings.json", content)
         found.add(f"unfinished, settings.json: {kind}", "finish", attack, resealed=False, says="unfinished")
-        attack = _wrote("unfinished/shards/train-00000.json", content)
+        attack = wrote("unfinished/shards/train-00000.json", content)
         found.add(f"unfinished, sidecar: {kind}", "finish", attack, resealed=False, ends="either")
-    keys = (
-        "codec",
-        "data",
-        "seq_len",
-        "sequences",
-        "sequences_per_shard",
-        "teacher",
-        "tokenizer_digest",
-        "tokenizer_size",
-    )
-    keys += ("splits", "splits.train", "splits.train.shards", "splits.train.shards.0", "splits.train.shards.0.name")
-    keys += ("splits.train.shards.0.bytes", "splits.train.shards.0.sha256", "temperature_range", "tokenizer_files")
-    keys += ("index_sha256", "versions", "fidelity", "bytes_per_token", "document_mask", "seed", "vocab_size")
-    for number, where in enumerate(keys):
+    for number, where in enumerate(_KEYS):
         for offset, command in enumerate(("distill", ("verify", "inspect")[number % 2])):
             value = _WRONG[(3 * number + offset) % len(_WRONG)]
             attack = _record("manifest", where, value)
@@ -95,51 +76,32 @@ def _caches(found: Cases) -> None:
             ends = "either" if where in _SHOWN or command != "distill" else "refused"
             found.add(f"manifest's {where} is {shown}", command, attack, ends=ends, resealed=False, says="cache")
         if number % 3 == 0:
-            attack = _record("manifest", where, None, missing=True)
+            attack = _record("manifest", where, MISSING)
             ends = "either" if where in _SHOWN else "refused"
             found.add(f"manifest without {where}", "distill", attack, ends=ends, resealed=False, says="cache")
-    for number, where in enumerate(
-        ("name", "sequences", "first_sequence", "stored", "broken", "rows_sha256", "bytes", "sha256")
-    ):
-        attack = _record("sidecar", where, _WRONG[number])
-        found.add(f"sidecar's {where} is {json.dumps(_WRONG[number])}", "repair", attack, ends="either", resealed=False)
-        attack = _in_unfinished(where, _WRONG[(number + 4) % len(_WRONG)])
-        found.add(
-            f"unfinished, sidecar's {where} is {json.dumps(_WRONG[(number + 4) % len(_WRONG)])}",
-            "finish",
-            attack,
-            ends="either",
-        )
+    keys = ("name", "sequences", "first_sequence", "stored", "broken", "rows_sha256", "bytes", "sha256")
+    for number, where in enumerate(keys):
+        wrong, other = _WRONG[number], _WRONG[(number + 4) % len(_WRONG)]
+        attack = _record("sidecar", where, wrong)
+        found.add(f"sidecar's {where} is {json.dumps(wrong)}", "repair", attack, ends="either", resealed=False)
+        shown = f"unfinished, sidecar's {where} is {json.dumps(other)}"
+        found.add(shown, "finish", _in_unfinished(where, other), ends="either")
 
 
 _SHOWN = (
-    "data",
-    "versions",
-    "fidelity",
-    "bytes_per_token",
-    "teacher",
-    "tokenizer_digest",
-    "tokenizer_files",
-    "index_sha256",
-    "seed",
-    "sequences",
-    "document_mask",
-    "tokenizer_size",
-    "vocab_size",
+    *("data", "versions", "fidelity", "bytes_per_token", "teacher", "tokenizer_digest", "tokenizer_files"),
+    *("index_sha256", "seed", "sequences", "document_mask", "tokenizer_size", "vocab_size"),
+)
+_KEYS = (
+    *("codec", "data", "seq_len", "sequences", "sequences_per_shard", "teacher", "tokenizer_digest", "tokenizer_size"),
+    *(f"splits{each}" for each in ("", ".train", ".train.shards", ".train.shards.0", ".train.shards.0.name")),
+    *("splits.train.shards.0.bytes", "splits.train.shards.0.sha256", "temperature_range", "tokenizer_files"),
+    *("index_sha256", "versions", "fidelity", "bytes_per_token", "document_mask", "seed", "vocab_size"),
 )
 
 
-def _record(record: str, where: str, value: Any, missing: bool = False) -> Callable[[Place], None]:
-    def change(content: dict[str, Any]) -> None:
-        *above, last = [int(each) if each.isdigit() else each for each in where.split(".")]
-        for each in above:
-            content = content[each]
-        if missing:
-            del content[last]
-        else:
-            content[last] = value
-
-    return lambda place: seal.cache(place.path("cache"), **{record: change})
+def _record(record: str, where: str, value: Any) -> Callable[[Place], None]:
+    return lambda place: seal.cache(place.path("cache"), **{record: lambda content: put(content, where, value)})
 
 
 @curried
@@ -150,28 +112,19 @@ def _in_unfinished(place: Place, where: str, value: Any) -> None:
 
 def _runs(found: Cases) -> None:
     for number, name in enumerate(("state.json", "manifest.json")):
-        for kind, content in _some(number, 1 + number):
-            attack = _in_checkpoint(name, content)
-            found.add(
-                f"{name} of a checkpoint: {kind}", "resume", attack, ends="either", resealed=False, says="step|run"
-            )
-        for kind, content in _some(number, 4):
-            attack = _in_checkpoint(name, content)
-            found.add(
-                f"{name} of a checkpoint: {kind}", "inspect run", attack, ends="either", resealed=False, says="step|run"
-            )
-        for kind, content in _some(2 + number, 4):
-            found.add(
-                f"{name} of a checkpoint: {kind}",
-                "export",
-                _in_checkpoint(name, content),
-                resealed=False,
-                says="step|run",
-            )
+        rows = (
+            ("resume", "either", _some(number, 1 + number)),
+            ("inspect run", "either", _some(number, 4)),
+            ("export", "refused", _some(2 + number, 4)),
+        )
+        for command, ends, some in rows:
+            for kind, content in some:
+                attack, shown = _in_checkpoint(name, content), f"{name} of a checkpoint: {kind}"
+                found.add(shown, command, attack, ends=ends, resealed=False, says="step|run")
     for number, name in enumerate(("environment.json", "student/kdtrain.json", "metrics.jsonl", "events.jsonl")):
         for position, (kind, content) in enumerate(_some(number, 3)):
             command = ("inspect run", "resume")[(number + position) % 2]
-            found.add(f"{name}: {kind}", command, _wrote(f"run/{name}", content), ends="either")
+            found.add(f"{name}: {kind}", command, wrote(f"run/{name}", content), ends="either")
     for kind, line in _LINES.items():
         for name in ("metrics.jsonl", "events.jsonl"):
             found.add(f"{name} with {kind}", "resume", _appended(f"run/{name}", line), ends="works")
@@ -204,39 +157,29 @@ def _in_checkpoint(place: Place, name: str, content: bytes) -> None:
 
 def _models(found: Cases) -> None:
     for kind, content in JSON.items():
-        found.add(f"config.json: {kind}", "model", _wrote("model/config.json", content), says="model")
+        found.add(f"config.json: {kind}", "model", wrote("model/config.json", content), says="model")
     for kind, content in _some(1, 2):
-        found.add(f"tokenizer.json: {kind}", "build", _wrote("teacher/tokenizer.json", content), says="teacher")
+        found.add(f"tokenizer.json: {kind}", "build", wrote("teacher/tokenizer.json", content), says="teacher")
     for kind, content in _some(0, 4):
-        attack = _wrote("cache/tokenizer/tokenizer.json", content)
-        found.add(
-            f"the cache's tokenizer.json: {kind}",
-            "distill",
-            _sealed_after(attack),
-            ends="either",
-            says="cache|tokenizer",
-        )
-    for number, name in enumerate(
-        ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.json")
-    ):
+        attack = _sealed_after(wrote("cache/tokenizer/tokenizer.json", content))
+        found.add(f"the cache's tokenizer.json: {kind}", "distill", attack, ends="either", says="cache|tokenizer")
+    optional = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.json")
+    for number, name in enumerate(optional):
         for kind, content in _some(number, 4):
-            attack = _wrote(f"teacher/{name}", content)
+            attack = wrote(f"teacher/{name}", content)
             found.add(f"teacher's {name}: {kind}", "build", attack, ends="either", says="teacher")
     for kind, content in _some(1, 3):
-        attack = _wrote("model/model.safetensors.index.json", content)
+        attack = wrote("model/model.safetensors.index.json", content)
         found.add(f"weights' index: {kind}", "model", _without_weights(attack), says="model")
     for where, value in _TOKENIZER:
-        shown = json.dumps(value)[:40]
-        found.add(
-            f"tokenizer's {where} is {shown}", "build", _in_json("teacher/tokenizer.json", where, value), ends="either"
-        )
+        attack = in_json("teacher/tokenizer.json", where, value)
+        found.add(f"tokenizer's {where} is {json.dumps(value)[:40]}", "build", attack, ends="either")
     for name, where, value in _MODEL_CONFIG:
-        attack = _in_json(f"model/{name}", where, value)
+        attack = in_json(f"model/{name}", where, value)
         found.add(f"model's {name}: {where} is {json.dumps(value)[:40]}", "model", attack, says="model|tensor")
     for where, value in _TOKENIZER_CONFIG:
-        shown = json.dumps(value)[:40]
-        attack = _in_json("teacher/tokenizer_config.json", where, value)
-        found.add(f"tokenizer_config's {where} is {shown}", "build", attack, ends="either")
+        attack = in_json("teacher/tokenizer_config.json", where, value)
+        found.add(f"tokenizer_config's {where} is {json.dumps(value)[:40]}", "build", attack, ends="either")
 
 
 def _replace(pattern: str, content: str) -> dict[str, Any]:
@@ -271,15 +214,6 @@ _TOKENIZER_CONFIG: list[tuple[str, Any]] = [
     *(("chat_template", value) for value in (5, [], {"a": "b"}, [{"name": "default"}])),
     *(("added_tokens_decoder", value) for value in (5, {"x": {}}, {"-1": {"content": "a"}})),
 ]
-
-
-@curried
-def _in_json(place: Place, name: str, where: str, value: Any) -> None:
-    with place.json(name) as content:
-        *above, last = where.split(".")
-        for each in above:
-            content = content[each]
-        content[last] = value
 
 
 @curried
@@ -319,23 +253,16 @@ def _tomls(found: Cases) -> None:
     at = words.index("--steps")
     with_config = (*words[:at], *words[at + 2 :], "--config", "options.toml")  # a flag would win over the file
     for kind, text in TOML.items():
-        found.add(f"student.toml: {kind}", "distill", _text("student.toml", text), says="student.toml")
-        found.add(f"--config: {kind}", with_config, _text("options.toml", text), says="options.toml")
-        found.add(f"run/config.toml: {kind}", "resume", _text("run/config.toml", text), ends="either", says="run")
+        found.add(f"student.toml: {kind}", "distill", wrote("student.toml", text), says="student.toml")
+        found.add(f"--config: {kind}", with_config, wrote("options.toml", text), says="options.toml")
+        found.add(f"run/config.toml: {kind}", "resume", wrote("run/config.toml", text), ends="either", says="run")
         other = ("inspect run", "export")[len(kind) % 2]
-        found.add(f"run/config.toml: {kind}", other, _text("run/config.toml", text), ends="either", says="run")
+        found.add(f"run/config.toml: {kind}", other, wrote("run/config.toml", text), ends="either", says="run")
     for where, text in _OPTIONS.items():
-        found.add(f"--config {where}", with_config, _text("options.toml", text), says="options.toml|--")
+        found.add(f"--config {where}", with_config, wrote("options.toml", text), says="options.toml|--")
     for where, text in _RUN_CONFIGS.items():
-        for command in ("evaluate run", "export")[len(where) % 2 :][:1]:
-            found.add(
-                f"run/config.toml: {where}", command, _text("run/config.toml", text), ends="either", says="run|cache"
-            )
-
-
-@curried
-def _text(place: Place, name: str, text: str) -> None:
-    place.write(name, text)
+        command, attack = ("evaluate run", "export")[len(where) % 2], wrote("run/config.toml", text)
+        found.add(f"run/config.toml: {where}", command, attack, ends="either", says="run|cache")
 
 
 _OPTIONS = {
@@ -368,44 +295,21 @@ _RUN_CONFIGS = {
 
 def _specs(found: Cases) -> None:
     layers = "init = 'teacher-layers'\nlayers = [0]\n[config]\nmodel_type = 'llama'\n"
-    found.add(
-        "spec that is its own teacher",
-        "distill",
-        _text("student.toml", f"teacher = 'student.toml'\n{layers}"),
-        says="student",
-    )
+    itself = wrote("student.toml", f"teacher = 'student.toml'\n{layers}")
+    found.add("spec that is its own teacher", "distill", itself, says="student")
     found.add("two specs, each the other's teacher", "distill", _two_specs(layers), says="student|other")
     found.add("a chain of 2,000 specs", "distill", _chain(layers), says="student|spec")
-    found.add(
-        "teacher that is a cycle",
-        ("cache-teacher", "--teacher", "student.toml", *COMMANDS["build"][3:]),
-        _text("student.toml", f"teacher = 'student.toml'\n{layers}"),
-        says="student",
-    )
+    build = ("cache-teacher", "--teacher", "student.toml", *COMMANDS["build"][3:])
+    found.add("teacher that is a cycle", build, itself, says="student")
     for line in _SPEC_LINES:
         found.add(f"spec with {line[:60]}", "distill", _replaced(line), says="student")
 
 
 _SPEC_LINES = (
-    *(
-        "source = 5",
-        "source = ['a']",
-        "config = 5",
-        "config = []",
-        "config = 'llama'",
-        "tokenizer = 5",
-        "tokenizer = []",
-    ),
-    *(
-        "layers = ['a']",
-        "layers = [[1]]",
-        "layers = 5",
-        "dtype = 5",
-        "dtype = 'os'",
-        "init = 5",
-        "attention = 'kernels-community/x'",
-    ),
-    *("attention = 5", "name = 5", "revision = 5", "trust_remote_code = 'no'", "trust_remote_code = 1", "teacher = {}"),
+    *("source = 5", "source = ['a']", "config = 5", "config = []", "config = 'llama'", "tokenizer = 5"),
+    *("tokenizer = []", "layers = ['a']", "layers = [[1]]", "layers = 5", "dtype = 5", "dtype = 'os'", "init = 5"),
+    *("attention = 'kernels-community/x'", "attention = 5", "name = 5", "revision = 5", "trust_remote_code = 'no'"),
+    *("trust_remote_code = 1", "teacher = {}"),
 )
 
 
@@ -442,9 +346,7 @@ _TEMPLATES = {
     "a text times 10^8": "{{ ('a' * 100000000) | length }}",
     "a power": "{{ 9 ** 9 ** 9 }}",
     "a macro that calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "a macro that doubles": "{% macro f(n) %}{% if n %}"
-    + "{{ f(n - 1) }}" * 2
-    + "{% endif %}{% endmacro %}{{ f(60) }}",
+    "a macro that doubles": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "Python's classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "Python's globals": "{{ cycler.__init__.__globals__.os.system('touch pwned') }}",
     "open brackets": "{{ ((((",
@@ -460,13 +362,8 @@ _TEMPLATES = {
 
 def _templates(found: Cases) -> None:
     for kind, template in _TEMPLATES.items():
-        found.add(
-            f"chat template: {kind}",
-            "chat",
-            _template(template),
-            ends="either",
-            says="template|teacher|chat|conversation",
-        )
+        says = "template|teacher|chat|conversation"
+        found.add(f"chat template: {kind}", "chat", _template(template), ends="either", says=says)
 
 
 @curried
@@ -514,29 +411,24 @@ _RECORDS: dict[str, bytes] = {
 def _data(found: Cases) -> None:
     rows = ("cache-teacher", "--teacher", "teacher", "--data", "chat.jsonl", *COMMANDS["build"][5:])
     for kind, content in _ROWS.items():
-        found.add(f"jsonl: {kind}", rows, _wrote("chat.jsonl", content * 3), ends="either", says="chat.jsonl")
+        found.add(f"jsonl: {kind}", rows, wrote("chat.jsonl", content * 3), ends="either", says="chat.jsonl")
     for kind, turns in _TURNS.items():
         line = json.dumps({"messages": turns}).encode() + b"\n"
-        found.add(f"conversations: {kind}", "chat", _wrote("chat.jsonl", line * 40), ends="either", says="chat.jsonl")
+        found.add(f"conversations: {kind}", "chat", wrote("chat.jsonl", line * 40), ends="either", says="chat.jsonl")
     for kind, content in _RECORDS.items():
-        found.add(
-            f"log-probabilities: {kind}",
-            "logprobs",
-            _appended("logprobs.jsonl", content),
-            ends="either",
-            says="logprobs.jsonl",
-        )
+        attack = _appended("logprobs.jsonl", content)
+        found.add(f"log-probabilities: {kind}", "logprobs", attack, ends="either", says="logprobs.jsonl")
     parquet = ("cache-teacher", "--teacher", "teacher", "--data", "data.parquet", *COMMANDS["build"][5:])
     for kind, content in {
         "empty": b"PAR1PAR1",
         "a footer of 2 GB": b"PAR1" + b"\xff\xff\xff\x7fPAR1",
         "noise": bytes(range(256)) * 40,
     }.items():
-        found.add(f"parquet: {kind}", parquet, _wrote("data.parquet", content), says="data.parquet")
+        found.add(f"parquet: {kind}", parquet, wrote("data.parquet", content), says="data.parquet")
     for kind, content in {
         "zero bytes": b"\0" * 9_000,
         "not UTF-8": b"\xff" * 9_000,
         "one word": b"a" * 50_000,
         "blank": b" \n" * 9_000,
     }.items():
-        found.add(f"text: {kind}", "build", _wrote("corpus/a.txt", content), ends="either", says="corpus")
+        found.add(f"text: {kind}", "build", wrote("corpus/a.txt", content), ends="either", says="corpus")

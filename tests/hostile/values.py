@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 
 from tests.hostile import seal
-from tests.hostile.case import COMMANDS, Cases, Place, curried
+from tests.hostile.case import COMMANDS, MISSING, Cases, Place, curried, in_json, in_spec, put
 from tests.hostile.shapes import header_of, in_shards, write_as, write_safetensors
 
 V, K, D = 300, 10, 6
 """Vocabulary, kept entries and drawn entries of the cache."""
 NAN, INF = float("nan"), float("inf")
-_MISSING = object()
 
 
 def cases() -> Cases:
@@ -26,8 +25,9 @@ def cases() -> Cases:
     for name, change in _LOGPROBS.items():
         found.add(f"log-probabilities: {name}", "logprobs", _logprobs(change), ends="either", says="logprobs")
     for name, value, ends in _SPEC:
-        found.add(f"student with {name} = {value}", "distill", _spec(name, value), ends=ends, says="student")
-        found.add(f"teacher with {name} = {value}", "build", _teacher(name, value), ends=ends, says="teacher")
+        found.add(f"student with {name} = {value}", "distill", in_spec(name, value), ends=ends, says="student")
+        attack = in_json("teacher/config.json", name, value)
+        found.add(f"teacher with {name} = {value}", "build", attack, ends=ends, says="teacher")
     return found
 
 
@@ -104,17 +104,6 @@ def _changed(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Any, str],
     return lambda file, name: write_as(file, name, change(file[name][()]), chunks=file[name].chunks)
 
 
-def put(record: Any, where: str, value: Any) -> None:
-    """Set the entry at `a.b.0.c`, or remove it where the value is `_MISSING`."""
-    *above, last = [int(each) if each.isdigit() else each for each in where.split(".")]
-    for each in above:
-        record = record[each]
-    if value is _MISSING:
-        del record[last]
-    else:
-        record[last] = value
-
-
 _SETTINGS: list[tuple[str, Any, str]] = [
     *(("seq_len", value, "refused") for value in (0, -1, 16, 64, 32.5)),
     *(("sequences_per_shard", value, "refused") for value in (0, -1)),
@@ -177,17 +166,17 @@ _PROGRESS: list[tuple[str, Any]] = [
     *(("more", value) for value in (1,)),
 ]
 _STATE: list[tuple[str, Any]] = [
-    *(("progress", value) for value in (_MISSING, [], None)),
-    *(("watchers", value) for value in (_MISSING, [], {"scale": 5}, {"spikes": {"clean": "x"}})),
+    *(("progress", value) for value in (MISSING, [], None)),
+    *(("watchers", value) for value in (MISSING, [], {"scale": 5}, {"spikes": {"clean": "x"}})),
     *(("watchers.scale.value", value) for value in (0, NAN, "1")),
     *(("watchers.spikes.clean", value) for value in (["a"], 5, [NAN] * 4)),
-    *(("options", value) for value in (_MISSING, [], "x")),
+    *(("options", value) for value in (MISSING, [], "x")),
     *(("options.optimizer", value) for value in (None, {"lr": "x"})),
-    *(("cache", value) for value in (_MISSING, 5)),
-    *(("student", value) for value in (_MISSING, None, {})),
+    *(("cache", value) for value in (MISSING, 5)),
+    *(("student", value) for value in (MISSING, None, {})),
 ]
 _ARCHITECTURE: list[tuple[str, Any]] = [
-    *(("model_type", value) for value in (_MISSING, 5, "no-such", "../docs", "bert", "clip", [])),
+    *(("model_type", value) for value in (MISSING, 5, "no-such", "../docs", "bert", "clip", [])),
     *(("hidden_size", value) for value in (0, -32, 33, "32", 32.5, None)),
     *(("num_hidden_layers", value) for value in (0, -1, 3, "1")),
     *(("num_attention_heads", value) for value in (0, -4, 3)),
@@ -203,60 +192,41 @@ _ARCHITECTURE: list[tuple[str, Any]] = [
     *(("architectures", value) for value in (["os.system"], 5)),
     *(("torch_dtype", value) for value in ("os.system", "int8", 5)),
 ]
-_HARMLESS = {
-    *(("architectures", "os.system"), ("torch_dtype", "os.system"), ("torch_dtype", "int8")),
-}
 
 
 def _checkpoints(found: Cases) -> None:
     changes = [*((f"progress.{name}", value) for name, value in _PROGRESS), *_STATE]
     for number, (where, value) in enumerate(changes):
-        shown = "missing" if value is _MISSING else json.dumps(value)[:40]
+        shown = "missing" if value is MISSING else json.dumps(value)[:40]
         about = where.startswith(("progress", "watchers", "options"))
         # what nobody reads is nobody's matter: a wrong loss is shown and does nothing
         ends = "either" if where in _SHOWN else "refused"
-        found.add(
-            f"{where} is {shown}", "resume", _state(where, value), ends=ends, says="run/checkpoints|step-00000004"
-        )
+        found.add(f"{where} is {shown}", "resume", _state(where, value), ends=ends, says=_CHECKPOINT)
         command = "inspect run" if about else "inspect checkpoint"
         if number % 3 == 0:
             found.add(f"{where} is {shown}", command, _state(where, value), ends="either", says="run|step-00000004")
     for name, value in _ARCHITECTURE:
-        shown = "missing" if value is _MISSING else json.dumps(value)[:40]
+        shown = "missing" if value is MISSING else json.dumps(value)[:40]
         attack = _state(f"student.architecture.{name}", value)
-        found.add(
-            f"architecture's {name} is {shown}", "export", attack, ends="either", says="run/checkpoints|step-00000004"
-        )
-    for value in (
-        _MISSING,
-        "flash_attention_2",
-        "kernels-community/flash-attn",
-        "org/name:function",
-        "os.system",
-        5,
-        None,
-        "sdpa|eager",
-    ):
-        shown = "missing" if value is _MISSING else json.dumps(value)
+        found.add(f"architecture's {name} is {shown}", "export", attack, ends="either", says=_CHECKPOINT)
+    hubs = ("flash_attention_2", "kernels-community/flash-attn", "org/name:function")
+    for value in (MISSING, *hubs, "os.system", 5, None, "sdpa|eager"):
+        shown = "missing" if value is MISSING else json.dumps(value)
         attack = _state("student.attention", value)
         command = ("export", "evaluate run")[len(shown) % 2]
-        found.add(f"attention is {shown}", command, attack, says="run/checkpoints|step-00000004")
+        found.add(f"attention is {shown}", command, attack, says=_CHECKPOINT)
 
 
+_CHECKPOINT = "run/checkpoints|step-00000004"
 _SHOWN = (
-    "progress.loss",
-    "progress.best_step",
-    "watchers",
-    "watchers.scale.value",
-    "progress.epoch",
-    "progress.tokens",
+    *("progress.loss", "progress.best_step", "watchers", "watchers.scale.value", "progress.epoch", "progress.tokens"),
 )
 
 
 @curried
 def _state(place: Place, where: str, value: Any) -> None:
     with place.state() as state:
-        if "." in where and where.split(".")[-1] not in _parent(state, where) and value is _MISSING:
+        if "." in where and where.split(".")[-1] not in _parent(state, where) and value is MISSING:
             return
         put(state, where, value)
 
@@ -365,16 +335,3 @@ _SPEC: list[tuple[str, Any, str]] = [
     *(("hidden_act", value, "refused") for value in ("os.system", "")),
     ("initializer_range", 1e308, "either"),
 ]
-
-
-@curried
-def _spec(place: Place, name: str, value: Any) -> None:
-    lines = place.path("student.toml").read_text().splitlines()
-    kept = [line for line in lines if not line.startswith(f"{name} =")]
-    place.write("student.toml", "\n".join([*kept, f"{name} = {json.dumps(value)}"]) + "\n")
-
-
-@curried
-def _teacher(place: Place, name: str, value: Any) -> None:
-    with place.json("teacher/config.json") as config:
-        config[name] = value
