@@ -30,7 +30,6 @@ from kdtrain.config import PrecisionConfig, QuantizationConfig
 from kdtrain.config.choices import BACKENDS
 from kdtrain.errors import UsageError
 from kdtrain.imports import quiet_import
-from kdtrain.models.adapters import adapter_parts
 from kdtrain.precision.controller import Policy
 from kdtrain.precision.emulated import FormatRecipe, Scaling, ScalingControl, compute_dtype
 from kdtrain.precision.linear import Backend, Emulated, Product, Switch, convert
@@ -525,6 +524,8 @@ def quantize_(
     >>> switch.position
     'quantized'
     """
+    from kdtrain.models.adapters import adapter_parts  # transformers' models, not to be read to ask for capabilities
+
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     if mode not in QUANTIZED:
