@@ -48,8 +48,8 @@ def main(config: DistillConfig) -> int:
 
 def _confirm(config: DistillConfig) -> None:
     """Ask a user at a terminal whether to resume an earlier run. UsageError: the user declines."""
-    asked = config.checkpoint.resume == "auto" and "RANK" not in os.environ and is_run(config.out)
-    if not asked or not (sys.stdin.isatty() and sys.stderr.isatty()):
+    at_terminal = "RANK" not in os.environ and sys.stdin.isatty() and sys.stderr.isatty()
+    if not (at_terminal and config.checkpoint.resume == "auto" and is_run(config.out)):
         return
     print(f"{config.out} holds an earlier run. Resume it? [Y/n] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("", "y", "yes"):
