@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kdtrain.config import LoraConfig
-from kdtrain.models.adapters import restrict
+from kdtrain.models.adapters import adapter_parts, restrict
 from kdtrain.models.head import split
 from kdtrain.precision.backends import Torchao, capability
 from kdtrain.precision.emulated import FormatRecipe, quantized_linear
@@ -230,7 +230,8 @@ def test_adapters_stay_high_and_frozen_weights_are_quantised_once():
     pytest.importorskip("peft")
     student, switch = split(tiny_model("llama")), Switch("quantized")
     restrict(student, LoraConfig(lora_rank=4), freeze_head=False, seed=0)
-    done = convert(student.model, switch, Emulated(MXFP8), head=student.model.get_output_embeddings(), hold=True)
+    stays = {"head": student.model.get_output_embeddings(), "adapters": adapter_parts(student.model)}
+    done = convert(student.model, switch, Emulated(MXFP8), **stays, hold=True)
     assert all(name.endswith(".base_layer") for name in done.quantized)
     assert {*done.left.values()} == {"an adapter"} and all(".lora_" in name for name in done.left)
     layers = [student.model.get_submodule(name) for name in done.quantized]
