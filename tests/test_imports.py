@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from kdtrain.data.logprobs import logprob_rows
 
 from kdtrain import imports
 from kdtrain.config import MonitorConfig
@@ -39,8 +38,6 @@ def test_what_needs_an_extra_names_it(bare, tmp_path):
         next(documents(str(tmp_path / "a.parquet"), "train"))
     with pytest.raises(UsageError, match="hf:org/name " + needs.format("datasets", "data")):
         next(documents("hf:org/name", "train"))
-    with pytest.raises(UsageError, match="a.parquet " + needs.format("pyarrow", "data")):
-        next(logprob_rows(tmp_path / "a.parquet", "train", 8, 4))
     with pytest.raises(UsageError, match="--log-to tensorboard " + needs.format("tensorboard", "tensorboard")):
         TensorBoard.ready("")
 
