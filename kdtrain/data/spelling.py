@@ -95,7 +95,7 @@ class Spelling:
 
     @functools.cached_property
     def depth(self) -> _Array:
-        """int64 [L+1] how many tokens a number stands for; 0 where no token goes on behind them."""
+        """int64 [L+1] how many tokens a number stands for; 0 where no token continues them."""
         found = np.zeros(len(self.prefix) + 1, np.int64)
         found[self.prefix] = np.arange(len(self.prefix)) - np.repeat(self.starts[:-1], np.diff(self.starts))
         return found
@@ -118,7 +118,7 @@ class Spelling:
 
     def read(self, tokens_M: _Array, source_M: _Array, offset_M: _Array) -> _Array:
         """int64 [M] a number of a text's tokens since the teacher's began, as `prefix`: 0 where both begin; -1 where no
-        token of the teacher goes on so.
+        token of the teacher continues so.
 
         source_M, offset_M: see `transcode.holders`.
         """

@@ -42,7 +42,6 @@ FP8_TILE = 128
 
 ScalingControl = Literal["max", "max_minus_1"]
 
-_MANTISSA_BITS = 23
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**127
 
 

@@ -45,7 +45,7 @@ class DataPlan:
     facts: Facts | None = None
     """None for text, of which more is known when it is packed."""
     live: LiveCache | None = None
-    """The capture that goes on while the run reads it."""
+    """The capture that the run reads while it is made."""
     options: Mapping[str, Any] = {}
     """Options in place of those given, with which the run would read the same data again."""
 

@@ -78,7 +78,7 @@ class Recipe:
     sources: dict[str, Source]
     """The splits train and validation."""
     live: LiveCache | None
-    """The capture that goes on while the run reads it."""
+    """The capture that the run reads while it is made."""
     formats: Formats
     plan: MemoryPlan
     micro: int

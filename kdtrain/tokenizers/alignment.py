@@ -34,7 +34,7 @@ class Alignment:
 
     A common boundary is a place of a text where a token of both begins. Cells are groups of tokens of either vocabulary
     that stand for the same bytes, so that the masses that both models give to a cell at a common boundary compare: a
-    cell means that the text goes on with certain bytes, which one token may not show; `merged` joins the cells that a
+    cell means that the text continues with certain bytes, which one token may not show; `merged` joins the cells that a
     text shows to conflict.
 
     Args:

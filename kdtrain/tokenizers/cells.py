@@ -2,7 +2,7 @@
 
 At an offset where a token of both begins, let f(t) be the bytes of the first student token of the bytes of a teacher
 token t, and X = {f(t)}. A teacher token belongs to the cell f(t); a student token s to the cell of the longest x in X
-that begins its bytes, else to that of its first byte. A cell means "the text goes on with the bytes x": the masses of
+that begins its bytes, else to that of its first byte. A cell means "the text continues with the bytes x": the masses of
 its tokens under teacher and student can be compared, and all mass of text lies in some cell, so nothing is pushed down
 because it has no partner. Equal vocabularies have one cell a token; a student of bytes has the 256 first bytes. An
 event has a cell of its own. Tokens without bytes or partner have none: their mass is left out of the teacher's side,

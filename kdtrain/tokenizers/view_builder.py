@@ -8,7 +8,7 @@
 
 A row has the student's tokens, and for each label where in the cache the teacher predicts the same bytes; its
 numbers stay in the cache, and `ViewReader` joins both when it reads. Shards are published one by one, and a killed
-build goes on behind the last: the shards are the same, as the rows are a pure function of the cache and the settings.
+build resumes behind the last: the shards are the same, as the rows are a pure function of the cache and the settings.
 
 Cells that conflict are merged from the first two million tokens of the training text; what that costs is measured on
 the teacher's numbers of a few rows, and what still disagrees on the whole text. Above 5 % the view is refused.

@@ -189,7 +189,7 @@ class TrainState:
     snapshots: deque[Checkpoint] = field(default_factory=deque)
     """Earlier states in memory that adaptive quantisation may restore, oldest first."""
     growing: Growing | None = None
-    """The training text, where it appears while the run goes on."""
+    """The training text, where it appears during the run."""
 
     @property
     def watchers(self) -> dict[str, Watcher[Any] | LossScale | Adaptive]:

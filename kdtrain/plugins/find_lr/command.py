@@ -74,7 +74,7 @@ class _Short:
 
 @dataclass
 class _Record:
-    """What OUT/find-lr.json keeps while the search goes on."""
+    """What OUT/find-lr.json holds during the search."""
 
     options: dict[str, dict[str, Any]]
     """Those that decide the results of the runs."""

@@ -53,7 +53,7 @@ class PushConfig(Options):
         missing = [flag(f"license_{name}") for name, given in self.licenses.items() if not given]
         refuse(
             bool(missing),
-            f"{', '.join(missing)} missing: whoever reads the cache must know what it may be used for; give each a "
+            f"{', '.join(missing)} missing: readers of the cache must know what they may use it for; give each a "
             "name such as apache-2.0, or unknown, or declined",
         )
 

@@ -85,7 +85,7 @@ class Member:
 
 @runtime_checkable
 class Growing(Protocol):
-    """Text that appears while the run goes on, such as a server's answers; `read` waits for what is not there yet.
+    """Text that appears during the run, such as a server's answers; `read` waits for what is not there yet.
 
     What is there never changes, so that a checkpoint needs no more of it than which part was read.
     """
@@ -102,7 +102,7 @@ class Source(Protocol):
     """Sequences by index.
 
     One that has its own order also has `order(seed)`, which returns a `data.order.Order`; by default every epoch has
-    all sequences in an order of its own. One whose text appears while the run goes on has it as `growing: Growing`.
+    all sequences in an order of its own. One whose text appears during the run has it as `growing: Growing`.
     """
 
     facts: Facts
