@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kdtrain as kd
 from kdtrain.checkpoint import nested, store
 from kdtrain.checkpoint.nested import CheckpointStore, _escaped
 from kdtrain.checkpoint.store import Store, load
@@ -108,3 +109,51 @@ def test_what_a_checkpoint_of_a_run_could_not_be_loaded_with_is_refused_too(tmp_
         Store(tmp_path).save("x", 1, {"\ud800": torch.ones(1)}, {})
     Store(tmp_path).save("x", 1, {"a": torch.ones(1)}, {})
     assert load(tmp_path / "x").tensors == {"a": torch.ones(1)}
+
+
+def test_a_state_of_any_depth_comes_back_as_it_was(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "more": [1, (2.5, None), "x", True]}
+    saved = kd.CheckpointStore(tmp_path / "c", keep=kd.Keep(rolling=2))
+    for step in range(1, 5):
+        saved.save(step, state, {"loss": abs(step - 2.0)})
+    assert saved.names() == ["step-00000002", "step-00000003", "step-00000004"]  # the best one is kept
+    found = saved.load("best")
+    assert found["more"] == state["more"] and list(found["optimizer"]["state"]) == [0, 1]
+    torch.optim.AdamW(model.parameters()).load_state_dict(found["optimizer"])
+    shard = next((tmp_path / "c" / "step-00000004").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert torch.equal(saved.load()["model"]["weight"], model.weight)  # the one before, which is whole
+    with pytest.raises(kd.RunError, match="step-00000004 is damaged"):
+        saved.load("step-00000004")
+
+
+def test_names_of_a_state_that_look_alike_stay_apart(tmp_path):
+    saved = kd.CheckpointStore(tmp_path)
+    saved.save(
+        1, {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1), 1: torch.full((1,), 2.0), "1": torch.full((1,), 3.0)}
+    )
+    found = saved.load()
+    assert [found["a"]["b"].item(), found["a.b"].item(), found[1].item(), found["1"].item()] == [1, 0, 2, 3]
+
+
+IN_A_GROUP = """
+import sys, torch, torch.distributed as dist
+import kdtrain as kd
+dist.init_process_group("gloo")
+saved = kd.CheckpointStore(sys.argv[1])
+if dist.get_rank() == 0:
+    saved.save(1, {"w": torch.ones(2)}, {"loss": 1.0})
+dist.barrier()
+assert saved.load("best")["w"].tolist() == [1, 1]
+print("loaded")
+dist.destroy_process_group()
+"""
+
+
+def test_in_a_group_of_the_users_own_one_rank_saves_and_all_load(run_ranks, tmp_path):
+    (tmp_path / "script.py").write_text(IN_A_GROUP)
+    assert run_ranks(tmp_path / "script.py", 2, tmp_path / "c") == ["loaded\n", "loaded\n"]
