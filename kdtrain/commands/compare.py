@@ -32,12 +32,17 @@ def main(config: CompareConfig) -> int:
     if config.json:
         print(json.dumps(finite(as_record(groups))))
         return 0
+    show(groups)
+    return 0
+
+
+def show(groups: list[Group]) -> None:
+    """Print the comparison."""
     # each table repeats the first run, which the others are compared with; a column has 20 characters at least
     beside = max(1, (Console().width - 30) // 20 - 1)
     starts = range(1, max(len(groups), 2), beside)
     tables = [_table(groups, [groups[0], *groups[start : start + beside]]) for start in starts]
     show_page([*tables, *notes(groups)])
-    return 0
 
 
 def as_record(groups: list[Group]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from kdtrain.config.commands import ExportConfig as ExportConfig
 from kdtrain.config.commands import GenerateConfig as GenerateConfig
 from kdtrain.config.commands import InspectConfig as InspectConfig
 from kdtrain.config.commands import PlotConfig as PlotConfig
+from kdtrain.config.commands import SweepConfig as SweepConfig
 from kdtrain.config.commands import VerifyConfig as VerifyConfig
 from kdtrain.config.sections import CacheParallelConfig as CacheParallelConfig
 from kdtrain.config.sections import CheckpointConfig as CheckpointConfig

@@ -309,6 +309,25 @@ class CompareConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SweepConfig(Options):
+    """Train arms times seeds of a TOML file over caches that they share, and show the table.
+
+    The same command resumes an interrupted sweep; a run that ended badly is a result of its arm.
+    """
+
+    file: Path = option(positional=True, reads="file")
+    """The TOML file: seeds, [caches.NAME], [common], [arms.NAME] and [test]."""
+    out: Path | None = None
+    """The folder of caches and runs; by default the file's name without .toml."""
+    at_once: int = option(1, least=1)
+    """Runs beside each other, each with its share of the cores."""
+    dry_run: bool = False
+    """List the commands and which of them are done, and run none."""
+    json: bool = False
+    """Print one JSON object on stdout, logs on stderr."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlotConfig(Options):
     """Draw the curves of runs into a figure, with switches and rollbacks marked."""
 
@@ -350,6 +369,7 @@ COMMANDS = {
     "merge": MergeConfig,
     "subset": SubsetConfig,
     "export": ExportConfig,
+    "sweep": SweepConfig,
     "compare": CompareConfig,
     "plot": PlotConfig,
     "completion": CompletionConfig,

@@ -1,0 +1,290 @@
+"""A sweep: arms times seeds over shared caches, as commands that are run once each.
+
+A file names arms, each a set of options of `distill` over a common base, and the caches that they share:
+
+    seeds = [0, 1, 2]
+
+    [caches.text]             # options of cache-teacher
+    teacher = "stdlib-5m"
+    data = "stdlib"
+
+    [common]                  # options of distill; a cache goes by its name
+    student = "stdlib-1m"
+    cache = "text"
+
+    [arms.kd]
+    [arms.cross-entropy]
+    alpha = 0
+
+    [test]                    # options of evaluate, for every student of the sweep
+    cache = "text"
+
+Each cache and each run is one command in a process of its own, in `OUT/caches/NAME` and `OUT/ARM/seed-N`. Nothing else
+is stored but the words of these commands (`OUT/sweep.json`): what is done is read from the caches and runs, so a killed
+sweep is resumed by the same command, and a run that it makes is the one that its command makes by hand.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kdtrain.config.options import options_of
+from kdtrain.config.registered import COMMANDS
+from kdtrain.config.values import flag
+from kdtrain.errors import UsageError, writing
+from kdtrain.files import is_locked, publish_json, read_sealed, read_toml
+from kdtrain.registry import nearest
+from kdtrain.run.result import read_result
+
+_TABLES = ("seeds", "caches", "common", "arms", "test")
+_OURS = {"distill": ("out", "seed", "resume", "overwrite", "dry_run", "sanity"), "cache-teacher": ("out",)}
+"""Options that a sweep gives itself."""
+_PLAIN = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.+=")
+_MOST = 1000
+"""Most runs of a sweep."""
+_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of prctl(2): the signal that a child gets when its parent is gone."""
+
+Parse = Callable[[str, list[str]], Any]
+"""A command and its words -> its configuration. UsageError: they cannot work."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command of a sweep."""
+
+    name: str
+    """`caches/NAME`, or `ARM/seed-N`."""
+    words: tuple[str, ...]
+    """The command and its options."""
+    config: Any
+    """What they say."""
+
+    @property
+    def line(self) -> str:
+        """The command, to copy."""
+        return f"kdtrain {shlex.join(self.words)}"
+
+    @property
+    def done(self) -> bool:
+        """Whether it ended: a finished cache, or a run with a result that is not of a stop by a signal."""
+        if self.words[0] == "cache-teacher":
+            return (self.config.out / "manifest.json").exists()
+        result = read_result(self.config.out)
+        return result is not None and result["stop_reason"] != "signal"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The commands of a file, in the order in which they are run."""
+
+    out: Path
+    caches: list[Job]
+    runs: list[Job]
+    test: tuple[str, ...] | None
+    """Options of evaluate; None: the file has no [test]."""
+
+    @property
+    def folders(self) -> list[Path]:
+        """The runs that have begun."""
+        return [job.config.out for job in self.runs if (job.config.out / "environment.json").exists()]
+
+
+def read_sweep(file: Path, out: Path, parse: Parse) -> Sweep:
+    """The sweep of a TOML file.
+
+    UsageError: it cannot be read, has an unknown table, or one of its commands cannot work; the message names the table.
+    """
+    try:
+        tables = read_toml(file)
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{file} is not TOML: {error}") from None
+    for name, table in tables.items():
+        if name not in _TABLES:
+            raise UsageError(f"{file}: unknown table [{name}]; {nearest(name, _TABLES)}")
+        if name != "seeds" and not isinstance(table, dict):
+            raise UsageError(f"{file}: {name} is not a table; write [{name}]")
+    seeds = tables.get("seeds", [0])
+    if not isinstance(seeds, list) or not seeds or any(type(each) is not int or each < 0 for each in seeds):
+        raise UsageError(f"{file}: seeds is not a list of whole numbers; write seeds = [0, 1, 2]")
+    if len(set(seeds)) < len(seeds):
+        raise UsageError(f"{file}: a seed stands twice in seeds")
+    named = {kind: _named(file, kind, tables.get(kind, {})) for kind in ("caches", "arms")}
+    if not named["arms"]:
+        raise UsageError(f"{file} has no arm; add [arms.NAME] with the options in which it differs from [common]")
+    if "caches" in named["arms"]:
+        raise UsageError(f"{file}: an arm cannot be called caches, which is the folder of the caches")
+    if (count := len(named["arms"]) * len(seeds)) > _MOST:
+        raise UsageError(f"{file}: {count:,} runs are more than the {_MOST:,} that a sweep takes")
+
+    def job(name: str, where: str, command: str, options: Mapping[str, Any], *more: str) -> Job:
+        words = _words(command, options, f"{file}: [{where}] ", out, named["caches"])
+        words = [*words, "--out", str(out / name), *more]
+        try:
+            return Job(name, (command, *words), parse(command, words))
+        except UsageError as error:
+            raise UsageError(f"{file}: [{where}] {error}") from None
+
+    common = _flat(tables.get("common", {}))
+    arms = [(name, {**common, **options}) for name, options in named["arms"].items()]
+    runs = [
+        job(f"{arm}/seed-{seed}", f"arms.{arm}", "distill", options, "--seed", f"{seed}")
+        for seed in seeds
+        for arm, options in arms
+    ]
+    caches = [job(f"caches/{name}", f"caches.{name}", "cache-teacher", each) for name, each in named["caches"].items()]
+    test = None
+    if "test" in tables:
+        test = tuple(_words("evaluate", _flat(tables["test"]), f"{file}: [test] ", out, named["caches"]))
+    return Sweep(out, caches, runs, test)
+
+
+def _named(file: Path, kind: str, tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The options of each arm or cache. UsageError: one is not a table, or its name is no plain name of a folder."""
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise UsageError(f"{file}: {name} in [{kind}] is not a table; write [{kind}.{name}]")
+        if not name or set(name) - _PLAIN or name.startswith((".", "-")):
+            raise UsageError(f"{file}: [{kind}.{name}] names a folder; use letters, digits and - _ . + =")
+    return {name: _flat(table) for name, table in tables.items()}
+
+
+def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a table, those in its sections too: names of options are unique over sections."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        found |= value if isinstance(value, dict) else {name.replace("-", "_"): value}
+    return found
+
+
+def _words(command: str, table: Mapping[str, Any], where: str, out: Path, caches: Collection[str]) -> list[str]:
+    """The options of a table as words of a command line; a cache of the sweep by its folder."""
+    known, words = options_of(COMMANDS.get(command).config), []
+    for name, value in table.items():
+        if name in _OURS.get(command, ()):
+            hint = "list them in seeds" if name == "seed" else "leave it out"
+            raise UsageError(f"{where}the sweep sets {flag(name)} itself; {hint}")
+        option = known.get(name)
+        if isinstance(value, bool):
+            words.append(flag(name) if value else flag(f"no_{name}"))
+            continue
+        values = [str(each) for each in (value if isinstance(value, list) else [value])]
+        if name == "cache":
+            values = [str(out / "caches" / each) if each in caches else each for each in values]
+        if option is not None and option.several == ",":
+            values = [",".join(values)]
+        once = option is None or option.several is not True
+        words += [flag(name), *values] if once else [word for each in values for word in (flag(name), each)]
+    return words
+
+
+class Runner:
+    """Runs the commands of a sweep, each in a process of its own with a share of the cores.
+
+    Its block forwards the signals that ask to stop to each process exactly once: a second one would make it leave
+    without saving. A process also stops, and saves, when that of the sweep is killed.
+
+    at_once: processes beside each other.
+    """
+
+    _CHILD = (
+        "import ctypes, os, sys; ctypes.CDLL(None).prctl({}, {}); os.getppid() == {} or sys.exit(1); "
+        "from kdtrain.cli import main; main()"
+    )
+
+    def __init__(self, at_once: int = 1) -> None:
+        self.at_once = at_once
+        self.stopped: str | None = None
+        """The signal that stopped it."""
+        self._children: set[subprocess.Popen[str]] = set()
+        self._before: dict[int, Any] = {}
+        share = max(len(os.sched_getaffinity(0)) // at_once, 1)
+        self._env = {"OMP_NUM_THREADS": f"{share}"} | os.environ
+
+    def __enter__(self) -> "Runner":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._stop)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: object) -> None:
+        self.stopped = signal.Signals(number).name
+        for child in [*self._children]:
+            child.send_signal(number)
+
+    def all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, str]]:
+        """Run the jobs that are not done; yield each as it ends, with the error that ended it, empty without one."""
+        with ThreadPoolExecutor(self.at_once) as pool:
+            begun = {pool.submit(self.run, job): job for job in jobs if not job.done}
+            for each in as_completed(begun):
+                if self.stopped is None:
+                    yield begun[each], each.result()
+
+    def run(self, job: Job) -> str:
+        """Run one command, unless a signal has stopped the sweep; return the last line of an error, empty without one.
+
+        UsageError: it refuses its options.
+        """
+        self._await(job.config.out)
+        if self.stopped is not None:
+            return ""
+        code = self._CHILD.format(_DEATH_SIGNAL, int(signal.SIGTERM), os.getpid())
+        pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, *job.words], env=self._env, text=True, process_group=0, **pipes
+        )
+        self._children.add(child)
+        if self.stopped is not None:
+            child.send_signal(signal.SIGTERM)
+        _, logged = child.communicate()
+        self._children.discard(child)
+        last = next((line for line in reversed(logged.splitlines()) if line.startswith("kdtrain: ")), "")
+        last = last.removeprefix("kdtrain: ")
+        if child.returncode == 2:
+            raise UsageError(f"{job.name}: {last}")
+        died = f"killed by {signal.Signals(-child.returncode).name}" if child.returncode < 0 else "failed"
+        return (last or died) if child.returncode and self.stopped is None else ""
+
+    def _await(self, folder: Path, seconds: float = 60.0) -> None:
+        """Wait while a process of a killed sweep still saves what it has in a folder."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and self.stopped is None:
+            if not any(map(is_locked, folder.glob(".*lock*"))):
+                return
+            time.sleep(0.2)
+
+
+def claim(sweep: Sweep) -> None:
+    """Note the commands of a sweep in its folder. UsageError: it holds something else, or runs of other options."""
+    file = sweep.out / "sweep.json"
+    try:
+        before = read_sealed(file)
+    except FileNotFoundError:
+        before = {}
+        if sweep.out.exists() and (not sweep.out.is_dir() or any(sweep.out.iterdir())):
+            raise UsageError(f"--out {sweep.out} holds something that is not a sweep; name another folder") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file}: {error}; name another --out") from None
+    now = {job.name: list(job.words) for job in (*sweep.caches, *sweep.runs)}
+    for name, words in now.items():
+        if name in before and before[name] != words and (sweep.out / name).exists():
+            changed = " ".join(each for each in before[name] if each not in words) or "fewer options"
+            raise UsageError(
+                f"{sweep.out / name} was begun with other options ({changed[:200]}); rename the arm, or name another --out"
+            )
+    with writing(file):
+        sweep.out.mkdir(parents=True, exist_ok=True)
+        publish_json(file, before | now, "sweep.record")
