@@ -1,10 +1,12 @@
 """The table that all results are shown in, its renderers, and numbers as people write them.
 
-A `Table` is text in rows. `show_page` draws it on a terminal, `markdown` writes it into a card, and a report's template
-makes HTML of it. Facts are tables of two columns, label and value (`facts_table`). Cells may come from strangers: each
+A `Table` is text in rows. `show_page` draws it on a terminal, `markdown` writes it into a card, `latex` into a paper, and
+a report's template makes HTML of it. Facts are tables of two columns, label and value (`facts_table`). Cells may come from strangers: each
 renderer escapes them.
 """
 
+import csv
+import io
 import json
 import math
 import re
@@ -45,6 +47,8 @@ class Table:
     """With lines; cells may have several lines. Without names in `left` all columns are aligned at their left."""
     title: str = ""
     """Above a table with lines."""
+    bold: Collection[tuple[int, int]] = ()
+    """Rows and columns of cells that stand out."""
 
 
 Part = str | Table
@@ -83,8 +87,8 @@ def _drawn(table: Table) -> RichTable:
         text = name in table.left or (table.boxed and not table.left)
         folds = table.boxed or (text and place == len(table.header) - 1)
         drawn.add_column(literal(name), justify="left" if text else "right", no_wrap=not folds, overflow="fold")
-    for row in table.rows:
-        drawn.add_row(*map(literal, row))
+    for place, row in enumerate(table.rows):
+        drawn.add_row(*(literal(each, "bold" * ((place, at) in table.bold)) for at, each in enumerate(row)))
     return drawn
 
 
@@ -92,13 +96,58 @@ def markdown(table: Table) -> Iterator[str]:
     """The lines of a table in Markdown."""
     yield "|" + "|".join(f" {name} " if name else " " for name in table.header) + "|"
     yield "|---" * len(table.header) + "|"
-    yield from (f"| {' | '.join(map(markdown_text, row))} |" for row in table.rows)
+    for place, row in enumerate(table.rows):
+        cells = (markdown_text(each) for each in row)
+        yield f"| {' | '.join(f'**{each}**' if (place, at) in table.bold else each for at, each in enumerate(cells))} |"
 
 
 def markdown_text(value: Any) -> str:
     """A text by a stranger for Markdown: one line, without a sign of Markdown's or HTML's."""
     text = "" if value is None else printable(str(value))[:500]
     return re.sub(r"([\\|<>`\[\]])", r"\\\1", text)
+
+
+def latex(table: Table) -> Iterator[str]:
+    """The lines of a table in LaTeX, with the rules of its package booktabs."""
+    kinds = ("l" if name in table.left or not place else "r" for place, name in enumerate(table.header))
+    yield rf"\begin{{tabular}}{{{''.join(kinds)}}}"
+    yield r"\toprule"
+    for place, row in enumerate([table.header, *table.rows], start=-1):
+        cells = (latex_text(each) for each in row)
+        bold = (rf"\textbf{{{each}}}" if (place, at) in table.bold else each for at, each in enumerate(cells))
+        yield " & ".join(bold) + r" \\"
+        if place < 0:
+            yield r"\midrule"
+    yield r"\bottomrule"
+    yield r"\end{tabular}"
+
+
+_LATEX = {each: rf"\{each}" for each in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': r"\textquotedbl{}",
+    "±": r"$\pm$",
+    "α": r"$\alpha$",
+    "β": r"$\beta$",
+}
+
+
+def latex_text(value: Any) -> str:
+    """A text by a stranger for LaTeX: one line, without a sign of LaTeX's; what pdflatex does not know becomes ?."""
+    text = "" if value is None else printable(str(value))[:500]
+    known = (_LATEX.get(each) or (each if " " <= each <= "~" or "À" <= each <= "ÿ" else "?") for each in text)
+    return "".join(known)
+
+
+def csv_lines(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Rows as CSV (RFC 4180); empty for what is none, numbers with all their digits."""
+    file = io.StringIO()
+    csv.writer(file).writerows([header, *rows])
+    return file.getvalue()
 
 
 def number(value: Any) -> str:

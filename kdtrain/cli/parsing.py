@@ -135,7 +135,8 @@ class _Line:
                 return 1
             self._add(option.name, "true" if on else "false")
             return 0
-        words = values[: 1 if option.several else words_wanted(option.kind)]
+        several = len(values) if option.field.metadata.get("words") else 1
+        words = values[: several if option.several else words_wanted(option.kind)]
         if words:
             self._add(name, *words, extend=bool(option.several))
         else:

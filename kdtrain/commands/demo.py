@@ -125,7 +125,7 @@ def student(folder: Path, kind: str, seed: int, settings: Settings, text: option
     if trained["stopped_by"]:
         raise KeyboardInterrupt(trained["stopped_by"])
     log.info("measuring the student of %s on the test split", kind)
-    measured = evaluate(evaluate_config(folder, settings, text))
+    measured = evaluate(evaluate_config(folder, settings, text), str(folder))
     record, own = RunRecord.read(folder), ("student", "sequences", "calibration")
     return {
         "student": kind,
@@ -183,7 +183,7 @@ def evaluate_config(folder: Path, settings: Settings, text: options.DataConfig) 
     measured = dataclasses.replace(
         text, split="test", num_sequences=settings.test_sequences, validation_sequences=plain
     )
-    return options.EvaluateConfig(student=str(folder), teacher=settings.teacher, data=measured)
+    return options.EvaluateConfig(student=(str(folder),), teacher=settings.teacher, data=measured)
 
 
 def claim(out: Path, settings: Settings) -> None:

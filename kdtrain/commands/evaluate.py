@@ -18,6 +18,7 @@ import torch
 from kdtrain.cache.format.manifest import refuse_tokenizer
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.read.remote import open_cache
+from kdtrain.checkpoint.sealed import entry_of
 from kdtrain.config import EvaluateConfig
 from kdtrain.config.across import partners
 from kdtrain.errors import RunError, UsageError
@@ -26,14 +27,16 @@ from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import byte_lengths, digest_of, load_tokenizer
 from kdtrain.monitor.progress import bar, log, setup_logging
+from kdtrain.monitor.record import add_evaluation
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
 from kdtrain.run.build_cache import build_tokens
-from kdtrain.run.saved_student import open_student
+from kdtrain.run.path_kind import is_run
+from kdtrain.run.saved_student import open_student, run_of
 from kdtrain.run.tokenizer_view import differ, entries
-from kdtrain.tables import show
+from kdtrain.tables import columns, show, show_page
 from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
 from kdtrain.tokenizers.view_builder import build_view
 from kdtrain.training.sources.aligned import AlignedSource
@@ -45,33 +48,39 @@ from kdtrain.training.validate import calibration, summary, validate
 
 
 def main(config: EvaluateConfig) -> int:
-    """Print loss, perplexity, KL, agreement, calibration and acceptance of the student.
+    """Print loss, perplexity, KL, agreement, calibration and acceptance of each student, and record those of runs.
 
     UsageError, RunError: as `evaluate`.
     """
     setup_logging()
     refuse_many_processes()
-    result = evaluate(config)
-    if not config.json:
-        del result["calibration"]  # 45 numbers, too many for the table
-    show(f"evaluate {config.student}", result, config.json)
+    results = [evaluate(config, name) for name in config.student]
+    if config.json:
+        show("", results[0] if len(results) == 1 else {"students": results}, True)
+        return 0
+    rows = [{name: value for name, value in each.items() if name != "calibration"} for each in results]
+    if len(rows) == 1:
+        show(f"evaluate {config.student[0]}", rows[0], False)
+    else:
+        names = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+        show_page([columns(names, [[row[name] for name in names] for row in rows], left=("student",))])
     return 0
 
 
-def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """Measure the student of `config`: what `kdtrain evaluate --json` prints.
+def evaluate(config: EvaluateConfig, name: str) -> dict[str, Any]:
+    """Measure one student, and record it where it is a run's: what `kdtrain evaluate --json` prints.
 
     UsageError: student, teacher and data do not fit together. RunError: the loss is non-finite.
     """
     device = pick_device(config.device)
     mode = pick_mode(config.precision, device)
-    student, tokenizer = open_student(config.student, device)
-    with _source(config, tokenizer, device, mode, student.vocab_size) as source:
+    student, tokenizer, checkpoint = open_student(name, device)
+    with _source(config, name, tokenizer, device, mode, student.vocab_size) as (source, text):
         facts = source.facts
         if config.cache is not None:
             refuse_tokenizer(digest_of(tokenizer), facts.tokenizer_digest)
         refuse_vocabulary(student.vocab_size, facts.vocab_size, facts.tokenizer_size)
-        check_fits(student, config.student, facts.seq_len, facts.document_mask)
+        check_fits(student, name, facts.seq_len, facts.document_mask)
         measured = Student(
             student,
             DistillationLoss(),
@@ -98,31 +107,48 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         if not metrics.tokens:
             raise RunError(f"no token of the {config.data.split} split counts; take other data")
         if loss is not None and not math.isfinite(loss):
-            raise RunError(f"--student {config.student} has a loss of {loss}; look at its weights")
-        read_from = {"split": config.data.split, "sequences": len(source)}
-        found = {"student": config.student, **read_from, **summary(metrics)}
+            raise RunError(f"--student {name} has a loss of {loss}; look at its weights")
+        found = {"student": name, **text, "sequences": len(source), **summary(metrics)}
         aligned = {name: each for name, each in (facts.alignment or {}).items() if each is not None}
         found |= {name: aligned[name] for name in ("disagreement", "entropy_kept") if name in aligned}
+    if checkpoint is not None and is_run(run := run_of(checkpoint)):
+        step = entry_of(checkpoint, checkpoint.name).step
+        found = {"student": name, "checkpoint": checkpoint.name, "step": step, **found, "precision": mode}
+        add_evaluation(run, found)
     return found | {"calibration": calibration(metrics)}
 
 
 @contextmanager
 def _source(
-    config: EvaluateConfig, tokenizer: Path | str | None, device: torch.device, mode: str, vocab_size: int
-) -> Iterator[Source]:
-    """Yield the data to measure on: a split of a cache, or text packed into a temporary folder."""
+    config: EvaluateConfig,
+    name: str,
+    tokenizer: Path | str | None,
+    device: torch.device,
+    mode: str,
+    vocab_size: int,
+) -> Iterator[tuple[Source, dict[str, Any]]]:
+    """Yield the data to measure on, a split of a cache or text packed into a temporary folder, and what it is."""
     teacher: OnlineTeacher | None = None
     across, own = config.cross_tokenizer, digest_of(tokenizer)
     if across:
         if tokenizer is None or own is None:
-            raise UsageError(f"--student {config.student} has no tokenizer to match; leave --cross-tokenizer out")
-        entries(config.student, load_tokenizer(tokenizer), vocab_size)
+            raise UsageError(f"--student {name} has no tokenizer to match; leave --cross-tokenizer out")
+        entries(name, load_tokenizer(tokenizer), vocab_size)
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
         if config.cache is not None:
             cache, split = open_cache(config.cache), config.data.split
+            made_of = cache.manifest.settings.data.get("split")  # its train split may be another split of the source
+            text = {"split": split, "cache": cache.manifest.digest}
+            if split == "test":
+                if made_of != "test":
+                    hint = "make one with cache-teacher --split test, or give --data and --teacher"
+                    raise UsageError(f"--cache {config.cache} holds no test split; {hint}")
+                split = "train"
+            elif split == "train" and made_of in ("validation", "test"):
+                text["split"] = made_of
             apart = across and differ(config, own, cache.manifest.settings.tokenizer_digest)
         else:
-            apart = False
+            apart, text = False, {"split": config.data.split, "data": config.data.data, "teacher": config.teacher}
             if config.teacher is not None:
                 spec = read_spec(config.teacher, "teachers")
                 teacher = open_online_teacher(spec, device, mode)
@@ -132,11 +158,11 @@ def _source(
                 theirs = digest_of(spec)
                 apart = across and differ(config, own, theirs)
                 if not apart and None not in (own, theirs) and own != theirs:
-                    text = f"--student {config.student} and --teacher {spec.name} have different tokenizers"
-                    raise UsageError(f"{text}; add --cross-tokenizer")
+                    both = f"--student {name} and --teacher {spec.name} have different tokenizers"
+                    raise UsageError(f"{both}; add --cross-tokenizer")
                 tokenizer = tokenizer or spec.tokenizer or spec.source
             if tokenizer is None:
-                raise UsageError(f"--student {config.student} comes without a tokenizer; give --teacher, or --cache")
+                raise UsageError(f"--student {name} comes without a tokenizer; give --teacher, or --cache")
             loaded = teacher.tokenizer if teacher is not None and apart else load_tokenizer(tokenizer)
             width = len(loaded) if teacher is None else teacher.vocab_size
             packed, split = Path(folder) / "data", "train" if apart else "validation"  # where cells are merged from
@@ -147,6 +173,6 @@ def _source(
             view = build_view(Path(folder) / "view", cache, load_tokenizer(tokenizer), **how)
             for line in view.lines():
                 log.info("%s", line)
-            yield build_source(AlignedSource(view, split), device, vocab_size, teacher)
+            yield build_source(AlignedSource(view, split), device, vocab_size, teacher), text
         else:
-            yield build_source(CachedSource(cache[split]), device, vocab_size, teacher)
+            yield build_source(CachedSource(cache[split]), device, vocab_size, teacher), text

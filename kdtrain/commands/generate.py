@@ -34,7 +34,7 @@ def main(config: GenerateConfig) -> int:
     refuse_many_processes()
     device = pick_device(config.device)
     mode = pick_mode("auto", device)
-    student, place = open_student(config.student, device)
+    student, place, _ = open_student(config.student, device)
     if place is None:
         raise UsageError(f"{config.student} comes without a tokenizer; copy that of its student or teacher into it")
     tokenizer = load_tokenizer(place)

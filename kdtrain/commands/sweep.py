@@ -10,7 +10,7 @@ from kdtrain.files import Lock
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.runs import grouped, read_runs
 from kdtrain.run.sweep import Job, Runner, Sweep, claim, read_sweep
-from kdtrain.tables import counted, finite, loss_text
+from kdtrain.tables import finite, loss_text
 
 
 def main(config: SweepConfig) -> int:

@@ -159,10 +159,10 @@ class DistillConfig(Extended):
 class EvaluateConfig(Options):
     """Measure a student: loss, perplexity, KL to the teacher, agreement, calibration, acceptance."""
 
-    student: str = option(once=True, reads="student spec")
-    """A run, a checkpoint, an exported model folder, a TOML or a hub id."""
+    student: tuple[str, ...] = option(several=True, words=True, reads="student spec")
+    """A run, a checkpoint, an exported model folder, a TOML or a hub id; or several, as runs/*."""
     cache: Path | None = option(None, once=True, reads="cache", brief="A cache, to compare with its teacher.")
-    """A finished cache, also hf: or https://; its validation split unless --split is train."""
+    """A finished cache, also hf: or https://; its validation split, or --split test of one made of the test split."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead.")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     cross_tokenizer: bool = False
@@ -301,11 +301,14 @@ class CompareConfig(Options):
 
     runs: tuple[Path, ...] = option((), positional=True, reads="path")
     """Folders of runs; the others are compared with the first."""
+    format: Literal["text", "markdown", "latex", "csv"] = "text"
+    """text: everything; markdown, latex (with booktabs): the table for a paper; csv: all numbers with their intervals."""
     json: bool = False
     """Print one JSON object on stdout."""
 
     def conflicts(self) -> Conflicts:
         yield not self.runs, "no run to compare; give the folders of runs, such as runs/*"
+        yield self.json and self.format != "text", f"--json and --format {self.format} exclude each other; give one"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,7 @@ def option(default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
         shown: what stands for its value in help.
         several: a tuple for which one value stands too, and None for none; a command line gives each with the flag
             again, or, where this is a comma, joins them with commas.
+        words: of one with `several`, one flag takes all the words behind it, as a shell makes them of `runs/*`.
         formerly: the section in which earlier versions had it, whose files are read.
         later: checkpoints were written before it was there, and leave it out where it has its default.
     """

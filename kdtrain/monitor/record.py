@@ -6,22 +6,26 @@ cannot be read (cut short by a kill, or damaged) is left out, as a resuming run 
 """
 
 import itertools
+import json
 import math
 import os
 import statistics
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kdtrain.errors import UsageError, as_path
+from kdtrain.errors import UsageError, as_path, writing
 from kdtrain.files import SMALL, open_regular, parse_json, read_json, read_toml, typed
+from kdtrain.tables import finite
 
 MOST_BYTES = 2**30
 """Most bytes of a log that is read; a million steps have about 4e8."""
 _FARTHEST = 1e30
 """No place on an axis is as far; what lies beyond was not written by a run."""
+EVALUATIONS = "evaluations.jsonl"
 _MOST_BINS = 100
 _LARGEST = 2**53
 """The largest step; beyond it floats do not count."""
@@ -56,6 +60,8 @@ class RunRecord:
     events: list[Event] = field(default_factory=list)
     result: dict[str, Any] | None = None
     """How the run ended; None while it trains, and after a kill."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """What `evaluate` measured of it, in order: split, cache or data, checkpoint, step, date, and numbers by name."""
     calibration: list[dict[str, float]] = field(default_factory=list)
     """The reliability diagram of the last validation: `tokens`, `confidence` and `accuracy` of each bin of confidence,
     in order; empty where the run did not log it."""
@@ -83,6 +89,7 @@ class RunRecord:
             metrics,
             list(events(folder, last)),
             _table(folder / "result.json") or None,
+            [record for _, record in lines(folder / EVALUATIONS, last) if record is not None],
             diagram,
         )
 
@@ -134,6 +141,13 @@ def events(folder: Path, last: int | None = None) -> Iterator[Event]:
         with suppress(ValueError):
             known = {name: (record or {}).pop(name, None) for name in ("event", "level", "step")}
             yield typed({**known, "details": record or {}}, Event)
+
+
+def add_evaluation(folder: Path, found: Mapping[str, Any]) -> None:
+    """Append what `evaluate` measured to the record of a run. RunError: it cannot be written."""
+    line = json.dumps(finite({"date": time.strftime("%Y-%m-%d"), **found})) + "\n"
+    with writing(folder / EVALUATIONS), open(folder / EVALUATIONS, "a", encoding="utf-8") as file:
+        file.write(line)
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:

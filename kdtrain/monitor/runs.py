@@ -1,7 +1,9 @@
 """Several runs side by side: a flat record of each, groups that differ in the seed alone, and what the seeds explain.
 
-Two groups differ in a number by a t test at 95 %, with the standard deviation over seeds that is pooled over
-all groups: |a - b| > t s sqrt(1/n_a + 1/n_b). Without a group of two seeds nothing is known, and nothing is marked.
+Runs of one seed share weights and order, so groups are compared in pairs: the mean of the differences d between runs of
+the same seed, with the interval of Student's t, d +- t(n - 1) s_d / sqrt(n). With m groups beside the first one the
+level is 1 - 0.05 / m (Bonferroni), so that all intervals together hold in 95 % of cases. With fewer than two seeds in
+common nothing is known, and nothing is marked.
 """
 
 import glob
@@ -27,8 +29,6 @@ MARKS = {"rollback": "v", "recovery": "^", "switch": "D", "resume": ">", "skip":
 """The interventions that a curve shows, each with its marker."""
 MOST_RUNS = 64
 """Most runs of one comparison."""
-_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Quantiles of Student's t for a two-sided test at 95 %, by degrees of freedom from 1."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Measure:
     """Whether differences are held against the spread of seeds."""
     by_token: bool = False
     """Whether it is of tokens, so that those of two tokenizers do not compare."""
+    best: Callable[[Iterable[float]], float] | None = None
+    """`min` or `max`: of which the best is marked."""
 
 
 def _loss(value: float) -> str:
@@ -52,16 +54,24 @@ def _share(value: float) -> str:
 
 
 MEASURES = {
-    "best_validation_loss": Measure("best validation loss, nats", _loss, by_token=True),
+    "best_validation_loss": Measure("best validation loss, nats", _loss, by_token=True, best=min),
     "last_validation_loss": Measure("last validation loss, nats", _loss, by_token=True),
-    "bits_per_byte": Measure("best validation, bits per byte", _loss),
+    "bits_per_byte": Measure("best validation, bits per byte", _loss, best=min),
     "kl": Measure("KL to the teacher, last, nats", _loss, by_token=True),
     "teacher_validation_loss": Measure("the teacher's loss, nats", _loss, tested=False, by_token=True),
     "teacher_bits_per_byte": Measure("the teacher's bits per byte", _loss, tested=False),
     "compared": Measure("tokens compared with the teacher's", _share, tested=False),
     "entropy_kept": Measure("entropy that the cells keep", _share, tested=False),
-    "accuracy": Measure("next token right, last", _share, by_token=True),
-    "ece": Measure("calibration error (ECE), last", _share),
+    "accuracy": Measure("next token right, last validation", _share, by_token=True),
+    "ece": Measure("calibration error (ECE), last validation", _share),
+    "test_loss": Measure("test loss, nats", _loss, by_token=True, best=min),
+    "test_bits_per_byte": Measure("test, bits per byte", _loss, best=min),
+    "test_kl": Measure("test, KL to the teacher, nats", _loss, by_token=True, best=min),
+    "test_agreement": Measure("test, same most likely token as the teacher", _share, by_token=True, best=max),
+    "test_acceptance": Measure("test, acceptance by the teacher", _share, by_token=True, best=max),
+    "test_accuracy": Measure("test, next token right", _share, by_token=True, best=max),
+    "test_ece": Measure("test, calibration error (ECE)", _share, best=min),
+    "test_last_word": Measure("test, last word right", _share, best=max),
     "last_training_loss": Measure("training loss (average), last", _loss, tested=False, by_token=True),
     "temperature": Measure("temperature T, last", lambda value: f"{value:.3f}", tested=False),
     "tokens": Measure("tokens", short, tested=False),
@@ -126,6 +136,11 @@ class Run:
         return found if isinstance(found, str) else None
 
     @property
+    def test(self) -> dict[str, Any]:
+        """What `evaluate` measured last on a test split; empty without one."""
+        return next((each for each in reversed(self.record.evaluations) if each.get("split") == "test"), {})
+
+    @property
     def interventions(self) -> list[Event]:
         """Its events but starts and checkpoints."""
         return [each for each in self.record.events if each.event not in ("start", "checkpoint")]
@@ -171,14 +186,21 @@ class Group:
         shown = [printable(str(run.seed))[:20] for run in self.runs]
         return f"seed {shown[0]}" if len(shown) == 1 else f"{len(shown)} runs, seeds {', '.join(shown)}"
 
-    def values(self, name: str) -> list[float]:
+    def by_seed(self, name: str) -> dict[str, float]:
         """A number of its runs, one a seed: a run that was repeated tells nothing about the spread."""
-        by_seed = {str(run.seed): value for run in reversed(self.runs) if (value := run.numbers[name]) is not None}
-        return list(by_seed.values())
+        return {str(run.seed): value for run in reversed(self.runs) if (value := run.numbers[name]) is not None}
+
+    def values(self, name: str) -> list[float]:
+        """`by_seed` without the seeds."""
+        return list(self.by_seed(name).values())
 
     def mean(self, name: str) -> float | None:
         """The mean of a number over seeds."""
         return statistics.fmean(found) if (found := self.values(name)) else None
+
+    def deviation(self, name: str) -> float | None:
+        """The standard deviation of a number over seeds; None with one seed."""
+        return statistics.stdev(found) if len(found := self.values(name)) > 1 else None
 
 
 def runs(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
@@ -278,7 +300,9 @@ def _measured(record: RunRecord) -> dict[str, float | None]:
 
     best = _number(result.get("best_validation_loss"))
     bits = [value for _, value in record.curve("validation/bits_per_byte") if _number(value) is not None]
+    test = next((each for each in reversed(record.evaluations) if each.get("split") == "test"), {})
     found: dict[str, float | None] = {
+        **{name: _number(test.get(name.removeprefix("test_"))) for name in MEASURES if name.startswith("test_")},
         "best_validation_loss": min(losses, default=None) if best is None else best,
         "last_validation_loss": losses[-1] if losses else _number(result.get("last_validation_loss")),
         "bits_per_byte": min(bits, default=_number(result.get("best_bits_per_byte"))),
@@ -329,53 +353,103 @@ def differing(groups: Sequence[Group]) -> list[str]:
     return [name for name in names if len({each.runs[0].identity(name) for each in groups}) > 1]
 
 
-def spread(groups: Sequence[Group], name: str) -> tuple[float, int] | None:
-    """The standard deviation of a number over seeds, pooled over groups, and its degrees of freedom."""
-    found = [values for each in groups if len(values := each.values(name)) > 1]
-    freedom = sum(len(values) - 1 for values in found)
-    if not freedom:
-        return None
-    return math.sqrt(sum(statistics.variance(each) * (len(each) - 1) for each in found) / freedom), freedom
+@dataclass(frozen=True)
+class Difference:
+    """How far a group is from another one in a number."""
+
+    mean: float
+    """Over the seeds of both; of the means where they share none."""
+    half: float | None
+    """Half of the interval; None: fewer than two seeds in common, or not tested."""
+
+    @property
+    def beyond(self) -> bool | None:
+        """Whether it is beyond what seeds explain; None: nobody knows."""
+        return None if self.half is None else abs(self.mean) > self.half
 
 
-def difference(groups: Sequence[Group], group: Group, name: str) -> tuple[float, bool | None] | None:
-    """A group's mean less that of the first one, and whether it is beyond the seeds' spread; None: nobody knows.
+def difference(groups: Sequence[Group], group: Group, name: str, first: Group | None = None) -> Difference | None:
+    """A group's number less that of the first one; None: nothing to compare.
 
-    Of numbers by token nobody does where tokenizers differ.
+    Of numbers by token nothing is where tokenizers differ.
     """
-    own, first = group.values(name), groups[0].values(name)
-    if not own or not first or group is groups[0]:
+    first = first or groups[0]
+    own, other = group.by_seed(name), first.by_seed(name)
+    if not own or not other or group is first:
         return None
-    if MEASURES[name].by_token and len(_tokenizers([group, groups[0]])) > 1:
+    if MEASURES[name].by_token and len(_tokenizers([group, first])) > 1:
         return None
-    off = statistics.fmean(own) - statistics.fmean(first)
-    if not MEASURES[name].tested or (known := spread(groups, name)) is None:
-        return off, None
-    deviation, freedom = known
-    quantile = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.5 / freedom
-    return off, abs(off) > quantile * deviation * math.sqrt(1 / len(own) + 1 / len(first))
+    if len(both := own.keys() & other.keys()) < 2 or not MEASURES[name].tested:
+        return Difference(statistics.fmean(own.values()) - statistics.fmean(other.values()), None)
+    pairs = [own[seed] - other[seed] for seed in sorted(both)]
+    quantile = t_quantile(0.05 / max(len(groups) - 1, 1), len(pairs) - 1)
+    return Difference(statistics.fmean(pairs), quantile * statistics.stdev(pairs) / math.sqrt(len(pairs)))
+
+
+def t_quantile(level: float, freedom: int) -> float:
+    """The value that |t| exceeds with probability `level`, of Student's t (G. W. Hill, Algorithm 396, CACM 13, 1970)."""
+    if freedom == 1:
+        return 1 / math.tan(level * math.pi / 2)
+    if freedom == 2:
+        return math.sqrt(2 / (level * (2 - level)) - 2)
+    a = 1 / (freedom - 0.5)
+    b = 48 / a**2
+    c = ((20700 * a / b - 98) * a - 16) * a + 96.36
+    d = ((94.5 / (b + c) - 3) / b + 1) * math.sqrt(a * math.pi / 2) * freedom
+    y = (d * level) ** (2 / freedom)
+    if y > 0.05 + a:  # a tail that is nearly normal
+        x = statistics.NormalDist().inv_cdf(level / 2)
+        y = x**2
+        c += 0.3 * (freedom - 4.5) * (x + 0.6) if freedom < 5 else 0
+        c += (((0.05 * d * x - 5) * x - 7) * x - 2) * x + b
+        y = (((((0.4 * y + 6.3) * y + 36) * y + 94.5) / c - y - 3) / b + 1) * x
+        y = math.expm1(a * y**2)
+    else:
+        y = (
+            (1 / (((freedom + 6) / (freedom * y) - 0.089 * d - 0.822) * (freedom + 2) * 3) + 0.5 / (freedom + 4)) * y
+            - 1
+        ) * (freedom + 1) / (freedom + 2) + 1 / y
+    return math.sqrt(freedom * y)
+
+
+def best_of(groups: Sequence[Group], name: str) -> Group | None:
+    """The group that is best in a number, beyond what seeds explain of its difference from each other one."""
+    known = [(mean, group) for group in groups if (mean := group.mean(name)) is not None]
+    pick = MEASURES[name].best
+    if pick is None or len(known) < 2 or len(known) < len(groups):
+        return None
+    best = pick(mean for mean, _ in known)
+    [group, *_] = [group for mean, group in known if mean == best]
+    off = [difference(groups, group, name, other) for _, other in known if other is not group]
+    return group if all(each is not None and each.beyond for each in off) else None
 
 
 def cell(groups: Sequence[Group], group: Group, name: str) -> tuple[str, str, bool]:
     """A number of a group: its mean with the deviation over seeds, how far it is from the first group, and whether
     that is beyond what seeds explain."""
-    mean, values, measure = group.mean(name), group.values(name), MEASURES[name]
+    mean, measure = group.mean(name), MEASURES[name]
     if mean is None:
         return "-", "", False
     shown = measure.text(mean)
-    if len(values) > 1 and measure.tested and (own := spread([group], name)) is not None:
-        shown += f" ± {measure.text(own[0])}"
+    if measure.tested and (own := group.deviation(name)) is not None:
+        shown += f" ± {measure.text(own)}"
     off = difference(groups, group, name)
     if off is None or not measure.tested:
         return shown, "", False
-    return shown, f"{'+' if off[0] >= 0 else '-'}{measure.text(abs(off[0]))}", bool(off[1])
+    half = "" if off.half is None else f" ± {measure.text(off.half)}"
+    return shown, f"{'+' if off.mean >= 0 else '-'}{measure.text(abs(off.mean))}{half}", bool(off.beyond)
 
 
 def notes(groups: Sequence[Group]) -> list[str]:
     """The lines below a comparison: what a mark means, and what to be careful about."""
-    marked = "* beyond what the seeds explain (t test at 95 %, deviation pooled over the runs with several seeds)"
-    tested = spread(groups, "last_validation_loss") is not None and len(groups) > 1
-    return [*([marked] if tested else []), *caution(groups)]
+    found, others = [], len(groups) - 1
+    if any(off.half is not None for each in groups[1:] for name in MEASURES if (off := difference(groups, each, name))):
+        many = f", corrected for {others} comparisons (Bonferroni)" if others > 1 else ""
+        found.append(
+            f"differences from {groups[0].name} are of runs with the same seed, with their 95 % interval{many}; "
+            "* beyond what the seeds explain"
+        )
+    return [*found, *caution(groups)]
 
 
 def _tokenizers(groups: Sequence[Group]) -> set[Any]:
@@ -393,13 +467,24 @@ def caution(groups: Sequence[Group]) -> list[str]:
         notes.append(
             "one seed only: nothing tells a difference between runs from the luck of a seed; repeat one with --seed 1"
         )
-    elif min(seeds) < 2:
-        notes.append("some runs have one seed only; the spread is that of the groups with more")
+    elif few := [f"{each.name} {count}" for each, count in zip(groups, seeds, strict=True) if count < max(seeds)]:
+        notes.append(f"fewer seeds than the {max(seeds)} of the others: {', '.join(few)}")
     tokens = [value for each in groups for run in each.runs if (value := run.numbers["tokens"]) is not None]
     if not apart and tokens and max(tokens) > 1.01 * min(tokens):
         notes.append(
             f"the runs have seen different amounts of text: {short(min(tokens))} to {short(max(tokens))} tokens"
         )
+    measured = [run.test for each in groups for run in each.runs if run.test]
+    if measured:
+        texts = sorted(
+            {f"{each.get('sequences')} sequences of {each.get('cache') or each.get('data')}" for each in measured}
+        )
+        steps = sorted({str(each.get("checkpoint")) for each in measured})
+        shown = printable(texts[0].replace("sequences of ", "sequences of the test split of "))[:120]
+        at = steps[0] if len(steps) == 1 else "the checkpoint that was best then"
+        notes.append(f"test: {shown}, of each student {printable(at)[:60]}")
+        if len(texts) > 1:
+            notes.append("the students were tested on different texts: their test numbers do not compare")
     open_runs = [run.name for each in groups for run in each.runs if run.record.result is None]
     if open_runs:
         notes.append(f"not ended, or killed: {', '.join(open_runs)}")

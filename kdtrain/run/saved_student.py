@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,8 +40,18 @@ def origin_of(run: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     return {"cache": cache_of(run, state), "step": state["progress"]["step"]} | ({"caches": members} if members else {})
 
 
-def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | str | None]:
-    """Load a student, and return it with the place of its tokenizer, or None.
+class OpenedStudent(NamedTuple):
+    """A student, loaded."""
+
+    student: SplitModel
+    tokenizer: Path | str | None
+    """The place of its tokenizer."""
+    checkpoint: Path | None = None
+    """The checkpoint that it was read from."""
+
+
+def open_student(name: str, device: torch.device) -> OpenedStudent:
+    """Load a student.
 
     Args:
         name: a run (its best checkpoint, or the newest where none is best), a checkpoint, or a model spec. A bare name
@@ -51,19 +61,23 @@ def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | st
     path, ships = Path(name), name in shipped("students")
     if not ships and is_checkpoint(path.resolve()):
 
-        def read(found: Path) -> SplitModel:
+        def read(found: Path) -> OpenedStudent:
             if (damage := problem(found)) is not None:
                 raise RunError(f"checkpoint {path} is damaged: {damage}")
-            return student_at(found, device)
+            return OpenedStudent(student_at(found, device), tokenizer_of_run(run_of(path.resolve())), found)
 
-        return read_checkpoint(lambda: checkpoint_at(path), read), tokenizer_of_run(run_of(path.resolve()))
+        return read_checkpoint(lambda: checkpoint_at(path), read)
     if not ships and is_run(path):
-        student = read_checkpoint(lambda: checkpoint_of(path, "best"), lambda found: student_at(found, device))
-        return student, tokenizer_of_run(path)
+        tokenizer = tokenizer_of_run(path)
+        return read_checkpoint(
+            lambda: checkpoint_of(path, "best"),
+            lambda found: OpenedStudent(student_at(found, device), tokenizer, found),
+        )
     spec = read_spec(name)
     if spec.init == "scratch":
         log.warning("%s is a spec of fresh weights, which nothing has trained; of a run, name its folder", name)
-    return split(load_student(spec, vocab_size=None, seed=0, device=str(device))), spec.tokenizer or spec.source
+    loaded = split(load_student(spec, vocab_size=None, seed=0, device=str(device)))
+    return OpenedStudent(loaded, spec.tokenizer or spec.source)
 
 
 def student_at(path: Path, device: torch.device, base: ModelSpec | None = None) -> SplitModel:

@@ -101,7 +101,7 @@ class Sweep:
 def read_sweep(file: Path, out: Path, parse: Parse) -> Sweep:
     """The sweep of a TOML file.
 
-    UsageError: it cannot be read, has an unknown table, or one of its commands cannot work; the message names the table.
+    UsageError: it cannot be read, has an unknown table, or one of its commands cannot work.
     """
     try:
         tables = read_toml(file)
@@ -282,9 +282,8 @@ def claim(sweep: Sweep) -> None:
     for name, words in now.items():
         if name in before and before[name] != words and (sweep.out / name).exists():
             changed = " ".join(each for each in before[name] if each not in words) or "fewer options"
-            raise UsageError(
-                f"{sweep.out / name} was begun with other options ({changed[:200]}); rename the arm, or name another --out"
-            )
+            hint = "rename the arm, or name another --out"
+            raise UsageError(f"{sweep.out / name} was begun with other options ({changed[:200]}); {hint}")
     with writing(file):
         sweep.out.mkdir(parents=True, exist_ok=True)
         publish_json(file, before | now, "sweep.record")
