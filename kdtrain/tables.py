@@ -1,8 +1,8 @@
 """The table that all results are shown in, its renderers, and numbers as people write them.
 
-A `Table` is text in rows. `show_page` draws it on a terminal, `markdown` writes it into a card, `latex` into a paper, and
-a report's template makes HTML of it. Facts are tables of two columns, label and value (`facts_table`). Cells may come from strangers: each
-renderer escapes them.
+A `Table` is text in rows. `show_page` draws it on a terminal, `markdown` writes it into a card, `latex` into a paper,
+and a report's template makes HTML of it. Facts are tables of two columns, label and value (`facts_table`). Cells may
+come from strangers: each renderer escapes them.
 """
 
 import csv

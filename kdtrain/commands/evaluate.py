@@ -10,6 +10,8 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,10 @@ from kdtrain.cache.read.remote import open_cache
 from kdtrain.checkpoint.sealed import entry_of
 from kdtrain.config import EvaluateConfig
 from kdtrain.config.across import partners
+from kdtrain.data.corpus import documents_of
 from kdtrain.errors import RunError, UsageError
+from kdtrain.models.head import SplitModel
+from kdtrain.models.last_word import is_right, passages
 from kdtrain.models.loading import check_fits
 from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.models.spec import read_spec
@@ -61,9 +66,12 @@ def main(config: EvaluateConfig) -> int:
     rows = [{name: value for name, value in each.items() if name != "calibration"} for each in results]
     if len(rows) == 1:
         show(f"evaluate {config.student[0]}", rows[0], False)
-    else:
-        names = [name for name in rows[0] if any(row[name] is not None for row in rows)]
-        show_page([columns(names, [[row[name] for name in names] for row in rows], left=("student",))])
+        return 0
+    same = {name: value for name, value in rows[0].items() if all(row.get(name) == value for row in rows)}
+    names = ["student", *(name for name in rows[0] if name not in {"student", *same})]
+    table = columns(names, [[row.get(name) for name in names] for row in rows], left=("student", "checkpoint"))
+    known = ", ".join(f"{name} {str(value)[:60]}" for name, value in same.items() if value is not None)
+    show_page([table, "", f"all: {known}"])
     return 0
 
 
@@ -75,7 +83,7 @@ def evaluate(config: EvaluateConfig, name: str) -> dict[str, Any]:
     device = pick_device(config.device)
     mode = pick_mode(config.precision, device)
     student, tokenizer, checkpoint = open_student(name, device)
-    with _source(config, name, tokenizer, device, mode, student.vocab_size) as (source, text):
+    with _source(config, name, tokenizer, device, mode, student.vocab_size) as (source, text, teacher):
         facts = source.facts
         if config.cache is not None:
             refuse_tokenizer(digest_of(tokenizer), facts.tokenizer_digest)
@@ -109,6 +117,10 @@ def evaluate(config: EvaluateConfig, name: str) -> dict[str, Any]:
         if loss is not None and not math.isfinite(loss):
             raise RunError(f"--student {name} has a loss of {loss}; look at its weights")
         found = {"student": name, **text, "sequences": len(source), **summary(metrics)}
+        if config.last_word:
+            found |= _last_words(
+                config, student, load_tokenizer(facts.tokenizer if teacher is None else tokenizer), teacher
+            )
         aligned = {name: each for name, each in (facts.alignment or {}).items() if each is not None}
         found |= {name: aligned[name] for name in ("disagreement", "entropy_kept") if name in aligned}
     if checkpoint is not None and is_run(run := run_of(checkpoint)):
@@ -116,6 +128,21 @@ def evaluate(config: EvaluateConfig, name: str) -> dict[str, Any]:
         found = {"student": name, "checkpoint": checkpoint.name, "step": step, **found, "precision": mode}
         add_evaluation(run, found)
     return found | {"calibration": calibration(metrics)}
+
+
+def _last_words(
+    config: EvaluateConfig, student: SplitModel, tokenizer: Any, teacher: OnlineTeacher | None
+) -> dict[str, Any]:
+    """The share of passages whose last word student and teacher write, each in its own tokens."""
+    found, device = dict[str, Any](), next(student.parameters()).device
+    readers = {"last_word": (student.logits, tokenizer)}
+    if teacher is not None:
+        readers["teacher_last_word"] = (partial(teacher.logits, segments_BT=None), teacher.tokenizer)
+    for name, (logits, own) in readers.items():
+        documents = islice(documents_of(config.data, config.data.split), config.data.num_sequences)
+        right = [is_right(logits, *each, device) for each in passages(documents, own, config.data.seq_len)]
+        found |= {"passages": len(right), name: sum(right) / len(right)}
+    return found
 
 
 @contextmanager
@@ -126,8 +153,8 @@ def _source(
     device: torch.device,
     mode: str,
     vocab_size: int,
-) -> Iterator[tuple[Source, dict[str, Any]]]:
-    """Yield the data to measure on, a split of a cache or text packed into a temporary folder, and what it is."""
+) -> Iterator[tuple[Source, dict[str, Any], OnlineTeacher | None]]:
+    """Yield what to measure on, a split of a cache or text packed into a temporary folder, its name, and the teacher."""
     teacher: OnlineTeacher | None = None
     across, own = config.cross_tokenizer, digest_of(tokenizer)
     if across:
@@ -173,6 +200,6 @@ def _source(
             view = build_view(Path(folder) / "view", cache, load_tokenizer(tokenizer), **how)
             for line in view.lines():
                 log.info("%s", line)
-            yield build_source(AlignedSource(view, split), device, vocab_size, teacher), text
+            yield build_source(AlignedSource(view, split), device, vocab_size, teacher), text, teacher
         else:
-            yield build_source(CachedSource(cache[split]), device, vocab_size, teacher), text
+            yield build_source(CachedSource(cache[split]), device, vocab_size, teacher), text, teacher

@@ -41,6 +41,8 @@ def main(config: SweepConfig) -> int:
         print(json.dumps(finite({"out": str(out), "failed": failed, **compare.as_record(groups)})))
     else:
         compare.show(groups)
+        runs = f"{out}/*/seed-*"
+        print(f"Next: kdtrain compare {runs} --format latex; kdtrain report {runs} --out {out}/report.html")
     return 0
 
 
@@ -55,6 +57,11 @@ def _run(sweep: Sweep, runner: Runner) -> dict[str, str]:
         if error:
             failed[job.name] = error
         log.info("%s %s", _ended(job, error), f"({sum(each.done for each in sweep.runs)} of {len(sweep.runs)})")
+    if runner.stopped is None:
+        for job, error in runner.all(sweep.tests()):
+            if error:
+                raise RunError(f"{job.name}: {error}")
+            log.info("%s: done", job.name)
     return failed
 
 

@@ -169,6 +169,8 @@ class EvaluateConfig(Options):
     """The student may have another tokenizer than the teacher, as in distill."""
     special_tokens: tuple[str, ...] = option((), **SPECIAL_TOKENS)
     """What a special token of the teacher is for the student, as '<|eot_id|>=<|im_end|>'."""
+    last_word: bool = False
+    """Also measure how often the last word of each document of --data is written greedily, given the rest (LAMBADA)."""
     config: Path | None = option(None, per_rank=True, once=True)
     """TOML file with the same options, grouped in sections; a flag wins over it."""
     batch_size: int = option(16, least=1)
@@ -183,6 +185,7 @@ class EvaluateConfig(Options):
 
     def conflicts(self) -> Conflicts:
         yield from _conflicts_of_sources(self.cache, self.teacher, replace(self.data, split="train"), "evaluate")
+        yield self.last_word and self.data.data is None, "--last-word reads passages; give --data instead of --cache"
         other = self.data.validation_sequences != DataConfig().validation_sequences
         yield other, "--validation-sequences has no effect on evaluate; use --num-sequences, and --split"
         untaught = self.cross_tokenizer and self.cache is None and self.teacher is None
@@ -302,7 +305,7 @@ class CompareConfig(Options):
     runs: tuple[Path, ...] = option((), positional=True, reads="path")
     """Folders of runs; the others are compared with the first."""
     format: Literal["text", "markdown", "latex", "csv"] = "text"
-    """text: everything; markdown, latex (with booktabs): the table for a paper; csv: all numbers with their intervals."""
+    """text: everything; markdown, latex (with booktabs): a paper's table; csv: all numbers with their intervals."""
     json: bool = False
     """Print one JSON object on stdout."""
 

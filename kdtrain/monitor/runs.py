@@ -174,11 +174,8 @@ class Group:
     """Runs that differ in the seed alone."""
 
     runs: list[Run]
-
-    @property
-    def name(self) -> str:
-        """That of its first run."""
-        return self.runs[0].name
+    name: str
+    """The folder that its runs share, in a sweep its arm; or else the name of its first run."""
 
     @property
     def seeds(self) -> str:
@@ -344,7 +341,12 @@ def grouped(found: Sequence[Run]) -> list[Group]:
     for run in found:
         key = json.dumps([run.identity(name) for name in sorted(run.options) if name not in NOT_COMPARED])
         groups.setdefault(key, []).append(run)
-    return [Group(each) for each in groups.values()]
+    names = [os.path.commonpath([run.name for run in each]) if len(each) > 1 else "" for each in groups.values()]
+    shared = [
+        name if name and names.count(name) == 1 else each[0].name
+        for name, each in zip(names, groups.values(), strict=True)
+    ]
+    return [Group(each, name) for name, each in zip(shared, groups.values(), strict=True)]
 
 
 def differing(groups: Sequence[Group]) -> list[str]:
@@ -387,7 +389,7 @@ def difference(groups: Sequence[Group], group: Group, name: str, first: Group | 
 
 
 def t_quantile(level: float, freedom: int) -> float:
-    """The value that |t| exceeds with probability `level`, of Student's t (G. W. Hill, Algorithm 396, CACM 13, 1970)."""
+    """The value that |t| exceeds with probability `level`, of Student's t (Hill, Algorithm 396, CACM 13, 1970)."""
     if freedom == 1:
         return 1 / math.tan(level * math.pi / 2)
     if freedom == 2:
@@ -477,7 +479,10 @@ def caution(groups: Sequence[Group]) -> list[str]:
     measured = [run.test for each in groups for run in each.runs if run.test]
     if measured:
         texts = sorted(
-            {f"{each.get('sequences')} sequences of {each.get('cache') or each.get('data')}" for each in measured}
+            {
+                f"{each.get('sequences')} sequences of {str(each.get('cache') or each.get('data'))[:12]}"
+                for each in measured
+            }
         )
         steps = sorted({str(each.get("checkpoint")) for each in measured})
         shown = printable(texts[0].replace("sequences of ", "sequences of the test split of "))[:120]

@@ -36,16 +36,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.config.options import options_of
 from kdtrain.config.registered import COMMANDS
 from kdtrain.config.values import flag
 from kdtrain.errors import UsageError, writing
 from kdtrain.files import is_locked, publish_json, read_sealed, read_toml
+from kdtrain.monitor.record import RunRecord
 from kdtrain.registry import nearest
 from kdtrain.run.result import read_result
+from kdtrain.run.saved_student import checkpoint_of
+from kdtrain.tables import counted
 
 _TABLES = ("seeds", "caches", "common", "arms", "test")
-_OURS = {"distill": ("out", "seed", "resume", "overwrite", "dry_run", "sanity"), "cache-teacher": ("out",)}
+_OURS = {
+    "distill": ("out", "seed", "resume", "overwrite", "dry_run", "sanity", "json"),
+    "cache-teacher": ("out", "json"),
+    "evaluate": ("student", "json"),
+}
 """Options that a sweep gives itself."""
 _PLAIN = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.+=")
 _MOST = 1000
@@ -78,6 +86,8 @@ class Job:
         """Whether it ended: a finished cache, or a run with a result that is not of a stop by a signal."""
         if self.words[0] == "cache-teacher":
             return (self.config.out / "manifest.json").exists()
+        if self.words[0] == "evaluate":
+            return False
         result = read_result(self.config.out)
         return result is not None and result["stop_reason"] != "signal"
 
@@ -89,13 +99,35 @@ class Sweep:
     out: Path
     caches: list[Job]
     runs: list[Job]
-    test: tuple[str, ...] | None
-    """Options of evaluate; None: the file has no [test]."""
+    test: Job | None
+    """Measures the students that have not been measured yet; None: the file has no [test]."""
 
     @property
     def folders(self) -> list[Path]:
         """The runs that have begun."""
         return [job.config.out for job in self.runs if (job.config.out / "environment.json").exists()]
+
+    def tests(self) -> Iterator[Job]:
+        """A job that measures the students of finished runs that [test] has not measured; nothing if all are."""
+        if self.test is None:
+            return
+        wanted = {"split": self.test.config.data.split}
+        if (cache := self.test.config.cache) is not None:
+            wanted["cache"] = read_manifest(cache).digest
+        else:
+            wanted |= {"data": self.test.config.data.data, "teacher": self.test.config.teacher}
+        left = []
+        for folder in self.folders:
+            record = RunRecord.read(folder)
+            best = checkpoint_of(folder, "best").name
+            if record.result and not any(
+                {**wanted, "checkpoint": best}.items() <= each.items() for each in record.evaluations
+            ):
+                left.append(str(folder))
+        if left:
+            yield Job(
+                f"test of {counted(len(left), 'student')}", (*self.test.words, "--student", *left), self.test.config
+            )
 
 
 def read_sweep(file: Path, out: Path, parse: Parse) -> Sweep:
@@ -129,9 +161,9 @@ def read_sweep(file: Path, out: Path, parse: Parse) -> Sweep:
 
     def job(name: str, where: str, command: str, options: Mapping[str, Any], *more: str) -> Job:
         words = _words(command, options, f"{file}: [{where}] ", out, named["caches"])
-        words = [*words, "--out", str(out / name), *more]
+        words = [*words, *(["--out", str(out / name)] if name else []), *more]
         try:
-            return Job(name, (command, *words), parse(command, words))
+            return Job(name, (command, *words), parse(command, words if name else [*words, "--student", "every"]))
         except UsageError as error:
             raise UsageError(f"{file}: [{where}] {error}") from None
 
@@ -143,9 +175,7 @@ def read_sweep(file: Path, out: Path, parse: Parse) -> Sweep:
         for arm, options in arms
     ]
     caches = [job(f"caches/{name}", f"caches.{name}", "cache-teacher", each) for name, each in named["caches"].items()]
-    test = None
-    if "test" in tables:
-        test = tuple(_words("evaluate", _flat(tables["test"]), f"{file}: [test] ", out, named["caches"]))
+    test = job("", "test", "evaluate", _flat(tables["test"])) if "test" in tables else None
     return Sweep(out, caches, runs, test)
 
 
@@ -238,7 +268,8 @@ class Runner:
 
         UsageError: it refuses its options.
         """
-        self._await(job.config.out)
+        if (folder := getattr(job.config, "out", None)) is not None:
+            self._await(folder)
         if self.stopped is not None:
             return ""
         code = self._CHILD.format(_DEATH_SIGNAL, int(signal.SIGTERM), os.getpid())
