@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Collection
 from typing import Any
 
 from rich.console import Console
@@ -37,13 +38,13 @@ def main(config: CompareConfig) -> int:
     return 0
 
 
-def show(groups: list[Group], format: str = "text") -> None:
-    """Print the comparison as text, or as a table for a paper: markdown, latex or csv."""
+def show(groups: list[Group], format: str = "text", names: Collection[str] = tuple(MEASURES)) -> None:
+    """Print the comparison as text, of the numbers `names`, or as a table for a paper: markdown, latex or csv."""
     if format == "text":
         # each table repeats the first run, which the others are compared with; a column has 20 characters at least
         beside = max(1, (Console().width - 30) // 20 - 1)
         starts = range(1, max(len(groups), 2), beside)
-        tables = [_table(groups, [groups[0], *groups[start : start + beside]]) for start in starts]
+        tables = [_table(groups, [groups[0], *groups[start : start + beside]], names) for start in starts]
         show_page([*tables, *notes(groups)])
     elif format == "csv":
         sys.stdout.write(as_csv(groups))
@@ -122,7 +123,7 @@ def _paper_notes(groups: list[Group], bold: bool) -> list[str]:
     return [*found, *([means] if bold else []), *caution(groups)]
 
 
-def _table(groups: list[Group], shown: list[Group]) -> Table:
+def _table(groups: list[Group], shown: list[Group], names: Collection[str]) -> Table:
     shown = list({id(group): group for group in shown}.values())
     rows = [
         ("how it ended", *("\n".join(dict.fromkeys(run.status for run in group.runs)) for group in shown)),
@@ -130,7 +131,7 @@ def _table(groups: list[Group], shown: list[Group]) -> Table:
     ]
     rows += [(flag(option), *(group.runs[0].shown(option) for group in shown)) for option in differing(shown)]
     for name, measure in MEASURES.items():
-        if any(group.mean(name) for group in shown):  # a count that is 0 everywhere tells nothing
+        if name in names and any(group.mean(name) for group in shown):  # a count that is 0 everywhere tells nothing
             cells = [cell(groups, group, name) for group in shown]
             rows.append((measure.label, *(f"{own}\n{off}{' *' * far}" if off else own for own, off, far in cells)))
     return Table(("", *(f"{group.name}\n{group.seeds}" for group in shown)), rows, boxed=True)

@@ -1,72 +1,67 @@
 """`kdtrain demo`: the shipped teacher into a student of a fifth of its size, with and without distillation.
 
-One cache of the teacher over the standard library of this Python; then, for each seed, two students on the same tokens,
-steps and learning rate, by cross-entropy (`--alpha 0`) and by distillation with the defaults; and both measured on the
-test split against the teacher itself. The parts are those of the library, `kd.cache_teacher` and `kd.distill`.
-If interrupted, the same command resumes.
+A sweep of two arms, whose file it writes: one cache of the teacher over the standard library of this Python; for each
+seed two students on the same tokens, steps and learning rate, by cross-entropy (`alpha = 0`) and by distillation with
+the defaults; and both measured on the test split against the teacher itself. The same command resumes.
 """
 
-import dataclasses
 import importlib.util
-import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from kdtrain import config as options
-from kdtrain.cache.read.reader import Cache
-from kdtrain.commands.cache_teacher import capture_cache
-from kdtrain.commands.demo_table import Run, check, show
-from kdtrain.commands.distill import distill
-from kdtrain.commands.evaluate import evaluate
-from kdtrain.errors import UsageError, refuse_no_path, writing
-from kdtrain.files import publish_text, read_json, temporary_of
+from kdtrain.commands.sweep import compared, run
+from kdtrain.config import DemoConfig, PlotConfig
+from kdtrain.errors import writing
+from kdtrain.files import publish_text
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.monitor.record import RunRecord
 from kdtrain.ranks import refuse_many_processes
-from kdtrain.tables import finite
-from kdtrain.training.signals import interruptible
+from kdtrain.run.folder import make
 
-OBJECTIVES = {"cross-entropy": options.ObjectiveConfig(alpha=0.0), "distilled": options.ObjectiveConfig()}
-"""Both students; the distilled one has the command's defaults."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What decides the result of a demo. The defaults are made for four minutes on two cores."""
-
-    teacher: str = "stdlib-5m"
-    """Spec of the teacher."""
-    student: str = "stdlib-1m"
-    """Spec of the student."""
-    seq_len: int = 256
-    """Tokens in a sequence."""
-    sequences: int = 3000
-    """Sequences of the train split that the teacher is cached over."""
-    validation_sequences: int = 128
-    """Sequences of the validation split beside them."""
-    test_sequences: int = 400
-    """Sequences of the test split that both students are measured on."""
-    steps: int = 300
-    """Optimizer steps of each student."""
-    batch_size: int = 16
-    """Sequences in an optimizer step."""
-    lr: float = 3e-3
-    """Peak learning rate of both students."""
-    eval_freq: int = 50
-    """Steps between validations."""
-    compile: bool = True
-    """Compile the students."""
-
-
-QUICK = Settings(
-    seq_len=128, sequences=800, validation_sequences=64, test_sequences=48, steps=80, eval_freq=20, compile=False
-)
+SETTINGS = {"seq_len": 256, "sequences": 3000, "validation": 128, "test": 400, "steps": 300, "eval": 50, "more": ""}
+"""Made for four minutes on two cores."""
+QUICK = SETTINGS | {"seq_len": 128, "sequences": 800, "validation": 64, "test": 48, "steps": 80, "eval": 20}
+QUICK["more"] = "compile = false\n"
 """Under two minutes on two cores; so few steps do not repay a compilation."""
+SHOWN = (
+    *("best_validation_loss", "kl", "teacher_validation_loss", "test_loss", "test_teacher_loss", "test_kl"),
+    *("test_agreement", "test_acceptance", "test_accuracy", "test_ece", "tokens", "tokens_per_second"),
+)
+"""The numbers of its table."""
+FILE = """\
+# kdtrain sweep {name}
+seeds = {seeds}
+
+[caches.stdlib]
+teacher = "stdlib-5m"
+data = "stdlib"
+seq_len = {seq_len}
+num_sequences = {sequences}
+validation_sequences = {validation}
+
+[common]
+student = "stdlib-1m"
+cache = "stdlib"
+steps = {steps}
+batch_size = 16
+lr = 3e-3
+eval_freq = {eval}
+log_to = "none"
+{more}
+[arms.cross-entropy]
+alpha = 0
+
+[arms.distilled]
+
+[test]
+teacher = "stdlib-5m"
+data = "stdlib"
+split = "test"
+seq_len = {seq_len}
+num_sequences = {test}
+"""
 
 
-def main(config: options.DemoConfig) -> int:
+def main(config: DemoConfig) -> int:
     """Run the demo, or what is left of it, and show the table and where everything is.
 
     UsageError: the folder holds something else. RunError: a part of it failed.
@@ -74,148 +69,30 @@ def main(config: options.DemoConfig) -> int:
     started = time.monotonic()
     refuse_many_processes()
     setup_logging()
-    with interruptible():
-        result = run(config.out, QUICK if config.quick else Settings(), config.seeds)
-    publish_json(config.out / "demo.json", result)
-    pictures = draw(result, config.out)
-    if config.json:
-        print(json.dumps(finite(result)))
-    else:
-        show(result)
-        print(f"files: {config.out}" + (f"; pictures: {', '.join(map(str, pictures))}" if pictures else ""))
+    file = config.out / "demo.toml"
+    settings = QUICK if config.quick else SETTINGS
+    text = FILE.format(**settings, name=file, seeds=list(range(config.seeds)))
+    with writing(file):
+        make(config.out)
+        publish_text(file, text, "demo.record")
+    groups = run(file, config.out, at_once=1)
+    if groups is None:
+        return 0
+    compared(groups, config.json, SHOWN)
+    if not config.json:
+        print(f"files: {config.out}{pictures(config.out)}; kdtrain sweep {file} runs it again with what you change")
     log.info("took %.1f minutes", (time.monotonic() - started) / 60)
     return 0
 
 
-def run(out: Path, settings: Settings, seeds: int = 1) -> dict[str, Any]:
-    """The record of the whole demo in `out`: settings, cache and a run for each student.
-
-    Raises:
-        UsageError: `out` holds something else, or a demo of other settings.
-        RunError: a part of it failed.
-        KeyboardInterrupt: a student was stopped by a signal, after it was saved.
-    """
-    claim(out, settings)
-    text = options.DataConfig(data="stdlib", seq_len=settings.seq_len)
-    capture = cache_config(out, settings, text)
-    capture_cache(capture)
-    cache = Cache(capture.out)
-    runs = []
-    for seed in range(seeds):
-        for kind in OBJECTIVES:
-            file = out / "records" / f"{kind}-{seed}.json"
-            if not file.exists():
-                publish_json(file, student(out / f"{kind}-{seed}", kind, seed, settings, text))
-            runs.append(recorded(file, kind, seed))
-    counts = {name: split["sequences"] for name, split in cache.manifest.splits.items()}
-    return {
-        "settings": dataclasses.asdict(settings),
-        "cache": {
-            "sequences": counts,
-            "tokens": {name: count * settings.seq_len for name, count in counts.items()},
-            "bytes_per_token": cache.manifest.bytes_per_token["total"],
-        },
-        "runs": runs,
-    }
-
-
-def student(folder: Path, kind: str, seed: int, settings: Settings, text: options.DataConfig) -> Run:
-    """Train one student, or finish it, and measure it: training, learning curves, and the test split."""
-    trained = distill(distill_config(folder, kind, seed, settings))
-    if trained["stopped_by"]:
-        raise KeyboardInterrupt(trained["stopped_by"])
-    log.info("measuring the student of %s on the test split", kind)
-    measured = evaluate(evaluate_config(folder, settings, text), str(folder))
-    record, own = RunRecord.read(folder), ("student", "sequences", "calibration")
-    return {
-        "student": kind,
-        "seed": seed,
-        **{name: trained[name] for name in ("step", "tokens", "seconds")},
-        "tokens_per_second": record.median_rate("tok/s"),
-        "validation": {
-            "step": [line["step"] for line in record.validations],
-            **{
-                name: [line[f"validation/{name}"] for line in record.validations]
-                for name in ("loss", "kl", "teacher_loss")
-            },
-        },
-        "test": {name: value for name, value in measured.items() if name not in own},
-        "calibration": measured["calibration"],
-    }
-
-
-def recorded(file: Path, kind: str, seed: int) -> Run:
-    """The record of a student. UsageError: it is damaged, or of another student."""
-    try:
-        run = read_json(file, dict[str, Any])
-        check(run, kind, seed)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file}: {error}; remove it, and the same command measures that student again") from None
-    return run
-
-
-def cache_config(out: Path, settings: Settings, text: options.DataConfig) -> options.CacheTeacherConfig:
-    """The cache that all students share, of the command's default kind."""
-    train, validation = settings.sequences, settings.validation_sequences
-    data = dataclasses.replace(text, num_sequences=train, validation_sequences=validation)
-    return options.CacheTeacherConfig(teacher=settings.teacher, out=out / "cache", data=data)
-
-
-def distill_config(folder: Path, kind: str, seed: int, settings: Settings) -> options.DistillConfig:
-    """One student; the two of a seed differ in the objective alone."""
-    return options.DistillConfig(
-        cache=(str(folder.parent / "cache"),),
-        student=settings.student,
-        out=folder,
-        steps=settings.steps,
-        batch_size=settings.batch_size,
-        seed=seed,
-        objective=OBJECTIVES[kind],
-        optimizer=options.OptimizerConfig(lr=settings.lr),
-        precision=options.PrecisionConfig(compile=settings.compile),
-        monitor=options.MonitorConfig(eval_freq=settings.eval_freq, log_to="none"),
-    )
-
-
-def evaluate_config(folder: Path, settings: Settings, text: options.DataConfig) -> options.EvaluateConfig:
-    """A student against the teacher itself, on text that neither has learned from."""
-    plain = options.DataConfig().validation_sequences  # a text to measure on has one split
-    measured = dataclasses.replace(
-        text, split="test", num_sequences=settings.test_sequences, validation_sequences=plain
-    )
-    return options.EvaluateConfig(student=(str(folder),), teacher=settings.teacher, data=measured)
-
-
-def claim(out: Path, settings: Settings) -> None:
-    """Start or resume in `out`. UsageError: it holds a demo of other settings, or other files."""
-    refuse_no_path(str(out), "--out")
-    file, now = out / "settings.json", dataclasses.asdict(settings)
-    if file.exists():
-        try:
-            before = read_json(file, dict[str, Any])
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{file}: {error}; name another --out") from None
-        if changed := [f"{name} was {before.get(name)}" for name in now if before.get(name) != now[name]]:
-            raise UsageError(f"--out {out} holds a demo of other settings ({', '.join(changed)}); name another --out")
-        return
-    # A command that was killed in here left at most the temporary of settings.json.
-    if out.exists() and (not out.is_dir() or any(temporary_of(path.name) != file.name for path in out.iterdir())):
-        raise UsageError(f"--out {out} holds something else; name another --out")
-    publish_json(file, now)
-
-
-def publish_json(path: Path, record: dict[str, Any]) -> None:
-    """Write a record; its folder is made. RunError: it cannot be written."""
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        publish_text(path, json.dumps(finite(record), indent=1) + "\n", "demo.record")
-
-
-def draw(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw the pictures where matplotlib is installed, else say how to get it. Returns their files."""
+def pictures(out: Path) -> str:
+    """Draw the curves where matplotlib is installed, else say how to get it."""
     if importlib.util.find_spec("matplotlib") is None:
-        log.info("no pictures without matplotlib: pip install 'kdtrain[plot]', and the same command draws them")
-        return []
-    from kdtrain.commands.demo_pictures import draw_demo
+        log.info("no picture without matplotlib: pip install 'kdtrain[plot]', and the same command draws it")
+        return ""
+    from kdtrain.commands.plot import draw
 
-    return draw_demo(result, folder)
+    path = out / "curves.png"
+    runs = tuple(sorted(out.glob("*/seed-*")))
+    draw(PlotConfig(runs=runs, out=path, y="validation/loss,validation/kl,validation/ece", overwrite=True))
+    return f"; picture: {path}"

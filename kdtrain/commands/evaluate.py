@@ -154,7 +154,7 @@ def _source(
     mode: str,
     vocab_size: int,
 ) -> Iterator[tuple[Source, dict[str, Any], OnlineTeacher | None]]:
-    """Yield what to measure on, a split of a cache or text packed into a temporary folder, its name, and the teacher."""
+    """Yield what to measure on, a split of a cache or text packed into a temporary folder, its name and its teacher."""
     teacher: OnlineTeacher | None = None
     across, own = config.cross_tokenizer, digest_of(tokenizer)
     if across:

@@ -4,13 +4,23 @@ from kdtrain.config import PlotConfig
 from kdtrain.errors import UsageError, printable, writing
 from kdtrain.files import published
 from kdtrain.imports import optional
-from kdtrain.monitor.runs import grouped, read_runs, refuse_existing
+from kdtrain.monitor.runs import Group, grouped, read_runs, refuse_existing
 from kdtrain.registry import nearest
 from kdtrain.tables import show
 
 
 def main(config: PlotConfig) -> int:
-    """Write the figure.
+    """Write the figure, and print what it shows.
+
+    UsageError, RunError: as `draw`.
+    """
+    curves = [f"{group.name}: {group.seeds}" for group in draw(config)]
+    show("plot", {"figure": str(config.out), "curves": curves}, config.json)
+    return 0
+
+
+def draw(config: PlotConfig) -> list[Group]:
+    """Write the figure; return the runs that it shows.
 
     Raises:
         UsageError: a folder is not a run, none of them has a number, there is no matplotlib, or the file is there.
@@ -34,6 +44,4 @@ def main(config: PlotConfig) -> int:
     with writing(config.out), published(config.out, "plot") as path:
         kind, salt = config.out.suffix[1:], config.out.stem
         figures.save(figure, path, dpi=300, kind=kind, salt=salt, bbox_inches="tight", pad_inches=0.03)
-    curves = [f"{group.name}: {group.seeds}" for group in groups]
-    show("plot", {"figure": str(config.out), "curves": curves}, config.json)
-    return 0
+    return groups

@@ -1,6 +1,8 @@
 """`kdtrain sweep`: arms times seeds of a TOML file, each by its own command, and the table of all."""
 
 import json
+from collections.abc import Collection
+from pathlib import Path
 
 from kdtrain.cli import parse
 from kdtrain.commands import compare
@@ -8,7 +10,7 @@ from kdtrain.config import SweepConfig
 from kdtrain.errors import RunError
 from kdtrain.files import Lock
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.monitor.runs import grouped, read_runs
+from kdtrain.monitor.runs import MEASURES, Group, grouped, read_runs
 from kdtrain.run.sweep import Job, Runner, Sweep, claim, read_sweep
 from kdtrain.tables import finite, loss_text
 
@@ -21,52 +23,57 @@ def main(config: SweepConfig) -> int:
     """
     setup_logging()
     out = config.out or config.file.with_suffix("")
-    sweep = read_sweep(config.file, out, parse)
     if config.dry_run:
+        sweep = read_sweep(config.file, out, parse)
         for job in (*sweep.caches, *sweep.runs):
             print(f"{'done' if job.done else 'to do':<6} {job.line}")
         return 0
-    claim(sweep)
-    lock = Lock(out / ".sweep.lock", f"another process runs the sweep {out}; wait for it, or name another --out")
-    try:
-        with Runner(config.at_once) as runner:
-            failed = _run(sweep, runner)
-            if runner.stopped is not None:
-                log.info("stopped by %s; the same command resumes", runner.stopped)
-                return 0
-    finally:
-        lock.release()
-    groups = grouped(read_runs(sweep.folders, most=None))
-    if config.json:
-        print(json.dumps(finite({"out": str(out), "failed": failed, **compare.as_record(groups)})))
-    else:
-        compare.show(groups)
-        runs = f"{out}/*/seed-*"
-        print(f"Next: kdtrain compare {runs} --format latex; kdtrain report {runs} --out {out}/report.html")
+    groups = run(config.file, out, config.at_once)
+    if groups is not None:
+        compared(groups, config.json)
+        if not config.json:
+            runs = f"{out}/*/seed-*"
+            print(f"Next: kdtrain compare {runs} --format latex; kdtrain report {runs} --out {out}/report.html")
     return 0
 
 
-def _run(sweep: Sweep, runner: Runner) -> dict[str, str]:
-    """Run what is left; return the runs that ended badly, which are results too, with their errors."""
-    for job, error in runner.all(sweep.caches):
-        if error:
-            raise RunError(f"{job.name}: {error}")
-        log.info("%s is made", job.name)
-    failed = {}
-    for job, error in runner.all(sweep.runs):
-        if error:
-            failed[job.name] = error
-        log.info("%s %s", _ended(job, error), f"({sum(each.done for each in sweep.runs)} of {len(sweep.runs)})")
-    if runner.stopped is None:
-        for job, error in runner.all(sweep.tests()):
-            if error:
-                raise RunError(f"{job.name}: {error}")
-            log.info("%s: done", job.name)
-    return failed
+def run(file: Path, out: Path, at_once: int) -> list[Group] | None:
+    """Run what is left of a sweep; return its runs by arm, None where a signal stopped it.
+
+    UsageError, RunError: as `main`.
+    """
+    sweep = read_sweep(file, out, parse)
+    claim(sweep)
+    lock = Lock(out / ".sweep.lock", f"another process runs the sweep {out}; wait for it, or name another --out")
+    try:
+        with Runner(at_once) as runner:
+            for part in (sweep.caches, sweep.runs, sweep.tests()):
+                for job, error in runner.all(part):
+                    if error and not job.is_run:
+                        raise RunError(f"{job.name}: {error}")
+                    log.info("%s", _ended(sweep, job, error))
+            if runner.stopped is not None:
+                log.info("stopped by %s; the same command resumes", runner.stopped)
+                return None
+    finally:
+        lock.release()
+    return grouped(read_runs(sweep.folders, most=None))
 
 
-def _ended(job: Job, error: str) -> str:
-    [run] = read_runs([job.config.out]) if (job.config.out / "environment.json").exists() else [None]
-    loss = None if run is None else run.numbers["best_validation_loss"]
+def compared(groups: list[Group], as_json: bool, names: Collection[str] = tuple(MEASURES)) -> None:
+    """Print the comparison of runs."""
+    if as_json:
+        print(json.dumps(finite(compare.as_record(groups))))
+    else:
+        compare.show(groups, names=names)
+
+
+def _ended(sweep: Sweep, job: Job, error: str) -> str:
     text = f"{job.name}: {error or 'done'}"
-    return text if loss is None else f"{text}, validation {loss_text(loss)} nats a token"
+    if not job.is_run or not (job.config.out / "environment.json").exists():
+        return text
+    [found] = read_runs([job.config.out])
+    done = f"{sum(each.done for each in sweep.runs)} of {len(sweep.runs)} runs"
+    if (loss := found.numbers["best_validation_loss"]) is not None:
+        text = f"{text}, validation {loss_text(loss)} nats a token"
+    return f"{text} ({done})"

@@ -66,6 +66,7 @@ MEASURES = {
     "ece": Measure("calibration error (ECE), last validation", _share),
     "test_loss": Measure("test loss, nats", _loss, by_token=True, best=min),
     "test_bits_per_byte": Measure("test, bits per byte", _loss, best=min),
+    "test_teacher_loss": Measure("test, the teacher's loss, nats", _loss, tested=False, by_token=True),
     "test_kl": Measure("test, KL to the teacher, nats", _loss, by_token=True, best=min),
     "test_agreement": Measure("test, same most likely token as the teacher", _share, by_token=True, best=max),
     "test_acceptance": Measure("test, acceptance by the teacher", _share, by_token=True, best=max),

@@ -82,6 +82,11 @@ class Job:
         return f"kdtrain {shlex.join(self.words)}"
 
     @property
+    def is_run(self) -> bool:
+        """Whether it trains a student, so that an error is a result too."""
+        return self.words[0] == "distill"
+
+    @property
     def done(self) -> bool:
         """Whether it ended: a finished cache, or a run with a result that is not of a stop by a signal."""
         if self.words[0] == "cache-teacher":
@@ -280,10 +285,14 @@ class Runner:
         self._children.add(child)
         if self.stopped is not None:
             child.send_signal(signal.SIGTERM)
-        _, logged = child.communicate()
+        last = ""
+        for line in child.stderr or ():
+            if line.startswith("kdtrain: "):
+                last = line.removeprefix("kdtrain: ").strip()
+            elif self.at_once == 1:  # the logs of several would be mixed
+                sys.stderr.write(line)
+        child.wait()
         self._children.discard(child)
-        last = next((line for line in reversed(logged.splitlines()) if line.startswith("kdtrain: ")), "")
-        last = last.removeprefix("kdtrain: ")
         if child.returncode == 2:
             raise UsageError(f"{job.name}: {last}")
         died = f"killed by {signal.Signals(-child.returncode).name}" if child.returncode < 0 else "failed"
@@ -305,7 +314,8 @@ def claim(sweep: Sweep) -> None:
         before = read_sealed(file)
     except FileNotFoundError:
         before = {}
-        if sweep.out.exists() and (not sweep.out.is_dir() or any(sweep.out.iterdir())):
+        others = [] if not sweep.out.is_dir() else [each for each in sweep.out.iterdir() if each.suffix != ".toml"]
+        if (sweep.out.exists() and not sweep.out.is_dir()) or others:
             raise UsageError(f"--out {sweep.out} holds something that is not a sweep; name another folder") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{file}: {error}; name another --out") from None
