@@ -12,7 +12,6 @@ processes may write to one download, which the digest finds.
 
 import hashlib
 import logging
-import os
 import shutil
 import tempfile
 import threading
