@@ -19,7 +19,7 @@ from kdtrain.net.address import parse_address
 from kdtrain.run.build_cache import OWN, holds_own
 from kdtrain.run.path_kind import damage_of, kind_of
 from kdtrain.tables import number, show, show_page
-from kdtrain.tokenizers.view import verify_view, viewed_cache
+from kdtrain.tokenizers.view_format import verify_view, viewed_settings
 
 
 def main(config: VerifyConfig) -> int:
@@ -92,7 +92,7 @@ def _problems(path: Path, kind: str) -> list[str]:
     store = Store(path / "checkpoints")
     caches: list[str] = []
     for folder in (path / name for name in (*OWN, "view")):
-        caches += verify_view(folder) if viewed_cache(folder) else verify_cache(folder) if holds_own(folder) else []
+        caches += verify_view(folder) if viewed_settings(folder) else verify_cache(folder) if holds_own(folder) else []
     names = [entry.name for entry in store.entries(apart=True)]
     damaged = [(name, damage) for name in names if (damage := store.problem(name))]
     # a run that is training may have removed one meanwhile

@@ -28,7 +28,7 @@ from kdtrain.run.capture import capture
 from kdtrain.run.folder import check_out, restarted
 from kdtrain.run.tokenizer_view import across, align, open_view
 from kdtrain.teaching.online import OnlineTeacher
-from kdtrain.tokenizers.view import viewed_cache
+from kdtrain.tokenizers.view_format import viewed_settings
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import asked_to_stop
 from kdtrain.training.sources.build import open_source
@@ -86,7 +86,7 @@ class TextData(DataPlan):
         def pack() -> None:
             tokenizer = load_tokenizer(self.student) if self.teacher is None else self.teacher.tokenizer
             width = len(tokenizer) if self.teacher is None else self.teacher.vocab_size
-            if not resumed and viewed_cache(folder) is not None:  # of an earlier attempt across tokenizers
+            if not resumed and viewed_settings(folder) is not None:  # of an earlier attempt across tokenizers
                 set_aside(self.config.out, folder.name, "left")
             try:
                 build_tokens(folder, self.config.data, tokenizer, width)

@@ -50,7 +50,7 @@ from kdtrain.run.build_cache import OWN, holds_own
 from kdtrain.run.path_kind import LOCK as LOCK
 from kdtrain.run.path_kind import is_environment
 from kdtrain.run.path_kind import is_run as is_run
-from kdtrain.tokenizers.view import viewed_cache
+from kdtrain.tokenizers.view_format import viewed_settings
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.state import read_saved
 
@@ -170,7 +170,7 @@ def check_out(out: Path) -> bool:
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     foreign = [name for name in names if not _LEFT.fullmatch(name) and not temporary_of(name)]
     for name in (*OWN, "view"):
-        if name in foreign and (viewed_cache(out / name) or holds_own(out / name)):
+        if name in foreign and (viewed_settings(out / name) or holds_own(out / name)):
             foreign.remove(name)
     if "environment.json" in foreign and is_environment(out / "environment.json"):
         foreign.remove("environment.json")

@@ -23,6 +23,7 @@ from kdtrain.cache.format.folder import CELLS as CELLS
 from kdtrain.cache.format.folder import MANIFEST as MANIFEST
 from kdtrain.cache.format.folder import SETTINGS as SETTINGS
 from kdtrain.cache.format.folder import SHARDS as SHARDS
+from kdtrain.cache.format.folder import VIEW as VIEW
 from kdtrain.cache.format.spec import WIDTH, CodecSpec
 
 FORMAT_VERSION = 3

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.format.names import MANIFEST
+from kdtrain.cache.format.names import MANIFEST, VIEW
 from kdtrain.commands.distill import train
 from kdtrain.config import DistillConfig
 from kdtrain.config.rates import WORDS
@@ -50,7 +50,6 @@ from kdtrain.run.path_kind import is_run
 from kdtrain.run.recipe import student_spec, table_rate
 from kdtrain.run.run import Run
 from kdtrain.tables import columns, duration, finite, short, show, show_page
-from kdtrain.tokenizers.view import VIEW
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import interruptible
 from kdtrain.training.validate import validate
