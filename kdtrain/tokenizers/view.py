@@ -17,7 +17,7 @@ from numpy.lib.recfunctions import rename_fields
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.names import CELLS, TOKENIZER
 from kdtrain.cache.read.reader import Cache
 from kdtrain.data.bytes import TokenBytes
 from kdtrain.data.spelling import DEEP, Spelling
@@ -30,7 +30,7 @@ from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
 from kdtrain.tokenizers.cells import Cells
 from kdtrain.tokenizers.targets import AlignedCollator, AlignedTargets
 from kdtrain.tokenizers.teacher_cells import TeacherCells, at_rows, coarsened, condensed
-from kdtrain.tokenizers.view_format import CELLS, ViewRecord
+from kdtrain.tokenizers.view_format import ViewRecord
 
 _NAMES = {"said": "prefix"}
 """A field of rows of version 2."""
@@ -135,21 +135,21 @@ class ViewReader(Dataset[dict[str, Tensor]]):
     @functools.cached_property
     def _teacher_bytes(self) -> np.ndarray:
         """Bytes of each of the teacher's tokens; 0 behind them, and of special tokens."""
-        tokenizer = load_tokenizer(self.view.cache.folder / cache_format.TOKENIZER)
+        tokenizer = load_tokenizer(self.view.cache.folder / TOKENIZER)
         return np.append(TokenBytes.of(tokenizer).lengths, 0)
 
     @property
     def collator(self) -> AlignedCollator:
         """What a student needs to read batches of the items, besides their tensors."""
         codec = self.reader.manifest.settings.codec
-        known = codec.knots if self._index is None and codec.kind == "sparse" else (1.0,)
+        known = codec.knots if self._index is None and codec.coded else (1.0,)
         return AlignedCollator((known, codec.num_samples), self._index)
 
     @property
     def _goes_inside(self) -> bool:
         """Whether cells are known of labels within a token of the teacher's (`teacher_cells`)."""
         codec = self.reader.manifest.settings.codec
-        known_whole = self._ask is not None or codec.kind == "dense" or codec.num_samples > 0
+        known_whole = self._ask is not None or not codec.coded or codec.num_samples > 0
         return known_whole and self._index is not None
 
     def asking(self, ask: Ask) -> "ViewReader":

@@ -26,9 +26,8 @@ import torch
 
 from kdtrain import faults
 from kdtrain.cache.build.folder import copy_tokenizer, holds_nothing
-from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.folder import CELLS, SETTINGS, VIEW
 from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.format.names import CELLS, SETTINGS, TOKENIZER, VIEW
 from kdtrain.cache.read.reader import Cache, CacheReader
 from kdtrain.data.packing import rows_of
 from kdtrain.errors import UsageError, making
@@ -117,7 +116,7 @@ def build_view(
         if done:
             return View(folder, cache)
         publish_json(folder / SETTINGS, {**settings}, "view.settings")
-        copy_tokenizer(tokenizer, folder / cache_format.TOKENIZER)
+        copy_tokenizer(tokenizer, folder / TOKENIZER)
         cells, spelling = _merged_cells(alignment, cache["train"]), alignment.spelling
         parts = [cells.of_teacher, cells.of_student, spelling.starts, spelling.tokens]
         with published(folder / CELLS, "view.cells") as path, open(path, "wb") as file:
@@ -154,7 +153,7 @@ def _refuse_foreign(folder: Path) -> None:
     if not folder.is_dir() or viewed_settings(folder) is not None or holds_nothing(folder):
         return
     try:
-        packed = CacheSettings.from_json(read_sealed(folder / SETTINGS)).codec.kind == "tokens"
+        packed = not CacheSettings.from_json(read_sealed(folder / SETTINGS)).codec.taught
     except (OSError, ValueError):
         packed = False
     if packed:
@@ -177,7 +176,7 @@ def _alignment(cache: Cache, tokenizer: Any, given: Mapping[str, str] | None) ->
     """That of the cache's tokenizer and a student's."""
     if cache.remote is not None:
         cache.remote.bring_tokenizer()
-    teacher = load_tokenizer(cache.folder / cache_format.TOKENIZER)
+    teacher = load_tokenizer(cache.folder / TOKENIZER)
     ends, pad = cache.manifest.end_tokens, teacher.pad_token_id
     # what fills the rows behind the answers of a teacher that wrote the text (`models.tokenizer`) is left out
     fills = ends and pad is not None and pad not in {*ends, teacher.eos_token_id, teacher.bos_token_id}
@@ -252,7 +251,7 @@ def _entropy_kept(reader: CacheReader, cells: Cells) -> float | None:
     """Entropy of the kept entries by cell, as a share of that by token, over some rows; None without targets."""
     stated = reader.manifest.settings
     most = min(len(reader), -(-_MERGED_FROM // stated.seq_len))  # of a cache elsewhere no other shards are needed
-    count = min(1 if stated.codec.kind == "dense" else _MEASURED_ROWS, most)
+    count = min(_MEASURED_ROWS if stated.codec.coded else 1, most)
     batch = reader.read(np.linspace(0, most - 1, count).astype(int).tolist())
     if batch.targets is None:
         return None
