@@ -15,8 +15,8 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict
 import numpy as np
 from msgspec import Meta
 
-from kdtrain.cache.format.names import CELLS, SETTINGS, VIEW
 from kdtrain.cache.format.manifest import Count, Digest
+from kdtrain.cache.format.names import CELLS, SETTINGS, VIEW
 from kdtrain.data.bytes import MAX_IDS
 from kdtrain.data.spelling import MOST
 from kdtrain.errors import RunError, UsageError, printable
