@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from kdtrain.data.bytes import ByteTokenizer, SpecialTokens, spelled
-from kdtrain.data.packing import STREAM, split_text
+from kdtrain.data.packed import STREAM
+from kdtrain.data.packing import split_text
 from kdtrain.data.spelling import Spelling
 from kdtrain.errors import UsageError
 

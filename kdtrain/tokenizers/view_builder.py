@@ -25,13 +25,12 @@ import numpy as np
 import torch
 
 from kdtrain import faults
-from kdtrain.cache.build.folder import copy_tokenizer, holds_nothing
-from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.build.folder import copy_tokenizer
 from kdtrain.cache.format.names import CELLS, SETTINGS, TOKENIZER, VIEW
 from kdtrain.cache.read.reader import Cache, CacheReader
-from kdtrain.data.packing import rows_of
+from kdtrain.data.packed import rows_of
 from kdtrain.errors import UsageError, making
-from kdtrain.files import Lock, file_digest, json_digest, publish_json, published, read_sealed, refuse_links, sweep
+from kdtrain.files import Lock, file_digest, json_digest, publish_json, published, refuse_links, sweep
 from kdtrain.models.tokenizer import load_tokenizer, tokenizer_digest
 from kdtrain.tokenizers.alignment import Alignment
 from kdtrain.tokenizers.cells import Cells
@@ -44,6 +43,7 @@ from kdtrain.tokenizers.view_format import (
     ViewRecord,
     ViewSettings,
     ViewShard,
+    own_data,
     row_type,
     shard_path,
     viewed_settings,
@@ -150,13 +150,10 @@ def _refuse_foreign(folder: Path) -> None:
     if folder.is_symlink():
         raise UsageError(f"{folder} is a link, and nothing is written through links; name the folder itself")
     refuse_links(folder)
-    if not folder.is_dir() or viewed_settings(folder) is not None or holds_nothing(folder):
+    found = own_data(folder)
+    if not folder.is_dir() or found in ("view", "nothing"):
         return
-    try:
-        packed = not CacheSettings.from_json(read_sealed(folder / SETTINGS)).codec.taught
-    except (OSError, ValueError):
-        packed = False
-    if packed:
+    if found == "tokens":
         raise OtherViewError(f"{folder} holds packed text, and not a view; name another folder, or remove it")
     raise UsageError(f"{folder} holds files that are not a view; name another folder")
 

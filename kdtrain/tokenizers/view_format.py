@@ -15,7 +15,8 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict
 import numpy as np
 from msgspec import Meta
 
-from kdtrain.cache.format.manifest import Count, Digest
+from kdtrain.cache.build.folder import holds_nothing
+from kdtrain.cache.format.manifest import CacheSettings, Count, Digest
 from kdtrain.cache.format.names import CELLS, SETTINGS, VIEW
 from kdtrain.data.bytes import MAX_IDS
 from kdtrain.data.spelling import MOST
@@ -23,6 +24,8 @@ from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import MEDIUM, file_digest, read_sealed, typed
 
 VERSION: Final = 3
+TEXT, SERVED, VIEWS = OWN = ("data", "served", "view")
+"""The folders in a run of what it made: text or its view, a server's answers, the view of an online teacher's text."""
 CELL = np.dtype("<i4")
 _HEADER = 2**16
 """Bytes that numpy may write before an array, at most."""
@@ -180,6 +183,22 @@ def viewed_settings(folder: Path) -> ViewSettings | None:
         return typed(read_sealed(folder / SETTINGS), ViewSettings)
     except (OSError, ValueError):
         return None
+
+
+def own_data(folder: Path) -> Literal["view", "tokens", "served", "nothing"] | None:
+    """What kdtrain made in a folder of a run, finished or not; "nothing" was made yet; None: it holds something else.
+
+    tokens: a cache of these alone. served: one that is captured in the order of a run.
+    """
+    if viewed_settings(folder) is not None:
+        return "view"
+    if not folder.is_dir() or holds_nothing(folder):
+        return "nothing" if folder.is_dir() else None
+    try:
+        settings = CacheSettings.from_json(read_sealed(folder / SETTINGS))
+    except (OSError, ValueError):
+        return None
+    return ("served" if "order" in settings.data else None) if settings.codec.taught else "tokens"
 
 
 def verify_view(folder: Path) -> list[str]:

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from kdtrain.data.bytes import ByteTokenizer, SpecialTokens
 from kdtrain.data.corpus import Document
-from kdtrain.data.packing import PackedRow, pack, rows_of
+from kdtrain.data.packed import PackedRow, rows_of
+from kdtrain.data.packing import pack
 from kdtrain.data.spelling import Spelling
 from kdtrain.errors import UsageError
 from kdtrain.tokenizers import transcode

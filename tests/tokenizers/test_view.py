@@ -13,7 +13,7 @@ from kdtrain.cache.build.folder import holds_nothing
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.read.reader import CacheReader, collate
 from kdtrain.data.bytes import TokenBytes
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import Lock, publish_json
 from kdtrain.library import Cache

@@ -29,7 +29,7 @@ from kdtrain.plugins.served.client import Client, Completion, Host, Refused, Una
 from kdtrain.plugins.served.fingerprint import LOUD, TEXTS, TOP, UNSTEADY, Fingerprint, Probe, farthest, probe_tokens
 from kdtrain.plugins.served.options import KEY
 from kdtrain.plugins.served.written import Prompt, Text
-from kdtrain.teaching.writing import Writing
+from kdtrain.teaching.teacher import Writing
 
 _LONGEST_NAME = 200
 _SILENT = 10.0

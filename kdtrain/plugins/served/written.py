@@ -21,7 +21,7 @@ from kdtrain.cache.format.compression import Arrays
 from kdtrain.errors import RunError
 from kdtrain.plugins.served.answers import Answers, Entry, Span, Wrong
 from kdtrain.plugins.served.client import Choice, quoted
-from kdtrain.teaching.writing import Writing
+from kdtrain.teaching.teacher import Writing
 
 _NAME = "token_id:"
 
