@@ -112,7 +112,9 @@ def is_allowed(url: str) -> bool:
         return True
     endpoint = os.environ.get("HF_ENDPOINT", "")
     same = bool(endpoint) and urlsplit(endpoint)[:2] == parts[:2]
-    return parts.scheme == "http" and (is_loopback(url) or same or os.environ.get(ALLOW_HTTP) == "1")
+    address = _ip(url)
+    here = parts.hostname == "localhost" if address is None else address.is_loopback
+    return parts.scheme == "http" and (here or same or os.environ.get(ALLOW_HTTP) == "1")
 
 
 def is_private(url: str) -> bool:
@@ -126,11 +128,9 @@ def is_private(url: str) -> bool:
 def is_inside(url: str) -> bool:
     """Whether the host of a URL is private, or has a name that no public one has."""
     host = urlsplit(url).hostname or ""
-    if is_private(url):
-        return True
     # A name is taken as it stands: requests turns %2E and dots of other scripts into dots.
     named = _ip(url) is None and re.fullmatch(r"[\w.-]+", host, re.ASCII) is not None
-    return named and ("." not in host or host.endswith((".local", ".internal", ".lan")))
+    return is_private(url) or (named and ("." not in host or host.endswith((".local", ".internal", ".lan"))))
 
 
 def _ip(url: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -141,15 +141,6 @@ def _ip(url: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     with suppress(OSError, ValueError):
         return ipaddress.ip_address(socket.inet_aton(host))
     return None
-
-
-def is_loopback(url: str) -> bool:
-    """Whether the host of a URL is this machine."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def offline() -> bool:
