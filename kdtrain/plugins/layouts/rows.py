@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from kdtrain.cache.format.codec import CodecSpec, keep
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.objective.targets import FLOOR
 from kdtrain.plugins.layouts.layout import Layout, Record
