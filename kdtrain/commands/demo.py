@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain import config as options
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.commands.cache_teacher import capture_cache
 from kdtrain.commands.demo_table import Run, check, show
 from kdtrain.commands.distill import distill
@@ -99,7 +99,7 @@ def run(out: Path, settings: Settings, seeds: int = 1) -> dict[str, Any]:
     text = options.DataConfig(data="stdlib", seq_len=settings.seq_len)
     capture = cache_config(out, settings, text)
     capture_cache(capture)
-    cache = Cache(capture.out)
+    cache = LocalCache(capture.out)
     runs = []
     for seed in range(seeds):
         for kind in OBJECTIVES:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kdtrain.cache.build.live_capture import Capture, LiveCache
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import DataConfig, DistillConfig
 from kdtrain.errors import UsageError
@@ -62,7 +62,7 @@ class DataPlan:
 class CachedData(DataPlan):
     """One cache or a mixture of several, one that is captured while it is read, or another --source without text."""
 
-    def __init__(self, config: DistillConfig, caches: Sequence[str | Cache], **options: Any) -> None:
+    def __init__(self, config: DistillConfig, caches: Sequence[str | LocalCache], **options: Any) -> None:
         self.sources, self.options = open_sources(config, caches), options
         self.facts = self.sources["train"].facts
         self.live = next((each for each in caches if isinstance(each, LiveCache)), None)
@@ -139,9 +139,11 @@ def plan_data(
         return TextData(config, student, teacher) if config.data.data is not None else CachedData(config, config.cache)
 
 
-def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) -> dict[str, Source]:
+def open_sources(config: DistillConfig, places: Sequence[Path | str | LocalCache]) -> dict[str, Source]:
     """The splits train and validation of the caches in `places`, or of another --source."""
-    caches: list[Cache | None] = [each if isinstance(each, Cache) else open_cache(each) for each in places] or [None]
+    caches: list[LocalCache | None] = [
+        each if isinstance(each, LocalCache) else open_cache(each) for each in places
+    ] or [None]
     found: dict[str, list[Source]] = {}
     for split in ("train", "validation"):
         requests = (SourceRequest(split=split, cache=each, seed=config.seed) for each in caches)

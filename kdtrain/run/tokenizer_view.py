@@ -3,7 +3,7 @@
 from typing import Any
 
 from kdtrain.cache.format.codec import CodecSpec
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import DistillConfig, EvaluateConfig
 from kdtrain.config.across import partners
@@ -96,8 +96,8 @@ def open_view(config: DistillConfig) -> dict[str, Source]:
     return {split: AlignedSource(view, split) for split in ("train", "validation")}
 
 
-def _cache(config: DistillConfig) -> Cache:
+def _cache(config: DistillConfig) -> LocalCache:
     """The cache, or with an online teacher its own tokens of the text."""
     if config.cache:
         return open_cache(config.cache[0])
-    return Cache(config.out / "data")
+    return LocalCache(config.out / "data")

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import Count, Digest
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.data.bytes import MAX_IDS, TokenBytes
 from kdtrain.data.spelling import DEEP, Spelling
 from kdtrain.data.spelling import MOST as MOST_SPELLED
@@ -164,7 +164,7 @@ def sealed_record(path: Path) -> dict[str, Any]:
 class View:
     """A finished view, and the cache that it is of. UsageError: it is damaged, or of another cache."""
 
-    def __init__(self, folder: Path, cache: Cache) -> None:
+    def __init__(self, folder: Path, cache: LocalCache) -> None:
         self.folder, self.cache = folder, cache
         self.record = _record(folder)
         if self.record.settings["cache"] != cache.manifest.digest:

@@ -32,7 +32,7 @@ from kdtrain import faults
 from kdtrain.cache.build.folder import copy_tokenizer, holds_nothing
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.read.reader import Cache, CacheReader
+from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.data.packing import rows_of
 from kdtrain.errors import UsageError, making
 from kdtrain.files import (
@@ -97,7 +97,7 @@ class OtherViewError(UsageError):
 class _Maker:
     """Everything that the builds of splits share."""
 
-    def __init__(self, cache: Cache, tokenizer: Any, given: Mapping[str, str] | None, seq_len: int | None) -> None:
+    def __init__(self, cache: LocalCache, tokenizer: Any, given: Mapping[str, str] | None, seq_len: int | None) -> None:
         if cache.remote is not None:
             cache.remote.bring_tokenizer()
         self.cache = cache
@@ -156,7 +156,7 @@ def _joined(reader: CacheReader, stop: int | None = None) -> bool:
 
 def build_view(
     folder: Path,
-    cache: Cache,
+    cache: LocalCache,
     tokenizer: Any,
     *,
     events: Mapping[str, str] | None = None,
@@ -235,7 +235,7 @@ def _refuse_foreign(folder: Path) -> None:
     raise UsageError(f"{folder} holds files that are not a view; name another folder")
 
 
-def _opened(folder: Path, cache: Cache, settings: ViewSettings) -> View | None:
+def _opened(folder: Path, cache: LocalCache, settings: ViewSettings) -> View | None:
     """The view that is there and finished."""
     if not (folder / VIEW).exists():
         return None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kdtrain.cache.format.codec import draw_points, grid_offset
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.merge_plan import MIXTURE
 from kdtrain.cache.tools.self_check import other_row
@@ -120,7 +120,7 @@ def main(config: AuditConfig) -> int:
     return 1 if findings else 0
 
 
-def audit(config: AuditConfig, cache: Cache) -> Audit:
+def audit(config: AuditConfig, cache: LocalCache) -> Audit:
     """Score rows of the cache again.
 
     UsageError: the teacher cannot score this cache. RunError: a shard cannot be read.
@@ -193,7 +193,7 @@ def _batches(rows: list[tuple[str, int]], size: int) -> Iterator[tuple[str, list
 class _Comparison:
     """Rows of a cache against fresh forwards."""
 
-    def __init__(self, cache: Cache, teacher: OnlineTeacher, reference: OnlineTeacher) -> None:
+    def __init__(self, cache: LocalCache, teacher: OnlineTeacher, reference: OnlineTeacher) -> None:
         self.cache, self.teacher, self.reference = cache, teacher, reference
         self.settings, span = cache.manifest.settings, cache.manifest.temperature_range
         captured = getattr(cache.manifest, "origin", None) is None
