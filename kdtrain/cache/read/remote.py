@@ -45,6 +45,7 @@ from kdtrain.files import (
     typed,
 )
 from kdtrain.net.address import Address, Unreachable, offline, parse_address
+from kdtrain.sandbox import home
 
 if TYPE_CHECKING:
     from kdtrain.cache.read.reader import LocalCache
@@ -287,14 +288,6 @@ class _Name(TypedDict):
 
     address: Annotated[str, Meta(max_length=4000)]
     cache: Digest
-
-
-def home() -> Path:
-    """The folder of what is fetched from web servers, which need not exist."""
-    try:
-        return Path(os.environ.get("KDTRAIN_HOME") or Path.home() / ".cache" / "kdtrain")
-    except RuntimeError:
-        raise UsageError("this user has no home folder; set KDTRAIN_HOME to a folder for fetched caches") from None
 
 
 def cache_folder(digest: str) -> Path:
