@@ -50,7 +50,7 @@ from kdtrain.cache.read.rows import stored_rows
 from kdtrain.cache.tools.kept_mass import joined
 from kdtrain.cache.tools.merge_plan import MIXTURE, Stated, between, names, plan, refuse_rows, tokens_of, who
 from kdtrain.data.corpus import rank
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import LARGE, canonical_json, file_digest, json_digest, read_bytes
 from kdtrain.objective.targets import SparseTargets
