@@ -24,7 +24,7 @@ from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.read.rows import stored_rows
 from kdtrain.config import CacheTeacherConfig, DataConfig, DistillConfig
-from kdtrain.config.teachers import DEFAULT_PROMPT
+from kdtrain.config.sections import DEFAULT_PROMPT
 from kdtrain.data.corpus import documents_of, has_prompts, stated_text
 from kdtrain.data.masks import Counts, Masks
 from kdtrain.data.packed import PackedRow

@@ -6,7 +6,7 @@ from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import DistillConfig, EvaluateConfig
-from kdtrain.config.across import partners
+from kdtrain.config.commands import partners
 from kdtrain.config.values import refuse
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
