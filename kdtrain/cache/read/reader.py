@@ -143,7 +143,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
     def collator(self) -> Collator:
         """What all sequences have in common, for a `Student` that gets the data set too."""
         codec = self.manifest.codec
-        return Collator((codec.knots, codec.num_samples) if codec.kind == "sparse" else None)
+        return Collator((codec.knots, codec.num_samples) if codec.coded else None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict(), "_closed": OrderedDict(), "_process": None, "_locks": {}}
@@ -304,7 +304,7 @@ def _of_process() -> list[CacheReader]:
     return [reader for reader in there if reader is not None and reader._process == os.getpid()]
 
 
-class Cache:
+class LocalCache:
     """A finished cache in a folder: its splits as PyTorch data sets by name, and its manifest.
 
     manifest: of this folder, if it is read already. remote: see `CacheReader`.

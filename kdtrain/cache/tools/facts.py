@@ -7,11 +7,11 @@ A manifest may come from a stranger: entries that are not what kdtrain writes ar
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 from kdtrain.cache.format.manifest import Manifest, Parent, weights_line
+from kdtrain.cache.format.spec import CODECS
 from kdtrain.config.choices import resolve_tail
-from kdtrain.files import typed
 from kdtrain.tables import Table, columns, counted, number, size
 
 _MOST_COUNTS = 20
@@ -24,17 +24,13 @@ MADE = ("its weights", "written by the teacher", "left out of the text", "kept m
 
 def contents(manifest: Manifest) -> str:
     """What a cache keeps of each distribution."""
-    codec = manifest.codec
-    if codec.kind != "sparse":
-        return {"tokens": "bare tokens, no teacher"}.get(codec.kind, "all log-probabilities (dense)")
-    entries = [f"the {codec.top_k:,} most likely entries"] * bool(codec.top_k)
-    return " and ".join(entries + [f"{codec.num_samples:,} samples"] * bool(codec.num_samples))
+    return CODECS[manifest.codec.kind].contents(manifest.codec)
 
 
 def heading(manifest: Manifest) -> str:
     """What a cache keeps, and of whom."""
     of = f" of {(manifest.settings.teacher or {}).get('spec') or 'a teacher'} a token"
-    return contents(manifest) + (of if manifest.codec.kind != "tokens" else "")
+    return contents(manifest) + (of if manifest.codec.taught else "")
 
 
 def cache_facts(manifest: Manifest, public: Callable[[Any], Any] = lambda value: value) -> dict[str, str]:
@@ -52,7 +48,7 @@ def cache_facts(manifest: Manifest, public: Callable[[Any], Any] = lambda value:
     total = parts.pop("total")
     largest = sorted(parts, key=parts.__getitem__, reverse=True)
     facts = {
-        "teacher": "" if codec.kind == "tokens" else teacher,
+        "teacher": teacher if codec.taught else "",
         "weights digest": str(record.get("weights_digest") or ""),
         "its weights": "" if manifest.weights_cost is None else weights_line(manifest.weights_cost),
         "text": ", ".join(f"{name} {public(each)}" for name, each in data.items() if isinstance(each, str | int)),
@@ -85,7 +81,7 @@ def split_text(manifest: Manifest, split: str) -> str:
 def tail_rule(manifest: Manifest) -> str | None:
     """The default tail rule of `distill` for a cache, and its alternative; None without a tail."""
     codec = manifest.codec
-    if codec.kind != "sparse":
+    if not codec.coded:
         return None
     used = resolve_tail("ghost", codec.num_samples)
     return f"{used} by default, or --tail control-variate" if codec.num_samples and codec.top_k else used
@@ -160,42 +156,17 @@ def _parent(parent: Parent) -> str:
 # Fidelity -----------------------------------------------------------------------------------------------------------
 
 
-class _Gradient(TypedDict):
-    token_angle: float
-    token_norm: float
-    mean_angle: float
-    mean_norm: float
-
-
-class _AtTemperature(TypedDict):
-    kl_spread: float | None
-    gradient: dict[str, _Gradient]
-
-
-class _Sample(TypedDict):
-    tokens: int
-
-
-class _ErrorOfLogZ(TypedDict):
-    T: float
-    worst: float
-
-
-class _Fidelity(TypedDict):
-    split: str
-    sample: _Sample
-    log_partition_error: list[_ErrorOfLogZ]
-
-
 def fidelity(manifest: Manifest) -> list[str | Table]:
     """How near the gradient of a student that learns from the cache is to that from the whole teacher; or nothing."""
-    found = manifest.fidelity or {}
     try:
-        about = typed(found, _Fidelity)
-        each_T = {name[2:]: typed(each, _AtTemperature) for name, each in found.items() if name.startswith("T=")}
-    except ValueError:
-        return []
+        return _fidelity(manifest.fidelity or {})
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return []  # it is not what kdtrain writes
+
+
+def _fidelity(about: Mapping[str, Any]) -> list[str | Table]:
     tokens, rows, divergences = about["sample"]["tokens"], [], []
+    each_T = {name[2:]: each for name, each in about.items() if name.startswith("T=")}
     for temperature, at in list(each_T.items())[:12]:
         for rule, each in at["gradient"].items():
             angles = (f"{each['token_angle']:.1f}°", f"{each['token_norm']:.2f}")
@@ -204,7 +175,7 @@ def fidelity(manifest: Manifest) -> list[str | Table]:
         if at["gradient"].keys() != {"sampled"} and at["kl_spread"] is not None:  # samples alone leave no tail
             divergences.append(f"{at['kl_spread']:.2g} at T={temperature}")
     parts: list[str | Table] = [
-        f"fidelity, of {tokens:,} tokens of {about['split']}: the gradient against the whole",
+        f"fidelity, of {tokens:,} tokens of {about['split']:s}: the gradient against the whole",
         "teacher's, of each token and of their mean (the same: angle 0° and length 1)",
     ]
     if tokens < _CHECKED:

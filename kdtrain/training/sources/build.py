@@ -5,7 +5,6 @@ import torch
 from kdtrain.config.choices import SOURCES
 from kdtrain.errors import UsageError
 from kdtrain.teaching.online import OnlineTeacher
-from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.sources.device import OnDevice
 from kdtrain.training.sources.online import OnlineSource
 from kdtrain.training.sources.source import Source, SourceRequest
@@ -39,7 +38,8 @@ def build_source(
         teacher: an online teacher, loaded and prepared, whose targets replace those of the source.
         layers: the teacher's layers that a hidden-state loss compares.
     """
-    if teacher is not None and isinstance(source, AlignedSource):
-        return OnDevice(source.taught_by(teacher, device), device, vocab_size)
+    taught_by = getattr(source, "taught_by", None)
+    if teacher is not None and taught_by is not None:
+        return OnDevice(taught_by(teacher, device), device, vocab_size)
     moved = OnDevice(source, device, vocab_size)
     return moved if teacher is None else OnlineSource(moved, teacher, vocab_size, layers)

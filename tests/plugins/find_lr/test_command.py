@@ -2,14 +2,13 @@
 
 import json
 import math
-import os
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from kdtrain import faults
-from kdtrain.config import DataConfig, ObjectiveConfig, OptimizerConfig, rates
+from kdtrain.config import DataConfig, DistillConfig, LoraConfig, ObjectiveConfig, OptimizerConfig, rates
 from kdtrain.config.sections import QuantizationConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.library import Cache
@@ -17,7 +16,7 @@ from kdtrain.parallel import memory_plan
 from kdtrain.plugins.find_lr import command as find_lr
 from kdtrain.plugins.find_lr.options import FindLrConfig
 from kdtrain.plugins.find_lr.search import Trained, next_run
-from kdtrain.teaching.local import LocalTeacher
+from kdtrain.run.recipe import student_spec, table_rate
 from kdtrain.tokenizers.view import View
 from tests.token_kinds import train
 
@@ -162,12 +161,23 @@ def test_a_short_run_has_the_schedules_of_the_whole_one_in_fewer_steps(tmp_path)
     assert given == (10, 1, 5, 1e-7) and short.optimizer.lr_schedule == "wsd"
 
 
-def test_a_rate_that_diverges_is_infinite_and_moves_the_search_to_lower_ones(workbench):
-    code, _, err = searched(workbench, "high", "--lr", 4.0)
-    assert code == 0, err
-    found = of_run(workbench, "high", "find-lr.json")
-    diverged = [rate for name, rate in found["rates"].items() if found["runs"][name][0]["loss"] is None]
-    assert 16.0 in diverged and found["suggestion"]["lr"] < 1.0
+@pytest.mark.parametrize("reason", ["diverged", "non-finite", "gradient-explosion"])
+def test_a_rate_that_diverges_is_infinite_and_moves_the_search_to_lower_ones(workbench, monkeypatch, reason):
+    def train(config, finish):
+        config.out.mkdir()
+        lr = config.optimizer.lr
+        result = {"stop_reason": "done", "cache": "c", "last_validation_loss": math.log(lr) ** 2, "seconds": 1.0}
+        (config.out / "result.json").write_text(json.dumps(result))
+        if lr > 2:
+            raise RunError("too far", reason=reason)
+        return result
+
+    monkeypatch.setattr(find_lr, "train", train)
+    code, _, err = searched(workbench, f"high-{reason}", "--lr", 4.0)
+    assert code == 0 and "lr 16, 4 steps: diverged" in err, err
+    found = of_run(workbench, f"high-{reason}", "find-lr.json")
+    diverged = {rate for name, rate in found["rates"].items() if found["runs"][name][0]["loss"] is None}
+    assert diverged == {4.0, 8.0, 16.0} and found["suggestion"]["best"] == 1.0
     assert all(len(rungs) == 1 for rungs in found["runs"].values() if rungs[0]["loss"] is None)
 
 
@@ -213,36 +223,24 @@ def test_a_record_that_somebody_else_wrote_is_refused(workbench, text):
     assert code == 2 and "find-lr.json: " in err.splitlines()[-1] and "Traceback" not in err
 
 
-def test_text_is_packed_once_for_all_short_runs(workbench):
+@pytest.mark.parametrize("kind", ["text", "words"])
+def test_text_and_the_rows_of_another_tokenizer_are_made_once_and_move_on_from_run_to_run(workbench, kind):
+    root = workbench.root
     options = ("--data", "text.txt", "--seq-len", 32, "--num-workers", 0, "--validation-sequences", 8)
     options += ("--num-sequences", 16, "--student", "student.toml", "--steps", 40, "--rung-steps", 2)
-    code, _, err = workbench.call("find-lr", *options, *workbench.plain, *AROUND, "--out", "text")
+    if kind == "words":
+        train("gpt2", 400, (root / "text.txt").read_text()).save_pretrained(root / "words")
+        (root / "words.toml").write_text((root / "student.toml").read_text().replace("'teacher'", "'words'"))
+        options = ("--cache", "cache", "--student", "words.toml", "--cross-tokenizer", "--epochs", 2, "--rung-steps", 2)
+    code, _, err = workbench.call("find-lr", *options, *workbench.plain, *AROUND, "--out", f"{kind}-lr")
     assert code == 0, err
-    files = {os.stat(path).st_ino for path in (workbench.root / "text").glob("lr-*/data/shards/train-00000.h5")}
-    assert len(files) == 1 and len(list((workbench.root / "text").glob("lr-*/data"))) >= 5
-
-
-def test_the_rows_of_another_tokenizer_are_made_once_for_all_short_runs(workbench):
-    train("gpt2", 400, (workbench.root / "text.txt").read_text()).save_pretrained(workbench.root / "words")
-    student = (workbench.root / "student.toml").read_text().replace("'teacher'", "'words'")
-    (workbench.root / "words.toml").write_text(student)
-    options = ("--cache", "cache", "--student", "words.toml", "--cross-tokenizer", "--rung-steps", 2)
-    code, _, err = workbench.call("find-lr", *options, "--epochs", 2, *workbench.plain, *AROUND, "--out", "across")
-    assert code == 0, err
-    files = {os.stat(path).st_ino for path in (workbench.root / "across").glob("lr-*/data/train-00000.npy")}
-    assert len(files) == 1 and len(list((workbench.root / "across").glob("lr-*/data"))) >= 5
-    rows = View(next((workbench.root / "across").glob("lr-*/data")), Cache("cache"))["train"]
-    assert of_run(workbench, "across", "find-lr.json")["planned"] == round(2 * len(rows) / 8)
-
-
-def test_the_text_and_the_rows_of_an_online_teacher_of_another_tokenizer_are_shared(tmp_path):
-    for name, record in (("data", "manifest.json"), ("view", "view.json")):
-        (tmp_path / "lr-1-2" / name).mkdir(parents=True)
-        (tmp_path / "lr-1-2" / name / record).write_text(name)
-    for out in ("lr-1-2", "lr-2-2"):  # the run itself has nothing to take
-        find_lr._share_tokens(tmp_path, tmp_path / out)
-    for name in ("data/manifest.json", "view/view.json"):
-        assert os.path.samefile(tmp_path / "lr-1-2" / name, tmp_path / "lr-2-2" / name)
+    (data,), ended = (root / f"{kind}-lr").glob("lr-*/data"), [*(root / f"{kind}-lr").glob("lr-*/result.json")]
+    assert len(ended) >= 7
+    first = min(each.stat().st_mtime_ns for each in ended)
+    assert all(each.stat().st_mtime_ns < first for each in data.rglob("train-*"))
+    if kind == "words":
+        rows = View(data, Cache("cache"))["train"]
+        assert of_run(workbench, "words-lr", "find-lr.json")["planned"] == round(2 * len(rows) / 8)
 
 
 # The rate of `--lr auto` ---------------------------------------------------------------------------------------------
@@ -278,11 +276,10 @@ def test_a_run_without_a_rate_says_which_one_it_takes_and_keeps_it_when_the_tabl
 
 def test_a_run_that_begins_from_weights_takes_the_rate_of_those_or_of_the_schedule_that_it_continues(workbench):
     options = ("distill", *SHORT, *workbench.plain)
-    workbench.json(*options, "--student", "teacher", "--out", "pretrained")
-    assert rate_of_run(workbench, "pretrained")[0] == rates.rate_of("pretrained", 1e5).lr
-    workbench.json(*options, "--student", "teacher", "--lora-rank", 2, "--out", "adapters")
-    rate, told, _ = rate_of_run(workbench, "adapters")
-    assert rate == rates.rate_of("lora", 1e5).lr and told.startswith("adapters, ")
+    for kind, lora in (("pretrained", {}), ("lora", {"lora": LoraConfig(lora_rank=2)})):
+        config = DistillConfig(student=str(workbench.root / "teacher"), cache=("cache",), out=Path("o"), **lora)
+        rate, told = table_rate(config, student_spec(config), 300)
+        assert rate == rates.rate_of(kind, 1e5).lr and told.startswith(rates.WORDS[kind]), told
     workbench.json(*options, "--student", "student.toml", "--lr", 0.002, "--steps", 3, "--out", "first")
     load = ("--student", "student.toml", "--load", "first/checkpoints/step-00000000", "--steps", 4)
     workbench.json(*options, *load, "--out", "continued")
@@ -291,22 +288,14 @@ def test_a_run_that_begins_from_weights_takes_the_rate_of_those_or_of_the_schedu
     assert rate_of_run(workbench, "anew")[0] == rates.rate_of("pretrained", 1e5).lr
 
 
-def test_the_rate_of_the_table_does_not_depend_on_what_is_known_of_the_teachers_memory(workbench, monkeypatch):
-    options = ("distill", *workbench.text, "--student", "teacher", "--teacher", "teacher", *workbench.plain)
-    options += ("--steps", 2, "--out", "planned", "--dry-run")
-    known = workbench.json(*options)["learning rate"]
-    monkeypatch.setattr(LocalTeacher, "footprint", lambda teacher, seq_len: None)
-    assert workbench.json(*options)["learning rate"] == known and "unknown" not in known
-
-
 def test_the_table_has_a_rate_for_every_size_which_falls_with_it_and_adapters_take_five_to_ten_times_as_much():
     for rows in rates.RATES.values():
         assert [row.parameters for row in rows] == sorted(row.parameters for row in rows)
         assert rows[-1].parameters == math.inf and [row.lr for row in rows] == sorted(row.lr for row in rows)[::-1]
-    for size, times in ((1e4, 5), (1e7, 5), (3e7, 10), (6e8, 10), (8e9, 10), (None, 10)):
+    for size, times in ((1e4, 5), (1e7, 5), (3e7, 10), (6e8, 10), (8e9, 10)):
         full, adapters = (rates.rate_of(kind, size).lr for kind in ("pretrained", "lora"))
         assert adapters == pytest.approx(times * full)
-    assert [rates.rate_of("fresh", size).lr for size in (1e6, 3e6, 3e7, None)] == [2e-3, 1e-3, 3e-4, 3e-4]
+    assert [rates.rate_of("fresh", size).lr for size in (1e6, 3e6, 3e7)] == [2e-3, 1e-3, 3e-4]
 
 
 def test_the_page_shows_the_table_of_the_code():
