@@ -54,7 +54,6 @@ fuzz: venv ## generated test cases, other ones at each run
 	OMP_NUM_THREADS=1 $(PY) -m pytest --hypothesis-profile fuzz -n $(TEST_WORKERS) $(FUZZED)
 
 bench: venv ## measure; writes benchmarks/results and benchmarks/figures
-	$(PY) -m benchmarks.science.demo
 	$(PY) -m benchmarks.performance cache --device cpu --again
 	$(PY) -m benchmarks.performance.parallel
 	$(PY) -m benchmarks.performance.scaling

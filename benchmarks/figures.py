@@ -1,6 +1,6 @@
 """The pictures, drawn from the JSON records alone: `python -m benchmarks.figures NAME [RECORD [FOLDER]]`.
 
-Names: audit, demo, find_lr, objective, precision, quality, temperature. Without more, the published
+Names: audit, find_lr, objective, precision, quality, temperature. Without more, the published
 record is drawn into `benchmarks/figures`, by the functions and in the colours of `kdtrain.monitor.figures`.
 """
 
@@ -21,7 +21,7 @@ from benchmarks.harness import FIGURES, RESULTS
 from benchmarks.science.quality_grid import CALIBRATED, LONG, ONLINE, PLAIN, STUDIES, TIMED, Run
 from benchmarks.science.quality_tables import PUBLISHED_LOSSES, THEIR_CROSS_ENTROPY, THEIR_WHOLE, describe, gap, seeds
 from benchmarks.tables import LARGE
-from kdtrain.commands.demo_pictures import draw_demo, pooled, write_all
+from kdtrain.files import published
 from kdtrain.monitor.figures import (
     AMBER,
     BLUE,
@@ -33,6 +33,8 @@ from kdtrain.monitor.figures import (
     SKY,
     YELLOW,
     finish,
+    pooled,
+    save,
 )
 from kdtrain.monitor.figures import figure as figure_of
 
@@ -68,6 +70,18 @@ SIDES = {
     "liger-jsd": ("Liger-Kernel, JSD, online teacher", ORANGE),
 }
 MARKERS = {"float32": "o", "bfloat16": "s"}
+
+
+def write_all(folder: Path, dpi: int = 130, formats: tuple[str, ...] = ("png",), **figures: Figure) -> list[Path]:
+    """Write NAME.png for each figure, or its other formats; where they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, made in figures.items():
+        for each in formats:
+            paths.append(folder / f"{name.replace('_', '-')}.{each}")
+            with published(paths[-1], "benchmarks.picture") as path:
+                save(made, path, dpi, each, salt=name)
+    return paths
 
 
 def draw_objective(record: Record, folder: Path) -> list[Path]:
@@ -407,7 +421,6 @@ def draw_audit(record: Record, folder: Path) -> list[Path]:
 
 PICTURES: dict[str, Callable[[Any, Path], list[Path]]] = {
     "audit": draw_audit,
-    "demo": draw_demo,
     "find_lr": draw_find_lr,
     "objective": draw_objective,
     "precision": draw_precision,

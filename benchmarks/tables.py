@@ -1,8 +1,8 @@
 """The records as tables in docs: `python -m benchmarks.tables [PAGE ...]`, of `PAGES`, or all.
 
 Everything between a page's two markers is a function of JSON files in `benchmarks/results`, and so is whether a goal is
-met. In the demo's table a cell is the value of one seed, or mean ± standard deviation over several. The goals on a GPU
-are in the sections of `benchmarks.performance`; a record of tiny shapes or of a CPU is refused there.
+met. The goals on a GPU are in the sections of `benchmarks.performance`; a record of tiny shapes or of a CPU is refused
+there.
 """
 
 import argparse
@@ -18,11 +18,9 @@ from benchmarks.harness import RESULTS, ROOT, SECTIONS
 from benchmarks.harness.record import counts, find
 from benchmarks.science import quality_tables
 from benchmarks.science.quality_tables import markdown
-from kdtrain.commands.demo_table import KINDS, rows, title, verdict
 
 GPU = RESULTS / "gpu"
 PAGES = {
-    "demo": ROOT / "docs" / "measured.md",
     "objective": ROOT / "docs" / "objective.md",
     "quality": ROOT / "docs" / "quality.md",
     "prune": ROOT / "docs" / "prune.md",
@@ -104,8 +102,6 @@ def current(name: str) -> dict[str, str]:
         return {"lora-table": lora(_record("lora")), "variants-table": variants(_record("lora"))}
     if name == "find_lr":
         return {"find-lr-table": find_lr(_record("find_lr"))}
-    if name == "demo":
-        return {"demo-table": demo(_record("demo"))}
     return {"objective-table": objective(_record("objective"), _record("step"))}
 
 
@@ -120,24 +116,6 @@ def fill(page: str, block: str, name: str) -> str:
     if not (begin and end):
         raise ValueError(f"the page has no <!-- {name} --> followed by <!-- /{name} -->; add them where it belongs")
     return f"{before}{begin}\n{block}\n{end}{after}"
-
-
-def demo(result: dict[str, Any]) -> str:
-    """Table, verdict, pictures, and what it was measured with; paths are relative to docs."""
-    file, figures = "benchmarks/results/demo.json", "../benchmarks/figures"
-    of = result["environment"]
-    lines = [
-        markdown(["", *KINDS, "teacher"], rows(result)),
-        "",
-        verdict(result),
-        "",
-        f"![Learning curves]({figures}/demo-learning-curves.png)",
-        f"![Calibration]({figures}/demo-calibration.png)",
-        "",
-        f"{title(result)}, {of['precision']} on {of['cpu']} with {of['threads']} threads, Python {of['python']}, "
-        f"torch {of['torch']}, {of['date']}; all numbers are in [{file}](../{file}).",
-    ]
-    return "\n".join(lines)
 
 
 def prune(record: dict[str, Any]) -> str:

@@ -31,7 +31,6 @@ from benchmarks.science.quality_grid import (
     Run,
     compared,
 )
-from kdtrain.commands.demo_table import cell
 from kdtrain.config.sections import StoppingConfig
 from kdtrain.training.guards import EarlyStopping
 
@@ -62,6 +61,15 @@ THEIR_CROSS_ENTROPY, THEIR_WHOLE = PUBLISHED_LOSSES["cross-entropy"][1], PUBLISH
 INTERVAL, PATIENCE = 250, (1, 2, 3, 5)
 """Steps between the comparisons of early stopping, and how many without progress it waits for."""
 Record = dict[str, Any]
+
+
+def cell(values: Iterable[float | None], form: str) -> str:
+    """One value, or mean ± standard deviation of several; a dash where nothing was measured."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    mean = format(statistics.mean(known), form)
+    return mean if len(known) == 1 else f"{mean} ± {format(statistics.stdev(known), form)}"
 
 
 def compact(result: Record) -> str:

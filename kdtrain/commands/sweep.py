@@ -4,7 +4,6 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
-from kdtrain.cli import parse
 from kdtrain.commands import compare
 from kdtrain.config import SweepConfig
 from kdtrain.errors import RunError
@@ -24,7 +23,7 @@ def main(config: SweepConfig) -> int:
     setup_logging()
     out = config.out or config.file.with_suffix("")
     if config.dry_run:
-        sweep = read_sweep(config.file, out, parse)
+        sweep = read_sweep(config.file, out)
         for job in (*sweep.caches, *sweep.runs):
             print(f"{'done' if job.done else 'to do':<6} {job.line}")
         return 0
@@ -42,7 +41,7 @@ def run(file: Path, out: Path, at_once: int) -> list[Group] | None:
 
     UsageError, RunError: as `main`.
     """
-    sweep = read_sweep(file, out, parse)
+    sweep = read_sweep(file, out)
     claim(sweep)
     lock = Lock(out / ".sweep.lock", f"another process runs the sweep {out}; wait for it, or name another --out")
     try:

@@ -30,16 +30,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kdtrain.cache.format.manifest import read_manifest
-from kdtrain.config.options import options_of
-from kdtrain.config.registered import COMMANDS
-from kdtrain.config.values import flag
+from kdtrain.config import CacheTeacherConfig, DistillConfig, EvaluateConfig
+from kdtrain.config.values import configured, flag, options_of
 from kdtrain.errors import UsageError, writing
 from kdtrain.files import is_locked, publish_json, read_sealed, read_toml
 from kdtrain.monitor.record import RunRecord
@@ -61,8 +60,7 @@ _MOST = 1000
 _DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2): the signal that a child gets when its parent is gone."""
 
-Parse = Callable[[str, list[str]], Any]
-"""A command and its words -> its configuration. UsageError: they cannot work."""
+_KINDS = {"distill": DistillConfig, "cache-teacher": CacheTeacherConfig, "evaluate": EvaluateConfig}
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ class Sweep:
             )
 
 
-def read_sweep(file: Path, out: Path, parse: Parse) -> Sweep:
+def read_sweep(file: Path, out: Path) -> Sweep:
     """The sweep of a TOML file.
 
     UsageError: it cannot be read, has an unknown table, or one of its commands cannot work.
@@ -164,23 +162,35 @@ def read_sweep(file: Path, out: Path, parse: Parse) -> Sweep:
     if (count := len(named["arms"]) * len(seeds)) > _MOST:
         raise UsageError(f"{file}: {count:,} runs are more than the {_MOST:,} that a sweep takes")
 
-    def job(name: str, where: str, command: str, options: Mapping[str, Any], *more: str) -> Job:
-        words = _words(command, options, f"{file}: [{where}] ", out, named["caches"])
-        words = [*words, *(["--out", str(out / name)] if name else []), *more]
+    def job(name: str, where: str, command: str, options: Mapping[str, Any], **own: Any) -> Job:
+        options = dict(options)
+        if taken := [each for each in options if each in _OURS[command]]:
+            hint = "list them in seeds" if taken[0] == "seed" else "leave it out"
+            raise UsageError(f"{file}: [{where}] the sweep sets {taken[0]} itself; {hint}")
+        if "cache" in options and isinstance(named_caches := options["cache"], str | list):
+            places = [named_caches] if isinstance(named_caches, str) else named_caches
+            options["cache"] = [str(out / "caches" / each) if each in named["caches"] else each for each in places]
+            if command == "evaluate":
+                options["cache"] = options["cache"][0]
         try:
-            return Job(name, (command, *words), parse(command, words if name else [*words, "--student", "every"]))
+            config = configured(_KINDS[command], None, options | own)
         except UsageError as error:
             raise UsageError(f"{file}: [{where}] {error}") from None
+        own.pop("student", None)
+        return Job(name, (command, *_words(_KINDS[command], options | own)), config)
 
     common = _flat(tables.get("common", {}))
     arms = [(name, {**common, **options}) for name, options in named["arms"].items()]
     runs = [
-        job(f"{arm}/seed-{seed}", f"arms.{arm}", "distill", options, "--seed", f"{seed}")
+        job(f"{arm}/seed-{seed}", f"arms.{arm}", "distill", options, out=out / arm / f"seed-{seed}", seed=seed)
         for seed in seeds
         for arm, options in arms
     ]
-    caches = [job(f"caches/{name}", f"caches.{name}", "cache-teacher", each) for name, each in named["caches"].items()]
-    test = job("", "test", "evaluate", _flat(tables["test"])) if "test" in tables else None
+    caches = [
+        job(f"caches/{name}", f"caches.{name}", "cache-teacher", options, out=out / "caches" / name)
+        for name, options in named["caches"].items()
+    ]
+    test = job("", "test", "evaluate", _flat(tables["test"]), student="-") if "test" in tables else None
     return Sweep(out, caches, runs, test)
 
 
@@ -202,25 +212,18 @@ def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _words(command: str, table: Mapping[str, Any], where: str, out: Path, caches: Collection[str]) -> list[str]:
-    """The options of a table as words of a command line; a cache of the sweep by its folder."""
-    known, words = options_of(COMMANDS.get(command).config), []
-    for name, value in table.items():
-        if name in _OURS.get(command, ()):
-            hint = "list them in seeds" if name == "seed" else "leave it out"
-            raise UsageError(f"{where}the sweep sets {flag(name)} itself; {hint}")
-        option = known.get(name)
+def _words(kind: type, options: Mapping[str, Any]) -> Iterator[str]:
+    """Options as words of a command line."""
+    known = options_of(kind)
+    for name, value in options.items():
         if isinstance(value, bool):
-            words.append(flag(name) if value else flag(f"no_{name}"))
+            yield flag(name) if value else flag(f"no_{name}")
             continue
-        values = [str(each) for each in (value if isinstance(value, list) else [value])]
-        if name == "cache":
-            values = [str(out / "caches" / each) if each in caches else each for each in values]
-        if option is not None and option.several == ",":
-            values = [",".join(values)]
-        once = option is None or option.several is not True
-        words += [flag(name), *values] if once else [word for each in values for word in (flag(name), each)]
-    return words
+        values = [str(each) for each in (value if isinstance(value, list | tuple) else [value])]
+        if known[name].several is True:
+            yield from (word for each in values for word in (flag(name), each))
+        else:
+            yield from (flag(name), *([",".join(values)] if known[name].several else values))
 
 
 class Runner:

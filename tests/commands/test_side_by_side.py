@@ -1,10 +1,14 @@
 """`compare` and `plot`: what they show of runs, of anyone's, and what they refuse in one line."""
 
+import csv
+import io
 import json
+import statistics
 import sys
 
 import pytest
 
+import kdtrain as kd
 from kdtrain.monitor import figures
 from kdtrain.monitor.runs import grouped, read_runs
 from tests.logged_runs import write_lines, write_run, write_three
@@ -21,14 +25,80 @@ def test_compare_shows_what_differs_and_marks_what_seeds_do_not_explain(workbenc
     row = {line.split("│")[1].strip(): line for line in out.splitlines() if line.count("│") > 3}
     assert "0.9" in row["--alpha"] and "0.5" in row["--alpha"] and "--seed" not in out
     assert "2.0050 ± 0.0071" in row["last validation loss, nats"] and "2.9000" in row["last validation loss, nats"]
-    assert "+0.8950 *" in out and "* beyond what the seeds explain" in out
+    assert "+0.8950" in out and "fewer seeds than the 2 of the others: b 1" in out
     numbers = workbench.json("compare", *folders)["groups"][1]["numbers"]
-    assert numbers["last_validation_loss"]["beyond_seeds"] is True and numbers["tokens"]["beyond_seeds"] is None
+    assert numbers["last_validation_loss"]["beyond_seeds"] is None, "one seed of the other has no interval"
 
 
 def test_compare_of_one_seed_says_so_and_marks_nothing(workbench, folders):
     code, out, _ = workbench.call("compare", *folders[1:])
     assert code == 0 and "one seed only" in out and " *" not in out
+
+
+EVALUATION = {
+    "step": 40,
+    "checkpoint": "step-00000040",
+    "split": "test",
+    "cache": "cd" * 32,
+    "sequences": 8,
+    "ece": 0.0125,
+}
+
+
+@pytest.fixture
+def arms(tmp_path):
+    """Three seeds of two arms, and two of a third one, each with a test loss; a strange name among them."""
+    found = []
+    for arm, alpha, seeds in (("kd", 0.9, 3), ("c_e & 50%", 0.0, 3), ("few", 0.5, 2)):
+        for seed in range(seeds):
+            folder = write_run(tmp_path / "s" / arm / f"seed-{seed}", 2 + alpha / 10 + seed / 100, seed, alpha=alpha)
+            losses = {"loss": 3 - alpha + seed / 100, "kl": 1.5}
+            write_lines(folder / "evaluations.jsonl", [EVALUATION | {"loss": 99.0}, EVALUATION | losses])
+            found.append(folder)
+    return found
+
+
+def test_test_numbers_are_those_of_the_last_evaluation_and_differences_are_of_pairs_of_one_seed(workbench, arms):
+    code, out, err = workbench.call("compare", *arms)
+    row = {line.split("│")[1].strip(): line for line in out.splitlines() if line.count("│") > 3}
+    assert (code, err) == (0, "") and "2.1100 ± 0.0100" in row["test loss, nats"], out
+    assert "fewer seeds than the 3 of the others: few 2" in out and "corrected for 2 comparisons (Bonferroni)" in out
+    assert "test: 8 sequences of the test split of cdcdcdcdcdcd, of each student step-00000040" in out
+    numbers = {each["name"]: each["numbers"] for each in workbench.json("compare", *arms)["groups"]}
+    # every pair differs by 0.9, whatever the seed: an interval of (nearly) nothing, which the spread over seeds is not
+    other = numbers["c_e & 50%"]["test_loss"]
+    assert other["difference"] == pytest.approx(0.9) and other["high"] - other["low"] < 1e-9 and other["beyond_seeds"]
+
+
+def test_a_table_for_a_paper_has_a_row_an_arm_escaped_and_the_best_in_bold_where_seeds_do_not_explain_it(
+    workbench, arms
+):
+    _, out, _ = workbench.call("compare", *arms, "--format", "latex")
+    lines = out.splitlines()
+    assert lines[:2] == [r"\begin{tabular}{lrrrr}", r"\toprule"] and r"\end{tabular}" in lines
+    rows = [line for line in lines if line.endswith(r"\\")]
+    assert {line.count(" & ") for line in rows} == {4} and out.count("{") == out.count("}")
+    assert [line.split(" & ")[0] for line in rows[1:]] == ["kd", r"c\_e \& 50\%", "few"]
+    assert r"\textbf{2.1100 $\pm$ 0.0100}" in rows[1] and "textbf" not in rows[2] + rows[3]
+    assert r"1.25 \% $\pm$ 0.00 \%" in rows[1], "what is equal has no best"
+    assert "% mean ± standard deviation over 2 to 3 seeds" in lines
+
+    _, out, _ = workbench.call("compare", *arms, "--format", "markdown")
+    assert "| kd | 3 | **2.1100 ± 0.0100** |" in out and "corrected for 2 comparisons" in out
+
+
+def test_csv_and_the_library_hold_the_same_numbers(workbench, arms):
+    _, out, _ = workbench.call("compare", *arms, "--format", "csv")
+    rows, runs = list(csv.DictReader(io.StringIO(out))), kd.runs(arms)
+    assert [row["name"] for row in rows] == ["kd", "c_e & 50%", "few"] and len(runs) == len(arms)
+    for row in rows:
+        own = [run for run in runs if f"/{row['name']}/" in run["run"]]
+        for name in ("best_validation_loss", "test_loss", "test_ece"):
+            values = [run[name] for run in own]
+            assert float(row[f"{name}_mean"]) == statistics.fmean(values) and int(row[f"{name}_seeds"]) == len(own)
+            assert float(row[f"{name}_deviation"]) == statistics.stdev(values)
+    code, _, err = workbench.call("compare", *arms, "--format", "csv", "--json")
+    assert code == 2 and "--json and --format csv exclude each other" in err
 
 
 @pytest.mark.parametrize("ending, begins", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
@@ -119,3 +189,11 @@ def test_without_matplotlib_the_extra_is_named(workbench, folders, monkeypatch, 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, err = workbench.call("plot", folders[0], "--out", tmp_path / "f.png")
     assert code == 2 and "pip install 'kdtrain[plot]'" in err
+
+
+def test_calibration_over_seeds_is_weighted_by_tokens():
+    one = [{"tokens": 1.0, "confidence": 0.0, "accuracy": 1.0}]
+    three = [{"tokens": 3.0, "confidence": 0.4, "accuracy": 0.0}]
+    assert figures.pooled([one, three]) == [{"tokens": 4.0, "confidence": pytest.approx(0.3), "accuracy": 0.25}]
+    empty = [{"tokens": 0.0, "confidence": 0.0, "accuracy": 0.0}]
+    assert figures.pooled([empty, empty]) == empty

@@ -9,7 +9,7 @@ import pytest
 
 import kdtrain as kd
 from kdtrain.monitor.record import RunRecord
-from kdtrain.monitor.runs import caution, difference, differing, grouped, read_runs, spread
+from kdtrain.monitor.runs import caution, difference, differing, grouped, read_runs, t_quantile
 from tests.logged_runs import write_lines, write_run
 
 
@@ -23,16 +23,33 @@ def test_runs_that_differ_in_the_seed_alone_are_one_group_wherever_their_cache_l
     assert (groups[0].runs[0].options["alpha"], groups[1].runs[0].options["alpha"]) == (0.9, 0.5)
 
 
-def test_only_a_difference_beyond_the_seeds_spread_counts(tmp_path):
-    folders = [write_run(tmp_path / f"a{seed}", 2.0 + seed / 100, seed) for seed in range(3)]
-    folders += [write_run(tmp_path / "near", 2.03, alpha=0.5), write_run(tmp_path / "far", 2.2, alpha=0.1)]
+def test_a_difference_is_the_mean_over_pairs_of_one_seed_with_the_interval_of_students_t(tmp_path):
+    folders = [write_run(tmp_path / f"a{seed}", 2.0 + seed / 10, seed) for seed in range(3)]
+    folders += [
+        write_run(tmp_path / f"b{seed}", 2.0 + seed / 10 + 0.05 + seed / 100, seed, alpha=0.5) for seed in range(3)
+    ]
     groups = grouped(read_runs(folders))
-    deviation, freedom = spread(groups, "last_validation_loss")
-    assert deviation == pytest.approx(0.01) and freedom == 2
-    # 95 % of Student's t at 2 degrees of freedom: 4.30 * 0.01 * sqrt(1/3 + 1) = 0.0497
-    assert difference(groups, groups[1], "last_validation_loss") == (pytest.approx(0.02), False)
-    assert difference(groups, groups[2], "last_validation_loss") == (pytest.approx(0.19), True)
+    off = difference(groups, groups[1], "last_validation_loss")
+    # differences 0.05, 0.06, 0.07; 95 % of Student's t at 2 degrees of freedom: 4.303 * 0.01 / sqrt(3)
+    assert (
+        off.mean == pytest.approx(0.06) and off.half == pytest.approx(4.3027 * 0.01 / 3**0.5, rel=1e-4) and off.beyond
+    )
     assert difference(groups, groups[0], "last_validation_loss") is None
+
+
+@pytest.mark.parametrize(
+    "level, freedom, value",
+    [
+        (0.05, 1, 12.7062),
+        (0.05, 2, 4.3027),
+        (0.05, 3, 3.1824),
+        (0.01, 4, 4.6041),
+        (0.05, 10, 2.2281),
+        (0.001, 30, 3.646),
+    ],
+)
+def test_quantiles_of_students_t_are_those_of_the_tables(level, freedom, value):
+    assert t_quantile(level, freedom) == pytest.approx(value, rel=1e-4)
 
 
 def test_without_a_second_seed_nothing_is_beyond_it_and_a_run_that_was_repeated_is_no_seed(tmp_path):
@@ -42,8 +59,9 @@ def test_without_a_second_seed_nothing_is_beyond_it_and_a_run_that_was_repeated_
         write_run(tmp_path / "b", 9.0, alpha=0),
     ]
     groups = grouped(read_runs(folders))
-    assert len(groups) == 2 and spread(groups, "kl") is None
-    assert difference(groups, groups[1], "last_validation_loss") == (pytest.approx(7.0), None)
+    assert len(groups) == 2 and groups[0].deviation("kl") is None
+    off = difference(groups, groups[1], "last_validation_loss")
+    assert off.mean == pytest.approx(7.0) and off.beyond is None
     assert any(note.startswith("one seed only") for note in caution(groups))
 
 
