@@ -131,7 +131,7 @@ class ObjectiveConfig(Options):
     """What replaces the entries that the cache does not hold; listed below."""
     temperature: float = option(1.0, above=0, brief="T of both distributions.")
     """Temperature T of both distributions; the start of a learnable T."""
-    temperature_mode: str = option("fixed", check=TEMPERATURES.check, brief="fixed, schedule, likelihood, ...")
+    temperature_mode: str = option("fixed", check=TEMPERATURES.check, brief="fixed, schedule, cosine, likelihood, ...")
     """How T changes over the run; listed below (docs/temperature.md)."""
     temperature_end: float = option(1.0, above=0)
     """Temperature at the end of the schedule."""

@@ -25,7 +25,7 @@ from kdtrain.objective.divergence import refuse
 from kdtrain.ranks import on_main, raise_on_all_ranks, world_size
 from kdtrain.run.build_cache import SERVED, TEXT, build_tokens, holds_tokens
 from kdtrain.run.capture import capture
-from kdtrain.run.folder import check_out, restarted
+from kdtrain.run.folder import check_out
 from kdtrain.run.tokenizer_view import across, align, open_view
 from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.tokenizers.view import viewed_cache
@@ -182,7 +182,7 @@ def _served_data(config: DistillConfig, device: torch.device, held: ExitStack, t
 
 def _refuse_moving(config: DistillConfig) -> None:
     """UsageError: `config.out` holds something else, or a run that would be moved away with the server's answers."""
-    if check_out(config.out) and config.checkpoint.resume == "never" and not restarted(config):
+    if check_out(config.out) and config.checkpoint.resume == "never":
         raise UsageError(
             f"--out {config.out} holds a run, and --resume never would move aside the server's answers with it; name "
             "another folder"

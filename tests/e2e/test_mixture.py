@@ -102,17 +102,11 @@ def test_sequences_without_a_teacher_count_by_their_cross_entropy_alone(bench, w
         assert line["loss"] == pytest.approx(0.1 * line["ce"] + 0.9 * line["kd"] + 0.9 * line["ce_alone"], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [("train.after-step:kill:5", "checkpoint.after-rename:kill:2"), ("train.after-micro-batch:term:11",)],
-    ids=["killed-twice", "stopped"],
-)
-def test_an_interrupted_run_of_several_caches_ends_with_the_same_bits(bench, whole, faults):
-    run = f"resumed-{len(faults)}"
-    for fault in faults:
-        assert start(bench, run, "--micro-batch-size", 2, fault=fault).code == (-9 if ":kill:" in fault else 0)
-    start(bench, run, "--micro-batch-size", 2).ok()
-    assert_same(bench, run, "whole")
+def test_an_interrupted_run_of_several_caches_ends_with_the_same_bits(bench, whole):
+    for fault in ("train.after-step:kill:5", "checkpoint.after-rename:kill:2", "train.after-micro-batch:term:3"):
+        assert start(bench, "resumed", "--micro-batch-size", 2, fault=fault).code == (-9 if ":kill:" in fault else 0)
+    start(bench, "resumed", "--micro-batch-size", 2).ok()
+    assert_same(bench, "resumed", "whole")
 
 
 def test_adapters_learn_from_several_caches_and_a_killed_run_ends_with_the_same_bits(bench):
@@ -149,9 +143,9 @@ def test_two_ranks_take_the_steps_of_one_and_resume_with_the_same_bits(bench, wh
 
 
 def test_a_step_is_the_same_for_any_micro_batch(bench):
-    for micro in (8, 4, 1):
+    for micro in (8, 1):
         start(bench, f"micro-{micro}", "--micro-batch-size", micro, student="student.toml", steps=3).ok()
-    rows = zip(*(bench.metrics(f"micro-{micro}") for micro in (8, 4, 1)), strict=True)
+    rows = zip(*(bench.metrics(f"micro-{micro}") for micro in (8, 1)), strict=True)
     for first, *others in rows:
         for each in others:
             assert each["loss"] == pytest.approx(first["loss"], rel=1e-5)

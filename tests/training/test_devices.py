@@ -9,7 +9,7 @@ from kdtrain.models.head import split
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import SparseTargets
 from kdtrain.testing import tiny_model
-from kdtrain.training.sources.device import OnDevice
+from kdtrain.training.sources.build import StudentSource
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -52,7 +52,7 @@ def test_a_copied_tensor_is_complete_for_any_memory_layout(workshop, device):
         def read(self, indices):
             return Batch(tokens, mask, tokens[:, 1:], targets, (torch.randn(3, 6).T,))
 
-    source = OnDevice(One(), torch.device(device), 300)
+    source = StudentSource(One(), torch.device(device), 300)
     for _ in range(3):
         batch = source.read(np.arange(2))
         moved = batch.targets
@@ -69,7 +69,7 @@ def on(run, device):
     """The run on a device: its student, temperature and sources."""
     run.student.to(device)
     run.stepper.source, run.validation_source = (
-        OnDevice(each, torch.device(device), 300) for each in (run.stepper.source, run.validation_source)
+        StudentSource(each, torch.device(device), 300) for each in (run.stepper.source, run.validation_source)
     )
     return run
 

@@ -237,16 +237,6 @@ def test_each_halving_of_the_loss_scale_is_logged_and_an_event(workshop, fault):
     assert [each["loss_scale"] for each in trained(run)] == [2**16, 2**14, 2**14]
 
 
-def test_every_warning_is_an_event_of_its_kind(workshop):
-    with workshop.run(clip=1e-9) as run:
-        reporter = reporter_of(run)
-        reporter.initial(99.0)
-        for number in range(1, 101):
-            reporter.finished(number, {"grad_norm": 2.0}, checkpoint=0, epochs=0.0)
-    found = [(each["event"], each["level"], each["step"]) for each in lines_of(run, "events.jsonl")]
-    assert found == [("initial-loss", "warning", 0), ("clipped", "warning", 100)]
-
-
 def test_parameters_without_a_sound_gradient_are_named_and_many_are_counted():
     model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("good", "unused", "dead", "bad", "frozen")})
     model["frozen"].requires_grad_(False)
