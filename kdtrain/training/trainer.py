@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -33,7 +34,7 @@ from kdtrain.training.guards import Guards
 from kdtrain.training.observers import Observer
 from kdtrain.training.optimizers import make_optimizer
 from kdtrain.training.recovery import Next, Recovery
-from kdtrain.training.reporter import Reporter, Sampler
+from kdtrain.training.reporter import Reporter, sample_texts
 from kdtrain.training.schedule import decay_steps, validation_interval, warmup_steps
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.sources.source import Source
@@ -129,22 +130,21 @@ class Trainer:
         tokenizer: PreTrainedTokenizerFast | None,
         *,
         init: str,
-        samples: int = 0,
         byte_lengths: np.ndarray | None = None,
     ) -> None:
         """Open the run's logs and metrics, at the current step.
 
         Args:
             tokenizer: turns tokens into text; without one there are no samples.
-            byte_lengths: see `validate`.
             init: where the student's weights come from, as in its spec.
-            samples: entries drawn for a token of the targets.
+            byte_lengths: see `validate`.
         """
-        progress, sampler = self.state.progress, None
+        progress, texts = self.state.progress, None
         self.byte_lengths = byte_lengths
         if tokenizer is not None:
-            sampler = Sampler(self.student, self.validation_source, tokenizer, self.config.seed)
-        self.reporter.open(progress.step, progress.validated_step, init=init, sampler=sampler, samples=samples)
+            texts = partial(sample_texts, self.student, self.validation_source, tokenizer, self.config.seed)
+        samples = self.stepper.source.facts.num_samples
+        self.reporter.open(progress.step, progress.validated_step, init=init, texts=texts, samples=samples)
         if is_main() and progress.step:
             with suppress(OSError, ValueError):
                 record = RunRecord.read(self.config.out)

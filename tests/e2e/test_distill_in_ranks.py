@@ -45,11 +45,15 @@ CASES = {
         ],
     ),
     "online": (
-        (*ONLINE, "--hidden-loss", "mse"),
+        (*ONLINE, "--hidden-loss", "mse", "--divergence", "reverse-kl", "--temperature-mode", "likelihood"),
         SAME,
         [(2, (*DDP, "--teacher-parallel", "replicate")), (2, (*FSDP, "--teacher-parallel", "fsdp"))],
     ),
-    "learned temperature": ((*CACHED, "--temperature-mode", "minimize"), SAME, [(2, DDP), (2, FSDP)]),
+    "learned temperature": (
+        (*CACHED, "--divergence", "jsd", "--temperature-mode", "adversarial"),
+        SAME,
+        [(2, DDP), (2, FSDP)],
+    ),
     # rounding depends on the micro-batch: compare with one process that has the same micro-batches
     "bf16": (("--cache", "chat-cache", "--precision", "bf16", "--micro-batch-size", 3), 0.0, [(2, DDP)]),
     # and with weights of norms that are rounded as well, which Adam makes larger in ten steps

@@ -88,27 +88,27 @@ def trained(workshop, name, device, steps, **options):
         return {key: each.detach().cpu().clone() for key, each in run.state.tensors().items()}
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_run_on_a_device_is_the_run_on_a_cpu(workshop, device):
+@pytest.mark.gpu
+def test_a_run_on_a_device_is_the_run_on_a_cpu(workshop):
     expected = trained(workshop, "cpu", "cpu", 6)
-    found = trained(workshop, "device", device, 6)
+    found = trained(workshop, "device", "cuda", 6)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         if name.startswith("student."):
             assert (found[name] - tensor).norm() <= 1e-2 * tensor.norm().clamp(min=1e-3), name
 
 
+@pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_run_with_dropout_that_is_resumed_on_a_device_is_the_run_that_was_not_stopped(workshop, device, monkeypatch):
+def test_a_run_with_dropout_that_is_resumed_on_a_device_is_the_run_that_was_not_stopped(workshop, monkeypatch):
     dropout = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
     monkeypatch.setattr(workshop, "student", lambda: split(tiny_model("gpt2", 300, seed=3, **dropout)))
-    whole = trained(workshop, "whole", device, 6)
-    trained(workshop, "broken", device, 3)
-    resumed = trained(workshop, "broken", device, 6)
+    whole = trained(workshop, "whole", "cuda", 6)
+    trained(workshop, "broken", "cuda", 3)
+    resumed = trained(workshop, "broken", "cuda", 6)
     different = [name for name in whole if not torch.equal(resumed[name], whole[name])]
     assert different == []
-    other = trained(workshop, "other", device, 6, seed=1)
+    other = trained(workshop, "other", "cuda", 6, seed=1)
     assert any(not torch.equal(other[name], whole[name]) for name in whole)
 
 
