@@ -193,7 +193,8 @@ class StandIn:
         return {**_CHOICE, **written, "finish_reason": reason, "logprobs": {"top_logprobs": tables}}
 
     def _entry(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
-        return {"logprob": logprob, "rank": rank, "decoded_token": self._text(token)}
+        text = self._text(token + 1 if self.always == "tokenizer" and token + 1 < len(self.tokenizer) else token)
+        return {"logprob": logprob, "rank": rank, "decoded_token": text}
 
 
 @contextmanager
@@ -241,8 +242,6 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
         if not self._permitted():
             return
-        if self.path == "/tokenize":
-            return self._tokenize(body)
         if self.path != "/v1/completions":
             return self._json({"detail": "Not Found"}, 404)
         served = self.server_of
@@ -263,15 +262,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"error": "Unauthorized"}, 401)
             return False
         return True
-
-    def _tokenize(self, body: dict[str, Any]) -> None:
-        served = self.server_of
-        if served.always == "no-tokenize":
-            return self._json({"detail": "Not Found"}, 404)
-        ids = served.tokenizer(body["prompt"], add_special_tokens=body.get("add_special_tokens", True))["input_ids"]
-        if served.always == "tokenizer":
-            ids = [each + 1 for each in ids]
-        self._json({"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids, "token_strs": None})
 
     def _complete(self, body: dict[str, Any]) -> None:
         served = self.server_of

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from kdtrain.cache.format.folder import why_no_cache
+from kdtrain.cache.format.names import why_no_cache
 from kdtrain.cli.words import word_meant
 from kdtrain.config.choices import TEXTS
 from kdtrain.config.options import Option

@@ -39,7 +39,7 @@ def show_cache(folder: Path, manifest: Manifest, as_json: bool, lines: Sequence[
 
 def next_step(path: Path | str, manifest: Manifest) -> Iterator[str]:
     """The command that follows for a cache, if it has a teacher's distributions."""
-    if manifest.codec.kind != "tokens":
+    if manifest.codec.taught:
         yield f"Next: kdtrain distill --cache {shlex.quote(str(path))} --student SPEC --out runs/NAME"
 
 

@@ -53,7 +53,7 @@ _LENGTH = re.compile(r"[0-9]{1,18}")
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18}|\*)")
 
 
-class _Retryable(Exception):
+class Passing(Exception):
     """A failure that may pass. wait: seconds that the server asks for. far: no server was reached."""
 
     def __init__(self, text: str, wait: float | None = None, far: bool = False) -> None:
@@ -194,7 +194,7 @@ def download(
                 with Session() as session:
                     _attempt(session, url, part, what, most, exact)
                 break
-            except _Retryable as problem:
+            except Passing as problem:
                 gained = _size(part) - largest  # what a server takes back is no progress
                 if gained > min(0.01 * most, 0.1 * (most - largest)):
                     left, largest = retry, largest + gained
@@ -224,13 +224,13 @@ def _attempt(session: Session, url: str, part: Path, what: str, most: int, exact
             start = _beginning(answer, have, what, most, exact)
             if start is None:
                 _drop(part)
-                raise _Retryable("the server has another file now")
+                raise Passing("the server has another file now")
             _receive(session, answer, part, start, what, most, exact)
     except (OSError, HTTPError) as error:  # those of requests are OSErrors; writing has turned those of the disk
         words, kind = reason(error)
         if kind == "final":
             raise Unreachable(f"{what} cannot be fetched: {words}. What is here stays") from None
-        raise _Retryable(words, far=kind == "far") from error
+        raise Passing(words, far=kind == "far") from error
 
 
 def _follow(session: Session, url: str, headers: Mapping[str, str], what: str) -> requests.Response:
@@ -265,7 +265,7 @@ def _refuse(answer: requests.Response, what: str) -> requests.Response:
         return answer
     answer.close()
     if code in LATER:
-        raise _Retryable(f"the server answers {code}", retry_after(answer))
+        raise Passing(f"the server answers {code}", retry_after(answer))
     if code in (401, 403):
         raise UsageError(f"{what}: the server refuses it ({code}), and no password is sent; give the folder of a copy")
     if code in (404, 410):
@@ -326,7 +326,7 @@ def _receive(
                 file.write(piece)
                 file.flush()
     if (exact and have < most) or have - start < (_length(answer) or 0):
-        raise _Retryable(f"the answer ended after {have:,} bytes")
+        raise Passing(f"the answer ended after {have:,} bytes")
 
 
 def _drop(part: Path) -> None:

@@ -506,7 +506,8 @@ def student_footprint(student: ModelSpec, vocab_size: int | None, **how: Any) ->
 
 def student_parameters(student: ModelSpec, vocab_size: int | None) -> int:
     """The parameters of a student without adapters, also of one that does not run without numbers."""
-    return parameter_count(student.name, _configuration(student, _vocabulary(student, vocab_size)))
+    config = _configuration(student, _vocabulary(student, vocab_size))
+    return parameter_count(student.name, config, trust_remote_code=student.trust_remote_code)
 
 
 def _vocabulary(student: ModelSpec, vocab_size: int | None) -> int | None:

@@ -286,12 +286,12 @@ def build_tokens(
 
 def holds_tokens(folder: Path) -> bool:
     """Whether `folder` is a cache of bare tokens, finished or not: kdtrain can rebuild it."""
-    return _holds(folder, lambda settings: settings.codec.kind == "tokens")
+    return _holds(folder, lambda settings: not settings.codec.taught)
 
 
 def holds_own(folder: Path) -> bool:
     """Whether `folder` is one of `OWN`, finished or not."""
-    return _holds(folder, lambda settings: settings.codec.kind == "tokens" or "order" in settings.data)
+    return _holds(folder, lambda settings: not settings.codec.taught or "order" in settings.data)
 
 
 def _holds(folder: Path, such: Callable[[CacheSettings], bool]) -> bool:
@@ -358,6 +358,6 @@ def _write(
 ) -> Manifest | None:
     if progress is not None:
         return write_cache(folder, settings, rows, progress=progress, **options)
-    with bar("tokens" if settings.codec.kind == "tokens" else "cache", None) as shown:
+    with bar("cache" if settings.codec.taught else "tokens", None) as shown:
         progress = (lambda done, total: shown.update(done, total=total)) if is_main() else None
         return write_cache(folder, settings, rows, progress=progress, **options)

@@ -81,7 +81,7 @@ def card_files(
     given = recipe.get("run", {})
     manifests = _manifests(given.get("cache"), run, state)
     codecs = [each.settings.codec for each in manifests.values()]
-    rules = {resolve_tail("ghost", codec.num_samples) for codec in codecs if codec.kind == "sparse"}
+    rules = {resolve_tail("ghost", codec.num_samples) for codec in codecs if codec.coded}
     if recipe.get("objective", {}).get("tail") == "ghost":  # the default, which is another rule for a cache of samples
         del recipe["objective"]["tail"]
         if len(rules) == 1 and not given.get("cross_tokenizer"):

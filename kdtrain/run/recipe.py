@@ -20,7 +20,7 @@ from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.self_check import look
 from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
-from kdtrain.config.rates import WORDS, Kind, Rate, rate_of
+from kdtrain.config.rates import WORDS, Kind, rate_of
 from kdtrain.errors import UsageError
 from kdtrain.imports import optional
 from kdtrain.models.adapters import is_adapter, read_adapter
@@ -204,10 +204,8 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         elif rate is not None:  # a run that is resumed keeps its own
             lr, lr_from = rate, "that of its checkpoints"
         else:
-            parameters = student_parameters(student, size) if job is None else job.student.parameters
-            trains, row = table_rate(given, student, parameters)
-            large = "of unknown size" if parameters is None else f"{short(parameters)} parameters"
-            lr, lr_from = row.lr, f"{WORDS[trains]}, {large}; kdtrain find-lr measures it"
+            lr, source = table_rate(given, student, size)
+            lr_from = f"{source}; kdtrain find-lr measures it"
     on_main(lambda: _look(given))
     resumed = held.enter_context(run_lock(given)) if earlier is None else False
     if teacher is not None:
@@ -298,11 +296,12 @@ def _look(config: DistillConfig) -> None:
             warn_early("mismatch", f"--allow-mismatch cache: {cache.name} does not look right: {finding}")
 
 
-def table_rate(config: DistillConfig, student: ModelSpec, parameters: int | None) -> tuple[Kind, Rate]:
-    """What a run of `config` trains, and the row of `config.rates` for it; parameters: of the whole student."""
+def table_rate(config: DistillConfig, student: ModelSpec, vocab_size: int | None) -> tuple[float, str]:
+    """The rate of `config.rates` for a run of `config`, and what it trains; vocab_size: of the data, if it is known."""
     begun = student.init != "scratch" or config.checkpoint.load is not None
     kind: Kind = "lora" if student.lora is not None else "pretrained" if begun else "fresh"
-    return kind, rate_of(kind, parameters)
+    parameters = student_parameters(student, vocab_size)
+    return rate_of(kind, parameters).lr, f"{WORDS[kind]}, {short(parameters)} parameters"
 
 
 def _lora(config: DistillConfig, student: ModelSpec) -> LoraConfig | None:

@@ -41,7 +41,7 @@ def across(config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | N
         name, stated = cache.name, cache.manifest.settings
         codec, theirs = stated.codec, stated.tokenizer_digest
         seq_len, document_mask = stated.seq_len, stated.document_mask
-        if codec.kind == "tokens":
+        if not codec.taught:
             raise UsageError(f"{name} holds no teacher's numbers; --cross-tokenizer needs them")
     if not differ(config, digest_of(student), theirs):
         return None

@@ -300,14 +300,14 @@ class ViewReader(Dataset[dict[str, Tensor]]):
     def collator(self) -> AlignedCollator:
         """What a student needs to read batches of the items, besides their tensors."""
         codec = self.reader.manifest.settings.codec
-        known = codec.knots if self._index is None and codec.kind == "sparse" else (1.0,)
+        known = codec.knots if self._index is None and codec.coded else (1.0,)
         return AlignedCollator((known, codec.num_samples), self._index)
 
     @property
     def _goes_inside(self) -> bool:
         """Whether cells are known of labels within a token of the teacher's (`teacher_cells`)."""
         codec = self.reader.manifest.settings.codec
-        known_whole = self._ask is not None or codec.kind == "dense" or codec.num_samples > 0
+        known_whole = self._ask is not None or not codec.coded or codec.num_samples > 0
         return known_whole and self._index is not None
 
     def asking(self, ask: Ask) -> "ViewReader":

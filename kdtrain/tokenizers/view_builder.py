@@ -227,7 +227,7 @@ def _refuse_foreign(folder: Path) -> None:
     if not folder.is_dir() or viewed_cache(folder) is not None or holds_nothing(folder):
         return
     try:
-        packed = CacheSettings.from_json(read_sealed(folder / SETTINGS)).codec.kind == "tokens"
+        packed = not CacheSettings.from_json(read_sealed(folder / SETTINGS)).codec.taught
     except (OSError, ValueError):
         packed = False
     if packed:
@@ -347,7 +347,7 @@ def _entropy_kept(reader: CacheReader, cells: Cells) -> float | None:
     """Entropy of the kept entries by cell, as a share of that by token, over some rows; None without targets."""
     stated = reader.manifest.settings
     most = min(len(reader), -(-_MERGED_FROM // stated.seq_len))  # of a cache elsewhere no other shards are needed
-    count = min(1 if stated.codec.kind == "dense" else _MEASURED_ROWS, most)
+    count = min(_MEASURED_ROWS if stated.codec.coded else 1, most)
     batch = reader.read(np.linspace(0, most - 1, count).astype(int).tolist())
     if batch.targets is None:
         return None

@@ -15,6 +15,7 @@ from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import ABSENT, CodecSpec
 from kdtrain.cache.format.manifest import read_manifest
+from kdtrain.cache.format.spec import datasets
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.objective.targets import SparseTargets
@@ -55,7 +56,7 @@ def test_the_index_is_read_without_kdtrain(whole: Path, tmp_path: Path, workshop
     assert len(found["lists"]) == 4 * len(names)
     content = workshop.content(moved)
     for split in ("train", "validation"):
-        for name in cache_format.datasets(CodecSpec(kind="sparse", vocab_size=64, top_k=4, num_samples=8), 16):
+        for name in datasets(CodecSpec(kind="sparse", vocab_size=64, top_k=4, num_samples=8), 16):
             parts = [v for key, v in content.items() if key.startswith(split) and key.endswith(f"/{name}")]
             total = sum(np.nan_to_num(part.astype(float)).sum() for part in parts)
             assert found["sums"][f"{split}/{name}"] == pytest.approx(total, rel=1e-9), name

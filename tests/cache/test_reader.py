@@ -19,6 +19,7 @@ from kdtrain.cache.format import hdf5
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import CodecSpec, decode, encode_sequences
 from kdtrain.cache.format.compression import STEP_SLOPE, STEP_SPREAD, STEP_VALUE
+from kdtrain.cache.format.spec import datasets
 from kdtrain.cache.read import reader
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.read.shard import Runs, Shard
@@ -314,5 +315,5 @@ def test_masks_kept_as_runs_are_read_unchanged(dtype: type) -> None:
 
 def test_dense_blocks_stay_small(tmp_path: Path) -> None:
     for vocab_size in (2048, 151_936, 262_144):
-        entry = cache_format.datasets(CodecSpec(kind="dense", vocab_size=vocab_size), 512)["logprobs"]
+        entry = datasets(CodecSpec(kind="dense", vocab_size=vocab_size), 512)["logprobs"]
         assert 2**19 <= 2 * np.prod(entry.chunk) <= 2**22

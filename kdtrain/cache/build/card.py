@@ -69,7 +69,7 @@ def make_card(
 
 def _body(manifest: Manifest, where: str, more: Iterable[str]) -> Iterator[str]:
     teacher = markdown_text((manifest.settings.teacher or {}).get("spec")) or "a teacher"
-    made = manifest.codec.kind == "tokens"
+    made = not manifest.codec.taught
     yield f"# {'Packed tokens' if made else f'What {teacher} predicts'}: a cache for distillation"
     yield ""
     kept = "no distribution: its tokens are packed without a teacher" if made else contents(manifest)

@@ -80,7 +80,7 @@ class ShardWriter:
 
     def __init__(self, file: h5py.File, check: Callable[[], None], spec: CodecSpec, seq_len: int) -> None:
         self._file, self._check, self._spec = file, check, spec
-        self._wanted = fit_sequences(spec, seq_len) if spec.kind == "sparse" else 0
+        self._wanted = fit_sequences(spec, seq_len) if spec.coded else 0
         self._held: list[Arrays] = []
         self._coding: Coding | None = None
         self._taken = self._written = 0
@@ -109,7 +109,7 @@ class ShardWriter:
     def _write_held(self) -> None:
         arrays = {name: np.concatenate([each[name] for each in self._held]) for name in self._held[0]}
         self._held = []
-        if self._spec.kind == "sparse" and self._coding is None:
+        if self._spec.coded and self._coding is None:
             first = {name: values[: self._wanted] for name, values in arrays.items()}
             self._coding = Coding.fit(first["tokens"], first, self._spec)
             hdf5.write_dictionary(self._file, self._coding.to_arrays())

@@ -53,7 +53,7 @@ def make_vector(folder: Path, spec: CodecSpec, split: str, shard: str, sequences
 def _targets(targets: Targets, shown: list[int], spec: CodecSpec) -> dict[str, Any]:
     picked = {name: each[shown] for name, each in vars(targets).items() if isinstance(each, Tensor)}
     found: dict[str, Any] = {"label_logprob": _rounded(picked["label_logprob"])}
-    if spec.kind == "dense":
+    if not spec.coded:
         values, ids = picked["logprobs"].float().sort(stable=True, dim=-1, descending=True)
         return found | {"ids": ids[:, :ENTRIES].tolist(), "logprobs": [_rounded(row[:ENTRIES]) for row in values]}
     there = [[k for k, each in enumerate(row) if each != ABSENT][:ENTRIES] for row in picked["ids"].tolist()]

@@ -104,7 +104,7 @@ class CacheBuilder:
         self.answers = ShardAnswers()
         if teacher is not None:
             self.answers = teacher if isinstance(teacher, ShardAnswers) else LogitAnswers(teacher, settings)
-        assert self.answers.logits is None or settings.codec.kind != "tokens", "the codec 'tokens' has no teacher"
+        assert self.answers.logits is None or settings.codec.taught, "the codec 'tokens' has no teacher"
         self.folder, self.settings, self.batch_size = Path(folder), settings, batch_size
         self.rounds = Rounds(all_ranks, progress, (settings.teacher or {}).get("dtype"))
         self.splits: dict[str, _Split] = {}
@@ -113,7 +113,7 @@ class CacheBuilder:
         self.sample: tuple[int, int] | None = None
         """Sequences and positions of the held sample, where the teacher answers for no others."""
         span = codec.SAMPLED_RANGE if settings.codec.num_samples else codec.RANGE
-        self.measured: tuple[Any, Any] = (None, None if settings.codec.kind == "tokens" else span)
+        self.measured: tuple[Any, Any] = (None, span if settings.codec.taught else None)
         """Fidelity and range of T, where there is no teacher to measure them with."""
         self.stated: dict[str, Any] = {}
         """More keys of the manifest: `parents`, `origin`, `weights_cost`, `capture`, `generated`."""
@@ -217,7 +217,7 @@ class CacheBuilder:
 
         def write(rows: ShardRows, encode: Encode) -> None:
             kept = encode()
-            assert kept or self.settings.codec.kind == "tokens", "no teacher and no targets"
+            assert kept or not self.settings.codec.taught, "no teacher and no targets"
             shard.add(rows, kept)
 
         with self.answers.session(part), ThreadPoolExecutor(1, thread_name_prefix="cache-writer") as thread:

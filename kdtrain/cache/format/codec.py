@@ -55,8 +55,9 @@ from kdtrain.cache.format.spec import grid_name as grid_name
 from kdtrain.cache.format.spec import grid_offset as grid_offset
 from kdtrain.errors import UsageError
 from kdtrain.objective.matmul import maybe_compiled
-from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets
+from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets, Targets
 
+_Rows = Callable[..., Tensor]
 _CELLS = {"cpu": 2**18, "cuda": 2**27}  # logits in a block: they stay in a core's cache, or fill a GPU
 
 
@@ -184,8 +185,7 @@ def _encode_block(logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, points_N
     partition_N1 = logits_NV.logsumexp(-1, keepdim=True)
     logprobs_NV = (logits_NV - partition_N1).clamp_(min=FLOOR)
     label_N = logprobs_NV.gather(1, labels_N[:, None])[:, 0]
-    kept = {"logprobs": logprobs_NV} if spec.kind == "dense" else _sparse(logprobs_NV, spec, points_ND)
-    return {**kept, "label_logprob": label_N}
+    return {**ARITHMETIC[spec.kind][0](logprobs_NV, spec, points_ND), "label_logprob": label_N}
 
 
 _CHUNK = 64
@@ -309,7 +309,7 @@ def _narrow(name: str, values: Tensor, spec: CodecSpec) -> Tensor:
         return values
     if name == "counts":
         return values.to(torch.uint8)
-    return values.to(torch.float16).cpu() if spec.kind == "dense" else values.to(torch.float32)
+    return values.to(torch.float32) if spec.coded else values.to(torch.float16).cpu()
 
 
 @torch.no_grad()
@@ -344,7 +344,7 @@ def encode_on_device(
     compile: on a GPU compile the passes. cells: logits in a block, by default what suits the device.
     """
     rows = max(1, (cells or _CELLS.get(logits_NV.device.type, 2**20)) // spec.vocab_size)
-    in_passes = logits_NV.is_cuda and spec.kind == "sparse" and spec.top_k < spec.vocab_size
+    in_passes = logits_NV.is_cuda and spec.coded and spec.top_k < spec.vocab_size
     if in_passes:
         rows = max(8, rows - rows % 8)  # compiled code copies inputs that do not begin at a multiple of 16 bytes
     blocks: dict[str, list[Tensor]] = {}
@@ -394,26 +394,27 @@ def broken(logits_BTV: Tensor) -> Tensor:
     return ~logits_BTV.amax(-1).isfinite().all(-1)
 
 
-def decode(
-    arrays: dict[str, np.ndarray], spec: CodecSpec, device: torch.device | str = "cpu"
-) -> SparseTargets | DenseTargets | None:
+def decode(arrays: dict[str, np.ndarray], spec: CodecSpec, device: torch.device | str = "cpu") -> Targets | None:
     """Targets from arrays [n, T, ...] of `encode_sequences` or `compression.unpack`, as N = n*T rows.
 
     None for the codec `tokens`.
     """
-    if spec.kind == "tokens":
+    if not spec.taught:
         return None
 
-    def rows(name: str) -> Tensor:
+    def rows(name: str, dtype: type = np.float32) -> Tensor:
         flat = rearrange(arrays[name], "n t ... -> (n t) ...")
-        return torch.from_numpy(flat.astype(np.float32, copy=False)).to(device)
+        return torch.from_numpy(flat.astype(dtype, copy=False)).to(device)
 
-    if spec.kind == "dense":
-        flat_NV = torch.from_numpy(rearrange(arrays["logprobs"], "n t v -> (n t) v")).to(device)
-        return DenseTargets(logprobs=flat_NV, label_logprob=rows("label_logprob"))
-    flat_NK = rearrange(arrays["ids"], "n t k -> (n t) k")
-    ids_NK = torch.from_numpy(flat_NK.astype(np.int64, copy=False)).to(device)
-    logprobs_NK = rows("logprobs")
+    return ARITHMETIC[spec.kind][1](rows, spec)
+
+
+def _decode_dense(rows: _Rows, spec: CodecSpec) -> DenseTargets:
+    return DenseTargets(logprobs=rows("logprobs", np.float16), label_logprob=rows("label_logprob"))
+
+
+def _decode_sparse(rows: _Rows, spec: CodecSpec) -> SparseTargets:
+    ids_NK, logprobs_NK = rows("ids", np.int64), rows("logprobs")
     if spec.num_samples:
         absent_NK = ids_NK == spec.absent
         ids_NK.masked_fill_(absent_NK, ABSENT)
@@ -431,6 +432,12 @@ def decode(
         knots=spec.knots,
     )
 
+
+ARITHMETIC: dict[str, tuple[Callable[..., dict[str, Tensor]], Callable[[_Rows, CodecSpec], Targets]]] = {
+    "sparse": (_sparse, _decode_sparse),
+    "dense": (lambda logprobs_NV, *_: {"logprobs": logprobs_NV}, _decode_dense),
+}
+"""Of each codec that keeps anything of a teacher: what it keeps of log-probabilities [N, V], and targets of that."""
 
 RANGE: dict[str, Any] = {
     "min": 1.0,

@@ -34,7 +34,8 @@ import hdf5plugin
 import numpy as np
 
 from kdtrain.cache.format.codec import CodecSpec
-from kdtrain.cache.format.names import DICTIONARY, PIECES, SHARDS, DatasetLayout, attributes, datasets, dictionary_sets
+from kdtrain.cache.format.names import DICTIONARY, PIECES, SHARDS
+from kdtrain.cache.format.spec import DatasetLayout, attributes, datasets, dictionary_sets
 from kdtrain.files import open_regular
 
 _LEVEL = 9
@@ -167,7 +168,7 @@ def copy_rows(source: h5py.File, target: h5py.File, spec: CodecSpec, seq_len: in
             for inside in itertools.product(*steps):
                 skipped, content = source[name].id.read_direct_chunk((row, *inside))
                 target[name].id.write_direct_chunk((place, *inside), content, skipped)
-    if spec.kind == "sparse":
+    if spec.coded:
         write_dictionary(target, read_dictionary(source))
 
 
@@ -203,7 +204,7 @@ def write_index(
                 dataset.attrs["about"] = "number of the first row of each shard"
             else:
                 _describe(group, spec, seq_len, split, sequences_per_shard=parts[0][1])
-            if spec.kind == "sparse":
+            if spec.coded:
                 links = group.create_group(DICTIONARY)
                 for shard, _ in parts:
                     links[shard] = h5py.ExternalLink(f"{SHARDS}/{shard}.h5", f"/{DICTIONARY}")
@@ -422,9 +423,9 @@ def check_structure(path: Path, spec: CodecSpec, seq_len: int, split: str, first
             file = Hdf5File(raw)
             root = file.root()
             sets = [_Expected(name, each, number) for name, each in datasets(spec, seq_len).items()]
-            links, sparse = dict(root.links), spec.kind == "sparse"
-            _compare_names("data set", links, [*(each.name for each in sets), *([DICTIONARY] if sparse else [])])
-            if sparse:
+            links = dict(root.links)
+            _compare_names("data set", links, [*(each.name for each in sets), *([DICTIONARY] if spec.coded else [])])
+            if spec.coded:
                 lists = file.group(links.pop(DICTIONARY)).links
                 _compare_names("list", lists, dictionary_sets(spec, 1, 1))
                 sets += _lists(file, lists, spec)

@@ -18,7 +18,6 @@ from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 from msgspec import Meta
 
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.folder import why_no_cache
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.config.choices import Weights
 from kdtrain.errors import UsageError, printable
@@ -322,7 +321,7 @@ def first_rows(stated: SplitRecord) -> list[int]:
 def read_manifest(folder: Path | str) -> Manifest:
     """The manifest of a finished cache. UsageError: it is missing, unfinished, altered or of an unknown version."""
     path = Path(folder, cache_format.MANIFEST)
-    if (missing := why_no_cache(folder)) is not None:
+    if (missing := cache_format.why_no_cache(folder)) is not None:
         raise UsageError(f"{folder}: {missing}")
     try:
         record = read_sealed(path, MEDIUM)
@@ -363,7 +362,7 @@ def maker(manifest: Manifest) -> str:
     if manifest.parents is not None:
         return f"the same {'subset' if any('rows' in each for each in manifest.parents) else 'merge'} command"
     captured = "distill" if "order" in manifest.settings.data else "cache-teacher"
-    return "the same command" if manifest.codec.kind == "tokens" else f"the same {captured} command"
+    return f"the same {captured} command" if manifest.codec.taught else "the same command"
 
 
 def check_sizes(folder: Path | str, manifest: Manifest) -> None:

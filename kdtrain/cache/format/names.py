@@ -1,30 +1,16 @@
-"""The cache format, versions 3 and 4: which files a cache has, and which data sets a shard holds; `hdf5` writes it.
+"""The files of a cache by name, and whether a finished cache is in a folder, seen without numpy.
 
-A shard is one HDF5 file with n whole sequences. Each data set is [n, ...], chunked one sequence a chunk
-(`dense`: a block of positions; masks: many sequences), shuffled by bytes or bits, compressed with zstd and
-checksummed (fletcher32). The lists and weights that decode a sparse shard are in its group `dictionary`.
-Data that were never written read as NaN or as the largest value of the dtype, never as 0. `index.h5` holds
-virtual data sets over all shards of a split, and links to their dictionaries. Files are written for the earliest HDF5
-that can read them, without variable-length types; cache/README.md is the specification.
-
-What it gives up: one chunk a sequence takes a few per cent more space than larger chunks; in return a sequence is one
-read.
+cache/README.md is the specification of the format, versions 3 and 4; `spec` has the data sets of a shard.
 """
 
-import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from kdtrain.cache.format.folder import CELLS as CELLS
-from kdtrain.cache.format.folder import MANIFEST as MANIFEST
-from kdtrain.cache.format.folder import SETTINGS as SETTINGS
-from kdtrain.cache.format.folder import SHARDS as SHARDS
-from kdtrain.cache.format.spec import WIDTH, CodecSpec
-
+MANIFEST = "manifest.json"
+SETTINGS = "settings.json"
+CELLS = "cells.npy"
+"""In the place of shards: a view in a student's tokens (`tokenizers.view_builder`)."""
+SHARDS = "shards"
 FORMAT_VERSION = 3
 """Of every shard, and of a cache whose shards, all but the last, hold `sequences_per_shard` sequences each."""
 PIECES = 4
@@ -35,39 +21,6 @@ TOKENIZER = "tokenizer"
 DICTIONARY = "dictionary"
 BROKEN = 2
 """`loss_mask` of a sequence for which the teacher's logits were non-finite."""
-_DENSE_CHUNK_BYTES = 2**21
-_BLOCK = 2**17  # numbers in a block of the bit shuffle at most: 256 KiB
-_FLAGS = 2**15  # positions in a chunk of loss_mask and segments, which take a few bytes a sequence
-
-
-@dataclass(frozen=True)
-class DatasetLayout:
-    """One data set of the format: everything after its leading n."""
-
-    shape: tuple[int, ...]
-    """Without n."""
-    dtype: np.dtype
-    chunk: tuple[int, ...]
-    """Without its sequences."""
-    about: str
-    """What it holds: the attribute `about` in the file."""
-    sequences: int = 1
-    """Sequences a chunk."""
-    bits: bool = True
-    """True: shuffled by bits; False: by bytes, which suits numbers that use all of their low byte."""
-
-    @property
-    def fill(self) -> Any:
-        """The value of data that were never written: NaN, or the largest of the dtype."""
-        return np.nan if self.dtype.kind == "f" else np.iinfo(self.dtype).max
-
-    @property
-    def block(self) -> int:
-        """Numbers that are shuffled together by bits: a whole chunk, up to `_BLOCK`."""
-        # Blocks of the usual 4,096 numbers cost 2 % more bytes and twice the time to read.
-        return min(_BLOCK, -(-self.sequences * math.prod(self.chunk) // 8) * 8)
-
-
 SHARD_NAME = re.compile(r"[a-z]+-[0-9]{5,}")
 """Names of shards. Names in a manifest become paths, and a file with another name is not kdtrain's."""
 
@@ -93,62 +46,21 @@ def sidecar_path(folder: Path, name: str) -> Path:
     return folder / SHARDS / f"{name}.json"
 
 
-def segment_dtype(seq_len: int) -> np.dtype:
-    """The smallest unsigned type for document numbers 0 .. seq_len - 1 whose largest value stays free."""
-    return next(np.dtype(t) for t in (np.uint8, np.uint16, np.uint32) if seq_len <= np.iinfo(t).max)
-
-
-def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
-    """Every data set of a shard by name."""
-    length, half = seq_len, np.dtype(np.float16)
-    found: dict[str, DatasetLayout] = {}
-
-    def add(name: str, dtype: np.dtype, shape: tuple[int, ...], about: str, **more: Any) -> None:
-        found[name] = DatasetLayout(shape, dtype, shape, about, **more)
-
-    add("tokens", spec.id_dtype, (length + 1,), "tokens[t + 1] is the label of position t", bits=False)
-    flags = {"sequences": max(1, _FLAGS // length)}
-    about = "1: the label of this position counts in the loss; 2: the teacher had no numbers"
-    add("loss_mask", np.dtype(np.uint8), (length,), about, **flags)
-    add("segments", segment_dtype(seq_len), (length,), "number of the document within its sequence", **flags)
-    if spec.kind == "tokens":
-        return found
-    if spec.kind == "dense":
-        add("label_logprob", half, (length,), "teacher log p of the label at T = 1, nats")
-        block = max(1, min(length, _DENSE_CHUNK_BYTES // (2 * spec.vocab_size)))
-        whole, about = (length, spec.vocab_size), "teacher log p of every entry at T = 1, nats"
-        found["logprobs"] = DatasetLayout(whole, half, (block, spec.vocab_size), about)
-        return found
-    about = "places in the dictionary of the top-k, most likely first, and of drawn entries; 0: absent"
-    if spec.counts_only:
-        about = "places in the dictionary of drawn entries by count, less the place before where counts are equal"
-    add("ids", spec.code_dtype, (spec.columns, length), about, bits=False)
-    about = "K rows: code of log p of ids, less that of the entry before; D: how often the drawn entries were drawn; "
-    if spec.counts_only:
-        about = "D rows: how often the drawn entries were drawn, as what the entry before has more; "
-    about += (
-        "2 G + 2: tail and spread, distance from the prediction in steps; 1: code of log p of the label, 0 in the top-k"
-    )
-    add("numbers", np.dtype(np.uint16), (spec.entry_rows + 2 * len(spec.knots) + 3, length), about)
-    return found
-
-
-def dictionary_sets(spec: CodecSpec, rows: int, common: int) -> dict[str, DatasetLayout]:
-    """Every data set of the group `dictionary` by name, each one chunk, for `rows` of candidates and `common` entries.
-
-    Their shapes are complete: no n precedes them.
-    """
-    numbers, features = 2 * len(spec.knots) + 2, 7 if spec.top_k else 1
-    shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {
-        "context_row": ((spec.vocab_size,), np.min_scalar_type(max(1, rows - 1))),
-        "candidates": ((rows, WIDTH), spec.id_dtype),
-        "common": ((common,), spec.id_dtype),
-        "tail_weights": ((numbers, features + numbers), np.dtype(np.float32)),
-    }
-    return {name: DatasetLayout(shape, dtype, shape, "", bits=False) for name, (shape, dtype) in shapes.items()}
-
-
-def attributes(spec: CodecSpec, seq_len: int, split: str) -> dict[str, Any]:
-    """The attributes that a shard and a group of the index have in common."""
-    codec = {"codec": spec.kind, "top_k": spec.top_k, "num_samples": spec.num_samples, "vocab_size": spec.vocab_size}
-    return {"format_version": FORMAT_VERSION, "split": split, "seq_len": seq_len, **codec, "knots": spec.knots}
+def why_no_cache(folder: Path | str) -> str | None:
+    """Why a folder holds no finished cache, and what to do; None where it has a manifest."""
+    folder = Path(folder)
+    if (folder / MANIFEST).exists():
+        return None
+    if not folder.exists():
+        return "no cache is there; make one with kdtrain cache-teacher"
+    if folder.is_file():
+        return "it is a file, and a cache is a folder; make one with kdtrain cache-teacher"
+    if (folder / CELLS).exists():
+        view = "it is not a cache but a view of one, in a student's tokens"
+        return f"{view}; run kdtrain verify on the run that it belongs to"
+    if any((folder / SHARDS).glob("*.h5*")):  # a temporary one too
+        return "the cache is unfinished; run the same cache-teacher command again to finish it"
+    if (folder / SETTINGS).exists():
+        began = "the command that began it was refused or stopped before its first one"
+        return f"the cache holds no shard: {began}; run cache-teacher again"
+    return f"it holds no cache (no {MANIFEST}); make one with kdtrain cache-teacher"

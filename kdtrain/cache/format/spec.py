@@ -1,12 +1,30 @@
-"""What a codec keeps of a distribution: the numbers of `codec`, which encodes and decodes, without its torch."""
+"""What the codecs keep of a distribution, and which data sets a shard holds, without the torch of `codec`.
 
+A shard is one HDF5 file with n whole sequences. Each data set is [n, ...], chunked one sequence a chunk
+(`dense`: a block of positions; masks: many sequences), shuffled by bytes or bits, compressed with zstd and
+checksummed (fletcher32). The lists and weights that decode a sparse shard are in its group `dictionary`.
+Data that were never written read as NaN or as the largest value of the dtype, never as 0. `index.h5` holds
+virtual data sets over all shards of a split, and links to their dictionaries. Files are written for the earliest HDF5
+that can read them, without variable-length types. Another codec is a row of `CODECS` and one of `codec.ARITHMETIC`.
+
+What it gives up: one chunk a sequence takes a few per cent more space than larger chunks; in return a sequence is one
+read.
+"""
+
+import math
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+from kdtrain.cache.format.names import FORMAT_VERSION
+
+_DENSE_CHUNK_BYTES = 2**21
+_BLOCK = 2**17  # numbers in a block of the bit shuffle at most: 256 KiB
+_FLAGS = 2**15  # positions in a chunk of loss_mask and segments, which take a few bytes a sequence
 KNOTS = (1.5, 1.0, 0.7, 0.45, 0.25)
 """Default knots of beta: T from 2/3 to 4."""
 FINE_KNOTS = (1.5, 1.22, 1.0, 0.84, 0.7, 0.56, 0.45, 0.34, 0.25)
@@ -38,12 +56,92 @@ def grid_offset(sampling: str | None) -> Fraction | None:
     return Fraction(int(found[1]), int(found[2])) if found[2] else Fraction(0)
 
 
+@dataclass(frozen=True)
+class DatasetLayout:
+    """One data set of the format: everything after its leading n."""
+
+    shape: tuple[int, ...]
+    """Without n."""
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    """Without its sequences."""
+    about: str
+    """What it holds: the attribute `about` in the file."""
+    sequences: int = 1
+    """Sequences a chunk."""
+    bits: bool = True
+    """True: shuffled by bits; False: by bytes, which suits numbers that use all of their low byte."""
+
+    @property
+    def fill(self) -> Any:
+        """The value of data that were never written: NaN, or the largest of the dtype."""
+        return np.nan if self.dtype.kind == "f" else np.iinfo(self.dtype).max
+
+    @property
+    def block(self) -> int:
+        """Numbers that are shuffled together by bits: a whole chunk, up to `_BLOCK`."""
+        # Blocks of the usual 4,096 numbers cost 2 % more bytes and twice the time to read.
+        return min(_BLOCK, -(-self.sequences * math.prod(self.chunk) // 8) * 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecKind:
+    """What the format needs to know of a codec, but for its arithmetic (`codec.ARITHMETIC`)."""
+
+    contents: Callable[["CodecSpec"], str]
+    """What is kept of each distribution, in words."""
+    layout: Callable[["CodecSpec", int], dict[str, DatasetLayout]]
+    """The data sets of its own, by name, of sequences of a length."""
+    taught: bool = True
+    """Whether it keeps anything of a teacher."""
+    coded: bool = False
+    """Whether it keeps entries and a tail, as codes that the dictionary of a shard decodes (`compression`)."""
+
+
+def _entries(spec: "CodecSpec") -> str:
+    found = [f"the {spec.top_k:,} most likely entries"] * bool(spec.top_k)
+    return " and ".join(found + [f"{spec.num_samples:,} samples"] * bool(spec.num_samples))
+
+
+def _sparse_layout(spec: "CodecSpec", length: int) -> dict[str, DatasetLayout]:
+    ids = "places in the dictionary of the top-k, most likely first, and of drawn entries; 0: absent"
+    codes = "K rows: code of log p of ids, less that of the entry before; D: how often the drawn entries were drawn; "
+    if spec.counts_only:
+        ids = "places in the dictionary of drawn entries by count, less the place before where counts are equal"
+        codes = "D rows: how often the drawn entries were drawn, as what the entry before has more; "
+    codes += (
+        "2 G + 2: tail and spread, distance from the prediction in steps; 1: code of log p of the label, 0 in the top-k"
+    )
+    rows = spec.entry_rows + 2 * len(spec.knots) + 3
+    return {
+        "ids": DatasetLayout((spec.columns, length), spec.code_dtype, (spec.columns, length), ids, bits=False),
+        "numbers": DatasetLayout((rows, length), np.dtype(np.uint16), (rows, length), codes),
+    }
+
+
+def _dense_layout(spec: "CodecSpec", length: int) -> dict[str, DatasetLayout]:
+    half, block = np.dtype(np.float16), max(1, min(length, _DENSE_CHUNK_BYTES // (2 * spec.vocab_size)))
+    label, every = (f"teacher log p of {what} at T = 1, nats" for what in ("the label", "every entry"))
+    return {
+        "label_logprob": DatasetLayout((length,), half, (length,), label),
+        "logprobs": DatasetLayout((length, spec.vocab_size), half, (block, spec.vocab_size), every),
+    }
+
+
+CODECS = {
+    "sparse": CodecKind(contents=_entries, layout=_sparse_layout, coded=True),
+    "dense": CodecKind(contents=lambda spec: "all log-probabilities (dense)", layout=_dense_layout),
+    "tokens": CodecKind(contents=lambda spec: "bare tokens, no teacher", layout=lambda spec, length: {}, taught=False),
+}
+"""Every codec by its name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CodecSpec:
     """What is kept of a distribution. ValueError: impossible numbers; the message names the option."""
 
     kind: str
-    """`sparse`, `dense` or `tokens`."""
+    """One of `CODECS`."""
     vocab_size: int
     """Rows of the teacher's output head (padding included)."""
     top_k: int = 0
@@ -55,11 +153,11 @@ class CodecSpec:
     is 1.0 alone without a top-k."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("sparse", "dense", "tokens"):
-            raise ValueError(f"codec '{self.kind}' is unknown; use sparse, dense or tokens")
+        if self.kind not in CODECS:
+            raise ValueError(f"codec '{self.kind}' is unknown; use {', '.join([*CODECS][:-1])} or {[*CODECS][-1]}")
         if not 2 <= self.vocab_size < ABSENT:
             raise ValueError(f"a vocabulary of {self.vocab_size} cannot be cached; it must be 2 to {ABSENT - 1}")
-        if self.kind != "sparse":
+        if not self.coded:
             if self.top_k or self.num_samples or self.knots:
                 raise ValueError(
                     f"codec '{self.kind}' has no top-k, samples or knots; leave --top-k and --num-samples out"
@@ -79,6 +177,16 @@ class CodecSpec:
             raise ValueError(
                 f"knots {self.knots[:8]} must be {least} to {MAX_KNOTS}, descending, above 0, with 1.0 among them"
             )
+
+    @property
+    def taught(self) -> bool:
+        """Whether anything of a teacher is kept."""
+        return CODECS[self.kind].taught
+
+    @property
+    def coded(self) -> bool:
+        """Whether entries and a tail are kept, as codes (`CodecKind.coded`)."""
+        return CODECS[self.kind].coded
 
     @property
     def columns(self) -> int:
@@ -113,3 +221,38 @@ class CodecSpec:
     def to_json(self) -> dict[str, Any]:
         """A plain record of the fields."""
         return {**asdict(self), "knots": list(self.knots)}
+
+
+def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
+    """Every data set of a shard by name."""
+    segment = next(np.dtype(t) for t in (np.uint8, np.uint16, np.uint32) if seq_len <= np.iinfo(t).max)  # one is free
+    flags = "1: the label of this position counts in the loss; 2: the teacher had no numbers"
+    document, several = "number of the document within its sequence", max(1, _FLAGS // seq_len)
+    row, text = (seq_len,), (seq_len + 1,)
+    return {
+        "tokens": DatasetLayout(text, spec.id_dtype, text, "tokens[t + 1] is the label of position t", bits=False),
+        "loss_mask": DatasetLayout(row, np.dtype(np.uint8), row, flags, several),
+        "segments": DatasetLayout(row, segment, row, document, several),
+        **CODECS[spec.kind].layout(spec, seq_len),
+    }
+
+
+def dictionary_sets(spec: CodecSpec, rows: int, common: int) -> dict[str, DatasetLayout]:
+    """Every data set of the group `dictionary` by name, each one chunk, for `rows` of candidates and `common` entries.
+
+    Their shapes are complete: no n precedes them.
+    """
+    numbers, features = 2 * len(spec.knots) + 2, 7 if spec.top_k else 1
+    shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {
+        "context_row": ((spec.vocab_size,), np.min_scalar_type(max(1, rows - 1))),
+        "candidates": ((rows, WIDTH), spec.id_dtype),
+        "common": ((common,), spec.id_dtype),
+        "tail_weights": ((numbers, features + numbers), np.dtype(np.float32)),
+    }
+    return {name: DatasetLayout(shape, dtype, shape, "", bits=False) for name, (shape, dtype) in shapes.items()}
+
+
+def attributes(spec: CodecSpec, seq_len: int, split: str) -> dict[str, Any]:
+    """The attributes that a shard and a group of the index have in common."""
+    codec = {"codec": spec.kind, "top_k": spec.top_k, "num_samples": spec.num_samples, "vocab_size": spec.vocab_size}
+    return {"format_version": FORMAT_VERSION, "split": split, "seq_len": seq_len, **codec, "knots": spec.knots}

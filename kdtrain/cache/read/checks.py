@@ -50,7 +50,7 @@ def check_tokens(tokens_nT1: np.ndarray, spec: CodecSpec) -> None:
 def check_stored(arrays: Arrays, spec: CodecSpec) -> None:
     """ValueError: sequences [n, ...], as they are stored, have impossible numbers."""
     check_tokens(arrays["tokens"], spec)
-    if spec.kind == "sparse":
+    if spec.coded:
         numbers_nRT, entries = arrays["numbers"], spec.columns
         wide = np.uint32 if entries < 2**16 else np.uint64  # sums do not wrap around
         if numbers_nRT[:, -1].max() == np.iinfo(np.uint16).max:
@@ -63,7 +63,7 @@ def check_stored(arrays: Arrays, spec: CodecSpec) -> None:
             _check_counts(numbers_nRT[:, :entries], spec.num_samples)
         elif counts.size and counts.sum(1, wide).max() > spec.num_samples:
             raise ValueError(f"more than {spec.num_samples} samples were drawn for a token")
-    if spec.kind == "dense":
+    elif spec.taught:
         if np.isnan(arrays["label_logprob"]).any():
             raise ValueError("it lacks targets")
         if not (_are_logprobs(arrays["label_logprob"]) and _are_logprobs(arrays["logprobs"])):

@@ -138,7 +138,7 @@ def _stated(member: Any) -> tuple[str, Any, bool, tuple[float, float] | None] | 
     if hasattr(member, "manifest"):
         settings, known = member.manifest.settings, member.manifest.temperature_range
         span = None if known is None else (known["min"], known["max"])
-        return str(member.folder), settings, settings.codec.kind != "tokens", span
+        return str(member.folder), settings, settings.codec.taught, span
     if hasattr(member, "view"):
         record = member.view.record
         own = {"tokenizer_size": record.sizes[1], "tokenizer_digest": record.settings["tokenizer"]}

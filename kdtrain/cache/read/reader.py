@@ -143,7 +143,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
     def collator(self) -> Collator:
         """What all sequences have in common, for a `Student` that gets the data set too."""
         codec = self.manifest.codec
-        return Collator((codec.knots, codec.num_samples) if codec.kind == "sparse" else None)
+        return Collator((codec.knots, codec.num_samples) if codec.coded else None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict(), "_closed": OrderedDict(), "_process": None, "_locks": {}}

@@ -61,7 +61,7 @@ class Shard:
             if not self._flags:
                 self.nbytes = 0
                 """Bytes of its lists and masks, which stay when it is closed."""
-                if self._spec.kind == "sparse":
+                if self._spec.coded:
                     self._coding = Coding.from_arrays(read_dictionary(self._file), self._spec)
                     check_lists(self._coding)
                     self.nbytes = sum(each.nbytes for each in self._coding.to_arrays().values())
@@ -133,10 +133,10 @@ def batch_of(parts: Sequence[Stored], spec: CodecSpec, places: np.ndarray | None
     sequences = [(part, row) for part in parts for row in range(len(part))]
     if places is not None:
         sequences = [sequences[place] for place in places]
-    coded = ("ids", "numbers") if spec.kind == "sparse" else ()
+    coded = ("ids", "numbers") if spec.coded else ()
     plain = [name for name in parts[0].arrays if name not in coded]
     arrays = {name: np.stack([part.arrays[name][row] for part, row in sequences]) for name in plain}
-    if spec.kind == "sparse":
+    if spec.coded:
         kept = unpack([part.sequence(row) for part, row in sequences])
         if not all(part.checked for part in parts):
             check_values(kept, spec)

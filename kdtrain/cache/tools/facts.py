@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypedDict
 
 from kdtrain.cache.format.manifest import Manifest, Parent, weights_line
+from kdtrain.cache.format.spec import CODECS
 from kdtrain.config.choices import resolve_tail
 from kdtrain.files import typed
 from kdtrain.tables import Table, columns, counted, number, size
@@ -24,17 +25,13 @@ MADE = ("its weights", "written by the teacher", "left out of the text", "kept m
 
 def contents(manifest: Manifest) -> str:
     """What a cache keeps of each distribution."""
-    codec = manifest.codec
-    if codec.kind != "sparse":
-        return {"tokens": "bare tokens, no teacher"}.get(codec.kind, "all log-probabilities (dense)")
-    entries = [f"the {codec.top_k:,} most likely entries"] * bool(codec.top_k)
-    return " and ".join(entries + [f"{codec.num_samples:,} samples"] * bool(codec.num_samples))
+    return CODECS[manifest.codec.kind].contents(manifest.codec)
 
 
 def heading(manifest: Manifest) -> str:
     """What a cache keeps, and of whom."""
     of = f" of {(manifest.settings.teacher or {}).get('spec') or 'a teacher'} a token"
-    return contents(manifest) + (of if manifest.codec.kind != "tokens" else "")
+    return contents(manifest) + (of if manifest.codec.taught else "")
 
 
 def cache_facts(manifest: Manifest, public: Callable[[Any], Any] = lambda value: value) -> dict[str, str]:
@@ -52,7 +49,7 @@ def cache_facts(manifest: Manifest, public: Callable[[Any], Any] = lambda value:
     total = parts.pop("total")
     largest = sorted(parts, key=parts.__getitem__, reverse=True)
     facts = {
-        "teacher": "" if codec.kind == "tokens" else teacher,
+        "teacher": teacher if codec.taught else "",
         "weights digest": str(record.get("weights_digest") or ""),
         "its weights": "" if manifest.weights_cost is None else weights_line(manifest.weights_cost),
         "text": ", ".join(f"{name} {public(each)}" for name, each in data.items() if isinstance(each, str | int)),
@@ -85,7 +82,7 @@ def split_text(manifest: Manifest, split: str) -> str:
 def tail_rule(manifest: Manifest) -> str | None:
     """The default tail rule of `distill` for a cache, and its alternative; None without a tail."""
     codec = manifest.codec
-    if codec.kind != "sparse":
+    if not codec.coded:
         return None
     used = resolve_tail("ghost", codec.num_samples)
     return f"{used} by default, or --tail control-variate" if codec.num_samples and codec.top_k else used

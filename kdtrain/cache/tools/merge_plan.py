@@ -176,7 +176,7 @@ def tokens_of(cache: Made) -> dict[str, str]:
 
 def _refuse_not_addable(cache: Made) -> None:
     codec, where = cache.manifest.codec, cache.name
-    if codec.kind == "tokens":
+    if not codec.taught:
         raise UsageError(f"{where} has the same rows as the others and no targets: there is nothing to add")
     if codec.top_k:
         raise UsageError(

@@ -71,7 +71,7 @@ def look(cache: Cache, *, rows: int = ROWS, seconds: float = SECONDS, seed: int 
     RunError: a shard cannot be read.
     """
     settings, deadline = cache.manifest.settings, time.monotonic() + seconds
-    if settings.codec.kind == "tokens":
+    if not settings.codec.taught:
         return None
     split = "train" if "train" in cache else next(iter(cache))
     codec, total = settings.codec, len(cache[split])

@@ -44,7 +44,7 @@ def check_content(path: Path, spec: CodecSpec, seq_len: int, split: str, first: 
 
     ValueError: the structure differs, or a number is impossible. OSError: the file cannot be read.
     """
-    entries = seq_len * max(1, spec.vocab_size if spec.kind == "dense" else spec.columns)
+    entries = seq_len * max(1, spec.columns if spec.coded else spec.vocab_size)
     step = max(1, _ENTRIES_AT_ONCE // entries)
     check_structure(path, spec, seq_len, split, first, number)
     try:

@@ -126,7 +126,7 @@ def audit(config: AuditConfig, cache: Cache) -> Audit:
     UsageError: the teacher cannot score this cache. RunError: a shard cannot be read.
     """
     settings = cache.manifest.settings
-    if settings.codec.kind == "tokens":
+    if not settings.codec.taught:
         raise UsageError(f"{cache.folder} holds tokens without targets, which verify checks")
     if settings.sampling == MIXTURE:
         raise UsageError(f"{cache.folder} mixes several teachers; audit the caches that it was merged from")

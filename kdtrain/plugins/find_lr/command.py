@@ -3,15 +3,13 @@
 A short run is one of `distill` in a folder of its own, `OUT/lr-0.0003-60`, and trained by the same code: weights, data,
 order and seed are those of the run to come, and so are the shapes of its schedules, of which warm-up and decay take the
 same shares. `search` chooses the next. `OUT/find-lr.json` has every loss; what is in it is not trained
-again, and a run that was cut short resumes.
+again, and a run that was cut short resumes. Text is packed once: its folder moves on from each run to the next.
 """
 
 import gc
 import importlib.util
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
@@ -20,27 +18,14 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.format.names import MANIFEST
 from kdtrain.commands.distill import train
 from kdtrain.config import DistillConfig
-from kdtrain.config.rates import WORDS
 from kdtrain.config.values import USUAL_STEPS, configured, flag
 from kdtrain.errors import RunError, UsageError, making, refuse_no_path, writing
-from kdtrain.files import (
-    Lock,
-    hidden_folder,
-    publish_text,
-    published,
-    read_json,
-    remove_empty,
-    remove_file,
-    swap_in,
-    temporary_of,
-)
+from kdtrain.files import Lock, publish_text, published, read_json, remove_empty, remove_file, temporary_of
 from kdtrain.models.adapters import is_adapter
 from kdtrain.models.loading import is_model_folder
 from kdtrain.monitor.progress import hushed, log, setup_logging
-from kdtrain.parallel.memory_plan import student_footprint, student_parameters
 from kdtrain.plugins.find_lr.options import FindLrConfig
 from kdtrain.plugins.find_lr.search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
 from kdtrain.ranks import refuse_many_processes
@@ -49,8 +34,7 @@ from kdtrain.run.folder import deciding, make
 from kdtrain.run.path_kind import is_run
 from kdtrain.run.recipe import student_spec, table_rate
 from kdtrain.run.run import Run
-from kdtrain.tables import columns, duration, finite, short, show, show_page
-from kdtrain.tokenizers.view import VIEW
+from kdtrain.tables import columns, duration, finite, show, show_page
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import interruptible
 from kdtrain.training.validate import validate
@@ -98,16 +82,10 @@ class _Record:
     @property
     def losses(self) -> dict[int, list[Trained]]:
         """The rungs of each rate."""
-        found: dict[int, list[Trained]] = {}
-        for name, rungs in self.runs.items():
-            losses = [math.inf if each.loss is None or not math.isfinite(each.loss) else each.loss for each in rungs]
-            found[int(name)] = [Trained(x, tuple(each.parts)) for x, each in zip(losses, rungs, strict=True)]
-        return found
-
-    @property
-    def trained(self) -> int:
-        """Steps of all short runs."""
-        return sum(sum(self.rungs[: len(done)]) for done in self.runs.values())
+        return {
+            int(name): [Trained(math.inf if each.loss is None else each.loss, tuple(each.parts)) for each in rungs]
+            for name, rungs in self.runs.items()
+        }
 
 
 def main(config: FindLrConfig) -> int:
@@ -118,40 +96,14 @@ def main(config: FindLrConfig) -> int:
     """
     refuse_many_processes()
     setup_logging()
-    with interruptible():
-        result = find_lr(config)
+    with interruptible(), ExitStack() as stack:
+        _claim(config, stack)
+        result = find_lr(config, stack)
     if config.json:
         show("", result, True)
     else:
         show_page(_page(config.out, result))
     return 0
-
-
-def find_lr(config: FindLrConfig) -> dict[str, Any]:
-    """The table of all short runs and the suggestion, as OUT/find-lr.json has them.
-
-    UsageError, RunError: as `main`. KeyboardInterrupt: a signal stopped a short run, after it was saved.
-    """
-    out = config.out
-    with ExitStack() as stack:
-        _claim(config, stack)
-        record = _begin(config)
-        if not (out / RECORD).exists():  # before a short run, whose folder without a record would be foreign
-            stack.callback(_leave_nothing, out)
-            _publish(out, asdict(record))
-        log.info("short runs around %.2g (%s), first of %d steps", record.guess, record.guess_from, record.rungs[0])
-        while (found := next_run(record.losses)) is not None:
-            exponent, rung = found
-            _train(config, record, exponent, rung)
-            _publish(out, asdict(record))
-        suggestion = suggest(record.losses)
-        if suggestion is None:
-            low = min(record.losses)
-            raise RunError(f"every rate diverged, down to {record.rate(low):.2g}; look at the data and the student")
-        result = _result(config, record, suggestion)
-        _publish(out, result)
-        _draw(out, result)
-        return result
 
 
 def _claim(config: FindLrConfig, stack: ExitStack) -> None:
@@ -162,79 +114,92 @@ def _claim(config: FindLrConfig, stack: ExitStack) -> None:
         if is_run(out):
             raise UsageError(f"--out {out} holds a run, which find-lr leaves alone; name another folder")
         if not (out / RECORD).is_file() and out.exists():
-            foreign = [*out.iterdir()] if out.is_dir() else [out]
-            foreign = [each for each in foreign if each.name != LOCK and temporary_of(each.name) != RECORD]
-            if foreign:
-                raise UsageError(f"--out {out} holds something else ({foreign[0].name}); name another folder")
+            for each in out.iterdir() if out.is_dir() else [out]:
+                if each.name != LOCK and temporary_of(each.name) != RECORD:
+                    raise UsageError(f"--out {out} holds something else ({each.name}); name another folder")
         stack.callback(remove_empty, make(out))
     stack.callback(Lock(out / LOCK, f"another process searches in {out}; wait for it").release)
 
 
-def _begin(config: FindLrConfig) -> _Record:
-    """The search in the folder, or a new one. UsageError: it has other options, or cannot be read."""
-    options, path, own = deciding(config), config.out / RECORD, config.optimizer.lr
-    start = config.checkpoint
-    begun = start.load is not None and not (is_model_folder(start.load) or is_adapter(start.load))
-    if begun and not start.override_opt_param_scheduler:
+def find_lr(config: FindLrConfig, stack: ExitStack) -> dict[str, Any]:
+    """The table of all short runs and the suggestion, as OUT/find-lr.json has them.
+
+    stack: ends with the search. UsageError, RunError: as `main`. KeyboardInterrupt: a signal stopped a short run, after
+    it was saved.
+    """
+    out = config.out
+    record = _resumed(config) or _begun(config)
+    if not record.runs:  # before a short run, whose folder without a record would be foreign
+        stack.callback(lambda: None if any(out.glob("lr-*")) else remove_file(out / RECORD))
+        _publish(out, asdict(record))
+    log.info("short runs around %.2g (%s), first of %d steps", record.guess, record.guess_from, record.rungs[0])
+    while (found := next_run(record.losses)) is not None:
+        _train(config, record, *found)
+        _publish(out, asdict(record))
+    suggestion = suggest(record.losses)
+    if suggestion is None:
+        low = record.rate(min(record.losses))
+        raise RunError(f"every rate diverged, down to {low:.2g}; look at the data and the student")
+    result = _result(config, record, suggestion)
+    _publish(out, result)
+    _draw(out, result)
+    return result
+
+
+def _resumed(config: FindLrConfig) -> _Record | None:
+    """The search in the folder, if there is one. UsageError: it has other options, or cannot be read."""
+    path = config.out / RECORD
+    if not path.exists():
+        return None
+    try:
+        found = read_json(path, _Record)
+        exponents, rungs = [int(name) for name in found.runs], [len(done) for done in found.runs.values()]
+        fits = len(found.rungs) == RUNGS and max(rungs, default=0) <= RUNGS and found.whole > 0
+        if not fits or any(abs(each) > REACH for each in exponents) or not 0 < found.guess < math.inf:
+            raise ValueError("it is not what find-lr writes")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {error}; name another --out") from None
+    changed = [
+        f"{flag(name)} was {found.options.get(section, {}).get(name)}"
+        for section, table in finite(deciding(config)).items()
+        for name, value in table.items()
+        if name != "rung_steps" and found.options.get(section, {}).get(name) != value
+    ]
+    changed += [f"--rung-steps was {found.rungs[0]}"] if found.rungs[0] != config.first_steps else []
+    if changed:
+        raise UsageError(f"--out {config.out} holds another search ({', '.join(changed)}); name another --out")
+    return found
+
+
+def _begun(config: FindLrConfig) -> _Record:
+    """A new search. UsageError: data, cache or student cannot be read."""
+    start, guess = config.checkpoint, config.optimizer.lr
+    run = start.load is not None and not is_model_folder(start.load) and not is_adapter(start.load)
+    if run and not start.override_opt_param_scheduler:
         raise UsageError(
             "--load keeps the rate of the loaded run; add --override-opt-param-scheduler to look for another"
         )
-    if path.exists():
-        try:
-            found = read_json(path, _Record)
-            known = {each for each in found.losses if abs(each) <= REACH}
-            fits = (
-                len(found.rungs) == RUNGS
-                and found.whole > 0
-                and all(len(done) <= RUNGS for done in found.runs.values())
-            )
-            if not (fits and 0 < found.guess < math.inf and known == {*map(int, found.runs)}):
-                raise ValueError("it is not what find-lr writes")
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{path}: {error}; name another --out") from None
-        changed = [
-            f"{flag(name)} was {was}"
-            for section, table in options.items()
-            for name, value in table.items()
-            if name != "rung_steps" and (was := found.options.get(section, {}).get(name)) != finite(value)
-        ]
-        changed += [f"--rung-steps was {found.rungs[0]}"] if found.rungs != _rungs(config) else []
-        if changed:
-            raise UsageError(f"--out {config.out} holds another search ({', '.join(changed)}); name another --out")
-        return found
-    student = student_spec(config)
+    student, source = student_spec(config), "--lr"
     packed = config.data.data is not None or config.cross_tokenizer  # by the first short run
-    sources = {} if packed else open_sources(config, config.cache)
-    facts = sources["train"].facts if sources else None
-    guess, source = own, "--lr"
+    train = None if packed else open_sources(config, config.cache)["train"]
     if isinstance(guess, str):
-        size, seq_len = (None, config.data.seq_len) if facts is None else (facts.vocab_size, facts.seq_len)
-        footprint = student_footprint(student, size, seq_len=min(seq_len, 64), mode="fp32")
-        parameters = student_parameters(student, size) if footprint is None else footprint.parameters
-        kind, row = table_rate(config, student, parameters)
-        guess = row.lr
-        source = f"{WORDS[kind]}, {short(parameters)} parameters"
-    known_length = bool(sources) or config.epochs is None
-    planned = total_steps(config, len(sources["train"]) if sources else 0) if known_length else None
-    whole = planned or USUAL_STEPS
-    return _Record(finite(options), guess, source, _rungs(config), whole, planned, None, {})
-
-
-def _rungs(config: FindLrConfig) -> list[int]:
-    return [config.first_steps * LONGER**rung for rung in range(RUNGS)]
-
-
-def _leave_nothing(out: Path) -> None:
-    """Remove the record of a search that did not begin, such as one of refused options."""
-    if not any(out.glob("lr-*")):
-        remove_file(out / RECORD)
+        guess, source = table_rate(config, student, None if train is None else train.facts.vocab_size)
+    known_length = train is not None or config.epochs is None
+    planned = total_steps(config, len(train) if train is not None else 0) if known_length else None
+    rungs = [config.first_steps * LONGER**rung for rung in range(RUNGS)]
+    return _Record(finite(deciding(config)), guess, source, rungs, planned or USUAL_STEPS, planned, None, {})
 
 
 def _train(config: FindLrConfig, record: _Record, exponent: int, rung: int) -> None:
     """Train a rate for as many steps as a rung has, and record its loss."""
     rate, steps = record.rate(exponent), record.rungs[rung]
     out, parts = config.out / f"lr-{rate:.4g}-{steps}", list[float]()
-    _share_tokens(config.out, out)
+    for name in ("data", "view"):
+        made = next((each for each in sorted(config.out.glob(f"lr-*/{name}")) if each.is_dir()), None)
+        if made is not None and not (out / name).exists():
+            with writing(out):
+                out.mkdir(exist_ok=True)
+                made.rename(out / name)
 
     def measure(run: Run, result: dict[str, Any]) -> None:
         parts.extend(_by_part(run))
@@ -269,13 +234,10 @@ def _by_part(run: Run) -> list[float]:
     count = min(len(source), trainer.validation_batches * micro)
     size = max(1, min(micro, count // 16))  # sixteen parts at least, if there are as many sequences
     whole = count if not source.facts.members else len(source)  # whose members stand one behind the other
-    student, found = trainer.student.eval(), list[float]()
-    for number in range(count // size):
-        start = number * whole // (count // size)
-        measured = validate(student, source, micro=size, batches=1, part=range(start, start + size))
-        if measured is not None and measured.tokens:
-            found.append(measured.cross_entropy / measured.tokens)
-    return found
+    starts = [number * whole // (count // size) for number in range(count // size)]
+    student = trainer.student.eval()
+    found = [validate(student, source, micro=size, batches=1, part=range(at, at + size)) for at in starts]
+    return [each.cross_entropy / each.tokens for each in found if each is not None and each.tokens]
 
 
 def short_run(config: FindLrConfig, out: Path, lr: float, steps: int, whole: int) -> DistillConfig:
@@ -297,27 +259,10 @@ def short_run(config: FindLrConfig, out: Path, lr: float, steps: int, whole: int
     return configured(DistillConfig, DistillConfig(**own), options)
 
 
-def _share_tokens(folder: Path, out: Path) -> None:
-    """Give a short run the packed text of another one, and its view, which are the same."""
-    for name, record in (("data", MANIFEST), ("data", VIEW), ("view", VIEW)):
-        made = next((each.parent for each in sorted(folder.glob(f"lr-*/{name}/{record}"))), None)
-        if made is None or (out / name).exists():
-            continue
-        with writing(out / name), hidden_folder(out / name) as hidden:
-            shutil.copytree(made, hidden, dirs_exist_ok=True, copy_function=_link)
-            swap_in(hidden, out / name, "find-lr.data")
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:  # a disk without links
-        shutil.copy2(source, target, follow_symlinks=False)
-
-
 def _result(config: FindLrConfig, record: _Record, found: Suggestion) -> dict[str, Any]:
     """The record of a search that is over."""
-    seconds = sum(each.seconds for rungs in record.runs.values() for each in rungs)
+    shorts = [(each, steps) for done in record.runs.values() for each, steps in zip(done, record.rungs, strict=False)]
+    trained = sum(steps for _, steps in shorts)
     behind = {f"{record.rate(each):.4g}": difference for each, difference in found.behind.items()}
     return {
         **asdict(record),
@@ -331,9 +276,9 @@ def _result(config: FindLrConfig, record: _Record, found: Suggestion) -> dict[st
             "behind": {name: {"nats": off, "standard_error": error} for name, (off, error) in behind.items()},
         },
         "cost": {
-            "steps": record.trained,
-            "share_of_the_run": record.trained / record.planned if record.planned else None,
-            "seconds": seconds,
+            "steps": trained,
+            "share_of_the_run": trained / record.planned if record.planned else None,
+            "seconds": sum(each.seconds for each, _ in shorts),
         },
         "out": str(config.out),
     }
@@ -350,30 +295,23 @@ def _draw(out: Path, result: dict[str, Any]) -> None:
         return
     from kdtrain.monitor import figures
 
-    rungs = {}
-    for rung, steps in enumerate(result["rungs"]):
-        points = [
-            (result["rates"][name], shorts[rung]["loss"])
-            for name, shorts in sorted(result["runs"].items(), key=lambda each: int(each[0]))
-            if len(shorts) > rung and shorts[rung]["loss"] is not None
-        ]
-        if points:
-            rungs[f"{steps:,} steps"] = points
-    suggestion = result["suggestion"]
+    suggestion, losses = result["suggestion"], [(result["rates"][name], done) for name, done in result["runs"].items()]
     made, [[axes]] = figures.figure(figures.COLUMN, 2.6, 1, 1)
     axes.axvspan(*suggestion["between"], color=figures.GREY, alpha=0.2, linewidth=0)
     axes.axvline(suggestion["lr"], color="#000000", linestyle=":", linewidth=1.2)
-    for (label, points), (color, marker, line) in zip(rungs.items(), [*figures.LOOKS, *figures.MORE], strict=False):
-        look: dict[str, Any] = {"marker": marker, "markersize": 4, "linestyle": line, "linewidth": 1.4}
-        axes.plot(*zip(*points, strict=True), color=color, label=label, **look)
     axes.set_xscale("log", base=2)
-    axes.set_xticks([rate for rate, _ in max(rungs.values(), key=len)])
+    for rung, (steps, (color, marker, line)) in enumerate(zip(result["rungs"], figures.LOOKS, strict=False)):
+        points = sorted((rate, done[rung]["loss"]) for rate, done in losses if len(done) > rung)
+        points = [point for point in points if point[1] is not None]
+        look: dict[str, Any] = {"marker": marker, "markersize": 4, "linestyle": line, "linewidth": 1.4}
+        axes.plot(*zip(*points, strict=True), color=color, label=f"{steps:,} steps", **look)
+    axes.set_xticks(sorted(rate for rate, done in losses if done[0]["loss"] is not None))
     axes.xaxis.set_major_formatter(lambda rate, _: f"{rate:.2g}")
     axes.tick_params(axis="x", rotation=45)
     title = f"Validation loss by rate: {suggestion['lr']:.2g} is suggested"
     figures.finish(axes, title, "peak learning rate", "nats a token")
     figures.small(axes)
-    with writing(out / FIGURE), published(out / FIGURE, "find-lr.figure") as path:
+    with published(out / FIGURE, "find-lr.figure") as path:
         figures.save(made, path, dpi=200, bbox_inches="tight", pad_inches=0.03)
 
 
@@ -385,10 +323,9 @@ def _page(out: Path, result: dict[str, Any]) -> Iterator[Any]:
     best = next(place for place, name in enumerate(names) if rates[name] == suggestion["best"])
     first = max(0, min(best - _SHOWN // 2, len(names) - _SHOWN))
     rows = []
-    for name in names[first : first + _SHOWN]:
+    for place, name in list(enumerate(names))[first : first + _SHOWN]:
         losses = ["diverged" if each["loss"] is None else f"{each['loss']:.4f}" for each in result["runs"][name]]
-        rate = f"{rates[name]:.2g}{' *' if rates[name] == suggestion['best'] else ''}"
-        rows.append([rate, *losses, *["-"] * (RUNGS - len(losses))])
+        rows.append([f"{rates[name]:.2g}{' *' * (place == best)}", *losses, *["-"] * (RUNGS - len(losses))])
     yield columns(("lr", *(f"{steps:,} steps" for steps in result["rungs"])), rows, left=("lr",))
     share = cost["share_of_the_run"]
     of_run = "" if share is None else f", {100 * share:.0f} % of the run's {result['planned']:,}"

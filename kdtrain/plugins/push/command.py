@@ -1,23 +1,46 @@
 """`kdtrain push`: all files go up before one commit names them, so that nobody ever reads half of a cache or a student.
 
 What the hub holds already, by its SHA-256, is not sent again: an upload that broke off resumes. Sent is what the format
-names and the digests vouch for, nothing else that lies in the folder.
+or the export's sealed record names and the digests vouch for, nothing else that lies in the folder.
 """
 
+import hashlib
 import logging
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any, TypedDict
 
-from kdtrain.errors import UsageError
-from kdtrain.files import refuse_links
+from kdtrain.cache.build.card import CARD
+from kdtrain.cache.format import names as cache_format
+from kdtrain.errors import UsageError, printable
+from kdtrain.files import (
+    MEDIUM,
+    file_digest,
+    files_below,
+    parse_json,
+    read_json,
+    read_sealed,
+    refuse_links,
+    typed,
+)
+from kdtrain.models.export import ORIGIN, is_export
+from kdtrain.models.spec import ADAPTER_CONFIG, is_hub_id
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.net.address import Address, parse_address
-from kdtrain.plugins.push import cache
+from kdtrain.net.hub import LOGIN, api, ask, fetch_file
+from kdtrain.plugins.push.cache import Upload, plan_cache
 from kdtrain.plugins.push.options import PushConfig
-from kdtrain.plugins.push.repository import Repository, make_repository, send
+from kdtrain.run.path_kind import is_run
 from kdtrain.tables import show
 
 log = logging.getLogger("kdtrain")
+
+
+class _Origin(TypedDict):
+    """What the record of an export states of its files."""
+
+    files: dict[str, str]
 
 
 def main(config: PushConfig) -> int:
@@ -26,30 +49,101 @@ def main(config: PushConfig) -> int:
     UsageError: it is damaged, unfinished or neither cache nor student, the address is none on the hub or holds
     something else, or no permission. RunError: the hub does not answer.
     """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, get_token
+
     setup_logging()
-    address = parse_address(config.to)
+    folder, address = config.path, parse_address(config.to)
     if address is None or address.repository is None or address.revision != "main":
         raise UsageError(f"{config.to}: it is no repository on the hub; give hf:ORG/NAME")
-    if parse_address(config.path) is not None:
-        raise UsageError(f"{config.path} is not a folder; push publishes the folder in which it was built")
-    if not config.path.is_dir():
-        raise UsageError(f"{config.path}: there is no such folder; name a cache, a run or an export")
-    if cache.is_one(config.path):
-        folder, kind, plan = config.path, "dataset", cache.plan
+    if parse_address(folder) is not None:
+        raise UsageError(f"{folder} is not a folder; push publishes the folder in which it was built")
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: there is no such folder; name a cache, a run or an export")
+    name, kind = address.repository, "dataset"
+    caches = (cache_format.MANIFEST, cache_format.SETTINGS, cache_format.SHARDS)
+    if any((folder / each).exists() for each in caches):
         config.refuse_missing()
     else:
-        from kdtrain.plugins.push import model  # with torch
-
-        folder, kind, plan = model.folder_of(config.path), "model", model.plan
+        folder, kind, address = _export_in(folder), "model", Address(f"hf:{name}", name)
         if any(config.licenses.values()):
             raise UsageError("a student's licence is kdtrain export --license; leave the licences of a cache out")
-        address = Address(f"hf:{address.repository}", address.repository)
     refuse_links(folder)
-    url, names = make_repository(address, kind, config.private)  # before minutes go into digests
+    hub = api()
+    if get_token() is None:
+        raise UsageError(f"{address}: no token for the hub; {LOGIN}")
+    # before minutes go into digests
+    url = ask(address, lambda: hub.create_repo(name, repo_type=kind, private=config.private or None, exist_ok=True))
+    info: Any = ask(address, lambda: hub.repo_info(name, repo_type=kind))
+    if config.private and not info.private:
+        raise UsageError(f"{address} is public; leave --private out, or make it private on the hub first")
+    names = {each.rfilename for each in info.siblings or ()}
+
+    def there(file: str) -> bytes | None:
+        return fetch_file(address, file, most=MEDIUM, kind=kind).read_bytes() if file in names else None
+
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as beside:
-        upload = plan(config, folder, Repository(address, kind, names), Path(beside))
-        log.info("uploading %d files of %s to %s", len(upload.files), folder, address)
-        commit = send(address, kind, upload)
-    result = {**upload.result, "to": str(address), "url": url, "commit": commit}
+        if kind == "dataset":
+            upload = plan_cache(config, folder, address, there(cache_format.MANIFEST), Path(beside))
+        else:
+            upload = _plan_student(folder, address, there(ORIGIN), names)
+        files = dict(upload.files)
+        if (card := there(CARD)) is not None and not upload.owns(card):
+            log.warning("%s has a %s that kdtrain did not write; it stays as it is", address, CARD)
+            del files[CARD]
+        log.info("uploading %d files of %s to %s", len(files), folder, address)
+        changes: list[Any] = [CommitOperationAdd(file, str(path)) for file, path in files.items()]
+        changes += [CommitOperationDelete(file) for file in sorted(upload.remove)]
+        commit = ask(address, lambda: hub.create_commit(name, changes, repo_type=kind, commit_message=upload.message))
+    result = {**upload.result, "to": str(address), "url": str(url), "commit": str(commit.oid)}
     show(f"pushed {folder}", result, config.json)
     return 0
+
+
+def _export_in(path: Path) -> Path:
+    """The export in a folder, or that of a run. UsageError: there is none."""
+    for folder in (path, path / "student"):
+        if is_export(folder):
+            return folder
+    if is_run(path):
+        raise UsageError(f"{path} has no exported student; run kdtrain export {path} --out {path / 'student'}")
+    raise UsageError(f"{path} holds neither a cache nor an exported student; name a cache, a run or an export")
+
+
+def _plan_student(folder: Path, address: Address, there: bytes | None, names: Collection[str]) -> Upload:
+    """What is published of a student. Files of an earlier export that this one lacks are taken out.
+
+    there: the record of the export in the repository. names: the files in it.
+
+    UsageError: a file was changed, nobody else has the base of the adapters, or the repository holds something else.
+    """
+    record = typed(read_sealed(folder / ORIGIN), dict[str, Any])
+    files = typed(record, _Origin)["files"]
+    below = files_below(folder)
+    for name, stated in files.items():
+        if name not in below or (name != CARD and file_digest(below[name]) != stated):  # a card may be edited
+            raise UsageError(f"{folder / printable(name)} is not as it was exported; export the student again")
+    if (folder / ADAPTER_CONFIG).is_file():
+        base = read_json(folder / ADAPTER_CONFIG, dict[str, Any], MEDIUM).get("base_model_name_or_path")
+        if not isinstance(base, str) or not is_hub_id(base) or Path(base).exists():
+            raise UsageError(
+                f"nobody else has {printable(str(base))}, the base of these adapters; publish that, and name it with "
+                "kdtrain export --base ORG/NAME"
+            )
+    ours = dict[str, str]()
+    if there is not None:
+        try:
+            ours = typed(parse_json(there.decode()), _Origin)["files"]
+        except ValueError as error:
+            raise UsageError(f"{address}: {ORIGIN} there is not what kdtrain writes ({error})") from None
+    elif other := sorted({*names} - {".gitattributes", CARD}):
+        raise UsageError(
+            f"{address} holds {printable(other[0])}, which kdtrain did not publish; name another repository, "
+            "which push makes if it is missing"
+        )
+    return Upload(
+        {name: folder / name for name in (*files, ORIGIN)},
+        f"Step {record['step']:,} by kdtrain" if isinstance(record.get("step"), int) else "By kdtrain",
+        {"student": str(folder)},
+        lambda card: hashlib.sha256(card).hexdigest() == ours.get(CARD),
+        (ours.keys() & {*names}) - {CARD, *files, ORIGIN},
+    )

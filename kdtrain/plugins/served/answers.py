@@ -11,22 +11,30 @@ this prompt, at this place.
 
 A server with kdtrain's plugin gives samples instead (`Sampled`), and a receipt at each position.
 
-What it gives up: entries with equal log p have no order of their own; the server's rank decides, then the id.
+A server that writes text returns the ids that it drew (`return_token_ids`), the end token among them, and for each the
+most likely entries of the model's own distribution, in the form of `prompt_logprobs`. Every setting that changes what
+is drawn is sent, because a server takes others from the model's `generation_config.json`. Samples are given of prompts
+only: there the text is scored by a second request.
+
+What it gives up: entries with equal log p have no order of their own; the server's rank decides, then the id. A server
+draws and rounds by what it has to do at the same time: text that is requested again may be another one.
 
 Shapes: n positions of a prompt of n + 1 tokens, T positions of a row, K entries.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from kdtrain.cache.format.codec import CodecSpec, keep
+from kdtrain.cache.format.codec import CodecSpec, keep, uniforms
 from kdtrain.cache.format.compression import Arrays
+from kdtrain.errors import RunError
 from kdtrain.plugins.served.engine_samples import SampleRequest, read_samples
+from kdtrain.teaching.writing import Writing
 
 ABOVE_ZERO = 1e-3
 """Nats by which rounding may lift a log-probability above 0."""
@@ -54,6 +62,21 @@ Lists = Sequence[dict[int, Entry] | None]
 """`prompt_logprobs` of one prompt: a table for each token but the first."""
 
 
+class WrittenEntries(msgspec.Struct):
+    """Log-probabilities of the generated tokens, by `token_id:ID`."""
+
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class Choice(msgspec.Struct):
+    """The answer to one prompt."""
+
+    prompt_logprobs: list[dict[int, Entry] | None] | None = None
+    token_ids: list[int] | None = None
+    logprobs: WrittenEntries | None = None
+    finish_reason: str | None = None
+
+
 @dataclass(frozen=True)
 class Span:
     """Some tokens of a row, as one prompt."""
@@ -65,6 +88,10 @@ class Span:
     """The position of the row at which it begins."""
     tokens: list[int]
     """n + 1 ids; tokens[i + 1] is the label of the position start + i."""
+    room: int = 0
+    """Tokens that the server may write behind it."""
+    written: int = 0
+    """Of its tokens, how many the server wrote: only these are kept."""
 
     def __len__(self) -> int:
         """Its positions, n."""
@@ -125,8 +152,7 @@ class Sampled(Answers):
         ids_nD = np.full((number, self.codec.num_samples), self.codec.absent, self.codec.id_dtype)
         counts_nD = np.zeros(ids_nD.shape, np.uint8)
         ids_nD[:, 0], counts_nD[:, 0] = 0, self.codec.num_samples
-        zeros = dict.fromkeys(("label_logprob", "logit_mean", "logit_std"), np.zeros(number, np.float32))
-        numbers = {name: values.copy() for name, values in zeros.items()}
+        numbers = {name: np.zeros(number, np.float32) for name in ("label_logprob", "logit_mean", "logit_std")}
         logprobs_nD = np.where(counts_nD > 0, 0.0, np.nan).astype(np.float32)
         numbers |= {"tail": np.zeros((number, 2), np.float32), "logprobs": logprobs_nD}
         return {**numbers, "ids": ids_nD, "counts": counts_nD}
@@ -138,12 +164,72 @@ class Sampled(Answers):
 
     def _request(self, span: Span) -> SampleRequest:
         return SampleRequest(
-            number=self.codec.num_samples,
-            seed=self.seed,
-            split=span.split,
-            row=span.row,
-            first=span.start,
+            number=self.codec.num_samples, seed=self.seed, split=span.split, row=span.row, first=span.start
         )
+
+
+def answers_of(codec: CodecSpec, seed: int = 0) -> Answers:
+    """How the distributions of a cache are requested."""
+    return (Sampled if codec.num_samples else Answers)(codec, seed)
+
+
+def text_parameters(prompt: Span, answers: Answers, how: Writing) -> dict[str, Any]:
+    """What a request to continue a prompt has besides the model and the prompt."""
+    return {
+        **({} if answers.codec.num_samples else {"logprobs": answers.codec.top_k}),
+        "max_tokens": prompt.room,
+        "temperature": how.temperature,
+        "top_p": how.top_p,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": int(uniforms("text", how.seed, prompt.split, prompt.row, 1)[0]) >> 1,
+        "stop_token_ids": list(how.end_tokens),
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def read_text(prompt: Span, answers: Answers, how: Writing, choice: Choice) -> tuple[Span, Arrays | None]:
+    """A prompt with the text of an answer, and what a cache keeps of the text; None: the server must score it.
+
+    Wrong: it cannot be what was requested. RunError: it ends with an end token that is not known here.
+    """
+    ids, ends = choice.token_ids or [], how.end_tokens
+    if not ids:
+        raise Wrong("no token_ids: it is not vLLM, or a version that does not return them")
+    if min(ids) < 0 or max(ids) >= answers.codec.vocab_size:
+        raise Wrong(f"a text with the id {max(ids)}, beyond the teacher's vocabulary of {answers.codec.vocab_size}")
+    ended = ids[-1] in ends
+    if choice.finish_reason == "stop" and not ended:  # it would write the same again
+        raise RunError(
+            f"{prompt}: the server ends a text at {ids[-1]}, and the local files of the teacher say {ends}; add it to "
+            "eos_token_id in generation_config.json beside the tokenizer, or name a tokenizer that has it"
+        )
+    if choice.finish_reason != ("stop" if ended else "length"):
+        reason = str(choice.finish_reason)[:40]
+        raise Wrong(f"finish_reason {reason} of a text whose last token is {ids[-1]}, where {ends} end it")
+    if len(ids) > prompt.room or (not ended and len(ids) < prompt.room) or set(ids[:-1]) & set(ends):
+        raise Wrong(f"a text of {len(ids)} tokens, where {prompt.room} or an end token were asked for")
+    whole = replace(prompt, tokens=[*prompt.tokens, *ids], room=0, written=len(ids))
+    if answers.codec.num_samples:
+        return whole, None
+    tables = (None if choice.logprobs is None else choice.logprobs.top_logprobs) or []
+    if len(tables) != len(ids):
+        raise Wrong(f"logprobs of {len(tables)} tokens, {len(ids)} were written")
+    last = replace(whole, tokens=[prompt.tokens[-1], *ids])
+    return whole, answers.read(last, [None, *map(_table, tables)])
+
+
+def _table(found: Mapping[str, float] | None) -> dict[int, Entry] | None:
+    if found is None:
+        return None
+    ids = [each.removeprefix("token_id:") for each in found]
+    if any(not each.isascii() or not each.isdecimal() or len(each) > 10 for each in ids):
+        raise Wrong("entries that are not named by their ids")
+    return {int(each): Entry(value) for each, value in zip(ids, found.values(), strict=True)}
 
 
 class Top(NamedTuple):
@@ -230,16 +316,3 @@ def spans_of(split: str, row: int, tokens: np.ndarray, counted: np.ndarray, segm
         if len(labels):
             spans.append(Span(split, row, start, tokens[start : start + int(labels[-1]) + 2].tolist()))
     return spans
-
-
-def placed(blank: Arrays, parts: Mapping[int, Arrays]) -> Arrays:
-    """The arrays [T, ...] of a row: `blank`, and what was read of its spans, by the position of each."""
-    for start, arrays in parts.items():
-        for name, values in arrays.items():
-            blank[name][start : start + len(values)] = values
-    return blank
-
-
-def answers_of(codec: CodecSpec, seed: int) -> Answers:
-    """How the distributions of a cache are requested."""
-    return (Sampled if codec.num_samples else Answers)(codec, seed)

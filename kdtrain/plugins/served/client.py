@@ -18,31 +18,27 @@ memory, up to 500 bytes an entry.
 import html
 import itertools
 import os
-import queue
 import random
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
+import requests
 
 from kdtrain.errors import RunError, UsageError, printable, shown_address
 from kdtrain.monitor.progress import log
 from kdtrain.net.address import ALLOW_HTTP, is_inside
-from kdtrain.plugins.served.answers import Entry, Wrong
+from kdtrain.net.request import LATER, Passing, Session, body, reason, retry_after
+from kdtrain.plugins.served.answers import Choice, Wrong
 from kdtrain.plugins.served.options import KEY, api_url
-
-if TYPE_CHECKING:
-    import requests
-
-    from kdtrain.net.request import Session
 
 T = TypeVar("T")
 
@@ -61,8 +57,6 @@ _SHORT = 5
 _jitter = random.Random()  # not the generator of a run that trains meanwhile
 _WORDS = 400
 """Characters of a server's words that are shown."""
-_LATE = "the answer takes too long"
-_HTML = "a page of HTML"
 
 
 class Refused(Exception):
@@ -73,35 +67,12 @@ class Refused(Exception):
         self.code, self.words = code, words
 
 
-class _Passing(Exception):
-    """A failure that may pass. wait: seconds that the server asks for. away: it may come back as another."""
-
-    def __init__(self, text: str, wait: float | None = None, *, away: bool = True) -> None:
-        super().__init__(quoted(text))
-        self.wait, self.away = wait, away
-
-
 class Unanswered(RunError):
     """No server answered any of the attempts. problem: without what to do."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}; what is here stays: run the same command again")
         self.problem = problem
-
-
-class WrittenEntries(msgspec.Struct):
-    """Log-probabilities of the generated tokens, by `token_id:ID`."""
-
-    top_logprobs: list[dict[str, float] | None] | None = None
-
-
-class Choice(msgspec.Struct):
-    """The answer to one prompt."""
-
-    prompt_logprobs: list[dict[int, Entry] | None] | None = None
-    token_ids: list[int] | None = None
-    logprobs: WrittenEntries | None = None
-    finish_reason: str | None = None
 
 
 class Usage(msgspec.Struct):
@@ -139,19 +110,12 @@ class Host:
     rests_until: float = 0.0
     doubted: bool = False
     """It was away, and may be another one now."""
-    answered: bool = False
-    """It has answered since it was last looked at."""
-    scores: bool = False
-    """It has given prompt_logprobs."""
+    build: str | None = None
+    """What it calls itself in its answers (`system_fingerprint`)."""
     checking: threading.Lock = field(default_factory=threading.Lock)
 
     def __str__(self) -> str:
         return self.url
-
-    @property
-    def root(self) -> str:
-        """Where its other endpoints are: /tokenize, /version."""
-        return self.url.removesuffix("/v1")
 
 
 class Client:
@@ -165,14 +129,15 @@ class Client:
     def __init__(self, urls: Iterable[str], *, concurrency: int, timeout: float, patience: float) -> None:
         self.hosts = [Host(api_url(url)) for url in urls]
         self.concurrency, self.timeout, self.patience = concurrency, timeout, patience
-        self.verify: Callable[[Host], None] = lambda _: None
+        self.verify: Callable[[Host], object] = lambda _: None
         """Raises an error if a server that was away is not what it was."""
-        self._key = _key()
+        self.scores = False
+        """The servers have given prompt_logprobs; without them one is refused at once."""
         self.salted = True
         """Each request has a `cache_salt` of its own."""
         self._salt, self._salts = os.urandom(8).hex(), itertools.count()
-        self._lock, self._thread = threading.Lock(), threading.local()
-        self._sessions: queue.SimpleQueue[Session] = queue.SimpleQueue()
+        self._lock, self._thread, self._ended = threading.Lock(), threading.local(), threading.Event()
+        self._key = _key()
         for url in (host.url for host in self.hosts if self._key):
             # the key would go over a network that is not private, where anybody on the way can read it
             if urlsplit(url).scheme == "http" and not is_inside(url) and os.environ.get(ALLOW_HTTP) != "1":
@@ -183,14 +148,10 @@ class Client:
 
     def get(self, host: Host, url: str, kind: type[T], tries: int = WRONG) -> T:
         """A small record. Refused: by the server. RunError: it does not answer, or `tries` times not with a `kind`."""
-        return self.ask(lambda host: _typed(self._exchange(host, "GET", url, None, SMALL), kind), host, tries)
+        return self._ask(lambda host: _typed(self._exchange(host, url, None, SMALL), kind), host, tries)[0]
 
-    def post(self, host: Host, url: str, body: dict[str, Any], kind: type[T]) -> T:
-        """As `get`, for a small record that needs a request."""
-        return self.ask(lambda host: _typed(self._exchange(host, "POST", url, body, SMALL), kind), host)
-
-    def complete(self, body: dict[str, Any], read: Callable[[Completion], T], host: Host | None = None) -> T:
-        """What `read` makes of the answer of a server to a prompt.
+    def complete(self, body: dict[str, Any], read: Callable[[Choice], T], host: Host | None = None) -> tuple[T, Host]:
+        """What `read` makes of the answer of a server to a prompt, and the server.
 
         read: raises `Wrong` for an answer that cannot be right. host: which server; None: one that is free.
 
@@ -203,11 +164,7 @@ class Client:
         def once(at: Host) -> T:
             # a second try would find what the first one left in the cache of prompts
             sent = {**body, "cache_salt": f"{self._salt}-{next(self._salts)}"} if self.salted else body
-            answer = _typed(self._exchange(at, "POST", f"{at.url}/completions", sent, most), Completion)
-            if "prompt_logprobs" in body and not at.scores:
-                if all(each.prompt_logprobs is None for each in answer.choices):
-                    raise Refused(0, "an answer without prompt_logprobs")
-                at.scores = True
+            answer = _typed(self._exchange(at, f"{at.url}/completions", sent, most), Completion)
             if answer.model != body["model"]:
                 raise Wrong(f"an answer of the model {quoted(answer.model, 100)}")
             counted = None if answer.usage is None else answer.usage.prompt_tokens
@@ -216,17 +173,18 @@ class Client:
             if len(answer.choices) != 1:
                 raise Wrong(f"{len(answer.choices)} answers instead of one")
             found = answer.choices[0].prompt_logprobs
-            if "prompt_logprobs" not in body:
-                return read(answer)
-            if found is None:
+            if "prompt_logprobs" in body and found is None:
+                if not self.scores:
+                    raise Refused(0, "an answer without prompt_logprobs")
                 raise Wrong("no prompt_logprobs, which it gave before")
-            if len(found) != len(prompt):
+            if found is not None and len(found) != len(prompt):
                 raise Wrong(f"prompt_logprobs of {len(found)} tokens, {len(prompt)} were sent")
-            return read(answer)
+            at.build = answer.system_fingerprint
+            return read(answer.choices[0])
 
-        return self.ask(once, host)
+        return self._ask(once, host)
 
-    def ask(self, once: Callable[[Host], T], host: Host | None = None, tries: int = WRONG) -> T:
+    def _ask(self, once: Callable[[Host], T], host: Host | None, tries: int = WRONG) -> tuple[T, Host]:
         """Call `once` with a server until it returns, or its answers were wrong `tries` times."""
         wrong, began = 0, None
         while True:
@@ -236,15 +194,13 @@ class Client:
                 if at.doubted and host is None:
                     self._recognise(at)
                 at.failures = 0
-                at.answered = at.answered or host is None
-                self._thread.host = at
-                return found
+                return found, at
             except Wrong as problem:
                 wrong, words = wrong + 1, quoted(str(problem))
                 if wrong >= tries:
                     raise RunError(f"{at} answers with {words}; tried {wrong} times") from None
-                self._rest(at, _Passing(f"it answers with {words}", _WRONG_WAIT * (wrong - 1), away=False))
-            except _Passing as problem:
+                self._rest(at, Passing(f"it answers with {words}", _WRONG_WAIT * (wrong - 1)))
+            except Passing as problem:
                 now = time.monotonic()
                 began = now if began is None else began
                 wait = self._rest(at, problem)
@@ -254,25 +210,13 @@ class Client:
                 with self._lock:
                     at.busy -= 1
 
-    @property
-    def last(self) -> Host:
-        """The server that answered this thread's last request."""
-        host: Host = self._thread.host
-        return host
-
     @contextmanager
-    def working(self, jobs: Iterable[tuple[Hashable, Callable[[], Any]]]) -> Iterator[dict[Hashable, "Future[Any]"]]:
-        """Do the jobs, in order, as many at once as `concurrency`; their results by key. The first error is all's."""
-        futures: dict[Hashable, Future[Any]] = {}
-        waiting = deque[tuple[Future[Any], Callable[[], Any]]]()
-        for key, job in jobs:
-            futures[key] = Future()
-            waiting.append((futures[key], job))
-        broken: list[BaseException] = []
-        stop = threading.Event()
+    def working(self, jobs: Iterable[Callable[[], T]]) -> Iterator[list["Future[T]"]]:
+        """Do the jobs, in order, as many at once as `concurrency`. The first error is all's, and the last request."""
+        waiting = deque((Future[T](), job) for job in jobs)
+        futures, broken = [future for future, _ in waiting], list[BaseException]()
 
         def work() -> None:
-            self._thread.stop = stop
             with suppress(IndexError):
                 while True:
                     future, job = waiting.popleft()
@@ -282,7 +226,8 @@ class Client:
                         future.set_result(job())
                     except BaseException as error:
                         broken.append(error)
-                        future.set_exception(error)
+                        future.set_exception(broken[0])
+                        self._ended.set()
 
         for number in range(min(self.concurrency, len(waiting))):
             # a daemon: a server that does not answer keeps no process alive
@@ -290,27 +235,21 @@ class Client:
         try:
             yield futures
         finally:
+            if not all(future.done() for future in futures):
+                self._ended.set()
             waiting.clear()
-            stop.set()
 
     def _take(self, wanted: Host | None) -> Host:
         """The server of the next request, when its rest is over."""
-        while True:
-            with self._lock:
-                now = time.monotonic()
-                rested = [each for each in ([wanted] if wanted else self.hosts) if each.rests_until <= now]
-                if rested:
-                    best = min(rested, key=lambda each: each.busy)
-                    best.busy += 1
-                    return best
-                until = min(each.rests_until for each in ([wanted] if wanted else self.hosts))
-            stop: threading.Event | None = getattr(self._thread, "stop", None)
-            if stop is None:
-                time.sleep(max(0.0, until - now))
-            elif stop.wait(max(0.0, until - now)):
-                raise RunError("the answer is not wanted any more")
+        with self._lock:
+            now = time.monotonic()
+            best = wanted or min(self.hosts, key=lambda each: (max(now, each.rests_until), each.busy))
+            best.busy += 1
+        if self._ended.wait(max(0.0, best.rests_until - now)):
+            raise RunError("the answer is not wanted any more")
+        return best
 
-    def _rest(self, host: Host, problem: _Passing) -> float:
+    def _rest(self, host: Host, problem: Passing) -> float:
         """Let a server rest after a failure; the seconds of it."""
         with self._lock:
             now = time.monotonic()
@@ -320,7 +259,6 @@ class Client:
                 wait = min(longest, FIRST_WAIT * 2 ** min(host.failures - 1, 20)) * _jitter.uniform(0.5, 1)
                 host.rests_until = now + max(wait, min(problem.wait or 0.0, self.patience))
                 log.info("%s: %s; asking again in %.1f s", host, problem, host.rests_until - now)
-            host.doubted = host.doubted or problem.away
             return max(0.0, host.rests_until - now)
 
     def _recognise(self, host: Host) -> None:
@@ -331,61 +269,49 @@ class Client:
                 except Unanswered as problem:
                     if len(self.hosts) == 1:
                         raise
-                    raise _Passing(str(problem)) from None
+                    raise Passing(str(problem)) from None
                 host.doubted = False
 
-    def _exchange(self, host: Host, method: str, url: str, content: dict[str, Any] | None, most: int) -> bytes:
-        """The body of an answer with code 200. _Passing, Refused: there is none."""
-        import requests
-
-        from kdtrain.net.request import LATER, reason, retry_after
-
-        session = self._session(url)
+    def _exchange(self, host: Host, url: str, content: dict[str, Any] | None, most: int) -> bytes:
+        """The body of an answer with code 200. Passing, Refused: there is none."""
+        session, self._thread.session = getattr(self._thread, "session", None) or Session(), None
+        session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
+        # Proxies of the environment reach no host inside, and through http they would read the key.
+        session.trust_env = not is_inside(url) and (self._key is None or urlsplit(url).scheme == "https")
         session.until = time.monotonic() + self.timeout
         try:
             with session.request(
-                method,
+                "GET" if content is None else "POST",
                 url,
                 data=None if content is None else msgspec.json.encode(content),
-                headers={"Content-Type": "application/json"},
+                headers={"Content-Type": "application/json"}
+                | ({} if self._key is None else {"Authorization": f"Bearer {self._key}"}),
                 timeout=(CONNECT, self.timeout),
             ) as answer:
                 if answer.is_redirect:
                     target = shown_address(quoted(answer.headers.get("Location", "")))
                     raise Refused(answer.status_code, f"it redirects to {target}, which is not followed")
-                found = _body(answer, most)
-                code, wait = answer.status_code, retry_after(answer)
+                code, wait, found = answer.status_code, retry_after(answer), bytearray()
+                for piece in body(answer):
+                    found += piece
+                    if len(found) > most and code == 200:
+                        raise Wrong(f"more than {most:,} bytes")
+                    if len(found) > most:
+                        break
         except (requests.RequestException, requests.exceptions.BaseHTTPError) as error:
             words, kind = reason(error)
             if kind == "final":
                 raise Refused(0, words) from None
-            raise _Passing(_LATE if time.monotonic() >= session.until else words) from None
-        except UsageError:
-            raise
-        except ValueError as error:  # its text may quote the key
-            raise Refused(0, f"the request cannot be sent ({type(error).__name__})") from None
-        self._sessions.put(session)  # one that failed is not used again
+            host.doubted = True
+            raise Passing("the answer takes too long" if time.monotonic() >= session.until else words) from None
+        self._thread.session = session  # one that failed is not used again
         if code == 200:
-            return found
-        words = quoted(_words_of(found)) or "nothing more"
+            return bytes(found)
+        words = quoted(_words_of(bytes(found))) or "nothing more"
         if code in LATER or code >= 500:
-            raise _Passing(f"it answers {code}: {words}", wait, away=code != 429)
+            host.doubted = host.doubted or code != 429
+            raise Passing(f"it answers {code}: {words}", wait)
         raise Refused(code, words)
-
-    def _session(self, url: str) -> "Session":
-        try:
-            session = self._sessions.get_nowait()
-        except queue.Empty:
-            from kdtrain.net.request import Session
-
-            session, key = Session(), self._key
-            session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
-
-            if key is not None:
-                session.headers["Authorization"] = f"Bearer {key}"
-        # Proxies of the environment reach no host inside, and through http they would read the key.
-        session.trust_env = not is_inside(url) and (self._key is None or urlsplit(url).scheme == "https")
-        return session
 
 
 def _key() -> str | None:
@@ -408,30 +334,12 @@ def quoted(text: str, most: int = _WORDS) -> str:
     return printable(" ".join(text.split()))[:most]
 
 
-def _body(answer: "requests.Response", most: int) -> bytes:
-    """At most `most` bytes; of an error `SMALL`, and no more is read."""
-    from kdtrain.net.request import body
-
-    content, failed = bytearray(), answer.status_code != 200
-    if (packed := answer.headers.get("Content-Encoding", "").lower()) not in ("", "identity"):
-        if failed:
-            return b""
-        raise Wrong(f"a body that is packed ({quoted(packed, 40)}), which was not requested")
-    for piece in body(answer):
-        content += piece
-        if failed and len(content) > SMALL:
-            break
-        if len(content) > most:
-            raise Wrong(f"more than {most:,} bytes")
-    return bytes(content)
-
-
 def _typed(content: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        words = quoted(str(error)).replace("`", "")
-        raise Wrong(f"what is not the requested JSON ({_HTML if _is_page(content) else words})") from None
+        words = _words_of(content) if _is_page(content) else quoted(str(error)).replace("`", "")
+        raise Wrong(f"what is not the requested JSON ({words})") from None
 
 
 def _words_of(content: bytes) -> str:
@@ -439,7 +347,7 @@ def _words_of(content: bytes) -> str:
     with suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         found = msgspec.json.decode(content, type=_Error).error
         return found if isinstance(found, str) else found.message
-    return _HTML if _is_page(content) else content[:SMALL].decode("utf-8", "replace")
+    return "a page of HTML" if _is_page(content) else content[:SMALL].decode("utf-8", "replace")
 
 
 def _is_page(content: bytes) -> bool:

@@ -10,7 +10,7 @@ What it gives up: a change that moves the probes by less than the noise is not s
 Shapes: n tokens of a probe but the first, K = `TOP` entries.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -97,9 +97,3 @@ class Fingerprint:
 def farthest(some: Sequence[Probe], others: Sequence[Probe]) -> float:
     """The largest distance between answers to the same probes, in nats."""
     return max(apart(one, other) for one, other in zip(some, others, strict=True))
-
-
-def probe_tokens(tokenize: Callable[[str], list[int]], longest: int | None) -> list[list[int]]:
-    """The ids of the probes. longest: tokens that the server takes with the one that it must write, if it is known."""
-    length = min(LENGTH, LENGTH if longest is None else longest - 1)
-    return [tokenize(text)[:length] for text in TEXTS]

@@ -8,14 +8,14 @@ log p           they are the model's own: they do not change with a temperature 
 its own text    where it writes: its numbers of each token are those of the same prompt, whatever the temperature
 the same again  a prompt that was sent before, and one with its beginning, gives the same numbers: cached prompts have
                 given stale ones (vLLM #42019, #42245). Each request has a `cache_salt` of its own as well
-the tokenizer   text becomes the same ids there, and the ids that it returns read as the same text here
+the tokenizer   the ids that it returns read as the same text here; ids are sent, never text
 BOS             the server adds no token: it answers about as many as were sent
 """
 
 import os
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from transformers import PreTrainedTokenizerFast
@@ -24,12 +24,13 @@ from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.monitor.progress import log
-from kdtrain.plugins.served.answers import Answers, Span, Top, read_top
-from kdtrain.plugins.served.client import Client, Completion, Host, Refused, Unanswered, quoted
-from kdtrain.plugins.served.fingerprint import LOUD, TEXTS, TOP, UNSTEADY, Fingerprint, Probe, farthest, probe_tokens
+from kdtrain.plugins.served.answers import Answers, Choice, Span, read_text, read_top, text_parameters
+from kdtrain.plugins.served.client import Client, Host, Refused, Unanswered, quoted
+from kdtrain.plugins.served.fingerprint import LENGTH, LOUD, TEXTS, TOP, UNSTEADY, Fingerprint, Probe, farthest
 from kdtrain.plugins.served.options import KEY
-from kdtrain.plugins.served.written import Prompt, Text
 from kdtrain.teaching.writing import Writing
+
+T = TypeVar("T")
 
 _LONGEST_NAME = 200
 _SILENT = 10.0
@@ -67,34 +68,36 @@ class _Version(msgspec.Struct):
     version: str
 
 
-class _Tokens(msgspec.Struct):
-    tokens: list[int]
-
-
-@dataclass
+@dataclass(kw_only=True)
 class Preflight:
-    """Looks at servers of one teacher.
-
-    Args:
-        names: what the model may be called there, the first one that is served counts. named: by the user.
-        entries: requested at each position. length: tokens of a row, T + 1.
-        tokenizer: the local one. vocab_size: the teacher's. samples: how they are requested, instead of entries.
-        tolerance: --server-tolerance. again: the servers have answered before, and are waited for.
-        writing: how they write text.
-    """
+    """Looks at servers of one teacher, and requests of them what it found there."""
 
     client: Client
     names: list[str]
+    """What the model may be called there; the first one that is served counts."""
     named: bool
-    entries: int
+    """By the user."""
+    answers: Answers
+    """What is requested of each position."""
     length: int
+    """Tokens of a row, T + 1."""
     tokenizer: PreTrainedTokenizerFast
-    vocab_size: int
-    samples: Answers | None = None
+    """The local one."""
+    tolerance: float | None
+    """Nats (--server-tolerance)."""
+    again: bool
+    """The servers have answered before, and are waited for."""
+    writing: Writing | None
+    """How they write text."""
     model: str = ""
-    tolerance: float | None = None
-    again: bool = False
-    writing: Writing | None = None
+
+    def __post_init__(self) -> None:
+        self.known: Fingerprint | None = None
+        """Of the teacher, once it is known."""
+        self.allowed = 0.0
+        """Nats by which answers to the probes may differ from it."""
+        self._entries = self.answers.codec.top_k or TOP
+        self._texts: dict[int, str] = {}
 
     def look(self) -> tuple[dict[str, Any], Fingerprint]:
         """What the servers tell of themselves, and the fingerprint of the first; all others have the same.
@@ -105,74 +108,122 @@ class Preflight:
         facts, found = self._look_at(first)
         for host in others:
             reported, other = self._look_at(host)
-            noise = max(found.noise, other.noise)
-            found = Fingerprint(found.tokens, found.ids, found.logprobs, noise)
-            if (distance := found.distance(other.probes)) > found.allowed(self.tolerance):
+            found = replace(found, noise=max(found.noise, other.noise))
+            if (distance := found.distance(other.probes)) > (allowed := found.allowed(self.tolerance)):
                 raise UsageError(
                     f"{host} serves another teacher than {first}: {other} there, {found} here, {distance:.3f} nats "
-                    f"apart where {found.allowed(self.tolerance):.3f} are allowed; name servers of one model and one "
-                    "number format, or give --server-tolerance"
+                    f"apart where {allowed:.3f} are allowed; name servers of one model and one number format, or give "
+                    "--server-tolerance"
                 )
             if reported != facts:
-                log.warning(
-                    "server: %s tells %s, %s tells %s; their answers are the same", host, reported, first, facts
-                )
+                words = "server: %s tells %s, %s tells %s; their answers are the same"
+                log.warning(words, host, reported, first, facts)
+        self.client.scores = True
         return facts | ({"unsteady": _BALANCER} if found.noise > UNSTEADY else {}), found
 
-    def request(self, tokens: list[int], **parameters: Any) -> dict[str, Any]:
-        """The body of a request about some tokens."""
-        return {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, **parameters}
+    def request(self, tokens: list[int], read: Any, host: Host | None, **parameters: Any) -> tuple[Any, Host]:
+        """What `read` makes of the answer about some tokens, and the server that gave it; see `Client.complete`."""
+        body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, **parameters}
+        return self.client.complete(body, read, host)
+
+    def score(self, answers: Answers, span: Span, host: Host | None = None) -> tuple[Arrays, Host]:
+        """What a cache keeps of a span, or of the text in it, and the server that gave it."""
+
+        def read(found: Choice) -> Arrays:
+            arrays = answers.read(span, found.prompt_logprobs or ())
+            return {name: values[-(span.written or len(span)) :] for name, values in arrays.items()}
+
+        return self.request(span.tokens, read, host, **answers.parameters(span))
+
+    def write(
+        self, answers: Answers, prompt: Span, how: Writing, host: Host | None = None
+    ) -> tuple[tuple[Span, Arrays | None], Host]:
+        """A prompt with the text that a server wrote behind it (`read_text`), and the server."""
+        read = partial(read_text, prompt, answers, how)
+        return self.request(prompt.tokens, read, host, **text_parameters(prompt, answers, how))
 
     def probe(self, host: Host, tokens: list[list[int]], **parameters: Any) -> list[Probe]:
         """A server's answers to probes, sent one after the other."""
 
         def ask(each: list[int]) -> Probe:
-            body = self.request(each, prompt_logprobs=TOP, **parameters)
-            return self.client.complete(body, lambda found: self._top(each, found, TOP)[:2], host)
+            def read(found: Choice) -> Probe:
+                for table in found.prompt_logprobs or ():
+                    self._texts.update({i: entry.decoded_token or "" for i, entry in (table or {}).items()})
+                return read_top(each, found.prompt_logprobs or (), TOP, self.answers.codec.vocab_size)[:2]
+
+            return self.request(each, read, host, prompt_logprobs=TOP, **parameters)[0]
 
         return [ask(each) for each in tokens]
 
-    def _top(self, tokens: list[int], found: Completion, entries: int) -> Top:
-        return read_top(tokens, found.choices[0].prompt_logprobs or (), entries, self.vocab_size)
+    def know(self, known: Fingerprint, now: Fingerprint) -> None:
+        """Take a fingerprint as the teacher's. now: the servers' own, which may be noisier."""
+        self.known, self.allowed = known, max(each.allowed(self.tolerance) for each in (known, now))
+
+    def verify(self, host: Host) -> None:
+        """RunError: a server is not this teacher any more."""
+        if self.known is None:
+            return
+        try:
+            probes = self.probe(host, self.known.tokens)
+        except Refused as refused:
+            raise RunError(f"{self.refusal(host, refused)}; nothing of this shard is kept") from None
+        if different := self.different(host, probes):
+            raise RunError(f"{different}; nothing of this shard is kept")
+
+    def different(self, host: Host, probes: list[Probe]) -> str:
+        """What is wrong where the answers to the probes are another teacher's; else nothing."""
+        known = self.known
+        assert known is not None
+        if (distance := known.distance(probes)) <= self.allowed:
+            return ""
+        now = Fingerprint.take(known.tokens, probes, known.noise)
+        return (
+            f"{host} is another teacher than the one that this cache was begun with: its fingerprint is {now}, that "
+            f"of the cache {known}, {distance:.3f} nats apart where {self.allowed:.3f} are allowed; serve the same "
+            "model in the same number format, or choose another --out"
+        )
 
     def refusal(self, host: Host | str, refused: Refused) -> str:
         """A server's refusal in words, with the remedy."""
         remedy = _remedy(refused) or _CODES.get(refused.code, "see the server's log")
-        filled = remedy.format(entries=self.entries, length=self.length + 1)
+        filled = remedy.format(entries=self._entries, length=self.length + 1)
         code = f" ({refused.code})" if refused.code else ""
         return f"{host} says: {refused.words}{code}; {filled}"
 
     def _look_at(self, host: Host) -> tuple[dict[str, Any], Fingerprint]:
         try:
             served = self._find_model(host)
-            longest = served.max_model_len
             # of a folder there its name alone
             root = served.root and (os.path.basename(served.root) if os.path.isabs(served.root) else served.root)
-            stated = {"root": root and quoted(root, _LONGEST_NAME), "max_model_len": longest}
-            facts = {
-                "model": self.model,
-                **self._version(host),
-                **{name: each for name, each in stated.items() if each},
+            stated = {
+                "version": self._version(host),
+                "root": root and quoted(root, _LONGEST_NAME),
+                "max_model_len": served.max_model_len,
             }
-            tokens = probe_tokens(self._tokenize, longest)
+            length = min(LENGTH, (served.max_model_len or 2**20) - 1)  # one more is written
+            tokens = [list(self.tokenizer(text, add_special_tokens=False)["input_ids"])[:length] for text in TEXTS]
             try:
-                self._check_entries(host, tokens[0], facts)
+                self._check_entries(host, tokens[0])
             except Refused as refused:
                 # a proxy may hide both, but what stands behind it answers
-                if ("version" in facts and served.owned_by == "vllm") or _remedy(refused) or refused.code in (401, 403):
+                known = stated["version"] and served.owned_by == "vllm"
+                if known or _remedy(refused) or refused.code in (401, 403):
                     raise
                 code = f" ({refused.code})" if refused.code else ""
                 raise UsageError(
                     f"{host} does not look like vLLM: asked for prompt_logprobs it says: {refused.words}{code}; "
                     "kdtrain needs vLLM's completions endpoint with prompt_logprobs: serve the teacher with vLLM"
                 ) from None
-            if self.samples is not None:
-                self._check_samples(host, tokens[0], self.samples)
+            build = stated["system_fingerprint"] = host.build and quoted(host.build, 100)
+            words = "server: %s gives %d entries a token, and adds no token to a prompt (%s)"
+            log.info(words, host, self._entries, build or stated["version"] or "of an unknown version")
+            if self.answers.codec.num_samples:
+                self._check_samples(host, tokens[0])
             found = self._fingerprint(host, tokens)
             self._check_raw(host, found)
-            if self.writing is not None:
+            if self.writing is not None and self.answers.codec.top_k:
                 self._check_written(host, tokens[0], self.writing)
-            self._check_tokenizer(host, tokens)
+            self._check_texts(host)
         except Refused as refused:
             raise UsageError(self.refusal(host, refused)) from None
         except Unanswered as error:
@@ -184,7 +235,7 @@ class Preflight:
             ) from None
         except RunError as error:
             raise UsageError(f"{error.args[0]}") from None
-        return facts, found
+        return {"model": self.model, **{name: each for name, each in stated.items() if each}}, found
 
     def _find_model(self, host: Host) -> _Model:
         """Choose the model."""
@@ -219,47 +270,37 @@ class Preflight:
             )
         return chosen
 
-    def _version(self, host: Host) -> dict[str, Any]:
+    def _version(self, host: Host) -> str | None:
         try:
-            version = self.client.get(host, f"{host.root}/version", _Version, tries=1).version
+            url = f"{host.url.removesuffix('/v1')}/version"
+            return quoted(self.client.get(host, url, _Version, tries=1).version, 100)
         except (Refused, RunError):
-            return {}
-        return {"version": quoted(version, 100)}
+            return None
 
-    def _check_entries(self, host: Host, tokens: list[int], facts: dict[str, Any]) -> None:
-        def read(found: Completion) -> None:
-            self._top(tokens, found, self.entries)
-            if found.system_fingerprint:
-                facts["system_fingerprint"] = quoted(found.system_fingerprint, 100)
-
+    def _check_entries(self, host: Host, tokens: list[int]) -> None:
+        span, vocabulary = Span("preflight", 0, 0, tokens), self.answers.codec.vocab_size
+        plain = (
+            Answers(CodecSpec(kind="sparse", top_k=TOP, vocab_size=vocabulary))
+            if self.answers.codec.num_samples
+            else self.answers
+        )
         try:
-            self.client.complete(self.request(tokens, prompt_logprobs=self.entries), read, host)
+            self.score(plain, span, host)
         except Refused as refused:
             if not self.client.salted or "cache_salt" not in refused.words:
                 raise
             log.info("server: %s takes no cache_salt; its cache of prompts must be off", host)
             self.client.salted = False
-            self.client.complete(self.request(tokens, prompt_logprobs=self.entries), read, host)
-        log.info(
-            "server: %s gives %d entries a token, and adds no token to a prompt (%s)",
-            host,
-            self.entries,
-            facts.get("system_fingerprint") or facts.get("version") or "of an unknown version",
-        )
+            self.score(plain, span, host)
 
-    def _check_samples(self, host: Host, tokens: list[int], samples: Answers) -> None:
-        span = Span("preflight", 0, 0, tokens)
-
-        def read(found: Completion) -> None:
-            samples.read(span, found.choices[0].prompt_logprobs or ())
-
+    def _check_samples(self, host: Host, tokens: list[int]) -> None:
         try:
-            self.client.complete(self.request(tokens, **samples.parameters(span)), read, host)
+            self.score(self.answers, Span("preflight", 0, 0, tokens), host)
         except Unanswered:
             raise
         except RunError as error:
             raise UsageError(f"{error}; or give --top-k 64, which every vLLM has") from None
-        number = samples.codec.num_samples
+        number = self.answers.codec.num_samples
         log.info("server: %s gives %d samples a token, with the receipt of kdtrain's plugin", host, number)
 
     def _fingerprint(self, host: Host, tokens: list[list[int]]) -> Fingerprint:
@@ -269,13 +310,9 @@ class Preflight:
         self.probe(host, beginnings)
         again = farthest(first, self.probe(host, tokens))
         busy = [*beginnings, *tokens] * 2
-        with self.client.working((i, partial(self.probe, host, [each])) for i, each in enumerate(busy)) as jobs:
-            answers = [jobs[i].result() for i in range(len(busy))]
-        among = max(
-            farthest([first[tokens.index(each)]], answer)
-            for each, answer in zip(busy, answers, strict=True)
-            if each in tokens
-        )
+        with self.client.working([partial(self.probe, host, [each]) for each in busy]) as jobs:
+            answers = [(each, job.result()) for each, job in zip(busy, jobs, strict=True)]
+        among = max(farthest([first[tokens.index(each)]], answer) for each, answer in answers if each in tokens)
         found = Fingerprint.take(tokens, first, max(again, among))
         if found.noise > LOUD:
             raise UsageError(
@@ -299,66 +336,30 @@ class Preflight:
 
     def _check_written(self, host: Host, tokens: list[int], how: Writing) -> None:
         """vLLM never processes its numbers of prompts, but may those of its own text, which samples do not use."""
-        if self.samples is not None:
-            return
         room = min(_WRITTEN, self.length - 1)
-        prompt = Prompt("preflight", 0, tokens[: self.length - room], room)
-        cut = replace(how, temperature=0.5, top_p=0.5)
-        answers = Answers(CodecSpec(kind="sparse", top_k=self.entries, vocab_size=self.vocab_size))
-
-        def written(found: Completion) -> Text:
-            return prompt.read(answers, cut, found.choices[0])
-
-        def scored(found: Completion) -> Arrays:
-            return answers.read(text.span, found.choices[0].prompt_logprobs or ())
-
-        text = self.client.complete(self.request(prompt.tokens, **prompt.parameters(answers, cut)), written, host)
-        assert text.arrays is not None
-        whole = self.client.complete(self.request(text.span.tokens, **answers.parameters(text.span)), scored, host)
-        moved = answers.distance(text.arrays, {name: each[-text.written :] for name, each in whole.items()})
-        if moved > LOUD:
+        prompt = Span("preflight", 0, 0, tokens[: self.length - room], room)
+        (whole, arrays), _ = self.write(self.answers, prompt, replace(how, temperature=0.5, top_p=0.5), host)
+        assert arrays is not None
+        if (moved := self.answers.distance(arrays, self.score(self.answers, whole, host)[0])) > LOUD:
             raise UsageError(
                 f"{host} returns processed log-probabilities of what it writes: temperature and top-p move them by "
                 f"{moved:.2f} nats; start the server with --logprobs-mode raw_logprobs"
             )
         log.info("server: %s says of its own text what it says of a prompt, whatever the temperature", host)
 
-    def _tokenize(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _check_tokenizer(self, host: Host, tokens: list[list[int]]) -> None:
-        other = "it serves another model than --teacher names, or with another tokenizer"
-        try:
-            for text in TEXTS:
-                body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-                theirs = self.client.post(host, f"{host.root}/tokenize", body, _Tokens).tokens
-                if theirs != (ours := self._tokenize(text)):
-                    at = next((i for i, pair in enumerate(zip(theirs, ours, strict=False)) if len({*pair}) > 1), 0)
-                    raise UsageError(
-                        f"{host} has another tokenizer: {len(theirs)} ids for a text that has {len(ours)} here, the "
-                        f"first other one is number {at + 1}; {other}"
-                    )
-            how = "/tokenize gives the ids of the local tokenizer"
-        except Refused as refused:
-            how = f"/tokenize is not there ({refused.code})"
-        texts: dict[int, str] = {}
-
-        def collect(found: Completion) -> None:
-            for table in found.choices[0].prompt_logprobs or ():
-                entries = (table or {}).items()
-                texts.update({each: entry.decoded_token for each, entry in entries if entry.decoded_token is not None})
-
-        for each in tokens:
-            self.client.complete(self.request(each, prompt_logprobs=TOP), collect, host)
-        read = {each: text.strip() for each, text in texts.items() if 0 <= each < len(self.tokenizer)}
-        whole = {each: text for each, text in read.items() if "\ufffd" not in text}
-        wrong = [each for each, text in whole.items() if text not in _texts(self.tokenizer, each)]
+    def _check_texts(self, host: Host) -> None:
+        """Ids are sent, so that what they mean there must be what they mean here."""
+        read = {i: text.strip() for i, text in self._texts.items() if text and 0 <= i < len(self.tokenizer)}
+        whole = {i: text for i, text in read.items() if "\ufffd" not in text}
+        wrong = [i for i, text in whole.items() if text not in _texts(self.tokenizer, i)]
         if len(wrong) > _UNREADABLE * len(read):
             raise UsageError(
                 f"{host} reads id {wrong[0]} as '{quoted(read[wrong[0]], 40)}', the local tokenizer as "
-                f"'{printable(_texts(self.tokenizer, wrong[0])[0])[:40]}'; {other}"
+                f"'{printable(_texts(self.tokenizer, wrong[0])[0])[:40]}'; it serves another model than --teacher "
+                "names, or with another tokenizer"
             )
-        log.info("server: %s: %s; %d of %d ids read as here", host, how, len(read) - len(wrong), len(read))
+        log.info("server: %s: %d of %d ids read as here", host, len(read) - len(wrong), len(read))
+        self._texts.clear()
 
 
 def _remedy(refused: Refused) -> str | None:

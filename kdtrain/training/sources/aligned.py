@@ -24,7 +24,7 @@ def aligned_facts(name: str, *, seq_len: int, document_mask: bool, size: int, co
 
     size: entries of the student's tokenizer. codec: of the cache; tokens alone for an online teacher.
     """
-    whole = codec.kind != "sparse"
+    whole = not codec.coded
     return Facts(
         name=name,
         identity="",

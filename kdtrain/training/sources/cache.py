@@ -28,7 +28,7 @@ class CachedSource:
             tokenizer_digest=settings.tokenizer_digest,
             tokenizer=reader.folder / "tokenizer",
             document_mask=settings.document_mask,
-            targets="none" if codec.kind == "tokens" else codec.kind,
+            targets=codec.kind if codec.taught else "none",
             top_k=codec.top_k,
             num_samples=codec.num_samples,
             temperature_range=(0.25, 20.0) if span is None else (span["min"], span["max"]),

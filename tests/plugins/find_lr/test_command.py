@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -162,12 +161,23 @@ def test_a_short_run_has_the_schedules_of_the_whole_one_in_fewer_steps(tmp_path)
     assert given == (10, 1, 5, 1e-7) and short.optimizer.lr_schedule == "wsd"
 
 
-def test_a_rate_that_diverges_is_infinite_and_moves_the_search_to_lower_ones(workbench):
-    code, _, err = searched(workbench, "high", "--lr", 4.0)
-    assert code == 0, err
-    found = of_run(workbench, "high", "find-lr.json")
-    diverged = [rate for name, rate in found["rates"].items() if found["runs"][name][0]["loss"] is None]
-    assert 16.0 in diverged and found["suggestion"]["lr"] < 1.0
+@pytest.mark.parametrize("reason", ["diverged", "non-finite", "gradient-explosion"])
+def test_a_rate_that_diverges_is_infinite_and_moves_the_search_to_lower_ones(workbench, monkeypatch, reason):
+    def train(config, finish):
+        config.out.mkdir()
+        lr = config.optimizer.lr
+        result = {"stop_reason": "done", "cache": "c", "last_validation_loss": math.log(lr) ** 2, "seconds": 1.0}
+        (config.out / "result.json").write_text(json.dumps(result))
+        if lr > 2:
+            raise RunError("too far", reason=reason)
+        return result
+
+    monkeypatch.setattr(find_lr, "train", train)
+    code, _, err = searched(workbench, f"high-{reason}", "--lr", 4.0)
+    assert code == 0 and "lr 16, 4 steps: diverged" in err, err
+    found = of_run(workbench, f"high-{reason}", "find-lr.json")
+    diverged = {rate for name, rate in found["rates"].items() if found["runs"][name][0]["loss"] is None}
+    assert diverged == {4.0, 8.0, 16.0} and found["suggestion"]["best"] == 1.0
     assert all(len(rungs) == 1 for rungs in found["runs"].values() if rungs[0]["loss"] is None)
 
 
@@ -213,36 +223,24 @@ def test_a_record_that_somebody_else_wrote_is_refused(workbench, text):
     assert code == 2 and "find-lr.json: " in err.splitlines()[-1] and "Traceback" not in err
 
 
-def test_text_is_packed_once_for_all_short_runs(workbench):
+@pytest.mark.parametrize("kind", ["text", "words"])
+def test_text_and_the_rows_of_another_tokenizer_are_made_once_and_move_on_from_run_to_run(workbench, kind):
+    root = workbench.root
     options = ("--data", "text.txt", "--seq-len", 32, "--num-workers", 0, "--validation-sequences", 8)
     options += ("--num-sequences", 16, "--student", "student.toml", "--steps", 40, "--rung-steps", 2)
-    code, _, err = workbench.call("find-lr", *options, *workbench.plain, *AROUND, "--out", "text")
+    if kind == "words":
+        train("gpt2", 400, (root / "text.txt").read_text()).save_pretrained(root / "words")
+        (root / "words.toml").write_text((root / "student.toml").read_text().replace("'teacher'", "'words'"))
+        options = ("--cache", "cache", "--student", "words.toml", "--cross-tokenizer", "--epochs", 2, "--rung-steps", 2)
+    code, _, err = workbench.call("find-lr", *options, *workbench.plain, *AROUND, "--out", f"{kind}-lr")
     assert code == 0, err
-    files = {os.stat(path).st_ino for path in (workbench.root / "text").glob("lr-*/data/shards/train-00000.h5")}
-    assert len(files) == 1 and len(list((workbench.root / "text").glob("lr-*/data"))) >= 5
-
-
-def test_the_rows_of_another_tokenizer_are_made_once_for_all_short_runs(workbench):
-    train("gpt2", 400, (workbench.root / "text.txt").read_text()).save_pretrained(workbench.root / "words")
-    student = (workbench.root / "student.toml").read_text().replace("'teacher'", "'words'")
-    (workbench.root / "words.toml").write_text(student)
-    options = ("--cache", "cache", "--student", "words.toml", "--cross-tokenizer", "--rung-steps", 2)
-    code, _, err = workbench.call("find-lr", *options, "--epochs", 2, *workbench.plain, *AROUND, "--out", "across")
-    assert code == 0, err
-    files = {os.stat(path).st_ino for path in (workbench.root / "across").glob("lr-*/data/train-00000.npy")}
-    assert len(files) == 1 and len(list((workbench.root / "across").glob("lr-*/data"))) >= 5
-    rows = View(next((workbench.root / "across").glob("lr-*/data")), Cache("cache"))["train"]
-    assert of_run(workbench, "across", "find-lr.json")["planned"] == round(2 * len(rows) / 8)
-
-
-def test_the_text_and_the_rows_of_an_online_teacher_of_another_tokenizer_are_shared(tmp_path):
-    for name, record in (("data", "manifest.json"), ("view", "view.json")):
-        (tmp_path / "lr-1-2" / name).mkdir(parents=True)
-        (tmp_path / "lr-1-2" / name / record).write_text(name)
-    for out in ("lr-1-2", "lr-2-2"):  # the run itself has nothing to take
-        find_lr._share_tokens(tmp_path, tmp_path / out)
-    for name in ("data/manifest.json", "view/view.json"):
-        assert os.path.samefile(tmp_path / "lr-1-2" / name, tmp_path / "lr-2-2" / name)
+    (data,), ended = (root / f"{kind}-lr").glob("lr-*/data"), [*(root / f"{kind}-lr").glob("lr-*/result.json")]
+    assert len(ended) >= 7
+    first = min(each.stat().st_mtime_ns for each in ended)
+    assert all(each.stat().st_mtime_ns < first for each in data.rglob("train-*"))
+    if kind == "words":
+        rows = View(data, Cache("cache"))["train"]
+        assert of_run(workbench, "words-lr", "find-lr.json")["planned"] == round(2 * len(rows) / 8)
 
 
 # The rate of `--lr auto` ---------------------------------------------------------------------------------------------
