@@ -9,8 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kdtrain.checkpoint.store import load
-
 _HOW = ("--steps", 14, "--lr", 1e-5, "--lr-schedule", "constant", "--warmup-steps", 0, "--batch-size", 6, "--alpha", 0)
 _RULE = ("--time-resume", "--quant-rule", "loss", "--quant-loss-threshold", 9, "--quant-window-size", 4)
 _DWELL = ("--quant-min-dwell", 5)
@@ -62,10 +60,8 @@ def test_a_run_killed_in_its_fallback_ends_as_an_uninterrupted_one(forks):
     killed = distill(forks, "killed", *options, KDTRAIN_FAULT=f"{_RISING},train.after-step:kill:10")
     assert killed.code < 0
     distill(forks, "killed", *options, KDTRAIN_FAULT=_RISING).ok()
-    whole, again = (load(forks.root / run / "checkpoints" / "step-00000014") for run in ("whole", "killed"))
-    assert whole.tensors.keys() == again.tensors.keys()
-    assert all(torch.equal(whole.tensors[name], again.tensors[name]) for name in whole.tensors)
-    assert whole.state["watchers"] == again.state["watchers"]
+    assert forks.differing("whole", "killed") == []
+    assert forks.state("whole")["watchers"] == forks.state("killed")["watchers"]
 
 
 @pytest.mark.parametrize("more, forward", [((), "fp16"), (("--quant-fallback-scope", "forward"), "bf16")])
@@ -84,9 +80,7 @@ def test_each_mode_trains_and_resumes_bit_by_bit(forks, mode):
     distill(forks, f"{mode}-whole", *options).ok()
     distill(forks, f"{mode}-first", *options, "--checkpoint-freq", 2, KDTRAIN_FAULT="train.after-step:kill:4")
     distill(forks, f"{mode}-first", *options, "--checkpoint-freq", 2).ok()
-    whole, again = (forks.root / f"{mode}-{run}" / "checkpoints" / "step-00000006" for run in ("whole", "first"))
-    one, other = load(whole).tensors, load(again).tensors
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert forks.differing(f"{mode}-whole", f"{mode}-first") == []
     exported = load_file(forks.root / f"{mode}-whole" / "student" / "model.safetensors")
     assert all(torch.isfinite(each).all() for each in exported.values())
 
@@ -100,10 +94,7 @@ def test_collected_tensors_are_in_the_run_and_a_resume_neither_loses_nor_doubles
         group = file["model.layers.0.mlp.down_proj"]["gradient"]
         assert group["step"][:].tolist() == [2, 4, 6, 8] and set(group["mode"].asstr()[:]) == {"mxfp4"}
         assert (group["error"][:] > 0.05).all()
-    plain, seen = (
-        load(forks.root / run / "checkpoints" / "step-00000008").tensors for run in ("not-collected", "seen")
-    )
-    assert all(torch.equal(plain[name], seen[name]) for name in plain)
+    assert forks.differing("not-collected", "seen") == []
 
 
 def test_what_cannot_be_is_refused_in_one_line(forks):

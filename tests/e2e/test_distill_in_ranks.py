@@ -88,11 +88,6 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((one[name] - other[name]).abs().max()) for name in names)
 
 
-def assert_bitwise(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_train_what_one_process_trains(ranks, name):
     options, near, ways = CASES[name]
@@ -154,7 +149,7 @@ def test_a_killed_rank_ends_the_others_and_the_same_command_finishes_with_the_sa
         assert "lost another rank" in ended[1 - victim].stderr.splitlines()[-1]
         assert "Traceback" not in ended[1 - victim].stderr
     whole.ok(2, *command)
-    assert_bitwise(whole.tensors(f"whole-{how[1]}"), whole.tensors(out))
+    assert whole.differing(f"whole-{how[1]}", out) == []
 
 
 @pytest.mark.parametrize("how", [DDP, FSDP], ids=["ddp", "fsdp"])
@@ -164,7 +159,7 @@ def test_a_signal_to_one_rank_stops_all_and_the_same_command_resumes_bitwise(who
     assert [each.code for each in ended] == [0, 0], ended[0].stderr
     assert (ended[0].json["stopped_by"], ended[0].json["step"], ended[1].stdout) == ("SIGTERM", 3, "")
     whole.ok(2, *command)
-    assert_bitwise(whole.tensors(f"whole-{how[1]}"), whole.tensors(f"asked-{how[1]}"))
+    assert whole.differing(f"whole-{how[1]}", f"asked-{how[1]}") == []
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -197,7 +192,8 @@ def test_a_checkpoint_of_one_number_of_ranks_resumes_with_another(whole, name):
     whole.ok(then, *command, *ended, "--checkpoint-freq", 1)
     assert distance(whole.tensors("whole-ddp"), whole.tensors(out)) <= SAME
     # the loaded state is the written one, to the last bit
-    assert_bitwise(middle.tensors, load(checkpoints / "step-00000005").tensors)
+    again = load(checkpoints / "step-00000005").tensors
+    assert all(torch.equal(each, again[name]) for name, each in middle.tensors.items())
     steps = [line["step"] for line in whole.metrics(out)]
     assert steps == list(range(1, 11))
     for line, other in zip(whole.metrics("whole-ddp"), whole.metrics(out), strict=True):
@@ -311,4 +307,4 @@ def test_torchrun_restarts_a_failed_run_and_it_resumes_from_the_newest_checkpoin
     assert time.monotonic() - started < 500  # less than what ranks wait for each other
     assert f"exitcode: {said})" in ended.stderr
     assert "resuming from" in (whole.root / out / "train.log").read_text()
-    assert_bitwise(whole.tensors("whole-fsdp"), whole.tensors(out))
+    assert whole.differing("whole-fsdp", out) == []

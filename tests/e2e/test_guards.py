@@ -22,10 +22,6 @@ def start(forks, out, *more, fault=None, steps=9):
     return forks.run(*argv, *flat, *forks.eager, *more, fault=fault)
 
 
-def state(forks, run):
-    return json.loads((forks.newest(run) / "state.json").read_text())["progress"]
-
-
 def events(forks, run, kind):
     lines = [json.loads(line) for line in (forks.root / run / "events.jsonl").read_text().splitlines()]
     return [line for line in lines if line["event"] == kind]
@@ -40,25 +36,12 @@ def assert_sound(forks, run, steps):
     assert (forks.root / run / "student/model.safetensors").exists()
 
 
-def assert_same(forks, run, whole):
-    """The newest checkpoints are equal bit by bit, and so are the lines of the steps except for times."""
-    assert forks.newest(run).name == forks.newest(whole).name
-    ours, theirs = forks.tensors(run), forks.tensors(whole)
-    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
-    assert state(forks, run) == state(forks, whole)
-    clock = ("tok/s", "tok/s_last", "eta_h", "data_wait_s", "memory_resident_mb", "memory_growth_mb", "checkpoint_age")
-    lines = [
-        [{k: v for k, v in line.items() if k not in clock} for line in forks.metrics(each)] for each in (run, whole)
-    ]
-    assert lines[0] == lines[1]
-
-
 def test_a_gradient_that_is_nan_once_is_skipped_and_the_run_ends_well(forks):
     done = start(forks, "nan-once", fault="train.gradient:nan:4").ok()
     assert "batch 4 at step 4" in done.stderr and "skipped" in done.stderr
     assert "every tensor they check is finite" in done.stderr
     assert_sound(forks, "nan-once", 9)
-    progress = state(forks, "nan-once")
+    progress = forks.state("nan-once")["progress"]
     assert (progress["step"], progress["skips"], progress["sequences"]) == (9, 1, 10 * SIZE)
     (event,) = events(forks, "nan-once", "skip")
     assert (event["batch"], event["in_a_row"]) == (4, 1)
@@ -70,7 +53,7 @@ def test_a_run_that_is_killed_after_a_skipped_step_comes_to_the_same_end(forks):
     fault = "train.gradient:nan:1,train.after-step:kill:3"
     assert start(forks, "skipped-killed", *saved, fault=fault, steps=3).code == -9
     start(forks, "skipped-killed", *saved, steps=3).ok()
-    assert_same(forks, "skipped-killed", "skipped")
+    forks.assert_same("skipped-killed", "skipped")
 
 
 def test_a_run_that_is_nan_at_every_step_ends_with_exit_1_and_resumes_without_the_fault(forks):
@@ -102,7 +85,7 @@ def test_a_nan_in_one_row_of_the_teacher_is_named_and_kept(forks, hooks, said):
     compiled = ("--compile",) if hooks == "always" else ()  # where that is asked for, nothing is compiled
     done = start(forks, run, "--nan-hooks", hooks, *compiled, fault=f"train.teacher:nan:{sequence}").ok()
     assert_sound(forks, run, 9)
-    assert state(forks, run)["skips"] == 1
+    assert forks.state(run)["progress"]["skips"] == 1
     if said is None:
         assert not list((forks.root / run).glob("non-finite-*"))
         return
@@ -138,7 +121,7 @@ def test_sigterm_while_saving_or_skipping_ends_well_and_the_run_comes_to_the_sam
     assert not (forks.root / run / "student").exists()
     # a batch that was skipped and not yet saved is met again
     start(forks, run, *every, fault=",".join(spoiled) or None, steps=6).ok()
-    assert_same(forks, run, whole)
+    forks.assert_same(run, whole)
 
 
 def test_a_loss_that_is_flat_stops_the_run_early_with_the_reason_and_a_student(forks):
