@@ -1,4 +1,4 @@
-"""What a run reads: planned before its folder is touched, and prepared in it. One class for each kind of data.
+"""What a run reads: planned before its folder is touched, and prepared in it. One function for each kind of data.
 
 A run without a cache packs its text once into a cache of bare tokens in its own folder: all runs read in the same way
 and the same order, in constant memory, and a resumed run does not tokenize again. A run whose teacher is behind a
@@ -6,8 +6,10 @@ server reads a cache in its own folder too, which is captured while the student 
 there is one way to train from a server's answers, and they can be resumed, reused and audited as any cache.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,82 +41,24 @@ _STEPS, _MOST = 16, 256
 """Steps of a shard, and sequences at most: the student's first step waits for one, and the server rests between two."""
 
 
+Prepared = tuple[dict[str, Source], Source]
+"""The splits train and validation, and sequences for validation in the teacher's own tokens."""
+
+
+@dataclass(frozen=True)
 class DataPlan:
     """Where the sequences of a run come from."""
 
-    facts: Facts | None = None
+    facts: Facts | None
     """None for text, of which more is known when it is packed."""
+    prepare: Callable[[bool], Prepared]
+    """Called on every rank, once the folder is the run's, with whether that holds an earlier part of this run.
+
+    UsageError, RunError: the data cannot be read, or do not fit the options."""
     live: LiveCache | None = None
     """The capture that the run reads while it is made."""
-    options: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = field(default_factory=dict)
     """Options in place of those given, with which the run would read the same data again."""
-
-    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
-        """The splits train and validation, and sequences for validation in the teacher's own tokens.
-
-        Every rank calls it, once the folder is the run's. resumed: whether that holds an earlier part of this run.
-
-        UsageError, RunError: the data cannot be read, or do not fit the options.
-        """
-        raise NotImplementedError
-
-
-class CachedData(DataPlan):
-    """One cache or a mixture of several, one that is captured while it is read, or another --source without text."""
-
-    def __init__(self, config: DistillConfig, caches: Sequence[str | Cache], **options: Any) -> None:
-        self.sources, self.options = open_sources(config, caches), options
-        self.facts = self.sources["train"].facts
-        self.live = next((each for each in caches if isinstance(each, LiveCache)), None)
-
-    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
-        return self.sources, self.sources["validation"]
-
-
-class TextData(DataPlan):
-    """Text, packed with the tokenizer of an online teacher, or without one of the student.
-
-    What an earlier attempt with other options packed is set aside, unless a run has read it.
-    """
-
-    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None) -> None:
-        self.config, self.student, self.teacher = config, student, teacher
-
-    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
-        folder = self.config.out / TEXT
-
-        def pack() -> None:
-            tokenizer = load_tokenizer(self.student) if self.teacher is None else self.teacher.tokenizer
-            width = len(tokenizer) if self.teacher is None else self.teacher.vocab_size
-            if not resumed and viewed_cache(folder) is not None:  # of an earlier attempt across tokenizers
-                set_aside(self.config.out, folder.name, "left")
-            try:
-                build_tokens(folder, self.config.data, tokenizer, width)
-            except UsageError:
-                if resumed or not holds_tokens(folder):
-                    raise
-                set_aside(self.config.out, folder.name, "left")
-                build_tokens(folder, self.config.data, tokenizer, width)
-
-        on_main(pack)
-        with raise_on_all_ranks():
-            sources = open_sources(self.config, [folder])
-        return sources, sources["validation"]
-
-
-class AlignedData(TextData):
-    """A cache, or an online teacher's own text, in the tokens of a student with another tokenizer."""
-
-    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None, facts: Facts) -> None:
-        super().__init__(config, student, teacher)
-        self.facts = facts
-
-    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
-        text = None if self.teacher is None else super().prepare(resumed)
-        on_main(lambda: align(self.config, self.student, resumed))
-        with raise_on_all_ranks():
-            sources = open_view(self.config)
-        return sources, sources["validation"] if text is None else text[1]
 
 
 def plan_data(
@@ -132,11 +76,13 @@ def plan_data(
     UsageError, RunError: the data cannot be read; as `cache_teacher`.
     """
     if config.remote is not None:
-        return _served_data(config, device, held, trial)
+        return _served(config, device, held, trial)
     with raise_on_all_ranks():
         if (facts := across(config, student, teacher)) is not None:
-            return AlignedData(config, student, teacher, facts)
-        return TextData(config, student, teacher) if config.data.data is not None else CachedData(config, config.cache)
+            return DataPlan(facts, partial(_aligned, config, student, teacher))
+        if config.data.data is not None:
+            return DataPlan(None, partial(_packed, config, student, teacher))
+        return _cached(config, config.cache)
 
 
 def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) -> dict[str, Source]:
@@ -151,9 +97,58 @@ def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) ->
     return {split: members[0] for split, members in found.items()}
 
 
-def _served_data(config: DistillConfig, device: torch.device, held: ExitStack, trial: bool) -> CachedData:
+def _cached(config: DistillConfig, caches: Sequence[str | Cache], **more: Any) -> DataPlan:
+    """One cache or a mixture of several, one that is captured while it is read, or another --source without text."""
+    sources = open_sources(config, caches)
+    return DataPlan(sources["train"].facts, lambda resumed: (sources, sources["validation"]), **more)
+
+
+def _packed(config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None, resumed: bool) -> Prepared:
+    """Text, packed with the tokenizer of an online teacher, or without one of the student.
+
+    What an earlier attempt with other options packed is set aside, unless a run has read it.
+    """
+    folder = config.out / TEXT
+
+    def pack() -> None:
+        tokenizer = load_tokenizer(student) if teacher is None else teacher.tokenizer
+        width = len(tokenizer) if teacher is None else teacher.vocab_size
+        if not resumed and viewed_cache(folder) is not None:  # of an earlier attempt across tokenizers
+            set_aside(config.out, folder.name, "left")
+        try:
+            build_tokens(folder, config.data, tokenizer, width)
+        except UsageError:
+            if resumed or not holds_tokens(folder):
+                raise
+            set_aside(config.out, folder.name, "left")
+            build_tokens(folder, config.data, tokenizer, width)
+
+    on_main(pack)
+    with raise_on_all_ranks():
+        sources = open_sources(config, [folder])
+    return sources, sources["validation"]
+
+
+def _aligned(config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None, resumed: bool) -> Prepared:
+    """A cache, or an online teacher's own text, in the tokens of a student with another tokenizer."""
+    text = None if teacher is None else _packed(config, student, teacher, resumed)
+    on_main(lambda: align(config, student, resumed))
+    with raise_on_all_ranks():
+        sources = open_view(config)
+    return sources, sources["validation"] if text is None else text[1]
+
+
+def _served(config: DistillConfig, device: torch.device, held: ExitStack, trial: bool) -> DataPlan:
     """Begin to capture what a server answers into a cache in the run's folder; a finished one requests nothing."""
-    on_main(lambda: _refuse_moving(config))
+
+    def refuse_moving() -> None:
+        if check_out(config.out) and config.checkpoint.resume == "never":
+            raise UsageError(
+                f"--out {config.out} holds a run, and --resume never would move aside the server's answers with it; "
+                "name another folder"
+            )
+
+    on_main(refuse_moving)
     per_shard = (4 if trial else _STEPS) * min(config.batch_size, _MOST // _STEPS)
     capture_config = config.remote.capture(config, out=config.out / SERVED, sequences_per_shard=per_shard)
     objective, codec = config.objective, capture_config.codec
@@ -175,15 +170,10 @@ def _served_data(config: DistillConfig, device: torch.device, held: ExitStack, t
     live = LiveCache(capture_config.out, how)
     held.callback(live.close)
     live.open()
-    cache, data = (str(capture_config.out),), DataConfig(num_workers=config.data.num_workers)
-    plugins = {name: each for name, each in config.plugins.items() if each is not config.remote}
-    return CachedData(config, [live], cache=cache, teacher=None, data=data, plugins=plugins)
-
-
-def _refuse_moving(config: DistillConfig) -> None:
-    """UsageError: `config.out` holds something else, or a run that would be moved away with the server's answers."""
-    if check_out(config.out) and config.checkpoint.resume == "never":
-        raise UsageError(
-            f"--out {config.out} holds a run, and --resume never would move aside the server's answers with it; name "
-            "another folder"
-        )
+    options: dict[str, Any] = {
+        "cache": (str(capture_config.out),),
+        "teacher": None,
+        "data": DataConfig(num_workers=config.data.num_workers),
+        "plugins": {name: each for name, each in config.plugins.items() if each is not config.remote},
+    }
+    return _cached(config, [live], live=live, options=options)
