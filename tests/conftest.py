@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -32,6 +33,8 @@ LONGEST = (
 # Two workers on two cores: a second thread each costs more than it brings.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What is noted of tokenizers that were tried is not the user's; it stays for the next time.
+os.environ.setdefault("KDTRAIN_HOME", str(Path(tempfile.gettempdir(), f"kdtrain-tests-{os.getuid()}")))
 # What these tests compile is compiled in less time than a pool of compilers takes to start.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 

@@ -25,9 +25,9 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 600
 
 STAIRCASE = (
-    *("errors", "imports", "faults", "registry", "files", "process", "tables", "ranks", "config", "net", "data"),
-    *("models", "objective", "precision", "cache", "checkpoint", "monitor", "parallel", "teaching", "tokenizers"),
-    *("training", "run", "commands", "cli", "library", "plugins", "testing", "__main__"),
+    *("errors", "imports", "faults", "registry", "files", "sandbox", "process", "tables", "ranks", "config", "net"),
+    *("data", "models", "objective", "precision", "cache", "checkpoint", "monitor", "parallel", "teaching"),
+    *("tokenizers", "training", "run", "commands", "cli", "library", "plugins", "testing", "__main__"),
 )
 """A floor may import the floors above it in this list, never one below; `kdtrain` itself is the library's face."""
 

@@ -19,7 +19,7 @@ from kdtrain.cache.format.manifest import refuse_tokenizer
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import EvaluateConfig
-from kdtrain.config.across import partners
+from kdtrain.config.commands import partners
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.loading import check_fits
 from kdtrain.models.output_head import refuse_vocabulary

@@ -5,29 +5,23 @@ assistant turn. A template that rewrites earlier turns (Qwen3's takes the reason
 rendered with a mark in the place of each turn of the assistant: then the turn is its text and what follows it in both.
 
 A chat template is a program that comes with a model. jinja2's sandbox keeps it from files and from Python's internals,
-but lets it loop for ever, compute 9 ** 9 ** 9, or allocate all memory. So a forked child with limited memory, output
-and processor time (a busy machine makes no template slow) renders the conversations (`Renderer`), and exchanges only
-JSON: a template over a limit ends the child, not the command.
-
-What it gives up: outside of Linux the memory of the child is not limited.
+but lets it loop for ever, compute 9 ** 9 ** 9, or allocate all memory. So a child process with limits renders the
+conversations (`Renderer`), and the text that it returns is limited too.
 """
 
 import copy
+import functools
 import itertools
 import json
-import multiprocessing
 import re
-import resource
-import signal
 from collections.abc import Callable
 from datetime import datetime
-from multiprocessing.connection import Connection
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kdtrain.data.formats import Messages
 from kdtrain.errors import UsageError
+from kdtrain.sandbox import LimitExceeded, Sandbox
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -55,8 +49,8 @@ class Renderer:
     """Calls `render(key, messages)` in a child process; not thread-safe."""
 
     def __init__(self, render: Render) -> None:
-        self._render = render
-        self._child: tuple[multiprocessing.process.BaseProcess, Connection] | None = None
+        self._sandbox = Sandbox(functools.partial(_answer, render), MEMORY)
+        self.close = self._sandbox.close
 
     def __call__(self, key: str, messages: Messages) -> tuple[str, Spans]:
         """The conversation as text, and the [start, stop) characters in it of the assistant.
@@ -64,74 +58,33 @@ class Renderer:
         Raises:
             UsageError: from `render`, or the template exceeds a limit.
         """
-        if self._child is None:
-            context = multiprocessing.get_context("fork")
-            ours, theirs = context.Pipe()
-            arguments = (self._render, theirs, ours)
-            process = context.Process(target=_serve, args=arguments, name="chat-templates", daemon=True)
-            process.start()
-            theirs.close()
-            self._child = process, ours
-        connection = self._child[1]
+        seconds = SECONDS + SECONDS_A_TURN * len(messages)
         try:
-            connection.send_bytes(json.dumps([key, messages]).encode())
-            answer = json.loads(connection.recv_bytes())
-        except (EOFError, ConnectionError):
-            self.close()
+            answer = self._sandbox([key, messages], seconds)
+        except LimitExceeded:
             raise UsageError(
-                f"{key}: the chat template takes more than {_seconds(messages):g} s or {MEMORY >> 30} GiB for this "
+                f"{key}: the chat template takes more than {seconds:g} s or {MEMORY >> 30} GiB for this "
                 "conversation; use a tokenizer with another template"
             ) from None
         if "error" in answer:
             raise (RowRefused if answer["row"] else UsageError)(answer["error"])
         return answer["text"], [(start, stop) for start, stop in answer["spans"]]
 
-    def close(self) -> None:
-        """End the child process, if there is one."""
-        if self._child is not None:
-            process, connection = self._child
-            self._child = None
-            connection.close()
-            process.join(1.0)
-            process.kill()
-            process.join()
 
-
-def _seconds(messages: Messages) -> float:
-    return SECONDS + SECONDS_A_TURN * len(messages)
-
-
-def _serve(render: Render, connection: Connection, parents: Connection) -> None:
-    """Answer until the parent is gone. The kernel enforces the limits, even while Python code is stuck."""
-    parents.close()  # or the child would not notice the end of the parent
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
-    for each in (signal.SIGTERM, signal.SIGPROF):
-        signal.signal(each, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if (statm := Path("/proc/self/statm")).exists():
-        taken = int(statm.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
-    while True:
-        try:
-            request = connection.recv_bytes()
-            key, messages = json.loads(request)
-        except EOFError:
-            return
-        signal.setitimer(signal.ITIMER_PROF, _seconds(messages))
-        try:
-            text, spans = render(key, messages)
-            if len(text) > LENGTH + LENGTH_A_BYTE * len(request) or len(spans) > SPANS_A_TURN * len(messages):
-                raise UsageError(
-                    f"{key}: the chat template makes {len(text):,} characters in {len(spans):,} marked pieces of this "
-                    f"conversation of {len(messages)} messages; use a tokenizer with another template"
-                )
-            answer = json.dumps({"text": text, "spans": spans})
-        except UsageError as error:
-            answer = json.dumps({"error": str(error), "row": isinstance(error, RowRefused)})
-        except MemoryError:
-            return
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        connection.send_bytes(answer.encode())
+def _answer(render: Render, request: tuple[str, Messages]) -> dict[str, Any]:
+    """Render one conversation, in the child."""
+    key, messages = request
+    try:
+        text, spans = render(key, messages)
+    except UsageError as error:
+        return {"error": str(error), "row": isinstance(error, RowRefused)}
+    if len(text) > LENGTH + LENGTH_A_BYTE * len(json.dumps(request)) or len(spans) > SPANS_A_TURN * len(messages):
+        line = (
+            f"{key}: the chat template makes {len(text):,} characters in {len(spans):,} marked pieces of this "
+            f"conversation of {len(messages)} messages; use a tokenizer with another template"
+        )
+        return {"error": line, "row": False}
+    return {"text": text, "spans": spans}
 
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")

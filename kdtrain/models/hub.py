@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import tokenizers
 import torch
 from huggingface_hub import constants
 from safetensors import SafetensorError
@@ -33,18 +34,35 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    __version__,
     dynamic_module_utils,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import get_tokenizer_config, tokenizer_class_from_name
 from transformers.tokenization_utils_base import get_fast_tokenizer_file
-from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file, is_flash_attn_2_available
+from transformers.utils import (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    cached_file,
+    is_flash_attn_2_available,
+)
 
 from kdtrain.errors import UsageError, first_sentence, panics_refused
-from kdtrain.files import LARGE, parse_json, read_bytes, read_text, refuse_leading_out, typed
+from kdtrain.files import (
+    LARGE,
+    file_digest,
+    json_digest,
+    parse_json,
+    read_bytes,
+    read_text,
+    refuse_leading_out,
+    typed,
+)
 from kdtrain.models.spec import ATTENTIONS, ModelSpec, is_hub_id
-from kdtrain.models.tokenizer_limits import refuse_endless, refuse_many_tokens
+from kdtrain.models.tokenizer_limits import refuse_endless
 from kdtrain.net.address import no_network
+from kdtrain.sandbox import LimitExceeded, try_once
 
 MAX_LAYERS = 1000
 """Layers are made one by one; the deepest models have about 130."""
@@ -52,6 +70,8 @@ MOST_JSON = 2**25
 """Most bytes of a configuration or an index of weights; the largest known has 9e6."""
 _MOST_ENTRIES = 2**16
 """Most entries of a configuration; of a million end tokens, transformers takes half a minute."""
+_LOAD_SECONDS, _LOADED_A_SECOND, _LOAD_MEMORY = 5.0, 2**22, 2**32
+"""Processor time and memory that loading a tokenizer may take, with more for each byte of it; 33 MB take 2 s."""
 _READ_WHOLE = (
     *("*config.json", "*.index.json", "*token*.json", "vocab.*", "merges.txt", "*.model"),
     *("chat_template*", "additional_chat_templates/*"),
@@ -170,16 +190,41 @@ def refuse_foreign_tokenizer(source: str, revision: str) -> None:
 
 
 def refuse_slow_tokenizer(source: str, revision: str) -> None:
-    """Refuse a tokenizer whose files would keep `tokenizers` busy without end (`tokenizer_limits`)."""
-    for name in ("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"):
-        if (path := _file(source, name, revision)) is not None:
-            refuse_many_tokens(path)
+    """Refuse a tokenizer whose files would keep `tokenizers` busy without end, in use (`tokenizer_limits`) or, as a
+    child process with limits finds out once, when it is loaded.
+    """
     # transformers searches these names for the version, so that a name may be a path
     names = get_tokenizer_config(source, revision=revision).get("fast_tokenizer_files", [])
     if not isinstance(names, list) or any(not isinstance(name, str) or Path(name).name != name for name in names):
         raise UsageError(f"{source}: fast_tokenizer_files = {_short(names)} is not a list of names; take it out")
-    if (path := _file(source, get_fast_tokenizer_file(names), revision)) is not None:
-        refuse_endless(path)
+    fast = get_fast_tokenizer_file(names)
+    files = [each for name in {*TOKENIZER_FILES, CONFIG_NAME, fast} if (each := _file(source, name, revision))]
+    for path in files:
+        if path.name == fast:
+            refuse_endless(path)
+    seconds = _LOAD_SECONDS + sum(each.stat().st_size for each in files) / _LOADED_A_SECOND
+    digests = {each.name: file_digest(each) for each in files}
+
+    def load(_: None) -> None:
+        constants.HF_HUB_OFFLINE = True
+        try:
+            found = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+            found.backend_tokenizer.encode("a")
+            found.backend_tokenizer.to_str()
+        except MemoryError:
+            raise
+        except BaseException:  # a panic in Rust is no Exception; who loads it next meets the same, and reports it
+            pass
+
+    try:
+        try_once(
+            json_digest([__version__, tokenizers.__version__, digests]), load, memory=_LOAD_MEMORY, seconds=seconds
+        )
+    except LimitExceeded:
+        raise UsageError(
+            f"{source}: its tokenizer takes more than {seconds:.0f} s or {_LOAD_MEMORY >> 30} GiB to load; use another "
+            "tokenizer"
+        ) from None
 
 
 def _refuse_replacements(source: str, table: dict[str, Any]) -> None:
@@ -342,9 +387,9 @@ def ask_tokenizer(source: str, *, revision: str = "main", trust_remote_code: boo
 
     def load() -> Any:
         refuse_odd_files(source)
-        refuse_slow_tokenizer(source, revision)
         if not trust_remote_code:
             refuse_foreign_tokenizer(source, revision)
+        refuse_slow_tokenizer(source, revision)
         return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
 
     tokenizer = ask(source, load)

@@ -2,12 +2,11 @@
 
 A tokenizer.json is a small program: each step of its normalizer rewrites the text that the step before it has left.
 Forty steps that replace `a` by `aa` turn one letter into 2^40, and the process aborts in Rust, where nothing can stop
-it. So the growth of a text is bounded: for each step the most characters it can make of one, multiplied. Added tokens,
-templates and words take time, and their number and length are bounded too. `tokenizers` also reads steps without a
-`type`, so steps are known by their keys.
+it. So the growth of a text is bounded: for each step the most characters it can make of one, multiplied. Words take
+time, and their length is bounded too. `tokenizers` also reads steps without a `type`, so steps are known by their keys.
+What takes long or much memory when it is loaded is found by loading it in a child first (`hub.refuse_slow_tokenizer`).
 
-What it gives up: a regular expression that takes very long on some text is not found, and a large vocabulary takes
-seconds, in proportion to the size of its file.
+What it gives up: a regular expression that takes very long on some text is not found.
 """
 
 import base64
@@ -21,14 +20,11 @@ from typing import Any
 
 import msgspec
 
-from kdtrain.data.bytes import MAX_IDS
 from kdtrain.errors import UsageError
-from kdtrain.files import LARGE, MEDIUM, parse_json, read_bytes, read_text
+from kdtrain.files import LARGE, read_bytes
 
 MAX_ADDED = 100_000
 """Added tokens; a model of speech has 65,536. `tokenizers` takes 7 s for as many."""
-MAX_ADDED_CHARACTERS = 2**22
-"""Characters in all added tokens."""
 MAX_STEPS = 64
 """Steps of normalizer and pre-tokenizer, and of a decoder; the longest known has about 12."""
 MAX_GROWTH = 64
@@ -51,7 +47,6 @@ _TAKES_SOMETHING = re.compile(
 
 
 class _Model(msgspec.Struct):
-    vocab: Any = None
     max_input_chars_per_word: Any = None
     continuing_subword_prefix: Any = None
     end_of_word_suffix: Any = None
@@ -74,7 +69,8 @@ def refuse_endless(path: Path) -> None:
     OSError, ValueError: it cannot be read, or is not JSON of that shape.
     """
     found = msgspec.json.decode(read_bytes(path, LARGE), type=_Tokenizer)
-    _refuse_added(path, found.added_tokens)
+    if isinstance(found.added_tokens, list) and (number := len(found.added_tokens)) > MAX_ADDED:
+        raise UsageError(f"{path}: {number:,} added tokens; at most {MAX_ADDED:,} are supported")
     for part, chain in (("normalizer", [found.normalizer, found.pre_tokenizer]), ("decoder", [found.decoder])):
         steps = [each for each in _values(chain) if isinstance(each, dict) and _is_step(each)]
         if len(steps) > MAX_STEPS:
@@ -86,35 +82,11 @@ def refuse_endless(path: Path) -> None:
     if (entries := sum(1 for _ in _values(found.post_processor))) > MAX_TEMPLATE:
         raise UsageError(f"{path}: its post_processor has {entries:,} entries; at most {MAX_TEMPLATE:,} are supported")
     model = found.model or _Model()
-    # when `tokenizers` writes a tokenizer, it takes time and memory for every id, gaps too
-    ids = model.vocab.values() if isinstance(model.vocab, dict) else ()
-    if any(isinstance(each, int) and each >= MAX_IDS for each in ids):
-        raise UsageError(f"{path}: its vocabulary has ids above {MAX_IDS:,}; use another tokenizer")
     if isinstance(model.max_input_chars_per_word, int) and model.max_input_chars_per_word > MAX_WORD:
         raise UsageError(f"{path}: max_input_chars_per_word is above {MAX_WORD:,}; use another tokenizer")
     for affix in (model.continuing_subword_prefix, model.end_of_word_suffix):
         if isinstance(affix, str) and len(affix) > MAX_WORD:
             raise UsageError(f"{path}: a prefix or suffix has {len(affix):,} characters; use another tokenizer")
-
-
-def refuse_many_tokens(path: Path) -> None:
-    """Refuse a tokenizer_config.json, added_tokens.json or special_tokens_map.json with too many tokens.
-
-    Raises `UsageError` that names it; OSError, ValueError: as `refuse_endless`.
-    """
-    table = parse_json(read_text(path, MEDIUM))
-    for each in (table, *(table.values() if isinstance(table, dict) else ())):
-        if isinstance(each, dict | list):
-            _refuse_added(path, each)
-
-
-def _refuse_added(path: Path, tokens: Any) -> None:
-    if not isinstance(tokens, dict | list):
-        return
-    if len(tokens) > MAX_ADDED:
-        raise UsageError(f"{path}: {len(tokens):,} added tokens; at most {MAX_ADDED:,} are supported")
-    if sum(len(each) for each in _values(tokens) if isinstance(each, str)) > MAX_ADDED_CHARACTERS:
-        raise UsageError(f"{path}: its added tokens have more than {MAX_ADDED_CHARACTERS:,} characters")
 
 
 def _values(value: Any) -> Iterator[Any]:

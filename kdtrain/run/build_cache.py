@@ -1,8 +1,8 @@
-"""Builds caches: of a teacher, and the caches of bare tokens that runs and evaluations need."""
+"""Builds caches: of a teacher, and the caches of bare tokens that runs (`TextData`) and evaluations need."""
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from fractions import Fraction
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain.cache.build.folder import holds_nothing
 from kdtrain.cache.build.live_capture import LiveCache
 from kdtrain.cache.build.rank_rounds import Progress
 from kdtrain.cache.build.writer import not_empty, write_cache
@@ -24,27 +23,37 @@ from kdtrain.cache.format.names import MANIFEST, PIECES
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.read.rows import stored_rows
-from kdtrain.config import CacheTeacherConfig, DataConfig
-from kdtrain.config.teachers import DEFAULT_PROMPT
+from kdtrain.config import CacheTeacherConfig, DataConfig, DistillConfig
+from kdtrain.config.sections import DEFAULT_PROMPT
 from kdtrain.data.corpus import documents_of, has_prompts, stated_text
 from kdtrain.data.masks import Counts, Masks
-from kdtrain.data.packing import PackedRow, pack, packed_rows
+from kdtrain.data.packed import PackedRow
+from kdtrain.data.packing import pack, packed_rows
 from kdtrain.data.prompts import prompt_rows
 from kdtrain.errors import UsageError, printable
-from kdtrain.files import read_sealed
-from kdtrain.models.tokenizer import ChatTokenizer, ends_of, filler_token, generation_of, tokenizer_digest
+from kdtrain.files import read_sealed, set_aside
+from kdtrain.models.spec import ModelSpec
+from kdtrain.models.tokenizer import (
+    ChatTokenizer,
+    ends_of,
+    filler_token,
+    generation_of,
+    load_tokenizer,
+    tokenizer_digest,
+)
 from kdtrain.monitor.progress import bar
 from kdtrain.objective.batch import Batch
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks
 from kdtrain.run.agreement import agree
-from kdtrain.teaching.teacher import Teacher
-from kdtrain.teaching.writing import Writing
+from kdtrain.run.data_plan import DataPlan, open_sources
+from kdtrain.teaching.online import OnlineTeacher
+from kdtrain.teaching.teacher import Teacher, Writing
+from kdtrain.tokenizers.view_format import TEXT, own_data
+from kdtrain.training.sources.source import Source
 
 log = logging.getLogger("kdtrain")
 
 _Rows = dict[str, Iterator[PackedRow]]
-TEXT, SERVED = OWN = ("data", "served")
-"""The caches that a run makes in its own folder: of bare tokens, and of a server's answers."""
 _DAY = r"""strftime_now(\s+is\s+(not\s+)?defined|\(\s*(['"])(%[-_0^#]?[aAbBdejmyYGguUVwWxDFhC%]|[^%'"\\])*\3\s*\))"""
 """What a chat template asks of the date that is the same all day."""
 
@@ -284,23 +293,35 @@ def build_tokens(
     return manifest
 
 
-def holds_tokens(folder: Path) -> bool:
-    """Whether `folder` is a cache of bare tokens, finished or not: kdtrain can rebuild it."""
-    return _holds(folder, lambda settings: not settings.codec.taught)
+class TextData(DataPlan):
+    """Text, packed with the tokenizer of an online teacher, or without one of the student.
 
+    What an earlier attempt with other options packed is set aside, unless a run has read it.
+    """
 
-def holds_own(folder: Path) -> bool:
-    """Whether `folder` is one of `OWN`, finished or not."""
-    return _holds(folder, lambda settings: not settings.codec.taught or "order" in settings.data)
+    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None) -> None:
+        self.config, self.student, self.teacher = config, student, teacher
 
+    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
+        folder = self.config.out / TEXT
 
-def _holds(folder: Path, such: Callable[[CacheSettings], bool]) -> bool:
-    if not folder.is_dir() or holds_nothing(folder):
-        return folder.is_dir()
-    try:
-        return such(_stored(folder))
-    except (OSError, ValueError):
-        return False
+        def pack() -> None:
+            tokenizer = load_tokenizer(self.student) if self.teacher is None else self.teacher.tokenizer
+            width = len(tokenizer) if self.teacher is None else self.teacher.vocab_size
+            if not resumed and own_data(folder) == "view":  # of an earlier attempt across tokenizers
+                set_aside(self.config.out, folder.name, "left")
+            try:
+                build_tokens(folder, self.config.data, tokenizer, width)
+            except UsageError:
+                if resumed or own_data(folder) not in ("tokens", "nothing"):
+                    raise
+                set_aside(self.config.out, folder.name, "left")
+                build_tokens(folder, self.config.data, tokenizer, width)
+
+        on_main(pack)
+        with raise_on_all_ranks():
+            sources = open_sources(self.config, [folder])
+        return sources, sources["validation"]
 
 
 def _stored(folder: Path) -> CacheSettings:

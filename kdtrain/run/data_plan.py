@@ -1,64 +1,68 @@
-"""What a run reads: planned before its folder is touched, and prepared in it. One function for each kind of data.
+"""What a run reads: planned before its folder is touched, and prepared in it. One class for each kind of data.
 
 A run without a cache packs its text once into a cache of bare tokens in its own folder: all runs read in the same way
 and the same order, in constant memory, and a resumed run does not tokenize again. A run whose teacher is behind a
 server reads a cache in its own folder too, which is captured while the student trains (`cache.build.live_capture`):
 there is one way to train from a server's answers, and they can be resumed, reused and audited as any cache.
+
+What makes data is in `PLANS`, by name: a run that reads a finished cache imports none of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 
-from kdtrain.cache.build.live_capture import Capture, LiveCache
 from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.read.remote import open_cache
-from kdtrain.config import DataConfig, DistillConfig
-from kdtrain.errors import UsageError
-from kdtrain.files import set_aside
+from kdtrain.config import DistillConfig
 from kdtrain.models.spec import ModelSpec
-from kdtrain.models.tokenizer import load_tokenizer
-from kdtrain.objective.divergence import refuse
-from kdtrain.ranks import on_main, raise_on_all_ranks, world_size
-from kdtrain.run.build_cache import SERVED, TEXT, build_tokens, holds_tokens
-from kdtrain.run.capture import capture
-from kdtrain.run.folder import check_out
-from kdtrain.run.tokenizer_view import across, align, open_view
+from kdtrain.ranks import raise_on_all_ranks
 from kdtrain.teaching.online import OnlineTeacher
-from kdtrain.tokenizers.view import viewed_cache
-from kdtrain.training.schedule import total_steps
-from kdtrain.training.signals import asked_to_stop
 from kdtrain.training.sources.build import open_source
 from kdtrain.training.sources.mixture import mix
 from kdtrain.training.sources.source import Facts, Source, SourceRequest
 
-_STEPS, _MOST = 16, 256
-"""Steps of a shard, and sequences at most: the student's first step waits for one, and the server rests between two."""
+PLANS = {
+    "text": "kdtrain.run.build_cache:TextData",
+    "aligned": "kdtrain.run.tokenizer_view:aligned_data",
+    "served": "kdtrain.run.capture:served_data",
+}
+"""The plans of data that the run makes: text, another tokenizer's, a server's answers."""
 
 
-Prepared = tuple[dict[str, Source], Source]
-"""The splits train and validation, and sequences for validation in the teacher's own tokens."""
-
-
-@dataclass(frozen=True)
 class DataPlan:
     """Where the sequences of a run come from."""
 
-    facts: Facts | None
+    facts: Facts | None = None
     """None for text, of which more is known when it is packed."""
-    prepare: Callable[[bool], Prepared]
-    """Called on every rank, once the folder is the run's, with whether that holds an earlier part of this run.
-
-    UsageError, RunError: the data cannot be read, or do not fit the options."""
-    live: LiveCache | None = None
-    """The capture that the run reads while it is made."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    live: Any = None
+    """The `LiveCache` that the run reads while it is captured."""
+    options: Mapping[str, Any] = {}
     """Options in place of those given, with which the run would read the same data again."""
+
+    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
+        """The splits train and validation, and sequences for validation in the teacher's own tokens.
+
+        Every rank calls it, once the folder is the run's. resumed: whether that holds an earlier part of this run.
+
+        UsageError, RunError: the data cannot be read, or do not fit the options.
+        """
+        raise NotImplementedError
+
+
+class CachedData(DataPlan):
+    """One cache or a mixture of several, one that is captured while it is read, or another --source without text."""
+
+    def __init__(self, config: DistillConfig, caches: Sequence[str | Cache]) -> None:
+        self.sources = open_sources(config, caches)
+        self.facts = self.sources["train"].facts
+
+    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
+        return self.sources, self.sources["validation"]
 
 
 def plan_data(
@@ -75,14 +79,15 @@ def plan_data(
 
     UsageError, RunError: the data cannot be read; as `cache_teacher`.
     """
+    plan: DataPlan | None = None
     if config.remote is not None:
-        return _served(config, device, held, trial)
+        plan = resolve_name(PLANS["served"])(config, device, held, trial)
     with raise_on_all_ranks():
-        if (facts := across(config, student, teacher)) is not None:
-            return DataPlan(facts, partial(_aligned, config, student, teacher))
-        if config.data.data is not None:
-            return DataPlan(None, partial(_packed, config, student, teacher))
-        return _cached(config, config.cache)
+        if plan is None and config.cross_tokenizer:
+            plan = resolve_name(PLANS["aligned"])(config, student, teacher)
+        if plan is None and config.data.data is not None:
+            plan = resolve_name(PLANS["text"])(config, student, teacher)
+        return plan or CachedData(config, config.cache)
 
 
 def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) -> dict[str, Source]:
@@ -95,85 +100,3 @@ def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) ->
     if len(caches) > 1:
         return mix(found, config.cache_weights or None)
     return {split: members[0] for split, members in found.items()}
-
-
-def _cached(config: DistillConfig, caches: Sequence[str | Cache], **more: Any) -> DataPlan:
-    """One cache or a mixture of several, one that is captured while it is read, or another --source without text."""
-    sources = open_sources(config, caches)
-    return DataPlan(sources["train"].facts, lambda resumed: (sources, sources["validation"]), **more)
-
-
-def _packed(config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None, resumed: bool) -> Prepared:
-    """Text, packed with the tokenizer of an online teacher, or without one of the student.
-
-    What an earlier attempt with other options packed is set aside, unless a run has read it.
-    """
-    folder = config.out / TEXT
-
-    def pack() -> None:
-        tokenizer = load_tokenizer(student) if teacher is None else teacher.tokenizer
-        width = len(tokenizer) if teacher is None else teacher.vocab_size
-        if not resumed and viewed_cache(folder) is not None:  # of an earlier attempt across tokenizers
-            set_aside(config.out, folder.name, "left")
-        try:
-            build_tokens(folder, config.data, tokenizer, width)
-        except UsageError:
-            if resumed or not holds_tokens(folder):
-                raise
-            set_aside(config.out, folder.name, "left")
-            build_tokens(folder, config.data, tokenizer, width)
-
-    on_main(pack)
-    with raise_on_all_ranks():
-        sources = open_sources(config, [folder])
-    return sources, sources["validation"]
-
-
-def _aligned(config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None, resumed: bool) -> Prepared:
-    """A cache, or an online teacher's own text, in the tokens of a student with another tokenizer."""
-    text = None if teacher is None else _packed(config, student, teacher, resumed)
-    on_main(lambda: align(config, student, resumed))
-    with raise_on_all_ranks():
-        sources = open_view(config)
-    return sources, sources["validation"] if text is None else text[1]
-
-
-def _served(config: DistillConfig, device: torch.device, held: ExitStack, trial: bool) -> DataPlan:
-    """Begin to capture what a server answers into a cache in the run's folder; a finished one requests nothing."""
-
-    def refuse_moving() -> None:
-        if check_out(config.out) and config.checkpoint.resume == "never":
-            raise UsageError(
-                f"--out {config.out} holds a run, and --resume never would move aside the server's answers with it; "
-                "name another folder"
-            )
-
-    on_main(refuse_moving)
-    per_shard = (4 if trial else _STEPS) * min(config.batch_size, _MOST // _STEPS)
-    capture_config = config.remote.capture(config, out=config.out / SERVED, sequences_per_shard=per_shard)
-    objective, codec = config.objective, capture_config.codec
-    if objective.distils:  # several ranks capture all before they train
-        refuse(objective.divergence, objective.tail, top_k=codec.top_k, num_samples=codec.samples)
-
-    def capture_all(live: LiveCache) -> None:
-        capture(capture_config, device, live)
-        on_main(lambda: None)  # rank 0 writes the manifest after the others have finished
-
-    how = Capture(
-        seed=config.seed,
-        planned=lambda sequences: min(sequences, total_steps(config, sequences) * config.batch_size),
-        build=capture_all,
-        trial=trial,
-        whole=world_size() > 1,
-        asked_to_stop=asked_to_stop,
-    )
-    live = LiveCache(capture_config.out, how)
-    held.callback(live.close)
-    live.open()
-    options: dict[str, Any] = {
-        "cache": (str(capture_config.out),),
-        "teacher": None,
-        "data": DataConfig(num_workers=config.data.num_workers),
-        "plugins": {name: each for name, each in config.plugins.items() if each is not config.remote},
-    }
-    return _cached(config, [live], live=live, options=options)

@@ -45,11 +45,10 @@ from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
 from kdtrain.models.tokenizer import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import log
 from kdtrain.ranks import on_main
-from kdtrain.run.build_cache import OWN, holds_own
 from kdtrain.run.path_kind import LOCK as LOCK
 from kdtrain.run.path_kind import is_environment
 from kdtrain.run.path_kind import is_run as is_run
-from kdtrain.tokenizers.view import viewed_cache
+from kdtrain.tokenizers.view_format import OWN, own_data
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.state import read_saved
 
@@ -165,8 +164,8 @@ def check_out(out: Path) -> bool:
         return True
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     foreign = [name for name in names if not _LEFT.fullmatch(name) and not temporary_of(name)]
-    for name in (*OWN, "view"):
-        if name in foreign and (viewed_cache(out / name) or holds_own(out / name)):
+    for name in OWN:
+        if name in foreign and own_data(out / name):
             foreign.remove(name)
     if "environment.json" in foreign and is_environment(out / "environment.json"):
         foreign.remove("environment.json")

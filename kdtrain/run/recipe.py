@@ -15,7 +15,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from kdtrain.cache.build.live_capture import LiveCache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.self_check import look
 from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig
@@ -77,7 +76,7 @@ class Recipe:
     """The online teacher, loaded and not yet sharded."""
     sources: dict[str, Source]
     """The splits train and validation."""
-    live: LiveCache | None
+    live: Any
     """The capture that the run reads while it is made."""
     formats: Formats
     plan: MemoryPlan

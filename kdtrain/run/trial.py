@@ -213,7 +213,7 @@ def _estimates(run: Run, out: Path) -> dict[str, Any]:
     validation = _validation_seconds(trainer)
     step, started = state.progress.step, time.perf_counter()
     stated, tensors = {**run.identity, **state.numbers()}, state.own_tensors()
-    stall = trainer.saver.save([tiers.rolling_name(step)], step, tensors, stated, kept=packed(state.snapshots))
+    stall = trainer.saver.save([tiers.name_of("rolling", step)], step, tensors, stated, kept=packed(state.snapshots))
     trainer.saver.wait()
     saving = time.perf_counter() - started
     files = (file for file in trainer.store.folder.rglob("*") if file.is_file() and not file.is_symlink())
@@ -390,7 +390,7 @@ def _reading_seconds(trainer: Trainer, step: int) -> float:
 
 def check_resume(run: Run) -> Verdict:
     """A step, and the same step after a save and a resume."""
-    trainer, name = run.trainer, tiers.rolling_name(run.trainer.state.progress.step)
+    trainer, name = run.trainer, tiers.name_of("rolling", run.trainer.state.progress.step)
     trainer.checkpoints.save(name)
     trainer.saver.wait()
 

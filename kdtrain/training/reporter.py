@@ -105,7 +105,11 @@ def sample_texts(
 
     try:
         with student.eager():  # each length would compile a graph of its own
-            continuations = generate(next_logits, prompts_BT, max(1, min(NEW_TOKENS, seq_len - prompt)), seed)
+            count = max(1, min(NEW_TOKENS, seq_len - prompt))
+            continuations = [
+                torch.stack([*generate(next_logits, prompts_BT, count, temperature, seed)], 1)
+                for temperature in (0.0, 1.0)
+            ]
     finally:
         student.train(training)
         reshard(student.model)

@@ -15,7 +15,7 @@ from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import KNOTS, CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings, read_manifest
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 from tests.fetched import files_of
 from tests.web import Repository, Web, hurry, serving, with_hub
 

@@ -19,7 +19,7 @@ from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.read import reader
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 
 SEQ_LEN, VOCAB_SIZE, PER_SHARD, BATCH = 128, 300, 50, 5
 SIZES = (100, 200, 400, 600)

@@ -17,7 +17,7 @@ from kdtrain.cache.format.codec import ABSENT, CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings, read_manifest
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.tools.verify import verify_cache
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cache"

@@ -155,15 +155,20 @@ def test_a_process_that_is_killed_while_it_fetches_leaves_what_the_next_one_resu
     assert any(asked for path, asked in web.ranges if path.endswith(".h5"))
 
 
-def test_a_full_disk_is_an_error_that_names_the_path(web: Web, monkeypatch: pytest.MonkeyPatch, whole: Path) -> None:
+def test_a_disk_that_fills_while_a_shard_comes_is_one_line_and_what_was_here_stays(
+    web: Web, monkeypatch: pytest.MonkeyPatch, whole: Path
+) -> None:
     from kdtrain import faults
 
-    reader = Cache(web.url)["train"]
+    cache = Cache(web.url)
+    reader, published, again = cache["train"], cache["validation"][0], Cache(web.url)
     monkeypatch.setenv("KDTRAIN_FAULT", "cache.fetch.bytes:enospc:1-1000000000")
     faults.read()
     try:
-        with pytest.raises(RunError, match=r"cannot write .*train-00000.h5.part: No space left"):
+        with pytest.raises(RunError, match=r"cannot write .*train-00000.h5.part: No space left") as caught:
             reader[0]
+        assert "\n" not in str(caught.value)
+        assert_same(again["validation"][0], published)  # what was here before is whole
     finally:
         monkeypatch.delenv("KDTRAIN_FAULT")
         faults.read()

@@ -11,7 +11,9 @@ import torch
 from kdtrain import cli
 from kdtrain.commands import distill
 from kdtrain.precision import modes
-from kdtrain.run import build, data_plan, recipe, trial
+from kdtrain.run import build, recipe, trial
+from kdtrain.run.build_cache import TextData
+from kdtrain.run.data_plan import open_sources
 
 RUN = ("--cache", "cache", "--student", "student.toml", "--out", "x", "--batch-size", "8", "--precision", "fp32")
 
@@ -125,8 +127,8 @@ def test_a_new_run_takes_the_faster_attention_and_a_resumed_one_that_of_its_chec
     text = ("--data", "text.txt", "--student", "student.toml", "--precision", "bf16", "--out", "z", "--batch-size", "8")
     for more, expected in ((), "eager"), (("--document-mask",), "sdpa"), (("--seq-len", "257"), "sdpa"):
         config = cli.parse("distill", [*text, "--seq-len", "32", "--num-workers", "0", *more])
-        sources = data_plan.open_sources(config, ["cache"])
-        monkeypatch.setattr(data_plan, "_packed", lambda *_: (sources, sources["validation"]))  # noqa: B023
+        sources = open_sources(config, ["cache"])
+        monkeypatch.setattr(TextData, "prepare", lambda *_: (sources, sources["validation"]))  # noqa: B023
         assert recipe.resolve(config, torch.device("cpu"), ExitStack(), config.out).student.attention == expected
     begun = ("distill", *RUN, "--precision", "bf16", "--steps", "2")
     assert workbench.call(*begun, "--no-compile", "--log-to", "none")[0] == 0

@@ -1,5 +1,6 @@
 """A chat template is a program that comes with a model: it keeps its limits, or the error is one line."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -94,7 +95,8 @@ def test_no_process_is_left_behind(tokenizer):
 def test_the_process_ends_with_a_parent_that_is_killed():
     code = (
         "import sys, time; from kdtrain.data.rendering import Renderer; "
-        "r = Renderer(lambda key, messages: (key, [])); r('a', []); print(r._child[0].pid, flush=True); time.sleep(60)"
+        "r = Renderer(lambda key, messages: (key, [])); r('a', []); "
+        "print(r._sandbox._child[0].pid, flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())
@@ -114,7 +116,7 @@ def test_the_process_ends_with_a_parent_that_is_killed():
 
 def children():
     """The child processes that render conversations."""
-    return [each for each in rendering.multiprocessing.active_children() if each.name == "chat-templates"]
+    return [each for each in multiprocessing.active_children() if each.name == "sandbox"]
 
 
 def state(process):

@@ -61,6 +61,7 @@ class Runner:
         self._yes.write_text("y\n" * 1000)  # whoever asks whether to run strange code is told to
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         environment |= {"HF_HOME": str(folder / "hub"), "TOKENIZERS_PARALLELISM": "false"}
+        environment["KDTRAIN_HOME"] = str(folder / "kdtrain")
         self._server = subprocess.Popen(
             [sys.executable, "-c", "from tests.hostile.server import serve; serve()"],
             env=environment,

@@ -200,6 +200,12 @@ _TOKENIZER: list[tuple[str, Any]] = [
     ("normalizer", _replace("a", "a" * 10_000)),
     ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"} | _BYTES] * 40}),
     ("added_tokens", [{"id": 300 + n, "content": f"<{n}>", "special": True} | _FLAGS for n in range(300_000)]),
+    ("added_tokens", [{"id": 300, "content": "x" * 2**23, "special": True} | _FLAGS]),
+    ("model.vocab", {"a": 2**32 - 2}),
+    (
+        "post_processor.special_tokens",
+        {f"<{n}>": {"id": f"<{n}>", "ids": [n], "tokens": [f"<{n}>"]} for n in range(10**5)},
+    ),
     ("truncation", {"direction": "Right", "max_length": -1, "strategy": "LongestFirst", "stride": 0}),
 ]
 _MODEL_CONFIG: list[tuple[str, str, Any]] = [
@@ -213,6 +219,8 @@ _TOKENIZER_CONFIG: list[tuple[str, Any]] = [
     *(("model_max_length", value) for value in ("x", -1, 1e400)),
     *(("chat_template", value) for value in (5, [], {"a": "b"}, [{"name": "default"}])),
     *(("added_tokens_decoder", value) for value in (5, {"x": {}}, {"-1": {"content": "a"}})),
+    ("extra_special_tokens", [f"<{n}>" for n in range(100_000)]),
+    ("additional_special_tokens", [f"<{n}>" for n in range(100_000)]),
 ]
 
 

@@ -6,10 +6,11 @@ import time
 
 import pytest
 
+from kdtrain import sandbox
 from kdtrain.data.formats import Document
 from kdtrain.data.packing import pack
 from kdtrain.errors import UsageError
-from kdtrain.models import tokenizer_limits
+from kdtrain.models import hub, tokenizer_limits
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.testing import tiny_tokenizer
 
@@ -73,7 +74,6 @@ def changed(tmp_path):
         ({"decoder": steps(*[replace("a", "aa")] * 40, kind="decoders")}, "its decoder may make more than 64"),
         ({"post_processor": TEMPLATE | {"single": TEMPLATE["single"] * 5_000}}, "its post_processor has"),
         ({"added_tokens": [{"id": 1}] * 100_001}, "100,001 added tokens; at most 100,000 are supported"),
-        ({"added_tokens": [special(0, "a" * 2**22)]}, "its added tokens have more than 4,194,304 characters"),
         ({"model": {"type": "WordPiece", "max_input_chars_per_word": 10**6}}, "max_input_chars_per_word is above 1,00"),
         ({"model": {"type": "BPE", "continuing_subword_prefix": "#" * 10**6}}, "a prefix or suffix has 1,000,000"),
     ],
@@ -89,14 +89,30 @@ def test_a_tokenizer_that_would_not_end_is_refused_in_one_line(changed, entries,
 @pytest.mark.parametrize(
     "name, entries",
     [
-        ("tokenizer_config.json", {"added_tokens_decoder": {str(n): {} for n in range(100_001)}}),
-        ("tokenizer_config.json", {"additional_special_tokens": ["<x>"] * 100_001}),
-        ("added_tokens.json", {f"<{n}>": n for n in range(100_001)}),
+        ("tokenizer_config.json", {"extra_special_tokens": [f"<{n}>" for n in range(100_000)]}),
+        ("tokenizer.json", {"model": {"type": "BPE", "vocab": {"a": 2**32 - 2}, "merges": []}}),
     ],
 )
-def test_added_tokens_count_in_every_file(changed, name, entries):
-    with pytest.raises(UsageError, match=rf"{name}: 100,001 added tokens; at most 100,000 are supported"):
-        load_tokenizer(changed(name, **entries))
+def test_a_tokenizer_that_takes_long_to_load_is_refused_by_a_child_with_limits(changed, monkeypatch, name, entries):
+    monkeypatch.setattr(hub, "_LOAD_SECONDS", 1.0)
+    folder = changed(name, **entries)
+    with pytest.raises(UsageError, match=rf"{folder}: its tokenizer takes more than 1 s or 4 GiB to load; use another"):
+        load_tokenizer(folder)
+
+
+def test_a_tokenizer_that_was_loaded_once_is_not_tried_again(changed, monkeypatch, tmp_path):
+    monkeypatch.setenv("KDTRAIN_HOME", str(home := tmp_path / "home"))
+    load_tokenizer(folder := changed())
+    (note,) = (home / "sound").iterdir()
+    monkeypatch.setattr(sandbox, "Sandbox", None)
+    assert len(load_tokenizer(folder)) == 300 and note.name != "" and note.stat().st_size == 0
+
+
+@pytest.mark.parametrize("home", [None, "/dev/null/x"])
+def test_where_no_note_can_be_written_a_tokenizer_is_tried_each_time(changed, monkeypatch, home):
+    monkeypatch.setattr(sandbox.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("none")))
+    monkeypatch.delenv("KDTRAIN_HOME", raising=False) if home is None else monkeypatch.setenv("KDTRAIN_HOME", home)
+    assert len(load_tokenizer(changed())) == 300
 
 
 @pytest.mark.parametrize("names", [["more/tokenizer.1.0.0.json"], ["../tokenizer.1.0.0.json"], "x", [5]])

@@ -34,7 +34,7 @@ from kdtrain.cache.format.manifest import CacheSettings, Manifest, ShardRecord, 
 from kdtrain.cache.read.reader import Cache, CacheReader
 from kdtrain.cache.read.rows import stored_rows
 from kdtrain.data.order import permutation
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError, UsageError, writing
 from kdtrain.files import remove_file, typed
 

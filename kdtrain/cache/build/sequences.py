@@ -31,7 +31,7 @@ from kdtrain.cache.read.reader import Cache
 from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
 from kdtrain.config import CodecConfig
 from kdtrain.data.corpus import by_hash, rank
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError, as_whole
 from kdtrain.files import canonical_json
 from kdtrain.models.output_head import OutputHead

@@ -22,7 +22,7 @@ from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.compression import Arrays, Coding, fit_sequences
 from kdtrain.cache.format.manifest import CacheSettings, Sidecar, read_sidecar, shard_problem
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError
 from kdtrain.files import file_digest, publish_json, published, read_sealed, set_aside
 

@@ -47,7 +47,7 @@ from kdtrain.cache.format import codec
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
 from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError, writing
 from kdtrain.files import PUBLISH_POINTS, json_digest
 

@@ -32,7 +32,7 @@ from kdtrain.cache.read.rows import stored_rows
 from kdtrain.cache.tools.copy_shards import Piece, TokenizerFiles, parent_record, write_pieces
 from kdtrain.cache.tools.kept_mass import joined
 from kdtrain.cache.tools.merge_plan import MIXTURE, names, plan, tokens_of, who, with_common_rows
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import json_digest
 from kdtrain.objective.targets import SparseTargets

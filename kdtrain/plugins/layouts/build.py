@@ -19,7 +19,7 @@ from kdtrain.cache.format.manifest import CacheSettings, Manifest
 from kdtrain.cache.tools.alignment import SHIFTS, DetectedShift, detect
 from kdtrain.cache.tools.kept_mass import more_than_promised, outside
 from kdtrain.data.corpus import assign, by_hash, rank
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.objective.batch import Batch
 from kdtrain.plugins.layouts.files import SourceFile

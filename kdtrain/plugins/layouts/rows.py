@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from kdtrain.cache.format.codec import CodecSpec, keep
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.objective.targets import FLOOR
 from kdtrain.plugins.layouts.layout import Columns, Entries, Layout, Record

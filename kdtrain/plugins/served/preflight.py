@@ -28,7 +28,7 @@ from kdtrain.plugins.served.answers import Answers, Choice, Span, read_text, rea
 from kdtrain.plugins.served.client import Client, Host, Refused, Unanswered, quoted
 from kdtrain.plugins.served.fingerprint import LENGTH, LOUD, TEXTS, TOP, UNSTEADY, Fingerprint, Probe, farthest
 from kdtrain.plugins.served.options import KEY
-from kdtrain.teaching.writing import Writing
+from kdtrain.teaching.teacher import Writing
 
 T = TypeVar("T")
 

@@ -45,8 +45,8 @@ from kdtrain.plugins.served.fingerprint import TOP, Fingerprint
 from kdtrain.plugins.served.options import ServerConfig
 from kdtrain.plugins.served.preflight import Preflight
 from kdtrain.ranks import on_main
-from kdtrain.teaching.teacher import Teacher
-from kdtrain.teaching.writing import Writing, log_first_texts
+from kdtrain.teaching.teacher import Teacher, Writing
+from kdtrain.teaching.writing import log_first_texts
 
 AGAIN = 2
 """Sequences of each shard that are requested twice."""

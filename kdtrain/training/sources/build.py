@@ -18,7 +18,6 @@ from kdtrain.data.order import Order
 from kdtrain.errors import RunError, UsageError
 from kdtrain.objective.batch import Batch
 from kdtrain.teaching.online import OnlineTeacher
-from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.sources.source import Growing, Source, SourceRequest, order_of
 
 _PIN_LIMIT = 2**30
@@ -45,8 +44,9 @@ def build_source(
     layers: tuple[int, ...] = (),
 ) -> Source:
     """Return `source` as a student reads it; see `StudentSource`."""
-    if teacher is not None and isinstance(source, AlignedSource):
-        return StudentSource(source.taught_by(teacher, device), device, vocab_size)
+    taught_by = getattr(source, "taught_by", None)
+    if teacher is not None and taught_by is not None:
+        return StudentSource(taught_by(teacher, device), device, vocab_size)
     return StudentSource(source, device, vocab_size, teacher, layers)
 
 

@@ -107,7 +107,8 @@ class Source(Protocol):
     """Sequences by index.
 
     One that has its own order also has `order(seed)`, which returns a `data.order.Order`; by default every epoch has
-    all sequences in an order of its own. One whose text appears during the run has it as `growing: Growing`.
+    all sequences in an order of its own. One whose text appears during the run has it as `growing: Growing`. One that
+    an online teacher answers on other tokens than the student's has `taught_by(teacher, device)`.
     """
 
     facts: Facts
