@@ -12,7 +12,6 @@ import os
 import re
 import socket
 import time
-import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,10 +150,12 @@ def offline() -> bool:
 
 def no_network(endpoint: str) -> bool:
     """Whether the hub's name is unknown here: its client would try again for half a minute. A proxy may know it."""
-    for wait in () if urllib.request.getproxies() else (1.0, 0.0):
+    from urllib.request import getproxies  # imports an HTTP client: no mistake waits for it
+
+    for wait in () if getproxies() else (1.0, 0.0):
         try:
             socket.getaddrinfo(urlsplit(endpoint).hostname, None)
             return False
         except OSError as error:
             time.sleep(wait if error.errno == socket.EAI_AGAIN else 0.0)
-    return not urllib.request.getproxies()
+    return not getproxies()
