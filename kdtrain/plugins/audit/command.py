@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kdtrain.cache.format.codec import draw_points, grid_offset
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.merge_plan import MIXTURE
 from kdtrain.cache.tools.self_check import other_row
@@ -70,13 +70,13 @@ def main(config: AuditConfig) -> int:
     return 1 if wrong else 0
 
 
-def audit(config: AuditConfig, cache: Cache) -> dict[str, Any]:
+def audit(config: AuditConfig, cache: LocalCache) -> dict[str, Any]:
     """Score rows of the cache again: a plain record of the verdict, and of what explains it where a test fails.
 
     UsageError: the teacher cannot score this cache. RunError: a shard cannot be read.
     """
     settings = cache.manifest.settings
-    if settings.codec.kind == "tokens":
+    if not settings.codec.taught:
         raise UsageError(f"{cache.folder} holds tokens without targets, which verify checks")
     if settings.sampling == MIXTURE:
         raise UsageError(f"{cache.folder} mixes several teachers; audit the caches that it was merged from")
@@ -174,7 +174,7 @@ def _batches(rows: list[tuple[str, int]], size: int) -> Iterator[tuple[str, list
 
 
 def _scored(
-    cache: Cache, teacher: OnlineTeacher, reference: OnlineTeacher, split: str, indices: list[int]
+    cache: LocalCache, teacher: OnlineTeacher, reference: OnlineTeacher, split: str, indices: list[int]
 ) -> Iterator[tuple[tuple[str, int], Evidence]]:
     """The evidence of each row; rows that do not count in a loss are left out."""
     settings, manifest, span = cache.manifest.settings, cache.manifest, cache.manifest.temperature_range
@@ -203,7 +203,7 @@ def _scored(
         yield (split, row), evidence
 
 
-def _diagnosis(cache: Cache, teacher: OnlineTeacher, rows: list[tuple[str, int]]) -> Diagnosis:
+def _diagnosis(cache: LocalCache, teacher: OnlineTeacher, rows: list[tuple[str, int]]) -> Diagnosis:
     """The fault that explains some rows best."""
     settings, found, matched = cache.manifest.settings, list[Gains](), []
     forwards = other_forwards(teacher, settings.seq_len, settings.document_mask)

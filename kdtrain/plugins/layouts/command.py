@@ -9,7 +9,7 @@ import kdtrain.plugins.layouts.distillkit
 import kdtrain.plugins.layouts.topk  # noqa: F401
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.tools.self_check import look
 from kdtrain.commands.cache_result import show_cache
 from kdtrain.data.rows import readable
@@ -86,7 +86,7 @@ def main(config: ImportConfig) -> int:
     saved = ChatTokenizer(tokenizer, generation_of(spec))
     with bar("import", sum(map(len, files)), unit="rows") as shown:
         manifest = build(config.out, settings, files, cutter, origin, tokenizer=saved, progress=shown.update)
-    seen = look(Cache(config.out))
+    seen = look(LocalCache(config.out))
     findings = [] if seen is None else [*seen.findings]
     for text in findings:
         log.error("%s does not look right: %s", config.out, text)
