@@ -111,7 +111,7 @@ REFUSED = [
         "--validation-sequences has no effect on evaluate",
     ),
     (lambda: options.InspectConfig(), "--hardware"),
-    (lambda: options.DataConfig(split="dev"), "--split 'dev'"),
+    (lambda: options.DataConfig(split="dev"), "--split 'dev': choose train, validation or test"),
     (lambda: options.CodecConfig(num_samples=256), "--num-samples 256"),
     (lambda: options.CodecConfig(top_k=0, num_samples=0), "--dense"),
     (lambda: options.ObjectiveConfig(temperature_min=2.0, temperature_max=2.0), "--temperature-min"),
