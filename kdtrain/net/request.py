@@ -312,28 +312,22 @@ def _size(part: Path) -> int:
 
 _REASONS = (
     ("certificate", "final", "its certificate is not valid; check the address"),
-    ("wrong_version_number", "final", "the server does not speak https there; check the address"),
-    ("http_request", "final", "the server does not speak https there; check the address"),
+    ("wrong_version_number|http_request", "final", "the server does not speak https there; check the address"),
     ("ssl: ", "", "the encrypted connection failed"),
-    ("resol", "far", "the name of the server is not known; is there a connection?"),
-    ("name or service", "far", "the name of the server is not known; is there a connection?"),
-    ("nodename", "far", "the name of the server is not known; is there a connection?"),
+    ("resol|name or service|nodename", "far", "the name of the server is not known; is there a connection?"),
     ("refused", "far", "the connection was refused"),
-    ("unreachable", "far", "the network does not reach the server"),
-    ("no route", "far", "the network does not reach the server"),
+    ("unreachable|no route", "far", "the network does not reach the server"),
     ("connecttimeout", "far", "the server does not answer"),
-    ("timed out", "", "the server does not answer"),
-    ("timeout", "", "the server does not answer"),
+    ("timed out|timeout", "", "the server does not answer"),
     ("reset", "", "the connection was reset"),
     ("incompleteread", "", "the answer broke off"),
-    ("closed", "", "the server closed the connection"),
-    ("disconnected", "", "the server closed the connection"),
+    ("closed|disconnected", "", "the server closed the connection"),
 )
-"""What the text of an error contains -> `final`: it will not pass; `far`: no server was reached; and words for it."""
+"""What the text of an error matches -> `final`: it will not pass; `far`: no server was reached; and words for it."""
 
 
 def reason(error: BaseException) -> tuple[str, str]:
     """An error of a connection in words, and its kind, see `_REASONS`."""
     text = f"{type(error).__name__} {error}".lower()
-    found = next(((words, kind) for known, kind, words in _REASONS if known in text), None)
+    found = next(((words, kind) for known, kind, words in _REASONS if re.search(known, text)), None)
     return found or (f"the connection failed ({type(error).__name__})", "")

@@ -45,7 +45,7 @@ from kdtrain.net.address import Address, Unreachable, offline, parse_address
 from kdtrain.sandbox import home
 
 if TYPE_CHECKING:
-    from kdtrain.cache.read.reader import Cache
+    from kdtrain.cache.read.reader import LocalCache
 
 log = logging.getLogger("kdtrain")
 
@@ -170,15 +170,15 @@ class Remote:
                     self._fetching.discard(record["name"])
 
 
-def open_cache(where: Path | str) -> "Cache":
+def open_cache(where: Path | str) -> "LocalCache":
     """The finished cache in a folder, or at an address. UsageError, RunError: as `Cache`, as `open_remote`."""
-    from kdtrain.cache.read.reader import Cache  # with torch, which what asks for a manifest does without
+    from kdtrain.cache.read.reader import LocalCache  # with torch, which what asks for a manifest does without
 
     folder = as_path(where, "where")
     if (address := parse_address(where)) is None:
-        return Cache(folder)
+        return LocalCache(folder)
     remote = open_remote(address)
-    return Cache(remote.folder, remote.manifest, remote)
+    return LocalCache(remote.folder, remote.manifest, remote)
 
 
 def open_remote(address: Address) -> Remote:

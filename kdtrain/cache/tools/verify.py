@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kdtrain.cache.build.test_vector import agrees, make_vector
+from kdtrain.cache.build.publish import agrees, make_vector
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.hdf5 import check_structure

@@ -144,7 +144,7 @@ def test_a_cut_of_an_imported_cache_says_where_it_comes_from(bench, imported) ->
     [
         (("hf:org/name", *PLAIN), "import reads local files; download the data set first"),
         (("nowhere", *PLAIN), "nowhere: there is no such file or folder"),
-        ((GOLDEN / "delta.parquet", *PLAIN), "bytes in bytepacked_indices, the compressor's settings stand for"),
+        ((GOLDEN / "delta.parquet", *PLAIN), "numbers in bytepacked_indices, the compressor's settings stand for"),
         ((GOLDEN / "plain.parquet", "--layout", "distillkit", *MADE_BY), "needs --compressor FILE.yaml"),
         ((GOLDEN / "plain.parquet", "--layout", "parquet", *MADE_BY), "--layout parquet is unknown"),
         ((GOLDEN / "plain.parquet", "--layout", "topk-parquet", *MADE_BY), "has no column 'target_token_ids'"),
