@@ -104,9 +104,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_accelerate_without_gpus_is_refused_by_its_example(server, material):
+def test_accelerate_without_gpus_is_refused_by_its_example(material):
     cache, model, _ = material
-    (done,) = server.run(EXAMPLES / "accelerate_fsdp2.py", cache, model, 1, CUDA_VISIBLE_DEVICES="")
+    done = alone(EXAMPLES / "accelerate_fsdp2.py", cache, model, 1)
     assert done.returncode == 1 and "several GPUs" in done.stderr
 
 
