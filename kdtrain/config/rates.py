@@ -32,6 +32,6 @@ WORDS: dict[Kind, str] = {"fresh": "fresh weights", "pretrained": "pretrained we
 """What a run trains, as its lines say it."""
 
 
-def rate_of(kind: Kind, parameters: float | None) -> Rate:
-    """The row for a student of `parameters`; None, where nobody knows, is taken for the largest."""
-    return next(each for each in RATES[kind] if (math.inf if parameters is None else parameters) <= each.parameters)
+def rate_of(kind: Kind, parameters: float) -> Rate:
+    """The row for a student of `parameters`."""
+    return next(each for each in RATES[kind] if parameters <= each.parameters)
