@@ -9,41 +9,24 @@ from kdtrain.models.head import split
 from kdtrain.models.last_word import is_right, passages
 from kdtrain.testing import tiny_model, tiny_tokenizer
 
-TEXTS = [
-    f"{a} and {b} are {a + b}, said {name}{end}"
-    for a, b, name, end in (
-        (1, 2, "Ann", "."),
-        (3, 4, "Bob", "!"),
-        (5, 6, "the cat", '."'),
-        (7, 8, "x_y", ""),
-        (9, 1, "Zoë", " ..."),
-        (2, 2, "me", "\n"),
-    )
-]
-TEXTS += [text.replace("said", "wrote") for text in TEXTS]
+ENDS = {"Ann": ".", "Bob": "!", "cat": '."', "x_y": "", "Zoë": " ...", "me": "\n"}
+TEXTS = [(f"1 and 2 are {verb} by {word}", word, end) for word, end in ENDS.items() for verb in ("added", "read")]
 
 
 def test_a_dozen_passages_are_counted_as_greedy_decoding_by_hand_counts_them():
-    tokenizer, model = tiny_tokenizer(300), tiny_model("llama", 300, seed=1)
+    tokenizer, model = tiny_tokenizer(300), tiny_model("llama", 300, seed=1).eval()
     for parameter in model.parameters():
         parameter.data.mul_(6 if parameter.ndim > 1 else 1)
-    student = split(model.eval())
-    found = list(passages([Document(f"p:{n}", text) for n, text in enumerate(TEXTS)], tokenizer, 64))
-    for text, (tokens, own) in zip(TEXTS, found, strict=True):
-        word = [each for each in text.replace(",", " ").replace(".", " ").replace("!", " ").replace('"', " ").split()][
-            -1
-        ]
-        assert (
-            tokenizer.decode(tokens[-own:]).strip().endswith(word)
-            and tokenizer.decode(tokens) == text[: text.rindex(word) + len(word)]
-        )
-        # what the model itself writes is right, and right only that
-        written = tokens[:-own]
+    student, device = split(model), torch.device("cpu")
+    documents = [Document(f"row {n}", text + end) for n, (text, _, end) in enumerate(TEXTS)]
+    for (text, word, _), (tokens, own) in zip(TEXTS, passages(documents, tokenizer, 64), strict=True):
+        assert tokenizer.decode(tokens) == text and tokenizer.decode(tokens[-own:]).strip() == word
+        written = tokens[:-own]  # by the model itself, token by token
         for _ in range(own):
             with torch.no_grad():
                 written = [*written, int(model(torch.tensor([written])).logits[0, -1].argmax())]
-        assert is_right(student.logits, tokens, own, torch.device("cpu")) == (written == tokens)
-        assert is_right(student.logits, written, own, torch.device("cpu"))
+        assert is_right(student.logits, tokens, own, device) == (written == tokens)
+        assert is_right(student.logits, written, own, device)
 
 
 @pytest.mark.parametrize(
