@@ -118,9 +118,7 @@ def evaluate(config: EvaluateConfig, name: str) -> dict[str, Any]:
             raise RunError(f"--student {name} has a loss of {loss}; look at its weights")
         found = {"student": name, **text, "sequences": len(source), **summary(metrics)}
         if config.last_word:
-            found |= _last_words(
-                config, student, load_tokenizer(facts.tokenizer if teacher is None else tokenizer), teacher
-            )
+            found |= _last_words(config, student, load_tokenizer(tokenizer or facts.tokenizer or name), teacher)
         aligned = {name: each for name, each in (facts.alignment or {}).items() if each is not None}
         found |= {name: aligned[name] for name in ("disagreement", "entropy_kept") if name in aligned}
     if checkpoint is not None and is_run(run := run_of(checkpoint)):
@@ -164,6 +162,7 @@ def _source(
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
         if config.cache is not None:
             cache, split = open_cache(config.cache), config.data.split
+            text: dict[str, Any]
             made_of = cache.manifest.settings.data.get("split")  # its train split may be another split of the source
             text = {"split": split, "cache": cache.manifest.digest}
             if split == "test":

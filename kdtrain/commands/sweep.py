@@ -10,7 +10,7 @@ from kdtrain.errors import RunError
 from kdtrain.files import Lock
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.runs import MEASURES, Group, grouped, read_runs
-from kdtrain.run.sweep import Job, Runner, Sweep, claim, read_sweep
+from kdtrain.run.sweep import Runner, Sweep, SweepJob, claim, read_sweep
 from kdtrain.tables import finite, loss_text
 
 
@@ -67,7 +67,7 @@ def compared(groups: list[Group], as_json: bool, names: Collection[str] = tuple(
         compare.show(groups, names=names)
 
 
-def _ended(sweep: Sweep, job: Job, error: str) -> str:
+def _ended(sweep: Sweep, job: SweepJob, error: str) -> str:
     text = f"{job.name}: {error or 'done'}"
     if not job.is_run or not (job.config.out / "environment.json").exists():
         return text

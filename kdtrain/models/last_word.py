@@ -27,7 +27,7 @@ def passages(documents: Iterable[Document], tokenizer: Any, seq_len: int) -> Ite
     UsageError: a row has no last word, or nothing before it.
     """
     for document in documents:
-        if document.messages is not None:
+        if document.text is None:
             raise UsageError(f"{document.key}: a conversation is no passage; --last-word takes rows of text")
         words = list(_WORDS.finditer(document.text))
         if len(words) < 2:

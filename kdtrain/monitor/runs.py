@@ -298,7 +298,7 @@ def _measured(record: RunRecord) -> dict[str, float | None]:
 
     best = as_finite(result.get("best_validation_loss"))
     bits = [value for _, value in record.curve("validation/bits_per_byte") if as_finite(value) is not None]
-    test = next((each for each in reversed(record.evaluations) if each.get("split") == "test"), {})
+    test: dict[str, Any] = next((each for each in reversed(record.evaluations) if each.get("split") == "test"), {})
     found: dict[str, float | None] = {
         **{name: as_finite(test.get(name.removeprefix("test_"))) for name in MEASURES if name.startswith("test_")},
         "best_validation_loss": min(losses, default=None) if best is None else best,

@@ -64,7 +64,7 @@ _KINDS = {"distill": DistillConfig, "cache-teacher": CacheTeacherConfig, "evalua
 
 
 @dataclass(frozen=True)
-class Job:
+class SweepJob:
     """One command of a sweep."""
 
     name: str
@@ -100,9 +100,9 @@ class Sweep:
     """The commands of a file, in the order in which they are run."""
 
     out: Path
-    caches: list[Job]
-    runs: list[Job]
-    test: Job | None
+    caches: list[SweepJob]
+    runs: list[SweepJob]
+    test: SweepJob | None
     """Measures the students that have not been measured yet; None: the file has no [test]."""
 
     @property
@@ -110,7 +110,7 @@ class Sweep:
         """The runs that have begun."""
         return [job.config.out for job in self.runs if (job.config.out / "environment.json").exists()]
 
-    def tests(self) -> Iterator[Job]:
+    def tests(self) -> Iterator[SweepJob]:
         """A job that measures the students of finished runs that [test] has not measured; nothing if all are."""
         if self.test is None:
             return
@@ -128,7 +128,7 @@ class Sweep:
             ):
                 left.append(str(folder))
         if left:
-            yield Job(
+            yield SweepJob(
                 f"test of {counted(len(left), 'student')}", (*self.test.words, "--student", *left), self.test.config
             )
 
@@ -162,7 +162,7 @@ def read_sweep(file: Path, out: Path) -> Sweep:
     if (count := len(named["arms"]) * len(seeds)) > _MOST:
         raise UsageError(f"{file}: {count:,} runs are more than the {_MOST:,} that a sweep takes")
 
-    def job(name: str, where: str, command: str, options: Mapping[str, Any], **own: Any) -> Job:
+    def job(name: str, where: str, command: str, options: Mapping[str, Any], **own: Any) -> SweepJob:
         options = dict(options)
         if taken := [each for each in options if each in _OURS[command]]:
             hint = "list them in seeds" if taken[0] == "seed" else "leave it out"
@@ -173,11 +173,11 @@ def read_sweep(file: Path, out: Path) -> Sweep:
             if command == "evaluate":
                 options["cache"] = options["cache"][0]
         try:
-            config = configured(_KINDS[command], None, options | own)
+            config: Any = configured(_KINDS[command], None, options | own)
         except UsageError as error:
             raise UsageError(f"{file}: [{where}] {error}") from None
         own.pop("student", None)
-        return Job(name, (command, *_words(_KINDS[command], options | own)), config)
+        return SweepJob(name, (command, *_words(_KINDS[command], options | own)), config)
 
     common = _flat(tables.get("common", {}))
     arms = [(name, {**common, **options}) for name, options in named["arms"].items()]
@@ -263,7 +263,7 @@ class Runner:
         for child in [*self._children]:
             child.send_signal(number)
 
-    def all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, str]]:
+    def all(self, jobs: Iterable[SweepJob]) -> Iterator[tuple[SweepJob, str]]:
         """Run the jobs that are not done; yield each as it ends, with the error that ended it, empty without one."""
         with ThreadPoolExecutor(self.at_once) as pool:
             begun = {pool.submit(self.run, job): job for job in jobs if not job.done}
@@ -271,7 +271,7 @@ class Runner:
                 if self.stopped is None:
                     yield begun[each], each.result()
 
-    def run(self, job: Job) -> str:
+    def run(self, job: SweepJob) -> str:
         """Run one command, unless a signal has stopped the sweep; return the last line of an error, empty without one.
 
         UsageError: it refuses its options.
