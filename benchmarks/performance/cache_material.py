@@ -21,7 +21,7 @@ import torch
 from benchmarks.harness import TEACHER
 from benchmarks.harness.models import packed, teacher_logits, token_tensor
 from kdtrain.cache.build.fidelity import Teacher
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 
 HEAD = 12
 MOVED = 4096

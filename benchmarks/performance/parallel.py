@@ -39,7 +39,7 @@ from kdtrain import cli
 from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.parallel import parallelize

@@ -16,10 +16,9 @@ from kdtrain.config import VerifyConfig
 from kdtrain.config.values import refuse
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.net.address import parse_address
-from kdtrain.run.build_cache import OWN, holds_own
 from kdtrain.run.path_kind import damage_of, kind_of
 from kdtrain.tables import number, show, show_page
-from kdtrain.tokenizers.view import verify_view, viewed_cache
+from kdtrain.tokenizers.view_format import OWN, own_data, verify_view
 
 
 def main(config: VerifyConfig) -> int:
@@ -91,8 +90,9 @@ def _problems(path: Path, kind: str) -> list[str]:
         return [damage] if damage else []
     store = Store(path / "checkpoints")
     caches: list[str] = []
-    for folder in (path / name for name in (*OWN, "view")):
-        caches += verify_view(folder) if viewed_cache(folder) else verify_cache(folder) if holds_own(folder) else []
+    for folder in (path / name for name in OWN):
+        made = own_data(folder)
+        caches += verify_view(folder) if made == "view" else verify_cache(folder) if made else []
     names = [entry.name for entry in store.entries(apart=True)]
     damaged = [(name, damage) for name in names if (damage := store.problem(name))]
     # a run that is training may have removed one meanwhile

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from kdtrain.config.choices import Weights
-from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig
-from kdtrain.config.teachers import TextConfig
-from kdtrain.config.values import Conflicts, Extended, Options, option, refuse
+from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig, TextConfig
+from kdtrain.config.values import Conflicts, Extended, Printed, option, refuse
 from kdtrain.errors import UsageError
 from kdtrain.files import same_path
 
@@ -29,20 +28,20 @@ class CacheTeacherConfig(Extended):
     """
 
     teacher: str = option(once=True, reads="teacher spec")
-    """A teacher that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
+    """A TOML, a model folder, a hub id, or one that ships; stdlib-5m."""
     out: Path
     """The folder of the cache."""
-    refine: str | None = option(None, once=True, reads="cache", brief="Instead of --data: a cache to draw between.")
-    """Instead of --data: a cache of this teacher's samples; as many more are drawn, between them, for kdtrain merge."""
-    config: Path | None = option(None, per_rank=True, once=True, brief="A TOML file with any options, in sections.")
-    """TOML file with the same options, grouped in sections; a flag wins over it."""
-    teacher_weights: Weights | None = option(None, brief="Hold it in bf16, int8 or nf4: its cost is measured.")
-    """Hold the teacher's weights in bf16, int8 or nf4 (a GPU); what that costs is measured and kept (docs/lora.md)."""
-    batch_size: int = option(16, least=1, brief="Sequences in one forward of the teacher.")
+    refine: str | None = option(None, once=True, reads="cache", brief=True)
+    """A cache to draw between, instead of --data; of this teacher's samples, with as many more, for kdtrain merge."""
+    config: Path | None = option(None, per_rank=True, once=True, brief=True)
+    """TOML file with these options, in sections; a flag wins over it."""
+    teacher_weights: Weights | None = option(None, brief=True)
+    """Hold the teacher in fewer bits; what that costs is measured and stored (on a GPU, docs/lora.md)."""
+    batch_size: int = option(16, least=1, brief=True)
     """Sequences in one forward of the teacher."""
     sequences_per_shard: int = option(512, least=1)
     """Sequences in one file of the cache; at most one file is lost when the command is killed."""
-    precision: Literal["auto", "fp32", "bf16"] = option("auto", brief="auto, fp32 or bf16.")
+    precision: Literal["auto", "fp32", "bf16"] = option("auto", brief=True)
     """Number format of the forward; auto is bf16 where the device has it, else fp32; a resumed cache keeps its own."""
     compile: bool = True
     """Compile the teacher's layers with torch.compile, on a GPU; a CPU never does."""
@@ -50,8 +49,6 @@ class CacheTeacherConfig(Extended):
     """Seed of the samples."""
     device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
-    json: bool = option(False, per_rank=True)
-    """Print one JSON object on stdout, logs on stderr."""
     data: DataConfig = field(default_factory=DataConfig)
     text: TextConfig = field(default_factory=TextConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
@@ -99,7 +96,7 @@ class CacheTeacherConfig(Extended):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeConfig(Options):
+class MergeConfig(Printed):
     """Add up caches of samples of the same rows, or append caches of other rows; the order does not matter.
 
     The same command resumes an interrupted one.
@@ -109,8 +106,6 @@ class MergeConfig(Options):
     """Two or more finished caches: folders, or addresses (hf:datasets/ORG/NAME, https://...)."""
     out: Path
     """The folder of the merged cache."""
-    json: bool = False
-    """Print one JSON object on stdout, logs on stderr."""
 
     EXAMPLES = ("kdtrain merge cache/a cache/b --out cache/both",)
 
@@ -120,7 +115,7 @@ class MergeConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubsetConfig(Options):
+class SubsetConfig(Printed):
     """Cut a cache to some of its rows.
 
     The same command resumes an interrupted one.
@@ -136,8 +131,6 @@ class SubsetConfig(Options):
     """The share of the rows to take, above 0 and at most 1, by the hash of their tokens."""
     split: Literal["train", "validation", "test", "all"] = "train"
     """The split to cut, or all; the others stay whole."""
-    json: bool = False
-    """Print one JSON object on stdout, logs on stderr."""
 
     EXAMPLES = ("kdtrain subset cache/t --fraction 0.01 --out cache/small",)
 

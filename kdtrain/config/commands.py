@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from kdtrain.config.across import SPECIAL_TOKENS, conflicts_across
 from kdtrain.config.cache_commands import (
     CacheTeacherConfig,
     MergeConfig,
@@ -25,7 +24,27 @@ from kdtrain.config.sections import (
     QuantizationConfig,
     StoppingConfig,
 )
-from kdtrain.config.values import Conflicts, Extended, Options, option
+from kdtrain.config.values import Conflicts, Extended, Options, Printed, option, refuse
+
+
+def partners(pairs: tuple[str, ...]) -> dict[str, str]:
+    """The student's special token for each of the teacher's that `--special-tokens` names; empty: it is left out."""
+    return {one: other for one, _, other in (each.partition("=") for each in pairs)}
+
+
+def _check_pairs(pairs: tuple[str, ...]) -> None:
+    for number, each in enumerate(pairs):
+        refuse(
+            each.find("=") < 1,
+            f"--special-tokens '{each[:80]}' is not TEACHER'S=STUDENT'S; leave the second out, "
+            "as '<pad>=', for a token that is dropped",
+        )
+        token = each.partition("=")[0]
+        refuse(token in partners(pairs[:number]), f"--special-tokens gives '{token[:80]}' twice; give it one partner")
+
+
+def _special_tokens() -> Any:
+    return option((), several=True, later=True, needs="cross_tokenizer", check=_check_pairs, shown="A=B")
 
 
 def _conflicts_of_sources(cache: object, teacher: str | None, data: DataConfig, verb: str) -> Conflicts:
@@ -43,43 +62,33 @@ class DistillConfig(Extended):
     The same command resumes an interrupted run from its newest valid checkpoint.
     """
 
-    student: str = option(once=True, reads="spec", brief="stdlib-1m, a TOML, a model folder, or a hub id.")
-    """A student that ships (stdlib-1m, ...), a TOML, a model folder, or a hub id."""
+    student: str = option(once=True, reads="spec", brief=True)
+    """A TOML, a model folder, a hub id, or one that ships; stdlib-1m, ..."""
     out: Path = option(free=True)
     """The folder of the run."""
-    cache: tuple[str, ...] = option(
-        (),
-        several=True,
-        shown="PATH",
-        reads="cache",
-        brief="A cache (folder, hf:, https://), or several.",
-    )
-    """A finished cache: a folder, hf:datasets/ORG/NAME[@REVISION] or https://...; again: a mixture."""
+    cache: tuple[str, ...] = option((), several=True, shown="PATH", reads="cache", brief=True)
+    """A finished cache; a folder, hf:datasets/ORG/NAME[@REVISION] or https://..., and given again a mixture."""
     cache_weights: tuple[float, ...] = option((), several=",", shown="X,X", above=0, later=True)
     """What a step draws of each --cache, as 3,1; by default in proportion to their sequences."""
     cross_tokenizer: bool = option(False, later=True)
     """The student may have another tokenizer than the teacher (docs/tokenizers.md)."""
-    special_tokens: tuple[str, ...] = option((), **SPECIAL_TOKENS)
+    special_tokens: tuple[str, ...] = _special_tokens()
     """What a special token of the teacher is for the student, as '<|eot_id|>=<|im_end|>'; the log shows the rest."""
-    teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
-    """An online teacher instead: one that ships (stdlib-5m), a TOML, a folder, a hub id, or self (docs/lora.md)."""
+    teacher: str | None = option(None, once=True, reads="teacher spec", brief=True)
+    """An online teacher instead of --cache; one that ships (stdlib-5m), a TOML, a folder, a hub id, or self."""
     teacher_weights: Weights | None = option(None, needs="teacher")
     """Hold the online teacher's weights in bf16, int8 or nf4 (a GPU); what that costs is measured (docs/lora.md)."""
     source: str = option("cache", check=SOURCES.check)
     """What reads the sequences of --cache or of the packed --data; listed below."""
-    config: Path | None = option(
-        None, free=True, per_rank=True, once=True, brief="A TOML file with any options, in sections."
-    )
-    """TOML file with the same options, grouped in sections; a flag wins over it."""
-    steps: int | None = option(None, free=True, least=1, brief="Optimizer steps [2000].")
+    config: Path | None = option(None, free=True, per_rank=True, once=True, brief=True)
+    """TOML file with these options, in sections; a flag wins over it."""
+    steps: int | None = option(None, free=True, least=1, brief=True)
     """Optimizer steps; 2,000 if neither this nor --epochs is given."""
-    epochs: float | None = option(None, free=True, above=0, brief="Instead of --steps: passes over the data.")
+    epochs: float | None = option(None, free=True, above=0, brief=True)
     """Passes over the training split, instead of --steps."""
-    batch_size: int = option(16, least=1, brief="Sequences in a step: decides the result.")
+    batch_size: int = option(16, least=1, brief=True)
     """Sequences in an optimizer step, over all ranks; decides the result."""
-    micro_batch_size: int | Literal["auto"] | None = option(
-        None, free=True, least=1, brief="Sequences in a forward, or auto: for memory."
-    )
+    micro_batch_size: int | Literal["auto"] | None = option(None, free=True, least=1, brief=True)
     """Sequences in one forward of a rank (memory); times the ranks it must divide --batch-size. auto: by the plan."""
     activation_checkpointing: bool = option(False, free=True)
     """Store only the inputs of the student's layers and recompute the rest: less memory, a third more time."""
@@ -93,12 +102,10 @@ class DistillConfig(Extended):
     """Seed of the student's weights, the order of the data and dropout."""
     device: str = option("auto", free=True, check=check_device)
     """auto, cpu, cuda or cuda:N."""
-    dry_run: bool = option(False, free=True, brief="Show what the run would do and need.")
-    """Build everything, take two steps, save once, show the plan with its time and memory, and remove the files."""
-    sanity: bool = option(False, free=True, brief="Run the checks that come before a long run.")
-    """Run the checks that come before a long run, show a table of verdicts, and remove the files."""
-    json: bool = option(False, free=True, per_rank=True)
-    """Print one JSON object on stdout, logs on stderr."""
+    dry_run: bool = option(False, free=True, brief=True)
+    """Show the plan of the run, its time and memory; two steps are taken and saved, and the files removed."""
+    sanity: bool = option(False, free=True, brief=True)
+    """Run the checks that come before a long run; a table of verdicts is shown, and the files are removed."""
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -116,7 +123,10 @@ class DistillConfig(Extended):
         if self.source == "cache" or self.cache:
             yield from _conflicts_of_sources(self.cache, self.teacher, self.data, "train")
         one_text = self.source == "cache" and (many == 1 or self.teacher is not None)
-        yield from conflicts_across(self.cross_tokenizer, one_text, hidden)
+        several = "--cross-tokenizer reads one cache; give one --cache (or --teacher with --data), without --source"
+        yield self.cross_tokenizer and not one_text, several
+        states = f"--hidden-loss {hidden} compares states token by token, which --cross-tokenizer cannot"
+        yield self.cross_tokenizer and hidden != "none", f"{states}; leave one of them out"
         yield given and many < 2, "--cache-weights is for several --cache; leave it out, or give another cache"
         numbers = f"{len(given)} number{'s' * (len(given) > 1)}"
         yield len(given) not in (0, many), f"--cache-weights has {numbers} for {many} caches; give one each"
@@ -156,29 +166,27 @@ class DistillConfig(Extended):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(Options):
+class EvaluateConfig(Printed):
     """Measure a student: loss, perplexity, KL to the teacher, agreement, calibration, acceptance."""
 
     student: str = option(once=True, reads="student spec")
     """A run, a checkpoint, an exported model folder, a TOML or a hub id."""
-    cache: Path | None = option(None, once=True, reads="cache", brief="A cache, to compare with its teacher.")
+    cache: Path | None = option(None, once=True, reads="cache", brief=True)
     """A finished cache, also hf: or https://; its validation split unless --split is train."""
-    teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead.")
-    """An online teacher instead: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
+    teacher: str | None = option(None, once=True, reads="teacher spec", brief=True)
+    """An online teacher instead of --cache; one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     cross_tokenizer: bool = False
     """The student may have another tokenizer than the teacher, as in distill."""
-    special_tokens: tuple[str, ...] = option((), **SPECIAL_TOKENS)
+    special_tokens: tuple[str, ...] = _special_tokens()
     """What a special token of the teacher is for the student, as '<|eot_id|>=<|im_end|>'."""
     config: Path | None = option(None, per_rank=True, once=True)
-    """TOML file with the same options, grouped in sections; a flag wins over it."""
+    """TOML file with these options, in sections; a flag wins over it."""
     batch_size: int = option(16, least=1)
     """Sequences in one forward."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Number format of the forwards."""
     device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
-    json: bool = option(False, per_rank=True)
-    """Print one JSON object on stdout, logs on stderr."""
     data: DataConfig = field(default_factory=lambda: DataConfig(split="validation"))
 
     def conflicts(self) -> Conflicts:
@@ -190,7 +198,7 @@ class EvaluateConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectConfig(Options):
+class InspectConfig(Printed):
     """Show a run, a cache, a checkpoint, a shard, a model, its recipe, a folder of these, or this machine."""
 
     path: Path | None = option(None, positional=True, reads="cache path")
@@ -199,8 +207,6 @@ class InspectConfig(Options):
     """Show how a run is doing every ten seconds, and what is wrong, until it ends."""
     hardware: bool = False
     """Show devices, number formats and compilers of this machine instead."""
-    json: bool = False
-    """Print one JSON object on stdout."""
 
     def conflicts(self) -> Conflicts:
         yield self.path is None and not self.hardware, "nothing to inspect; give a PATH or --hardware"
@@ -208,19 +214,17 @@ class InspectConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig(Options):
+class VerifyConfig(Printed):
     """Check every digest of a cache, a run or a checkpoint; list what is damaged, with exit code 1."""
 
     path: Path = option(positional=True, reads="cache path")
     """A cache (hf:datasets/ORG/NAME and https:// too), a run or a checkpoint."""
     repair: bool = False
     """Move the damaged shards of a cache aside, so that cache-teacher builds them again."""
-    json: bool = False
-    """Print one JSON object on stdout."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig(Options):
+class ExportConfig(Printed):
     """Write a trained student as a folder that transformers.AutoModelForCausalLM loads."""
 
     run: Path = option(positional=True, reads="saved")
@@ -243,8 +247,6 @@ class ExportConfig(Options):
     """Licence of the student for its card, as the hub names it: apache-2.0, mit, ..."""
     overwrite: bool = False
     """Replace a folder that is already there."""
-    json: bool = False
-    """Print one JSON object on stdout."""
 
     def conflicts(self) -> Conflicts:
         for name, given in (("--quantize", self.quantize is not None), ("--shard-size", self.shard_size != 5.0)):
@@ -257,7 +259,7 @@ class ExportConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoConfig(Options):
+class DemoConfig(Printed):
     """Distil the teacher that ships into a small student, and show what it gains over cross-entropy.
 
     Four to eight minutes on two cores, without a network. The same command resumes an interrupted one.
@@ -269,12 +271,10 @@ class DemoConfig(Options):
     """Pairs of students, one with and one without distillation, that differ in their seed."""
     out: Path = Path("runs/demo")
     """The folder of the demo: cache, runs, record and pictures."""
-    json: bool = False
-    """Print one JSON object on stdout, logs on stderr."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(Options):
+class GenerateConfig(Printed):
     """Continue a text with a trained student."""
 
     student: str = option(positional=True, reads="student spec")
@@ -291,25 +291,21 @@ class GenerateConfig(Options):
     """Of the sampled tokens: another one gives another text."""
     device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
-    json: bool = False
-    """Print one JSON object on stdout."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareConfig(Options):
+class CompareConfig(Printed):
     """Show runs side by side: options that differ, losses, calibration and cost, held against the seeds' spread."""
 
     runs: tuple[Path, ...] = option((), positional=True, reads="path")
     """Folders of runs; the others are compared with the first."""
-    json: bool = False
-    """Print one JSON object on stdout."""
 
     def conflicts(self) -> Conflicts:
         yield not self.runs, "no run to compare; give the folders of runs, such as runs/*"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlotConfig(Options):
+class PlotConfig(Printed):
     """Draw the curves of runs into a figure, with switches and rollbacks marked."""
 
     runs: tuple[Path, ...] = option((), positional=True, reads="path")
@@ -322,8 +318,6 @@ class PlotConfig(Options):
     """Numbers of metrics.jsonl, several joined with a comma, a panel each; temperature and precision are known too."""
     overwrite: bool = False
     """Replace a file that is already there."""
-    json: bool = False
-    """Print one JSON object on stdout."""
 
     def conflicts(self) -> Conflicts:
         yield not self.runs, "no run to plot; give the folders of runs, such as runs/*"

@@ -24,7 +24,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from kdtrain.config import DataConfig
 from kdtrain.data import corpus, rendering
 from kdtrain.data.formats import Document, Messages
 from kdtrain.data.masks import SPELLED, Masks
+from kdtrain.data.packed import STREAM, PackedRow, rows_of
 from kdtrain.errors import UsageError, panics_refused
 
 if TYPE_CHECKING:
@@ -43,26 +44,8 @@ _PIECE_CHARACTERS = 1 << 20
 _BATCH_CHARACTERS = 1 << 18
 _BATCH_PIECES = 256
 
-# One token of the stream: the token, whether it may be a label, and whether it starts a document.
-_FIELDS = {"token": np.int32, "label": np.bool_, "start": np.bool_}
-STREAM = np.dtype([*_FIELDS.items()])
 _Array = np.ndarray[Any, np.dtype[Any]]
 _Encoded = tuple[_Array, Counter[str]]  # what is counted, where it is used: the workers are ahead of that
-
-
-@dataclass(frozen=True)
-class PackedRow:
-    """One sequence of T positions.
-
-    `tokens`: int32 [T+1]. `loss_mask`: bool [T], at t about the label tokens[t+1]. `segments`: int32 [T], the
-    number within this row of the document of tokens[t], from 0. `kept`: the kept entries of the teacher's
-    distributions, if they are known without running it (`cache.codec.keep`).
-    """
-
-    tokens: _Array
-    loss_mask: _Array
-    segments: _Array
-    kept: dict[str, _Array] = field(default_factory=dict)
 
 
 def pack(
@@ -106,26 +89,6 @@ def _packed(
         encoder.masks.refuse_none()
     finally:
         encoder.close()
-
-
-def rows_of(stream: Iterable[_Array], seq_len: int, document_mask: bool) -> Iterator[PackedRow]:
-    """Cut parts of a stream of tokens, arrays with the fields of `STREAM`, into rows.
-
-    Other fields are in `PackedRow.kept`, [T] each: at t the field of the label tokens[t+1].
-    """
-    left: _Array | None = None
-    for part in stream:
-        left = part if left is None else np.concatenate([left, part])
-        end = (len(left) - 1) // seq_len * seq_len if len(left) else 0
-        others = [name for name in left.dtype.names or () if name not in _FIELDS]
-        for at in range(0, end, seq_len):
-            row = left[at : at + seq_len + 1]
-            label, start = row["label"][1:], row["start"]
-            mask = label & ~start[1:] if document_mask else label.copy()
-            segments = np.cumsum(start[:-1], dtype=np.int32) - np.int32(start[0])
-            kept = {name: row[name][1:].copy() for name in others}
-            yield PackedRow(row["token"].copy(), mask, segments, kept)
-        left = left[end:]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import numpy as np
 from kdtrain.config import DataConfig
 from kdtrain.data.corpus import documents_of
 from kdtrain.data.masks import Masks
-from kdtrain.data.packing import Encoder, PackedRow, packed_rows
+from kdtrain.data.packed import PackedRow
+from kdtrain.data.packing import Encoder, packed_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

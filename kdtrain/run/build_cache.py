@@ -1,8 +1,8 @@
-"""Builds caches: of a teacher, and the caches of bare tokens that runs and evaluations need."""
+"""Builds caches: of a teacher, and the caches of bare tokens that runs (`TextData`) and evaluations need."""
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from fractions import Fraction
@@ -14,37 +14,45 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain.cache.build.folder import holds_nothing
 from kdtrain.cache.build.live_capture import LiveCache
-from kdtrain.cache.build.rank_rounds import Progress
-from kdtrain.cache.build.writer import not_empty, write_cache
+from kdtrain.cache.build.writer import Progress, not_empty, write_cache
 from kdtrain.cache.format.codec import SAMPLING, CodecSpec, grid_name, grid_offset
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences, read_manifest
 from kdtrain.cache.format.names import MANIFEST, PIECES
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.read.rows import stored_rows
-from kdtrain.config import CacheTeacherConfig, DataConfig
-from kdtrain.config.teachers import DEFAULT_PROMPT
+from kdtrain.config import CacheTeacherConfig, DataConfig, DistillConfig
+from kdtrain.config.sections import DEFAULT_PROMPT
 from kdtrain.data.corpus import documents_of, has_prompts, stated_text
 from kdtrain.data.masks import Counts, Masks
-from kdtrain.data.packing import PackedRow, pack, packed_rows
+from kdtrain.data.packed import PackedRow
+from kdtrain.data.packing import pack, packed_rows
 from kdtrain.data.prompts import prompt_rows
 from kdtrain.errors import UsageError, printable
-from kdtrain.files import read_sealed
-from kdtrain.models.tokenizer import ChatTokenizer, ends_of, filler_token, generation_of, tokenizer_digest
+from kdtrain.files import read_sealed, set_aside
+from kdtrain.models.spec import ModelSpec
+from kdtrain.models.tokenizer import (
+    ChatTokenizer,
+    ends_of,
+    filler_token,
+    generation_of,
+    load_tokenizer,
+    tokenizer_digest,
+)
 from kdtrain.monitor.progress import bar
 from kdtrain.objective.batch import Batch
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks
 from kdtrain.run.agreement import agree
-from kdtrain.teaching.teacher import Teacher
-from kdtrain.teaching.writing import Writing
+from kdtrain.run.data_plan import DataPlan, open_sources
+from kdtrain.teaching.online import OnlineTeacher
+from kdtrain.teaching.teacher import Teacher, Writing
+from kdtrain.tokenizers.view_format import TEXT, own_data
+from kdtrain.training.sources.source import Source
 
 log = logging.getLogger("kdtrain")
 
 _Rows = dict[str, Iterator[PackedRow]]
-TEXT, SERVED = OWN = ("data", "served")
-"""The caches that a run makes in its own folder: of bare tokens, and of a server's answers."""
 _DAY = r"""strftime_now(\s+is\s+(not\s+)?defined|\(\s*(['"])(%[-_0^#]?[aAbBdejmyYGguUVwWxDFhC%]|[^%'"\\])*\3\s*\))"""
 """What a chat template asks of the date that is the same all day."""
 
@@ -52,7 +60,7 @@ _DAY = r"""strftime_now(\s+is\s+(not\s+)?defined|\(\s*(['"])(%[-_0^#]?[aAbBdejmy
 def build_cache(
     config: CacheTeacherConfig,
     teacher: Teacher,
-    refined: Cache | None = None,
+    refined: LocalCache | None = None,
     live: LiveCache | None = None,
     text: dict[str, Any] | None = None,
 ) -> Manifest | None:
@@ -86,7 +94,7 @@ def build_cache(
     if live is not None:
         folder = config.out.with_name(TEXT)
         on_main(lambda: build_tokens(folder, config.data, teacher.tokenizer, teacher.vocab_size))
-        there = (packed := Cache(folder)).manifest
+        there = (packed := LocalCache(folder)).manifest
         settings, rows, progress = live.begin(replace(settings, data=there.settings.data), packed)
         counts, text = there.text_counts or {}, there.text
     agree(settings.to_json)
@@ -156,7 +164,7 @@ def begun_with(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def refined_cache(where: str) -> Cache:
+def refined_cache(where: str) -> LocalCache:
     """The cache of --refine. UsageError: its samples cannot be added to."""
     cache = open_cache(where)
     settings, codec = cache.manifest.settings, cache.manifest.codec
@@ -175,7 +183,7 @@ def refined_cache(where: str) -> Cache:
     return cache
 
 
-def refuse_other_vocabulary(refined: Cache, teacher: Teacher) -> None:
+def refuse_other_vocabulary(refined: LocalCache, teacher: Teacher) -> None:
     """UsageError: the cache of --refine is of another teacher, which is seen before any weights are loaded."""
     settings = refined.manifest.settings
     for name, theirs, ours in (
@@ -190,7 +198,7 @@ def refuse_other_vocabulary(refined: Cache, teacher: Teacher) -> None:
             )
 
 
-def _refined_settings(refined: Cache, teacher: Teacher) -> CacheSettings:
+def _refined_settings(refined: LocalCache, teacher: Teacher) -> CacheSettings:
     """The settings of the refinement of a cache. UsageError: it is of another teacher."""
     settings = refined.manifest.settings
     theirs, ours = settings.teacher or {}, dict(teacher.identity)
@@ -212,9 +220,7 @@ def _requested(config: CacheTeacherConfig, teacher: Teacher, counts: Counts) -> 
     given, width, limits = config.codec, teacher.vocab_size, config.splits()
     if not given.dense and given.top_k > width:
         raise UsageError(f"--top-k {given.top_k} is more than the vocabulary of {width}; choose less, or --dense")
-    codec = CodecSpec(kind="dense", vocab_size=width)
-    if not given.dense:
-        codec = CodecSpec(kind="sparse", top_k=given.top_k, num_samples=given.samples, vocab_size=width)
+    codec = CodecSpec.requested(given, width)
     settings = replace(
         _settings(config.data, teacher.tokenizer, codec, limits),
         teacher=dict(teacher.identity),
@@ -233,7 +239,9 @@ def _requested(config: CacheTeacherConfig, teacher: Teacher, counts: Counts) -> 
     return settings, rows
 
 
-def validation_rows(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | None, most: int) -> Iterator[Batch]:
+def validation_rows(
+    config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | None, most: int
+) -> Iterator[Batch]:
     """The first rows of the validation split that `build_cache` keeps, in batches."""
     if refined is None:
         rows = _text(config.data, teacher.tokenizer, config.splits(), {})["validation"]
@@ -284,23 +292,35 @@ def build_tokens(
     return manifest
 
 
-def holds_tokens(folder: Path) -> bool:
-    """Whether `folder` is a cache of bare tokens, finished or not: kdtrain can rebuild it."""
-    return _holds(folder, lambda settings: not settings.codec.taught)
+class TextData(DataPlan):
+    """Text, packed with the tokenizer of an online teacher, or without one of the student.
 
+    What an earlier attempt with other options packed is set aside, unless a run has read it.
+    """
 
-def holds_own(folder: Path) -> bool:
-    """Whether `folder` is one of `OWN`, finished or not."""
-    return _holds(folder, lambda settings: not settings.codec.taught or "order" in settings.data)
+    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None) -> None:
+        self.config, self.student, self.teacher = config, student, teacher
 
+    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
+        folder = self.config.out / TEXT
 
-def _holds(folder: Path, such: Callable[[CacheSettings], bool]) -> bool:
-    if not folder.is_dir() or holds_nothing(folder):
-        return folder.is_dir()
-    try:
-        return such(_stored(folder))
-    except (OSError, ValueError):
-        return False
+        def pack() -> None:
+            tokenizer = load_tokenizer(self.student) if self.teacher is None else self.teacher.tokenizer
+            width = len(tokenizer) if self.teacher is None else self.teacher.vocab_size
+            if not resumed and own_data(folder) == "view":  # of an earlier attempt across tokenizers
+                set_aside(self.config.out, folder.name, "left")
+            try:
+                build_tokens(folder, self.config.data, tokenizer, width)
+            except UsageError:
+                if resumed or own_data(folder) not in ("tokens", "nothing"):
+                    raise
+                set_aside(self.config.out, folder.name, "left")
+                build_tokens(folder, self.config.data, tokenizer, width)
+
+        on_main(pack)
+        with raise_on_all_ranks():
+            sources = open_sources(self.config, [folder])
+        return sources, sources["validation"]
 
 
 def _stored(folder: Path) -> CacheSettings:

@@ -1,15 +1,18 @@
 """Runs a teacher once over the data of a cache: what `cache-teacher` does, and a run whose teacher runs elsewhere."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
 
-from kdtrain.cache.build.live_capture import LiveCache
+from kdtrain.cache.build.live_capture import Capture, LiveCache
 from kdtrain.cache.format.manifest import weights_line
 from kdtrain.cache.format.names import MANIFEST
-from kdtrain.config import CacheTeacherConfig
+from kdtrain.config import CacheTeacherConfig, DataConfig, DistillConfig
+from kdtrain.errors import UsageError
 from kdtrain.models.spec import read_spec, with_weights
 from kdtrain.monitor.progress import log
+from kdtrain.objective.divergence import refuse
 from kdtrain.parallel.memory_plan import free_everywhere, shards_teacher
 from kdtrain.precision.modes import MODES, pick_mode
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, world_size
@@ -23,8 +26,15 @@ from kdtrain.run.build_cache import (
     refuse_other_vocabulary,
     validation_rows,
 )
-from kdtrain.run.folder import refuse_no_folder
+from kdtrain.run.data_plan import CachedData
+from kdtrain.run.folder import check_out, refuse_no_folder, restarted
 from kdtrain.teaching.teacher import MEASURED, open_teacher
+from kdtrain.tokenizers.view_format import SERVED
+from kdtrain.training.schedule import total_steps
+from kdtrain.training.signals import asked_to_stop
+
+_STEPS, _MOST = 16, 256
+"""Steps of a shard, and sequences at most: the student's first step waits for one, and the server rests between two."""
 
 
 def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | None = None) -> None:
@@ -76,3 +86,43 @@ def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | 
     if teacher.cost is not None:
         log.info("%s", weights_line(teacher.cost))
     build_cache(config, teacher, refined, live, text)
+
+
+def served_data(config: DistillConfig, device: torch.device, held: ExitStack, trial: bool) -> CachedData:
+    """Begin to capture what a server answers into a cache in the run's folder; a finished one requests nothing."""
+    on_main(lambda: _refuse_moving(config))
+    per_shard = (4 if trial else _STEPS) * min(config.batch_size, _MOST // _STEPS)
+    capture_config = config.remote.capture(config, out=config.out / SERVED, sequences_per_shard=per_shard)
+    objective, codec = config.objective, capture_config.codec
+    if objective.distils:  # several ranks capture all before they train
+        refuse(objective.divergence, objective.tail, top_k=codec.top_k, num_samples=codec.samples)
+
+    def capture_all(live: LiveCache) -> None:
+        capture(capture_config, device, live)
+        on_main(lambda: None)  # rank 0 writes the manifest after the others have finished
+
+    how = Capture(
+        seed=config.seed,
+        planned=lambda sequences: min(sequences, total_steps(config, sequences) * config.batch_size),
+        build=capture_all,
+        trial=trial,
+        whole=world_size() > 1,
+        asked_to_stop=asked_to_stop,
+    )
+    live = LiveCache(capture_config.out, how)
+    held.callback(live.close)
+    live.open()
+    cache, data = (str(capture_config.out),), DataConfig(num_workers=config.data.num_workers)
+    plugins = {name: each for name, each in config.plugins.items() if each is not config.remote}
+    plan = CachedData(config, [live])
+    plan.live, plan.options = live, {"cache": cache, "teacher": None, "data": data, "plugins": plugins}
+    return plan
+
+
+def _refuse_moving(config: DistillConfig) -> None:
+    """UsageError: `config.out` holds something else, or a run that would be moved away with the server's answers."""
+    if check_out(config.out) and config.checkpoint.resume == "never" and not restarted(config):
+        raise UsageError(
+            f"--out {config.out} holds a run, and --resume never would move aside the server's answers with it; name "
+            "another folder"
+        )

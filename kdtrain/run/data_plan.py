@@ -4,39 +4,34 @@ A run without a cache packs its text once into a cache of bare tokens in its own
 and the same order, in constant memory, and a resumed run does not tokenize again. A run whose teacher is behind a
 server reads a cache in its own folder too, which is captured while the student trains (`cache.build.live_capture`):
 there is one way to train from a server's answers, and they can be resumed, reused and audited as any cache.
+
+What makes data is in `PLANS`, by name: a run that reads a finished cache imports none of it.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 
-from kdtrain.cache.build.live_capture import Capture, LiveCache
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.remote import open_cache
-from kdtrain.config import DataConfig, DistillConfig
-from kdtrain.errors import UsageError
-from kdtrain.files import set_aside
+from kdtrain.config import DistillConfig
 from kdtrain.models.spec import ModelSpec
-from kdtrain.models.tokenizer import load_tokenizer
-from kdtrain.objective.divergence import refuse
-from kdtrain.ranks import on_main, raise_on_all_ranks, world_size
-from kdtrain.run.build_cache import SERVED, TEXT, build_tokens, holds_tokens
-from kdtrain.run.capture import capture
-from kdtrain.run.folder import check_out, restarted
-from kdtrain.run.tokenizer_view import across, align, open_view
+from kdtrain.ranks import raise_on_all_ranks
 from kdtrain.teaching.online import OnlineTeacher
-from kdtrain.tokenizers.view import viewed_cache
-from kdtrain.training.schedule import total_steps
-from kdtrain.training.signals import asked_to_stop
 from kdtrain.training.sources.build import open_source
 from kdtrain.training.sources.mixture import mix
 from kdtrain.training.sources.source import Facts, Source, SourceRequest
 
-_STEPS, _MOST = 16, 256
-"""Steps of a shard, and sequences at most: the student's first step waits for one, and the server rests between two."""
+PLANS = {
+    "text": "kdtrain.run.build_cache:TextData",
+    "aligned": "kdtrain.run.tokenizer_view:aligned_data",
+    "served": "kdtrain.run.capture:served_data",
+}
+"""The plans of data that the run makes: text, another tokenizer's, a server's answers."""
 
 
 class DataPlan:
@@ -44,8 +39,8 @@ class DataPlan:
 
     facts: Facts | None = None
     """None for text, of which more is known when it is packed."""
-    live: LiveCache | None = None
-    """The capture that the run reads while it is made."""
+    live: Any = None
+    """The `LiveCache` that the run reads while it is captured."""
     options: Mapping[str, Any] = {}
     """Options in place of those given, with which the run would read the same data again."""
 
@@ -62,59 +57,12 @@ class DataPlan:
 class CachedData(DataPlan):
     """One cache or a mixture of several, one that is captured while it is read, or another --source without text."""
 
-    def __init__(self, config: DistillConfig, caches: Sequence[str | Cache], **options: Any) -> None:
-        self.sources, self.options = open_sources(config, caches), options
+    def __init__(self, config: DistillConfig, caches: Sequence[str | LocalCache]) -> None:
+        self.sources = open_sources(config, caches)
         self.facts = self.sources["train"].facts
-        self.live = next((each for each in caches if isinstance(each, LiveCache)), None)
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
         return self.sources, self.sources["validation"]
-
-
-class TextData(DataPlan):
-    """Text, packed with the tokenizer of an online teacher, or without one of the student.
-
-    What an earlier attempt with other options packed is set aside, unless a run has read it.
-    """
-
-    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None) -> None:
-        self.config, self.student, self.teacher = config, student, teacher
-
-    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
-        folder = self.config.out / TEXT
-
-        def pack() -> None:
-            tokenizer = load_tokenizer(self.student) if self.teacher is None else self.teacher.tokenizer
-            width = len(tokenizer) if self.teacher is None else self.teacher.vocab_size
-            if not resumed and viewed_cache(folder) is not None:  # of an earlier attempt across tokenizers
-                set_aside(self.config.out, folder.name, "left")
-            try:
-                build_tokens(folder, self.config.data, tokenizer, width)
-            except UsageError:
-                if resumed or not holds_tokens(folder):
-                    raise
-                set_aside(self.config.out, folder.name, "left")
-                build_tokens(folder, self.config.data, tokenizer, width)
-
-        on_main(pack)
-        with raise_on_all_ranks():
-            sources = open_sources(self.config, [folder])
-        return sources, sources["validation"]
-
-
-class AlignedData(TextData):
-    """A cache, or an online teacher's own text, in the tokens of a student with another tokenizer."""
-
-    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None, facts: Facts) -> None:
-        super().__init__(config, student, teacher)
-        self.facts = facts
-
-    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
-        text = None if self.teacher is None else super().prepare(resumed)
-        on_main(lambda: align(self.config, self.student, resumed))
-        with raise_on_all_ranks():
-            sources = open_view(self.config)
-        return sources, sources["validation"] if text is None else text[1]
 
 
 def plan_data(
@@ -131,17 +79,22 @@ def plan_data(
 
     UsageError, RunError: the data cannot be read; as `cache_teacher`.
     """
+    plan: DataPlan | None = None
     if config.remote is not None:
-        return _served_data(config, device, held, trial)
+        plan = resolve_name(PLANS["served"])(config, device, held, trial)
     with raise_on_all_ranks():
-        if (facts := across(config, student, teacher)) is not None:
-            return AlignedData(config, student, teacher, facts)
-        return TextData(config, student, teacher) if config.data.data is not None else CachedData(config, config.cache)
+        if plan is None and config.cross_tokenizer:
+            plan = resolve_name(PLANS["aligned"])(config, student, teacher)
+        if plan is None and config.data.data is not None:
+            plan = resolve_name(PLANS["text"])(config, student, teacher)
+        return plan or CachedData(config, config.cache)
 
 
-def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) -> dict[str, Source]:
+def open_sources(config: DistillConfig, places: Sequence[Path | str | LocalCache]) -> dict[str, Source]:
     """The splits train and validation of the caches in `places`, or of another --source."""
-    caches: list[Cache | None] = [each if isinstance(each, Cache) else open_cache(each) for each in places] or [None]
+    caches: list[LocalCache | None] = [
+        each if isinstance(each, LocalCache) else open_cache(each) for each in places
+    ] or [None]
     found: dict[str, list[Source]] = {}
     for split in ("train", "validation"):
         requests = (SourceRequest(split=split, cache=each, seed=config.seed) for each in caches)
@@ -149,41 +102,3 @@ def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) ->
     if len(caches) > 1:
         return mix(found, config.cache_weights or None)
     return {split: members[0] for split, members in found.items()}
-
-
-def _served_data(config: DistillConfig, device: torch.device, held: ExitStack, trial: bool) -> CachedData:
-    """Begin to capture what a server answers into a cache in the run's folder; a finished one requests nothing."""
-    on_main(lambda: _refuse_moving(config))
-    per_shard = (4 if trial else _STEPS) * min(config.batch_size, _MOST // _STEPS)
-    capture_config = config.remote.capture(config, out=config.out / SERVED, sequences_per_shard=per_shard)
-    objective, codec = config.objective, capture_config.codec
-    if objective.distils:  # several ranks capture all before they train
-        refuse(objective.divergence, objective.tail, top_k=codec.top_k, num_samples=codec.samples)
-
-    def capture_all(live: LiveCache) -> None:
-        capture(capture_config, device, live)
-        on_main(lambda: None)  # rank 0 writes the manifest after the others have finished
-
-    how = Capture(
-        seed=config.seed,
-        planned=lambda sequences: min(sequences, total_steps(config, sequences) * config.batch_size),
-        build=capture_all,
-        trial=trial,
-        whole=world_size() > 1,
-        asked_to_stop=asked_to_stop,
-    )
-    live = LiveCache(capture_config.out, how)
-    held.callback(live.close)
-    live.open()
-    cache, data = (str(capture_config.out),), DataConfig(num_workers=config.data.num_workers)
-    plugins = {name: each for name, each in config.plugins.items() if each is not config.remote}
-    return CachedData(config, [live], cache=cache, teacher=None, data=data, plugins=plugins)
-
-
-def _refuse_moving(config: DistillConfig) -> None:
-    """UsageError: `config.out` holds something else, or a run that would be moved away with the server's answers."""
-    if check_out(config.out) and config.checkpoint.resume == "never" and not restarted(config):
-        raise UsageError(
-            f"--out {config.out} holds a run, and --resume never would move aside the server's answers with it; name "
-            "another folder"
-        )

@@ -24,7 +24,7 @@ from kdtrain.files import read_toml
 from kdtrain.models.spec import ModelSpec, is_hub_id, read_spec
 from kdtrain.run.folder import TOKENIZER, to_toml
 from kdtrain.tables import facts_table, markdown, markdown_text, percent
-from kdtrain.tokenizers.view import viewed_cache
+from kdtrain.tokenizers.view_format import viewed_settings
 
 RECIPE = "recipe.toml"
 _DATA = re.compile(r"hf:(?:datasets/)?([\w.-]+/[\w.-]+)(?:[:@].*)?", re.ASCII)
@@ -122,7 +122,7 @@ def card_files(
 
 def cache_of(run: Path, state: Mapping[str, Any]) -> str:
     """The digest of the cache that a run read; across tokenizers its state names the view."""
-    return str(viewed_cache(run / "data") or viewed_cache(run / "view") or state["cache"])
+    return str((viewed_settings(run / "data") or viewed_settings(run / "view") or state)["cache"])
 
 
 def _members(run: Path, state: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,12 +1,12 @@
-"""What `--cross-tokenizer` does before a student reads: the view of the text in the student's tokens."""
+"""The data of a run with `--cross-tokenizer`: the view of the text in the student's tokens, in the run's folder."""
 
 from typing import Any
 
-from kdtrain.cache.format.codec import CodecSpec
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.format.spec import CodecSpec
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import DistillConfig, EvaluateConfig
-from kdtrain.config.across import partners
+from kdtrain.config.commands import partners
 from kdtrain.config.values import refuse
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
@@ -14,9 +14,12 @@ from kdtrain.models.loading import vocabulary
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import digest_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import bar, log
+from kdtrain.ranks import on_main, raise_on_all_ranks
+from kdtrain.run.build_cache import TextData
 from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.tokenizers.view import View
 from kdtrain.tokenizers.view_builder import OtherViewError, build_view
+from kdtrain.tokenizers.view_format import TEXT, VIEWS
 from kdtrain.training.sources.aligned import AlignedSource, aligned_facts
 from kdtrain.training.sources.source import Facts, Source
 
@@ -24,20 +27,54 @@ _TOKENS = CodecSpec(kind="tokens", vocab_size=2)
 """Of an online teacher's own tokens."""
 
 
-def across(config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None) -> Facts | None:
-    """What is known of the data of a run across tokenizers; None without that option, or with one tokenizer.
+class AlignedData(TextData):
+    """A cache, or an online teacher's own text, in the tokens of a student with another tokenizer."""
+
+    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None, facts: Facts) -> None:
+        super().__init__(config, student, teacher)
+        self.facts, self.view = facts, config.out / (TEXT if config.cache else VIEWS)
+
+    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
+        """As `DataPlan.prepare`. UsageError, RunError: as `build_view`; cells disagree with the text too often."""
+        text = None if self.teacher is None else super().prepare(resumed)
+        on_main(lambda: self._align(resumed))
+        with raise_on_all_ranks():
+            view = View(self.view, self._cache())
+            sources: dict[str, Source] = {split: AlignedSource(view, split) for split in ("train", "validation")}
+        return sources, sources["validation"] if text is None else text[1]
+
+    def _align(self, resumed: bool) -> None:
+        """Make the view; with an online teacher its text is packed."""
+        tokenizer = load_tokenizer(self.student)
+        with bar("align", None) as shown:
+            options: dict[str, Any] = {"events": partners(self.config.special_tokens), "progress": shown.update}
+            try:
+                view = build_view(self.view, self._cache(), tokenizer, **options)
+            except OtherViewError:
+                if resumed:
+                    raise
+                set_aside(self.config.out, self.view.name, "left")  # of an earlier attempt with other options
+                view = build_view(self.view, self._cache(), tokenizer, **options)
+        for line in view.lines():
+            log.info("%s", line)
+
+    def _cache(self) -> LocalCache:
+        """The cache, or with an online teacher its own tokens of the text."""
+        return open_cache(self.config.cache[0]) if self.config.cache else LocalCache(self.config.out / TEXT)
+
+
+def aligned_data(config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None) -> AlignedData | None:
+    """The plan of a run across tokenizers; None with one tokenizer.
 
     UsageError: the cache has no teacher's numbers, or `differ`.
     """
-    if not config.cross_tokenizer:
-        return None
     data = config.data
     if teacher is not None:
         name, codec = str(data.data), _TOKENS
         theirs: str | None = tokenizer_digest(teacher.tokenizer)
         seq_len, document_mask = data.seq_len, data.document_mask
     else:
-        cache = _cache(config)
+        cache = open_cache(config.cache[0])
         name, stated = cache.name, cache.manifest.settings
         codec, theirs = stated.codec, stated.tokenizer_digest
         seq_len, document_mask = stated.seq_len, stated.document_mask
@@ -47,7 +84,8 @@ def across(config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | N
         return None
     known = student.init == "pretrained" or "vocab_size" in (student.config or ())
     size = entries(student.name, load_tokenizer(student), vocabulary(student) if known else None)
-    return aligned_facts(name, seq_len=seq_len, document_mask=document_mask, size=size, codec=codec)
+    facts = aligned_facts(name, seq_len=seq_len, document_mask=document_mask, size=size, codec=codec)
+    return AlignedData(config, student, teacher, facts)
 
 
 def entries(name: str, tokenizer: Any, rows: int | None) -> int:
@@ -69,35 +107,3 @@ def differ(config: DistillConfig | EvaluateConfig, own: str | None, theirs: str 
     refuse(bool(config.special_tokens), f"--special-tokens has no effect: {why}; leave it out")
     log.info("--cross-tokenizer: %s", why)
     return False
-
-
-def align(config: DistillConfig, student: ModelSpec, resumed: bool) -> None:
-    """Make the view of the text in the student's tokens, in the folder of the run; with a teacher of its own packed.
-
-    UsageError, RunError: as `build_view`.
-    """
-    folder, tokenizer = config.out / ("data" if config.cache else "view"), load_tokenizer(student)
-    with bar("align", None) as shown:
-        options: dict[str, Any] = {"events": partners(config.special_tokens), "progress": shown.update}
-        try:
-            view = build_view(folder, _cache(config), tokenizer, **options)
-        except OtherViewError:
-            if resumed:
-                raise
-            set_aside(config.out, folder.name, "left")  # of an earlier attempt with other options
-            view = build_view(folder, _cache(config), tokenizer, **options)
-    for line in view.lines():
-        log.info("%s", line)
-
-
-def open_view(config: DistillConfig) -> dict[str, Source]:
-    """The splits of the view that `align` made. UsageError: cells disagree with the text too often."""
-    view = View(config.out / ("data" if config.cache else "view"), _cache(config))
-    return {split: AlignedSource(view, split) for split in ("train", "validation")}
-
-
-def _cache(config: DistillConfig) -> Cache:
-    """The cache, or with an online teacher its own tokens of the text."""
-    if config.cache:
-        return open_cache(config.cache[0])
-    return Cache(config.out / "data")

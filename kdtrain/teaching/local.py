@@ -37,8 +37,8 @@ from kdtrain.parallel.parallelize import reshard, shard
 from kdtrain.precision.compiled import CompiledLayers
 from kdtrain.precision.modes import autocast, compiles_teacher
 from kdtrain.teaching.online import OnlineTeacher
-from kdtrain.teaching.teacher import register_teacher
-from kdtrain.teaching.writing import Writing, WrittenAnswers, refuse_other_logits
+from kdtrain.teaching.teacher import Writing, register_teacher
+from kdtrain.teaching.writing import WrittenAnswers, refuse_other_logits
 
 
 @register_teacher("local")

@@ -13,6 +13,7 @@ The stages of a teacher, so that the memory plan comes before the weights, and a
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -28,10 +29,27 @@ from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.objective.batch import Batch
 from kdtrain.parallel.memory_plan import ModelFootprint
-from kdtrain.teaching.writing import Writing
 
 MEASURED = 64
 """Most sequences on which the cost of packed weights is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writing:
+    """How a teacher continues prompts."""
+
+    temperature: float
+    """Divides the logits; 0 takes the most likely token."""
+    top_p: float
+    end_tokens: tuple[int, ...]
+    """Each ends a row."""
+    seed: int
+    batch_size: int | None
+    """Rows that are continued together; None: that does not decide the bits."""
+
+    def to_json(self) -> Mapping[str, Any]:
+        """A plain record, for a cache's settings."""
+        return {**asdict(self), "end_tokens": list(self.end_tokens)}
 
 
 class Teacher:

@@ -18,8 +18,8 @@ Shape suffixes: B rows, T positions, V vocabulary, W longest prompt, N positions
 """
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -38,6 +38,7 @@ from kdtrain.errors import UsageError
 from kdtrain.monitor.progress import log
 from kdtrain.ranks import world_size
 from kdtrain.tables import duration
+from kdtrain.teaching.teacher import Writing
 
 BLOCK = 32
 """Steps whose logits are held at once."""
@@ -50,24 +51,6 @@ Generate = Callable[..., object]
 """`generate` of transformers: prompts [B, W], its options, and `positions`, the largest position of a row."""
 Take = Callable[[np.ndarray, np.ndarray, np.ndarray, Tensor], None]
 """Takes rows [N] of a batch, positions [N] in them, the labels [N] there, and the logits [N, V] of these in fp32."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Writing:
-    """How a teacher continues prompts."""
-
-    temperature: float
-    """Divides the logits; 0 takes the most likely token."""
-    top_p: float
-    end_tokens: tuple[int, ...]
-    """Each ends a row."""
-    seed: int
-    batch_size: int | None
-    """Rows that are continued together; None: that does not decide the bits."""
-
-    def to_json(self) -> Mapping[str, Any]:
-        """A plain record, for a cache's settings."""
-        return {**asdict(self), "end_tokens": list(self.end_tokens)}
 
 
 class _Draws(LogitsProcessor):

@@ -107,7 +107,7 @@ class Alignment:
         stream["start"][1:] = found[:-1] == self._teacher.tokenizer.eos_token_id
         stream["start"][:1] = True
         worker = self.transcoder()
-        parts = [worker(first, part) for first, part in documents_of([stream])]
+        parts = [worker(part) for part in documents_of([stream])]
         if worker.example:
             raise UsageError(worker.example)
         none = np.empty(0, np.int64)

@@ -14,15 +14,15 @@ that the student's tokenizer rewrites (`bytes`), is left out and counted. A docu
 Shapes: N tokens of the teacher, M of the student.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kdtrain.data.bytes import ByteTokenizer, SpecialTokens, spelled
-from kdtrain.data.packing import STREAM, split_text
+from kdtrain.data.packed import STREAM
+from kdtrain.data.packing import split_text
 from kdtrain.data.spelling import Spelling
 from kdtrain.errors import UsageError
 
@@ -31,16 +31,10 @@ _Array = np.ndarray[Any, np.dtype[Any]]
 TAUGHT = np.dtype([*STREAM.descr, ("position", "<i8")])
 """The teacher's stream: besides the packer's fields the position of the cache, row * T + t, whose label the token is;
 -1 for a first token, which is no label."""
-TRANSCODED = np.dtype(
-    [
-        *STREAM.descr,
-        *(("source", "<i8"), ("taught", "<i4"), ("prefix", "<i4"), ("document", "<i8"), ("place", "<i4")),
-    ]
-)
+TRANSCODED = np.dtype([*STREAM.descr, ("source", "<i8"), ("taught", "<i4"), ("prefix", "<i4")])
 """The student's stream. source: the position of the cache whose label holds the token's first byte, and is spelled with
 it (`Spelling`) or begins with it; taught: that label; -1: none that counts. prefix: a number of the student's tokens
-since that label began; 0: it begins with this one. document: where in the teacher's stream its document begins. place:
-the token's number in its document."""
+since that label began; 0: it begins with this one."""
 MOST_TOKENS = 1 << 24
 """The teacher's tokens of the longest document."""
 _BATCH = 1 << 18
@@ -48,16 +42,14 @@ _LONGEST = 256
 """Most bytes of a token in the mean over many: published ones have three to five, and at most 128 or so in one."""
 
 
-def teacher_stream(
-    rows: Iterable[Mapping[str, _Array]], joined: bool, teacher: ByteTokenizer, first: int = 0
-) -> Iterator[_Array]:
+def teacher_stream(rows: Iterable[Mapping[str, _Array]], joined: bool, teacher: ByteTokenizer) -> Iterator[_Array]:
     """The stream behind rows of T + 1 tokens, some at a time; a loss mask is 1 where the label counts.
 
     rows: tokens [n,T+1], loss_mask and segments [n,T] of some, in order. joined: each row begins with the last token of
-    the row before. first: the number of the first row.
+    the row before.
     """
     bos = teacher.tokenizer.bos_token_id if teacher.writes_bos else None
-    number = first
+    number = 0
     for each in rows:
         tokens, segments = each["tokens"], each["segments"]
         count, length = segments.shape
@@ -69,7 +61,7 @@ def teacher_stream(
         if joined:  # no segment tells whether a document begins with a row's last token
             before, last = tokens[:, -2], tokens[:, -1]
             part["start"][:, -1] = before == teacher.tokenizer.eos_token_id if bos is None else last == bos
-        begins = slice(0, 1 if joined and number == first else 0 if joined else count)
+        begins = slice(0, 1 if joined and number == 0 else 0 if joined else count)
         part["position"][begins, 0], part["start"][begins, 0] = -1, True
         whole = part[:, 1:].ravel() if joined else part.ravel()
         yield np.concatenate([part[begins, 0], whole]) if joined else whole
@@ -86,13 +78,8 @@ def is_joined(tokens_nT1: Iterable[_Array]) -> bool:
     return True
 
 
-def documents_of(stream: Iterable[_Array], first: int = 0) -> Iterator[tuple[int, _Array]]:
-    """Whole documents, a quarter of a million tokens at a time, and where in the stream they begin.
-
-    first: where in the whole stream this one begins.
-
-    UsageError: one has more than `MOST_TOKENS`.
-    """
+def documents_of(stream: Iterable[_Array]) -> Iterator[_Array]:
+    """Whole documents, a quarter of a million tokens at a time. UsageError: one has more than `MOST_TOKENS`."""
     parts: list[_Array] = []
     size, least = 0, _BATCH
     for part in stream:
@@ -104,8 +91,8 @@ def documents_of(stream: Iterable[_Array], first: int = 0) -> Iterator[tuple[int
         begins = np.flatnonzero(whole["start"])
         end = int(begins[-1]) if len(begins) else 0
         if end:
-            yield first, whole[:end]
-        parts, size, first = [whole[end:]], len(whole) - end, first + end
+            yield whole[:end]
+        parts, size = [whole[end:]], len(whole) - end
         if size > MOST_TOKENS:
             raise UsageError(
                 f"a document of the cache has more than {MOST_TOKENS:,} tokens, which a view across tokenizers cannot "
@@ -113,7 +100,7 @@ def documents_of(stream: Iterable[_Array], first: int = 0) -> Iterator[tuple[int
             )
         least = max(_BATCH, 2 * size)  # a long document is joined a few times, not once a row
     if size:
-        yield first, np.concatenate(parts)
+        yield np.concatenate(parts)
 
 
 @dataclass
@@ -132,13 +119,11 @@ class Transcoder:
     """Encoded so far."""
     left_out: int = 0
     """Of these."""
-    seen: deque[tuple[int, bool]] = field(default_factory=deque)
-    """Of each that is not counted yet: where in the teacher's stream it begins, and whether it is left out."""
     example: str = ""
     """What is wrong with the first that is left out."""
 
-    def __call__(self, first: int, stream: _Array) -> _Array:
-        """The student's stream [M], TRANSCODED, of documents [N], TAUGHT, that begin at `first` of the teacher's."""
+    def __call__(self, stream: _Array) -> _Array:
+        """The student's stream [M], TRANSCODED, of documents [N], TAUGHT."""
         tokens = stream["token"].astype(np.int64)
         self._refuse(tokens)
         own = self.teacher.bytes
@@ -183,29 +168,15 @@ class Transcoder:
         out["source"], out["taught"], out["label"] = -1, -1, whole
         out["source"][where], out["taught"][where] = stream["position"][from_N], tokens[from_N]
         out["prefix"][where] = prefix[where]
-        begin = first + np.flatnonzero(stream["start"])
-        out["document"] = begin[out["document"]]
         self.documents, self.left_out = self.documents + len(bad), self.left_out + int(bad.sum())
-        self.seen += zip(begin.tolist(), bad.tolist(), strict=True)
         return out
 
-    def count(self, after: float, until: float) -> tuple[int, int]:
-        """How many documents begin in (after, until], and how many of these are left out; each is counted once.
-
-        until: grows from call to call.
-        """
-        documents = left_out = 0
-        while self.seen and self.seen[0][0] <= until:
-            begin, bad = self.seen.popleft()
-            documents, left_out = documents + (begin > after), left_out + (begin > after and bad)
-        return documents, left_out
-
-    def refuse_loss(self, documents: int, left_out: int) -> None:
+    def refuse_loss(self) -> None:
         """UsageError: more than one document in a hundred (of a few: more than one) is left out."""
-        if left_out > max(1, documents // 100):
+        if self.left_out > max(1, self.documents // 100):
             raise UsageError(
-                f"{left_out:,} of {documents:,} documents cannot be carried over, and at most one in a hundred may be "
-                f"left out{'; the first: ' * bool(self.example)}{self.example}"
+                f"{self.left_out:,} of {self.documents:,} documents cannot be carried over, and at most one in a "
+                f"hundred may be left out{'; the first: ' * bool(self.example)}{self.example}"
             )
 
     def _refuse(self, tokens: _Array) -> None:
@@ -241,30 +212,24 @@ class Transcoder:
     def _join(
         self, encoded: list[_Array], special: _Array, mapped: _Array, document: _Array, bad: _Array
     ) -> tuple[_Array, _Array]:
-        """The student's stream with the fields token, start, document (its number here) and place, and bytes [M]."""
-        bos = self.student.tokenizer.bos_token_id
-        ids: list[_Array] = [np.empty(0, np.int32)]
-        sizes: list[_Array] = [np.empty(0, np.int64)]
-        counts: dict[int, int] = {}
+        """The student's stream with the fields token and start, and bytes [M]."""
+        bos, writes_bos = self.student.tokenizer.bos_token_id, self.student.writes_bos
+        tokens, sizes, begins, length = [np.empty(0, np.int32)], [np.empty(0, np.int64)], dict[int, int](), 0
         for part, own in enumerate(encoded):
             number = int(document[part])
             if bad[number]:
                 continue
             found = mapped[part : part + 1][mapped[part : part + 1] >= 0] if special[part] else own
             lengths = np.ones(len(found), np.int64) if special[part] else self.student.bytes.lengths[found]
-            if number not in counts and self.student.writes_bos and found[:1].tolist() != [bos]:
+            if number not in begins and writes_bos and found[:1].tolist() != [bos]:
                 found, lengths = np.append(bos, found), np.append(0, lengths)
-            counts[number] = counts.get(number, 0) + len(found)
-            ids.append(found.astype(np.int32))
+            begins.setdefault(number, length)
+            length += len(found)
+            tokens.append(found.astype(np.int32))
             sizes.append(lengths.astype(np.int64))
-        token = np.concatenate(ids)
-        out = np.zeros(len(token), TRANSCODED)
-        out["token"] = token
-        amount = np.array(list(counts.values()), np.int64)
-        out["document"] = np.repeat(np.array(list(counts), np.int64), amount)
-        begins = np.cumsum(amount) - amount
-        out["start"][begins[amount > 0]] = True
-        out["place"] = np.arange(len(token)) - np.repeat(begins, amount)
+        out = np.zeros(length, TRANSCODED)
+        out["token"] = np.concatenate(tokens)
+        out["start"][[each for each in begins.values() if each < length]] = True
         return out, np.concatenate(sizes)
 
 

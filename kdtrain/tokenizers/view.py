@@ -5,28 +5,24 @@ Shapes: n rows, T positions, V entries of the teacher's tokenizer, S of the stud
 
 import copy
 import functools
-import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
-from msgspec import Meta
 from numpy.lib.recfunctions import rename_fields
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.manifest import Count, Digest
-from kdtrain.cache.read.reader import Cache
-from kdtrain.data.bytes import MAX_IDS, TokenBytes
+from kdtrain.cache.format.names import CELLS, TOKENIZER
+from kdtrain.cache.read.reader import LocalCache
+from kdtrain.data.bytes import TokenBytes
 from kdtrain.data.spelling import DEEP, Spelling
-from kdtrain.data.spelling import MOST as MOST_SPELLED
 from kdtrain.errors import RunError, UsageError, printable
-from kdtrain.files import MEDIUM, file_digest, json_digest, read_sealed, typed
+from kdtrain.files import json_digest
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.cells import CellIndex
@@ -34,151 +30,36 @@ from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
 from kdtrain.tokenizers.cells import Cells
 from kdtrain.tokenizers.targets import AlignedCollator, AlignedTargets
 from kdtrain.tokenizers.teacher_cells import TeacherCells, at_rows, coarsened, condensed
+from kdtrain.tokenizers.view_format import ViewRecord
 
-SETTINGS, VIEW, CELLS = cache_format.SETTINGS, "view.json", cache_format.CELLS
-VERSION: Final = 3
 _NAMES = {"said": "prefix"}
 """A field of rows of version 2."""
 MOST_DISAGREEMENT = 0.05
 """Share of the common boundaries at which teacher's and student's own tokens may lie in different cells."""
-
-
 Ask = Callable[[Batch], Targets]
 """A teacher: its distributions at the positions of some of its own rows, on any device, of all entries."""
 _ASKED = 4
 """The teacher's rows in one of its forwards."""
 _AT_ONCE = {"cpu": 128, "cuda": 2048}
 """Positions whose whole distributions are held at once, in fp32, on their way to cells, by the kind of device."""
-_CELL = np.dtype("<i4")
-_HEADER = 2**16
-"""Bytes that numpy may write before an array, at most."""
-
-
-def row_type(seq_len: int, version: int) -> np.dtype[Any]:
-    """A row: what `PackedRow` has, and source and prefix of `transcode` for each label."""
-    names = {"loss_mask": "?", "segments": "<i4", "source": "<i8", "said" if version < VERSION else "prefix": "<i4"}
-    names |= {"length": "u1", "others": "u1"} if version < VERSION else {}
-    return np.dtype([("tokens", "<i4", (seq_len + 1,)), *((name, kind, (seq_len,)) for name, kind in names.items())])
-
-
-_Entries = Annotated[int, Meta(ge=1, le=MAX_IDS)]
-
-
-class ViewSettings(TypedDict):
-    """What settings.json states: what decides the content of a view."""
-
-    version: Literal[1, 2, 3]
-    """2: rows had chunks, which are ignored. 1: nothing was known within tokens."""
-    cache: Digest
-    tokenizer: str
-    events: list[Annotated[list[int], Meta(min_length=2, max_length=2)]]
-    """The student's token for a token of the teacher; -1: it is left out."""
-    seq_len: Annotated[int, Meta(ge=1, le=2**24)]
-    rows: Count
-    """Of a shard."""
-
-
-class ViewShard(TypedDict):
-    """A shard in view.json."""
-
-    sequences: Annotated[int, Meta(ge=0, lt=2**31)]
-    sha256: Digest
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabelCounts:
-    """Of a shard or a split."""
-
-    labels: Count
-    """Of the student, that count."""
-    boundaries: Count
-    """Of these, those that begin with a label of the teacher that counts."""
-    disagree: Count
-    """Of these, those whose two own tokens are in different cells."""
-    inside: Count
-    """Labels that begin within one of the teacher's that is spelled so."""
-    documents: Count
-    left_out: Count
-    """Of the documents."""
-
-    def __add__(self, other: "LabelCounts") -> "LabelCounts":
-        return LabelCounts(**{name: each + getattr(other, name) for name, each in vars(self).items()})
-
-
-class ViewSidecar(ViewShard):
-    """The sealed record beside a shard."""
-
-    settings: Digest
-    last: bool
-    tally: LabelCounts
-    next: tuple[Count, Count]
-    """Where the next shard begins: the document, by its first token in the teacher's stream, and the place in it."""
-
-
-class _StatedCells(TypedDict):
-    sha256: Digest
-    teacher: _Entries
-    student: _Entries
-    count: _Entries
-    """C."""
-    spelled: Annotated[int, Meta(ge=1, le=MOST_SPELLED)]
-    """L, tokens of the student that all of the teacher's are spelled with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ViewRecord:
-    """What view.json states."""
-
-    settings: ViewSettings
-    shards: Annotated[dict[str, list[ViewShard]], Meta(min_length=1)]
-    """By split."""
-    cells: _StatedCells
-    """The digest of cells.npy, entries of both tokenizers, and cells."""
-    tallies: dict[str, LabelCounts]
-    """By split, the same as those of shards."""
-    events: list[str]
-    """The table of special tokens, for people."""
-    entropy_kept: float | None
-    """Share of the entropy of the teacher's numbers that the cells keep; None of an online teacher."""
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Entries of both tokenizers."""
-        return self.cells["teacher"], self.cells["student"]
-
-    @property
-    def parts(self) -> tuple[int, ...]:
-        """Lengths of the arrays of `Cells` and `Spelling` that cells.npy holds one after the other."""
-        teacher, student, length = *self.sizes, self.cells["spelled"]
-        return teacher, student, teacher + 1, length
-
-
-def sealed_record(path: Path) -> dict[str, Any]:
-    """A sealed record of a view. UsageError: it is damaged."""
-    try:
-        return read_sealed(path, MEDIUM)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); remove the folder, and the view is made anew") from error
 
 
 class View:
     """A finished view, and the cache that it is of. UsageError: it is damaged, or of another cache."""
 
-    def __init__(self, folder: Path, cache: Cache) -> None:
+    def __init__(self, folder: Path, cache: LocalCache) -> None:
         self.folder, self.cache = folder, cache
-        self.record = _record(folder)
+        self.record = ViewRecord.read(folder)
         if self.record.settings["cache"] != cache.manifest.digest:
             raise UsageError(
                 f"{folder} is the view of another cache than {cache.name}; remove it, or name another --out"
             )
         self.seq_len, count = self.record.settings["seq_len"], self.record.cells["count"]
-        self.row_type = row_type(self.seq_len, self.record.settings["version"])
-        length, parts = self.record.cells["spelled"], self.record.parts
-        stored = _array(folder / CELLS, self.record.cells["sha256"], _CELL, (sum(parts),)).astype(np.int64)
-        theirs, own, starts, spelled = np.split(stored, np.cumsum(parts)[:-1])
+        stored = self.record.cells_file(folder).mapped().astype(np.int64)
+        theirs, own, starts, spelled = np.split(stored, np.cumsum(self.record.parts)[:-1])
         fits = theirs.min() >= -1 and theirs.max() < count and own.min() >= 0 and own.max() <= count
         lengths = np.diff(starts)
-        fits &= starts[0] == 0 and starts[-1] == length and lengths.min() >= 0 and lengths.max() <= DEEP
+        fits &= starts[0] == 0 and starts[-1] == len(spelled) and lengths.min() >= 0 and lengths.max() <= DEEP
         fits &= spelled.min() >= 0 and spelled.max() < len(own)
         if not fits or not np.bincount(own, minlength=count)[:count].all():
             raise UsageError(f"{folder / CELLS} holds impossible cells; remove the folder")
@@ -220,41 +101,6 @@ class View:
         return ViewReader(self, split)
 
 
-def _record(folder: Path) -> ViewRecord:
-    """What view.json states. UsageError: it is not the record of a view."""
-    stated = sealed_record(folder / VIEW)
-    try:
-        record = typed(stated, ViewRecord)
-        if record.shards.keys() != record.tallies.keys():
-            raise ValueError("shards and tallies are of different splits")
-    except ValueError as error:
-        problem = printable(str(error))
-        raise UsageError(f"{folder / VIEW} is not the record of a view ({problem}); remove the folder") from error
-    return record
-
-
-def array_digest(path: Path, kind: np.dtype[Any], shape: tuple[int, ...]) -> str:
-    """SHA-256 of a stored array. OSError, ValueError: it is no regular file, or larger than the array."""
-    most = math.prod(shape) * kind.itemsize + _HEADER
-    if path.is_file() and path.stat().st_size > most:  # a stranger's sparse file takes no disk, and hours to read
-        raise ValueError(f"it has {path.stat().st_size} bytes, and at most {most} are right")
-    return file_digest(path)
-
-
-def _array(path: Path, digest: str, kind: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
-    """A stored array, mapped. RunError: it is not the one that was published."""
-    try:
-        if array_digest(path, kind, shape) != digest:
-            raise ValueError("its SHA-256 differs")
-        found = np.lib.format.open_memmap(path, mode="r")
-        if found.dtype != kind or found.shape != shape:
-            raise ValueError("it has another shape")
-    except Exception as error:  # the header is a stranger's, and numpy's parser raises what it likes
-        why = printable(str(error)) or type(error).__name__
-        raise RunError(f"{path} cannot be read ({why}): remove its folder, and the view is made anew") from error
-    return found
-
-
 class ViewReader(Dataset[dict[str, Tensor]]):
     """One split of a view, a map-style data set: the student's rows with the teacher's numbers.
 
@@ -267,14 +113,10 @@ class ViewReader(Dataset[dict[str, Tensor]]):
     def __init__(self, view: View, split: str) -> None:
         self.view, self.split = view, split
         self.reader = view.cache[split]
-        stated = view.record.shards.get(split)
-        if stated is None:
+        if split not in view.record.shards:
             raise UsageError(f"{view.folder} has no split '{split}'; remove the folder, and the view is made anew")
-        self._firsts = np.cumsum([0, *(each["sequences"] for each in stated)])
-        self._parts = [
-            _array(view.folder / f"{split}-{number:05d}.npy", each["sha256"], view.row_type, (each["sequences"],))
-            for number, each in enumerate(stated)
-        ]
+        self._parts = [each.mapped() for each in view.record.row_files(view.folder, split)]
+        self._firsts = np.cumsum([0, *map(len, self._parts)])
         if not len(self):
             raise UsageError(
                 f"the text of '{split}' in {view.cache.name} is less than one row of {view.seq_len} tokens of the "
@@ -293,7 +135,7 @@ class ViewReader(Dataset[dict[str, Tensor]]):
     @functools.cached_property
     def _teacher_bytes(self) -> np.ndarray:
         """Bytes of each of the teacher's tokens; 0 behind them, and of special tokens."""
-        tokenizer = load_tokenizer(self.view.cache.folder / cache_format.TOKENIZER)
+        tokenizer = load_tokenizer(self.view.cache.folder / TOKENIZER)
         return np.append(TokenBytes.of(tokenizer).lengths, 0)
 
     @property
@@ -432,37 +274,6 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         counts_N = torch.cat([each.loss_mask.flatten() for each in batches]).numpy() & ~np.isnan(label_N)
         sizes_N = self._teacher_bytes[np.minimum(tokens_N, len(self._teacher_bytes) - 1)]
         return near, np.where(counts_N, label_N, 0.0), np.where(counts_N, sizes_N, 0)
-
-
-def viewed_cache(folder: Path) -> str | None:
-    """The digest of the cache that a view in `folder`, finished or not, is of; None: it is no view."""
-    try:
-        return typed(read_sealed(folder / SETTINGS), ViewSettings)["cache"]
-    except (OSError, ValueError):
-        return None
-
-
-def verify_view(folder: Path) -> list[str]:
-    """Compare every digest of a finished view; a line for each problem."""
-    problems = []
-    try:
-        record = _record(folder)
-    except UsageError as error:
-        return [str(error)]
-    stated: dict[str, tuple[str, np.dtype[Any], tuple[int, ...]]] = {
-        CELLS: (record.cells["sha256"], _CELL, (sum(record.parts),))
-    }
-    for split, shards in record.shards.items():
-        for number, each in enumerate(shards):
-            kind = row_type(record.settings["seq_len"], record.settings["version"])
-            stated[f"{split}-{number:05d}.npy"] = each["sha256"], kind, (each["sequences"],)
-    for name, (digest, kind, shape) in stated.items():
-        try:
-            if array_digest(folder / name, kind, shape) != digest:
-                problems.append(f"{folder / name}: its SHA-256 differs from view.json's")
-        except (OSError, ValueError) as error:  # ValueError: a folder or a pipe
-            problems.append(f"{folder / name}: {getattr(error, 'strerror', None) or error}")
-    return problems
 
 
 def identity_of(view: View) -> str:

@@ -1,6 +1,6 @@
 """A committed cache still reads as the teacher predicted: `python tests/cache/test_golden.py` wrote it.
 
-If this test fails, the format has changed: raise `layout.FORMAT_VERSION` and keep reading this one, or undo the change.
+If this test fails, the format has changed: raise `names.FORMAT_VERSION` and keep reading this one, or undo the change.
 """
 
 import json
@@ -17,7 +17,7 @@ from kdtrain.cache.format.codec import ABSENT, CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings, read_manifest
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.tools.verify import verify_cache
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cache"

@@ -15,7 +15,7 @@ from kdtrain.errors import UsageError
 from kdtrain.library import Cache
 from kdtrain.models.spec import read_spec
 from kdtrain.run.folder import changes, deciding
-from kdtrain.run.tokenizer_view import across
+from kdtrain.run.tokenizer_view import aligned_data
 from kdtrain.testing import END_OF_TEXT, tiny_model, write_model_folder
 from kdtrain.tokenizers import alignment as alignments
 from tests.token_kinds import train
@@ -170,7 +170,7 @@ def test_a_student_of_the_layers_of_a_model_has_its_tokenizer(bench):
     words_model()
     Path("layers.toml").write_text("init = 'teacher-layers'\nteacher = 'words-model'\nlayers = [0]\n")
     config = DistillConfig(student="layers.toml", out=Path("never"), cache=("cache",), cross_tokenizer=True)
-    facts = across(config, read_spec("layers.toml"), None)
+    facts = aligned_data(config, read_spec("layers.toml"), None).facts
     assert facts is not None and facts.vocab_size == len(AutoTokenizer.from_pretrained("words"))
 
 
@@ -179,9 +179,9 @@ def test_a_student_of_the_teachers_layers_or_without_a_tokenizer_takes_the_ordin
     spec = spec or Path("student.toml").read_text().replace("tokenizer = 'teacher'", "")
     Path("same.toml").write_text(spec)
     config = DistillConfig(student="same.toml", out=Path("never"), cache=("cache",), cross_tokenizer=True)
-    assert across(config, read_spec("same.toml"), None) is None
+    assert aligned_data(config, read_spec("same.toml"), None) is None
     with pytest.raises(UsageError, match=r"--special-tokens has no effect: .*tokenizer"):
-        across(dataclasses.replace(config, special_tokens=("a=b",)), read_spec("same.toml"), None)
+        aligned_data(dataclasses.replace(config, special_tokens=("a=b",)), read_spec("same.toml"), None)
 
 
 def bits(bench, *argv):

@@ -12,7 +12,8 @@ from kdtrain import cli
 from kdtrain.commands import distill
 from kdtrain.precision import modes
 from kdtrain.run import build, recipe, trial
-from kdtrain.run.data_plan import TextData, open_sources
+from kdtrain.run.build_cache import TextData
+from kdtrain.run.data_plan import open_sources
 
 RUN = ("--cache", "cache", "--student", "student.toml", "--out", "x", "--batch-size", "8", "--precision", "fp32")
 

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from kdtrain.data import packing
 from kdtrain.data.formats import Document
 from kdtrain.data.masks import Masks
-from kdtrain.data.packing import PackedRow, pack
+from kdtrain.data.packed import PackedRow
+from kdtrain.data.packing import pack
 from kdtrain.errors import UsageError
 
 _Make = Callable[..., PreTrainedTokenizerFast]

@@ -97,7 +97,7 @@ def test_tokens_without_bytes_are_in_no_cell_and_no_text():
     stream = np.zeros(4, TAUGHT)
     stream["token"], stream["label"], stream["position"] = [97, 256, 98, 258], True, np.arange(-1, 3)
     stream["start"][0] = True
-    out = transcoder(teacher, student)(0, stream)
+    out = transcoder(teacher, student)(stream)
     assert student.bytes.join(out["token"]).tobytes() == b"ab"
     assert out["token"][-1] == student.tokenizer.eos_token_id
 
@@ -167,7 +167,7 @@ def test_a_cache_of_huge_tokens_is_refused_before_it_takes_the_memory():
     teacher, student = ByteTokenizer(byte_level([LETTERS[97] * 2**20])), ByteTokenizer(train("gpt2"))
     worker, before = transcoder(teacher, student), peak_mb()
     with pytest.raises(UsageError, match="in the cache have more than 256 bytes in the mean"):
-        worker(0, of_tokens(np.full(2**18, 256)))
+        worker(of_tokens(np.full(2**18, 256)))
     assert peak_mb() - before < 500
 
 
@@ -177,7 +177,7 @@ def test_characters_cut_off_in_many_places_cost_no_more_than_the_text():
     stream = of_tokens(np.tile([97, 0xC3], 2**15))
     stream["start"][::2] = True
     start = time.process_time()
-    out = worker(0, stream)
+    out = worker(stream)
     assert time.process_time() - start < 2.5
     assert student.bytes.join(out["token"]).tobytes() == b"a" * 2**15 and (worker.documents, worker.left_out) == (
         2**15,

@@ -6,7 +6,7 @@ import torch
 from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 
 SEQ_LEN, SHARDS, KEPT, BATCH = 64, 17, 200, 16
 SIZES = (85, 340)

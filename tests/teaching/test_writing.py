@@ -25,7 +25,8 @@ from kdtrain.models.tokenizer import end_tokens, ends_of, filler_token, learn_en
 from kdtrain.run import build_cache
 from kdtrain.teaching import writing
 from kdtrain.teaching.local import LocalTeacher
-from kdtrain.teaching.writing import BLOCK, Writing, continued, draw
+from kdtrain.teaching.teacher import Writing
+from kdtrain.teaching.writing import BLOCK, continued, draw
 from kdtrain.testing import tiny_model, tiny_tokenizer
 from tests.e2e.conftest import opinionated
 

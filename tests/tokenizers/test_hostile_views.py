@@ -10,8 +10,9 @@ import pytest
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import file_digest, publish_json, read_sealed
 from kdtrain.tokenizers import view_builder as views
-from kdtrain.tokenizers.view import View, row_type, verify_view
+from kdtrain.tokenizers.view import View
 from kdtrain.tokenizers.view_builder import build_view
+from kdtrain.tokenizers.view_format import row_type, verify_view
 from tests.fetched import files_of
 from tests.token_kinds import train
 from tests.tokenizers.view_kit import CODECS, ROWS, foreign_cache
@@ -148,20 +149,11 @@ def test_an_array_larger_than_stated_is_not_read_to_its_end(sound, folder):
     for name in (SHARD, CELLS):
         with open(folder / name, "r+b") as file:
             file.truncate(2**40)
-    assert [each.split(": ")[1][:22] for each in verify_view(folder)] == ["it has 1099511627776 b"] * 2
+    assert ["(it has 1099511627776 bytes" in each for each in verify_view(folder)] == [True] * 2
     with pytest.raises(RunError, match=r"cells.npy cannot be read .it has 1099511627776 bytes"):
         View(folder, sound.cache)
     (folder / "view.json").unlink()
     os.truncate(folder / CELLS, 0)
-    build_view(folder, sound.cache, train("gpt2"))
-    assert files_of(folder) == files_of(sound.folder)
-
-
-def test_a_strangers_record_of_a_shard_is_made_anew(sound, folder):
-    (folder / "view.json").unlink()
-    record = read_sealed(folder / "train-00001.json")
-    del record["tally"]["labels"]
-    publish_json(folder / "train-00001.json", record, "x")
     build_view(folder, sound.cache, train("gpt2"))
     assert files_of(folder) == files_of(sound.folder)
 
@@ -172,8 +164,5 @@ def test_verify_names_a_folder_and_a_pipe_in_the_place_of_shards(sound, folder):
         (folder / name).unlink()
     (folder / SHARD).mkdir()
     os.mkfifo(folder / "train-00001.npy")
-    problems = verify_view(folder)
-    assert [each.split(": ", 1)[1] for each in sorted(problems)] == [
-        "No such file or directory",
-        *["it is not a regular file"] * 2,
-    ]
+    problems = [each.split("(")[1].partition("):")[0] for each in verify_view(folder)]
+    assert problems == [f"[Errno 2] No such file or directory: '{folder / CELLS}'", *["it is not a regular file"] * 2]

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from kdtrain.data.bytes import ByteTokenizer, SpecialTokens
 from kdtrain.data.corpus import Document
-from kdtrain.data.packing import PackedRow, pack, rows_of
+from kdtrain.data.packed import PackedRow, rows_of
+from kdtrain.data.packing import pack
 from kdtrain.data.spelling import Spelling
 from kdtrain.errors import UsageError
 from kdtrain.tokenizers import transcode
@@ -35,7 +36,7 @@ def carried(worker, taught, joined=True):
     some = (taught[start : start + 3] for start in range(0, len(taught), 3))
     read = ({name: np.stack([getattr(row, name) for row in each]) for name in names} for each in some)
     stream = np.concatenate(list(teacher_stream(read, joined, worker.teacher)))
-    parts = [worker(first, part) for first, part in documents_of([stream])]
+    parts = [worker(part) for part in documents_of([stream])]
     return stream, np.concatenate(parts)
 
 
@@ -86,7 +87,7 @@ def test_ten_thousand_random_documents_keep_their_bytes_with_characters_split_by
     stream = np.zeros(sum(map(len, ids := [[*each, ends[0]] for each in worker.teacher.encode(texts)])), TAUGHT)
     stream["token"], stream["label"], stream["position"] = np.concatenate(ids), True, np.arange(len(stream)) - 1
     stream["start"][np.cumsum([0, *map(len, ids[:-1])])] = True
-    out = np.concatenate([worker(first, part) for first, part in documents_of([stream])])
+    out = np.concatenate([worker(part) for part in documents_of([stream])])
     assert (worker.documents, worker.left_out) == (len(texts), 0)
     whole = "".join(texts).encode()
     stops = np.cumsum([len(text.encode()) for text in texts])
@@ -177,8 +178,8 @@ def test_an_event_without_a_partner_is_refused_with_the_table_and_can_be_left_ou
     with pytest.raises(
         UsageError, match=r"holds <s>, a special token of the teacher without a partner in .* .document end"
     ):
-        transcoder("llama3", "gpt2")(0, stream)
-    out = transcoder("llama3", "gpt2", {"<s>": ""})(0, stream)
+        transcoder("llama3", "gpt2")(stream)
+    out = transcoder("llama3", "gpt2", {"<s>": ""})(stream)
     assert out["token"][-1] == train("gpt2").eos_token_id and out["source"][-1] == 2
 
 
@@ -187,19 +188,11 @@ def test_a_tokenizer_that_rewrites_more_than_one_document_in_a_hundred_is_refuse
     worker = transcoder("gpt2", "qwen")
     carried(worker, rows("gpt2", [decomposed, *[composed] * 20], 8))
     assert (worker.documents, worker.left_out) == (21, 1)
-    worker.refuse_loss(21, 1)
+    worker.refuse_loss()
     worker = transcoder("gpt2", "qwen")
     carried(worker, rows("gpt2", [decomposed] * 5 + [composed], 8))
     with pytest.raises(UsageError, match=r"documents cannot be carried over.*the first: .*rewrites a text"):
-        worker.refuse_loss(worker.documents, worker.left_out)
-
-
-def test_documents_are_counted_once_by_where_they_begin():
-    worker = transcoder("gpt2", "qwen")
-    stream, _ = carried(worker, rows("gpt2", ["cafe\u0301", *["a b c"] * 9], 8))
-    begins = np.flatnonzero(stream["start"])
-    assert worker.count(-1, begins[3]) == (4, 1) and worker.count(begins[5], begins[6]) == (1, 0)
-    assert worker.count(begins[6], np.inf) == (len(begins) - 7, 0) and not worker.seen
+        worker.refuse_loss()
 
 
 def test_an_alignment_holds_a_text_in_the_tokens_of_two_tokenizers():
@@ -232,4 +225,4 @@ def test_a_document_that_would_take_all_memory_is_refused(monkeypatch):
         list(documents_of(parts))
     for part in parts[::4]:
         part["start"][0] = True
-    assert sum(len(found) for _, found in documents_of(parts)) == 100
+    assert sum(map(len, documents_of(parts))) == 100

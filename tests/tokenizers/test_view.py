@@ -13,7 +13,7 @@ from kdtrain.cache.build.folder import holds_nothing
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.read.reader import CacheReader, collate
 from kdtrain.data.bytes import TokenBytes
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import Lock, publish_json
 from kdtrain.library import Cache
@@ -25,8 +25,9 @@ from kdtrain.tokenizers import transcode, view
 from kdtrain.tokenizers import view_builder as views
 from kdtrain.tokenizers.cells import Cells
 from kdtrain.tokenizers.teacher_cells import MOST_CELLS, condensed
-from kdtrain.tokenizers.view import identity_of, sealed_record
+from kdtrain.tokenizers.view import identity_of
 from kdtrain.tokenizers.view_builder import build_view
+from kdtrain.tokenizers.view_format import ViewRecord
 from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.student import Student
 from tests.fetched import files_of
@@ -185,29 +186,16 @@ def test_the_same_tokenizer_gives_the_ordinary_loss_to_the_bit(cache, tmp_path):
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def killed_after(number, label, *given):
-    """Kill a build when it has published `number` records of that label."""
-    real, left = views.publish_json, [number]
-
-    def stop(path, record, name):
-        done = real(path, record, name)
-        left[0] -= name == label
-        if not left[0]:
+def test_a_build_that_was_killed_ends_in_the_same_files(cache, tmp_path):
+    def stop(rows):
+        if rows > 2 * ROWS:
             raise KeyboardInterrupt
-        return done
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(views, "publish_json", stop)
-        with pytest.raises(KeyboardInterrupt):
-            build_view(*given)
-
-
-def test_a_killed_build_resumes_to_the_same_files(cache, tmp_path):
-    whole = build_view(tmp_path / "whole", cache, train("gemma"))
-    assert len(whole["train"]) > 3 * ROWS
-    for number in (1, 2):
-        killed_after(number, "view.sidecar", tmp_path / "killed", cache, train("gemma"))
-    build_view(tmp_path / "killed", cache, train("gemma"))
+    with pytest.raises(KeyboardInterrupt):
+        build_view(tmp_path / "killed", cache, train("gemma"), progress=stop)
+    assert (tmp_path / "killed" / "train-00002.npy").exists()
+    for name in ("whole", "killed"):
+        build_view(tmp_path / name, cache, train("gemma"))
     assert files_of(tmp_path / "whole") == files_of(tmp_path / "killed")
 
 
@@ -294,7 +282,8 @@ def test_a_view_of_very_many_shards_is_read(tmp_path):
     shards = [{"sequences": 1024, "sha256": "0" * 64}] * 12_000
     publish_json(tmp_path / "view.json", {"shards": {"train": shards}}, "x")
     assert (tmp_path / "view.json").stat().st_size > 2**20
-    assert sealed_record(tmp_path / "view.json")["shards"]["train"] == shards
+    with pytest.raises(UsageError, match="is not the record of a view"):  # and not: it has more than 1,048,576 bytes
+        ViewRecord.read(tmp_path)
 
 
 def test_a_split_without_a_row_of_the_student_is_refused(cache, tmp_path):
@@ -322,27 +311,22 @@ def rewritten(tmp_path):
     return build
 
 
-def test_documents_left_out_are_counted_over_the_whole_text_also_after_a_kill(rewritten, tmp_path, monkeypatch):
+def test_documents_left_out_are_counted_over_the_whole_text(rewritten, tmp_path, monkeypatch):
     monkeypatch.setattr(views, "_ENOUGH", 50)
-    monkeypatch.setattr(views, "_ROWS", 4 * ROWS)
     monkeypatch.setattr(transcode, "_BATCH", 256)
     cache = rewritten([False] * 300 + [True, False] * 3 + [False] * 60)
-    whole = build_view(tmp_path / "whole", cache, train("qwen"))
-    assert whole.record.tallies["train"].left_out == 3
-    number = len(whole.record.shards["train"]) * 3 // 4
-    killed_after(number, "view.sidecar", tmp_path / "killed", cache, train("qwen"))
-    build_view(tmp_path / "killed", cache, train("qwen"))
-    assert files_of(tmp_path / "whole") == files_of(tmp_path / "killed")
+    tally = build_view(tmp_path / "whole", cache, train("qwen")).record.tallies["train"]
+    assert (tally.left_out, tally.documents) == (3, 366)
 
 
-def test_a_text_of_which_too_much_is_left_out_is_refused_before_its_end_and_again(rewritten, tmp_path, monkeypatch):
+def test_a_text_of_which_too_much_is_left_out_is_refused_before_its_end(rewritten, tmp_path, monkeypatch):
     monkeypatch.setattr(views, "_ENOUGH", 50)
     monkeypatch.setattr(views, "_MERGED_FROM", 256)
+    monkeypatch.setattr(views, "_AT_ONCE", 8)
     monkeypatch.setattr(transcode, "_BATCH", 256)
     cache = rewritten([False] * 100 + [True] + [False] * 20 + [True] + [False] * 300)
-    for _ in range(2):
-        with pytest.raises(UsageError, match=r"2 of 1.. documents cannot be carried over.*rewrites a text"):
-            build_view(tmp_path / "data", cache, train("qwen"))
+    with pytest.raises(UsageError, match=r"2 of 1.. documents cannot be carried over.*rewrites a text"):
+        build_view(tmp_path / "data", cache, train("qwen"))
     assert not (tmp_path / "data" / "view.json").exists()
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 SETTINGS = "settings.json"
-CELLS = "cells.npy"
-"""In the place of shards: a view in a student's tokens (`tokenizers.view_builder`)."""
+CELLS, VIEW = "cells.npy", "view.json"
+"""In the place of shards and manifest: of a view in a student's tokens (`tokenizers.view_format`)."""
 SHARDS = "shards"
 FORMAT_VERSION = 3
 """Of every shard, and of a cache whose shards, all but the last, hold `sequences_per_shard` sequences each."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kdtrain.cache.read.reader import CacheReader
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packed import PackedRow
 
 _ROWS_AT_ONCE = 64
 

@@ -34,7 +34,7 @@ from kdtrain.cache.format.codec import CodecSpec, keep, uniforms
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.errors import RunError
 from kdtrain.plugins.served.engine_samples import SampleRequest, read_samples
-from kdtrain.teaching.writing import Writing
+from kdtrain.teaching.teacher import Writing
 
 ABOVE_ZERO = 1e-3
 """Nats by which rounding may lift a log-probability above 0."""
