@@ -17,7 +17,7 @@ from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.manifest import end_tokens as settings_end_tokens
 from kdtrain.config import CacheParallelConfig, CacheTeacherConfig, DataConfig, TextConfig
 from kdtrain.data.corpus import has_prompts
-from kdtrain.data.prompts import prompt_rows
+from kdtrain.data.packing import prompt_rows
 from kdtrain.errors import UsageError
 from kdtrain.models.head import split
 from kdtrain.models.spec import read_spec
