@@ -20,32 +20,32 @@ _SPLITS = ("train", "validation", "test")
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def _txt(folder: Path, texts: list[str]) -> None:
+def _txt(folder, texts):
     for number, text in enumerate(texts):
         (folder / f"{number}.txt").write_text(text, encoding="utf-8")
 
 
-def _jsonl(folder: Path, texts: list[str]) -> None:
+def _jsonl(folder, texts):
     lines = [json.dumps({"text": text, "number": n}) + "\n" for n, text in enumerate(texts)]
     (folder / "a.jsonl").write_text("".join(lines[:20]))
     (folder / "b.jsonl").write_text("".join(lines[20:]))
 
 
-def _parquet(folder: Path, texts: list[str]) -> None:
+def _parquet(folder, texts):
     Dataset.from_dict({"text": texts}).to_parquet(folder / "a.parquet")
 
 
-def _arrow(folder: Path, texts: list[str]) -> None:
+def _arrow(folder, texts):
     Dataset.from_dict({"text": texts}).save_to_disk(folder)
 
 
-def _read(source: Path | str, split: str, **options: object) -> list[str]:
+def _read(source, split, **options):
     streaming = bool(options.pop("streaming", False))
     found = documents(str(source), split, Columns(**options), streaming=streaming)  # type: ignore[arg-type]
     return [document.text or "" for document in found]
 
 
-def _write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
+def _write_rows(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -64,20 +64,20 @@ def test_the_standard_library_is_code_without_tests_and_packages_in_three_splits
 
 
 @pytest.mark.parametrize("write", [_txt, _jsonl, _parquet, _arrow])
-def test_every_format_gives_every_text_to_exactly_one_split(write: Callable[[Path, list[str]], None], tmp_path: Path):
+def test_every_format_gives_every_text_to_exactly_one_split(write: Callable[[Path, list[str]], None], tmp_path):
     write(tmp_path, _TEXTS)
     found = {split: _read(tmp_path, split) for split in _SPLITS}
     assert all(found.values())
     assert sorted(found["train"] + found["validation"] + found["test"]) == sorted(_TEXTS)
 
 
-def test_equal_rows_are_in_one_split(tmp_path: Path):
+def test_equal_rows_are_in_one_split(tmp_path):
     path = _write_rows(tmp_path / "a.jsonl", [{"text": text} for text in _TEXTS * 3])
     found = {split: _read(path, split) for split in _SPLITS}
     assert all(found[split].count(text) in (0, 3) for split in _SPLITS for text in _TEXTS)
 
 
-def test_rows_keep_their_split_when_others_are_added(tmp_path: Path):
+def test_rows_keep_their_split_when_others_are_added(tmp_path):
     rows = [{"text": f"text {n}"} for n in range(4000)]
     few = _read(_write_rows(tmp_path / "few.jsonl", rows[:3000]), "validation")
     many = _read(_write_rows(tmp_path / "many.jsonl", rows), "validation")
@@ -85,7 +85,7 @@ def test_rows_keep_their_split_when_others_are_added(tmp_path: Path):
     assert few == many[: len(few)]
 
 
-def test_streaming_reads_the_same_documents(tmp_path: Path):
+def test_streaming_reads_the_same_documents(tmp_path):
     path = _write_rows(tmp_path / "a.jsonl", [{"text": f"text {n}"} for n in range(2500)])
     assert _read(path, "test", streaming=True) == _read(path, "test")
 
@@ -95,13 +95,13 @@ def test_streaming_reads_the_same_documents(tmp_path: Path):
     [("train-00000-of-00002", "train-00001-of-00002", "val", "test"), ("train/a", "train/b", "valid/a", "test/a")],
     ids=["files", "folders"],
 )
-def test_a_folder_whose_files_or_folders_all_name_their_split_keeps_its_own_splits(names: list[str], tmp_path: Path):
+def test_a_folder_whose_files_or_folders_all_name_their_split_keeps_its_own_splits(names, tmp_path):
     for name in names:
         _write_rows(tmp_path / f"{name}.jsonl", [{"text": name}])
     assert [sorted(_read(tmp_path, split)) for split in _SPLITS] == [[*names[:2]], [names[2]], [names[3]]]
 
 
-def test_a_split_that_the_source_lacks_is_withheld_from_its_train(tmp_path: Path):
+def test_a_split_that_the_source_lacks_is_withheld_from_its_train(tmp_path):
     _write_rows(tmp_path / "train.jsonl", [{"text": text} for text in _TEXTS])
     _write_rows(tmp_path / "test.jsonl", [{"text": "own test"}])
     assert _read(tmp_path, "test") == ["own test"]
@@ -110,7 +110,7 @@ def test_a_split_that_the_source_lacks_is_withheld_from_its_train(tmp_path: Path
     assert sorted(validation + _read(tmp_path, "train")) == sorted(_TEXTS)
 
 
-def test_a_file_that_happens_to_be_called_test_is_not_a_split(tmp_path: Path):
+def test_a_file_that_happens_to_be_called_test_is_not_a_split(tmp_path):
     names = ["test", "dev", "how-to-train", *(f"essay on {n} things" for n in range(60))]
     for name in names:
         (tmp_path / f"{name}.txt").write_text(name)
@@ -119,13 +119,13 @@ def test_a_file_that_happens_to_be_called_test_is_not_a_split(tmp_path: Path):
     assert found[1] != ["dev"] and found[2] != ["test"]
 
 
-def test_a_folder_that_names_splits_but_not_train_is_split_by_hash(tmp_path: Path):
+def test_a_folder_that_names_splits_but_not_train_is_split_by_hash(tmp_path):
     for name in ("test", "dev", "val"):
         (tmp_path / f"{name}.txt").write_text(name)
     assert [len(_read(tmp_path, split)) for split in _SPLITS] == [1, 1, 1]
 
 
-def test_a_single_text_is_cut_at_line_ends_into_all_three_splits(tmp_path: Path):
+def test_a_single_text_is_cut_at_line_ends_into_all_three_splits(tmp_path):
     text = "".join(f"line {n}\n" for n in range(50)) + "no newline at the end"
     (tmp_path / "a.txt").write_text(text)
     found = ["".join(_read(tmp_path / "a.txt", split)) for split in _SPLITS]
@@ -133,13 +133,13 @@ def test_a_single_text_is_cut_at_line_ends_into_all_three_splits(tmp_path: Path)
     assert found[1].count("\n") == 3
 
 
-def test_two_texts_are_each_cut_into_all_three_splits(tmp_path: Path):
+def test_two_texts_are_each_cut_into_all_three_splits(tmp_path):
     path = _write_rows(tmp_path / "a.jsonl", [{"text": "a\nb\nc"}, {"text": "d\ne\nf"}])
     assert [_read(path, split) for split in _SPLITS] == [["a\n", "d\n"], ["b\n", "e\n"], ["c", "f"]]
 
 
 @pytest.mark.parametrize("count", [3, 19])
-def test_a_few_texts_are_each_cut_so_that_train_has_nine_tenths_of_the_lines(count: int, tmp_path: Path):
+def test_a_few_texts_are_each_cut_so_that_train_has_nine_tenths_of_the_lines(count, tmp_path):
     texts = ["".join(f"line {line} of text {n}\n" for line in range(100)) for n in range(count)]
     _txt(tmp_path, texts)
     lines = {split: "".join(_read(tmp_path, split)).splitlines() for split in _SPLITS}
@@ -147,9 +147,7 @@ def test_a_few_texts_are_each_cut_so_that_train_has_nine_tenths_of_the_lines(cou
     assert sorted(lines["train"] + lines["validation"] + lines["test"]) == sorted("".join(texts).splitlines())
 
 
-def test_files_of_another_kind_beside_texts_are_left_out_and_named_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_files_of_another_kind_beside_texts_are_left_out_and_named_once(tmp_path, monkeypatch):
     told: list[str] = []
     monkeypatch.setattr(logging.getLogger("kdtrain"), "warning", lambda text, *words: told.append(text % words))
     _txt(tmp_path, _TEXTS)
@@ -162,7 +160,7 @@ def test_files_of_another_kind_beside_texts_are_left_out_and_named_once(
 
 
 @pytest.mark.parametrize("names", [["a.md"], ["a.py"], ["a.rst"], ["a.TXT"], ["b.txt", "a.md", "c/d.py", "a.rst"]])
-def test_prose_and_source_code_are_text_alone_and_in_one_folder(names: list[str], tmp_path: Path):
+def test_prose_and_source_code_are_text_alone_and_in_one_folder(names, tmp_path):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "hook.py").write_text("hidden\n" * 9)
     texts = {name: "".join(f"{name} line {n}\n" for n in range(20)) for name in names}
@@ -174,7 +172,7 @@ def test_prose_and_source_code_are_text_alone_and_in_one_folder(names: list[str]
     assert "".join("".join(_read(tmp_path / names[0], split)) for split in _SPLITS) == texts[names[0]]
 
 
-def test_text_files_of_several_kinds_come_in_one_order_wherever_the_folder_is(tmp_path: Path):
+def test_text_files_of_several_kinds_come_in_one_order_wherever_the_folder_is(tmp_path):
     names = [f"{n}{suffix}" for n in range(8) for suffix in (".txt", ".md", ".py")]
     for folder, order in (("one", names), ("two", names[::-1])):
         (tmp_path / folder).mkdir()
@@ -183,13 +181,13 @@ def test_text_files_of_several_kinds_come_in_one_order_wherever_the_folder_is(tm
     assert _read(tmp_path / "one", "train") == _read(tmp_path / "two", "train")
 
 
-def test_a_folder_of_txt_files_keeps_its_documents_and_their_order(tmp_path: Path):
+def test_a_folder_of_txt_files_keeps_its_documents_and_their_order(tmp_path):
     _txt(tmp_path, _TEXTS)
     found = "\0".join("\0".join(_read(tmp_path, split)) for split in _SPLITS)
     assert hashlib.sha256(found.encode()).hexdigest().startswith("45317a8e2a96999f")
 
 
-def test_a_readme_beside_rows_is_left_out_and_other_text_beside_rows_refused(tmp_path: Path):
+def test_a_readme_beside_rows_is_left_out_and_other_text_beside_rows_refused(tmp_path):
     _jsonl(tmp_path, _TEXTS)
     for name in ("README.md", "LICENSE.txt"):
         (tmp_path / name).write_text("about the rows")
@@ -200,20 +198,20 @@ def test_a_readme_beside_rows_is_left_out_and_other_text_beside_rows_refused(tmp
 
 
 @pytest.mark.parametrize("name", ["a.py", "a.ts"])
-def test_a_binary_file_that_is_named_like_text_is_refused_by_name(name: str, tmp_path: Path):
+def test_a_binary_file_that_is_named_like_text_is_refused_by_name(name, tmp_path):
     (tmp_path / "b.md").write_text("text")
     (tmp_path / name).write_bytes(b"\x47\xff\xfe" * 99)
     with pytest.raises(UsageError, match=rf"{name}: byte 1 is not UTF-8; convert the file to UTF-8, or move it away"):
         _read(tmp_path, "train")
 
 
-def test_blank_documents_are_skipped(tmp_path: Path):
+def test_blank_documents_are_skipped(tmp_path):
     rows = [{"text": text} for text in ("a", None, "", " \n", "b", "c")]
     found = [_read(_write_rows(tmp_path / "a.jsonl", rows), split) for split in _SPLITS]
     assert sorted(text for texts in found for text in texts) == ["a", "b", "c"]
 
 
-def test_another_column_can_be_read(tmp_path: Path):
+def test_another_column_can_be_read(tmp_path):
     path = _write_rows(tmp_path / "a.jsonl", [{"body": text, "other": [1]} for text in _TEXTS])
     assert len(_read(path, "train", text="body")) >= 30
 
@@ -245,9 +243,7 @@ def test_another_column_can_be_read(tmp_path: Path):
         ),
     ],
 )
-def test_unreadable_text_is_one_line_that_names_the_cause(
-    name: str, content: str | bytes | None, options: dict[str, object], message: str, tmp_path: Path
-):
+def test_unreadable_text_is_one_line_that_names_the_cause(name, content, options, message, tmp_path):
     if content is not None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UsageError, match=message) as caught:
@@ -257,7 +253,7 @@ def test_unreadable_text_is_one_line_that_names_the_cause(
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_path_that_a_file_names_is_never_opened(nested: bool, streaming: bool, tmp_path: Path):
+def test_a_path_that_a_file_names_is_never_opened(nested, streaming, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     image = datasets.Image()
     feature, value = image, {"bytes": None, "path": str(tmp_path / "pipe")}
@@ -270,7 +266,7 @@ def test_a_path_that_a_file_names_is_never_opened(nested: bool, streaming: bool,
         _read(tmp_path / "a.parquet", "train", streaming=streaming, **columns)
 
 
-def test_an_unknown_split_and_a_folder_of_two_kinds_are_refused(tmp_path: Path):
+def test_an_unknown_split_and_a_folder_of_two_kinds_are_refused(tmp_path):
     with pytest.raises(UsageError, match="split 'dev' is unknown"):
         documents("stdlib", "dev")
     with pytest.raises(UsageError, match="hf:: names no data set; write hf:NAME"):
@@ -281,17 +277,17 @@ def test_an_unknown_split_and_a_folder_of_two_kinds_are_refused(tmp_path: Path):
         documents(str(tmp_path), "train")
 
 
-def test_too_little_text_for_a_validation_split_is_an_error_at_the_call(tmp_path: Path):
+def test_too_little_text_for_a_validation_split_is_an_error_at_the_call(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo")
     assert _read(tmp_path / "a.txt", "train") == ["one\ntwo"]
     with pytest.raises(UsageError, match="no text for the validation split; give at least 3 documents"):
         documents(str(tmp_path / "a.txt"), "validation")
 
 
-def _fake_hub(monkeypatch: pytest.MonkeyPatch, splits: dict[str, list[str]]) -> list[tuple[object, ...]]:
+def _fake_hub(monkeypatch, splits):
     asked: list[tuple[object, ...]] = []
 
-    def load_dataset(name: str, subset: str | None, *, split: str, streaming: bool) -> object:
+    def load_dataset(name, subset, *, split, streaming):
         asked.append((name, subset, split))
         rows = Dataset.from_dict({"text": splits[split]})
         return rows.to_iterable_dataset() if streaming else rows
@@ -301,7 +297,7 @@ def _fake_hub(monkeypatch: pytest.MonkeyPatch, splits: dict[str, list[str]]) -> 
     return asked
 
 
-def test_a_hub_data_set_keeps_its_own_splits(monkeypatch: pytest.MonkeyPatch):
+def test_a_hub_data_set_keeps_its_own_splits(monkeypatch):
     asked = _fake_hub(monkeypatch, {"train": _TEXTS, "valid": ["own"], "unsupervised": ["x"]})
     assert _read("hf:org/name:subset", "validation") == ["own"]
     assert ("org/name", "subset", "train") in asked
@@ -309,14 +305,14 @@ def test_a_hub_data_set_keeps_its_own_splits(monkeypatch: pytest.MonkeyPatch):
     assert sorted(train + test) == sorted(_TEXTS)
 
 
-def test_a_hub_data_set_without_train_is_refused_with_the_splits_it_has(monkeypatch: pytest.MonkeyPatch):
+def test_a_hub_data_set_without_train_is_refused_with_the_splits_it_has(monkeypatch):
     _fake_hub(monkeypatch, {"train_sft": _TEXTS, "test_sft": _TEXTS})
     with pytest.raises(UsageError, match="none of its splits is called train; it has: train_sft, test_sft"):
         documents("hf:org/name", "train")
 
 
-def test_a_hub_that_cannot_be_reached_is_a_failed_run(monkeypatch: pytest.MonkeyPatch):
-    def unreachable(name: str, subset: str | None) -> list[str]:
+def test_a_hub_that_cannot_be_reached_is_a_failed_run(monkeypatch):
+    def unreachable(name, subset):
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr(datasets, "get_dataset_split_names", unreachable)

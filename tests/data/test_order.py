@@ -12,7 +12,7 @@ def test_the_order_of_an_epoch_never_changes_between_releases():
 
 
 @given(st.integers(0, 2**40), st.integers(0, 10**6), st.integers(1, 300))
-def test_an_epoch_reads_every_sequence_once(seed: int, epoch: int, n: int):
+def test_an_epoch_reads_every_sequence_once(seed, epoch, n):
     assert np.array_equal(np.sort(permutation(seed, epoch, n)), np.arange(n))
 
 
@@ -22,7 +22,7 @@ def test_seeds_and_epochs_give_different_orders():
 
 
 @given(st.integers(0, 50), st.lists(st.integers(0, 40), max_size=8), st.integers(1, 17))
-def test_batches_of_any_size_follow_one_another_on_the_same_endless_stream(start: int, sizes: list[int], n: int):
+def test_batches_of_any_size_follow_one_another_on_the_same_endless_stream(start, sizes, n):
     stop = start + sum(sizes)
     stream = np.concatenate([permutation(3, epoch, n) for epoch in range(stop // n + 1)])[start:stop]
     starts = np.cumsum([start, *sizes])
@@ -56,7 +56,7 @@ def test_a_mixture_of_one_is_read_in_the_order_of_one():
 
 
 @given(SIZES, st.data())
-def test_an_epoch_draws_each_member_in_its_proportion_to_within_one_sequence(sizes: list[int], data: st.DataObject):
+def test_an_epoch_draws_each_member_in_its_proportion_to_within_one_sequence(sizes, data):
     weights = data.draw(st.lists(st.floats(0.5, 8.0), min_size=len(sizes), max_size=len(sizes)))
     total = sum(sizes)
     if min(weights) * total < sum(weights):
@@ -68,14 +68,14 @@ def test_an_epoch_draws_each_member_in_its_proportion_to_within_one_sequence(siz
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 200))
-def test_two_members_have_given_their_shares_at_any_place(one: int, other: int, place: int):
+def test_two_members_have_given_their_shares_at_any_place(one, other, place):
     mixture = Mixture.weighted([one, other])
     drawn = int((mixture.members(mixture.batch(0, 0, place)) == 0).sum())
     assert abs(drawn - place * one / (one + other)) <= 0.5 + 1e-9
 
 
 @given(SIZES, st.data())
-def test_nothing_of_a_member_is_repeated_before_all_of_it_was_read(sizes: list[int], data: st.DataObject):
+def test_nothing_of_a_member_is_repeated_before_all_of_it_was_read(sizes, data):
     weights = data.draw(st.lists(st.floats(0.5, 8.0), min_size=len(sizes), max_size=len(sizes)))
     if min(weights) * sum(sizes) < sum(weights):
         return
@@ -88,7 +88,7 @@ def test_nothing_of_a_member_is_repeated_before_all_of_it_was_read(sizes: list[i
 
 
 @given(SIZES, st.integers(0, 200), st.lists(st.integers(0, 40), max_size=6))
-def test_batches_of_a_mixture_of_any_size_follow_one_another(sizes: list[int], start: int, taken: list[int]):
+def test_batches_of_a_mixture_of_any_size_follow_one_another(sizes, start, taken):
     mixture, stop = Mixture.weighted(sizes), start + sum(taken)
     starts = np.cumsum([start, *taken])
     batches = [mixture.batch(3, int(at), size) for at, size in zip(starts, taken, strict=False)]

@@ -57,7 +57,7 @@ def bench(tmp_path, monkeypatch):
     return tmp_path
 
 
-def caching(spec: str, **options):
+def caching(spec, **options):
     data = DataConfig(data="text.txt", seq_len=16, num_sequences=9, validation_sequences=2, num_workers=0)
     return kd.CacheTeacherConfig(teacher=spec, out="cache", data=data, codec=CodecConfig(top_k=8), **options)
 
