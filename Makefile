@@ -56,7 +56,6 @@ fuzz: venv ## generated test cases, other ones at each run
 bench: venv ## measure; writes benchmarks/results and benchmarks/figures
 	$(PY) -m benchmarks.science.demo
 	$(PY) -m benchmarks.performance cache --device cpu --again
-	$(PY) -m benchmarks.figures cache
 	$(PY) -m benchmarks.performance.parallel
 	$(PY) -m benchmarks.performance.scaling
 

@@ -1,6 +1,6 @@
 """The pictures, drawn from the JSON records alone: `python -m benchmarks.figures NAME [RECORD [FOLDER]]`.
 
-Names: audit, cache, demo, find_lr, objective, precision, quality, temperature. Without more, the published
+Names: audit, demo, find_lr, objective, precision, quality, temperature. Without more, the published
 record is drawn into `benchmarks/figures`, by the functions and in the colours of `kdtrain.monitor.figures`.
 """
 
@@ -51,56 +51,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{record} does not exist; name the record that the benchmark wrote")
     print(*PICTURES[given.name](json.loads(record.read_text()), given.folder), sep="\n")
     return 0
-
-
-# Cache: bytes a token against fidelity.
-
-PUBLISHED = {
-    "RS-KD, 12 unique: 36 without labels, moments, tokens (published)": 36,
-    "Megatron, top-12: 5 K before zstd (published)": 60,
-    "DistillKit, budget: 108 to 127 (published)": 117,
-    "DistillKit, recommended: 296 to 344 (published)": 320,
-}
-FOOT = 1e-4
-"""KL below which a point is drawn at the foot, nats."""
-
-
-def draw_cache(record: Record, folder: Path) -> list[Path]:
-    """Write `cache.png`: a panel a vocabulary, a point a codec and temperature.
-
-    Bytes a token, and KL(full || cache) with the tail spread evenly, both on log axes; `dense` errs by rounding alone
-    and is drawn at the foot. Published sizes of other formats, whose fidelity was not published in this measure, stand
-    as vertical lines and are marked as published.
-    """
-    caches: dict[str, dict[str, Record]] = {}
-    for name, figure in record["figures"].items():
-        if "fidelity" in figure:
-            vocabulary, _, codec = name.rpartition(", ")
-            caches.setdefault(vocabulary, {})[codec] = figure
-    figure = Figure(figsize=(5.5 * len(caches), 5.2))
-    axes = figure.subplots(1, len(caches), squeeze=False, sharey=True)[0]
-    for axis, (name, codecs) in zip(axes, caches.items(), strict=True):
-        _codecs(axis, codecs)
-        axis.set(xscale="log", yscale="log", title=name, xlabel="bytes a token, everything included")
-    axes[0].set_ylabel("KL(full || cache), tail spread evenly, nats")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=4, fontsize=7, frameon=False)
-    figure.tight_layout(rect=(0, 0.09, 1, 1))
-    return write_all(folder, cache=figure)
-
-
-def _codecs(axis: Axes, codecs: dict[str, dict]) -> None:
-    sizes = [each["bytes_per_token"]["total"] for each in codecs.values()]
-    for temperature, marker in (("T=1", "o"), ("T=2", "s"), ("T=4", "^")):
-        served = [each for each in codecs.values() if temperature in each["fidelity"]]
-        errors = [max(FOOT, each["fidelity"][temperature]["kl_spread"]) for each in served]
-        at = [each["bytes_per_token"]["total"] for each in served]
-        axis.scatter(at, errors, marker=marker, label=f"this cache, {temperature}", zorder=3)
-    for height, codec, size in zip((2e-2, 2e-2, 4e-2, 6e-4, 6e-3), codecs, sizes, strict=False):
-        axis.text(size, height, f"{codec}: {size:,.1f} B", fontsize=7, rotation=90, ha="right", va="center")
-        axis.axvline(size, color="lightblue", linewidth=0.6, zorder=0)
-    for number, (label, size) in enumerate(PUBLISHED.items()):
-        axis.axvline(size, color="grey", linestyle=("-", "--", ":", "-.")[number], linewidth=0.9, label=label)
-    axis.set_ylim(FOOT / 2, 30)
 
 
 # Objective: time and memory of every side over cross-entropy's.
@@ -457,7 +407,6 @@ def draw_audit(record: Record, folder: Path) -> list[Path]:
 
 PICTURES: dict[str, Callable[[Any, Path], list[Path]]] = {
     "audit": draw_audit,
-    "cache": draw_cache,
     "demo": draw_demo,
     "find_lr": draw_find_lr,
     "objective": draw_objective,

@@ -24,40 +24,49 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.3.0"
 
 if TYPE_CHECKING:
-    from kdtrain.cache.read.mixture import Mixture
-    from kdtrain.cache.read.reader import collate
-    from kdtrain.checkpoint.nested import CheckpointStore
-    from kdtrain.checkpoint.tiers import Keep
-    from kdtrain.cli import register_command
-    from kdtrain.commands.distill import distill
-    from kdtrain.config import CacheTeacherConfig, DistillConfig
-    from kdtrain.data.corpus import register_text
-    from kdtrain.errors import RunError, UsageError
-    from kdtrain.library import Cache, CacheWriter, cache_teacher
-    from kdtrain.models.output_head import Head
-    from kdtrain.monitor.loggers import Logger, register_logger
-    from kdtrain.monitor.record import RunRecord
-    from kdtrain.monitor.runs import runs
-    from kdtrain.objective.divergence import register_divergence
-    from kdtrain.objective.loss import DistillationLoss, LossOutput, distillation_loss
-    from kdtrain.objective.tails import register_tail
-    from kdtrain.objective.targets import DenseTargets
-    from kdtrain.objective.temperature import (
-        AdversarialTemperature,
-        LikelihoodTemperature,
-        MinimizedTemperature,
-        ScheduledTemperature,
-        Temperature,
-        register_temperature,
-    )
-    from kdtrain.precision.backends import quantize_, register_backend
-    from kdtrain.precision.controller import Policy, PrecisionController
-    from kdtrain.teaching.online import Teacher
-    from kdtrain.teaching.teacher import register_teacher
-    from kdtrain.tokenizers.alignment import Alignment
-    from kdtrain.training.optimizers import register_optimizer
-    from kdtrain.training.sources.source import Facts, SourceRequest, register_source
-    from kdtrain.training.student import Student
+    from kdtrain.cache.read.mixture import Mixture as Mixture
+    from kdtrain.cache.read.reader import collate as collate
+    from kdtrain.checkpoint.nested import CheckpointStore as CheckpointStore
+    from kdtrain.checkpoint.tiers import Keep as Keep
+    from kdtrain.cli import register_command as register_command
+    from kdtrain.commands.distill import distill as distill
+    from kdtrain.config import CacheTeacherConfig as CacheTeacherConfig
+    from kdtrain.config import DistillConfig as DistillConfig
+    from kdtrain.data.corpus import register_text as register_text
+    from kdtrain.errors import RunError as RunError
+    from kdtrain.errors import UsageError as UsageError
+    from kdtrain.library import Cache as Cache
+    from kdtrain.library import CacheWriter as CacheWriter
+    from kdtrain.library import cache_teacher as cache_teacher
+    from kdtrain.models.output_head import Head as Head
+    from kdtrain.monitor.loggers import Logger as Logger
+    from kdtrain.monitor.loggers import register_logger as register_logger
+    from kdtrain.monitor.record import RunRecord as RunRecord
+    from kdtrain.monitor.runs import runs as runs
+    from kdtrain.objective.divergence import register_divergence as register_divergence
+    from kdtrain.objective.loss import DistillationLoss as DistillationLoss
+    from kdtrain.objective.loss import LossOutput as LossOutput
+    from kdtrain.objective.loss import distillation_loss as distillation_loss
+    from kdtrain.objective.tails import register_tail as register_tail
+    from kdtrain.objective.targets import DenseTargets as DenseTargets
+    from kdtrain.objective.temperature import AdversarialTemperature as AdversarialTemperature
+    from kdtrain.objective.temperature import LikelihoodTemperature as LikelihoodTemperature
+    from kdtrain.objective.temperature import MinimizedTemperature as MinimizedTemperature
+    from kdtrain.objective.temperature import ScheduledTemperature as ScheduledTemperature
+    from kdtrain.objective.temperature import Temperature as Temperature
+    from kdtrain.objective.temperature import register_temperature as register_temperature
+    from kdtrain.precision.backends import quantize_ as quantize_
+    from kdtrain.precision.backends import register_backend as register_backend
+    from kdtrain.precision.controller import Policy as Policy
+    from kdtrain.precision.controller import PrecisionController as PrecisionController
+    from kdtrain.teaching.online import Teacher as Teacher
+    from kdtrain.teaching.teacher import register_teacher as register_teacher
+    from kdtrain.tokenizers.alignment import Alignment as Alignment
+    from kdtrain.training.optimizers import register_optimizer as register_optimizer
+    from kdtrain.training.sources.source import Facts as Facts
+    from kdtrain.training.sources.source import SourceRequest as SourceRequest
+    from kdtrain.training.sources.source import register_source as register_source
+    from kdtrain.training.student import Student as Student
 
 _HOME = {
     "kdtrain.cache.read.mixture": ("Mixture",),
@@ -92,51 +101,7 @@ _HOME = {
     "kdtrain.training.student": ("Student",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-__all__ = [
-    "AdversarialTemperature",
-    "Alignment",
-    "Cache",
-    "CacheTeacherConfig",
-    "CacheWriter",
-    "CheckpointStore",
-    "DenseTargets",
-    "DistillConfig",
-    "DistillationLoss",
-    "Facts",
-    "Head",
-    "Keep",
-    "LikelihoodTemperature",
-    "Logger",
-    "LossOutput",
-    "MinimizedTemperature",
-    "Mixture",
-    "Policy",
-    "PrecisionController",
-    "RunError",
-    "RunRecord",
-    "ScheduledTemperature",
-    "SourceRequest",
-    "Student",
-    "Teacher",
-    "Temperature",
-    "UsageError",
-    "cache_teacher",
-    "collate",
-    "distill",
-    "distillation_loss",
-    "quantize_",
-    "register_backend",
-    "register_command",
-    "register_divergence",
-    "register_logger",
-    "register_optimizer",
-    "register_source",
-    "register_tail",
-    "register_teacher",
-    "register_temperature",
-    "register_text",
-    "runs",
-]
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from filelock import FileLock, Timeout
 
 from kdtrain import faults
 from kdtrain.errors import RunError, UsageError, making, printable, writing
@@ -536,6 +535,8 @@ class Lock:
     """
 
     def __init__(self, path: Path, message: str, name: str = "", wait: float = 0.0) -> None:
+        from filelock import FileLock  # imported here: no mistake waits for it
+
         self._path, self._lock = path, FileLock(path, thread_local=False, fallback_to_soft=False)
         until, waiting = time.monotonic() + wait, False
         if path.exists() and not path.is_file():
@@ -555,7 +556,7 @@ class Lock:
         """Whether this process holds the lock now, or the file system has none."""
         try:
             self._lock.acquire(timeout=_POLL, poll_interval=_POLL / 10)
-        except Timeout:
+        except TimeoutError:
             return False
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):

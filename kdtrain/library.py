@@ -46,12 +46,12 @@ class CacheSplit(reader.CacheReader):
         if kept is None:
             kept, splits = tempfile.mkdtemp(prefix="kdtrain-"), (self.split,)
             atexit.register(shutil.rmtree, kept, ignore_errors=True)
-        cache = reader.Cache(self.folder, self.manifest, self.remote)
+        cache = reader.LocalCache(self.folder, self.manifest, self.remote)
         view = build_view(Path(kept), cache, given, events=special_tokens, splits=splits)
         return ViewReader(view, self.split)
 
 
-class Cache(reader.Cache):
+class Cache(reader.LocalCache):
     """A finished cache: its splits as PyTorch data sets by name, and its manifest.
 
     Args:

@@ -101,8 +101,8 @@ def environment(folder: Path) -> dict[str, Any]:
 
 
 def claim(out: Path, settings: Any) -> None:
-    """Start or resume in `out`. Refuse a folder with other settings or other files."""
-    file, now = out / "settings.json", dataclasses.asdict(settings)
+    """Start or resume in `out`, by a dataclass or a table. Refuse a folder with other settings or other files."""
+    file, now = out / "settings.json", settings if isinstance(settings, dict) else dataclasses.asdict(settings)
     if file.exists():
         before = json.loads(file.read_text())
         changed = [

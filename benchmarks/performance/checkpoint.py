@@ -31,6 +31,7 @@ from benchmarks.harness.study import Study
 from benchmarks.harness.timing import synchronize, timed, without_graphs
 from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store
+from kdtrain.checkpoint.tiers import Keep
 
 KINDS = {"background": True, "in_place": False}
 
@@ -84,7 +85,7 @@ def _in_steps(
     """Saves of one kind between and during steps of training."""
     tensors, tries = bench.trainer.state.tensors(), int(KINDS[kind])
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-        store = Store(Path(folder) / "checkpoints", keep_rolling=1)
+        store = Store(Path(folder) / "checkpoints", Keep(rolling=1))
         saver = Saver(store, KINDS[kind], copies=bench.trainer.checkpoints.copies)
         found = saves(saver, tensors, bench.trainer.state.numbers(), step, sizes.saves, tries, options.device)
     size = sum(tensor.nbytes for tensor in tensors.values()) / 2**30
@@ -171,7 +172,7 @@ def _beside_products(scratch: Path, tensors: dict[str, torch.Tensor]) -> dict[st
 
     found: dict[str, Any] = {"MiB": round(size / 2**20, 1), "tensors": len(tensors), "saves": SAVES}
     for kind, asynchronous in KINDS.items():
-        saver = Saver(Store(scratch / f"saves-{size}-{kind}", keep_rolling=2), asynchronous)
+        saver = Saver(Store(scratch / f"saves-{size}-{kind}", Keep(rolling=2)), asynchronous)
         found[kind] = saves(saver, tensors, {"step": 0}, products, SAVES, SAVES, torch.device("cpu"))
     return found
 

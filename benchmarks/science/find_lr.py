@@ -17,7 +17,7 @@ What it gives up: small students, one batch size, one length of run.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
@@ -67,37 +67,27 @@ class FindLrStudy(Options):
     """After this time no further run begins; the same command goes on."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the runs of a folder have in common."""
-
-    steps: int
-    rung_steps: int | None
-    base_steps: int
-    sequences: int
-
-
 def main(given: FindLrStudy) -> None:
     """Run the study, and write its record."""
     quick = given.quick
-    settings = Settings(
-        *(12, 2, 20, 100) if quick else (given.steps, given.rung_steps, given.base_steps, given.sequences)
-    )
+    if quick:
+        given = replace(given, steps=12, rung_steps=2, base_steps=20, sequences=100)
+    settings = {name: vars(given)[name] for name in ("steps", "rung_steps", "base_steps", "sequences")}
     kinds, seeds = (("cross-entropy", "distillation"), 1) if quick else (given.kinds, given.seeds)
     claim(given.out, settings)
     text = ROOT / "docs" if quick else docstrings.write(given.out / "docstrings.jsonl")
     length = ("--seq-len", f"{LENGTH}", "--validation-sequences", "64")
-    stdlib = ("--data", "stdlib", "--num-sequences", "100" if quick else f"{settings.sequences}", *length)
-    others = ("--data", f"{text}", "--num-sequences", f"{settings.sequences}", *length)
+    stdlib = ("--data", "stdlib", "--num-sequences", f"{given.sequences}", *length)
+    others = ("--data", f"{text}", "--num-sequences", f"{given.sequences}", *length)
     caches = {name: ("--teacher", TEACHER, *words) for name, words in (("cache", stdlib), ("other", others))}
-    common = ("--batch-size", f"{BATCH}", "--precision", "fp32", "--no-compile", "--steps", f"{settings.steps}")
-    rung = () if settings.rung_steps is None else ("--rung-steps", f"{settings.rung_steps}")
+    common = ("--batch-size", f"{BATCH}", "--precision", "fp32", "--no-compile", "--steps", f"{given.steps}")
+    rung = () if given.rung_steps is None else ("--rung-steps", f"{given.rung_steps}")
     with Kdtrain() as kdtrain:
         study = Study(given.out, kdtrain, caches, (*common, "--log-to", "none"))
 
         def words_of(kind: str, seed: int) -> tuple[str, ...]:
             if "BASE" in KINDS[kind] and not (given.out / "base" / "student").exists():
-                base = ("--student", STUDENT, "--lr", "2e-3", "--steps", f"{settings.base_steps}", "--alpha", "0")
+                base = ("--student", STUDENT, "--lr", "2e-3", "--steps", f"{given.base_steps}", "--alpha", "0")
                 study.train("base", *base)
             own = (f"{given.out / 'base'}" if word == "BASE" else word for word in KINDS[kind])
             return (*own, "--seed", f"{seed}")
@@ -130,7 +120,7 @@ def main(given: FindLrStudy) -> None:
         ranges = study.records(fresh, probe, **once)
     record = {
         "environment": environment(next(given.out.glob("*-lr*-0"))),
-        "settings": {**vars(settings), "tokens_a_step": BATCH * LENGTH, "seeds": seeds, "quick": quick},
+        "settings": {**settings, "tokens_a_step": BATCH * LENGTH, "seeds": seeds, "quick": quick},
         "left": len(every) + len(grid) + len(fresh) - len(searches) - len(runs) - len(ranges),
         "kinds": {kind: _row(kind, searches, runs, ranges) for kind in kinds},
         "searches": searches,
@@ -198,7 +188,7 @@ def range_test(cache: Path, alpha: float, steps: int, seed: int) -> dict[str, An
 
     torch.manual_seed(seed)
     data = kd.Cache(str(cache))
-    model = load_student(read_spec(STUDENT), vocab_size=data.manifest.settings.vocab_size, seed=seed, device="cpu")
+    model = load_student(read_spec(STUDENT), vocab_size=data.manifest.given.vocab_size, seed=seed, device="cpu")
     student = kd.Student(model, kd.DistillationLoss(alpha=alpha)).train()
     optimizer = torch.optim.AdamW(student.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     loader = DataLoader(data["train"], BATCH, shuffle=True, drop_last=True, collate_fn=kd.collate)

@@ -77,21 +77,11 @@ class LoraStudy(Options):
     """After this time no further run begins; the same command goes on."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the runs of a folder have in common."""
-
-    base_steps: int
-    steps: int
-    sequences: int
-    seeds: int
-
-
 def main(given: LoraStudy) -> None:
     """Run the study, and write its record."""
     base_steps, steps = (40, 12) if given.quick else (given.base_steps, given.steps)
     sequences, seeds = (100, 1) if given.quick else (given.sequences, given.seeds)
-    claim(given.out, Settings(base_steps, steps, sequences, seeds))
+    claim(given.out, {"base_steps": base_steps, "steps": steps, "sequences": sequences, "seeds": seeds})
     text = ROOT / "docs" if given.quick else docstrings.write(given.out / "docstrings.jsonl")
     length = ("--seq-len", "256", "--validation-sequences", "64")
     caches = {"cache": ("--teacher", TEACHER, "--data", f"{text}", "--num-sequences", f"{sequences}", *length)}

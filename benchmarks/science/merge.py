@@ -31,8 +31,7 @@ from benchmarks.performance import cache_material
 from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.tools.merge import merge
-from kdtrain.cache.tools.subset import subset
+from kdtrain.cache.tools.merge import merge, subset
 from kdtrain.library import Cache
 from kdtrain.objective.targets import SparseTargets
 

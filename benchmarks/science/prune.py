@@ -14,7 +14,7 @@ What it gives up: one teacher of one size, a short distillation, and rates a fac
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -65,29 +65,18 @@ class PruneStudy(Options):
     """After this time no further run begins; the same command goes on."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the runs of a folder have in common."""
-
-    steps: int
-    sequences: int
-    scored: int
-    seeds: int
-
-
 def main(given: PruneStudy) -> None:
     """Run the study, and write its record."""
-    settings = Settings(given.steps, given.sequences, given.scored, given.seeds)
-    if given.quick:
-        settings = Settings(4, 64, 32, 1)
+    given = replace(given, steps=4, sequences=64, scored=32, seeds=1) if given.quick else given
+    settings = {name: vars(given)[name] for name in ("steps", "sequences", "scored", "seeds")}
     claim(given.out, settings)
-    length = ("--seq-len", "256", "--validation-sequences", "64", "--num-sequences", f"{settings.sequences}")
+    length = ("--seq-len", "256", "--validation-sequences", "64", "--num-sequences", f"{given.sequences}")
     caches = {"cache": ("--teacher", TEACHER, "--data", "stdlib", "--precision", "fp32", *length)}
     common = ("--batch-size", "8", "--warmup-steps", "20", "--precision", "fp32", "--no-compile", "--log-to", "none")
-    common += ("--steps", f"{settings.steps}", "--eval-freq", f"{settings.steps}", "--checkpoint-freq", "100000")
+    common += ("--steps", f"{given.steps}", "--eval-freq", f"{given.steps}", "--checkpoint-freq", "100000")
     with Kdtrain() as kdtrain:
         study = Study(given.out, kdtrain, caches, common)
-        students, layers = _students(study, settings)
+        students, layers = _students(study, given.scored)
         kinds = {kind: rates for kind, rates in KINDS.items() if kind in students}
 
         def run(name: str, entry: tuple[str, float, int]) -> dict[str, Any]:
@@ -109,7 +98,7 @@ def main(given: PruneStudy) -> None:
         records, best = study.tuned(tried, entry_of, run, "after", given.minutes, not given.quick)
         again = {
             _name(kind, rate, seed): (kind, rate, seed)
-            for seed in range(1, settings.seeds)
+            for seed in range(1, given.seeds)
             for kind, rate in best.items()
             if rate is not None
         }
@@ -118,8 +107,8 @@ def main(given: PruneStudy) -> None:
         return
     record: dict[str, Any] = {
         "environment": environment(given.out / _name(*(records[0][name] for name in ("kind", "lr", "seed")))),
-        "settings": {**vars(settings), "tokens_a_step": 2048, "quick": given.quick},
-        "left": sum(map(len, tried.values())) + len(kinds) * (settings.seeds - 1) - len(records),
+        "settings": {**settings, "tokens_a_step": 2048, "quick": given.quick},
+        "left": sum(map(len, tried.values())) + len(kinds) * (given.seeds - 1) - len(records),
         "teacher": {"validation_loss": records[0]["teacher"]},
         "layers_by_scores": layers,
         "kinds": {kind: _row(kind, best[kind], records) for kind in kinds},
@@ -130,7 +119,7 @@ def main(given: PruneStudy) -> None:
         print(kind, row)
 
 
-def _students(study: Study, settings: Settings) -> tuple[dict[str, str], dict[str, list[int]]]:
+def _students(study: Study, scored: int) -> tuple[dict[str, str], dict[str, list[int]]]:
     """The spec or folder of each beginning, made where it is missing, and the layers that the scores choose."""
     out, found, chosen = study.out, {}, {}
     for shape, config in SHAPES.items():
@@ -139,7 +128,7 @@ def _students(study: Study, settings: Settings) -> tuple[dict[str, str], dict[st
         write_spec(like, ROOT / "teachers" / "stdlib-5m", {**table, "tie_word_embeddings": True})
         if not pruned.exists():
             words: tuple[str, ...] = ("--like", f"{like}", "--cache", f"{study.cache()}", "--precision", "fp32")
-            words += ("--num-sequences", f"{settings.scored}", "--allow-high-pruning-ratio")
+            words += ("--num-sequences", f"{scored}", "--allow-high-pruning-ratio")
             study.kdtrain("prune", TEACHER, *words, "--out", f"{pruned}")
         chosen[shape] = json.loads((pruned / "kdtrain.json").read_text())["pruned"]["layers"]
         found[f"fresh {shape}"] = f"{like}"

@@ -15,9 +15,9 @@ most 32 MiB and a million entries, and a state is loaded whole, on the CPU.
 import math
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -30,10 +30,7 @@ from kdtrain.checkpoint.tiers import Keep
 from kdtrain.errors import RunError, UsageError, as_path, as_whole
 
 _TENSOR, _MAPPING, _TUPLE = "tensor", "mapping", "tuple"
-
-
-_ALONE = "torch.distributed is disabled, unavailable or uninitialized"
-"""What PyTorch warns of in a process without a group, which is what is meant here."""
+T = TypeVar("T")
 
 
 class CheckpointStore:
@@ -54,10 +51,7 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path | str, keep: Keep | None = None) -> None:
-        keep = keep or Keep()
-        self._store = Store(
-            as_path(folder, "folder"), keep_rolling=keep.rolling, keep_epochs=keep.epoch, keep_special=keep.special
-        )
+        self._store = Store(as_path(folder, "folder"), keep or Keep())
 
     def save(
         self,
@@ -78,7 +72,7 @@ class CheckpointStore:
             RunError: the disk is full or cannot be written. Earlier checkpoints are intact.
         """
         tensors: dict[str, torch.Tensor] = {}
-        name = name or tiers.rolling_name(as_whole(step, "step"))
+        name = name or tiers.name_of("rolling", as_whole(step, "step"))
         linked, best = self._store.linked("best"), None
         if linked is not None and self._store.problem(linked) is None:
             best = read_state(self._store.path(linked)).get("metrics", {}).get("loss")
@@ -87,9 +81,7 @@ class CheckpointStore:
             tree = {"tree": _flatten(state, (), tensors), "metrics": dict(metrics or {})}
         except RecursionError:
             raise UsageError("the state is nested too deep: at most 20 dicts inside each other can be saved") from None
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=_ALONE)
-            path = self._store.save(name, step, tensors, tree, alone=True)
+        path = _alone(lambda: self._store.save(name, step, tensors, tree, alone=True))
         loss = (metrics or {}).get("loss")
         if loss is not None and not math.isnan(loss) and (best is None or loss < best):
             self._store.link("best", name)
@@ -103,9 +95,7 @@ class CheckpointStore:
             UsageError: no checkpoint has that name.
             RunError: it is damaged.
         """
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=_ALONE)
-            checkpoint = load(self._store.choose(wanted, loads=True))
+        checkpoint = _alone(lambda: load(self._store.choose(wanted, loads=True)))
         try:
             return _unflatten(checkpoint.state["tree"], checkpoint.tensors)
         except (KeyError, TypeError, ValueError) as error:
@@ -114,6 +104,13 @@ class CheckpointStore:
     def names(self) -> list[str]:
         """Published checkpoints, oldest first, whether they verify or not."""
         return self._store.names()
+
+
+def _alone(action: Callable[[], T]) -> T:
+    """`action`, without PyTorch's warning that this process is in no group, which is what is meant here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        return action()
 
 
 def _flatten(value: Any, path: tuple[Any, ...], tensors: dict[str, torch.Tensor]) -> Any:

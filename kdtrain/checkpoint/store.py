@@ -84,12 +84,11 @@ class Store:
 
     Args:
         folder: `runs/NAME/checkpoints`; created by the first save.
-        keep_rolling, keep_epochs, keep_special: how many of the newest valid ones of each tier `prune` keeps.
+        keep: how many of the newest valid ones of each tier `prune` keeps.
     """
 
-    def __init__(self, folder: Path, *, keep_rolling: int = 10, keep_epochs: int = 5, keep_special: int = 3) -> None:
-        self.folder = folder
-        self.keep = tiers.Keep(keep_rolling, keep_epochs, keep_special)
+    def __init__(self, folder: Path, keep: tiers.Keep = tiers.Keep()) -> None:  # noqa: B008
+        self.folder, self.keep = folder, keep
         self._whole: dict[str, object] = {}
         self._unproven: set[str] = set()
         self._stuck: set[str] = set()
@@ -110,7 +109,7 @@ class Store:
         """Publish a checkpoint and point `latest` at it; replaces one of the same name. Every rank calls this.
 
         Args:
-            name: decides the tier (`tiers.rolling_name`, `tiers.epoch_name`, or any other); `latest` does not follow
+            name: decides the tier (`tiers.name_of`, or any other); `latest` does not follow
                 one that is kept apart (`tiers.is_apart`).
             step, rollbacks: the place in the run, which decides which checkpoint is newest.
             tensors, state: named tensors, and JSON values.

@@ -22,6 +22,11 @@ SUFFIX = ".safetensors"
 Tier = Literal["clock", "epoch", "exploded", "rolling", "special", "window"]
 
 LINKS = ("latest", "best")
+_NUMBERED: dict[Tier, tuple[str, int]] = {
+    **{"rolling": ("step", 8), "epoch": ("epoch", 4)},
+    **{"clock": ("clock", 8), "exploded": ("exploded", 8)},
+}
+"""By tier: how a name begins, and its least digits."""
 _RANK: dict[Tier, int] = {"clock": 0, "epoch": 0, "exploded": 0, "rolling": 1, "special": 2, "window": 2}
 
 
@@ -48,24 +53,10 @@ class Keep:
             as_whole(count, name, 1)
 
 
-def rolling_name(step: int) -> str:
-    """The name of the rolling checkpoint of `step`."""
-    return f"step-{step:08d}"
-
-
-def epoch_name(number: int) -> str:
-    """The name of the checkpoint at the end of epoch `number`, counted from 1."""
-    return f"epoch-{number:04d}"
-
-
-def clock_name(step: int) -> str:
-    """The name of the checkpoint of `step` that the clock triggered."""
-    return f"clock-{step:08d}"
-
-
-def exploded_name(step: int) -> str:
-    """The name of the checkpoint of `step` at which a run ended because its gradients exploded."""
-    return f"exploded-{step:08d}"
+def name_of(tier: Tier, number: int) -> str:
+    """The name of a checkpoint of a numbered tier: of its step, or of the end of an epoch, counted from 1."""
+    prefix, digits = _NUMBERED[tier]
+    return f"{prefix}-{number:0{digits}d}"
 
 
 def is_apart(name: str) -> bool:
@@ -87,15 +78,11 @@ def is_planned(name: str) -> bool:
 
 def tier(name: str) -> Tier:
     """The tier of a name."""
-    if re.fullmatch(r"step-\d{8,}", name):
-        return "rolling"
-    if re.fullmatch(r"clock-\d{8,}", name):
-        return "clock"
-    if re.fullmatch(r"exploded-\d{8,}", name):
-        return "exploded"
-    if re.fullmatch(r"window_(?:end_\d+_iter\d+|\d+_iter\d+_[a-z0-9]+)", name):
-        return "window"
-    return "epoch" if re.fullmatch(r"epoch-\d{4,}", name) else "special"
+    for kind, (prefix, digits) in _NUMBERED.items():
+        if re.fullmatch(rf"{prefix}-\d{{{digits},}}", name):
+            return kind
+    window = re.fullmatch(r"window_(?:end_\d+_iter\d+|\d+_iter\d+_[a-z0-9]+)", name)
+    return "window" if window else "special"
 
 
 def step_in(name: str) -> int:

@@ -21,8 +21,8 @@ from kdtrain import process
 from kdtrain.cli import parsing, paths, words
 from kdtrain.cli.help import help_of, wrapped
 from kdtrain.config import commands
-from kdtrain.config.options import options_of
 from kdtrain.config.registered import COMMANDS, Command, Main
+from kdtrain.config.values import options_of
 from kdtrain.errors import RunError, UsageError, advice, name_flags, panics_refused, printable
 from kdtrain.imports import quiet_libraries
 from kdtrain.registry import first_line

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 from kdtrain.cli.paths import near_path
 from kdtrain.cli.words import MOST, option_meant, short, word_meant
-from kdtrain.config.options import Option
 from kdtrain.config.removed import renewed
-from kdtrain.config.values import flag
+from kdtrain.config.values import Option, flag
 from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import read_toml, same_path
 from kdtrain.models.spec import foreign_beside

@@ -5,9 +5,8 @@ import textwrap
 
 from kdtrain.cli.words import option_meant, word_meant
 from kdtrain.config import choices as registries
-from kdtrain.config.kinds import metavar, words_wanted
-from kdtrain.config.options import Option, options_of
-from kdtrain.config.values import flag
+from kdtrain.config.kinds import choices, metavar, words_wanted
+from kdtrain.config.values import Option, flag, options_of
 from kdtrain.errors import UsageError
 from kdtrain.registry import Registry, first_line
 
@@ -27,8 +26,8 @@ def help_of(command: str, kind: type, topic: str = "") -> str:
         UsageError: there is no such topic.
     """
     options = options_of(kind)
-    required = {each: each.text for each in options.values() if each.required}
-    brief = {each: text for each in options.values() if (text := each.field.metadata.get("brief"))}
+    required = [each for each in options.values() if each.required]
+    brief = {each: _brief(each) for each in options.values() if each.field.metadata.get("brief") or each.required}
     sections = sorted(dict.fromkeys(each.section for each in options.values()), key="run".__ne__)
     name = topic.strip("-[]").replace("-", "_")
     if topic and name not in ("all", *sections):
@@ -42,11 +41,11 @@ def help_of(command: str, kind: type, topic: str = "") -> str:
     lines = [*wrapped(" ".join(["usage:", command, *words, "[OPTIONS]"]), "", indent=7), ""]
     if not topic:
         lines += [*wrapped(first_line(kind), ""), ""]
-    if not topic and brief and len(options) > _FEW:
-        for each, text in (required | brief).items():
+    if not topic and len(brief) > len(required) and len(options) > _FEW:
+        for each, text in brief.items():
             shown = name if len(name := _name(each)) < _COLUMN - 2 else f"{each.flag} NAME"
-            lines += _row(shown, text if each.required else f"{text}{_default(each)}")
-        more = f"{len(options) - len(required | brief)} more: --help all, or --help SECTION of {', '.join(sections)}"
+            lines += _row(shown, text + _default(each) * (not each.required))
+        more = f"{len(options) - len(brief)} more: --help all, or --help SECTION of {', '.join(sections)}"
         example = next(iter(getattr(kind, "EXAMPLES", ())), "")
         lines += ["", *wrapped(more, ""), "", *wrapped(example, "  ", indent=6, end=" \\")]
         return "\n".join(lines)
@@ -67,13 +66,26 @@ def _name(option: Option) -> str:
     return f"{option.flag} {option.field.metadata.get('shown') or metavar(option.kind)}"
 
 
+def _brief(option: Option) -> str:
+    """The beginning of an option's docstring, with the words that it takes where its name does not show them."""
+    text = option.text.partition(";")[0].rstrip(".")
+    words = list(_registered(option)) or (choices(option.kind) if len(_name(option)) >= _COLUMN - 2 else [])
+    words = [each for each in words if each != option.default]
+    room = 78 - _COLUMN - len(_default(option))
+    return f"{text}." if not words else textwrap.shorten(f"{text}: {', '.join(words)}", room, placeholder=" ...")
+
+
+def _registered(option: Option) -> dict[str, str]:
+    """The names that packages can add to, each with its line; none for most options."""
+    known = [each for each in vars(registries).values() if isinstance(each, Registry)]
+    return {} if option.positional else next((each.help() for each in known if each.option == flag(option.name)), {})
+
+
 def _long(option: Option) -> list[str]:
     """An option with its docstring, its default, and the names that packages can add to."""
     lines = _row(_name(option), f"{option.text}{_default(option)}")
-    for each in vars(registries).values():
-        if isinstance(each, Registry) and each.option == flag(option.name) and not option.positional:
-            for name, text in each.help().items():
-                lines += wrapped(text, f"  {name:<18} ", indent=21, before=4)
+    for name, text in _registered(option).items():
+        lines += wrapped(text, f"  {name:<18} ", indent=21, before=4)
     return lines
 
 

@@ -15,9 +15,8 @@ from typing import Any
 from kdtrain.cli.config_file import Given, read_file
 from kdtrain.cli.words import MOST, option_meant, short, word_meant
 from kdtrain.config.kinds import alternatives, choices, convert, metavar, read_words, wanted, words_wanted
-from kdtrain.config.options import Option, options_of
 from kdtrain.config.removed import answers
-from kdtrain.config.values import configured, flag, refuse_value
+from kdtrain.config.values import Option, configured, flag, options_of, refuse_value
 from kdtrain.errors import UsageError, refuse_no_path
 
 _SWITCHED = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -158,10 +157,9 @@ class _Line:
             self.mistakes.append(f"{short(word)}: {flag(name[3:])} cannot be switched off; leave it out")
             return 0
         meant = option_meant(name, self.options)
-        elsewhere = next((other for other, kind in self.others().items() if name in options_of(kind)), None)
         if meant:
             self.mistakes.append(f"{short(word)}: no such option; perhaps you meant {meant}")
-        elif elsewhere is not None:
+        elif elsewhere := next((other for other, kind in self.others().items() if name in options_of(kind)), None):
             near = next((f"; there is {flag(each)} here" for each in self.options if each.endswith(f"_{name}")), "")
             self.mistakes.append(f"{short(word)}: no such option; it is one of kdtrain {elsewhere}{near}")
         else:

@@ -2,7 +2,7 @@
 
 import time
 
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.commands.cache_result import show_cache
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.errors import UsageError
@@ -22,7 +22,11 @@ def main(config: CacheTeacherConfig) -> int:
     started = time.monotonic()
     _build_among_ranks(config, wait=False)
     if is_main():
-        manifest, peak, ranks = Cache(config.out).manifest, peak_memory_mb(pick_device(config.device)), world_size()
+        manifest, peak, ranks = (
+            LocalCache(config.out).manifest,
+            peak_memory_mb(pick_device(config.device)),
+            world_size(),
+        )
         seconds, among = time.monotonic() - started, f" in {ranks} ranks" if ranks > 1 else ""
         stated = {name: getattr(manifest, name) for name in ("capture", "generated", "weights_cost")}
         show_cache(
@@ -55,6 +59,6 @@ def _build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> None:
         if wait:
             on_main(lambda: None)
     if config.text.generate and is_main():
-        written = (Cache(config.out).manifest.generated or {}).get("train", {})
+        written = (LocalCache(config.out).manifest.generated or {}).get("train", {})
         if not written.get("stop"):
             log.warning("no text of the training split ended, all were cut: nothing teaches the student to stop")

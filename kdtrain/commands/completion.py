@@ -10,9 +10,8 @@ from contextlib import suppress
 from kdtrain.config import choices
 from kdtrain.config.commands import CompletionConfig
 from kdtrain.config.kinds import choices as words_of
-from kdtrain.config.options import options_of
 from kdtrain.config.registered import COMMANDS
-from kdtrain.config.values import flag
+from kdtrain.config.values import flag, options_of
 from kdtrain.errors import UsageError
 from kdtrain.models.spec import shipped
 from kdtrain.registry import Registry

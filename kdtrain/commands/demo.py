@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain import config as options
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.commands.cache_teacher import capture_cache
-from kdtrain.commands.demo_table import Run, check, show
+from kdtrain.commands.demo_table import Run, show
 from kdtrain.commands.distill import distill
 from kdtrain.commands.evaluate import evaluate
 from kdtrain.errors import UsageError, refuse_no_path, writing
-from kdtrain.files import publish_text, read_json, temporary_of
+from kdtrain.files import publish_text, read_json, read_sealed, sealed, temporary_of
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.record import RunRecord
 from kdtrain.ranks import refuse_many_processes
@@ -30,6 +30,7 @@ from kdtrain.training.signals import interruptible
 
 OBJECTIVES = {"cross-entropy": options.ObjectiveConfig(alpha=0.0), "distilled": options.ObjectiveConfig()}
 """Both students; the distilled one has the command's defaults."""
+_CURVES = ("loss", "kl", "teacher_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ def main(config: options.DemoConfig) -> int:
     setup_logging()
     with interruptible():
         result = run(config.out, QUICK if config.quick else Settings(), config.seeds)
-    publish_json(config.out / "demo.json", result)
+    publish(config.out / "demo.json", result)
     pictures = draw(result, config.out)
     if config.json:
         print(json.dumps(finite(result)))
@@ -96,69 +97,65 @@ def run(out: Path, settings: Settings, seeds: int = 1) -> dict[str, Any]:
         KeyboardInterrupt: a student was stopped by a signal, after it was saved.
     """
     claim(out, settings)
-    text = options.DataConfig(data="stdlib", seq_len=settings.seq_len)
-    capture = cache_config(out, settings, text)
+    capture = cache_config(out, settings)
     capture_cache(capture)
-    cache = Cache(capture.out)
-    runs = []
+    manifest, runs = read_manifest(capture.out), []
     for seed in range(seeds):
         for kind in OBJECTIVES:
             file = out / "records" / f"{kind}-{seed}.json"
             if not file.exists():
-                publish_json(file, student(out / f"{kind}-{seed}", kind, seed, settings, text))
+                publish(file, sealed(finite(student(out / f"{kind}-{seed}", kind, seed, settings))))
             runs.append(recorded(file, kind, seed))
-    counts = {name: split["sequences"] for name, split in cache.manifest.splits.items()}
+    counts = {name: split["sequences"] for name, split in manifest.splits.items()}
     return {
         "settings": dataclasses.asdict(settings),
         "cache": {
             "sequences": counts,
             "tokens": {name: count * settings.seq_len for name, count in counts.items()},
-            "bytes_per_token": cache.manifest.bytes_per_token["total"],
+            "bytes_per_token": manifest.bytes_per_token["total"],
         },
         "runs": runs,
     }
 
 
-def student(folder: Path, kind: str, seed: int, settings: Settings, text: options.DataConfig) -> Run:
+def student(folder: Path, kind: str, seed: int, settings: Settings) -> Run:
     """Train one student, or finish it, and measure it: training, learning curves, and the test split."""
     trained = distill(distill_config(folder, kind, seed, settings))
     if trained["stopped_by"]:
         raise KeyboardInterrupt(trained["stopped_by"])
     log.info("measuring the student of %s on the test split", kind)
-    measured = evaluate(evaluate_config(folder, settings, text))
+    measured = evaluate(evaluate_config(folder, settings))
     record, own = RunRecord.read(folder), ("student", "sequences", "calibration")
+    curves = {name: [line[f"validation/{name}"] for line in record.validations] for name in _CURVES}
     return {
         "student": kind,
         "seed": seed,
         **{name: trained[name] for name in ("step", "tokens", "seconds")},
         "tokens_per_second": record.median_rate("tok/s"),
-        "validation": {
-            "step": [line["step"] for line in record.validations],
-            **{
-                name: [line[f"validation/{name}"] for line in record.validations]
-                for name in ("loss", "kl", "teacher_loss")
-            },
-        },
+        "validation": {"step": [line["step"] for line in record.validations], **curves},
         "test": {name: value for name, value in measured.items() if name not in own},
         "calibration": measured["calibration"],
     }
 
 
 def recorded(file: Path, kind: str, seed: int) -> Run:
-    """The record of a student. UsageError: it is damaged, or of another student."""
+    """The record of a student, without its seal. UsageError: it is damaged, or of another student."""
     try:
-        run = read_json(file, dict[str, Any])
-        check(run, kind, seed)
+        record = read_sealed(file)
+        if (record.get("student"), record.get("seed")) != (kind, seed):
+            raise ValueError(f"it is of {record.get('student')}, seed {record.get('seed')}")
     except (OSError, ValueError) as error:
         raise UsageError(f"{file}: {error}; remove it, and the same command measures that student again") from None
-    return run
+    return {name: value for name, value in record.items() if name != "digest"}
 
 
-def cache_config(out: Path, settings: Settings, text: options.DataConfig) -> options.CacheTeacherConfig:
+def cache_config(out: Path, settings: Settings) -> options.CacheTeacherConfig:
     """The cache that all students share, of the command's default kind."""
     train, validation = settings.sequences, settings.validation_sequences
-    data = dataclasses.replace(text, num_sequences=train, validation_sequences=validation)
-    return options.CacheTeacherConfig(teacher=settings.teacher, out=out / "cache", data=data)
+    text = options.DataConfig(
+        data="stdlib", seq_len=settings.seq_len, num_sequences=train, validation_sequences=validation
+    )
+    return options.CacheTeacherConfig(teacher=settings.teacher, out=out / "cache", data=text)
 
 
 def distill_config(folder: Path, kind: str, seed: int, settings: Settings) -> options.DistillConfig:
@@ -177,13 +174,11 @@ def distill_config(folder: Path, kind: str, seed: int, settings: Settings) -> op
     )
 
 
-def evaluate_config(folder: Path, settings: Settings, text: options.DataConfig) -> options.EvaluateConfig:
+def evaluate_config(folder: Path, settings: Settings) -> options.EvaluateConfig:
     """A student against the teacher itself, on text that neither has learned from."""
-    plain = options.DataConfig().validation_sequences  # a text to measure on has one split
-    measured = dataclasses.replace(
-        text, split="test", num_sequences=settings.test_sequences, validation_sequences=plain
-    )
-    return options.EvaluateConfig(student=str(folder), teacher=settings.teacher, data=measured)
+    rows, seq_len = settings.test_sequences, settings.seq_len
+    text = options.DataConfig(data="stdlib", split="test", seq_len=seq_len, num_sequences=rows)
+    return options.EvaluateConfig(student=str(folder), teacher=settings.teacher, data=text)
 
 
 def claim(out: Path, settings: Settings) -> None:
@@ -201,10 +196,10 @@ def claim(out: Path, settings: Settings) -> None:
     # A command that was killed in here left at most the temporary of settings.json.
     if out.exists() and (not out.is_dir() or any(temporary_of(path.name) != file.name for path in out.iterdir())):
         raise UsageError(f"--out {out} holds something else; name another --out")
-    publish_json(file, now)
+    publish(file, now)
 
 
-def publish_json(path: Path, record: dict[str, Any]) -> None:
+def publish(path: Path, record: dict[str, Any]) -> None:
     """Write a record; its folder is made. RunError: it cannot be written."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,46 +7,12 @@ import math
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
-from kdtrain.errors import printable
-from kdtrain.files import typed
 from kdtrain.tables import Table, show_page
 
 KINDS = ("cross-entropy", "distilled")
 Run = dict[str, Any]
-_NEEDED = {
-    "validation": ("step", "loss", "kl", "teacher_loss"),
-    "test": ("loss", "perplexity", "kl", "agreement", "ece", "acceptance", "teacher_loss"),
-}
-
-
-class _Run(TypedDict):
-    """What table and pictures read of a run."""
-
-    student: str
-    seed: int
-    tokens: int
-    tokens_per_second: float | None
-    validation: dict[str, list[float | None]]
-    test: dict[str, Any]
-    calibration: list[dict[str, float]]
-
-
-def check(run: Run, kind: str, seed: int) -> None:
-    """ValueError: the table or the pictures of this run cannot be made, or it is another one."""
-    typed(run, _Run)
-    for part, names in _NEEDED.items():
-        if missing := [name for name in names if name not in run[part]]:
-            raise ValueError(f"its {part} lacks {', '.join(missing)}")
-    test = typed({name: run["test"][name] for name in _NEEDED["test"]}, dict[str, float | None])
-    if (run["student"], run["seed"]) != (kind, seed):
-        raise ValueError(f"it is of {printable(run['student'])[:80]}, seed {run['seed']}")
-    curves = run["validation"]
-    whole = len({len(curves[name]) for name in _NEEDED["validation"]}) == 1 and any(curves["loss"])
-    measured = (test["loss"], test["ece"], test["teacher_loss"])
-    if not whole or None in (*best(run), curves["teacher_loss"][-1], *measured):
-        raise ValueError("its measurements are incomplete")
 
 
 def show(result: dict[str, Any]) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from kdtrain.cache.format.manifest import refuse_tokenizer
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import EvaluateConfig
-from kdtrain.config.across import partners
+from kdtrain.config.commands import partners
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.loading import check_fits
 from kdtrain.models.output_head import refuse_vocabulary
@@ -141,7 +141,7 @@ def _source(
             width = len(loaded) if teacher is None else teacher.vocab_size
             packed, split = Path(folder) / "data", "train" if apart else "validation"  # where cells are merged from
             build_tokens(packed, config.data, loaded, width, {split: config.data.num_sequences})
-            cache = Cache(packed)
+            cache = LocalCache(packed)
         if apart and tokenizer is not None:
             how: dict[str, Any] = {"events": partners(config.special_tokens), "splits": (split,)}
             view = build_view(Path(folder) / "view", cache, load_tokenizer(tokenizer), **how)

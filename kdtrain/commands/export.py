@@ -9,8 +9,8 @@ from kdtrain.checkpoint.sealed import read_checkpoint
 from kdtrain.config import ExportConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import refuse_displacing
-from kdtrain.models.export import export_adapter, export_lock, export_model, refuse_foreign
-from kdtrain.models.frozen import refuse_without_torchao
+from kdtrain.imports import optional
+from kdtrain.models.export import export_lock, export_model, refuse_foreign
 from kdtrain.models.head import SplitModel
 from kdtrain.models.spec import paths_of, read_spec
 from kdtrain.models.tokenizer import tokenizer_files
@@ -51,7 +51,7 @@ def _export(config: ExportConfig) -> dict[str, Any]:
     """Export under the lock of the folder, and return what is shown."""
     refuse_no_folder(config.out)
     if config.quantize is not None:
-        refuse_without_torchao()
+        optional("torchao", "fp8", "--quantize int8")
     with export_lock(config.out):
         return _write(config, *_read(config))
 
@@ -105,11 +105,8 @@ def _write(config: ExportConfig, path: Path, student: SplitModel, state: dict[st
     about: dict[str, Any] = {"parameters": parameters, "weights": weights, "adapter": config.adapter}
     card = card_files(out.name, run, state, license=config.license, **about)
     given: dict[str, Any] = {"dtype": config.torch_dtype, "origin": origin_of(run, state), "beside": card}
-    if config.adapter:
-        aside = export_adapter(student, base, tokenizer, out, **given)
-    else:
-        int8 = config.quantize is not None
-        aside = export_model(student, tokenizer, out, **given, shard_gb=config.shard_size, int8=int8)
+    given |= {"base": base} if config.adapter else {"shard_gb": config.shard_size, "int8": config.quantize is not None}
+    aside = export_model(student, tokenizer, out, **given)
     out = out if out.exists() else out.resolve()  # missing/../x
     if aside:
         log.warning("%s held more than an export, and is now %s", out, aside)

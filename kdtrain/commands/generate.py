@@ -15,7 +15,7 @@ from kdtrain.data.formats import Document
 from kdtrain.data.masks import Masks
 from kdtrain.data.packing import Encoder
 from kdtrain.errors import RunError, UsageError, printable
-from kdtrain.models.generate import continue_text
+from kdtrain.models.generate import generate
 from kdtrain.models.loading import max_positions
 from kdtrain.models.tokenizer import end_tokens, load_tokenizer
 from kdtrain.monitor.progress import setup_logging
@@ -59,7 +59,7 @@ def main(config: GenerateConfig) -> int:
     tokens = config.max_tokens if most is None else min(config.max_tokens, most - len(prompt))
 
     def next_logits(tokens_BT: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), autocast(mode, device):
+        with autocast(mode, device):
             logits_BV = student.head(student.eval()(tokens_BT)[:, -1])[:, :width].float()
         if not bool(torch.isfinite(logits_BV).all()):
             raise RunError(f"{config.student} gives non-finite logits; look at its weights")
@@ -71,7 +71,7 @@ def main(config: GenerateConfig) -> int:
     if not config.json:
         print(_plain(config.prompt), end="\n" if chat else "", flush=True)
     start = torch.tensor([prompt], device=device)
-    for token in continue_text(next_logits, start, tokens, config.temperature, config.seed):
+    for token in map(int, generate(next_logits, start, tokens, config.temperature, config.seed)):
         if token in ends:
             break
         written.append(token)

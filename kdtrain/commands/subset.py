@@ -18,7 +18,7 @@ def main(config: SubsetConfig) -> int:
     splits = tuple(known.manifest.splits) if config.split == "all" else (config.split,)
     refuse_rows(known, splits, config.range)  # before torch is imported
     from kdtrain.cache.read.remote import open_cache
-    from kdtrain.cache.tools.subset import subset
+    from kdtrain.cache.tools.merge import subset
     from kdtrain.run.folder import refuse_no_folder
 
     refuse_no_folder(config.out)

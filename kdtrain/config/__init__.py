@@ -37,7 +37,7 @@ from kdtrain.config.sections import ParallelConfig as ParallelConfig
 from kdtrain.config.sections import PrecisionConfig as PrecisionConfig
 from kdtrain.config.sections import QuantizationConfig as QuantizationConfig
 from kdtrain.config.sections import StoppingConfig as StoppingConfig
-from kdtrain.config.teachers import TextConfig as TextConfig
+from kdtrain.config.sections import TextConfig as TextConfig
 from kdtrain.config.values import fields_of, marked, section_of
 
 

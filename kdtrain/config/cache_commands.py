@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from kdtrain.config.choices import Weights
-from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig
-from kdtrain.config.teachers import TextConfig
+from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig, TextConfig
 from kdtrain.config.values import Conflicts, Extended, Options, option, refuse
 from kdtrain.errors import UsageError
 from kdtrain.files import same_path
@@ -29,20 +28,20 @@ class CacheTeacherConfig(Extended):
     """
 
     teacher: str = option(once=True, reads="teacher spec")
-    """A teacher that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
+    """A TOML, a model folder, a hub id, or one that ships; stdlib-5m."""
     out: Path
     """The folder of the cache."""
-    refine: str | None = option(None, once=True, reads="cache", brief="Instead of --data: a cache to draw between.")
-    """Instead of --data: a cache of this teacher's samples; as many more are drawn, between them, for kdtrain merge."""
-    config: Path | None = option(None, per_rank=True, once=True, brief="A TOML file with any options, in sections.")
-    """TOML file with the same options, grouped in sections; a flag wins over it."""
-    teacher_weights: Weights | None = option(None, brief="Hold it in bf16, int8 or nf4: its cost is measured.")
-    """Hold the teacher's weights in bf16, int8 or nf4 (a GPU); what that costs is measured and kept (docs/lora.md)."""
-    batch_size: int = option(16, least=1, brief="Sequences in one forward of the teacher.")
+    refine: str | None = option(None, once=True, reads="cache", brief=True)
+    """A cache to draw between, instead of --data; of this teacher's samples, with as many more, for kdtrain merge."""
+    config: Path | None = option(None, per_rank=True, once=True, brief=True)
+    """TOML file with these options, in sections; a flag wins over it."""
+    teacher_weights: Weights | None = option(None, brief=True)
+    """Hold the teacher in fewer bits; what that costs is measured and stored (on a GPU, docs/lora.md)."""
+    batch_size: int = option(16, least=1, brief=True)
     """Sequences in one forward of the teacher."""
     sequences_per_shard: int = option(512, least=1)
     """Sequences in one file of the cache; at most one file is lost when the command is killed."""
-    precision: Literal["auto", "fp32", "bf16"] = option("auto", brief="auto, fp32 or bf16.")
+    precision: Literal["auto", "fp32", "bf16"] = option("auto", brief=True)
     """Number format of the forward; auto is bf16 where the device has it, else fp32; a resumed cache keeps its own."""
     compile: bool = True
     """Compile the teacher's layers with torch.compile, on a GPU; a CPU never does."""

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from kdtrain.config.across import SPECIAL_TOKENS, conflicts_across
 from kdtrain.config.cache_commands import (
     CacheTeacherConfig,
     MergeConfig,
@@ -25,7 +24,27 @@ from kdtrain.config.sections import (
     QuantizationConfig,
     StoppingConfig,
 )
-from kdtrain.config.values import Conflicts, Extended, Options, option
+from kdtrain.config.values import Conflicts, Extended, Options, option, refuse
+
+
+def partners(pairs: tuple[str, ...]) -> dict[str, str]:
+    """The student's special token for each of the teacher's that `--special-tokens` names; empty: it is left out."""
+    return {one: other for one, _, other in (each.partition("=") for each in pairs)}
+
+
+def _check_pairs(pairs: tuple[str, ...]) -> None:
+    for number, each in enumerate(pairs):
+        refuse(
+            each.find("=") < 1,
+            f"--special-tokens '{each[:80]}' is not TEACHER'S=STUDENT'S; leave the second out, "
+            "as '<pad>=', for a token that is dropped",
+        )
+        token = each.partition("=")[0]
+        refuse(token in partners(pairs[:number]), f"--special-tokens gives '{token[:80]}' twice; give it one partner")
+
+
+def _special_tokens() -> Any:
+    return option((), several=True, later=True, needs="cross_tokenizer", check=_check_pairs, shown="A=B")
 
 
 def _conflicts_of_sources(cache: object, teacher: str | None, data: DataConfig, verb: str) -> Conflicts:
@@ -43,43 +62,33 @@ class DistillConfig(Extended):
     The same command resumes an interrupted run from its newest valid checkpoint.
     """
 
-    student: str = option(once=True, reads="spec", brief="stdlib-1m, a TOML, a model folder, or a hub id.")
-    """A student that ships (stdlib-1m, ...), a TOML, a model folder, or a hub id."""
+    student: str = option(once=True, reads="spec", brief=True)
+    """A TOML, a model folder, a hub id, or one that ships; stdlib-1m, ..."""
     out: Path = option(free=True)
     """The folder of the run."""
-    cache: tuple[str, ...] = option(
-        (),
-        several=True,
-        shown="PATH",
-        reads="cache",
-        brief="A cache (folder, hf:, https://), or several.",
-    )
-    """A finished cache: a folder, hf:datasets/ORG/NAME[@REVISION] or https://...; again: a mixture."""
+    cache: tuple[str, ...] = option((), several=True, shown="PATH", reads="cache", brief=True)
+    """A finished cache; a folder, hf:datasets/ORG/NAME[@REVISION] or https://..., and given again a mixture."""
     cache_weights: tuple[float, ...] = option((), several=",", shown="X,X", above=0, later=True)
     """What a step draws of each --cache, as 3,1; by default in proportion to their sequences."""
     cross_tokenizer: bool = option(False, later=True)
     """The student may have another tokenizer than the teacher (docs/tokenizers.md)."""
-    special_tokens: tuple[str, ...] = option((), **SPECIAL_TOKENS)
+    special_tokens: tuple[str, ...] = _special_tokens()
     """What a special token of the teacher is for the student, as '<|eot_id|>=<|im_end|>'; the log shows the rest."""
-    teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
-    """An online teacher instead: one that ships (stdlib-5m), a TOML, a folder, a hub id, or self (docs/lora.md)."""
+    teacher: str | None = option(None, once=True, reads="teacher spec", brief=True)
+    """An online teacher instead of --cache; one that ships (stdlib-5m), a TOML, a folder, a hub id, or self."""
     teacher_weights: Weights | None = option(None, needs="teacher")
     """Hold the online teacher's weights in bf16, int8 or nf4 (a GPU); what that costs is measured (docs/lora.md)."""
     source: str = option("cache", check=SOURCES.check)
     """What reads the sequences of --cache or of the packed --data; listed below."""
-    config: Path | None = option(
-        None, free=True, per_rank=True, once=True, brief="A TOML file with any options, in sections."
-    )
-    """TOML file with the same options, grouped in sections; a flag wins over it."""
-    steps: int | None = option(None, free=True, least=1, brief="Optimizer steps [2000].")
+    config: Path | None = option(None, free=True, per_rank=True, once=True, brief=True)
+    """TOML file with these options, in sections; a flag wins over it."""
+    steps: int | None = option(None, free=True, least=1, brief=True)
     """Optimizer steps; 2,000 if neither this nor --epochs is given."""
-    epochs: float | None = option(None, free=True, above=0, brief="Instead of --steps: passes over the data.")
+    epochs: float | None = option(None, free=True, above=0, brief=True)
     """Passes over the training split, instead of --steps."""
-    batch_size: int = option(16, least=1, brief="Sequences in a step: decides the result.")
+    batch_size: int = option(16, least=1, brief=True)
     """Sequences in an optimizer step, over all ranks; decides the result."""
-    micro_batch_size: int | Literal["auto"] | None = option(
-        None, free=True, least=1, brief="Sequences in a forward, or auto: for memory."
-    )
+    micro_batch_size: int | Literal["auto"] | None = option(None, free=True, least=1, brief=True)
     """Sequences in one forward of a rank (memory); times the ranks it must divide --batch-size. auto: by the plan."""
     activation_checkpointing: bool = option(False, free=True)
     """Store only the inputs of the student's layers and recompute the rest: less memory, a third more time."""
@@ -93,10 +102,10 @@ class DistillConfig(Extended):
     """Seed of the student's weights, the order of the data and dropout."""
     device: str = option("auto", free=True, check=check_device)
     """auto, cpu, cuda or cuda:N."""
-    dry_run: bool = option(False, free=True, brief="Show what the run would do and need.")
-    """Build everything, take two steps, save once, show the plan with its time and memory, and remove the files."""
-    sanity: bool = option(False, free=True, brief="Run the checks that come before a long run.")
-    """Run the checks that come before a long run, show a table of verdicts, and remove the files."""
+    dry_run: bool = option(False, free=True, brief=True)
+    """Show the plan of the run, its time and memory; two steps are taken and saved, and the files removed."""
+    sanity: bool = option(False, free=True, brief=True)
+    """Run the checks that come before a long run; a table of verdicts is shown, and the files are removed."""
     json: bool = option(False, free=True, per_rank=True)
     """Print one JSON object on stdout, logs on stderr."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -116,7 +125,10 @@ class DistillConfig(Extended):
         if self.source == "cache" or self.cache:
             yield from _conflicts_of_sources(self.cache, self.teacher, self.data, "train")
         one_text = self.source == "cache" and (many == 1 or self.teacher is not None)
-        yield from conflicts_across(self.cross_tokenizer, one_text, hidden)
+        several = "--cross-tokenizer reads one cache; give one --cache (or --teacher with --data), without --source"
+        yield self.cross_tokenizer and not one_text, several
+        states = f"--hidden-loss {hidden} compares states token by token, which --cross-tokenizer cannot"
+        yield self.cross_tokenizer and hidden != "none", f"{states}; leave one of them out"
         yield given and many < 2, "--cache-weights is for several --cache; leave it out, or give another cache"
         numbers = f"{len(given)} number{'s' * (len(given) > 1)}"
         yield len(given) not in (0, many), f"--cache-weights has {numbers} for {many} caches; give one each"
@@ -161,16 +173,16 @@ class EvaluateConfig(Options):
 
     student: str = option(once=True, reads="student spec")
     """A run, a checkpoint, an exported model folder, a TOML or a hub id."""
-    cache: Path | None = option(None, once=True, reads="cache", brief="A cache, to compare with its teacher.")
+    cache: Path | None = option(None, once=True, reads="cache", brief=True)
     """A finished cache, also hf: or https://; its validation split unless --split is train."""
-    teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead.")
-    """An online teacher instead: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
+    teacher: str | None = option(None, once=True, reads="teacher spec", brief=True)
+    """An online teacher instead of --cache; one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     cross_tokenizer: bool = False
     """The student may have another tokenizer than the teacher, as in distill."""
-    special_tokens: tuple[str, ...] = option((), **SPECIAL_TOKENS)
+    special_tokens: tuple[str, ...] = _special_tokens()
     """What a special token of the teacher is for the student, as '<|eot_id|>=<|im_end|>'."""
     config: Path | None = option(None, per_rank=True, once=True)
-    """TOML file with the same options, grouped in sections; a flag wins over it."""
+    """TOML file with these options, in sections; a flag wins over it."""
     batch_size: int = option(16, least=1)
     """Sequences in one forward."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"

@@ -24,30 +24,14 @@ class Rate(NamedTuple):
 
 
 RATES: dict[Kind, tuple[Rate, ...]] = {
-    "fresh": (
-        Rate(2e6, 2e-3),
-        Rate(1e7, 1e-3),
-        Rate(math.inf, 3e-4),
-    ),
-    "pretrained": (
-        Rate(1e7, 2e-3),
-        Rate(1e8, 2e-4),
-        Rate(1e9, 5e-5),
-        Rate(5e9, 2e-5),
-        Rate(math.inf, 1e-5),
-    ),
-    "lora": (
-        Rate(1e7, 1e-2),
-        Rate(1e8, 2e-3),
-        Rate(1e9, 5e-4),
-        Rate(5e9, 2e-4),
-        Rate(math.inf, 1e-4),
-    ),
+    "fresh": (Rate(2e6, 2e-3), Rate(1e7, 1e-3), Rate(math.inf, 3e-4)),
+    "pretrained": (Rate(1e7, 2e-3), Rate(1e8, 2e-4), Rate(1e9, 5e-5), Rate(5e9, 2e-5), Rate(math.inf, 1e-5)),
+    "lora": (Rate(1e7, 1e-2), Rate(1e8, 2e-3), Rate(1e9, 5e-4), Rate(5e9, 2e-4), Rate(math.inf, 1e-4)),
 }
 WORDS: dict[Kind, str] = {"fresh": "fresh weights", "pretrained": "pretrained weights", "lora": "adapters"}
 """What a run trains, as its lines say it."""
 
 
-def rate_of(kind: Kind, parameters: float | None) -> Rate:
-    """The row for a student of `parameters`; None, where nobody knows, is taken for the largest."""
-    return next(each for each in RATES[kind] if (math.inf if parameters is None else parameters) <= each.parameters)
+def rate_of(kind: Kind, parameters: float) -> Rate:
+    """The row for a student of `parameters`."""
+    return next(each for each in RATES[kind] if parameters <= each.parameters)

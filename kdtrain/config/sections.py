@@ -33,20 +33,18 @@ def _check_split(split: str) -> None:
 class DataConfig(Options):
     """Where text comes from and how it becomes sequences."""
 
-    data: str | None = option(None, once=True, reads="text", brief="A file or folder, stdlib, or hf:NAME[:SUBSET].")
-    """A file or folder of text or rows (txt, md, py, jsonl, csv, parquet, ...), or a source listed below."""
+    data: str | None = option(None, once=True, reads="text", brief=True)
+    """A file or folder, or a source; files are txt, md, py, jsonl, csv, parquet, ..., sources are listed below."""
     split: str = option("train", check=_check_split)
     """Which split of the data to read: train, validation or test."""
-    seq_len: int = option(512, least=1, brief="Tokens in a sequence.")
+    seq_len: int = option(512, least=1, brief=True)
     """Tokens in a sequence."""
-    num_sequences: int | None = option(None, least=1, brief="At most this many sequences [all].")
-    """At most this many sequences; all if not given."""
+    num_sequences: int | None = option(None, least=1, brief=True)
+    """At most this many sequences, all if not given."""
     validation_sequences: int = option(64, least=1)
     """At most this many sequences in the validation split."""
-    format: Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt-completion"] = option(
-        "auto", brief="What a row is: text, messages, alpaca, ..."
-    )
-    """What a row is, by its columns if auto; it decides which tokens are learned (docs/data.md)."""
+    format: Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt-completion"] = option("auto", brief=True)
+    """What a row is; by its columns if auto, and it decides which tokens are learned (docs/data.md)."""
     text_column: str = "text"
     """Column of rows that holds the text."""
     messages_column: str | None = None
@@ -77,6 +75,26 @@ class DataConfig(Options):
             yield changed, f"{flag(each.name)} has no effect with {cache}, which holds its text; leave it out"
 
 
+DEFAULT_PROMPT = 64
+"""Tokens of a prompt, by default, or half of a sequence where that is less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig(Options):
+    """Text that the teacher writes: it continues prompts of the data, and is cached with its distributions."""
+
+    generate: bool = option(False, brief=True)
+    """Let the teacher continue prompts of the data; what it writes is cached with its distributions, in one pass."""
+    prompt_tokens: int | None = option(None, least=1, needs="generate")
+    """First tokens of plain text that are its prompt; by default 64, or half of --seq-len where that is less."""
+    max_new_tokens: int | None = option(None, least=1, needs="generate")
+    """Tokens that the teacher writes at most; by default as many as fit into a sequence behind its prompt."""
+    gen_temperature: float = option(1.0, least=0, most=100, needs="generate")
+    """The temperature at which it writes; 0 always takes the most likely token."""
+    gen_top_p: float = option(1.0, above=0, most=1, needs="generate")
+    """Draw from the most likely tokens that have this probability together, and never from the others."""
+
+
 DEFAULT_SAMPLES = 50
 """Samples a token by default: docs/quality.md."""
 
@@ -85,12 +103,12 @@ DEFAULT_SAMPLES = 50
 class CodecConfig(Options):
     """How a teacher's distribution is stored."""
 
-    top_k: int = option(0, least=0, brief="Most likely entries, stored exactly.")
-    """The most likely entries of each distribution, stored exactly; without them the cache serves T = 1 only."""
-    num_samples: int | None = option(None, least=0, brief="Samples of the rest [50, or 0 with --top-k].")
-    """Samples from the rest, stored with their counts (random-sampling distillation); 50 without --top-k, else none."""
-    dense: bool = option(False, brief="Store the whole distribution instead: large.")
-    """Store the whole distribution in fp16 instead: the reference, and large."""
+    top_k: int = option(0, least=0, brief=True)
+    """The most likely entries, stored exactly; of each distribution, without them the cache serves T = 1 only."""
+    num_samples: int | None = option(None, least=0, brief=True)
+    """Samples from the rest; 50 without --top-k, else none, stored with their counts (random-sampling distillation)."""
+    dense: bool = option(False, brief=True)
+    """Store the whole distribution instead; in fp16, the reference, and large."""
 
     def conflicts(self) -> Conflicts:
         many = f"--num-samples {self.num_samples} is too many; counts are kept in 8 bits, so use at most 255"
@@ -119,20 +137,20 @@ def _check_divergence(given: str) -> None:
 class ObjectiveConfig(Options):
     """loss = (1 - alpha) * cross-entropy + alpha * T^2 * divergence, means over all unmasked tokens of a step."""
 
-    alpha: float = option(0.9, least=0, most=1, brief="Weight of the teacher against the text.")
-    """Weight of the divergence from the teacher against cross-entropy on the text, 0 to 1."""
+    alpha: float = option(0.9, least=0, most=1, brief=True)
+    """Weight of the divergence from the teacher; 0 to 1, cross-entropy on the text has the rest."""
     alpha_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How alpha changes from --alpha at the first step to --alpha-end at the last."""
     alpha_end: float = option(0.0, least=0, most=1)
     """Alpha at the end of its schedule."""
-    divergence: str = option("forward-kl", check=_check_divergence, brief="forward-kl, reverse-kl, jsd, tvd, ...")
-    """What is minimised between teacher and student, as NAME or NAME:NUMBER; listed below (docs/objective.md)."""
-    tail: str = option("ghost", check=TAILS.check, brief="What replaces entries not in the cache.")
-    """What replaces the entries that the cache does not hold; listed below."""
-    temperature: float = option(1.0, above=0, brief="T of both distributions.")
+    divergence: str = option("forward-kl", check=_check_divergence, brief=True)
+    """What is minimised; NAME or NAME:NUMBER, listed below (docs/objective.md)."""
+    tail: str = option("ghost", check=TAILS.check, brief=True)
+    """What replaces other entries; those that the cache does not hold, by a rule listed below."""
+    temperature: float = option(1.0, above=0, brief=True)
     """Temperature T of both distributions; the start of a learnable T."""
-    temperature_mode: str = option("fixed", check=TEMPERATURES.check, brief="fixed, schedule, likelihood, ...")
-    """How T changes over the run; listed below (docs/temperature.md)."""
+    temperature_mode: str = option("fixed", check=TEMPERATURES.check, brief=True)
+    """How T changes; listed below (docs/temperature.md)."""
     temperature_end: float = option(1.0, above=0)
     """Temperature at the end of the schedule."""
     temperature_min: float | None = option(None, above=0)
@@ -183,13 +201,13 @@ class ObjectiveConfig(Options):
 class OptimizerConfig(Options):
     """The optimizer and the learning-rate schedule."""
 
-    lr: float | Literal["auto"] = option("auto", above=0, brief="Peak rate; kdtrain find-lr finds it.")
-    """Peak learning rate; auto takes it by size from a table for fresh weights, pretrained ones and adapters."""
+    lr: float | Literal["auto"] = option("auto", above=0, brief=True)
+    """Peak learning rate; auto takes it by size for fresh weights, pretrained ones and adapters; find-lr finds it."""
     optimizer: str = option("adamw", check=OPTIMIZERS.check, later=True)
     """What updates the weights: adamw, or the name of a package's."""
     min_lr: float = option(1e-6, least=0)
     """Learning rate at the end of a decay."""
-    lr_schedule: Literal["cosine", "wsd", "constant"] = option("cosine", brief="cosine, wsd or constant.")
+    lr_schedule: Literal["cosine", "wsd", "constant"] = option("cosine", brief=True)
     """Shape after warm-up; wsd is constant until the last --decay-steps."""
     warmup_steps: int = option(200, least=0)
     """Steps of linear warm-up from 0; at most half of the run."""
@@ -238,7 +256,7 @@ def _check_targets(given: str) -> None:
 class LoraConfig(Options):
     """Train low-rank adapters (LoRA, by peft) beside frozen weights; also a table [lora] in the student's spec."""
 
-    lora_rank: int | None = option(None, least=1, brief="Train adapters of this rank, not all weights.")
+    lora_rank: int | None = option(None, least=1, brief=True)
     """Rank of the adapters, which alone are trained; by default that of the spec, or all weights are trained."""
     lora_alpha: float | None = option(None, above=0)
     """An adapter's product is scaled by alpha / rank; 32 if not given, at which the best rate hardly depends on it."""
@@ -292,7 +310,7 @@ class LoraConfig(Options):
 class CheckpointConfig(Options):
     """Saving and resuming."""
 
-    checkpoint_freq: int = option(250, free=True, least=1, brief="Steps between checkpoints.")
+    checkpoint_freq: int = option(250, free=True, least=1, brief=True)
     """Steps between checkpoints."""
     checkpoint_minutes: float = option(10.0, free=True, least=0)
     """Minutes without a checkpoint after which one is saved anyway; 0 disables. Rollbacks do not use these."""
@@ -310,10 +328,8 @@ class CheckpointConfig(Options):
     """auto (a terminal has to confirm it), never, latest, best, or the name or path of a checkpoint."""
     overwrite: bool = option(False, free=True)
     """With --resume never: move an earlier run in --out aside and start a new one."""
-    load: Path | None = option(
-        None, once=True, reads="saved", brief="Start from another run, a checkpoint, or a model."
-    )
-    """A run (its best checkpoint) or checkpoint: weights, moments, T, position in the data; a model folder: weights."""
+    load: Path | None = option(None, once=True, reads="saved", brief=True)
+    """Start from a run, a checkpoint or a model folder; from the first two with moments, T and position in the data."""
     override_opt_param_scheduler: bool = option(False, needs="load")
     """With --load: start the learning-rate schedule at step 0 instead of continuing the loaded one."""
 
@@ -330,7 +346,7 @@ def _check_command(given: str) -> None:
 class MonitorConfig(Options):
     """Logging, validation and sample texts."""
 
-    eval_freq: int = option(250, free=True, least=1, brief="Steps between validations.")
+    eval_freq: int = option(250, free=True, least=1, brief=True)
     """Steps between validations; a quarter of all steps in a shorter run."""
     eval_batches: int = option(50, free=True, least=1)
     """At most this many micro-batches in a validation."""
@@ -443,10 +459,8 @@ def _check_backend(name: str) -> None:
 class PrecisionConfig(Options):
     """Number formats and compilation."""
 
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "mxfp8", "mxfp4"] = option(
-        "auto", brief="bf16, fp16, fp32, fp8, mxfp8 or mxfp4."
-    )
-    """Format of the matrix products; auto is bf16 where the device has it, else fp16 on a GPU and fp32 on a CPU."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "mxfp8", "mxfp4"] = option("auto", brief=True)
+    """Format of matrix products; auto is bf16 where the device has it, else fp16 on a GPU and fp32 on a CPU."""
     tf32: bool = option(False, precisions=("fp32",))
     """Multiply fp32 numbers as TF32 (10 bits of mantissa), with fp32 sums, on a GPU since Ampere; faster."""
     fp8_backend: str = option("auto", precisions=QUANTIZED, check=_check_backend)
@@ -463,8 +477,8 @@ class PrecisionConfig(Options):
     """Transformer layers at the input that are never quantised."""
     quant_skip_last: int = option(0, precisions=QUANTIZED, least=0)
     """Transformer layers at the output that are never quantised."""
-    compile: bool = option(True, free=True, brief="Off: starts at once, trains more slowly.")
-    """Compile the student and the objective with torch.compile."""
+    compile: bool = option(True, free=True, brief=True)
+    """Compile student and objective; without it training starts at once and is slower."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = option("default", free=True, needs="compile")
     """Mode of torch.compile: reduce-overhead needs steps of one micro-batch; max-autotune takes no CUDA graphs."""
     deterministic: bool = False

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
-from kdtrain.config.kinds import convert
+from kdtrain.config.kinds import alternatives, convert, documented
 from kdtrain.config.registered import sections_of
 from kdtrain.errors import UsageError
 from kdtrain.registry import nearest
@@ -39,7 +39,7 @@ def option(default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
         positional: the command line may give it without its flag.
         check: a function that refuses a value by a `UsageError`.
         reads: what the value names, which is looked at before anything heavy is imported (`kdtrain.cli.paths`).
-        brief: its line in the short help, which has no others.
+        brief: the short help has its docstring up to the first semicolon; options without it are left out there.
         text: it is a text, which may be longer than a path.
         shown: what stands for its value in help.
         several: a tuple for which one value stands too, and None for none; a command line gives each with the flag
@@ -50,15 +50,81 @@ def option(default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
     return dataclasses.field(default=default, metadata=attributes)
 
 
-def fields_of(kind: Any, section: str = "run") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """Each option of a configuration's class with its section; the names of all are different."""
-    hints = get_type_hints(kind)
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One option of a command: a field of its configuration, or of a section of it."""
+
+    owner: type
+    """The class that declares it."""
+    section: str
+    """Its table in a file; `run` for those of the command itself."""
+    name: str
+    """As in Python, with underscores."""
+    kind: Any
+    """Its annotation."""
+    field: dataclasses.Field[Any]
+    """What was declared beside it."""
+    default: Any = dataclasses.MISSING
+    """Its value where none is given: that of its section's default, if the section has one."""
+
+    @property
+    def text(self) -> str:
+        """Its docstring."""
+        return documented(self.owner).get(self.name, "")
+
+    @property
+    def flag(self) -> str:
+        """What users type for it."""
+        return self.name.upper() if self.positional else flag(self.name)
+
+    @property
+    def switch(self) -> bool:
+        """True if the flag takes no value: `--json`, `--no-compile`."""
+        return alternatives(self.kind) == [bool]
+
+    @property
+    def required(self) -> bool:
+        """True if it has no default."""
+        return self.default is dataclasses.MISSING
+
+    @property
+    def several(self) -> Any:
+        """True if its flag is given again for each value; a comma that joins them."""
+        return self.field.metadata.get("several", False)
+
+    @property
+    def positional(self) -> bool:
+        """True if it may be given without its flag."""
+        return bool(self.field.metadata.get("positional"))
+
+
+def options_of(kind: type, section: str = "run", default: Any = None) -> dict[str, Option]:
+    """The options of a configuration's class, by name. UsageError: a section of it holds another section.
+
+    default: an instance of it, whose values are the defaults.
+    """
+    hints, found = get_type_hints(kind, include_extras=True), dict[str, Option]()
     for each in dataclasses.fields(kind):
-        inner = hints[each.name]
-        if not each.metadata.get("plugins"):
-            yield from fields_of(inner, each.name) if dataclasses.is_dataclass(inner) else [(section, each)]
+        inner, value = hints[each.name], default_of(kind, each.name) if default is None else getattr(default, each.name)
+        if not each.init or each.metadata.get("plugins"):  # the class computes it
+            continue
+        if dataclasses.is_dataclass(inner):
+            if section != "run":
+                raise UsageError(f"[{section}] of a command holds the section '{each.name}'; put it beside [{section}]")
+            found |= options_of(inner, each.name, None if value is dataclasses.MISSING else value)  # type: ignore[arg-type]
+        else:
+            found[each.name] = Option(kind, section, each.name, inner, each, value)
     for name, inner in sections_of(kind).items():
-        yield from fields_of(inner, name)
+        added = options_of(inner, name)
+        if taken := found.keys() & added.keys():
+            raise UsageError(f"the plugin's section [{name}] has an option '{min(taken)}', which is taken; rename it")
+        found |= added
+    return found
+
+
+def fields_of(kind: type) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Each option of a configuration's class with its section; the names of all are different."""
+    return ((each.section, each.field) for each in options_of(kind).values())
 
 
 def section_of(config: Any, section: str) -> Any:
@@ -79,23 +145,19 @@ def configured(kind: type[T], config: T | None, options: Mapping[str, Any]) -> T
 
     UsageError: an unknown option, a value that does not fit, or a required one that is missing.
     """
-    homes = {each.name: section for section, each in fields_of(kind)}
-    for name in options:
-        if name not in homes:
-            raise UsageError(f"unknown option '{name}'; {nearest(name, list(homes))}")
-    own: dict[str, dict[str, Any]] = {section: {} for section in homes.values()}
+    known, added, hints = options_of(kind), sections_of(kind), get_type_hints(kind)
+    own: dict[str, dict[str, Any]] = {each.section: {} for each in known.values()}
     for name, value in options.items():
-        own[homes[name]][name] = value
-    given, hints, added = own.pop("run", {}), get_type_hints(kind), sections_of(kind)
-    plugins = dict(getattr(config, "plugins", {}))
+        if name not in known:
+            raise UsageError(f"unknown option '{name}'; {nearest(name, list(known))}")
+        own[known[name].section][name] = value
+    given, plugins = own.pop("run", {}), dict(getattr(config, "plugins", {}))
     for section, values in own.items():
         base = default_of(kind, section) if config is None else section_of(config, section)
-        if section in added and values:
-            plugins[section] = dataclasses.replace(base, **values)
-        elif base is dataclasses.MISSING:
+        if base is dataclasses.MISSING:
             given[section] = hints[section](**values)
         elif values:
-            given[section] = dataclasses.replace(base, **values)
+            (plugins if section in added else given)[section] = dataclasses.replace(base, **values)
     if added:
         given["plugins"] = plugins
     if config is not None:

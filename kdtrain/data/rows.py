@@ -35,6 +35,8 @@ _MOST_CELL = 2**27
 """Characters of a cell of csv; Python's own limit is that of a short essay."""
 _AT_ONCE = 8
 """Rows of parquet and arrow that are made at once."""
+_MOST_AT_ONCE = 2**24
+"""Values of a list column that are read at once, unless a single row has more; pyarrow takes some 20 bytes for each."""
 _SMALL, _DENSE = 2**20, 16
 """Values of a list column in a row group that may take any number of bytes, and most of them for each byte beyond: run
 lengths of one value repeated without end take nearly none."""
@@ -220,19 +222,38 @@ def _refuse_lacking(path: Path, names: Sequence[str], columns: Sequence[str] | N
 
 
 def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+    if columns is None:
+        with _opened(path) as file:
+            yield from repeat(dict.fromkeys(file.schema_arrow.names), file.metadata.num_rows)
+        return
+    for _, batch in parquet_batches(path, columns):
+        yield from batch.to_pylist()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     arrow, parquet = (optional(name, "data", str(path)) for name in ("pyarrow", "pyarrow.parquet"))
     with arrow.OSFile(str(path)) as source, parquet.ParquetFile(source, buffer_size=_PIECE, pre_buffer=False) as file:
-        names, about = file.schema_arrow.names, file.metadata
-        if columns is None:
-            yield from repeat(dict.fromkeys(names), about.num_rows)
-            return
-        _refuse_lacking(path, names, columns)
-        refuse_unpacked(path, file, columns)
-        for batch in file.iter_batches(_AT_ONCE, columns=list(columns), use_threads=False):
-            yield from batch.to_pylist()
+        yield file
 
 
-def refuse_unpacked(path: Path, file: Any, columns: Sequence[str]) -> int:
+def parquet_batches(path: Path, columns: Sequence[str], begin: float = 0.0) -> Iterator[tuple[int, Any]]:
+    """The record batches of a parquet file, of a few rows each, and the number of their first row, from 1.
+
+    begin: the share of the row groups to skip. UsageError: it cannot be read, or lacks a column.
+    """
+    with readable(str(path)), _opened(path) as file:
+        _refuse_lacking(path, file.schema_arrow.names, columns)
+        rows = max(1, min(_AT_ONCE, _MOST_AT_ONCE // _refuse_unpacked(path, file, columns)))
+        sizes = [file.metadata.row_group(each).num_rows for each in range(file.metadata.num_row_groups)]
+        first = int(begin * len(sizes))
+        groups, number = [*range(first, len(sizes))], 1 + sum(sizes[:first])
+        for batch in file.iter_batches(rows, row_groups=groups, columns=list(columns), use_threads=False):
+            yield number, batch
+            number += batch.num_rows
+
+
+def _refuse_unpacked(path: Path, file: Any, columns: Sequence[str]) -> int:
     """The most values, in the mean over the rows of a row group, of a column of a parquet file.
 
     UsageError: a row group has more values, or more bytes, than its packed bytes can stand for.

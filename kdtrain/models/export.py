@@ -1,7 +1,7 @@
 """Export: a model or its adapters as a folder that transformers loads, published whole."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ def export_model(
     shard_gb: float = 5.0,
     int8: bool = False,
     beside: Mapping[str, bytes] | None = None,
+    base: str | None = None,
 ) -> Path | None:
     """Write a folder that `transformers.AutoModelForCausalLM` and `AutoTokenizer` load, and publish it whole.
 
@@ -55,51 +56,29 @@ def export_model(
     that it does not have are completed from `tokenizer`, the files that `tokenizer_files` returns. out: inside
     `export_lock`, if another process may export there. dtype: of the written weights; by default the model's own.
     origin: entries for `kdtrain.json`, which also holds the sealed digests of all files. shard_gb: the largest file of
-    weights. int8: quantise the weights (`kdtrain.models.frozen`). beside: more files, by name. An earlier export is
-    replaced; if it holds anything that was not exported, it is moved aside, and its new path returned.
+    weights. int8: quantise the weights (`kdtrain.models.frozen`). beside: more files, by name. base: write the adapters
+    alone, as `peft` loads them over this folder or hub id. An earlier export is replaced; if it holds anything that was
+    not exported, it is moved aside, and its new path returned.
 
     UsageError: `out` holds what kdtrain did not write. RunError: the disk is full or refuses the write.
     """
 
     def write(partial: Path) -> None:
         most = f"{max(1, round(shard_gb * 1e6))}KB"
+        if base is not None:
+            assert isinstance(model, SplitModel) and model.lora is not None
+            return write_adapter(model.model, model.lora, base, partial, dtype)
         if not int8:
-            _write_model(model, partial, dtype, most, partial if tokenizer else None)
-            return
+            return _write_model(model, partial, dtype, most, partial if tokenizer else None)
         with hidden_folder(out) as whole:
             _write_model(model, whole, dtype, most, partial if tokenizer else None)
             quantize_folder(whole, partial, most)
 
-    return _publish(out, write, {**(tokenizer or {}), **(beside or {})}, origin)
-
-
-def export_adapter(
-    model: SplitModel,
-    base: str,
-    tokenizer: Mapping[str, bytes] | None,
-    out: Path,
-    *,
-    dtype: str | None = None,
-    origin: Mapping[str, Any] | None = None,
-    beside: Mapping[str, bytes] | None = None,
-) -> Path | None:
-    """`export_model` of the adapters alone, as `peft` loads them over the model `base`, a folder or a hub id."""
-
-    def write(partial: Path) -> None:
-        assert model.lora is not None
-        write_adapter(model.model, model.lora, base, partial, dtype)
-
-    return _publish(out, write, {**(tokenizer or {}), **(beside or {})}, origin)
-
-
-def _publish(
-    out: Path, write: Callable[[Path], None], beside: Mapping[str, bytes], origin: Mapping[str, Any] | None
-) -> Path | None:
     refuse_foreign(out)
     out = out.resolve()
     try:
         with making(out), hidden_folder(out) as partial, writing(out):
-            for name, content in beside.items():
+            for name, content in {**(tokenizer or {}), **(beside or {})}.items():
                 (partial / name).parent.mkdir(exist_ok=True)
                 (partial / name).write_bytes(content)
             write(partial)

@@ -30,8 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from kdtrain.errors import UsageError
 from kdtrain.imports import optional
-from kdtrain.models.adapters import adapter_parts, frozen_names
-from kdtrain.models.head import SplitModel
+from kdtrain.models.adapters import adapter_parts
 from kdtrain.models.hub import ask
 
 _BLOCK = 64
@@ -195,21 +194,11 @@ def pack(
                 new = nn.Parameter(weight.detach().to(torch.bfloat16), requires_grad=False)
                 layer.weight = narrow.setdefault(id(weight), new)
                 if isinstance(layer, nn.Embedding):
-                    layer.register_forward_hook(_in_fp32)
+                    layer.register_forward_hook(lambda module, inputs, embedded: embedded.float())
         elif type(layer) in (nn.Linear, Conv1D) and layer not in parts and not layer.weight.requires_grad:
             model.set_submodule(name, PackedLinear(layer, kind, device, outline))  # type: ignore[arg-type]
     if not outline:
         model.to(device)  # type: ignore[arg-type]
-
-
-def pack_student(student: SplitModel, kind: str, device: torch.device) -> None:
-    """`pack` the frozen weights of a student with adapters, and put it on the device."""
-    pack(student.model, kind, fused=student.fused, device=device)
-    student.frozen = frozen_names(student)
-
-
-def _in_fp32(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
-    return embedded.float()
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -235,17 +224,12 @@ def int8_config() -> Any:
     return quantization.Int8WeightOnlyConfig(version=2, set_inductor_config=False)
 
 
-def refuse_without_torchao() -> None:
-    """Raise a UsageError if torchao is not installed."""
-    optional("torchao", "fp8", "--quantize int8")
-
-
 def quantize_folder(whole: Path, out: Path, most: str) -> None:
     """Write the int8 form of the model in the folder `whole` into `out`, in files of at most `most` ("5GB").
 
     UsageError: torchao is missing or refuses the model.
     """
-    refuse_without_torchao()
+    optional("torchao", "fp8", "--quantize int8")
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
     def quantize() -> None:

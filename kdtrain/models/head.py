@@ -26,8 +26,8 @@ Shape suffixes: B batch, T time, V vocabulary, D model width.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,37 +90,25 @@ class SplitModel(nn.Module):
         """Return hidden states [B, T, D], or logits [B, T, V] if the model is not split.
 
         tokens_BT: token ids, int64. segments_BT: number of the document of each position, integers; attention and
-        positions then stay within a document. None: plain causal attention. layers: see `with_layers`, which calls this
-        because wrappers (DDP, FSDP) act on `forward` only. balance: also return the router's loss (`router_loss`).
+        positions then stay within a document. None: plain causal attention. layers: also return a list of the outputs
+        [B, T, D] of these, where 0 is the embedding and the last one normed. balance: and the router's loss, a scalar,
+        behind them (`router_loss`).
         """
         if segments_BT is not None and not self.separates_documents:
             raise UsageError(f"{_name(self.model)} cannot keep documents apart; leave --document-mask out")
-        if not layers and not balance:
-            return self._run(tokens_BT, segments_BT)
         more = {"output_hidden_states": True} if layers else {}
         more |= {"output_router_logits": True} if balance else {}
         output = self._output(tokens_BT, segments_BT, **more)
+        # prompt tuning puts positions in front
+        result = output.last_hidden_state if self.fused else output.logits[:, -tokens_BT.shape[1] :]
+        if not more:
+            return result
         states = [output.hidden_states[layer] for layer in layers]
-        return self._result(output, tokens_BT), [
-            *states,
-            router_loss(self.model, output.router_logits),
-        ] if balance else states
-
-    def with_layers(
-        self, tokens_BT: Tensor, segments_BT: Tensor | None, layers: tuple[int, ...], balance: bool = False
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return what `forward` does, and the outputs [B, T, D] of some layers: 0 is the embedding, the last normed.
-
-        balance: the router's loss, a scalar, behind them.
-        """
-        return cast(tuple[Tensor, list[Tensor]], self(tokens_BT, segments_BT, layers, balance))
+        return result, states + ([router_loss(self.model, output.router_logits)] if balance else [])
 
     def logits(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
         """Return logits [B, T, V]."""
         return self.head(self(tokens_BT, segments_BT))
-
-    def _run(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
-        return self._result(self._output(tokens_BT, segments_BT), tokens_BT)
 
     def _output(self, tokens_BT: Tensor, segments_BT: Tensor | None, **more: Any) -> Any:
         documents = {}
@@ -131,13 +119,8 @@ class SplitModel(nn.Module):
         model: Any = self.model
         if self.fused:
             # the adapters of peft are inside the layers of the model that it wraps; the probe proves it
-            model = getattr(model, "get_base_model", lambda: model)().base_model
+            model = _base(model).base_model
         return model(input_ids=tokens_BT, **{"use_cache": False, **documents, **more})
-
-    def _result(self, output: Any, tokens_BT: Tensor) -> Tensor:
-        if self.fused:
-            return cast(Tensor, output.last_hidden_state)
-        return cast(Tensor, output.logits[:, -tokens_BT.shape[1] :])  # prompt tuning puts positions in front
 
 
 def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep_attention: bool = False) -> SplitModel:
@@ -159,9 +142,11 @@ def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep
         except _FAILURES as error:
             cause = " ".join(str(error).split())[:200]
             raise UsageError(f"{_name(model)} cannot be run as it is configured: {cause}") from error
-        probe.refuse_encoders()
+        if probe.effect(of=slice(probe.cut, None), on=slice(None, probe.cut)) > probe.bound:
+            raise UsageError(f"{_name(model)} looks at later tokens; take a causal language model")
         if not keep_attention:
             probe.use_causal_attention()
+        pieces.separates_documents = True  # for the probe
         pieces.separates_documents = probe.documents_are_separate()
         _fuse(pieces, tokens_BT)
     return pieces
@@ -219,19 +204,14 @@ class _Probe:
 
     def __init__(self, pieces: SplitModel, tokens_BT: Tensor) -> None:
         self.pieces, self.tokens_BT, self.cut = pieces, tokens_BT, tokens_BT.shape[1] // 2
-        self.logits_BTV = pieces._run(tokens_BT, None)
-        effect = self._effect(of=slice(None, self.cut), on=slice(self.cut, None))
+        self.logits_BTV = pieces(tokens_BT)
+        effect = self.effect(of=slice(None, self.cut), on=slice(self.cut, None))
         self.bound = max(effect / 10, 1e-5 * _largest(self.logits_BTV))
 
-    def refuse_encoders(self) -> None:
-        if self._effect(of=slice(self.cut, None), on=slice(None, self.cut)) > self.bound:
-            name = _name(self.pieces.model)
-            raise UsageError(f"{name} looks at later tokens; take a causal language model")
-
-    def _effect(self, of: slice, on: slice) -> float:
+    def effect(self, of: slice, on: slice) -> float:
         others_BT = self.tokens_BT.clone()
         others_BT[:, of] = (others_BT[:, of] + 1) % self.pieces.model.config.get_text_config().vocab_size
-        return _largest((self.pieces._run(others_BT, None) - self.logits_BTV)[:, on])
+        return _largest((self.pieces(others_BT) - self.logits_BTV)[:, on])
 
     def use_causal_attention(self) -> None:
         """Use `CAUSAL` if it supports all layers and the logits stay equal."""
@@ -250,13 +230,13 @@ class _Probe:
         if getattr(self.pieces.model, "_is_stateful", False):
             return False
         halves = self.tokens_BT[:, : self.cut], self.tokens_BT[:, self.cut :]
-        apart_BTV = torch.cat([self.pieces._run(half, None) for half in halves], dim=1)
+        apart_BTV = torch.cat([self.pieces(half) for half in halves], dim=1)
         second_T = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device) >= self.cut
         return self._gives(apart_BTV, second_T.long().expand_as(self.tokens_BT))
 
     def _gives(self, expected_BTV: Tensor, segments_BT: Tensor | None) -> bool:
         try:
-            return _largest(self.pieces._run(self.tokens_BT, segments_BT) - expected_BTV) <= self.bound
+            return _largest(self.pieces(self.tokens_BT, segments_BT) - expected_BTV) <= self.bound
         except torch.OutOfMemoryError:
             raise
         except _FAILURES:
@@ -282,8 +262,7 @@ def _fuse(pieces: SplitModel, tokens_BT: Tensor) -> None:
     except _FAILURES as error:
         pieces.fused = False
         pieces.reason = " ".join(f"{_name(pieces.model)}: {type(error).__name__}: {error}".split())[:200]
-    if pieces.fused:
-        pieces.reason = ""
+    pieces.reason = "" if pieces.fused else pieces.reason
 
 
 def _prove_a_form(pieces: SplitModel, tokens_BT: Tensor) -> bool:
@@ -294,13 +273,12 @@ def _prove_a_form(pieces: SplitModel, tokens_BT: Tensor) -> bool:
     if _trains_more(linear, pieces.model.get_input_embeddings()):
         pieces.reason = f"an adapter on the output head of {_name(pieces.model)}, or on what is tied to it, is trained"
         return False
-    logits_BTV = pieces._run(tokens_BT, None)
+    logits_BTV = pieces(tokens_BT)
     gain = _AMPLIFIED_LOGIT / max(_largest(logits_BTV), 1e-6)
-    amplify = cast(Callable[..., Any], lambda module, inputs, product: product * gain)
-    with linear.register_forward_hook(amplify):
-        amplified_BTV = pieces._run(tokens_BT, None)
+    with linear.register_forward_hook(lambda module, inputs, product: product * gain):
+        amplified_BTV = pieces(tokens_BT)
     pieces.fused = True
-    product_BTV = OutputHead(linear.weight, getattr(linear, "bias", None))(pieces._run(tokens_BT, None))
+    product_BTV = OutputHead(linear.weight, getattr(linear, "bias", None))(pieces(tokens_BT))
     tolerance = _HEAD_TOLERANCE[linear.weight.dtype]
     for scale, softcap in _forms(pieces.model):
         form = OutputHead(scale=scale, softcap=softcap)

@@ -33,7 +33,7 @@ from kdtrain.models.hub import (
     refuse_large_generation,
     revision_of,
 )
-from kdtrain.models.scratch import configuration, model_from_config, model_from_layers, new_model
+from kdtrain.models.scratch import configuration, initialised, model_from_layers, new_model
 from kdtrain.models.spec import LOCAL, ModelSpec, read_spec
 from kdtrain.models.tokenizer import generation_from, savable_generation
 
@@ -208,7 +208,7 @@ def _build(spec: ModelSpec, dtype: torch.dtype, vocab_size: int | None, seed: in
         teacher = _build(read_spec(cast(str, spec.teacher), "teachers"), torch.float32, None, seed)
         model = model_from_layers(spec, teacher, vocab_size)
     else:
-        model = model_from_config(spec, vocab_size, seed)
+        model = initialised(spec, configuration(spec, vocab_size), seed)
     return model.to(dtype)
 
 

@@ -20,18 +20,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 
 from kdtrain.errors import UsageError
 from kdtrain.models.hub import ask, ask_config, ask_tokenizer, attention_option, config_of
-from kdtrain.models.spec import ModelSpec
+from kdtrain.models.spec import ModelSpec, read_spec
 
 # Keys of older configurations, which transformers moves into `rope_parameters`.
 _OLD_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
-
-
-def model_from_config(spec: ModelSpec, vocab_size: int | None, seed: int) -> PreTrainedModel:
-    """Make a model of the architecture of a spec, float32, on initial weights drawn from `seed`.
-
-    vocab_size: for a `[config]` without one. Raises `UsageError` for a configuration that cannot work.
-    """
-    return _initialised(spec, configuration(spec, vocab_size), seed)
 
 
 def model_from_layers(spec: ModelSpec, teacher: PreTrainedModel, vocab_size: int | None) -> PreTrainedModel:
@@ -59,7 +51,7 @@ def model_from_layers(spec: ModelSpec, teacher: PreTrainedModel, vocab_size: int
         raise UsageError(
             f"{spec.name}: its output head is its embedding, and the teacher's is not; set tie_word_embeddings = false"
         )
-    student = _initialised(spec, config, seed=0)
+    student = initialised(spec, config, seed=0)
     given, weights = teacher.state_dict(), {}
     for name, tensor in student.state_dict().items():
         layer = re.match(rf"{re.escape(list_name)}\.(\d+)\.", name)
@@ -81,7 +73,8 @@ def layers_config(teacher: PreTrainedConfig, layers: tuple[int, ...]) -> PreTrai
     return config
 
 
-def _initialised(spec: ModelSpec, config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+def initialised(spec: ModelSpec, config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """A float32 model of a configuration on initial weights drawn from `seed`. UsageError: it cannot work."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = new_model(spec.name, config, spec.attention, trust_remote_code=spec.trust_remote_code)
@@ -123,6 +116,8 @@ def parameter_count(name: str, config: PreTrainedConfig, *, trust_remote_code: b
 
 def configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
     """The transformers configuration of a spec; `vocab_size` for a `[config]` without one."""
+    if spec.config is None and spec.init == "teacher-layers":
+        return layers_config(configuration(read_spec(cast(str, spec.teacher), "teachers"), None), spec.layers)
     if spec.config is None:
         return ask_config(spec)
     table = dict(spec.config)

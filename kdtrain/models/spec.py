@@ -175,11 +175,6 @@ def teacher_spec(name: str, student: ModelSpec) -> ModelSpec:
     return read_spec(name, "teachers")
 
 
-def at_commit(spec: ModelSpec, commit: str | None) -> ModelSpec:
-    """The spec of the same model at a commit of the hub; `spec` where None is known."""
-    return spec if commit is None else replace(spec, revision=commit)
-
-
 def with_weights(spec: ModelSpec, weights: Weights | None, option: str, parallel: str) -> ModelSpec:
     """A spec whose weights are held in another format; None: as in the spec.
 

@@ -82,22 +82,20 @@ class EventCommand:
             thread.join(1)
 
     def _work(self) -> None:
+        quiet = subprocess.DEVNULL
+        look: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": quiet, "stderr": quiet, "start_new_session": True}
         while (event := self._waiting.get()) is not None and not self._closed:
             try:
-                self._run(event)
+                self._process = process = subprocess.Popen(self.words, **look)
+                process.communicate(event, SECONDS)
+            except subprocess.TimeoutExpired:
+                self._failures.append(f"it took over {SECONDS:g} seconds, and was ended")
+                self._kill()
             except (OSError, ValueError) as error:
                 self._failures.append(f"it cannot be run: {getattr(error, 'strerror', None) or error}")
-
-    def _run(self, event: bytes) -> None:
-        pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
-        self._process = subprocess.Popen(self.words, stdin=pipe, stdout=quiet, stderr=quiet, start_new_session=True)
-        try:
-            self._process.communicate(event, SECONDS)
-        except subprocess.TimeoutExpired:
-            self._failures.append(f"it took over {SECONDS:g} seconds, and was ended")
-            self._kill()
-        if code := self._process.wait():
-            self._failures.append(f"it ended with exit code {code}")
+                continue
+            if code := process.wait():
+                self._failures.append(f"it ended with exit code {code}")
 
     def _kill(self) -> None:
         """End the command that runs, with what it started."""

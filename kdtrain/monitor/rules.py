@@ -90,50 +90,68 @@ class Signs:
     @classmethod
     def of(cls, folder: Path, record: RunRecord, now: float) -> "Signs":
         """Those of the run in `folder`; `now` in seconds since 1970."""
-        steps, seconds = record.steps[-WINDOW * 4 :], []
-        for each in steps[-WINDOW:]:
-            if (time := _seconds(each)) is not None:
-                seconds.append((time, _number(each, "data_wait_s") or 0.0))
-        last = int(record.metrics[-1]["step"]) if record.metrics else 0
-        idle = None
-        if record.metrics:
-            idle = max(now - (folder / "metrics.jsonl").stat().st_mtime, 0.0)
-        validated = {int(each["step"]) for each in record.validations}
+        steps, validations = record.steps[-WINDOW * 4 :], record.validations
+        last, newest = int(record.metrics[-1]["step"]) if record.metrics else 0, steps[-1] if steps else {}
+        timed = [(time, each) for each in steps[-WINDOW:] if (time := _seconds(each)) is not None]
+        total = math.fsum(time for time, _ in timed)
+        validated = {int(each["step"]) for each in validations}
         paused = [_seconds(each) for each in steps if int(each["step"]) - 1 in validated]
         saved = [each.step for each in record.events if each.event == "checkpoint"]
-        teacher, optimizer = record.options.get("run", {}).get("teacher"), record.options.get("optimizer", {})
-        warmup, newest = optimizer.get("warmup_steps"), steps[-1] if steps else {}
-        after = steps[-CLIPPED:] if isinstance(warmup, int) and len(steps) > CLIPPED + warmup else []
+        optimizer = record.options.get("optimizer", {})
+        warmup, clip = optimizer.get("warmup_steps"), optimizer.get("clip")
+        warm = isinstance(warmup, int) and len(steps) > CLIPPED + warmup
         held = _number(newest, "memory_reserved_mb" if "memory_reserved_mb" in newest else "memory_resident_mb")
-        waited = sum(wait for _, wait in seconds) / total if (total := sum(each for each, _ in seconds)) else None
+        waits = record.options.get("run", {}).get("teacher") is None and len(timed) >= WINDOW // 2
+        waited = math.fsum(_number(each, "data_wait_s") or 0.0 for _, each in timed)
+        losses = [(int(each["step"]), _number(each, "validation/loss")) for each in validations]
+        taught = (_number(each, "validation/teacher_loss") for each in validations[::-1])
         return cls(
             step=last,
-            idle=idle,
-            step_seconds=statistics.median(each for each, _ in seconds) if seconds else None,
+            idle=max(now - (folder / "metrics.jsonl").stat().st_mtime, 0.0) if record.metrics else None,
+            step_seconds=statistics.median(time for time, _ in timed) if timed else None,
             validates=last not in validated and _validation_due(last, record),
             validation_seconds=max((each for each in paused if each is not None), default=None),
             saved_step=saved[-1] if saved else None,
             free_mib=free_mib(folder),
             checkpoint_mib=newest_mib(folder / "checkpoints"),
-            data_wait=waited if teacher is None and len(seconds) >= WINDOW // 2 else None,
-            clip=clip if isinstance(clip := optimizer.get("clip"), int | float) else 0.0,
+            data_wait=waited / total if waits and total else None,
+            clip=clip if isinstance(clip, int | float) else 0.0,
             clipped_share=_number(newest, "clipped_share") or 0.0,
-            clipped_losses=[each.get("ce", each["loss"]) for each in after],
+            clipped_losses=[each.get("ce", each["loss"]) for each in steps[-CLIPPED:]] if warm else [],
             held_mib=held or 0.0,
             grown_mib=_number(newest, "memory_growth_mb") or 0.0,
             losses=[loss for each in steps if (loss := _number(each, "ce" if "ce" in each else "loss")) is not None],
-            validations=[
-                (int(each["step"]), loss)
-                for each in record.validations
-                if (loss := _number(each, "validation/loss")) is not None
-            ],
-            teacher_loss=next(
-                (found for each in record.validations[::-1] if (found := _number(each, "validation/teacher_loss"))),
-                None,
-            ),
+            validations=[(step, loss) for step, loss in losses if loss is not None],
+            teacher_loss=next(filter(None, taught), None),
         )
 
 
+Test = Callable[[Signs], str | None]
+"""Returns what is wrong, or None."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Decorator: make a function of `Signs` a rule, whose kind is its name."""
+
+    knob: str
+    each_step: bool = False
+    """A run tests it at each step, else with each line of a step."""
+    once: bool = False
+    """A process warns once; else again after it has been over."""
+    fields: Sequence[str] = ()
+    """The signs that the warning's event has too."""
+
+    def __call__(self, test: Test) -> Test:
+        RULES[test.__name__.replace("_", "-")] = (self, test)
+        return test
+
+
+RULES: dict[str, tuple[Rule, Test]] = {}
+"""By the kind of the warning."""
+
+
+@Rule("look at the process, the GPU and the disk; Ctrl-C stops it, and the same command resumes")
 def stalled(signs: Signs) -> str | None:
     """No step for much longer than a step, or the validation after it, takes."""
     limit = max(_STALLED, _SLOWER * (signs.step_seconds or 0.0))
@@ -145,6 +163,7 @@ def stalled(signs: Signs) -> str | None:
     return f"no step for {duration(signs.idle)}{usual}"
 
 
+@Rule("lower --checkpoint-minutes or --checkpoint-freq")
 def no_checkpoint(signs: Signs) -> str | None:
     """Training that a crash would lose."""
     if signs.step_seconds is None or signs.saved_step is None:
@@ -154,13 +173,55 @@ def no_checkpoint(signs: Signs) -> str | None:
     return None if lost < _AT_RISK else f"no checkpoint for {steps:,} steps: a crash now loses {duration(lost)}"
 
 
-def disk(signs: Signs) -> str | None:
+@Rule("make room, or lower --keep-rolling")
+def disk_low(signs: Signs) -> str | None:
     """No room for two more checkpoints: one is written beside those that exist."""
     if signs.free_mib is None or not signs.checkpoint_mib or signs.free_mib >= 2 * signs.checkpoint_mib:
         return None
     return f"{size(signs.free_mib)} of disk are left, and a checkpoint takes {size(signs.checkpoint_mib)}"
 
 
+@Rule("lower --lr, cache more text, or end at a plateau: --early-stopping")
+def plateau(signs: Signs) -> str | None:
+    """A validation loss that no longer falls while it is above the teacher's."""
+    finite = [each for each in signs.validations if math.isfinite(each[1])]
+    if len(finite) <= _PATIENCE:
+        return None
+    step, best = min(finite, key=lambda each: each[1])
+    behind = sum(each > step for each, _ in finite)
+    if behind < _PATIENCE or (signs.teacher_loss is not None and best <= signs.teacher_loss):
+        return None
+    teacher = "" if signs.teacher_loss is None else f" (teacher {signs.teacher_loss:.3f})"
+    return f"the last {behind} validations are not below {best:.3f} of step {step:,}{teacher}"
+
+
+@Rule("raise --lr, or give it fewer --warmup-steps")
+def flat(signs: Signs) -> str | None:
+    """A validation loss that stays where it began, far above the teacher's."""
+    finite = [each for each in signs.validations if math.isfinite(each[1])]
+    if len(finite) <= _PATIENCE or signs.teacher_loss is None:
+        return None
+    first, best, teacher = finite[0][1], min(loss for _, loss in finite), signs.teacher_loss
+    if not 0 < first - best < _MOVED * (first - teacher):  # never below the first: a plateau
+        return None
+    return f"validation began at {first:.3f} and is at {best:.3f} after step {finite[-1][0]:,} (teacher {teacher:.3f})"
+
+
+@Rule("lower --lr, or give it more --warmup-steps")
+def diverging(signs: Signs) -> str | None:
+    """A cross-entropy that rises by more than its own noise, half a window after half a window."""
+    half = WINDOW // 2
+    finite = [each for each in signs.losses if math.isfinite(each)]
+    means = [math.fsum(finite[end - half : end]) / half for end in range(len(finite), half - 1, -half)][::-1]
+    if len(means) < 4 or not all(before < after for before, after in pairwise(means[-4:])):
+        return None
+    noise = statistics.stdev(finite[-4 * half :]) / math.sqrt(half)
+    if means[-1] - means[-4] <= max(6 * noise, 0.1 * abs(means[-4])):
+        return None
+    return f"the cross-entropy of training rises: {means[-4]:.3f}, then {means[-1]:.3f}, {3 * half} steps later"
+
+
+@Rule("if it keeps growing there is a memory leak; you can stop and resume the run", each_step=True, once=True)
 def memory_growth(signs: Signs) -> str | None:
     """Memory that has grown by more than half since the warm-up."""
     if signs.grown_mib <= _GROWTH * (signs.held_mib - signs.grown_mib):
@@ -168,6 +229,12 @@ def memory_growth(signs: Signs) -> str | None:
     return f"the process holds {signs.held_mib:,.0f} MiB, {signs.grown_mib:,.0f} more than after its warm-up"
 
 
+@Rule(
+    "cache more text, use a larger --top-k or --num-samples, or train fewer steps",
+    each_step=True,
+    once=True,
+    fields=("epochs", "samples", "divergence"),
+)
 def learned_samples(signs: Signs) -> str | None:
     """Samples that the student has memorized.
 
@@ -183,6 +250,7 @@ def learned_samples(signs: Signs) -> str | None:
     )
 
 
+@Rule("lower --lr", each_step=True)
 def clipped(signs: Signs) -> str | None:
     """Gradients that are clipped while the loss does not fall.
 
@@ -201,6 +269,12 @@ def clipped(signs: Signs) -> str | None:
     )
 
 
+@Rule(
+    "put the cache on a faster disk of this machine, or leave the process a core for reading (--sanity times it); "
+    "with --teacher-server it waits for the server, which --server-concurrency asks for more at once",
+    each_step=True,
+    once=True,
+)
 def data_wait(signs: Signs) -> str | None:
     """Steps that wait for their data."""
     if signs.data_wait is None or signs.data_wait <= _DATA_WAIT:
@@ -208,101 +282,10 @@ def data_wait(signs: Signs) -> str | None:
     return f"training waited for its data in {signs.data_wait:.0%} of the time of the last {WINDOW} steps"
 
 
-def plateau(signs: Signs) -> str | None:
-    """A validation loss that no longer falls while it is above the teacher's."""
-    finite = [each for each in signs.validations if math.isfinite(each[1])]
-    if len(finite) <= _PATIENCE:
-        return None
-    step, best = min(finite, key=lambda each: each[1])
-    behind = sum(each > step for each, _ in finite)
-    if behind < _PATIENCE or (signs.teacher_loss is not None and best <= signs.teacher_loss):
-        return None
-    teacher = "" if signs.teacher_loss is None else f" (teacher {signs.teacher_loss:.3f})"
-    return f"the last {behind} validations are not below {best:.3f} of step {step:,}{teacher}"
-
-
-def flat(signs: Signs) -> str | None:
-    """A validation loss that stays where it began, far above the teacher's."""
-    finite = [each for each in signs.validations if math.isfinite(each[1])]
-    if len(finite) <= _PATIENCE or signs.teacher_loss is None:
-        return None
-    first, best, teacher = finite[0][1], min(loss for _, loss in finite), signs.teacher_loss
-    if not 0 < first - best < _MOVED * (first - teacher):  # never below the first: a plateau
-        return None
-    return f"validation began at {first:.3f} and is at {best:.3f} after step {finite[-1][0]:,} (teacher {teacher:.3f})"
-
-
-def diverging(signs: Signs) -> str | None:
-    """A cross-entropy that rises by more than its own noise, half a window after half a window."""
-    half = WINDOW // 2
-    finite = [each for each in signs.losses if math.isfinite(each)]
-    means = [math.fsum(finite[end - half : end]) / half for end in range(len(finite), half - 1, -half)][::-1]
-    if len(means) < 4 or not all(before < after for before, after in pairwise(means[-4:])):
-        return None
-    noise = statistics.stdev(finite[-4 * half :]) / math.sqrt(half)
-    if means[-1] - means[-4] <= max(6 * noise, 0.1 * abs(means[-4])):
-        return None
-    return f"the cross-entropy of training rises: {means[-4]:.3f}, then {means[-1]:.3f}, {3 * half} steps later"
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A rule and the knob to turn."""
-
-    test: Callable[[Signs], str | None]
-    """Returns what is wrong, or None."""
-    knob: str
-    each_step: bool = False
-    """A run tests it at each step, else with each line of a step."""
-    once: bool = False
-    """A process warns once; else again after it has been over."""
-    details: Callable[[Signs], dict[str, Any]] = lambda signs: {}
-    """Other fields of the warning's event."""
-
-
-RULES: Mapping[str, Rule] = {
-    "stalled": Rule(
-        stalled, "look at the process, the GPU and the disk; Ctrl-C stops it, and the same command resumes"
-    ),
-    "no-checkpoint": Rule(no_checkpoint, "lower --checkpoint-minutes or --checkpoint-freq"),
-    "disk-low": Rule(disk, "make room, or lower --keep-rolling"),
-    "plateau": Rule(plateau, "lower --lr, cache more text, or end at a plateau: --early-stopping"),
-    "flat": Rule(flat, "raise --lr, or give it fewer --warmup-steps"),
-    "diverging": Rule(diverging, "lower --lr, or give it more --warmup-steps"),
-    "memory-growth": Rule(
-        memory_growth,
-        "if it keeps growing there is a memory leak; you can stop and resume the run",
-        each_step=True,
-        once=True,
-    ),
-    "learned-samples": Rule(
-        learned_samples,
-        "cache more text, use a larger --top-k or --num-samples, or train fewer steps",
-        each_step=True,
-        once=True,
-        details=lambda signs: {
-            "epochs": round(signs.epochs, 2),
-            "samples": signs.samples,
-            "divergence": signs.divergence,
-        },
-    ),
-    "clipped": Rule(clipped, "lower --lr", each_step=True),
-    "data-wait": Rule(
-        data_wait,
-        "put the cache on a faster disk of this machine, or leave the process a core for reading (--sanity times it); "
-        "with --teacher-server it waits for the server, which --server-concurrency asks for more at once",
-        each_step=True,
-        once=True,
-    ),
-}
-"""By the kind of the warning."""
-
-
 def findings(signs: Signs, each_step: bool | None = None) -> dict[str, str]:
     """What is wrong, by kind, with the knob to turn; by all rules, or by those that are tested at each step, or not."""
-    rules = {kind: rule for kind, rule in RULES.items() if each_step in (None, rule.each_step)}
-    found = {kind: rule.test(signs) for kind, rule in rules.items()}
-    return {kind: f"{text}; {rules[kind].knob}" for kind, text in found.items() if text is not None}
+    tested = {kind: (rule, test(signs)) for kind, (rule, test) in RULES.items() if each_step in (None, rule.each_step)}
+    return {kind: f"{text}; {rule.knob}" for kind, (rule, text) in tested.items() if text is not None}
 
 
 class History:
@@ -368,7 +351,7 @@ class History:
             clipped_losses=list(self.clipped_losses),
             divergence=math.fsum(self.divergences) / WINDOW if len(self.divergences) == WINDOW else None,
             samples=self.samples,
-            epochs=epochs,
+            epochs=round(epochs, 2),
             held_mib=held_mib,
             grown_mib=held_mib - self.reference if self.reference else 0.0,
         )
@@ -376,8 +359,10 @@ class History:
     def warnings(self, signs: Signs) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Kind, text and other fields of what has become wrong by the rules that are tested at each step."""
         found = findings(signs, each_step=True)
-        yield from ((kind, text, RULES[kind].details(signs)) for kind, text in found.items() if kind not in self.warned)
-        self.warned = {*found, *(kind for kind in self.warned if RULES[kind].once)}
+        for kind, text in found.items():
+            if kind not in self.warned:
+                yield kind, text, {name: getattr(signs, name) for name in RULES[kind][0].fields}
+        self.warned = {*found, *(kind for kind in self.warned if RULES[kind][0].once)}
 
 
 def free_mib(folder: Path) -> float | None:

@@ -12,7 +12,6 @@ import os
 import re
 import socket
 import time
-import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +111,9 @@ def is_allowed(url: str) -> bool:
         return True
     endpoint = os.environ.get("HF_ENDPOINT", "")
     same = bool(endpoint) and urlsplit(endpoint)[:2] == parts[:2]
-    return parts.scheme == "http" and (is_loopback(url) or same or os.environ.get(ALLOW_HTTP) == "1")
+    address = _ip(url)
+    here = parts.hostname == "localhost" if address is None else address.is_loopback
+    return parts.scheme == "http" and (here or same or os.environ.get(ALLOW_HTTP) == "1")
 
 
 def is_private(url: str) -> bool:
@@ -126,11 +127,9 @@ def is_private(url: str) -> bool:
 def is_inside(url: str) -> bool:
     """Whether the host of a URL is private, or has a name that no public one has."""
     host = urlsplit(url).hostname or ""
-    if is_private(url):
-        return True
     # A name is taken as it stands: requests turns %2E and dots of other scripts into dots.
     named = _ip(url) is None and re.fullmatch(r"[\w.-]+", host, re.ASCII) is not None
-    return named and ("." not in host or host.endswith((".local", ".internal", ".lan")))
+    return is_private(url) or (named and ("." not in host or host.endswith((".local", ".internal", ".lan"))))
 
 
 def _ip(url: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -143,15 +142,6 @@ def _ip(url: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     return None
 
 
-def is_loopback(url: str) -> bool:
-    """Whether the host of a URL is this machine."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def offline() -> bool:
     """Whether the user wants no network (HF_HUB_OFFLINE)."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -160,10 +150,12 @@ def offline() -> bool:
 
 def no_network(endpoint: str) -> bool:
     """Whether the hub's name is unknown here: its client would try again for half a minute. A proxy may know it."""
-    for wait in () if urllib.request.getproxies() else (1.0, 0.0):
+    from urllib.request import getproxies  # imports an HTTP client: no mistake waits for it
+
+    for wait in () if getproxies() else (1.0, 0.0):
         try:
             socket.getaddrinfo(urlsplit(endpoint).hostname, None)
             return False
         except OSError as error:
             time.sleep(wait if error.errno == socket.EAI_AGAIN else 0.0)
-    return not urllib.request.getproxies()
+    return not getproxies()

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 LOGIN = "log in with hf auth login, or set HF_TOKEN"
+_REFUSALS = {
+    "GatedRepoError": f"it is gated; ask for access on its page on the hub, and {LOGIN}",
+    "RepositoryNotFoundError": f"no such repository on the hub, or it is private; check the name, or {LOGIN}",
+    "RevisionNotFoundError": "it has no such revision; check what follows @",
+    "LocalTokenNotFoundError": f"no token for the hub; {LOGIN}",
+}
+"""Errors of the hub's client, the narrower first, in words."""
 
 
 def api() -> "HfApi":
@@ -102,24 +109,15 @@ def ask(where: object, question: Callable[[], Answer], retry: Retry = RETRY) -> 
 
     UsageError: the repository is missing or gated, or a token. Unreachable: no answer. RunError: the disk refuses.
     """
-    from huggingface_hub import errors
-
     while True:
         try:
             return question()
         except (UsageError, RunError):
             raise
-        except errors.GatedRepoError as error:
-            raise UsageError(f"{where}: it is gated; ask for access on its page on the hub, and {LOGIN}") from error
-        except errors.RepositoryNotFoundError as error:
-            raise UsageError(
-                f"{where}: no such repository on the hub, or it is private; check the name, or {LOGIN}"
-            ) from error
-        except errors.RevisionNotFoundError as error:
-            raise UsageError(f"{where}: it has no such revision; check what follows @") from error
-        except errors.LocalTokenNotFoundError as error:
-            raise UsageError(f"{where}: no token for the hub; {LOGIN}") from error
         except Exception as error:
+            kinds = {each.__name__ for each in type(error).__mro__}
+            if words := next((words for name, words in _REFUSALS.items() if name in kinds), None):
+                raise UsageError(f"{where}: {words}") from error
             code = _code(error)
             if isinstance(error, OSError) and error.filename is not None:
                 problem = f"cannot use {error.filename}: {error.strerror}"

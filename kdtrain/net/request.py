@@ -18,7 +18,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urljoin, urlsplit
 
 import requests
@@ -49,7 +49,6 @@ _MINUTE = 60.0
 _LONGEST_WAIT = 300.0  # seconds that a server may ask for
 _PIECE = 2**18
 _REDIRECTS = 5
-_LENGTH = re.compile(r"[0-9]{1,18}")
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18}|\*)")
 
 
@@ -221,11 +220,35 @@ def _attempt(session: Session, url: str, part: Path, what: str, most: int, exact
     session.until = time.monotonic() + _MINUTE
     try:
         with _follow(session, url, {"Range": f"bytes={have}-"} if have else {}, what) as answer:
-            start = _beginning(answer, have, what, most, exact)
-            if start is None:
+            stated, raw = answer.headers.get("Content-Range", ""), cast(Any, answer.raw)
+            total: int | None = raw.length_remaining
+            if answer.status_code == 206 and (found := _RANGE.fullmatch(stated)) and int(found[1]) == have:
+                total = None if found[2] == "*" else int(found[2])
+            elif answer.status_code != 200:
                 _drop(part)
                 raise Passing("the server has another file now")
-            _receive(session, answer, part, start, what, most, exact)
+            else:
+                have = 0
+            if total is not None:
+                refuse_size(what, total, most, exact)
+            start, began = have, time.monotonic()
+            with writing(part):
+                part.touch()
+                os.truncate(part, start)
+                file = open(part, "ab")  # noqa: SIM115  (closed below; an error of the network is none of the disk)
+            with file:
+                for piece in body(answer):
+                    have += len(piece)
+                    session.until = began + _MINUTE + (have - start) / SLOWEST
+                    if have > most:
+                        _drop(part)
+                        raise RunError(f"{what}: the server sends more than {most:,} bytes; ask its author")
+                    with writing(part):
+                        faults.point("cache.fetch.bytes", len(piece))
+                        file.write(piece)
+                        file.flush()
+            if exact and have < most:
+                raise Passing(f"the answer ended after {have:,} bytes")
     except (OSError, HTTPError) as error:  # those of requests are OSErrors; writing has turned those of the disk
         words, kind = reason(error)
         if kind == "final":
@@ -246,9 +269,19 @@ def _follow(session: Session, url: str, headers: Mapping[str, str], what: str) -
             raise
         except ValueError as error:
             raise UsageError(f"{what}: the server redirects to no URL ({printable(str(error))[:200]})") from None
-        if not answer.is_redirect:
-            return _refuse(answer, what)
+        if (code := answer.status_code) in (200, 206, 416):
+            return answer
         answer.close()
+        if code in LATER:
+            raise Passing(f"the server answers {code}", retry_after(answer))
+        if code in (401, 403):
+            raise UsageError(
+                f"{what}: the server refuses it ({code}), and no password is sent; give the folder of a copy"
+            )
+        if code in (404, 410):
+            raise UsageError(f"{what} is not there ({code}); check the address")
+        if not answer.is_redirect:
+            raise UsageError(f"{what}: the server answers {code}; check the address")
         if not read:
             raise UsageError(f"{what}: the server redirects to {shown_address(target)}, which is not read; give https")
         if hidden:
@@ -259,38 +292,6 @@ def _follow(session: Session, url: str, headers: Mapping[str, str], what: str) -
     raise UsageError(f"{what}: the server redirects more than {_REDIRECTS} times; ask its author")
 
 
-def _refuse(answer: requests.Response, what: str) -> requests.Response:
-    code = answer.status_code
-    if code in (200, 206, 416):
-        return answer
-    answer.close()
-    if code in LATER:
-        raise Passing(f"the server answers {code}", retry_after(answer))
-    if code in (401, 403):
-        raise UsageError(f"{what}: the server refuses it ({code}), and no password is sent; give the folder of a copy")
-    if code in (404, 410):
-        raise UsageError(f"{what} is not there ({code}); check the address")
-    raise UsageError(f"{what}: the server answers {code}; check the address")
-
-
-def _beginning(answer: requests.Response, have: int, what: str, most: int, exact: bool) -> int | None:
-    """The byte at which the answer begins; None if the part is of another file.
-
-    RunError: the file has another size.
-    """
-    if answer.status_code == 416:
-        return None
-    total, start = _length(answer), 0
-    if answer.status_code == 206:
-        found = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
-        if found is None or int(found[1]) != have:
-            return None
-        start, total = have, None if found[2] == "*" else int(found[2])
-    if total is not None:
-        refuse_size(what, total, most, exact)
-    return start
-
-
 def refuse_size(what: str, total: int, most: int, exact: bool) -> None:
     """RunError: a file has another size elsewhere than the manifest states."""
     if total > most or (exact and total != most):
@@ -298,35 +299,6 @@ def refuse_size(what: str, total: int, most: int, exact: bool) -> None:
             f"{what} has {total:,} bytes there instead of {'' if exact else 'at most '}{most:,}: it was altered, or "
             "the cache was replaced there; name a revision, or ask its author"
         )
-
-
-def _length(answer: requests.Response) -> int | None:
-    """Bytes that an answer states; None if it states none that are possible."""
-    stated = answer.headers.get("Content-Length", "")
-    return int(stated) if _LENGTH.fullmatch(stated) else None
-
-
-def _receive(
-    session: Session, answer: requests.Response, part: Path, start: int, what: str, most: int, exact: bool
-) -> None:
-    have, began = start, time.monotonic()
-    with writing(part):
-        part.touch()
-        os.truncate(part, start)
-        file = open(part, "ab")  # noqa: SIM115  (closed below; an error of the network is none of the disk)
-    with file:
-        for piece in body(answer):
-            have += len(piece)
-            session.until = began + _MINUTE + (have - start) / SLOWEST
-            if have > most:
-                _drop(part)
-                raise RunError(f"{what}: the server sends more than {most:,} bytes; ask its author")
-            with writing(part):
-                faults.point("cache.fetch.bytes", len(piece))
-                file.write(piece)
-                file.flush()
-    if (exact and have < most) or have - start < (_length(answer) or 0):
-        raise Passing(f"the answer ended after {have:,} bytes")
 
 
 def _drop(part: Path) -> None:
@@ -340,28 +312,22 @@ def _size(part: Path) -> int:
 
 _REASONS = (
     ("certificate", "final", "its certificate is not valid; check the address"),
-    ("wrong_version_number", "final", "the server does not speak https there; check the address"),
-    ("http_request", "final", "the server does not speak https there; check the address"),
+    ("wrong_version_number|http_request", "final", "the server does not speak https there; check the address"),
     ("ssl: ", "", "the encrypted connection failed"),
-    ("resol", "far", "the name of the server is not known; is there a connection?"),
-    ("name or service", "far", "the name of the server is not known; is there a connection?"),
-    ("nodename", "far", "the name of the server is not known; is there a connection?"),
+    ("resol|name or service|nodename", "far", "the name of the server is not known; is there a connection?"),
     ("refused", "far", "the connection was refused"),
-    ("unreachable", "far", "the network does not reach the server"),
-    ("no route", "far", "the network does not reach the server"),
+    ("unreachable|no route", "far", "the network does not reach the server"),
     ("connecttimeout", "far", "the server does not answer"),
-    ("timed out", "", "the server does not answer"),
-    ("timeout", "", "the server does not answer"),
+    ("timed out|timeout", "", "the server does not answer"),
     ("reset", "", "the connection was reset"),
     ("incompleteread", "", "the answer broke off"),
-    ("closed", "", "the server closed the connection"),
-    ("disconnected", "", "the server closed the connection"),
+    ("closed|disconnected", "", "the server closed the connection"),
 )
-"""What the text of an error contains -> `final`: it will not pass; `far`: no server was reached; and words for it."""
+"""What the text of an error matches -> `final`: it will not pass; `far`: no server was reached; and words for it."""
 
 
 def reason(error: BaseException) -> tuple[str, str]:
     """An error of a connection in words, and its kind, see `_REASONS`."""
     text = f"{type(error).__name__} {error}".lower()
-    found = next(((words, kind) for known, kind, words in _REASONS if known in text), None)
+    found = next(((words, kind) for known, kind, words in _REASONS if re.search(known, text)), None)
     return found or (f"the connection failed ({type(error).__name__})", "")

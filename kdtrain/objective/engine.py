@@ -21,7 +21,7 @@ weight (V and padding), K kept entries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,25 +59,16 @@ class Request:
     """True if the host knows that beta is 1, which it cannot read from a GPU."""
     compile: bool = False
     """torch.compile the elementwise work of a chunk."""
-    chunk: int | None = None
-    """Rows of a chunk, instead of `chunk_rows`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pass:
-    """One pass over all rows: the request, and what follows from the inputs."""
-
-    request: Request
-    head: OutputHead
-    """Scale and soft cap of the head."""
-    chunk: int
-    """Rows of a chunk."""
-    wanted: frozenset[str]
+    chunk: int = 0
+    """Rows of a chunk; 0 for `chunk_rows`."""
+    head: OutputHead = field(default_factory=OutputHead)
+    """Scale and soft cap of the head; `fused_loss` fills this in, and what follows."""
+    wanted: frozenset[str] = frozenset()
     """The inputs that require a gradient: hidden, weight, bias, beta."""
 
     def compile_small(self, device: torch.device) -> bool:
         """Compile the loss of a chunk too: a hundred small operations, slow to start on a GPU; a CPU gains nothing."""
-        return self.request.compile and device.type != "cpu"
+        return self.compile and device.type != "cpu"
 
 
 @torch.compiler.disable
@@ -95,16 +86,16 @@ def fused_loss(hidden_ND: Tensor, head: OutputHead, beta: Tensor, request: Reque
     differentiable = [k for k, v in inputs.items() if torch.is_grad_enabled() and v is not None and v.requires_grad]
     chunk = request.chunk or chunk_rows(request.vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
     form = replace(head, weight=None, bias=None)
-    this = Pass(request=request, head=form, chunk=chunk, wanted=frozenset(differentiable))
-    return _Fused.apply(this, *inputs.values())
+    request = replace(request, head=form, chunk=chunk, wanted=frozenset(differentiable))
+    return _Fused.apply(request, *inputs.values())
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, this: Pass, hidden_ND: Tensor, weight_PD: Any, bias_P: Any, beta: Tensor) -> Any:
-        with torch.autocast(hidden_ND.device.type, enabled=False), matmul.more_graphs(this.request.compile):
-            loss, sums, ctx.gradients = _run(this, hidden_ND, weight_PD, bias_P, beta)
-        ctx.kernels = this.request.compile and kernels.available(hidden_ND.device)
+    def forward(ctx: Any, request: Request, hidden_ND: Tensor, weight_PD: Any, bias_P: Any, beta: Tensor) -> Any:
+        with torch.autocast(hidden_ND.device.type, enabled=False), matmul.more_graphs(request.compile):
+            loss, sums, ctx.gradients = _run(request, hidden_ND, weight_PD, bias_P, beta)
+        ctx.kernels = request.compile and kernels.available(hidden_ND.device)
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden_ND, weight_PD, bias_P, beta)]
         ctx.mark_non_differentiable(sums)
         return loss, sums
@@ -131,20 +122,20 @@ def _scale(gradient: Tensor, factor: Tensor, use_kernels: bool) -> None:
         gradient.mul_(factor.to(gradient.dtype))
 
 
-def _run(this: Pass, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor | None, beta: Tensor) -> Any:
+def _run(request: Request, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor | None, beta: Tensor) -> Any:
     """Value, sums and the four gradients (None where not wanted)."""
-    request, targets = this.request, this.request.rows.targets
-    head = replace(this.head, weight=weight_PD, bias=bias_P)
+    targets = request.rows.targets
+    head = replace(request.head, weight=weight_PD, bias=bias_P)
     # A bias sums its gradient over the rows, which must not be rounded before.
-    narrow = bool(this.wanted) and "bias" not in this.wanted
-    weighs = "weight" in this.wanted
-    student = ChunkLogits(hidden_ND, head, request.vocab_size, this.chunk, request.compile, narrow, weighs)
+    narrow = bool(request.wanted) and "bias" not in request.wanted
+    weighs = "weight" in request.wanted
+    student = ChunkLogits(hidden_ND, head, request.vocab_size, request.chunk, request.compile, narrow, weighs)
     beta = beta.detach().double()
-    grads = _empty_gradients(this, hidden_ND, weight_PD, bias_P, beta)
+    grads = _empty_gradients(request, hidden_ND, weight_PD, bias_P, beta)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
-    measure = (_Entries if targets is None or targets.width is None else _WholeRows)(this, beta, student.dtype)
-    for start in range(0, len(hidden_ND), this.chunk):
-        part = slice(start, start + this.chunk)
+    measure = (_Entries if targets is None or targets.width is None else _WholeRows)(request, beta, student.dtype)
+    for start in range(0, len(hidden_ND), request.chunk):
+        part = slice(start, start + request.chunk)
         hidden_RD = hidden_ND[part]
         loss, sums, dbeta, dz_RV = measure(student(hidden_RD), part, student.narrow(start, len(hidden_RD)))
         found.append((loss, sums, dbeta))
@@ -160,7 +151,7 @@ def _run(this: Pass, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor
     return loss.to(student.dtype), sums, list(grads.values())
 
 
-def _empty_gradients(this: Pass, hidden_ND: Tensor, weight_PD: Any, bias_P: Any, beta: Tensor) -> dict[str, Any]:
+def _empty_gradients(request: Request, hidden_ND: Tensor, weight_PD: Any, bias_P: Any, beta: Tensor) -> dict[str, Any]:
     """Zeros for the wanted gradients; of the weight's only the padding, as the first chunk overwrites the rest."""
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     # fp16 hidden gradients wait in fp32 for the loss scale that keeps them from underflowing.
@@ -168,13 +159,13 @@ def _empty_gradients(this: Pass, hidden_ND: Tensor, weight_PD: Any, bias_P: Any,
     inputs = {"hidden": hidden_ND, "weight": weight_PD, "bias": bias_P, "beta": beta}
     dtypes = {"hidden": stored, "weight": wide, "bias": wide, "beta": beta.dtype}
     found: dict[str, Any] = dict.fromkeys(inputs)
-    for name in (each for each in inputs if each in this.wanted):
+    for name in (each for each in inputs if each in request.wanted):
         like, own = inputs[name], dtypes[name]
         if name == "weight" and like.dtype != own:  # rounded at the end, and returned
             found[name] = matmul.take_buffer("weight gradient", *like.shape, dtype=own, device=like.device)
         else:
             found[name] = torch.empty(like.shape, dtype=own, device=like.device)
-        (found[name][this.request.vocab_size :] if name == "weight" and len(hidden_ND) else found[name]).zero_()
+        (found[name][request.vocab_size :] if name == "weight" and len(hidden_ND) else found[name]).zero_()
     return found
 
 
@@ -207,13 +198,13 @@ Chunk = tuple[Tensor, Tensor, Tensor, Tensor | None]
 class _WholeRows:
     """The loss of one chunk after another with targets of whole rows."""
 
-    def __init__(self, this: Pass, beta: Tensor, dtype: torch.dtype) -> None:
-        self.this, self.beta, self.beta_z, self.slopes = this, beta, beta.to(dtype), "beta" in this.wanted
-        assert this.request.rows.targets is not None
-        self.reader = this.request.rows.targets.reader(this.chunk, this.request.compile)
+    def __init__(self, request: Request, beta: Tensor, dtype: torch.dtype) -> None:
+        self.request, self.beta, self.beta_z, self.slopes = request, beta, beta.to(dtype), "beta" in request.wanted
+        assert request.rows.targets is not None
+        self.reader = request.rows.targets.reader(request.chunk, request.compile)
 
     def __call__(self, z_RV: Tensor, part: slice, into_RV: Tensor | None) -> Chunk:
-        this, request, compiled = self.this, self.this.request, self.this.request.compile
+        request, compiled = self.request, self.request.compile
         rows = request.rows[part].harmless(request.vocab_size)
         assert rows.targets is not None
         pair = Pair(z_RV, rows.targets.row_logprobs(self.reader), self.beta_z)
@@ -223,13 +214,13 @@ class _WholeRows:
         values = maybe_compiled(measure_dense, compiled)(pair, sums, request.divergence, self.slopes)
         if request.at_one:
             values = values._replace(at_one=maybe_compiled(value_dense, compiled)(pair, sums, request.divergence))
-        found = maybe_compiled(weigh, this.compile_small(z_RV.device))(
-            request.dense_loss, label_R, sums, values, self.beta, rows, self.slopes, bool(this.wanted)
+        found = maybe_compiled(weigh, request.compile_small(z_RV.device))(
+            request.dense_loss, label_R, sums, values, self.beta, rows, self.slopes, bool(request.wanted)
         )
-        if not this.wanted:
+        if not request.wanted:
             return found.loss, found.sums, found.beta, None
         spread = maybe_compiled(spread_dense, compiled)
-        spread(pair, sums, values.g, found, rows.labels, request.divergence, this.head, into_RV)
+        spread(pair, sums, values.g, found, rows.labels, request.divergence, request.head, into_RV)
         return found.loss, found.sums, found.beta, z_RV if into_RV is None else into_RV
 
 
@@ -238,42 +229,42 @@ class _Entries:
 
     reader = None
 
-    def __init__(self, this: Pass, beta: Tensor, dtype: torch.dtype) -> None:
-        self.this, self.beta, self.beta_z, self.slopes = this, beta, beta.to(dtype), "beta" in this.wanted
-        rows = this.request.rows.harmless(this.request.vocab_size)
+    def __init__(self, request: Request, beta: Tensor, dtype: torch.dtype) -> None:
+        self.request, self.beta, self.beta_z, self.slopes = request, beta, beta.to(dtype), "beta" in request.wanted
+        rows = request.rows.harmless(request.vocab_size)
         self.distils = rows.targets is not None
         if rows.targets is None:
             self.entries = Entries.of_labels(rows.labels)
         else:
-            self.entries = rows.targets.entries(rows.labels, this.request.vocab_size)
+            self.entries = rows.targets.entries(rows.labels, request.vocab_size)
             targets = rows.targets.at(beta)
-            is_one = this.request.stays_one or (readable(beta) and beta.item() == 1.0)
+            is_one = request.stays_one or (readable(beta) and beta.item() == 1.0)
             if is_one and not self.slopes:  # the sums at beta are the plain ones
                 targets = targets.at_one()
             rows = replace(rows, targets=targets)
         self.rows, self.at_one = rows, rows.targets is not None and rows.targets.known_at_one
-        self.lines = torch.arange(this.chunk, device=rows.labels.device)[:, None]
+        self.lines = torch.arange(request.chunk, device=rows.labels.device)[:, None]
         cells = None if rows.targets is None else rows.targets.cells
         self.cells = None if cells is None else cells.to(rows.labels.device)
         folds = self.cells is not None and self.cells.folds and len(self.rows.labels)
-        self.totals = self.cells.totals(self.entries, this.chunk) if self.cells and folds else []
+        self.totals = self.cells.totals(self.entries, request.chunk) if self.cells and folds else []
 
     def __call__(self, z_RV: Tensor, part: slice, into_RV: Tensor | None) -> Chunk:
         rows, entries = self.rows[part], self.entries[part]
         folded = None
         if self.cells is not None and self.totals:
-            folded = self.cells.fold(z_RV, entries, rows.labels, self.totals[part.start // self.this.chunk])
+            folded = self.cells.fold(z_RV, entries, rows.labels, self.totals[part.start // self.request.chunk])
         entries = entries.take(z_RV) if folded is None else folded.entries
-        this, request, head = self.this, self.this.request, self.this.head
+        request, head = self.request, self.request.head
         fused = request.compile and kernels.chosen(z_RV, into_RV, self.slopes, head.softcap)
         reduce = kernels.tail_stats if fused else maybe_compiled(reduce_logits, request.compile)
         tail = reduce(z_RV, self.beta_z, self.distils and not self.at_one, self.slopes)
-        if not this.wanted:
+        if not request.wanted:
             statistics, _ = tail.statistics(entries, self.beta)
             return *request.sparse_loss(statistics, self.beta, rows.double()), torch.zeros_like(self.beta), None
         dz_RV = z_RV if into_RV is None else into_RV
         at_type = dz_RV.dtype if folded is None else z_RV.dtype  # a cell's is not rounded twice
-        found = maybe_compiled(differentiate, this.compile_small(z_RV.device))(
+        found = maybe_compiled(differentiate, request.compile_small(z_RV.device))(
             request.sparse_loss, tail, self.beta, rows, entries, self.slopes, head, at_type
         )
         shares = Shares(tail.top, found.share, found.share_beta if self.distils else None)

@@ -18,7 +18,6 @@ Shape suffixes: N tokens, S width of a student's layer, D width of a teacher's.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,12 +38,16 @@ class HiddenLoss(nn.Module):
         kind: one of `KINDS`.
         widths: S and D of each pair.
         seed: of the projections that do not start as the identity; the global random state does not change.
+        layers: the numbers of each pair, of the student's layer and the teacher's.
     """
 
-    def __init__(self, kind: str, widths: Sequence[tuple[int, int]], seed: int = 0) -> None:
+    def __init__(
+        self, kind: str, widths: Sequence[tuple[int, int]], seed: int = 0, layers: Sequence[tuple[int, int]] = ()
+    ) -> None:
         super().__init__()
         assert kind in KINDS
         self.kind = kind
+        self.student_layers, self.teacher_layers = (tuple(pair[side] for pair in layers) for side in (0, 1))
         generator, self.projections = torch.Generator().manual_seed(seed), nn.ParameterList()
         for narrow, wide in widths:
             start = torch.eye(wide)
@@ -73,6 +76,12 @@ class HiddenLoss(nn.Module):
                     distance_N = 1.0 - F.cosine_similarity(own_ND, other_ND, dim=-1)
                 sums.append(distance_N.masked_fill(~mask_N, 0.0).sum())
             return torch.stack(sums).mean()
+
+    def describe(self) -> str:
+        """Return the compared layers, on one line."""
+        pairs = zip(self.student_layers, self.teacher_layers, self.projections, strict=True)
+        shown = ", ".join(f"{own} to {other} ({w.shape[1]} -> {w.shape[0]})" for own, other, w in pairs)
+        return f"hidden-state loss {self.kind} of the student's layers to the teacher's: {shown}"
 
 
 def layer_pairs(wanted: str, student_layers: int, teacher_layers: int) -> list[tuple[int, int]]:
@@ -109,24 +118,9 @@ def layer_pairs(wanted: str, student_layers: int, teacher_layers: int) -> list[t
     return pairs
 
 
-@dataclass(frozen=True)
-class HiddenPlan:
-    """The hidden-state loss with its projections, and the layers it compares."""
-
-    loss: HiddenLoss
-    student_layers: tuple[int, ...]
-    teacher_layers: tuple[int, ...]
-
-    def describe(self) -> str:
-        """Return the compared layers, on one line."""
-        pairs = zip(self.student_layers, self.teacher_layers, self.loss.projections, strict=True)
-        shown = ", ".join(f"{own} to {other} ({w.shape[1]} -> {w.shape[0]})" for own, other, w in pairs)
-        return f"hidden-state loss {self.loss.kind} of the student's layers to the teacher's: {shown}"
-
-
 def plan_hidden_loss(
     objective: ObjectiveConfig, student: SplitModel, teacher: Any | None, seed: int
-) -> HiddenPlan | None:
+) -> HiddenLoss | None:
     """Return the hidden-state loss of `objective`, on the student's device; None where it has none.
 
     teacher: the online one, whose `layer_widths` are compared.
@@ -144,5 +138,5 @@ def plan_hidden_loss(
         )
     theirs = teacher.layer_widths()
     pairs = layer_pairs(objective.hidden_layers, len(own) - 1, len(theirs) - 1)
-    loss = HiddenLoss(objective.hidden_loss, [(own[s], theirs[t]) for s, t in pairs], seed)
-    return HiddenPlan(loss.to(student.model.device), *(tuple(layers) for layers in zip(*pairs, strict=True)))
+    loss = HiddenLoss(objective.hidden_loss, [(own[s], theirs[t]) for s, t in pairs], seed, pairs)
+    return loss.to(student.model.device)

@@ -222,7 +222,7 @@ def distillation_loss(
         at_one=at_one,
         stays_one=not isinstance(temperature, Tensor) and temperature == 1,
         compile=compile,
-        chunk=chunk,
+        chunk=chunk or 0,
     )
     loss, sums = fused_loss(hidden_ND, head, 1.0 / scalar(temperature, hidden_ND.device), request)
     none = torch.zeros_like(sums[0])

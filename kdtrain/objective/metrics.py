@@ -28,10 +28,6 @@ from kdtrain.objective.logits import chunk_logits, chunk_rows, whole_head
 from kdtrain.objective.targets import Supervision, Targets
 
 BINS = 15
-_MAY_BE_UNKNOWN = (
-    *("kl", "teacher_cross_entropy", "agreement", "acceptance"),
-    *("bytes", "teacher_bytes", "compared"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +73,7 @@ class Metrics:
         names = [f.name for f in fields(cls)]
         plain, bins = names[:-3], names[-3:]
         sums: dict[str, object] = dict(zip(plain, vector, strict=False))
-        for name in _MAY_BE_UNKNOWN:
+        for name in (f.name for f in fields(cls) if str(f.type) == "float | None"):
             sums[name] = None if math.isnan(sums[name]) else sums[name]  # type: ignore[arg-type]
         for i, name in enumerate(bins):
             sums[name] = tuple(vector[len(plain) + i * BINS : len(plain) + (i + 1) * BINS])

@@ -76,6 +76,8 @@ class Targets(ABC):
     """True for targets that know the teacher's most likely token."""
     forward_only = False
     """True for targets from which forward KL alone can be computed, whatever else they say."""
+    floored: tuple[str, ...] = ()
+    """The tensors whose blank rows are `FLOOR`, not 0."""
     cells: CellIndex | None = None
     """Groups of tokens that `entries` are, in place of tokens."""
     parts: tuple[tuple[int, Targets | None], ...] = ()
@@ -116,9 +118,9 @@ class Targets(ABC):
         """The tensors by name, finite unless the teacher's numbers are broken."""
         return self._tensors()
 
-    @abstractmethod
     def where(self, keep_N: Tensor) -> Self:
         """The same with finite numbers in the rows outside `keep_N`, whatever they held (NaN, inf)."""
+        return self.map(lambda name, tensor: _keep(tensor, keep_N, FLOOR if name in self.floored else 0))
 
     def without_absent(self, vocab_size: int) -> Self:
         """The same with weight 0 at entries that are absent."""
@@ -258,6 +260,7 @@ class SparseTargets(Targets):
 
     width = None
     has_tail = True
+    floored = ("logprobs",)
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -385,9 +388,6 @@ class SparseTargets(Targets):
     def double(self) -> SparseTargets:
         return self.map(lambda name, tensor: tensor if name == "ids" else tensor.double())
 
-    def where(self, keep_N: Tensor) -> SparseTargets:
-        return self.map(lambda name, tensor: _keep(tensor, keep_N, FLOOR if name == "logprobs" else 0))
-
     def entries(self, labels_N: Tensor, vocab_size: int) -> Entries:
         absent_NK = self.ids >= vocab_size
         first_N1 = self.ids[:, :1].masked_fill(absent_NK[:, :1], 0)
@@ -467,9 +467,6 @@ class DenseTargets(Targets):
         mass_N = torch.logsumexp(kept_NV, dim=-1)
         return DenseTargets(kept_NV - mass_N[:, None], self.label_logprob - mass_N)
 
-    def where(self, keep_N: Tensor) -> DenseTargets:
-        return self.map(lambda _, tensor: _keep(tensor, keep_N, 0.0))
-
     def shown(self) -> dict[str, Tensor]:
         return {name: each.clamp_min(FLOOR) for name, each in self._tensors().items()}
 
@@ -515,9 +512,6 @@ class OnlineTargets(Targets):
         kept = self if keep_N is None else self.where(keep_N)
         values_N = kept.by_parts(lambda part: part.resolved().log_partition(beta))
         return values_N if keep_N is None else _keep(values_N, keep_N, 0.0)
-
-    def where(self, keep_N: Tensor) -> OnlineTargets:
-        return self.map(lambda _, tensor: _keep(tensor, keep_N, 0))
 
     def reader(self, chunk: int, compile: bool) -> ChunkLogits:
         return ChunkLogits(self.hidden, self.head, self.width, chunk, compile)

@@ -44,11 +44,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 from transformers.integrations import moe
 
 from kdtrain.config import CacheTeacherConfig, DistillConfig, ParallelConfig
@@ -60,11 +60,11 @@ from kdtrain.models.frozen import frozen_bytes, pack
 from kdtrain.models.head import layers_of
 from kdtrain.models.hub import attention_option, never_asking
 from kdtrain.models.loading import checkpoint_activations
-from kdtrain.models.scratch import configuration, layers_config, parameter_count
-from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.scratch import configuration, parameter_count
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.monitor.progress import log
-from kdtrain.objective.logits import chunk_rows, weight_chunks
+from kdtrain.objective.logits import WEIGHT_CHUNKS, chunk_rows
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import all_gather_object, is_main, world_size
@@ -126,7 +126,7 @@ def model_footprint(
         UsageError: there is no such model, or transformers does not know its type.
         Exception: of any kind, if a model does not run without numbers.
     """
-    config = _configuration(spec, vocab_size)
+    config = configuration(spec, vocab_size)
     with FakeTensorMode(), torch.random.fork_rng(devices=[]), never_asking(), ExitStack() as after:
         after.callback(setattr, moe, "_can_use_grouped_mm", moe._can_use_grouped_mm)
         moe._can_use_grouped_mm = lambda *_: False  # without numbers, torch's product is for bf16 alone
@@ -180,36 +180,27 @@ def model_footprint(
         )
 
 
-def _configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
-    if spec.init == "teacher-layers" and spec.config is None:
-        return layers_config(_configuration(read_spec(cast(str, spec.teacher), "teachers"), None), spec.layers)
-    return configuration(spec, vocab_size)
-
-
 def _forward(model: Any, seq_len: int, mode: str) -> tuple[int, float, float]:
     """D of the last hidden states, and the bytes that autograd keeps of other tensors: a token, and once a forward."""
-    (width, one), (_, two) = (_kept(model, sequences, seq_len, mode) for sequences in (1, 2))
-    return width, (two - one) / seq_len, max(2.0 * one - two, 0.0)
-
-
-def _kept(model: Any, sequences: int, seq_len: int, mode: str) -> tuple[int, int]:
-    """D of the last hidden states, and the bytes that autograd keeps of a forward besides the model's own tensors."""
     own = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
-    kept = {}  # the storages themselves, so that no address is reused
+    dtype, sizes = head_dtype(mode), []
+    for sequences in (1, 2):
+        kept: dict[int, Any] = {}  # the storages themselves, so that no address is reused
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage
-        return tensor
+        def keep(tensor: torch.Tensor, kept: dict[int, Any] = kept) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                kept[storage._cdata] = storage
+            return tensor
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode)
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None),
-    ):
-        result = model.base_model(input_ids=torch.zeros(sequences, seq_len, dtype=torch.int64), use_cache=False)
-    return int(result.last_hidden_state.shape[-1]), sum(each.nbytes() for each in kept.values())
+        with (
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+            torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None),
+        ):
+            result = model.base_model(input_ids=torch.zeros(sequences, seq_len, dtype=torch.int64), use_cache=False)
+        sizes.append(sum(each.nbytes() for each in kept.values()))
+    one, two = sizes
+    return int(result.last_hidden_state.shape[-1]), (two - one) / seq_len, max(2.0 * one - two, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,51 +365,51 @@ def estimated(plan: MemoryPlan, job: Job, world: int) -> MemoryPlan:
 
 def _moments(plan: MemoryPlan, job: Job, world: int) -> dict[str, dict[str, float]]:
     """Bytes by part at each moment."""
-    student, teacher, tokens = job.student, job.teacher, job.micro(world) * job.seq_len
-    shared = (plan.shard_size or world) if plan.student == "fsdp" else 1
-    root, in_layer = student.parameters - student.in_layers, student.in_layers / max(student.layers, 1)
-    whole, masters = 4.0 * student.trained, (4 + job.state_bytes) * student.trained / shared
-    weights = masters + student.frozen_bytes * student.frozen / shared
-    state = {"weights and moments": weights, "snapshots": job.snapshots * masters}
-    state["copy for the save"] = masters if job.copies else 0.0
-    teaching = 0.0
-    if teacher is not None:
-        sharded = (plan.shard_size or world) if plan.teacher == "fsdp" else 1
-        state["teacher"] = _teacher_held(teacher, sharded) + 4.0 * tokens * teacher.width
-        teaching = _of_a_layer(teacher, tokens)  # nothing is kept
-    gathered = state | {"gathered": 4.0 * root + 2 * job.compute_bytes * in_layer if shared > 1 else 0.0}
+    student, teacher, tokens, narrow = job.student, job.teacher, job.micro(world) * job.seq_len, job.compute_bytes == 2
+    shared, by_teacher = ((plan.shard_size or world) if each == "fsdp" else 1 for each in (plan.student, plan.teacher))
+    masters, whole = (4 + job.state_bytes) * student.trained / shared, 4.0 * student.trained
+    root, layers = student.parameters - student.in_layers, max(student.layers, 1)
+    always = {
+        "weights and moments": masters + student.frozen_bytes * student.frozen / shared,
+        "snapshots": job.snapshots * masters,
+        "copy for the save": masters * job.copies,
+        "teacher": 0.0 if teacher is None else _teacher_held(teacher, by_teacher) + 4.0 * tokens * teacher.width,
+        "gathered": 0.0 if shared == 1 else 4.0 * root + 2 * job.compute_bytes * student.in_layers / layers,
+    }
 
     # DDP's buckets, of which gradients are views, exist from the first step on.
-    buckets = {"gradients": whole if plan.student == "ddp" else 0.0}
     adds_up = plan.student == "ddp" or job.batch_size > job.micro(world) * world
     held = whole if plan.accumulate == "whole" else whole / shared  # by the micro-batches before
     gradients = whole
     if shared > 1:  # the shards, and either all until they are reduced, or those of the root and two layers
-        all_of_them = adds_up and plan.accumulate == "whole"
-        trained_in_layer = (student.in_layers - student.frozen_in_layers) / max(student.layers, 1)
         trained_root = root - (student.frozen - student.frozen_in_layers)
-        gradients = whole / shared + (whole if all_of_them else 4.0 * (trained_root + 2 * trained_in_layer))
+        some = 4.0 * (trained_root + 2 * (student.in_layers - student.frozen_in_layers) / layers)
+        gradients = whole / shared + (whole if adds_up and plan.accumulate == "whole" else some)
 
-    head_weight = student.vocabulary * student.width
+    head_weight, trains_head = student.vocabulary * student.width, not student.frozen_head
     kind = " ".join(["compiled"] * job.compiled + ["online"] * (teacher is not None)) or "cached"
-    head = (0.0 if student.frozen_head else 4.0 * head_weight) + 2.0 * job.compute_bytes * tokens * student.width
-    head += 2.0 * head_weight if job.compute_bytes == 2 else 0.0
-    head += LOGITS[kind] * 4.0 * min(job.chunk_rows, tokens) * student.vocabulary
-    waiting = 0 if student.frozen_head else job.waiting_rows
-    head += 2.0 * min(waiting, max(tokens - job.chunk_rows, 0)) * student.vocabulary
+    waiting = min(job.waiting_rows * trains_head, max(tokens - job.chunk_rows, 0))
+    head = (4.0 * trains_head + 2.0 * narrow) * head_weight + 2.0 * job.compute_bytes * tokens * student.width
+    head += (LOGITS[kind] * 4.0 * min(job.chunk_rows, tokens) + 2.0 * waiting) * student.vocabulary
     kept, once = student.kept, student.kept_once
     if job.activation_checkpointing:
         kept, once = student.kept_by_checkpoints, student.kept_once_by_checkpoints
-    if shared > 1 and job.compute_bytes == 2:  # the layers' weights are gathered so, and freed
+    if shared > 1 and narrow:  # the layers' weights are gathered so, and freed
         once = max(once - 2.0 * student.in_layers, 0.0)
-    at_head = {"gradients": held if adds_up else 0.0, "activations": tokens * kept + once, "output head": head}
-    embedding = 4.0 * head_weight if student.tied and not student.frozen_head else 0.0
-    at_end = {"gradients": gradients + embedding, "activations": _of_a_layer(student, tokens)}
-    return {
-        "teach": gathered | buckets | {"teacher's forward": teaching},
-        "head": gathered | at_head,
-        "backward": gathered | at_end,
+    embedding = 4.0 * head_weight * (student.tied and trains_head)
+    at = {
+        "teach": {
+            "gradients": whole if plan.student == "ddp" else 0.0,
+            "teacher's forward": 0.0 if teacher is None else _of_a_layer(teacher, tokens),  # nothing is kept
+        },
+        "head": {
+            "gradients": held if adds_up else 0.0,
+            "activations": tokens * kept + once,
+            "output head": head,
+        },
+        "backward": {"gradients": gradients + embedding, "activations": _of_a_layer(student, tokens)},
     }
+    return {moment: always | parts for moment, parts in at.items()}
 
 
 def _of_a_layer(model: ModelFootprint, tokens: int) -> float:
@@ -489,7 +480,7 @@ def job_of(
         micro_batch_size=config.micro_batch_given,
         seq_len=seq_len,
         chunk_rows=rows,
-        waiting_rows=(weight_chunks(device.type) - 1) * rows if narrow == torch.bfloat16 else 0,
+        waiting_rows=(WEIGHT_CHUNKS.get(device.type, 1) - 1) * rows if narrow == torch.bfloat16 else 0,
         compute_bytes=4 if narrow is None else 2,
         activation_checkpointing=config.activation_checkpointing,
         compiled=config.precision.compile and config.guards.nan_hooks != "always",
@@ -506,7 +497,7 @@ def student_footprint(student: ModelSpec, vocab_size: int | None, **how: Any) ->
 
 def student_parameters(student: ModelSpec, vocab_size: int | None) -> int:
     """The parameters of a student without adapters, also of one that does not run without numbers."""
-    config = _configuration(student, _vocabulary(student, vocab_size))
+    config = configuration(student, _vocabulary(student, vocab_size))
     return parameter_count(student.name, config, trust_remote_code=student.trust_remote_code)
 
 

@@ -79,7 +79,8 @@ class SingleProcess:
         yield
 
     def reshard(self) -> None:
-        """Free the weights that a forward without a backward has gathered."""
+        """Free the weights that a forward without a backward has gathered, before others are loaded."""
+        reshard(self.model)
 
 
 class Replicated(SingleProcess):
@@ -147,10 +148,6 @@ class Sharded(SingleProcess):
         model.set_requires_gradient_sync(last or self.accumulate == "sharded")
         model.set_requires_all_reduce(last)
         yield
-
-    def reshard(self) -> None:
-        """Drop the gathered root, which would be out of date once weights are loaded."""
-        reshard(self.model)
 
 
 def parallelize(student: Any, kind: str, accumulate: str = "whole") -> SingleProcess:

@@ -36,7 +36,6 @@ from kdtrain.precision.linear import Backend, Emulated, Product, Switch, convert
 from kdtrain.precision.modes import has_bf16, head_dtype, pick_mode
 
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-_REAL_SINCE = (8, 9)
 
 QUANTIZED = ("fp8", "mxfp8", "mxfp4")
 """The modes whose linear layers are quantised."""
@@ -47,12 +46,7 @@ wrapper."""
 
 def why_not_torchao(device: torch.device) -> str | None:
     """Why torchao cannot be used on `device`, or None."""
-    reason = _why_not_import("torchao.float8")
-    if reason is not None:
-        return reason
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _REAL_SINCE:
-        return _too_old(device)
-    return None
+    return _why_not_import("torchao.float8") or (why_not_real(device) if device.type == "cuda" else None)
 
 
 def why_not_transformer_engine(device: torch.device) -> str | None:
@@ -74,12 +68,8 @@ def why_not_real(device: torch.device) -> str | None:
     """Why no fp8 product on `device` is faster than a bf16 one, or None."""
     if device.type != "cuda":
         return "no CPU instruction multiplies fp8"
-    return None if torch.cuda.get_device_capability(device) >= _REAL_SINCE else _too_old(device)
-
-
-def _too_old(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
-    return f"compute capability {major}.{minor}, and fp8 needs 8.9"
+    return None if (major, minor) >= (8, 9) else f"compute capability {major}.{minor}, and fp8 needs 8.9"
 
 
 def _why_not_import(name: str) -> str | None:
@@ -149,8 +139,7 @@ class Torchao:
 
     def product(self, layer: nn.Module, inputs: int, outputs: int) -> Product:
         """The product for a layer."""
-        settings = [_converted(inputs, outputs, self.recipe, high) for high in (False, True)]
-        return _TorchaoProduct(settings[0], settings[1])
+        return _TorchaoProduct(*(_converted(inputs, outputs, self.recipe, high) for high in (False, True)))
 
 
 class _TorchaoProduct:
@@ -367,14 +356,12 @@ def choose(mode: str, wanted: str, recipe: FormatRecipe, scaling: str, device: t
     Raises:
         UsageError: the named back end does not support the recipe.
     """
-    refuse_recipe(mode, wanted, recipe, scaling)
     tried: list[str] = []
     for name in _ORDER if wanted == "auto" else [wanted]:
-        if name != wanted:
-            try:
-                refuse_recipe(mode, name, recipe, scaling)
-            except UsageError:
+        if (unsupported := _unsupported(mode, name, recipe, scaling)) is not None:
+            if wanted == "auto":
                 continue
+            raise UsageError(f"--fp8-backend {name} {unsupported}")
         found = capability(mode, name, device, recipe)
         if found.works and (found.real or wanted != "auto" or name == "emulated"):
             kind = "real" if found.real else "emulated" if name == "emulated" else "not faster here"
@@ -401,21 +388,18 @@ def make_recipe(mode: str, scaling: str, form: str | None, control: ScalingContr
     return FormatRecipe(kind, *elements, control, stochastic)
 
 
-def refuse_recipe(mode: str, backend: str, recipe: FormatRecipe, scaling: str) -> None:
-    """UsageError: the named back end does not support the mode or the recipe."""
-    if backend == "auto":
-        return
+def _unsupported(mode: str, backend: str, recipe: FormatRecipe, scaling: str) -> str | None:
+    """Why a back end cannot make the mode or the recipe, and what to do; None if it can."""
     entry: BackendEntry = BACKENDS.get(backend)
     if mode not in entry.modes:
-        raise UsageError(f"--fp8-backend {backend} has no {mode}; leave it out, {mode} is emulated everywhere")
+        return f"has no {mode}; leave it out, {mode} is emulated everywhere"
     if scaling not in entry.scalings:
-        raise UsageError(f"--fp8-backend {backend} has no --fp8-recipe {scaling}; use {', '.join(entry.scalings)}")
+        return f"has no --fp8-recipe {scaling}; use {', '.join(entry.scalings)}"
     if recipe.forward == "e5m2" and not entry.every_recipe:
-        raise UsageError(
-            f"--fp8-backend {backend} has no pure e5m2; use --fp8-format hybrid, or --fp8-backend emulated"
-        )
+        return "has no pure e5m2; use --fp8-format hybrid, or --fp8-backend emulated"
     if recipe.stochastic and not entry.every_recipe:
-        raise UsageError(f"--fp8-backend {backend} does not round stochastically; use --fp8-backend emulated")
+        return "does not round stochastically; use --fp8-backend emulated"
+    return None
 
 
 def _why_not_a_product(backend: Backend, device: torch.device) -> str | None:

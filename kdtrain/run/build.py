@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from kdtrain.cache.format.manifest import refuse_tokenizer
-from kdtrain.models.adapters import adapter_parts, restrict
+from kdtrain.models.adapters import adapter_parts, frozen_names, restrict
 from kdtrain.models.attention import choose_kernel
-from kdtrain.models.frozen import pack_student
+from kdtrain.models.frozen import pack
 from kdtrain.models.head import SplitModel, router_weight, split
 from kdtrain.models.loading import (
     architecture,
@@ -21,7 +21,7 @@ from kdtrain.models.loading import (
 from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.models.tokenizer import digest_of, learn_ends, load_tokenizer
 from kdtrain.monitor.progress import log
-from kdtrain.objective.hidden import HiddenPlan, plan_hidden_loss
+from kdtrain.objective.hidden import HiddenLoss, plan_hidden_loss
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.parallel.parallelize import parallelize, shard
@@ -103,7 +103,8 @@ def _load_student(recipe: Recipe) -> SplitModel:
     student = split(model)
     restrict(student, spec.lora, config.freeze_head, config.seed)
     if spec.weights is not None:
-        pack_student(student, spec.weights, recipe.device)
+        pack(student.model, spec.weights, fused=student.fused, device=recipe.device)
+        student.frozen = frozen_names(student)
     refuse_vocabulary(student.vocab_size, facts.vocab_size, facts.tokenizer_size)
     check_fits(student, spec.name, facts.seq_len, facts.document_mask)
     if not student.fused:
@@ -140,7 +141,7 @@ def _quantize(recipe: Recipe, model: SplitModel) -> tuple[str, ...]:
     return *formats.lines, str(done)
 
 
-def _student(recipe: Recipe, model: SplitModel, hidden: HiddenPlan | None) -> Student:
+def _student(recipe: Recipe, model: SplitModel, hidden: HiddenLoss | None) -> Student:
     """The student and its objective as one module."""
     facts, formats, objective = recipe.facts, recipe.formats, recipe.config.objective
     if not facts.document_mask:
@@ -171,7 +172,7 @@ def _student(recipe: Recipe, model: SplitModel, hidden: HiddenPlan | None) -> St
         compile=recipe.compiles,
         compile_mode=recipe.config.precision.torch_compile_mode,
         by_layer=recipe.plan.student != "single",
-        hidden_loss=None if hidden is None else hidden.loss.to(recipe.device),
+        hidden_loss=None if hidden is None else hidden.to(recipe.device),
         hidden_weight=objective.hidden_weight,
         layers=() if hidden is None else hidden.student_layers,
         switch=formats.switch,

@@ -15,16 +15,15 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.build.live_capture import LiveCache
-from kdtrain.cache.build.rank_rounds import Progress
-from kdtrain.cache.build.writer import not_empty, write_cache
+from kdtrain.cache.build.writer import Progress, not_empty, write_cache
 from kdtrain.cache.format.codec import SAMPLING, CodecSpec, grid_name, grid_offset
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences, read_manifest
 from kdtrain.cache.format.names import MANIFEST, PIECES
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.read.rows import stored_rows
 from kdtrain.config import CacheTeacherConfig, DataConfig, DistillConfig
-from kdtrain.config.teachers import DEFAULT_PROMPT
+from kdtrain.config.sections import DEFAULT_PROMPT
 from kdtrain.data.corpus import documents_of, has_prompts, stated_text
 from kdtrain.data.masks import Counts, Masks
 from kdtrain.data.packed import PackedRow
@@ -60,7 +59,7 @@ _DAY = r"""strftime_now(\s+is\s+(not\s+)?defined|\(\s*(['"])(%[-_0^#]?[aAbBdejmy
 def build_cache(
     config: CacheTeacherConfig,
     teacher: Teacher,
-    refined: Cache | None = None,
+    refined: LocalCache | None = None,
     live: LiveCache | None = None,
     text: dict[str, Any] | None = None,
 ) -> Manifest | None:
@@ -98,7 +97,7 @@ def build_cache(
     if live is not None:
         folder = config.out.with_name(TEXT)
         on_main(lambda: build_tokens(folder, config.data, teacher.tokenizer, teacher.vocab_size))
-        there = (packed := Cache(folder)).manifest
+        there = (packed := LocalCache(folder)).manifest
         settings, rows, progress = live.begin(replace(settings, data=there.settings.data), packed)
         counts, text = there.text_counts or {}, there.text
     agree(settings.to_json)
@@ -168,7 +167,7 @@ def begun_with(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def refined_cache(where: str) -> Cache:
+def refined_cache(where: str) -> LocalCache:
     """The cache of --refine. UsageError: its samples cannot be added to."""
     cache = open_cache(where)
     settings, codec = cache.manifest.settings, cache.manifest.codec
@@ -187,7 +186,7 @@ def refined_cache(where: str) -> Cache:
     return cache
 
 
-def refuse_other_teacher(refined: Cache, teacher: Teacher, loaded: bool) -> None:
+def refuse_other_teacher(refined: LocalCache, teacher: Teacher, loaded: bool) -> None:
     """UsageError: the cache of --refine is of another teacher. loaded: False before any weights are."""
     settings = refined.manifest.settings
     there, here = settings.teacher or {}, dict(teacher.identity) if loaded else {}
@@ -230,7 +229,9 @@ def _requested(config: CacheTeacherConfig, teacher: Teacher, counts: Counts) -> 
     return settings, rows
 
 
-def validation_rows(config: CacheTeacherConfig, teacher: Teacher, refined: Cache | None, most: int) -> Iterator[Batch]:
+def validation_rows(
+    config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | None, most: int
+) -> Iterator[Batch]:
     """The first rows of the validation split that `build_cache` keeps, in batches."""
     if refined is None:
         rows = _text(config.data, teacher.tokenizer, config.splits(), {})["validation"]

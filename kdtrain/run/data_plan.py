@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import DistillConfig
 from kdtrain.models.spec import ModelSpec
@@ -57,7 +57,7 @@ class DataPlan:
 class CachedData(DataPlan):
     """One cache or a mixture of several, one that is captured while it is read, or another --source without text."""
 
-    def __init__(self, config: DistillConfig, caches: Sequence[str | Cache]) -> None:
+    def __init__(self, config: DistillConfig, caches: Sequence[str | LocalCache]) -> None:
         self.sources = open_sources(config, caches)
         self.facts = self.sources["train"].facts
 
@@ -90,9 +90,11 @@ def plan_data(
         return plan or CachedData(config, config.cache)
 
 
-def open_sources(config: DistillConfig, places: Sequence[Path | str | Cache]) -> dict[str, Source]:
+def open_sources(config: DistillConfig, places: Sequence[Path | str | LocalCache]) -> dict[str, Source]:
     """The splits train and validation of the caches in `places`, or of another --source."""
-    caches: list[Cache | None] = [each if isinstance(each, Cache) else open_cache(each) for each in places] or [None]
+    caches: list[LocalCache | None] = [
+        each if isinstance(each, LocalCache) else open_cache(each) for each in places
+    ] or [None]
     found: dict[str, list[Source]] = {}
     for split in ("train", "validation"):
         requests = (SourceRequest(split=split, cache=each, seed=config.seed) for each in caches)

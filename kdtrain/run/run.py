@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from kdtrain.models.adapters import fill_adapter, is_adapter
 from kdtrain.models.export import export_lock, export_model, is_export
 from kdtrain.models.frozen import whole_size
 from kdtrain.models.head import SplitModel
-from kdtrain.models.spec import at_commit
 from kdtrain.models.tokenizer import byte_lengths, load_tokenizer, tokenizer_files
 from kdtrain.monitor.progress import end_log, formula, log, setup_logging, warn_early
 from kdtrain.parallel.parallelize import part_of, reshard
@@ -395,7 +394,7 @@ class Run:
         if self.recipe.plan.student == "fsdp" or packed is not None:  # no rank holds the whole student
             path = self._best() if has_best else trainer.store.choose("latest")
             commit = getattr(student.model.config, "_commit_hash", None)  # of a model on the hub: what was loaded
-            base = at_commit(self.recipe.student, commit)
+            base = self.recipe.student if commit is None else replace(self.recipe.student, revision=commit)
             student, saved = student_at(path, torch.device("cpu"), base), load_saved(path).state
         elif has_best:
             checkpoint = load_saved(self._best())

@@ -137,7 +137,7 @@ def _reading_seconds(trial: Trial, step: int) -> float:
 
 def check_resume(trial: Trial) -> Check:
     """A step, and the same step after a save and a resume."""
-    trainer, name = trial.trainer, tiers.rolling_name(trial.trainer.state.progress.step)
+    trainer, name = trial.trainer, tiers.name_of("rolling", trial.trainer.state.progress.step)
     trainer.checkpoints.save(name)
     trainer.saver.wait()
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 from kdtrain.cache.format.spec import CodecSpec
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import DistillConfig, EvaluateConfig
-from kdtrain.config.across import partners
+from kdtrain.config.commands import partners
 from kdtrain.config.values import refuse
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
@@ -58,9 +58,9 @@ class AlignedData(TextData):
         for line in view.lines():
             log.info("%s", line)
 
-    def _cache(self) -> Cache:
+    def _cache(self) -> LocalCache:
         """The cache, or with an online teacher its own tokens of the text."""
-        return open_cache(self.config.cache[0]) if self.config.cache else Cache(self.config.out / TEXT)
+        return open_cache(self.config.cache[0]) if self.config.cache else LocalCache(self.config.out / TEXT)
 
 
 def aligned_data(config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None) -> AlignedData | None:

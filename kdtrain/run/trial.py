@@ -202,7 +202,7 @@ def _estimates(trial: Trial) -> dict[str, Any]:
         state.own_tensors(),
         packed(state.snapshots),
     )
-    stall = trainer.saver.save([tiers.rolling_name(step)], step, tensors, numbers, kept=snapshots)
+    stall = trainer.saver.save([tiers.name_of("rolling", step)], step, tensors, numbers, kept=snapshots)
     trainer.saver.wait()
     saving = time.perf_counter() - started
     files = (file for file in trainer.store.folder.rglob("*") if file.is_file() and not file.is_symlink())

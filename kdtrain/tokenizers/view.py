@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from kdtrain.cache.format.names import CELLS, TOKENIZER
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.data.bytes import TokenBytes
 from kdtrain.data.spelling import DEEP, Spelling
 from kdtrain.errors import RunError, UsageError, printable
@@ -47,7 +47,7 @@ _AT_ONCE = {"cpu": 128, "cuda": 2048}
 class View:
     """A finished view, and the cache that it is of. UsageError: it is damaged, or of another cache."""
 
-    def __init__(self, folder: Path, cache: Cache) -> None:
+    def __init__(self, folder: Path, cache: LocalCache) -> None:
         self.folder, self.cache = folder, cache
         self.record = ViewRecord.read(folder)
         if self.record.settings["cache"] != cache.manifest.digest:

@@ -27,7 +27,7 @@ import torch
 from kdtrain import faults
 from kdtrain.cache.build.folder import copy_tokenizer
 from kdtrain.cache.format.names import CELLS, SETTINGS, TOKENIZER, VIEW
-from kdtrain.cache.read.reader import Cache, CacheReader
+from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.data.packed import rows_of
 from kdtrain.errors import UsageError, making
 from kdtrain.files import Lock, file_digest, json_digest, publish_json, published, refuse_links, sweep
@@ -74,7 +74,7 @@ class OtherViewError(UsageError):
 
 def build_view(
     folder: Path,
-    cache: Cache,
+    cache: LocalCache,
     tokenizer: Any,
     *,
     events: Mapping[str, str] | None = None,
@@ -169,7 +169,7 @@ def _refuse_other(folder: Path, settings: ViewSettings, finished: bool) -> None:
         )
 
 
-def _alignment(cache: Cache, tokenizer: Any, given: Mapping[str, str] | None) -> Alignment:
+def _alignment(cache: LocalCache, tokenizer: Any, given: Mapping[str, str] | None) -> Alignment:
     """That of the cache's tokenizer and a student's."""
     if cache.remote is not None:
         cache.remote.bring_tokenizer()

@@ -28,12 +28,8 @@ class Checkpoints:
         keep = config.checkpoint
         self.minutes = keep.checkpoint_minutes
         self.state, self.reporter, self.identity = state, reporter, identity
-        self.store = Store(
-            config.out / "checkpoints",
-            keep_rolling=keep.keep_rolling,
-            keep_epochs=keep.keep_epochs,
-            keep_special=keep.keep_special,
-        )
+        kept = tiers.Keep(keep.keep_rolling, keep.keep_epochs, keep.keep_special)
+        self.store = Store(config.out / "checkpoints", kept)
         self.copies = HostCopies()
         self.saver = Saver(self.store, keep.async_save, keep.disk_patience, self.copies)
         self.published: tuple[int, int | None] | None = None
@@ -100,7 +96,7 @@ class Checkpoints:
         progress = self.state.progress
 
         def relink() -> bool:
-            rolling = tiers.rolling_name(progress.best_step or 0)
+            rolling = tiers.name_of("rolling", progress.best_step or 0)
             # after a kill the step may exist under another name only, such as that of a window
             names = [entry.name for entry in self.store.entries() if entry.step == progress.best_step]
             for name in sorted(names, key=lambda name: name != rolling):

@@ -318,7 +318,7 @@ class Recovery:
 
     def _save_exploded(self, step: int) -> str:
         """Save the present state to be looked at; return where it is as the end of a line, or nothing if that fails."""
-        name = tiers.exploded_name(step)
+        name = tiers.name_of("exploded", step)
         try:
             self.checkpoints.save(name)
             self.checkpoints.saver.wait()

@@ -117,7 +117,10 @@ class Sampler:
 
         try:
             with self.student.eager():  # each length would compile a graph of its own
-                continuations = generate(next_logits, self.prompts_BT, self.tokens, self.seed)
+                continuations = [
+                    torch.stack([*generate(next_logits, self.prompts_BT, self.tokens, temperature, self.seed)], 1)
+                    for temperature in (0.0, 1.0)
+                ]
         finally:
             self.student.train(training)
             reshard(self.student.model)

@@ -304,7 +304,7 @@ class Student(PreTrainedModel):
         """The model's hidden states, and those of the layers of the hidden-state loss; in training the router's."""
         balance = self.training and self.router_weight > 0
         if self.layers or balance:
-            return self.model.with_layers(tokens_BT, segments_BT, self.layers, balance)
+            return self.model(tokens_BT, segments_BT, self.layers, balance)
         return self.model(tokens_BT, segments_BT), []
 
     def _hidden(

@@ -192,7 +192,7 @@ class Trainer:
             if self.checkpoints.published is None or self._validation_due():
                 self._validate_and_save(stop, None)
             if self.checkpoints.published is None and not stop:  # so that a rollback always finds a checkpoint
-                self.checkpoints.save(tiers.rolling_name(self.state.progress.step))
+                self.checkpoints.save(tiers.name_of("rolling", self.state.progress.step))
             if self.student.compile_objective and not (self.finished() or stop):
                 log.info("compiling (20 to 60 s for a new student, about 5 s for one compiled before)...")
                 self.reporter.bar.update(self.state.progress.step, "compiling...", self.total)
@@ -302,11 +302,11 @@ class Trainer:
         # recovery buffer, which a run that is killed between two names must find when it goes back.
         names = [] if result is None else self.recovery.act(progress.step, result.loss)[0]
         if improved or progress.step % self.config.checkpoint.checkpoint_freq == 0 or self.finished():
-            names.append(tiers.rolling_name(progress.step))
+            names.append(tiers.name_of("rolling", progress.step))
         if ends_epoch:
-            names.append(tiers.epoch_name(progress.epoch))
+            names.append(tiers.name_of("epoch", progress.epoch))
         if result is not None and result.save_due and not names and not self.checkpoints.is_saved():
-            names = [tiers.clock_name(progress.step)]
+            names = [tiers.name_of("clock", progress.step)]
             self.reporter.saved_by_clock(progress.step)
         if names:
             self.checkpoints.save(*names)

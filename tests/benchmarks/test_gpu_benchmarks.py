@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from benchmarks import tables
-from benchmarks.harness import CPU_SECTIONS, RESULTS, SECTIONS, bench, machine, models, profiling, sections, timing
+from benchmarks.harness import CPU_SECTIONS, RESULTS, SECTIONS, machine, models, profiling, sections, timing
 from benchmarks.harness import record as records
 from benchmarks.harness.bench import Bench, Tokens
 from benchmarks.harness.record import Goal, Options, Record, attempt
-from benchmarks.performance import adaptive, cache, fp8, objective, objective_sides, step
+from benchmarks.performance import adaptive, fp8, objective, objective_sides, step
 from kdtrain import faults
 from kdtrain.objective import kernels
 from teachers import make_teacher as make
@@ -225,35 +225,6 @@ def test_sections_share_a_budget_and_run_in_processes_of_their_own(options, caps
     assert read(options.out)["finished"]
 
 
-def test_layers_are_compiled_one_by_one_and_share_a_graph(options, monkeypatch):
-    graphs, runs, compile = [], [], torch.compile
-
-    def counted(module, inputs):
-        graphs.append(module)
-        return lambda *inputs: runs.append(module) or module.forward(*inputs)
-
-    monkeypatch.setattr(torch, "compile", lambda function, **more: compile(function, backend=counted, **more))
-    torch.compiler.reset()
-    student = models.make_student("tiny", options.device)
-    bench = Bench(student, replace(options, compile=True, by_layer=True), vocab_size=2048, seq_len=16, batch=1)
-    assert models.SHAPES["tiny"]["num_hidden_layers"] == 2
-    bench.trainer.student.backbone(torch.zeros(1, 16, dtype=torch.int64), None)
-    assert len(graphs) == 1 and runs == 2 * graphs
-
-
-def test_every_side_of_a_step_but_cross_entropy_learns_from_the_teacher(options):
-    shape = step._Shape(options, step.TINY, 32, 4)
-    taught = {side: "kd" in shape.bench.steps(shape._source(side))() for side in step.TINY.sides}
-    assert taught == {side: side != "cross-entropy" for side in step.TINY.sides}
-
-
-def test_a_step_with_the_reader_and_one_without_learn_from_the_same_teacher(options, monkeypatch):
-    shape = step._Shape(options, step.TINY, 32, 4)
-    monkeypatch.setattr(cache, "in_turn", lambda sides, *_, **__: {name: take() for name, take in sides.items()})
-    found = cache.step_cost(shape.bench, shape._source("sparse-4"), 1, 1, options.device)
-    assert found.keys() == {"read", "held"} and all("kd" in each for each in found.values())
-
-
 def test_samples_alone_are_stepped_at_a_temperature_of_one_and_the_next_side_at_its_own(options):
     shape = step._Shape(options, step.TINY, 32, 4)
     loss = shape.bench.trainer.student.loss
@@ -272,17 +243,6 @@ def test_the_side_of_samples_is_their_forward_kl_at_a_temperature_of_one_beside_
     kl = (torch.xlogy(share_NK, share_NK) - share_NK * log_q_NK).sum(1).mean()
     found = objective_sides.side("kdtrain-samples-50", student)()
     assert float(found) == pytest.approx(float(0.1 * cross_entropy + 0.9 * kl), rel=1e-5)
-
-
-def test_the_teachers_of_a_benchmark_are_compiled_where_those_of_a_run_are(options, monkeypatch):
-    prepared = []
-    monkeypatch.setattr(bench.LocalTeacher, "prepare", lambda self, **how: prepared.append(how))
-    shape = step._Shape(replace(options, compile=True), step.TINY, 32, 4)
-    shape._source("online")
-    monkeypatch.setattr(cache, "building", lambda *_: pytest.skip("built"))
-    with pytest.raises(pytest.skip.Exception):
-        cache._building(replace(options, compile=True), cache.TINY, "tiny", "4")
-    assert prepared == 2 * [{"compile": True}]
 
 
 def test_a_side_without_memory_does_not_fit_and_leaves_the_next_side_as_it_was(options, monkeypatch):

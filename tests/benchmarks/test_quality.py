@@ -14,8 +14,8 @@ import torch
 from benchmarks import figures
 from benchmarks.harness import ROOT, command
 from benchmarks.harness.command import Kdtrain
-from benchmarks.science import docstrings, quality_tables
 from benchmarks.science import quality as study
+from benchmarks.science import quality_tables
 from benchmarks.science.quality_grid import (
     ALONE,
     BASE,
@@ -144,14 +144,6 @@ def test_the_rule_of_others_is_kl_from_the_scaled_top_k_to_the_whole_student(rul
     assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
-def test_a_module_gives_its_docstrings_and_a_broken_one_nothing(tmp_path):
-    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
-    good.write_text('"""Of the module."""\n\n\nclass A:\n    """Of the class."""\n\n    x = "no docstring"\n')
-    bad.write_text("def f(:\n")
-    assert docstrings.docstrings(good) == ["Of the module.", "Of the class."]
-    assert docstrings.docstrings(bad) == []
-
-
 def whole_record():
     """Every student of every picture, at two seeds, with made-up losses."""
     wanted = [*STUDIES["final"](), *TIMED, *STUDIES["temperatures"](), *STUDIES["tails"](), quality_tables.full(Run())]
@@ -231,11 +223,6 @@ def test_early_stopping_is_played_on_the_curve_of_a_run():
         "| 1 | 2 of 2 | 0.5990 |",
         "| 2 | 1 of 2 | 0.0930 |",
     ]
-
-
-def test_samples_are_called_what_they_are():
-    assert quality_tables.describe(Run(cache="s50", options=ALONE)) == "50 samples, alpha 1"
-    assert quality_tables.describe(Run(cache="k8i24")) == "top-8 + 24 independent samples"
 
 
 def test_a_cache_that_the_command_no_longer_builds_is_asked_for_in_one_line(tmp_path, capsys):

@@ -1,7 +1,5 @@
 """Rows and a teacher that are pure functions of a seed, and caches built from them."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,21 +50,11 @@ class Workshop:
         both = {"train": (train, 0), "validation": (3, 1)}
         return {name: self.rows(n, vocab_size=vocab_size, seed=s) for name, (n, s) in both.items()}
 
-    def build(self, folder: Path, codec: CodecSpec, **changes: object) -> Path:
+    def build(self, folder: Path, codec: CodecSpec, tokenizer: Path | None = None, **changes: object) -> Path:
         teacher = None if codec.kind == "tokens" else self.teacher(codec.vocab_size)
         splits = self.splits(codec.vocab_size)
-        write_cache(folder, self.settings(codec, **changes), splits, teacher=teacher, batch_size=3)
+        write_cache(folder, self.settings(codec, **changes), splits, teacher=teacher, tokenizer=tokenizer, batch_size=3)
         return folder
-
-    def run(self, folder: Path, codec: str = "both", *more: str, fault: str = "") -> subprocess.CompletedProcess:
-        """Build `codec` in a process of its own, with a fault; the log of the fault is FOLDER.log."""
-        (folder.parent / "tokenizer").mkdir(exist_ok=True)
-        (folder.parent / "tokenizer" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
-        root = str(Path(__file__).parents[2])
-        environment = {**os.environ, "KDTRAIN_FAULT": fault, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-        environment["KDTRAIN_FAULT_LOG"] = f"{folder}.log"
-        command = [sys.executable, str(Path(__file__).with_name("build_script.py")), str(folder), codec, *more]
-        return subprocess.run(command, env=environment, capture_output=True, text=True)
 
     def content(self, folder: Path) -> dict[str, np.ndarray]:
         """Every data set of every shard."""
@@ -112,11 +100,12 @@ def codecs() -> dict[str, CodecSpec]:
 
 
 @pytest.fixture(scope="session")
-def whole(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The uninterrupted cache of the codec `both`."""
-    folder = tmp_path_factory.mktemp("whole") / "cache"
-    assert workshop.run(folder).returncode == 0
-    return folder
+def whole(workshop: Workshop, codecs: dict[str, CodecSpec], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The uninterrupted cache of the codec `both`, with a tokenizer beside it."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    return workshop.build(folder / "cache", codecs["both"], folder / "tokenizer")
 
 
 @pytest.fixture

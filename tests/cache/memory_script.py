@@ -22,7 +22,7 @@ from kdtrain.cache.read import reader
 from kdtrain.data.packed import PackedRow
 
 SEQ_LEN, VOCAB_SIZE, PER_SHARD, BATCH = 128, 300, 50, 5
-SIZES = (100, 200, 400, 600)
+SIZES = (100, 200, 400)
 
 
 class MallInfo(ctypes.Structure):

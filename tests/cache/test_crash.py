@@ -1,6 +1,8 @@
 """A build that is killed or meets a full disk loses no published shard, and a resume gives the uninterrupted cache."""
 
+import resource
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from kdtrain.cache.build.writer import FAULT_POINTS, CacheBuilder, write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.errors import RunError, UsageError
-from tests.cache.fork_kit import exit_of
+from tests.cache.fork_kit import answer_of, exit_of
 
 REPEATED = [point for point in FAULT_POINTS if point.startswith(("cache.shard", "cache.sidecar"))]
 KILLS = [(point, 1) for point in FAULT_POINTS] + [(point, 3) for point in REPEATED]
@@ -49,11 +51,17 @@ def test_a_full_disk_at_any_point_keeps_what_was_published(whole: Path, tmp_path
 
 def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, workshop) -> None:
     """A limit on the size of a file makes the kernel refuse the write inside HDF5, as a full disk does."""
-    process = workshop.run(tmp_path / "cache", "dense", "40000")
-    assert process.returncode == 1, process.stderr
-    assert process.stderr.count("\n") == 1, process.stderr
-    assert f"cannot write {tmp_path}/cache/shards/train-00000.h5: File too large" in process.stderr
-    assert "ulimit -f" in process.stderr and "writable" not in process.stderr
+
+    def limited() -> str:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+        with pytest.raises(RunError) as caught:
+            workshop.build(tmp_path / "cache", CodecSpec(kind="dense", vocab_size=2048))
+        return str(caught.value)
+
+    line = answer_of(limited)
+    assert line.startswith(f"cannot write {tmp_path}/cache/shards/train-00000.h5: File too large") and "\n" not in line
+    assert "ulimit -f" in line and "writable" not in line
     assert [path.name for path in (tmp_path / "cache" / "shards").iterdir()] == []
 
 

@@ -1,6 +1,5 @@
 """`kd.CacheWriter`: the cache of anyone's own logits is the cache that `cache-teacher` writes of them."""
 
-import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from kdtrain.cache.format.codec import SAMPLING, CodecSpec
 from kdtrain.cache.read.shard import Shard
 from kdtrain.files import file_digest
 from kdtrain.testing import tiny_tokenizer
+from tests.cache.fork_kit import exit_of
 
 WIDTH = 300
 CODECS = {"both": {"top_k": 4, "num_samples": 8}, "samples": {"num_samples": 12}, "dense": {}}
@@ -80,17 +80,15 @@ def test_log_probabilities_give_the_same_targets_and_hidden_states_with_a_head_t
     assert torch.equal(left["ids"], right["ids"]) if "ids" in left else left.keys() == right.keys()
 
 
-def test_an_interrupted_cache_resumes_without_asking_the_teacher_for_what_is_there(sequences, tmp_path):
+def test_a_killed_writer_loses_the_shard_in_work_and_resumes_without_asking_for_what_is_there(sequences, tmp_path):
     write(tmp_path / "whole", sequences)
     calls = []
 
     def asked(logits):
         return lambda: calls.append(1) or logits
 
-    with pytest.raises(TypeError), writer(tmp_path / "cut") as own:
-        fill(own, [*sequences[:9], None], asked)
-    assert len(calls) == 9 and len(shards(tmp_path / "cut")) == 2
-    calls.clear()
+    killed = exit_of(lambda: fill(writer(tmp_path / "cut"), sequences), "cache.sidecar.after-publish:kill:2")
+    assert killed == -9 and sorted(shards(tmp_path / "cut")) == ["train-00000.h5", "train-00001.h5"]
     write(tmp_path / "cut", sequences, asked=asked)
     assert len(calls) == len(sequences) - 8 + 1, "the first sequence tells the vocabulary"
     assert shards(tmp_path / "cut") == shards(tmp_path / "whole")
@@ -98,28 +96,6 @@ def test_an_interrupted_cache_resumes_without_asking_the_teacher_for_what_is_the
     calls.clear()
     write(tmp_path / "cut", sequences, asked=asked)
     assert len(calls) == 1, "a finished cache needs nothing"
-
-
-def test_a_killed_writer_loses_at_most_the_shard_in_work(server, sequences, tmp_path):
-    program = f"""
-import sys; sys.path[:0] = [{str(Path(__file__).parents[2])!r}, {str(Path(__file__).parent)!r}]
-import os, signal, torch
-from pathlib import Path
-from conftest import Workshop
-from test_sequences import WIDTH, writer
-teacher = Workshop().teacher(WIDTH)
-own = writer(Path({str(tmp_path / "cut")!r}))
-for row in Workshop().splits(WIDTH)["train"]:
-    logits = teacher(torch.from_numpy(row.tokens[None, :-1]).long(), None)[0]
-    own.add(row.tokens, logits, split="train", loss_mask=row.loss_mask)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    (done,) = server.run("-c", program)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert sorted(shards(tmp_path / "cut")) == ["train-00000.h5", "train-00001.h5"]
-    write(tmp_path / "cut", sequences)
-    write(tmp_path / "whole", sequences)
-    assert shards(tmp_path / "cut") == shards(tmp_path / "whole")
 
 
 def test_other_sequences_or_settings_are_refused_in_a_folder_that_has_some(sequences, tmp_path, caplog):
@@ -193,7 +169,7 @@ def test_the_same_sequences_with_other_logits_are_refused_and_with_nearly_equal_
 
 def test_threads_that_add_lose_no_row(tmp_path):
     rows, logits = [np.full(9, number) for number in range(40)], torch.randn(8, WIDTH)
-    with writer(tmp_path / "a", sequences_per_shard=1) as own:
+    with writer(tmp_path / "a", sequences_per_shard=7) as own:
         own.add(rows[0], logits, split="validation")
         jobs = [
             threading.Thread(target=lambda part: [own.add(row, logits, split="train") for row in part], args=[part])

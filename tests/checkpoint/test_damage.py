@@ -14,7 +14,8 @@ from checkpoint_kit import SHARD, STATES, flip, tensors
 from kdtrain.checkpoint import shards
 from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.sealed import MANIFEST, STATE, problem, seal
-from kdtrain.checkpoint.store import Store, load
+from kdtrain.checkpoint.store import Store
+from kdtrain.checkpoint.tiers import Keep
 from kdtrain.errors import RunError
 
 SECOND = SHARD.replace("00001.s", "00002.s")
@@ -67,7 +68,7 @@ def test_a_damaged_file_is_named_and_the_next_older_checkpoint_is_used(store, fi
     assert store.choose("latest").name == "step-00000010"
     with pytest.raises(RunError, match=f"step-00000020 is damaged: {file}"):
         store.choose("step-00000020")
-    assert Store(store.folder, keep_rolling=1).prune() == []
+    assert Store(store.folder, Keep(rolling=1)).prune() == []
     assert path.parent.is_dir() and store.names() == ["epoch-0001", "step-00000010", "step-00000020"]
 
 
@@ -121,7 +122,7 @@ def test_a_file_without_permission_is_named_and_skipped(store, file):
 def test_a_folder_without_permission_is_named_and_skipped_and_does_not_stop_a_save(store):
     store.copy("step-00000020", "interrupted-00000020")
     with closed(store, "step-00000020", "interrupted-00000020") as folder:
-        other = Store(folder, keep_rolling=1)
+        other = Store(folder, Keep(rolling=1))
         found, damaged = other.newest_valid()
         for step in (30, 40):
             other.save(f"step-{step:08d}", step, {"a": torch.zeros(1)}, STATES)
@@ -135,7 +136,7 @@ def test_a_folder_without_permission_is_named_and_skipped_and_does_not_stop_a_sa
 def test_a_read_only_checkpoint_stays_with_one_warning_and_stops_no_save(store, asynchronous):
     shutil.rmtree(store.folder / "epoch-0001")
     with closed(store, "step-00000010", "step-00000020", mode=0o555) as folder:
-        other = Store(folder, keep_rolling=1)
+        other = Store(folder, Keep(rolling=1))
         with Saver(other, asynchronous) as saver:
             for step in (30, 40, 40, 50):
                 saver.save([f"step-{step:08d}"], step, {"a": torch.zeros(1)}, STATES)
@@ -177,8 +178,3 @@ def test_damage_does_not_change_which_ones_are_newer(store):
     store.save("step-00000015", 15, {"a": torch.zeros(1)}, STATES)
     assert store.names() == ["epoch-0001", "step-00000010", "step-00000015", "step-00000020"]
     assert store.set_aside_after(15) == ["step-00000020"]
-
-
-def test_a_copy_of_a_whole_checkpoint_is_whole(store, tmp_path):
-    shutil.copytree(store.folder / "step-00000020", tmp_path / "elsewhere")
-    assert load(store.choose(str(tmp_path / "elsewhere"))).name == "elsewhere"

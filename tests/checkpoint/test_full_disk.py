@@ -10,6 +10,7 @@ from kdtrain import faults
 from kdtrain.checkpoint import saver as saving
 from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store, load
+from kdtrain.checkpoint.tiers import Keep
 from kdtrain.errors import RunError
 
 
@@ -107,7 +108,7 @@ def test_the_newest_set_aside_checkpoints_stay(left):
 
 
 def test_what_a_resume_set_aside_goes_on_a_full_disk_only_oldest_first(tmp_path):
-    store = Store(tmp_path / "c", keep_rolling=1)
+    store = Store(tmp_path / "c", Keep(rolling=1))
     for step in (0, 4, 1, 2, 3):
         store.save(f"step-{step:08d}", step, tensors(step), STATES)
     store.set_aside_after(0, word="old")

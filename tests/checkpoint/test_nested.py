@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 import kdtrain as kd
@@ -21,12 +20,6 @@ def deep(depth):
     for _ in range(depth):
         state = {"a": state}
     return state
-
-
-@given(st.sets(st.lists(keys, min_size=1, max_size=3).map(tuple), max_size=30))
-def test_different_places_in_a_state_have_different_names(paths):
-    # 1 and True are one key of a dict, and so are 1 and 1.0, which is none
-    assert len({"/".join(map(_escaped, path)) for path in paths}) == len(paths)
 
 
 def test_keys_of_any_characters_come_back_with_their_own_tensors(tmp_path):
@@ -129,15 +122,6 @@ def test_a_state_of_any_depth_comes_back_as_it_was(tmp_path):
     assert torch.equal(saved.load()["model"]["weight"], model.weight)  # the one before, which is whole
     with pytest.raises(kd.RunError, match="step-00000004 is damaged"):
         saved.load("step-00000004")
-
-
-def test_names_of_a_state_that_look_alike_stay_apart(tmp_path):
-    saved = kd.CheckpointStore(tmp_path)
-    saved.save(
-        1, {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1), 1: torch.full((1,), 2.0), "1": torch.full((1,), 3.0)}
-    )
-    found = saved.load()
-    assert [found["a"]["b"].item(), found["a.b"].item(), found[1].item(), found["1"].item()] == [1, 0, 2, 3]
 
 
 IN_A_GROUP = """

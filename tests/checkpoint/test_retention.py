@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kdtrain import faults
 from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store, load
-from kdtrain.checkpoint.tiers import epoch_name, rolling_name, tier
+from kdtrain.checkpoint.tiers import Keep, name_of, tier
 from kdtrain.errors import RunError
 
 POINTS = ("write", "before-manifest", "before-rename", "between-renames", "after-rename", "before-link", "before-prune")
@@ -36,8 +36,7 @@ class Life(RuleBasedStateMachine):
         self.open()
 
     def open(self):
-        kept = {"keep_rolling": self.keep["rolling"], "keep_epochs": self.keep["epoch"]}
-        self.store = Store(Path(self.folder.name) / "c", **kept, keep_special=self.keep["special"])
+        self.store = Store(Path(self.folder.name) / "c", Keep(**self.keep))
         self.saver = Saver(self.store, self.asynchronous)
 
     def advance(self, steps):
@@ -62,8 +61,8 @@ class Life(RuleBasedStateMachine):
     @rule(steps=st.integers(0, 3), epoch=st.booleans(), special=st.booleans(), best=st.booleans())
     def train(self, steps, epoch, special, best):
         self.advance(max(steps, self.step == 0))
-        names = [rolling_name(self.step)]
-        names += [epoch_name(self.step)] if epoch else []
+        names = [name_of("rolling", self.step)]
+        names += [name_of("epoch", self.step)] if epoch else []
         names += [f"interrupted-{self.step:08d}"] if special else []
         self.save(names, best)
 
@@ -72,7 +71,7 @@ class Life(RuleBasedStateMachine):
     def fail(self, point, again):
         """A save on a full disk; the process ends, and another resumes."""
         self.advance(not again)
-        replaces = rolling_name(self.step) in self.store.names()  # retention may have removed it since
+        replaces = name_of("rolling", self.step) in self.store.names()  # retention may have removed it since
 
         def full(reached, amount=1):
             if reached == f"checkpoint.{point}":
@@ -82,7 +81,7 @@ class Life(RuleBasedStateMachine):
         try:
             if point != "between-renames" or replaces:
                 with pytest.raises(RunError):
-                    self.save([rolling_name(self.step)])
+                    self.save([name_of("rolling", self.step)])
         finally:
             faults.point = before
         self.resume()
@@ -147,7 +146,7 @@ class Life(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
-Life.TestCase.settings = settings(max_examples=30, stateful_step_count=12, deadline=None)
+Life.TestCase.settings = settings(max_examples=20, stateful_step_count=12, deadline=None)
 
 
 class TestLife(Life.TestCase):

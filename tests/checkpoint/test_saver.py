@@ -15,6 +15,7 @@ from kdtrain import faults
 from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.sealed import problem
 from kdtrain.checkpoint.store import Store, load
+from kdtrain.checkpoint.tiers import Keep
 from kdtrain.errors import RunError
 
 
@@ -96,7 +97,7 @@ def test_a_save_waits_for_the_one_in_flight(saver, held):
 
 
 def test_one_state_has_all_requested_names_and_the_links_and_retention_follow(tmp_path):
-    saver = Saver(Store(tmp_path, keep_rolling=1, keep_epochs=1))
+    saver = Saver(Store(tmp_path, Keep(rolling=1, epoch=1)))
     for step in (1, 2, 3, 4):
         names = [f"step-{step:08d}", f"epoch-{step:04d}"]
         best = names[0] if step == 2 else None
@@ -145,7 +146,7 @@ def test_any_error_is_one_line_that_names_the_place(store, broken, asynchronous,
 
 def train(folder):
     """Five saves; the third one replaces the second, and is the best."""
-    saver = Saver(Store(folder, keep_rolling=2, keep_epochs=1))
+    saver = Saver(Store(folder, Keep(rolling=2, epoch=1)))
     weights = {"a": torch.zeros(100)}
     for step in (10, 20, 20, 30, 40):
         weights["a"] += 1
@@ -157,7 +158,7 @@ def train(folder):
 
 VALUES = {10: [1.0], 20: [3.0, 7.0], 30: [15.0], 40: [31.0]}
 POINTS = {
-    "write": range(1, 5001, 137),
+    "write": range(1, 5001, 311),
     "before-manifest": range(1, 20),
     "before-rename": range(1, 20),
     "between-renames": range(1, 20),
@@ -177,7 +178,7 @@ def test_a_kill_at_any_point_in_the_background_leaves_a_whole_checkpoint_and_the
         if ended == 0:
             break
         assert ended == -signal.SIGKILL and log.read_text() == f"checkpoint.{point}\n"
-        store = Store(folder, keep_rolling=2, keep_epochs=1)
+        store = Store(folder, Keep(rolling=2, epoch=1))
         newest, damaged = store.newest_valid()
         assert damaged == [] and [store.problem(name) for name in store.names()] == [None] * len(store.names())
         steps.append(0 if newest is None else load(store.path(newest)).state["step"])

@@ -9,14 +9,12 @@ from kdtrain.checkpoint.tiers import (
 )
 from kdtrain.checkpoint.tiers import (
     Keep,
-    epoch_name,
-    exploded_name,
     is_apart,
     is_name,
     is_planned,
+    name_of,
     ordered,
     removable,
-    rolling_name,
     step_in,
     tier,
 )
@@ -31,7 +29,7 @@ SPECIAL = (
 
 
 def test_tier_and_step_follow_from_the_name():
-    assert (rolling_name(250), epoch_name(3)) == ("step-00000250", "epoch-0003")
+    assert (name_of("rolling", 250), name_of("epoch", 3)) == ("step-00000250", "epoch-0003")
     assert (tier("step-00000250"), tier("epoch-0003")) == ("rolling", "epoch")
     assert {tier(name) for name in SPECIAL if not name.startswith("window")} == {"special"}
     assert (
@@ -40,9 +38,9 @@ def test_tier_and_step_follow_from_the_name():
     assert tier("window_end") == tier("window_1_iter100") == "special"
     assert [step_in(name) for name in SPECIAL] == [123, 120, 150, 100, 5]
     assert (step_in("step-00000250"), step_in("epoch-0003"), step_in("mine")) == (250, -1, -1)
-    assert tier(rolling_name(10**9)) == "rolling"
-    assert (tier(exploded_name(53)), step_in(exploded_name(53))) == ("exploded", 53)
-    assert is_apart(exploded_name(53)) and not is_planned(exploded_name(53))
+    assert tier(name_of("rolling", 10**9)) == "rolling"
+    assert (tier(name_of("exploded", 53)), step_in(name_of("exploded", 53))) == ("exploded", 53)
+    assert is_apart(name_of("exploded", 53)) and not is_planned(name_of("exploded", 53))
     assert not any(map(is_apart, SPECIAL))
 
 
@@ -68,8 +66,8 @@ def test_the_recovery_buffer_decides_which_of_its_checkpoints_are_kept_and_they_
 
 
 def test_each_tier_is_counted_by_itself():
-    entries = [Entry(rolling_name(step), step) for step in range(1, 7)]
-    entries += [Entry(epoch_name(number), 2 * number) for number in range(1, 4)]
+    entries = [Entry(name_of("rolling", step), step) for step in range(1, 7)]
+    entries += [Entry(name_of("epoch", number), 2 * number) for number in range(1, 4)]
     entries += [Entry(f"interrupted-{step:08d}", step) for step in (1, 4)]
     gone = removable(entries, Keep(rolling=2, epoch=2, special=1))
     assert gone == [
@@ -78,11 +76,11 @@ def test_each_tier_is_counted_by_itself():
 
 
 def test_damaged_and_protected_ones_stay_and_do_not_count():
-    entries = [Entry(rolling_name(step), step, valid=step < 5) for step in range(1, 7)]
-    assert removable(entries, Keep(rolling=2), [rolling_name(1)]) == ["step-00000002"]
+    entries = [Entry(name_of("rolling", step), step, valid=step < 5) for step in range(1, 7)]
+    assert removable(entries, Keep(rolling=2), [name_of("rolling", 1)]) == ["step-00000002"]
 
 
-names = st.integers(0, 9).map(rolling_name) | st.integers(1, 4).map(epoch_name) | st.sampled_from(SPECIAL)
+names = st.builds(name_of, st.sampled_from(["rolling", "epoch"]), st.integers(1, 9)) | st.sampled_from(SPECIAL)
 entries_of = st.lists(
     st.builds(Entry, name=names, step=st.integers(0, 9), rollbacks=st.integers(0, 2), valid=st.booleans()),
     unique_by=lambda entry: entry.name,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kdtrain import cli
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.precision.modes import compiles_teacher
 from kdtrain.run import build
 from kdtrain.run.recipe import resolve
@@ -42,7 +42,7 @@ def test_a_compiled_teacher_builds_the_same_cache_which_says_so_and_resumes_comp
     workbench.json(*build)
     # one graph for both layers, for each size of a batch: 16 and 8 sequences, and those that measure the fidelity
     assert 2 <= len(graphs) <= 3 and graphs[0] == {"deterministic": True}
-    caches = [Cache(name) for name in ("cache", "compiled")]
+    caches = [LocalCache(name) for name in ("cache", "compiled")]
     plain, compiled = (each.manifest.settings.teacher for each in caches)
     assert compiled == {**plain, "compiled": True}
     for split in ("train", "validation"):

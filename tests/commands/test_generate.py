@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from kdtrain.models.generate import continue_text
+from kdtrain.models.generate import generate
 from kdtrain.run import saved_student
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
@@ -107,7 +107,7 @@ def test_samples_follow_the_temperature():
     logits = torch.tensor([[0.0, 1.0, 3.0]])
 
     def drawn(temperature):
-        found = continue_text(lambda tokens_BT: logits, torch.tensor([[0]]), 2000, temperature, 0)
+        found = generate(lambda tokens_BT: logits, torch.tensor([[0]]), 2000, temperature, 0)
         return torch.bincount(torch.tensor(list(found)), minlength=3) / 2000
 
     assert drawn(0).tolist() == [0, 0, 1] and drawn(1e-30).tolist() == [0, 0, 1]

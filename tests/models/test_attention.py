@@ -16,7 +16,6 @@ from kdtrain.models.attention import (
     CAUSAL,
     block_mask,
     dense_mask,
-    document_positions,
     first_seen,
     resolve_attention,
 )
@@ -50,17 +49,6 @@ def test_auto_is_eager_only_where_that_is_faster_and_a_name_stays(changed, expec
     given = {"attention": "auto", "device": torch.device("cpu"), "mode": "bf16"}
     given |= {"compiled": True, "length": 256, "document_mask": False}
     assert resolve_attention(**given | changed) == expected
-
-
-def test_positions_restart_with_each_document():
-    segments_BT = torch.tensor([[4, 4, 4, 5, 6, 6], [0, 0, 0, 0, 0, 0], [2, 1, 2, 2, 1, 1]])
-    expected = [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 0, 1]]
-    assert document_positions(segments_BT).tolist() == expected
-
-
-def test_a_position_sees_its_document_up_to_itself():
-    mask_TT = dense_mask(first_seen(torch.tensor([[7, 7, 8]])))[0, 0]
-    assert mask_TT.tolist() == [[True, False, False], [True, True, False], [False, False, True]]
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])

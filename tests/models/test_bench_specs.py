@@ -61,7 +61,3 @@ def test_a_tiny_tokenizer_has_the_requested_size_and_decodes_every_text(size):
 def test_a_tiny_tokenizer_smaller_than_the_bytes_is_refused():
     with pytest.raises(ValueError, match="the bytes and the end of text need 257"):
         tiny_tokenizer(256)
-
-
-def test_a_tiny_model_takes_entries_over_its_shapes_own():
-    assert tiny_model("gpt2", n_layer=3).config.num_hidden_layers == 3

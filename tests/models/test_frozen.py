@@ -12,7 +12,7 @@ from kdtrain.config import LoraConfig
 from kdtrain.errors import UsageError
 from kdtrain.models import frozen
 from kdtrain.models.adapters import frozen_digest, frozen_names, merged_state, restrict
-from kdtrain.models.frozen import PackedLinear, frozen_bytes, pack, pack_student, whole_size
+from kdtrain.models.frozen import PackedLinear, frozen_bytes, pack, whole_size
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
@@ -39,7 +39,8 @@ def student_of(shape: str, kind: str | None) -> SplitModel:
         if parameter.requires_grad:
             parameter.data += 0.03 * torch.randn(parameter.shape, generator=generator)
     if kind is not None:
-        pack_student(student, kind, CPU)
+        pack(student.model, kind, fused=student.fused, device=CPU)
+        student.frozen = frozen_names(student)
     return student
 
 

@@ -66,7 +66,7 @@ def test_nothing_is_wrong_with_a_run_that_is_well_or_has_only_begun():
 def test_each_rule_notices_its_own_illness_and_names_the_knob(kind):
     changed, text = ILL[kind]
     found = findings(Signs(**vars(WELL) | changed))
-    assert found.keys() == {kind} and found[kind].startswith(text) and found[kind].endswith(RULES[kind].knob)
+    assert found.keys() == {kind} and found[kind].startswith(text) and found[kind].endswith(RULES[kind][0].knob)
 
 
 @pytest.mark.parametrize(

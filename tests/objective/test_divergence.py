@@ -88,17 +88,10 @@ def test_the_tail_of_a_likely_top_k_keeps_its_digits():
     torch.testing.assert_close((statistics.tail - statistics.lse).double(), expected, rtol=1e-6, atol=4e-6)
 
 
-def test_samples_are_never_dropped_silently():
-    assert resolve_tail("ghost", num_samples=8) == "sampled"
-    assert resolve_tail("ghost", num_samples=0) == "ghost"
-    for tail in ("drop", "renormalize"):
-        with pytest.raises(UsageError, match="throw away the 8 samples"):
-            refuse("forward-kl", tail, top_k=8, num_samples=8)
-
-
 @pytest.mark.parametrize(
     "tail,kind,message",
     [
+        *((tail, {"top_k": 8, "num_samples": 8}, "throw away the 8 samples") for tail in ("drop", "renormalize")),
         ("renormalize", {"top_k": 0}, "top-k of at least 2"),
         ("renormalize", {"top_k": 1}, "top-k of at least 2"),
         ("ghost", {"top_k": 0}, "top-k of at least 1"),
@@ -117,9 +110,24 @@ def test_an_impossible_combination_is_refused_in_one_line(tail, kind, message):
     assert "\n" not in str(raised.value)
 
 
-def test_an_unknown_divergence_is_refused_with_the_known_ones():
-    with pytest.raises(UsageError, match="perhaps you meant 'forward-kl'"):
-        refuse("foward-kl", "ghost", top_k=8)
+SAMPLED, ALL_LOGITS = (
+    "cannot be computed from sampled targets; use forward-kl",
+    r"use .*tvd, or a dense cache \(cache-teach",
+)
+
+
+@pytest.mark.parametrize(
+    "divergence, kind, message",
+    [
+        *((name, {"top_k": 8, "num_samples": 24}, SAMPLED) for name in DIVERGENCES.builtin if name != "forward-kl"),
+        ("logit-mse", {"top_k": 8}, ALL_LOGITS),
+        ("foward-kl", {"top_k": 8}, "perhaps you meant 'forward-kl'"),
+    ],
+)
+def test_targets_that_a_divergence_does_not_take_are_refused(divergence, kind, message):
+    for tail in ("ghost", "control-variate") if "num_samples" in kind else ("ghost",):
+        with pytest.raises(UsageError, match=message):
+            refuse(divergence, tail, **kind)
 
 
 @pytest.mark.parametrize("wrong", [{"divergence": "foward-kl"}, {"divergence": "jsd:2"}, {"tail": "gost"}], ids=str)
@@ -132,23 +140,11 @@ def test_a_possible_combination_is_not_refused():
     for kind in ({"top_k": 12}, {"top_k": 0, "num_samples": 50}, {"top_k": 8, "num_samples": 24}, {"dense": True}):
         refuse("forward-kl", "ghost", **kind)
     refuse("forward-kl", "sampled", top_k=0, num_samples=50)
+    refuse("logit-mse", "ghost", dense=True)
+    assert [resolve_tail("ghost", num_samples=number) for number in (8, 0)] == ["sampled", "ghost"]
     refuse("forward-kl", "control-variate", top_k=8, num_samples=24)
     refuse("forward-kl", "drop", top_k=1)
     refuse("forward-kl", "renormalize", top_k=2)
-
-
-@pytest.mark.parametrize("divergence", [name for name in DIVERGENCES.builtin if name != "forward-kl"])
-def test_samples_estimate_forward_kl_only(divergence):
-    with pytest.raises(UsageError, match=f"{divergence} cannot be computed from sampled targets; use forward-kl"):
-        refuse(divergence, "ghost", top_k=8, num_samples=24)
-    with pytest.raises(UsageError, match=f"{divergence} cannot be computed from sampled targets; use forward-kl"):
-        refuse(divergence, "control-variate", top_k=8, num_samples=24)
-
-
-def test_logit_mse_needs_all_logits():
-    refuse("logit-mse", "ghost", dense=True)
-    with pytest.raises(UsageError, match=r"use .*tvd, or a dense cache \(cache-teacher --dense\) or an online"):
-        refuse("logit-mse", "ghost", top_k=8)
 
 
 def test_the_number_of_a_divergence_follows_its_name():
@@ -162,11 +158,8 @@ def test_the_number_of_a_divergence_follows_its_name():
 def test_a_number_that_is_not_between_0_and_1_is_refused(number):
     with pytest.raises(UsageError, match=f"--divergence jsd:{number}: '{number}' is not a number between 0 and 1"):
         parse(f"jsd:{number}")
-
-
-def test_a_divergence_without_a_number_takes_none():
     with pytest.raises(UsageError, match="--divergence forward-kl takes no number"):
-        parse("forward-kl:0.3")
+        parse(f"forward-kl:{number or 0.3}")
 
 
 def test_jsd_goes_to_forward_and_reverse_kl_at_its_ends():

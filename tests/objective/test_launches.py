@@ -206,7 +206,7 @@ def test_a_chunk_starts_few_operations_outside_the_compiled_functions(meta, rule
     assert (len(more) - len(few)) / 3 <= (7 if rule == "dense" else 3)
 
 
-@pytest.mark.parametrize("rule", ["none", *RULES])
+@pytest.mark.parametrize("rule", ["ghost", "control-variate", "dense"])  # of the least and of the most operations
 def test_a_chunk_starts_at_most_twenty_kernels_beside_its_products(meta, rule):
     pytest.importorskip("triton", reason="Triton is there for Linux only")
     few, called = dispatched(rule, 2)
@@ -219,7 +219,7 @@ def test_a_chunk_starts_at_most_twenty_kernels_beside_its_products(meta, rule):
 
 @pytest.mark.parametrize("rule", ["none", "ghost", "dense"])
 def test_another_alpha_or_temperature_or_number_of_tokens_compiles_nothing_anew(monkeypatch, rule):
-    monkeypatch.setattr(engine.Pass, "compile_small", lambda self, device: True)
+    monkeypatch.setattr(engine.Request, "compile_small", lambda self, device: True)
     # what is compiled again is decided before any code is generated
     traced = functools.cache(functools.partial(torch.compile, dynamic=False, backend="aot_eager"))
     monkeypatch.setattr(matmul, "_compiled", traced)
@@ -239,7 +239,7 @@ def test_a_mixture_of_three_kinds_in_micro_batches_of_1_to_8_sequences_never_lea
 
     A chunk has four sequences, as of 512 tokens in one of 2,048 rows.
     """
-    monkeypatch.setattr(engine.Pass, "compile_small", lambda self, device: True)
+    monkeypatch.setattr(engine.Request, "compile_small", lambda self, device: True)
     monkeypatch.setattr(matmul, "_OPTIONS", None)
     ran, compile = [], torch.compile
 

@@ -45,10 +45,6 @@ def test_copies_of_a_sharded_model_reduce_their_parts():
     assert found.calls["all_reduce"] == 2
 
 
-def test_three_ranks_exchange_the_bytes_of_the_formulas(run_ranks):
-    run_ranks(Path(__file__).with_name("traffic_script.py"), 3)
-
-
 def test_a_quantised_student_is_gathered_in_the_high_format_but_for_emulation_and_learns_as_a_whole_one(
     run_ranks,
 ):

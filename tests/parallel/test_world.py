@@ -1,4 +1,4 @@
-"""Devices, the peak memory of a process, and agreement between ranks."""
+"""Devices, and the peak memory of a process."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kdtrain.errors import UsageError
-from kdtrain.ranks import agreed_max, peak_memory_mb, pick_device, refuse_many_processes
+from kdtrain.ranks import peak_memory_mb, pick_device, refuse_many_processes
 
 
 def test_the_peak_is_of_this_process_and_not_of_the_one_that_started_it():
@@ -41,27 +41,3 @@ def test_one_of_several_processes_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="torchrun"):
         refuse_many_processes()
-
-
-def test_a_single_process_agrees_with_itself():
-    tensor = torch.tensor(1.0)
-    assert agreed_max(tensor) is tensor
-
-
-AGREE = """
-import torch, torch.distributed as dist
-from kdtrain.ranks import agreed_max
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-own = torch.tensor([float(rank), 1.0 - rank, 0.0])
-print(agreed_max(own).tolist(), own.tolist())
-dist.destroy_process_group()
-"""
-
-
-def test_two_ranks_agree_on_the_largest_and_keep_their_own(server):
-    ranks = server.run("-c", AGREE, world=2)
-    assert [each.stdout.strip() for each in ranks] == [
-        "[1.0, 1.0, 0.0] [0.0, 1.0, 0.0]",
-        "[1.0, 1.0, 0.0] [1.0, 0.0, 0.0]",
-    ]

@@ -47,6 +47,7 @@ class Server(Teacher):
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    TEACHERS.help()  # plugins register themselves once a process, and must not be forgotten with the kind of this test
     for name in ("entries", "modules", "_help"):
         monkeypatch.setattr(TEACHERS, name, dict(getattr(TEACHERS, name)))
     kd.register_teacher("server")(Server)

@@ -37,7 +37,7 @@ def gradients(divergence: str, mode: str, rank: int, world: int, micro: int) -> 
         student,
         DistillationLoss(divergence=divergence, temperature=temperature),
         vocab_size=VOCABULARY,
-        hidden_loss=plan.loss,
+        hidden_loss=plan,
         hidden_weight=objective.hidden_weight,
         layers=plan.student_layers,
     ).train()
@@ -61,7 +61,7 @@ def _batch(teacher, layers, rows: slice) -> Batch:
     kept = torch.tensor([0.5, 0.0, 0.9, 0.1, 0.0, 1.1, 0.3, 0.6])[:, None]
     mask = (torch.rand(SEQUENCES, SEQ_LEN, generator=g) < kept)[rows]
     with torch.no_grad():
-        hidden, states = teacher.with_layers(tokens[:, :-1], None, layers)
+        hidden, states = teacher(tokens[:, :-1], None, layers)
         targets = DenseTargets.from_logits(5 * teacher.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
     segments = torch.zeros(len(tokens), SEQ_LEN, dtype=torch.int64)
     return Batch(tokens, mask, segments, targets, tuple(each.flatten(0, 1) for each in states))

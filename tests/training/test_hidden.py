@@ -27,7 +27,7 @@ def made(student, kind="mse", compile=False, **objective):
         student,
         DistillationLoss(alpha=config.alpha, temperature=2.0),
         vocab_size=VOCABULARY,
-        hidden_loss=plan.loss,
+        hidden_loss=plan,
         hidden_weight=config.hidden_weight,
         layers=plan.student_layers,
     ).train()
@@ -42,7 +42,7 @@ def batch_of(teacher, plan, size=4):
     tokens = torch.randint(VOCABULARY, (size, SEQ_LEN + 1), generator=g)
     mask = torch.rand(size, SEQ_LEN, generator=g) < torch.tensor([[0.9], [0.2], [0.0], [0.6]])
     with torch.no_grad():
-        hidden, states = teacher.with_layers(tokens[:, :-1], None, plan.teacher_layers)
+        hidden, states = teacher(tokens[:, :-1], None, plan.teacher_layers)
         targets = DenseTargets.from_logits(teacher.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
     states = tuple(each.flatten(0, 1) for each in states)
     return Batch(tokens, mask, torch.zeros(size, SEQ_LEN, dtype=torch.int64), targets, states)
@@ -111,7 +111,7 @@ def test_the_last_layer_is_what_the_output_head_sees_and_the_first_the_embedding
     pieces = split(tiny_model(shape, VOCABULARY).eval())
     tokens = torch.randint(VOCABULARY, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0))
     assert layer_widths(pieces) == [32, 32, 32]
-    hidden, (embedding, middle, last) = pieces.with_layers(tokens, None, (0, 1, 2))
+    hidden, (embedding, middle, last) = pieces(tokens, None, (0, 1, 2))
     assert torch.equal(hidden, pieces(tokens)) and torch.equal(hidden, last)
     assert not torch.equal(middle, last)
     if shape == "llama":

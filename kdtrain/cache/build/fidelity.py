@@ -223,86 +223,44 @@ def temperature_range(errors: list[dict[str, float]]) -> dict[str, Any]:
 def _at_temperature(targets: Targets, energy_NV: Tensor, labels_N: Tensor, beta: float) -> dict[str, Any]:
     """Divergences and gradients at one beta, over blocks of rows."""
     noise = torch.Generator().manual_seed(0)
-    rows = max(1, 2**20 // energy_NV.shape[1])
-    bucket = spread = student = 0.0
-    kind: Any = _SparseBlock if targets.width is None else _DenseBlock
+    number, rows = len(energy_NV), max(1, 2**20 // energy_NV.shape[1])
+    student = bucket = spread = 0.0
     angles = Angles()
-    for start in range(0, len(energy_NV), rows):
+    for start in range(0, number, rows):
         energy = energy_NV[start : start + rows]
-        part = targets[start : start + rows]
+        part: Any = targets[start : start + rows]
         student_NV = 0.7 * energy + 0.5 * torch.randn(energy.shape, generator=noise)
-        log_q_NV = (beta * student_NV).log_softmax(-1)
-        block = kind(part, (beta * energy).log_softmax(-1), beta)
-        bucket, spread = bucket + block.kl_bucket(), spread + block.kl_spread()
-        student += block.kl(log_q_NV)
-        block.compare(angles, student_NV, log_q_NV.exp(), labels_N[start : start + rows])
-    number = len(energy_NV)
-    return {
-        "student_kl": student / number,
-        "kl_bucket": bucket / number,
-        "kl_spread": spread / number,
-        "gradient": angles.result(),
-    }
-
-
-class _Block:
-    """The cache's distributions of some rows at one beta, next to the full log p [N, V]."""
-
-    def __init__(self, log_p_NV: Tensor, beta: float) -> None:
-        self.log_p_NV, self.p_NV, self.beta = log_p_NV, log_p_NV.exp(), beta
-
-    def kl(self, log_NV: Tensor) -> float:
-        """Sum over rows of KL(full || other)."""
-        return (self.p_NV * (self.log_p_NV - log_NV)).sum(dtype=torch.float64).item()
-
-    def full_gradient(self, angles: Angles, q_NV: Tensor) -> Tensor:
-        """The full gradient of these rows, which is added; q_NV: the student's probabilities at beta."""
-        full_NV = q_NV - self.p_NV
+        log_p_NV, log_q_NV = (beta * energy).log_softmax(-1), (beta * student_NV).log_softmax(-1)
+        p_NV, q_NV = log_p_NV.exp(), log_q_NV.exp()
+        full_NV = q_NV - p_NV
         angles.add_full(full_NV)
-        return full_NV
+        student += _kl(p_NV, log_p_NV, log_q_NV)
+        if isinstance(part, DenseTargets):
+            cached_NV = beta * part.logprobs.float() - part.log_partition(beta)[:, None]
+            bucket = spread = bucket + _kl(p_NV, log_p_NV, cached_NV)
+            angles.add("dense", full_NV, q_NV - cached_NV.exp())
+        else:
+            found = _sparse_kl(part, p_NV, log_p_NV, beta)
+            bucket, spread = bucket + found[0], spread + found[1]
+            gradients = sparse_gradients(part, student_NV, labels_N[start : start + rows], beta)
+            angles.add_sparse(*gradients, full_NV, q_NV)
+    sums = {"student_kl": student, "kl_bucket": bucket, "kl_spread": spread}
+    return {**{name: total / number for name, total in sums.items()}, "gradient": angles.result()}
 
 
-class _DenseBlock(_Block):
-    def __init__(self, targets: DenseTargets, log_p_NV: Tensor, beta: float) -> None:
-        super().__init__(log_p_NV, beta)
-        self.cached_NV = beta * targets.logprobs.float() - targets.log_partition(beta)[:, None]
-
-    def kl_bucket(self) -> float:
-        """Sum over rows of KL(full || cache)."""
-        return self.kl(self.cached_NV)
-
-    kl_spread = kl_bucket
-
-    def compare(self, angles: Angles, student_NV: Tensor, q_NV: Tensor, labels_N: Tensor) -> None:
-        """Add the gradients of these rows; q_NV: the student's probabilities at beta."""
-        full_NV = self.full_gradient(angles, q_NV)
-        angles.add("dense", full_NV, q_NV - self.cached_NV.exp())
+def _kl(p_NV: Tensor, log_p_NV: Tensor, log_other_NV: Tensor) -> float:
+    return (p_NV * (log_p_NV - log_other_NV)).sum(dtype=torch.float64).item()
 
 
-class _SparseBlock(_Block):
-    def __init__(self, targets: SparseTargets, log_p_NV: Tensor, beta: float) -> None:
-        super().__init__(log_p_NV, beta)
-        self.targets = targets
-        log_tail_N1 = (targets.log_tail(beta) - targets.log_partition(beta))[:, None]
-        self.cached_NE = torch.cat([targets.top_logprobs(beta), log_tail_N1], -1)
-        top_NH = self.p_NV.gather(1, targets.ids[:, : targets.top_k])
-        self.outcomes_NE = torch.cat([top_NH, outside(self.p_NV, targets)[:, None]], -1)
-
-    def kl_bucket(self) -> float:
-        """Sum over rows of KL(full || cache) over top-k entries and one bucket."""
-        # Both sides sum to 1 up to rounding; with the difference of the masses no term is below 0.
-        p_NE, log_c_NE = self.outcomes_NE.double(), self.cached_NE.double().clamp(min=-87.0)
-        return (torch.special.xlogy(p_NE, p_NE) - p_NE * log_c_NE - p_NE + log_c_NE.exp()).sum().item()
-
-    def kl_spread(self) -> float:
-        """The same over the vocabulary, with the bucket spread evenly over the tail."""
-        rest = max(1, self.p_NV.shape[1] - self.targets.top_k)
-        even_NE = self.cached_NE.clone()
-        even_NE[:, -1] -= math.log(rest)
-        own = (self.p_NV * self.log_p_NV).sum(dtype=torch.float64)
-        return (own - (self.outcomes_NE * even_NE.clamp(min=-87.0)).sum(dtype=torch.float64)).item()
-
-    def compare(self, angles: Angles, student_NV: Tensor, q_NV: Tensor, labels_N: Tensor) -> None:
-        """Add the gradients of these rows; q_NV: the student's probabilities at beta."""
-        full_NV = self.full_gradient(angles, q_NV)
-        angles.add_sparse(*sparse_gradients(self.targets, student_NV, labels_N, self.beta), full_NV, q_NV)
+def _sparse_kl(targets: SparseTargets, p_NV: Tensor, log_p_NV: Tensor, beta: float) -> tuple[float, float]:
+    """Sums over rows of KL(full || cache): over the top-k entries and one bucket, and with that spread evenly."""
+    log_tail_N1 = (targets.log_tail(beta) - targets.log_partition(beta))[:, None]
+    cached_NE = torch.cat([targets.top_logprobs(beta), log_tail_N1], -1)
+    top_NH = p_NV.gather(1, targets.ids[:, : targets.top_k])
+    outcomes_NE = torch.cat([top_NH, outside(p_NV, targets)[:, None]], -1)
+    # Both sides sum to 1 up to rounding; with the difference of the masses no term is below 0.
+    p_NE, log_c_NE = outcomes_NE.double(), cached_NE.double().clamp(min=-87.0)
+    bucket = (torch.special.xlogy(p_NE, p_NE) - p_NE * log_c_NE - p_NE + log_c_NE.exp()).sum().item()
+    cached_NE[:, -1] -= math.log(max(1, p_NV.shape[1] - targets.top_k))
+    own = (p_NV * log_p_NV).sum(dtype=torch.float64)
+    return bucket, (own - (outcomes_NE * cached_NE.clamp(min=-87.0)).sum(dtype=torch.float64)).item()

@@ -31,7 +31,7 @@ import numpy as np
 from kdtrain.cache.format import codec
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, ShardRecord, SplitRecord, read_manifest, read_sidecar
-from kdtrain.cache.read.reader import Cache, CacheReader
+from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.cache.read.rows import stored_rows
 from kdtrain.data.order import permutation
 from kdtrain.data.packed import PackedRow
@@ -69,7 +69,7 @@ class Capture:
     """Whether a reader must not wait any longer."""
 
 
-class LiveCache(Cache):
+class LiveCache(LocalCache):
     """A cache in `folder` that is captured while it is read. `open` begins; `finish` or `close` ends."""
 
     def __init__(self, folder: Path, capture: Capture) -> None:
@@ -111,7 +111,7 @@ class LiveCache(Cache):
             raise self._error
 
     def begin(
-        self, settings: CacheSettings, text: Cache
+        self, settings: CacheSettings, text: LocalCache
     ) -> tuple[CacheSettings, dict[str, Iterator[PackedRow]], Callable[[int, int | None], None]]:
         """Called by the capture: its settings, the rows of each split in the order of the capture, and `progress`.
 

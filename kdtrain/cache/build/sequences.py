@@ -27,7 +27,7 @@ from kdtrain.cache.build.writer import CacheBuilder
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import SAMPLING, CodecSpec, broken, encode_sequences
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
 from kdtrain.config import CodecConfig
 from kdtrain.data.corpus import by_hash, rank
@@ -68,7 +68,7 @@ class CacheWriter:
         UsageError: settings that cannot be. Whether the folder can be used is known at the first sequence.
     """
 
-    cache_type: type[Cache] = Cache
+    cache_type: type[LocalCache] = LocalCache
     """What `finish` opens the cache as; `kdtrain.library` sets its own."""
 
     def __init__(
@@ -142,66 +142,63 @@ class CacheWriter:
             RunError: the folder cannot be written; more than one in a thousand sequences have non-finite logits.
         """
         with self._lock:
-            self._add(tokens, logits, split, loss_mask, segments)
+            if self._closed:
+                raise UsageError(f"{self.out}: this writer is finished or closed; make another one")
+            row = _row(tokens, loss_mask, segments)
+            tokens_T, length = row.tokens, len(row.loss_mask)
+            if split is None:
+                split = by_hash(rank(tokens_T.astype("<u4").tobytes().hex()), ("validation",))
+            if split not in SPLITS:
+                raise UsageError(f"split '{split}' is unknown; use train or validation")
+            answer: Tensor | None = None
+            if self._builder is None:
+                answer = self._requested(logits, length)
+                self._builder = self._open(length, answer.shape[1], segments is not None)
+            builder, settings = self._builder, self._builder.settings
+            if length != settings.seq_len:
+                raise UsageError(f"this sequence has {length + 1} tokens, and the first one {settings.seq_len + 1}")
+            if (segments is not None) != settings.document_mask:
+                raise UsageError("segments: give them with every sequence, or with none")
+            if tokens_T.max() >= settings.vocab_size:
+                raise UsageError(f"token {tokens_T.max()} is beyond the logits' vocabulary of {settings.vocab_size}")
+            own = builder.splits[split]
+            number = own.taken + len(own.rows)
+            if not own.rows:
+                record = intact_record(self.out, cache_format.shard_name(split, len(own.places)))
+                same = record is not None and record["settings_sha256"] == settings.digest()
+                self._there[split] = record["sequences"] if record and same else 0
+            published = self._there[split]
+            if (there := builder.manifest) is not None:  # its folder is not locked, and stays as it is
+                if number >= there.splits[split]["sequences"]:
+                    raise self._others(there, split)
+                if not published:
+                    raise UsageError(f"{self.out} holds a damaged shard; run kdtrain verify {self.out} --repair first")
+            taken, positions = builder.sample or (0, 0)
+            held = split == "validation" and number < taken and there is None
+            if answer is None and (held or not published):
+                answer = self._requested(logits, length)
+            kept: dict[str, np.ndarray] = {}
+            if answer is not None:
+                if answer.shape[1] != settings.vocab_size:
+                    raise UsageError(
+                        f"logits of {answer.shape[1]} entries, and the first ones had {settings.vocab_size}"
+                    )
+                if len(own.rows) < published:
+                    self._refuse_other_logits(answer, tokens_T, split, number)
+                if held:
+                    chosen = answer[fidelity.sample_positions(length, positions).to(answer.device)].float().cpu()
+                    finite = not broken(answer[None]).any()
+                    self._sample[number] = (chosen if finite else torch.full_like(chosen, torch.nan))[None]
+                if not published:
+                    labels = torch.from_numpy(tokens_T[None, 1:].astype(np.int64))
+                    place: dict[str, Any] = {"seed": self.seed, "split": split, "first": number}
+                    arrays = encode_sequences(answer[None], labels, settings.codec, **place)
+                    kept = {name: values[0] for name, values in arrays.items()}
+            if len(own.rows) + 1 == self.sequences_per_shard:
+                self._close_compared(split)
+            builder.add(split, replace(row, tokens=tokens_T.astype(np.int32), kept=kept))
 
-    def _add(
-        self, tokens: Numbers, logits: Any, split: str | None, loss_mask: Numbers | None, segments: Numbers | None
-    ) -> None:
-        if self._closed:
-            raise UsageError(f"{self.out}: this writer is finished or closed; make another one")
-        row = _row(tokens, loss_mask, segments)
-        tokens_T, length = row.tokens, len(row.loss_mask)
-        if split is None:
-            split = by_hash(rank(tokens_T.astype("<u4").tobytes().hex()), ("validation",))
-        if split not in SPLITS:
-            raise UsageError(f"split '{split}' is unknown; use train or validation")
-        answer: Tensor | None = None
-        if self._builder is None:
-            answer = self._requested(logits, length)
-            self._builder = self._open(length, answer.shape[1], segments is not None)
-        builder, settings = self._builder, self._builder.settings
-        if length != settings.seq_len:
-            raise UsageError(f"this sequence has {length + 1} tokens, and the first one {settings.seq_len + 1}")
-        if (segments is not None) != settings.document_mask:
-            raise UsageError("segments: give them with every sequence, or with none")
-        if tokens_T.max() >= settings.vocab_size:
-            raise UsageError(f"token {tokens_T.max()} is beyond the logits' vocabulary of {settings.vocab_size}")
-        own = builder.splits[split]
-        number = own.taken + len(own.rows)
-        if not own.rows:
-            record = intact_record(self.out, cache_format.shard_name(split, len(own.places)))
-            same = record is not None and record["settings_sha256"] == settings.digest()
-            self._there[split] = record["sequences"] if record and same else 0
-        published = self._there[split]
-        if (there := builder.manifest) is not None:  # its folder is not locked, and stays as it is
-            if number >= there.splits[split]["sequences"]:
-                raise self._others(there, split)
-            if not published:
-                raise UsageError(f"{self.out} holds a damaged shard; run kdtrain verify {self.out} --repair first")
-        taken, positions = builder.sample or (0, 0)
-        held = split == "validation" and number < taken and there is None
-        if answer is None and (held or not published):
-            answer = self._requested(logits, length)
-        kept: dict[str, np.ndarray] = {}
-        if answer is not None:
-            if answer.shape[1] != settings.vocab_size:
-                raise UsageError(f"logits of {answer.shape[1]} entries, and the first ones had {settings.vocab_size}")
-            if len(own.rows) < published:
-                self._refuse_other_logits(answer, tokens_T, split, number)
-            if held:
-                chosen = answer[fidelity.sample_positions(length, positions).to(answer.device)].float().cpu()
-                finite = not broken(answer[None]).any()
-                self._sample[number] = (chosen if finite else torch.full_like(chosen, torch.nan))[None]
-            if not published:
-                labels = torch.from_numpy(tokens_T[None, 1:].astype(np.int64))
-                place: dict[str, Any] = {"seed": self.seed, "split": split, "first": number}
-                arrays = encode_sequences(answer[None], labels, settings.codec, **place)
-                kept = {name: values[0] for name, values in arrays.items()}
-        if len(own.rows) + 1 == self.sequences_per_shard:
-            self._close_compared(split)
-        builder.add(split, replace(row, tokens=tokens_T.astype(np.int32), kept=kept))
-
-    def finish(self) -> Cache:
+    def finish(self) -> LocalCache:
         """Publish the last shards, measure the fidelity, write index and manifest; return the finished cache.
 
         Raises:

@@ -149,34 +149,12 @@ def is_of(record: Sidecar, digest: str, settings: CacheSettings) -> bool:
     return record["rows_sha256"] == digest and record["settings_sha256"] == settings.digest()
 
 
-def publish_shard(
-    folder: Path, settings: CacheSettings, part: ShardRows, fill: Callable[[ShardWriter, ShardRows], None]
-) -> None:
-    """Write a shard and its sidecar; `fill` adds the sequences."""
-    spec, length = settings.codec, settings.seq_len
-
-    def write(path: Path) -> tuple[dict[str, int], list[str]]:
-        with hdf5.creating(path) as (file, check):
-            hdf5.create_shard(file, spec, length, part.split, part.first, len(part))
-            shard = ShardWriter(file, check, spec, length)
-            fill(shard, part)
-            stored = shard.finish()
-            faults.point("cache.shard.before-close")
-        return stored, shard.broken
-
-    publish_file(folder, settings, part, write)
+WriteShard = Callable[[Path], tuple[dict[str, int], list[str]]]
+"""Makes the file of a shard: a path -> compressed bytes by data set, and the sequences with a non-finite logit."""
 
 
-def publish_file(
-    folder: Path,
-    settings: CacheSettings,
-    part: ShardRows,
-    write: Callable[[Path], tuple[dict[str, int], list[str]]],
-) -> None:
-    """Publish the shard that `write` makes, then its sidecar.
-
-    write: a path -> compressed bytes by data set, and the sequences with a non-finite logit.
-    """
+def publish_shard(folder: Path, settings: CacheSettings, part: ShardRows, write: WriteShard) -> None:
+    """Publish the shard that `write` makes, then its sidecar."""
     place, sidecar = cache_format.shard_path(folder, part.name), cache_format.sidecar_path(folder, part.name)
     with published(place, "cache.shard") as temporary:
         stored, broken = write(temporary)

@@ -7,18 +7,19 @@ file in the place of a shard that no sidecar vouches for is moved aside. A threa
 teacher works on the next.
 
 Shard s is built by rank s % world, and its content does not depend on the number of ranks. The ranks go through the
-data `world` shards at a time and meet before each forward of the teacher (`rounds`).
+data `world` shards at a time and meet before each forward of the teacher.
 
 What it gives up: the rows of a shard, and what is kept of its first sequences, are held in memory; the logits of two
-batches live at once; every rank reads all of the data.
+batches live at once; every rank reads all of the data, and waits for the slowest at each batch.
 """
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -33,23 +34,24 @@ from kdtrain.cache.build.answers import Encode, LogitAnswers, Logits, ShardAnswe
 from kdtrain.cache.build.folder import open_folder
 from kdtrain.cache.build.generated_text import read_written
 from kdtrain.cache.build.publish import publish_manifest, read_sidecars, set_aside_others
-from kdtrain.cache.build.rank_rounds import Progress, Rounds
 from kdtrain.cache.build.shard_writer import (
     ShardPlace,
     ShardRows,
     ShardWriter,
+    WriteShard,
     finished_record,
     intact_record,
     is_of,
     publish_shard,
 )
-from kdtrain.cache.format import codec
+from kdtrain.cache.format import codec, hdf5
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
 from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
 from kdtrain.data.packed import PackedRow
-from kdtrain.errors import UsageError, writing
+from kdtrain.errors import RunError, UsageError, writing
 from kdtrain.files import PUBLISH_POINTS, json_digest
+from kdtrain.ranks import all_gather_object, rank, world_size
 
 log = logging.getLogger("kdtrain")
 
@@ -62,6 +64,65 @@ FAULT_POINTS = (
     *(f"{name}.{point}" for name in _PUBLISHED for point in PUBLISH_POINTS),
 )
 """Every labelled place of a build, for `KDTRAIN_FAULT`."""
+
+
+Progress = Callable[[int, int | None], None]
+"""(sequences done so far, how many in all or None)."""
+
+
+class _Rounds:
+    """The ranks that build a cache meet before each forward of the teacher.
+
+    Each reports whether it has more to do, how many sequences are done, and how many are broken. So they stop at the
+    same batch, show one progress, and notice within a batch that a rank is gone. A teacher that is sharded over the
+    ranks needs all of them for each forward: a rank that has nothing left runs an empty one.
+
+    all_ranks: see `CacheBuilder`. dtype: of the teacher's weights, if it is known.
+    """
+
+    def __init__(self, all_ranks: bool, progress: Progress | None, dtype: str | None = None) -> None:
+        self.rank, self.world = (rank(), world_size()) if all_ranks else (0, 1)
+        self.progress, self.total, self.dtype = progress, None, dtype  # type: Progress | None, int | None, str | None
+        """`total`: sequences of all splits; None if unknown."""
+        self.done = 0
+        """Sequences that this rank has finished."""
+        self.broken: list[str] = []
+        """Those with a non-finite logit, as SPLIT and number."""
+
+    def gather(self, own: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+        return all_gather_object(own) if self.world > 1 else [own]
+
+    def meet(self, more: bool) -> bool:
+        """Meet the other ranks; True if any has more to do.
+
+        Raises:
+            RunError: more than one in a thousand sequences are broken.
+        """
+        found = self.gather((more, self.done, len(self.broken)))
+        done, broken = (sum(numbers) for numbers in list(zip(*found, strict=True))[1:])
+        self.stop_if_broken(broken, done, max(done, 10_000 if self.total is None else self.total))
+        if self.progress:
+            self.progress(done, self.total)
+        return any(more for more, *_ in found)
+
+    def finish(self, run_empty: Callable[[], object] | None) -> None:
+        """Meet the other ranks, with nothing left to do here, until all are done.
+
+        run_empty: a forward of a sharded teacher, which needs all ranks.
+        """
+        while self.meet(more=False):
+            if run_empty is not None:
+                run_empty()
+
+    def stop_if_broken(self, broken: int, done: int, total: int) -> None:
+        """RunError: more than one in a thousand sequences of `total` are broken."""
+        if broken * 1000 > total:
+            raise RunError(
+                f"the teacher gave non-finite logits for {broken} of {done} sequences"
+                f"{f' (the first is {self.broken[0]})' if self.broken else ''}, more than one in a thousand: "
+                f"{'look at its weights' if self.dtype == 'float32' else 'load it in bfloat16 or float32'}"
+            )
 
 
 @dataclass
@@ -106,9 +167,9 @@ class CacheBuilder:
             self.answers = teacher if isinstance(teacher, ShardAnswers) else LogitAnswers(teacher, settings)
         assert self.answers.logits is None or settings.codec.taught, "the codec 'tokens' has no teacher"
         self.folder, self.settings, self.batch_size = Path(folder), settings, batch_size
-        self.rounds = Rounds(all_ranks, progress, (settings.teacher or {}).get("dtype"))
+        self.rounds = _Rounds(all_ranks, progress, (settings.teacher or {}).get("dtype"))
         self.splits: dict[str, _Split] = {}
-        self._row: list[ShardRows] = []
+        self._row: list[tuple[ShardRows, WriteShard | None]] = []
         """The next shards, up to one for each rank."""
         self.sample: tuple[int, int] | None = None
         """Sequences and positions of the held sample, where the teacher answers for no others."""
@@ -140,9 +201,9 @@ class CacheBuilder:
         self.end_split(split)
         self._agree(split)
 
-    def open_split(self, split: str) -> None:
+    def open_split(self, split: str) -> _Split:
         """Begin a split."""
-        self.splits[split] = _Split()
+        return self.splits.setdefault(split, _Split())
 
     def add(self, split: str, row: PackedRow) -> None:
         """Take the next row of a split; publish its shard, if it is missing, once that is full."""
@@ -159,9 +220,16 @@ class CacheBuilder:
             self._publish_row(split)
 
     def _end_shard(self, split: str) -> None:
-        """Check and count the rows of a shard, on every rank."""
-        own, length = self.splits[split], self.settings.seq_len
-        part = ShardRows.of(split, len(own.places), own.taken, own.rows)
+        own = self.splits[split]
+        rows, own.rows = own.rows, []
+        self.add_shard(ShardRows.of(split, len(own.places), own.taken, rows))
+
+    def add_shard(self, part: ShardRows, write: WriteShard | None = None) -> None:
+        """Take the next shard of a split, checked and counted on every rank, and publish it if it is missing.
+
+        write: makes its file; by default it is filled with answers.
+        """
+        own, length = self.splits[part.split], self.settings.seq_len
         assert part.tokens.shape[1] == length + 1 and part.segments.max() < max(length, 1), "rows do not fit"
         if part.tokens.min() < 0 or part.tokens.max() >= self.settings.vocab_size:
             raise UsageError(
@@ -170,19 +238,19 @@ class CacheBuilder:
             )
         own.places.append(ShardPlace(part.name, len(part), part.digest))
         own.tokens.update(np.ascontiguousarray(part.tokens, dtype="<u4").tobytes())
-        own.taken, own.rows = own.taken + len(part), []
-        self._row.append(part)
+        own.taken += len(part)
+        self._row.append((part, write))
         if len(self._row) == self.rounds.world:
-            self._publish_row(split)
+            self._publish_row(part.split)
 
     def _publish_row(self, split: str) -> None:
         """Build a shard on each rank."""
         self._agree(split)
         own, self._row = self._row[self.rounds.rank :][:1], []
-        for part in own:
+        for part, write in own:
             record = finished_record(self.folder, self.settings, part)
             if record is not None:
-                self.rounds.broken += record["broken"]
+                self.rounds.broken += record["broken"] * (write is None)  # a copy is of a cache that was checked
                 self.rounds.done += len(part)
                 continue
             if there := intact_record(self.folder, part.name):
@@ -191,19 +259,31 @@ class CacheBuilder:
                 if not is_of(there, part.digest, self.settings):
                     text = "%s: the shard %s is of other text than the data give now, and is made again"
                     log.warning(text, self.folder, part.name)
-            publish_shard(self.folder, self.settings, part, self._fill)
+            publish_shard(self.folder, self.settings, part, write or partial(self._write, part))
+            if write is not None:
+                self.rounds.done += len(part)
         self._finish_rounds()
 
     def _agree(self, split: str) -> None:
         """UsageError: the data are not the same on all ranks."""
-        found = self.rounds.gather(json_digest([part.digest for part in self._row]))
+        found = self.rounds.gather(json_digest([part.digest for part, _ in self._row]))
         others = [rank for rank, each in enumerate(found) if each != found[0]]
         if others:
-            first = self._row[0].first if self._row else self.splits[split].taken
+            first = self._row[0][0].first if self._row else self.splits[split].taken
             raise UsageError(
                 f"the {split} data differ between the ranks from sequence {first} on: rank {others[0]} has others than "
                 "rank 0; give all ranks the same --data"
             )
+
+    def _write(self, part: ShardRows, path: Path) -> tuple[dict[str, int], list[str]]:
+        spec, length = self.settings.codec, self.settings.seq_len
+        with hdf5.creating(path) as (file, check):
+            hdf5.create_shard(file, spec, length, part.split, part.first, len(part))
+            shard = ShardWriter(file, check, spec, length)
+            self._fill(shard, part)
+            stored = shard.finish()
+            faults.point("cache.shard.before-close")
+        return stored, shard.broken
 
     def _fill(self, shard: ShardWriter, part: ShardRows) -> None:
         """Have all sequences of a shard encoded and written, one batch in the thread while the teacher has the next."""
@@ -269,10 +349,11 @@ class CacheBuilder:
         records = [record for each in sidecars.values() for record in each]
         self.rounds.broken = [name for record in records for name in record["broken"]]
         total = sum(record["sequences"] for record in records)
-        self.rounds.stop_if_broken(len(self.rounds.broken), total, total)
+        if self.settings.format_version != cache_format.PIECES:
+            self.rounds.stop_if_broken(len(self.rounds.broken), total, total)
         set_aside_others(self.folder, {record["name"] for record in records})
         tokens = {split: own.tokens.hexdigest() for split, own in self.splits.items()}
-        if "generated" in self.settings.data:  # what was counted may be the prompts
+        if "generated" in self.settings.data and "generated" not in self.stated:  # what was counted may be the prompts
             tokens, self.stated["generated"] = read_written(self.folder, self.settings, sidecars)
         found = self._measure()
         self.manifest = publish_manifest(self.folder, self.settings, sidecars, tokens, *found, self.stated)

@@ -304,7 +304,7 @@ def _of_process() -> list[CacheReader]:
     return [reader for reader in there if reader is not None and reader._process == os.getpid()]
 
 
-class Cache:
+class LocalCache:
     """A finished cache in a folder: its splits as PyTorch data sets by name, and its manifest.
 
     manifest: of this folder, if it is read already. remote: see `CacheReader`.

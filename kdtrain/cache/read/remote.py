@@ -12,13 +12,11 @@ processes may write to one download, which the digest finds.
 
 import hashlib
 import logging
-import os
-import queue
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
@@ -30,7 +28,6 @@ from kdtrain.errors import RunError, UsageError, as_path, printable, writing
 from kdtrain.files import (
     LARGE,
     MEDIUM,
-    SMALL,
     Lock,
     file_digest,
     hidden_lock,
@@ -48,13 +45,12 @@ from kdtrain.net.address import Address, Unreachable, offline, parse_address
 from kdtrain.sandbox import home
 
 if TYPE_CHECKING:
-    from kdtrain.cache.read.reader import Cache
+    from kdtrain.cache.read.reader import LocalCache
 
 log = logging.getLogger("kdtrain")
 
 _THREADS = 2
-_IDLE = 5.0
-"""Seconds after which a thread that fetches ahead ends."""
+"""That fetch ahead."""
 
 
 class Remote:
@@ -65,84 +61,43 @@ class Remote:
 
     def __init__(self, address: Address, folder: Path, manifest: Manifest, *, connected: bool) -> None:
         self.address, self.folder, self.manifest, self.connected = address, folder, manifest, connected
-        self._fork()
-
-    def _fork(self) -> None:
-        """In a new process: no thread, and no queue of another."""
-        self._wanted: queue.SimpleQueue[ShardRecord] = queue.SimpleQueue()
-        self._asked: set[str] = set()
+        self._wanted: list[ShardRecord] = []
+        self._fetching: set[str] = set()
         self._threads: list[threading.Thread] = []
-        self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_wanted": None, "_threads": [], "_process": 0}
+        return {**self.__dict__, "_wanted": [], "_fetching": set(), "_threads": []}
 
     def ensure(self, record: ShardRecord, altered: bool = False) -> Path:
         """Have a shard here, whole. altered: the one that is here has another digest than the record.
 
         RunError: it cannot be fetched (named, with the address).
         """
-
-        def sound(path: Path) -> bool:
-            return path.stat().st_size == record["bytes"] and not (altered and file_digest(path) != record["sha256"])
-
-        name = f"{cache_format.SHARDS}/{record['name']}.h5"
+        path = cache_format.shard_path(self.folder, record["name"])
+        if not altered and path.is_file() and path.stat().st_size == record["bytes"]:
+            return path
         try:
-            return self._have(name, sound, record["bytes"], sha256=record["sha256"], exact=True)
+            name = path.relative_to(self.folder).as_posix()
+            return self.bring(name, record["sha256"], record["bytes"], exact=True)
         except UsageError as error:  # it was there when the run began
             raise RunError(str(error)) from error
 
-    def bring(self, name: str, sha256: str, most: int = LARGE) -> Path:
-        """Have a small file here: one of the tokenizer, the index. UsageError, RunError: it cannot be fetched."""
-        return self._have(name, lambda path: file_digest(path) == sha256, most, sha256=sha256)
+    def bring(
+        self, name: str, expected: str | Callable[[Path], bool], most: int = LARGE, *, exact: bool = False
+    ) -> Path:
+        """Have a file here: a small one of the tokenizer, the index, a record, or a shard.
 
-    def bring_sealed(self, name: str, sound: Callable[[Path], bool]) -> Path:
-        """Have a record here. sound: whether a file is what the manifest states.
+        expected: its SHA-256, or whether a file is what the manifest states. most: bytes that it may have. exact: it
+        has exactly these.
 
         UsageError, RunError: it cannot be fetched.
         """
-        return self._have(name, sound, SMALL)
-
-    def bring_tokenizer(self) -> None:
-        """Have the files of the tokenizer here."""
-        for name, digest in self.manifest.tokenizer_files.items():
-            self.bring(f"{cache_format.TOKENIZER}/{name}", digest)
-
-    def missing(self, split: str) -> list[str]:
-        """The shards of a split that are not here, by name."""
-        shards = self.manifest.splits[split]["shards"]
-        return [each["name"] for each in shards if not cache_format.shard_path(self.folder, each["name"]).exists()]
-
-    def ahead(self, records: Iterable[ShardRecord]) -> None:
-        """Have shards fetched in the background, in this order."""
-        if self._process != os.getpid():
-            self._fork()
-        for record in records if self.connected else ():
-            if record["name"] not in self._asked:
-                self._asked.add(record["name"])
-                self._wanted.put(record)
-        self._threads = [each for each in self._threads if each.is_alive()]
-        while len(self._threads) < _THREADS and not self._wanted.empty():
-            # a daemon: the end of the process does not wait for what nobody reads
-            thread = threading.Thread(target=self._work, args=(self._wanted,), daemon=True, name="cache-fetch")
-            self._threads.append(thread)
-            thread.start()
-
-    def _work(self, wanted: "queue.SimpleQueue[ShardRecord]") -> None:
-        with suppress(queue.Empty):
-            while True:
-                record = wanted.get(timeout=_IDLE)
-                try:
-                    self.ensure(record)
-                except (UsageError, RunError, OSError) as error:  # the reader will raise it
-                    log.debug("not fetched ahead: %s", error)
-                self._asked.discard(record["name"])
-
-    def _have(
-        self, name: str, sound: Callable[[Path], bool], most: int, *, sha256: str | None = None, exact: bool = False
-    ) -> Path:
-        """The path of a file of the cache that is `sound`, fetched if it is not here."""
         path, what = self.folder / name, f"{self.address}: {printable(name)}"
+        sha256 = expected if isinstance(expected, str) else None
+
+        def sound(path: Path) -> bool:
+            return file_digest(path) == expected if isinstance(expected, str) else expected(path)
+
         if path.is_file() and sound(path):
             return path
         if not self.connected:
@@ -151,25 +106,14 @@ class Remote:
                 "connect, and run the same command again"
             )
         log.debug("fetching %s of %s", name, self.address)
-        if self.address.repository is None:
-            return self._from_web(path, name, what, sound, most, sha256, exact)
-        from kdtrain.net.hub import fetch_file
+        wrong = f"{what} is not what the manifest states; ask its author"
+        if self.address.repository is not None:
+            from kdtrain.net.hub import fetch_file
 
-        for again in (False, True):
-            if sound(path := fetch_file(self.address, name, most=most, exact=exact, again=again)):
-                return path
-        raise RunError(f"{what} is not what the manifest states; ask its author")
-
-    def _from_web(
-        self,
-        path: Path,
-        name: str,
-        what: str,
-        sound: Callable[[Path], bool],
-        most: int,
-        sha256: str | None,
-        exact: bool,
-    ) -> Path:
+            for again in (False, True):
+                if sound(path := fetch_file(self.address, name, most=most, exact=exact, again=again)):
+                    return path
+            raise RunError(wrong)
         from kdtrain.net.request import download  # with requests, which a local cache does without
 
         make_folder(path.parent)
@@ -186,23 +130,55 @@ class Remote:
             if not (sha256 or sound(part)):
                 with writing(part):
                     remove_file(part)
-                raise RunError(f"{what} is not what the manifest states, and was not kept; ask its author")
+                raise RunError(wrong)
             with published(path, "cache.fetch") as temporary:
                 rename_over(part, temporary)
             return path
         finally:
             lock.release()
 
+    def bring_tokenizer(self) -> None:
+        """Have the files of the tokenizer here."""
+        for name, digest in self.manifest.tokenizer_files.items():
+            self.bring(f"{cache_format.TOKENIZER}/{name}", digest)
 
-def open_cache(where: Path | str) -> "Cache":
+    def missing(self, split: str) -> list[str]:
+        """The shards of a split that are not here, by name."""
+        shards = self.manifest.splits[split]["shards"]
+        return [each["name"] for each in shards if not cache_format.shard_path(self.folder, each["name"]).exists()]
+
+    def ahead(self, records: Iterable[ShardRecord]) -> None:
+        """Have shards fetched in the background, in this order, and no longer what was wanted before."""
+        self._wanted = [each for each in records if each["name"] not in self._fetching] if self.connected else []
+        self._threads = [each for each in self._threads if each.is_alive()]
+        for _ in range(min(len(self._wanted), _THREADS - len(self._threads))):
+            # a daemon: the end of the process does not wait for what nobody reads
+            thread = threading.Thread(target=self._fetch_wanted, daemon=True, name="cache-fetch")
+            self._threads.append(thread)
+            thread.start()
+
+    def _fetch_wanted(self) -> None:
+        with suppress(IndexError):
+            while True:
+                record = self._wanted.pop(0)
+                self._fetching.add(record["name"])
+                try:
+                    self.ensure(record)
+                except (UsageError, RunError, OSError) as error:  # the reader will raise it
+                    log.debug("not fetched ahead: %s", error)
+                finally:
+                    self._fetching.discard(record["name"])
+
+
+def open_cache(where: Path | str) -> "LocalCache":
     """The finished cache in a folder, or at an address. UsageError, RunError: as `Cache`, as `open_remote`."""
-    from kdtrain.cache.read.reader import Cache  # with torch, which what asks for a manifest does without
+    from kdtrain.cache.read.reader import LocalCache  # with torch, which what asks for a manifest does without
 
     folder = as_path(where, "where")
     if (address := parse_address(where)) is None:
-        return Cache(folder)
+        return LocalCache(folder)
     remote = open_remote(address)
-    return Cache(remote.folder, remote.manifest, remote)
+    return LocalCache(remote.folder, remote.manifest, remote)
 
 
 def open_remote(address: Address) -> Remote:
@@ -210,18 +186,16 @@ def open_remote(address: Address) -> Remote:
 
     UsageError: there is none, or it needs a permission. RunError: it cannot be reached, and nothing of it is here.
     """
-    opened = _open_web if address.repository is None else _open_hub
-    here = opened(address, fetch=False)
-    remote, problem = here, "(HF_HUB_OFFLINE)"
+    here = remote = _kept_remote(address)
     if not offline():
         try:
-            remote = opened(address, fetch=True, brief=here is not None)
+            remote = _fetched_remote(address, brief=here is not None)
         except Unreachable as error:
             if here is None:
                 raise
             log.warning("%s; using what is here", str(error.args[0]).partition(". What")[0])
     if remote is None:
-        raise UsageError(f"{address}: nothing of it is here, and there is no connection {problem}; connect")
+        raise UsageError(f"{address}: nothing of it is here, and there is no connection (HF_HUB_OFFLINE); connect")
     if here is not None and here.manifest.digest != remote.manifest.digest and address.repository is None:
         digests = remote.manifest.digest[:12], here.manifest.digest[:12]
         log.warning("%s: another cache lies there than before (%s instead of %s)", address, *digests)
@@ -231,56 +205,55 @@ def open_remote(address: Address) -> Remote:
     return remote
 
 
-def _open_hub(address: Address, *, fetch: bool, brief: bool = False) -> Remote | None:
-    """A data set at the commit that its revision is now; without `fetch` as it is in HF_HOME, None if it is not.
+def _kept_remote(address: Address) -> Remote | None:
+    """A cache as it was when it was last read, from what is here; None: nothing is."""
+    if address.repository is not None:
+        from kdtrain.net.hub import kept_file
 
-    brief: there is something to fall back on.
-    """
+        path = kept_file(address, cache_format.MANIFEST)
+        return None if path is None else _pinned(address, path, connected=False)
+    try:
+        known = typed(read_sealed(_name_path(address)), _Name)
+        return Remote(address, *_kept(known["cache"]), connected=False)
+    except (OSError, ValueError, UsageError, RunError):
+        return None
+
+
+def _fetched_remote(address: Address, *, brief: bool) -> Remote:
+    """A cache as it is now, of the hub at the commit of its revision. brief: there is something to fall back on."""
     from kdtrain.net import hub, request
 
-    if not fetch:
-        path = hub.kept_file(address, cache_format.MANIFEST)
-    else:
-        with _named(address):
-            retry = request.BRIEF if brief else request.CONTACT
-            path = hub.fetch_file(address, cache_format.MANIFEST, most=MEDIUM, retry=retry)
-    if path is None:
-        return None
-    pinned = address.at(path.parent.name)
-    return Remote(pinned, path.parent, _manifest(path.parent, pinned), connected=fetch)
-
-
-def _open_web(address: Address, *, fetch: bool, brief: bool = False) -> Remote | None:
-    """The cache that a server shows now; without `fetch` the one that it had last, None if it is not here.
-
-    brief: there is something to fall back on.
-    """
-    from kdtrain.net import request
-
-    if not fetch:
-        try:
-            known = typed(read_sealed(_name_path(address)), _Name)
-            return Remote(address, *_kept(known["cache"]), connected=False)
-        except (OSError, ValueError, UsageError, RunError):
-            return None
+    retry, name = request.BRIEF if brief else request.CONTACT, cache_format.MANIFEST
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
-        part = Path(folder) / cache_format.MANIFEST
-        with _named(address):
-            retry = request.BRIEF if brief else request.CONTACT
-            request.download(address.url(part.name), part, what=f"{address}: {part.name}", most=MEDIUM, retry=retry)
-        manifest = _manifest(Path(folder), address)
+        part = Path(folder) / name
+        try:
+            if address.repository is not None:
+                path = hub.fetch_file(address, name, most=MEDIUM, retry=retry)
+                return _pinned(address, path, connected=True)
+            request.download(address.url(name), part, what=f"{address}: {name}", most=MEDIUM, retry=retry)
+        except UsageError as error:
+            if "is not there (4" not in str(error.args[0]):
+                raise
+            raise UsageError(f"{address} holds no cache that kdtrain wrote (no {name}); check the address") from error
+        manifest = _manifest(part.parent, address)
         kept = cache_folder(manifest.digest)
         make_folder(kept)
         refuse_links(kept)
         try:
             _kept(manifest.digest)
         except (OSError, ValueError, UsageError):
-            with published(kept / part.name, "cache.fetch") as temporary:
+            with published(kept / name, "cache.fetch") as temporary:
                 shutil.copyfile(part, temporary)
     with suppress(RunError, UsageError):  # a folder that is read-only
         make_folder(_name_path(address).parent)
         publish_json(_name_path(address), {"address": str(address), "cache": manifest.digest}, "cache.name")
     return Remote(address, kept, manifest, connected=True)
+
+
+def _pinned(address: Address, path: Path, connected: bool) -> Remote:
+    """A data set of the hub at the commit of its manifest's path."""
+    pinned = address.at(path.parent.name)
+    return Remote(pinned, path.parent, _manifest(path.parent, pinned), connected=connected)
 
 
 class _Name(TypedDict):
@@ -313,7 +286,7 @@ def kept_manifest(where: Path | str, digest: str) -> Manifest:
         return read_manifest(where)
     if address.repository is None:
         return _kept(digest)[1]
-    if (remote := _open_hub(address, fetch=False)) is None:
+    if (remote := _kept_remote(address)) is None:
         raise UsageError(f"{address} is not here; inspect it once with a connection")
     return remote.manifest
 
@@ -327,16 +300,3 @@ def _manifest(folder: Path, address: Address) -> Manifest:
             raise UsageError(f"{address}: its manifest was altered or damaged ({cause}); ask its author") from error
         text = str(error.args[0]).replace(str(folder / cache_format.MANIFEST), f"its {cache_format.MANIFEST}")
         raise UsageError(f"{address}: {text.partition(': build')[0]}") from error
-
-
-@contextmanager
-def _named(address: Address) -> Iterator[None]:
-    """Report a place without a manifest as one that holds no cache."""
-    try:
-        yield
-    except UsageError as error:
-        if "is not there (4" not in str(error.args[0]):
-            raise
-        raise UsageError(
-            f"{address} holds no cache that kdtrain wrote (no {cache_format.MANIFEST}); check the address"
-        ) from error

@@ -7,12 +7,11 @@ A manifest may come from a stranger: entries that are not what kdtrain writes ar
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 from kdtrain.cache.format.manifest import Manifest, Parent, weights_line
 from kdtrain.cache.format.spec import CODECS
 from kdtrain.config.choices import resolve_tail
-from kdtrain.files import typed
 from kdtrain.tables import Table, columns, counted, number, size
 
 _MOST_COUNTS = 20
@@ -157,42 +156,17 @@ def _parent(parent: Parent) -> str:
 # Fidelity -----------------------------------------------------------------------------------------------------------
 
 
-class _Gradient(TypedDict):
-    token_angle: float
-    token_norm: float
-    mean_angle: float
-    mean_norm: float
-
-
-class _AtTemperature(TypedDict):
-    kl_spread: float | None
-    gradient: dict[str, _Gradient]
-
-
-class _Sample(TypedDict):
-    tokens: int
-
-
-class _ErrorOfLogZ(TypedDict):
-    T: float
-    worst: float
-
-
-class _Fidelity(TypedDict):
-    split: str
-    sample: _Sample
-    log_partition_error: list[_ErrorOfLogZ]
-
-
 def fidelity(manifest: Manifest) -> list[str | Table]:
     """How near the gradient of a student that learns from the cache is to that from the whole teacher; or nothing."""
-    found = manifest.fidelity or {}
     try:
-        about = typed(found, _Fidelity)
-        each_T = {name[2:]: typed(each, _AtTemperature) for name, each in found.items() if name.startswith("T=")}
-    except ValueError:
-        return []
+        return _fidelity(manifest.fidelity or {})
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return []  # it is not what kdtrain writes
+
+
+def _fidelity(about: Mapping[str, Any]) -> list[str | Table]:
     tokens, rows, divergences = about["sample"]["tokens"], [], []
+    each_T = {name[2:]: each for name, each in about.items() if name.startswith("T=")}
     for temperature, at in list(each_T.items())[:12]:
         for rule, each in at["gradient"].items():
             angles = (f"{each['token_angle']:.1f}°", f"{each['token_norm']:.2f}")
@@ -201,7 +175,7 @@ def fidelity(manifest: Manifest) -> list[str | Table]:
         if at["gradient"].keys() != {"sampled"} and at["kl_spread"] is not None:  # samples alone leave no tail
             divergences.append(f"{at['kl_spread']:.2g} at T={temperature}")
     parts: list[str | Table] = [
-        f"fidelity, of {tokens:,} tokens of {about['split']}: the gradient against the whole",
+        f"fidelity, of {tokens:,} tokens of {about['split']:s}: the gradient against the whole",
         "teacher's, of each token and of their mean (the same: angle 0° and length 1)",
     ]
     if tokens < _CHECKED:

@@ -1,14 +1,13 @@
 """Whether caches fit together, by their manifests: `merge` and `subset` refuse early, without torch."""
 
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
-from kdtrain.cache.format.manifest import CacheSettings, Manifest, Parent, check_sizes, differences, read_manifest
+from kdtrain.cache.format.manifest import CacheSettings, Manifest, check_sizes, differences, read_manifest
 from kdtrain.cache.format.names import PIECES
 from kdtrain.cache.format.spec import grid_name, grid_offset
 from kdtrain.cache.read.remote import open_remote
@@ -17,31 +16,18 @@ from kdtrain.net.address import parse_address
 
 MIXTURE = "mixture"
 """`sampling` of appended samples of several grids."""
-_RANGE = re.compile(r"(\d{1,18}):(?:\d{1,18})?")
 
 
-class Made(Protocol):
-    """A finished cache, open or not."""
-
-    @property
-    def name(self) -> str:
-        """What it is called in messages."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """Its manifest."""
-
-
-@dataclass(frozen=True)
-class Stated:
+class Stated(NamedTuple):
     """A cache as its manifest states it, with none of its shards open."""
 
     name: str
+    """What it is called in messages."""
     manifest: Manifest
 
 
 def stated(where: str) -> Stated:
-    """What a cache states. UsageError, RunError: as of `reader.Cache`, or a shard of a folder is missing."""
+    """What a cache states. UsageError, RunError: as of `LocalCache`, or a shard of a folder is missing."""
     if (address := parse_address(where)) is not None:
         return Stated(str(address), open_remote(address).manifest)
     manifest = read_manifest(where)
@@ -49,7 +35,7 @@ def stated(where: str) -> Stated:
     return Stated(str(Path(where)), manifest)
 
 
-def plan(caches: Sequence[Made]) -> tuple[list[int], CacheSettings | None]:
+def plan(caches: Sequence[Stated]) -> tuple[list[int], CacheSettings | None]:
     """The numbers of the caches in the order of their digests, and the settings of the sum of their samples.
 
     Without settings, the caches have other rows, and their shards are appended. UsageError: they do not fit together
@@ -72,7 +58,7 @@ def plan(caches: Sequence[Made]) -> tuple[list[int], CacheSettings | None]:
                 raise UsageError(f"{caches[0].name} has {name} {ours} and {cache.name} {theirs}; they cannot be merged")
     texts = []
     for cache in caches:  # of validation only where there is nothing else
-        found = {split: each["tokens_sha256"] for split, each in cache.manifest.splits.items()}
+        found = tokens_of(cache.manifest)
         texts.append(sorted((name, sha) for name, sha in found.items() if name != "validation" or len(found) == 1))
     alike = max(texts.count(text) for text in texts)
     if alike == len(texts):
@@ -89,7 +75,7 @@ def plan(caches: Sequence[Made]) -> tuple[list[int], CacheSettings | None]:
     return order, None
 
 
-def refuse_rows(cache: Made, splits: Sequence[str], rows: tuple[int, int | None] | None) -> None:
+def refuse_rows(cache: Stated, splits: Sequence[str], rows: tuple[int, int | None] | None) -> None:
     """UsageError: a cache has no such split, or a split no such rows (start and stop, None: the end)."""
     there = cache.manifest.splits
     if missing := [split for split in splits if split not in there]:
@@ -109,7 +95,7 @@ def between(rows: tuple[int, int | None] | None, number: int) -> tuple[int, int]
     return start, number if stop is None else stop
 
 
-def names(caches: Sequence[Made]) -> str:
+def names(caches: Sequence[Any]) -> str:
     """What several caches are called."""
     return " and ".join(cache.name for cache in caches)
 
@@ -118,18 +104,18 @@ def _shown(changed: Sequence[str]) -> str:
     return "; ".join(each.replace(" there", " in the one").replace(" here", " in the other") for each in changed[:3])
 
 
-def _sum(caches: Sequence[Made]) -> CacheSettings:
+def _sum(caches: Sequence[Stated]) -> CacheSettings:
     """The settings of a capture of all samples of one teacher. UsageError: their grids do not make up one."""
     for cache in caches:
         _refuse_not_addable(cache)
     first, total = caches[0], sum(cache.manifest.codec.num_samples for cache in caches)
     for cache in caches[1:]:
-        if tokens_of(cache) != tokens_of(first):
+        if tokens_of(cache.manifest) != tokens_of(first.manifest):
             raise UsageError(
                 f"{names([first, cache])} have the same rows to train on and others to validate on; cut both with "
                 "kdtrain subset, or capture the same text"
             )
-        if who(cache) != who(first):
+        if who(cache.manifest.settings) != who(first.manifest.settings):
             raise UsageError(
                 f"{names([first, cache])} are of several teachers over the same rows, and samples of one teacher "
                 "alone add up; train on all with kdtrain distill --cache A --cache B --cache-weights X,X"
@@ -138,7 +124,7 @@ def _sum(caches: Sequence[Made]) -> CacheSettings:
         raise UsageError(
             f"{names(caches)} have {total} samples a token together; counts are kept in 8 bits, so 255 are the most"
         )
-    points = dict[Fraction, Made]()
+    points = dict[Fraction, Stated]()
     hint = "draw others with kdtrain cache-teacher --refine CACHE"
     for cache in caches:
         settings = cache.manifest.settings
@@ -169,12 +155,12 @@ def _sum(caches: Sequence[Made]) -> CacheSettings:
     return replace(settings, codec=replace(settings.codec, num_samples=total), sampling=grid_name(start))
 
 
-def tokens_of(cache: Made) -> dict[str, str]:
+def tokens_of(manifest: Manifest) -> dict[str, str]:
     """The digest of the tokens of each split."""
-    return {split: each["tokens_sha256"] for split, each in cache.manifest.splits.items()}
+    return {split: each["tokens_sha256"] for split, each in manifest.splits.items()}
 
 
-def _refuse_not_addable(cache: Made) -> None:
+def _refuse_not_addable(cache: Stated) -> None:
     codec, where = cache.manifest.codec, cache.name
     if not codec.taught:
         raise UsageError(f"{where} has the same rows as the others and no targets: there is nothing to add")
@@ -189,65 +175,14 @@ def _refuse_not_addable(cache: Made) -> None:
         raise UsageError(f"{where} was appended or cut; add up the caches it was made of, then append or cut the sum")
 
 
-def who(cache: Made) -> dict[str, Any]:
+def who(settings: CacheSettings) -> dict[str, Any]:
     """A teacher but for its name, where its weights say who it is."""
-    teacher = cache.manifest.settings.teacher or {}
+    teacher = settings.teacher or {}
     return {name: value for name, value in teacher.items() if name != "spec" or "weights_digest" not in teacher}
 
 
-def _comparable(cache: Made) -> dict[str, Any]:
+def _comparable(cache: Stated) -> dict[str, Any]:
     """What two caches whose samples add up to a capture have in common."""
     settings = cache.manifest.settings
     codec = replace(settings.codec, num_samples=1)
-    return replace(settings, codec=codec, sampling=None, teacher=who(cache)).to_json()
-
-
-Span = tuple[tuple[str, str], int, int]
-"""Rows START to STOP of a cache (its digest) in an order: as they lie there, or by the hash of their tokens."""
-
-
-def with_common_rows(caches: Sequence[Made], split: str) -> list[Made]:
-    """The first two caches found that hold rows of one and the same cache; empty: none are known to."""
-    spans: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
-    for number, cache in enumerate(caches):
-        total = cache.manifest.splits[split]["sequences"]
-        for key, start, stop in _spans(cache.manifest.digest, cache.manifest.parents, split, 0, total, total):
-            spans.setdefault(key, []).append((start, stop, number))
-    for found in spans.values():
-        reach: dict[int, int] = {}  # the largest STOP so far, by cache
-        for start, stop, number in sorted(found):
-            others = [each for each, end in reach.items() if each != number and start < end]
-            if others:
-                return [caches[each] for each in sorted((others[0], number))]
-            reach[number] = max(stop, reach.get(number, 0))
-    return []
-
-
-def _spans(
-    digest: str, parents: Sequence[Parent] | None, split: str, start: int, stop: int, total: int
-) -> Iterator[Span]:
-    """What the rows `start` to `stop` of a cache of `total` are, there and in all caches that it was made of."""
-    yield (digest, "rows"), start, stop
-    if stop - start == total:
-        yield (digest, "hash"), 0, total
-    totals = [parent["sequences"].get(split, 0) for parent in parents or []]
-    if parents and split in parents[0].get("splits", []):  # a cut has one parent
-        rows = parents[0].get("rows", "")
-        if found := _RANGE.fullmatch(rows):
-            moved = int(found[1])
-            yield from _spans_of(parents[0], split, moved + start, moved + stop)
-        elif stop - start == total:  # a fraction has the rows of the lowest hashes
-            yield (parents[0]["digest"], "hash"), 0, total
-    elif all(each == total for each in totals):  # a sum, a split that was not cut, or one that all had
-        for parent in parents or []:
-            yield from _spans_of(parent, split, start, stop)
-    elif sum(totals) == total:
-        first = 0
-        for parent, number in zip(parents or [], totals, strict=True):
-            if (begin := max(start - first, 0)) < (end := min(stop - first, number)):
-                yield from _spans_of(parent, split, begin, end)
-            first += number
-
-
-def _spans_of(parent: Parent, split: str, start: int, stop: int) -> Iterator[Span]:
-    return _spans(parent["digest"], parent.get("parents"), split, start, stop, parent["sequences"].get(split, 0))
+    return replace(settings, codec=codec, sampling=None, teacher=who(settings)).to_json()

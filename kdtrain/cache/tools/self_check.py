@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kdtrain.cache.format.codec import grid_offset
 from kdtrain.cache.format.compression import FINENESS
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.tools.alignment import SHIFTS, DetectedShift, detect
 from kdtrain.cache.tools.kept_mass import outside
 from kdtrain.objective.batch import Batch
@@ -65,7 +65,7 @@ class Look:
         return {**vars(self), "alignment": self.alignment.to_json()}
 
 
-def look(cache: Cache, *, rows: int = ROWS, seconds: float = SECONDS, seed: int = 0) -> Look | None:
+def look(cache: LocalCache, *, rows: int = ROWS, seconds: float = SECONDS, seed: int = 0) -> Look | None:
     """Read the first rows of a split, and as many from a place that `seed` draws; None if no row has targets.
 
     RunError: a shard cannot be read.

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kdtrain.cache.build.test_vector import agrees, make_vector
+from kdtrain.cache.build.publish import agrees, make_vector
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.hdf5 import check_structure
@@ -33,7 +33,7 @@ from kdtrain.cache.read.reader import AHEAD
 from kdtrain.cache.read.remote import Remote, open_remote
 from kdtrain.cache.read.shard import Shard, batch_of, first_line
 from kdtrain.errors import RunError, UsageError, system_error, writing
-from kdtrain.files import LARGE, MEDIUM, file_digest, publish_json, read_sealed, refuse_links, set_aside, typed
+from kdtrain.files import LARGE, MEDIUM, SMALL, file_digest, publish_json, read_sealed, refuse_links, set_aside, typed
 from kdtrain.net.address import parse_address
 
 _ENTRIES_AT_ONCE = 2**20  # entries that `check_content` unpacks at once
@@ -169,7 +169,7 @@ def _remote_problems(remote: Remote) -> Iterator[Problem]:
 
     digest = manifest.settings.digest()
     settings = holds(lambda record: CacheSettings.from_json(record).digest() == digest)
-    yield from brought(remote.bring_sealed, cache_format.SETTINGS, settings)
+    yield from brought(remote.bring, cache_format.SETTINGS, settings, SMALL)
     yield from brought(remote.bring, cache_format.INDEX, manifest.index_sha256)
     yield from brought(remote.bring_tokenizer)
     for split, summary in manifest.splits.items():
@@ -178,7 +178,7 @@ def _remote_problems(remote: Remote) -> Iterator[Problem]:
             sidecar = cache_format.sidecar_path(folder, stated["name"]).relative_to(folder).as_posix()
             same = holds(lambda record, stated=stated: _same(typed(record, Sidecar), stated))  # type: ignore[misc]
             remote.ahead(summary["shards"][number : number + AHEAD])
-            found = [*brought(remote.ensure, stated), *brought(remote.bring_sealed, sidecar, same)]
+            found = [*brought(remote.ensure, stated), *brought(remote.bring, sidecar, same, SMALL)]
             found = found or list(_sidecar_problems(folder, stated["name"], stated))
             yield from found or _content_problems(folder, manifest, split, rows[number], stated)
 

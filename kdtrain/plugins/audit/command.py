@@ -2,8 +2,8 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kdtrain.cache.format.codec import draw_points, grid_offset
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.merge_plan import MIXTURE
 from kdtrain.cache.tools.self_check import other_row
@@ -35,7 +35,7 @@ from kdtrain.plugins.audit.diagnose import (
     diagnose,
     gains,
 )
-from kdtrain.plugins.audit.evidence import NOISE, NOISE_UNKNOWN, Evidence, Verdict, judge, score, worst_first
+from kdtrain.plugins.audit.evidence import NOISE, NOISE_UNKNOWN, Evidence, judge, score, worst_first
 from kdtrain.plugins.audit.options import AuditConfig
 from kdtrain.precision.modes import MODES
 from kdtrain.ranks import pick_device
@@ -49,57 +49,6 @@ NEIGHBOURS = 256
 _LOGITS = 2**27  # of one forward
 
 
-@dataclass(frozen=True, kw_only=True)
-class Audit:
-    """What the teacher predicts for some rows of a cache."""
-
-    teacher: str
-    same_weights: bool | None
-    """Whether the digest of its weights is the manifest's; None if that has none."""
-    verdict: Verdict
-    diagnosis: Diagnosis | None
-    """Where a test fails: what explains it."""
-
-    @property
-    def finding(self) -> str | None:
-        """One line that names what is wrong; None if nothing is."""
-        if (found := self.diagnosis) is None:
-            return None
-        fit = f"best fit: {found.fault}"
-        if found.share >= MOST:
-            fit += f" explains {found.share:.0%} of the difference"
-        elif found.share:
-            fit = f"best fit: partly {found.fault} ({found.share:.0%} of the difference), or {OTHER_WEIGHTS}"
-        return (
-            f"{', '.join(test.name for test in self.verdict.failed)}: not what {self.teacher} predicts; {fit} "
-            f"({number(max(found.divergence, 0.0))} nats a token from the teacher)"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain record."""
-        verdict = asdict(self.verdict) | {"failed": [test.name for test in self.verdict.failed]}
-        diagnosis = None if self.diagnosis is None else asdict(self.diagnosis)
-        return {"teacher": self.teacher, "same_weights": self.same_weights, **verdict, "diagnosis": diagnosis}
-
-    def page(self) -> list[Any]:
-        """Lines and a table for people."""
-        verdict, rows = self.verdict, []
-        for test in verdict.tests:
-            allowed = f"{_few(test.figure)} of what is allowed"
-            of = {"z": f"log p {test.figure:+.4f} nats off", "c": f"{_few(test.figure)} a degree of freedom"}
-            found, fails = of.get(test.kind[0], allowed), "fails" * (test in verdict.failed)
-            rows.append((test.name, found, _few(test.statistic), test.kind, f"{test.p:.2g}", fails))
-        weights = {True: "the same weights", False: "OTHER weights by their digest", None: "digest unknown"}
-        return [
-            f"{verdict.rows} rows, {verdict.positions:,} positions, against {self.teacher} "
-            f"({weights[self.same_weights]})",
-            columns(("test", "found", "statistic", "kind", "p", ""), rows, left=("test", "found", "kind")),
-            f"a test fails below p = {verdict.level / max(1, len(verdict.tests)):.2g}, {verdict.level:.0%} for all of "
-            "them",
-            f"finding: {self.finding}" if self.finding else "the cache holds what the teacher predicts",
-        ]
-
-
 def _few(value: float) -> str:
     """A figure in a few characters, so that the table fits a narrow terminal: 26.9, 1,414, 331 M, 2.1e+15."""
     return number(value) if not 1e4 <= abs(value) < math.inf else short(value) if abs(value) < 1e12 else f"{value:.2g}"
@@ -111,17 +60,18 @@ def main(config: AuditConfig) -> int:
     UsageError: the cache is damaged, or the teacher cannot score it. RunError: a shard cannot be read.
     """
     setup_logging()
-    audited = audit(config, open_cache(config.cache))
-    findings = [audited.finding] if audited.finding else []
+    found = audit(config, open_cache(config.cache))
+    wrong = finding(found)
     if config.json:
-        show("", {"path": config.cache, "ok": not findings, "findings": findings, "audit": audited.to_json()}, True)
+        findings = [wrong] if wrong else []
+        show("", {"path": config.cache, "ok": not wrong, "findings": findings, "audit": found}, True)
     else:
-        show_page(audited.page(), wrapped=True)
-    return 1 if findings else 0
+        show_page(page(found), wrapped=True)
+    return 1 if wrong else 0
 
 
-def audit(config: AuditConfig, cache: Cache) -> Audit:
-    """Score rows of the cache again.
+def audit(config: AuditConfig, cache: LocalCache) -> dict[str, Any]:
+    """Score rows of the cache again: a plain record of the verdict, and of what explains it where a test fails.
 
     UsageError: the teacher cannot score this cache. RunError: a shard cannot be read.
     """
@@ -130,30 +80,63 @@ def audit(config: AuditConfig, cache: Cache) -> Audit:
         raise UsageError(f"{cache.folder} holds tokens without targets, which verify checks")
     if settings.sampling == MIXTURE:
         raise UsageError(f"{cache.folder} mixes several teachers; audit the caches that it was merged from")
-    stated = (settings.teacher or {}).get("precision") in MODES
+    stated = settings.teacher or {}
+    in_known_format = stated.get("precision") in MODES
     teacher, reference = _teachers(config, settings)
     every = [(split, row) for split in cache for row in range(cache.manifest.splits[split]["sequences"])]
     order = np.random.RandomState(config.seed).permutation(len(every))
-    rows = [every[place] for place in order[: config.rows]]
-    compare = _Comparison(cache, teacher, reference)
-    scored: list[tuple[tuple[str, int], Evidence]] = []
+    rows, scored = [every[place] for place in order[: config.rows]], list[tuple[tuple[str, int], Evidence]]()
     with bar("audit", len(rows)) as shown:
         for split, indices in _batches(rows, max(1, min(8, _LOGITS // (settings.seq_len * settings.vocab_size)))):
-            scored += compare.rows(split, indices)
+            scored += _scored(cache, teacher, reference, split, indices)
             shown.update(shown.done + len(indices))
     if len(scored) < 2:
         raise UsageError(f"{len(scored)} of the rows of {cache.folder} count in a loss; an audit needs two")
     found = [evidence for _, evidence in scored]
-    verdict = judge(found, noise=NOISE if stated else NOISE_UNKNOWN)
-    known = (settings.teacher or {}).get("weights_digest") if stated else None
-    return Audit(
-        teacher=str(teacher),
-        same_weights=None if known is None else teacher.digest == known,
-        verdict=verdict,
-        diagnosis=compare.diagnosis([scored[at][0] for at in worst_first(found)[:DIAGNOSED]])
-        if verdict.failed
-        else None,
+    verdict = judge(found, noise=NOISE if in_known_format else NOISE_UNKNOWN)
+    known = stated.get("weights_digest") if in_known_format else None
+    worst = [scored[at][0] for at in worst_first(found)[:DIAGNOSED]]
+    return {
+        "teacher": str(teacher),
+        "same_weights": None if known is None else teacher.digest == known,
+        **asdict(verdict),
+        "failed": [test.name for test in verdict.failed],
+        "diagnosis": asdict(_diagnosis(cache, teacher, worst)) if verdict.failed else None,
+    }
+
+
+def finding(found: Mapping[str, Any]) -> str | None:
+    """One line that names what is wrong; None if nothing is. found: as `audit` returns it."""
+    if (best := found["diagnosis"]) is None:
+        return None
+    fit, share = f"best fit: {best['fault']}", best["share"]
+    if share >= MOST:
+        fit += f" explains {share:.0%} of the difference"
+    elif share:
+        fit = f"best fit: partly {best['fault']} ({share:.0%} of the difference), or {OTHER_WEIGHTS}"
+    return (
+        f"{', '.join(found['failed'])}: not what {found['teacher']} predicts; {fit} "
+        f"({number(max(best['divergence'], 0.0))} nats a token from the teacher)"
     )
+
+
+def page(found: Mapping[str, Any]) -> list[Any]:
+    """Lines and a table for people."""
+    rows, tests, level = [], found["tests"], found["level"]
+    for test in tests:
+        figure = test["figure"]
+        of = {"z": f"log p {figure:+.4f} nats off", "c": f"{_few(figure)} a degree of freedom"}
+        what, fails = of.get(test["kind"][0], f"{_few(figure)} of what is allowed"), test["name"] in found["failed"]
+        rows.append((test["name"], what, _few(test["statistic"]), test["kind"], f"{test['p']:.2g}", "fails" * fails))
+    weights = {True: "the same weights", False: "OTHER weights by their digest", None: "digest unknown"}
+    against = f"{found['teacher']} ({weights[found['same_weights']]})"
+    wrong = finding(found)
+    return [
+        f"{found['rows']} rows, {found['positions']:,} positions, against {against}",
+        columns(("test", "found", "statistic", "kind", "p", ""), rows, left=("test", "found", "kind")),
+        f"a test fails below p = {level / max(1, len(tests)):.2g}, {level:.0%} for all of them",
+        f"finding: {wrong}" if wrong else "the cache holds what the teacher predicts",
+    ]
 
 
 def _teachers(config: AuditConfig, settings: CacheSettings) -> tuple[OnlineTeacher, OnlineTeacher]:
@@ -190,63 +173,51 @@ def _batches(rows: list[tuple[str, int]], size: int) -> Iterator[tuple[str, list
         yield from ((split, indices[start : start + size]) for start in range(0, len(indices), size))
 
 
-class _Comparison:
-    """Rows of a cache against fresh forwards."""
+def _scored(
+    cache: LocalCache, teacher: OnlineTeacher, reference: OnlineTeacher, split: str, indices: list[int]
+) -> Iterator[tuple[tuple[str, int], Evidence]]:
+    """The evidence of each row; rows that do not count in a loss are left out."""
+    settings, manifest, span = cache.manifest.settings, cache.manifest, cache.manifest.temperature_range
+    # a top-k from elsewhere has a tail of one bucket, which shows in its range
+    bucket = span is not None and span["min"] == span["max"]
+    codec = settings.codec
+    # rows are numbered as they were when they were captured
+    as_captured = codec.num_samples and manifest.origin is None and manifest.parents is None
+    offset = grid_offset(settings.sampling) if as_captured else None
+    batch = cache[split].read(indices)
+    own, right = (logprobs(each, batch, settings.document_mask) for each in (teacher, reference))
+    for b, row in enumerate(indices):
+        mask_T, points = batch.loss_mask[b], None
+        if not mask_T.any():
+            continue
+        if offset is not None:
+            points = draw_points(settings.seed, split, row, settings.seq_len, codec.num_samples, offset)
+        evidence = score(
+            _targets(batch, b).map(lambda _, each, kept=mask_T: each[kept]).to(own.device),
+            batch.tokens[b, 1:][mask_T].to(own.device),
+            *(each[b][mask_T.to(own.device)] for each in (own, right)),
+            whole_tail=manifest.origin is None if codec.counts_only else not bucket,
+            independent=settings.sampling is None,
+            points_TD=None if points is None else points[mask_T.numpy()],
+        )
+        yield (split, row), evidence
 
-    def __init__(self, cache: Cache, teacher: OnlineTeacher, reference: OnlineTeacher) -> None:
-        self.cache, self.teacher, self.reference = cache, teacher, reference
-        self.settings, span = cache.manifest.settings, cache.manifest.temperature_range
-        captured = getattr(cache.manifest, "origin", None) is None
-        self.whole = captured and cache.manifest.parents is None
-        """Whether its rows are numbered as they were when they were captured."""
-        # a top-k from elsewhere has a tail of one bucket, which shows in its range
-        at_one = span is not None and span["min"] == span["max"]
-        self.whole_tail = captured if self.settings.codec.counts_only else not at_one
 
-    def rows(self, split: str, indices: list[int]) -> list[tuple[tuple[str, int], Evidence]]:
-        """The evidence of each row; rows that do not count in a loss are left out."""
-        batch = self.cache[split].read(indices)
-        own, right = (logprobs(each, batch, self.settings.document_mask) for each in (self.teacher, self.reference))
-        number, offset = self.settings.codec.num_samples, grid_offset(self.settings.sampling)
-        found = []
-        for b, row in enumerate(indices):
-            mask_T = batch.loss_mask[b]
-            if not mask_T.any():
-                continue
-            points = None
-            if number and offset is not None and self.whole:
-                points = draw_points(self.settings.seed, split, row, self.settings.seq_len, number, offset)
-            evidence = score(
-                _targets(batch, b).map(lambda _, each, kept=mask_T: each[kept]).to(own.device),
-                batch.tokens[b, 1:][mask_T].to(own.device),
-                own[b][mask_T.to(own.device)],
-                right[b][mask_T.to(own.device)],
-                whole_tail=self.whole_tail,
-                independent=self.settings.sampling is None,
-                points_TD=None if points is None else points[mask_T.numpy()],
-            )
-            found.append(((split, row), evidence))
-        return found
-
-    def diagnosis(self, rows: list[tuple[str, int]]) -> Diagnosis:
-        """The fault that explains some rows best."""
-        found: list[Gains] = []
-        matched = []
-        forwards = other_forwards(self.teacher, self.settings.seq_len, self.settings.document_mask)
-        for split, (row,) in _batches(rows, 1):
-            reader = self.cache[split]
-            batch = reader.read([row])
-            if not batch.loss_mask.any():
-                continue
-            others = {name: forward(batch)[0] for name, forward in forwards.items()}
-            own = logprobs(self.teacher, batch, self.settings.document_mask)[0]
-            targets = _targets(batch, 0)
-            found.append(gains(targets.to(own.device), batch.tokens[0, 1:].to(own.device), own, others))
-            start = max(0, min(row - NEIGHBOURS // 2, len(reader) - NEIGHBOURS))
-            tokens = reader.text(range(start, min(start + NEIGHBOURS, len(reader))))["tokens"]
-            labels = torch.from_numpy(tokens[:, 1:].astype(np.int64))
-            matched.append(other_row(targets, row - start, labels, batch.loss_mask[0]))
-        return diagnose(found, matched)
+def _diagnosis(cache: LocalCache, teacher: OnlineTeacher, rows: list[tuple[str, int]]) -> Diagnosis:
+    """The fault that explains some rows best."""
+    settings, found, matched = cache.manifest.settings, list[Gains](), []
+    forwards = other_forwards(teacher, settings.seq_len, settings.document_mask)
+    for split, (row,) in _batches(rows, 1):
+        reader = cache[split]
+        batch = reader.read([row])
+        own = logprobs(teacher, batch, settings.document_mask)[0]
+        targets, others = _targets(batch, 0), {name: forward(batch)[0] for name, forward in forwards.items()}
+        found.append(gains(targets.to(own.device), batch.tokens[0, 1:].to(own.device), own, others))
+        start = max(0, min(row - NEIGHBOURS // 2, len(reader) - NEIGHBOURS))
+        tokens = reader.text(range(start, min(start + NEIGHBOURS, len(reader))))["tokens"]
+        labels = torch.from_numpy(tokens[:, 1:].astype(np.int64))
+        matched.append(other_row(targets, row - start, labels, batch.loss_mask[0]))
+    return diagnose(found, matched)
 
 
 def logprobs(teacher: OnlineTeacher, batch: Batch, document_mask: bool) -> Tensor:

@@ -131,22 +131,16 @@ def diagnose(rows: Sequence[Gains], matched: Sequence[int | None] = ()) -> Diagn
     if moved > len(matched) / 2:
         return Diagnosis(OTHER_ROWS, moved / len(matched), divergence, number)
     shares = {name: _share(np.array([row[name] for row in rows])) for name in rows[0]}
-    ends = [f"temperature {t:g}" for t in (TEMPERATURES[0], TEMPERATURES[-1])]
-    if max(filter(_is_temperature, shares), key=lambda each: shares[each]) in ends:
-        shares = {name: share for name, share in shares.items() if not _is_temperature(name)}
+    by_temperature = {t: shares.pop(f"temperature {t:g}") for t in TEMPERATURES}
+    best = max(by_temperature, key=lambda each: by_temperature[each])
+    if TEMPERATURES[0] < best < TEMPERATURES[-1]:
+        shares[f"temperature {_temperature(rows, best):.3g}"] = by_temperature[best]
     # a shift explains all or nothing; in part it only spreads the mass as flatter weights do
     shares |= {name: 0.0 for name in (AHEAD, BEHIND) if shares[name] < MOST}
-    name = max(shares, key=lambda each: shares[each])
-    if shares[name] < LEAST:
+    fault = max(shares, key=lambda each: shares[each])
+    if shares[fault] < LEAST:
         return Diagnosis(OTHER_WEIGHTS, 0.0, divergence, number)
-    fault = name
-    if _is_temperature(name):
-        fault = f"temperature {_temperature(rows, float(name.split()[1])):.3g}"
-    return Diagnosis(fault, shares[name], divergence, number)
-
-
-def _is_temperature(fault: str) -> bool:
-    return fault.startswith("temperature")
+    return Diagnosis(fault, shares[fault], divergence, number)
 
 
 def _share(misfits_R2: np.ndarray) -> float:

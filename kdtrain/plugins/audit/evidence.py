@@ -27,7 +27,7 @@ Shapes: T positions of a row that count, V vocabulary, H top-k entries, D sample
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -120,25 +120,21 @@ def score(
     were drawn one by one. points_TD: where systematic ones lie in the cumulative distribution of the tail
     (`draw_points`).
     """
-    logprobs_TV, reference_TV = logprobs_TV.clamp(min=LOWEST), reference_TV.clamp(min=LOWEST)
+    forwards = logprobs_TV, reference_TV = logprobs_TV.clamp(min=LOWEST), reference_TV.clamp(min=LOWEST)
     found = Evidence(positions=len(labels_T))
     ids_TH = targets.ids[:, : targets.top_k] if isinstance(targets, SparseTargets) else None
-    cached = _cached(targets, reference_TV, whole_tail)
-    likely = _likely(reference_TV) if isinstance(targets, DenseTargets) else None
-    own, exact = (_fresh(targets, labels_T, each, likely, whole_tail) for each in (logprobs_TV, reference_TV))
     known_T = torch.ones_like(labels_T, dtype=torch.bool)
     if ids_TH is not None and not whole_tail:  # another label has its share of a bucket
         known_T = (ids_TH == labels_T[:, None]).any(-1) | (ids_TH.shape[1] == 0)
-    for name, (values, steps) in cached.items():
+    for name, values, steps, (own, exact) in _numbers(targets, labels_T, forwards, whole_tail):
         part = known_T if name == "label" else slice(None)
-        noise = (own[name] - exact[name])[part].square()
-        away = (values.clamp(min=LOWEST) - exact[name])[part].square()
+        away = (values.clamp(min=LOWEST) - exact)[part].square()
         if len(away):
             allowed = steps.expand_as(values)[part].square().mean().item() / 12 + _FLOOR**2
-            found.numbers[name] = away.mean().item(), noise.mean().item(), allowed
+            found.numbers[name] = away.mean().item(), (own - exact)[part].square().mean().item(), allowed
     if ids_TH is not None and ids_TH.shape[1]:
-        theirs, ours, right = ids_TH, *(each.topk(ids_TH.shape[1]).indices for each in (logprobs_TV, reference_TV))
-        found.numbers["ids"] = _missing(theirs, right), _missing(ours, right), _FLOOR_SHARE
+        ours, right = (each.topk(ids_TH.shape[1]).indices for each in forwards)
+        found.numbers["ids"] = _missing(ids_TH, right), _missing(ours, right), _FLOOR_SHARE
     if isinstance(targets, SparseTargets) and targets.num_samples:
         _score_samples(found, targets, logprobs_TV, reference_TV, independent, points_TD)
     return found
@@ -148,63 +144,48 @@ def _missing(ids_TH: Tensor, right_TH: Tensor) -> float:
     return 1 - (ids_TH[:, :, None] == right_TH[:, None]).any(-1).float().mean().item()
 
 
-def _cached(
-    targets: SparseTargets | DenseTargets, reference_TV: Tensor, whole_tail: bool
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """The numbers of a cache that p decides, each with the steps in which it is stored."""
+def _numbers(
+    targets: SparseTargets | DenseTargets, labels_T: Tensor, forwards: Sequence[Tensor], whole_tail: bool
+) -> Iterator[tuple[str, Tensor, Tensor, list[Tensor]]]:
+    """The numbers of a cache that p decides, by name: its own, the steps in which they are stored, and those of fresh
+    log-probabilities for the entries that it holds; the last of `forwards` is the reference.
+    """
     if isinstance(targets, DenseTargets):
-        entries = targets.logprobs.gather(1, _likely(reference_TV)).float()
-        return {name: (x, _half(x)) for name, x in (("label", targets.label_logprob), ("entries", entries))}
-    found = {"label": targets.label_logprob}
-    if targets.top_k:
-        found["entries"] = targets.logprobs[:, : targets.top_k]
-    numbers = {name: (values, (1 - values.clamp(min=LOWEST)) / FINENESS) for name, values in found.items()}
+        ids_TK = forwards[-1].topk(min(_DENSE_ENTRIES, forwards[-1].shape[1])).indices
+        entries_TK = targets.logprobs.gather(1, ids_TK).float()
+    else:
+        ids_TK, entries_TK = targets.ids[:, : targets.top_k], targets.logprobs[:, : targets.top_k]
+    for name, values, places in (
+        ("label", targets.label_logprob[:, None], labels_T[:, None]),
+        ("entries", entries_TK, ids_TK),
+    ):
+        if values.shape[1]:
+            size = values.clamp(min=LOWEST)
+            fp16 = torch.exp2((-size).clamp(min=2.0**-14).log2().floor() - 10)  # its spacing
+            steps = fp16 if isinstance(targets, DenseTargets) else (1 - size) / FINENESS
+            yield name, values, steps, [each.gather(1, places) for each in forwards]
+    if isinstance(targets, DenseTargets):
+        return
     knots, one = len(targets.knots), targets.knots.index(1.0)
-    values, slopes = targets.tail[:, :knots], targets.tail[:, knots:]
+    tails = [_tail(each, ids_TK, targets.knots) for each in forwards]
     if targets.top_k:
-        values = values if whole_tail else values[:, one : one + 1]
-        numbers["tail"] = values, torch.tensor(STEP_VALUE)
+        at = slice(0, knots) if whole_tail else slice(one, one + 1)
+        fresh = [each[0][:, at].clamp(min=LOWEST) for each in tails]
+        yield "tail", targets.tail[:, at], torch.tensor(STEP_VALUE), fresh
     if whole_tail:
-        numbers["slopes"] = slopes, torch.tensor(STEP_SLOPE)
-        numbers["moments"] = torch.stack([targets.logit_mean, targets.logit_std], -1), torch.tensor(STEP_SPREAD)
-    return numbers
+        yield "slopes", targets.tail[:, knots:], torch.tensor(STEP_SLOPE), [slopes_TG for _, slopes_TG in tails]
+        moments = [torch.stack(torch.std_mean(each, -1, correction=0)[::-1], -1) for each in forwards]
+        own = torch.stack([targets.logit_mean, targets.logit_std], -1)
+        yield "moments", own, torch.tensor(STEP_SPREAD), moments
 
 
-def _half(values: Tensor) -> Tensor:
-    """The spacing of fp16 at `values`."""
-    return torch.exp2(values.abs().clamp(min=2.0**-14, max=-LOWEST).log2().floor() - 10)
-
-
-def _likely(logprobs_TV: Tensor) -> Tensor:
-    return logprobs_TV.topk(min(_DENSE_ENTRIES, logprobs_TV.shape[1])).indices
-
-
-def _fresh(
-    targets: SparseTargets | DenseTargets,
-    labels_T: Tensor,
-    logprobs_TV: Tensor,
-    likely: Tensor | None,
-    whole_tail: bool,
-) -> dict[str, Tensor]:
-    """The same numbers of `_cached`, of fresh log-probabilities, for the entries that the cache holds."""
-    found = {"label": logprobs_TV.gather(1, labels_T[:, None])[:, 0]}
-    if isinstance(targets, DenseTargets):
-        assert likely is not None
-        return found | {"entries": logprobs_TV.gather(1, likely)}
-    ids_TH = targets.ids[:, : targets.top_k]
-    found["entries"] = logprobs_TV.gather(1, ids_TH)
-    tail_TV = logprobs_TV.scatter(1, ids_TH, -torch.inf)
-    values, slopes = [], []
-    for beta in targets.knots:
+def _tail(logprobs_TV: Tensor, ids_TH: Tensor, knots: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """[T, knots] log-partition of the entries outside of `ids_TH`, and its slope."""
+    tail_TV, values, slopes = logprobs_TV.scatter(1, ids_TH, -torch.inf), [], []
+    for beta in knots:
         values.append((beta * tail_TV).logsumexp(-1))
-        shares_TV = (beta * tail_TV - values[-1][:, None]).exp()
-        slopes.append((shares_TV * logprobs_TV).sum(-1))
-    found["tail"], found["slopes"] = torch.stack(values, -1), torch.stack(slopes, -1)
-    if not whole_tail:
-        found["tail"] = found["tail"][:, [targets.knots.index(1.0)]]
-    found["tail"] = found["tail"].clamp(min=LOWEST)
-    std_T, mean_T = torch.std_mean(logprobs_TV, -1, correction=0)
-    return found | {"moments": torch.stack([mean_T, std_T], -1)}
+        slopes.append(((beta * tail_TV - values[-1][:, None]).exp() * logprobs_TV).sum(-1))
+    return torch.stack(values, -1), torch.stack(slopes, -1)
 
 
 # Samples.
@@ -227,12 +208,8 @@ def _score_samples(
         part = slice(start, start + step)
         some_T = targets.counts[part, targets.top_k :].sum(-1) > 0  # an empty tail has none
         own_TV, exact_TV = logprobs_TV[part][some_T], reference_TV[part][some_T]
-        ids_TK, counts_TK = targets.ids[part][some_T], targets.counts[part][some_T].double() / number
-        ids_TH, drawn_TK, counts_TK = (
-            ids_TK[:, : targets.top_k],
-            ids_TK[:, targets.top_k :],
-            counts_TK[:, targets.top_k :],
-        )
+        ids_TH, drawn_TK = targets.ids[part][some_T].tensor_split([targets.top_k], 1)
+        counts_TK = targets.counts[part, targets.top_k :][some_T].double() / number
         share_TV, right_TV = _share(own_TV, ids_TH), _share(exact_TV, ids_TH)
         bins_TV = torch.bucketize(own_TV, torch.tensor(BINS, device=own_TV.device).log())
         expected_TF = _features(bins_TV, own_TV, share_TV)

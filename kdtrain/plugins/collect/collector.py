@@ -47,8 +47,9 @@ RAW_BYTES = 2**29
 """Size of the file from which no more raw numbers are written."""
 EXPONENTS = range(-40, 21)
 """Columns of the histograms."""
-_TEXT = h5py.string_dtype()
-_FLOATS = ("amax", "error", "saturated", "flushed", "zeros")
+_KINDS = {"step": np.dtype("i8"), "mode": h5py.string_dtype(), "histogram": np.dtype("i8")}
+_KINDS |= dict.fromkeys(("amax", "error", "saturated", "flushed", "zeros"), np.dtype("f8"))
+"""The data sets of an operand, and their types."""
 
 
 class Collector(Observer):
@@ -196,9 +197,8 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _append(group: h5py.Group, name: str, value: Any) -> None:
     if name not in group:
-        kind = _TEXT if name == "mode" else "f8" if name in _FLOATS else "i8"
         shape = np.shape(value)
-        group.create_dataset(name, (0, *shape), kind, maxshape=(None, *shape), chunks=(64, *shape))
+        group.create_dataset(name, (0, *shape), _KINDS[name], maxshape=(None, *shape), chunks=(64, *shape))
     group[name].resize(len(group[name]) + 1, axis=0)
     group[name][-1] = value
 
@@ -232,21 +232,17 @@ def _is_ours(path: Path) -> bool:
 
 
 def _has_rows(group: h5py.Group, size: int) -> bool:
-    rows = len(group["step"])
-    raw = group["raw"].items() if "raw" in group else ()
-    if group.keys() - {"raw"} != {"step", "mode", *_FLOATS, "histogram"} or rows * 8 > size:
+    rows, raw = len(group["step"]), group.get("raw", {}).items()
+    if group.keys() - {"raw"} != {*_KINDS} or rows * 8 > size:
         return False
-    if not all(
+    for name, kind in _KINDS.items():
+        data, inner = group[name], (len(EXPONENTS),) if name == "histogram" else ()
+        form = data.shape, data.maxshape, data.chunks, data.id.get_create_plist().get_nfilters()
+        if form != ((rows, *inner), (None, *inner), (64, *inner), 0) or data.dtype != kind:
+            return False
+        if h5py.check_string_dtype(data.dtype) != h5py.check_string_dtype(kind):
+            return False
+    return all(
         name.isdecimal() and (data.ndim, data.dtype, data.external, data.is_virtual) == (2, "f4", None, False)
         for name, data in raw
-    ):
-        return False
-    for name in group.keys() - {"raw"}:
-        data, inner = group[name], (len(EXPONENTS),) if name == "histogram" else ()
-        form = (data.shape, data.maxshape, data.chunks, data.id.get_create_plist().get_nfilters())
-        kind = h5py.check_string_dtype(data.dtype) == h5py.check_string_dtype(_TEXT)
-        if form != ((rows, *inner), (None, *inner), (64, *inner), 0):
-            return False
-        if not (kind if name == "mode" else data.dtype == ("f8" if name in _FLOATS else "i8")):
-            return False
-    return True
+    )

@@ -14,7 +14,7 @@ class FindLrConfig(DistillConfig):
     command resumes an interrupted one.
     """
 
-    rung_steps: int | None = option(None, least=2, brief="Steps of the first short runs [a twentieth].")
+    rung_steps: int | None = option(None, least=2, brief=True)
     """Steps of the first rung; by default a twentieth of the run, 20 to 200. The best go on to three times."""
 
     EXAMPLES = ("kdtrain find-lr --cache cache/t --student stdlib-1m --out runs/lr --steps 2500",)

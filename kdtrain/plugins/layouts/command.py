@@ -9,19 +9,20 @@ import kdtrain.plugins.layouts.distillkit
 import kdtrain.plugins.layouts.topk  # noqa: F401
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
-from kdtrain.cache.read.reader import Cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.tools.self_check import look
 from kdtrain.commands.cache_result import show_cache
+from kdtrain.data.rows import readable
 from kdtrain.errors import UsageError
-from kdtrain.files import json_digest
+from kdtrain.files import file_digest, json_digest
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import ChatTokenizer, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import bar, log, setup_logging
 from kdtrain.plugins.layouts.build import build, sample, try_sample
-from kdtrain.plugins.layouts.files import SourceFile, digests, open_source
 from kdtrain.plugins.layouts.layout import Layout
 from kdtrain.plugins.layouts.options import LAYOUTS, ImportConfig
-from kdtrain.plugins.layouts.rows import Cutter
+from kdtrain.plugins.layouts.rows import COUNTS, Cutter
+from kdtrain.plugins.layouts.source import SourceFile, open_source
 from kdtrain.run.folder import refuse_no_folder
 from kdtrain.tables import duration, number
 
@@ -45,33 +46,37 @@ def main(config: ImportConfig) -> int:
     layout: Layout = LAYOUTS.get(config.layout)(config)
     spec = read_spec(config.tokenizer, "teachers")
     tokenizer = load_tokenizer(spec)
-    files = open_source(config.source, layout.columns)
-    seq_len, top_k = config.seq_len, config.top_k or layout.top_k
-    if not seq_len:
-        seq_len = len(_first(files, layout)[layout.columns.tokens]) - 1
-        if seq_len < 2:
-            raise UsageError(f"{files[0].path}: its first row has {seq_len + 1} tokens; give --seq-len")
+    files = open_source(config.source, layout)
+    first = next((record for file in files for _, record in file.records()), None)
+    if first is None:
+        raise UsageError(f"{files[0].path}: has no rows")
+    seq_len = config.seq_len or len(first[layout.tokens]) - 1
+    if seq_len < 2:
+        raise UsageError(f"{files[0].path}: its first row has {seq_len + 1} tokens; give --seq-len")
+    top_k = config.top_k or layout.top_k
     if top_k is None:
-        named = (record[name].lengths for _, record in sample(files) for name in layout.columns.entries)
-        entries = [number for lengths in named for number in lengths[lengths > 0].tolist()]
-        if not entries:
+        named = (record[name].lengths for _, record in sample(files) for name in layout.entries)
+        top_k = min((number for lengths in named for number in lengths[lengths > 0].tolist()), default=None)
+        if top_k is None:
             raise UsageError(f"{files[0].path}: a sample of its rows has no entries at all")
-        top_k = min(entries)
-    settings = _settings(config, layout, tokenizer, files, seq_len, top_k)
-    pad = tokenizer.eos_token_id
-    cutter = Cutter(
-        layout, settings.codec, seq_len, config.shift, settings.document_mask, pad if isinstance(pad, int) else 0
-    )
-    alignment, _ = try_sample(files, cutter)
+    settings = _settings(config, layout, tokenizer, files, seq_len, top_k, layout.segments in first)
+    pad = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else 0
+    cutter = Cutter(layout, settings.codec, seq_len, config.shift, settings.document_mask, pad)
+    alignment = try_sample(files, cutter)
     verdict = "aligned" if alignment.shift == 0 else "a sample cannot tell whether the entries are aligned"
     (log.info if alignment.shift == 0 else log.warning)("%s: %s: %s", config.source, verdict, alignment)
-    with bar("digests of the source", -(-settings.data["bytes"] // 2**20), unit="MiB") as shown:
-        listed = digests(files, lambda done: shown.update(-(-done // 2**20)))
+    listed, root = list[dict[str, Any]](), Path(config.source)
+    with bar("digests of the source", len(files), unit="files") as shown:
+        for path in (each.path for each in files):
+            with readable(str(path)):
+                name = path.relative_to(root).as_posix() if root.is_dir() else path.name
+                listed.append({"name": name, "bytes": path.stat().st_size, "sha256": file_digest(path)})
+            shown.update(len(listed))
     # Or a resume would keep the shards of an earlier state of the same files.
     settings = replace(settings, data={**settings.data, "files_sha256": json_digest(listed)})
     origin = {
         "layout": config.layout,
-        "source": Path(config.source).name,
+        "source": root.name,
         **layout.facts,
         "shift": config.shift,
         "unknown": [name for name in _MAKERS_WORD if getattr(config, name) is None],
@@ -79,11 +84,9 @@ def main(config: ImportConfig) -> int:
         "files": listed,
     }
     saved = ChatTokenizer(tokenizer, generation_of(spec))
-    with bar("import", sum(len(each) for each in files), unit="rows") as shown:
-        manifest = build(
-            config.out, settings, files, cutter, origin, tokenizer=saved, progress=lambda done, _: shown.update(done)
-        )
-    seen = look(Cache(config.out))
+    with bar("import", sum(map(len, files)), unit="rows") as shown:
+        manifest = build(config.out, settings, files, cutter, origin, tokenizer=saved, progress=shown.update)
+    seen = look(LocalCache(config.out))
     findings = [] if seen is None else [*seen.findings]
     for text in findings:
         log.error("%s does not look right: %s", config.out, text)
@@ -92,7 +95,13 @@ def main(config: ImportConfig) -> int:
 
 
 def _settings(
-    config: ImportConfig, layout: Layout, tokenizer: Any, files: list[SourceFile], seq_len: int, top_k: int
+    config: ImportConfig,
+    layout: Layout,
+    tokenizer: Any,
+    files: list[SourceFile],
+    seq_len: int,
+    top_k: int,
+    document_mask: bool,
 ) -> CacheSettings:
     vocab_size = config.vocab_size or layout.vocab_size or len(tokenizer)
     if layout.vocab_size is not None and vocab_size < layout.vocab_size:
@@ -108,12 +117,11 @@ def _settings(
         codec = CodecSpec(kind="sparse", top_k=top_k, vocab_size=vocab_size)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    columns, segments = layout.columns, layout.columns.segments
     text = {
         "source": Path(config.source).name,
         "layout": config.layout,
         **layout.facts,
-        "columns": sorted(columns.depths()),
+        "columns": sorted(layout.columns),
         "shift": config.shift,
         "files": len(files),
         "bytes": sum(each.path.stat().st_size for each in files),
@@ -125,26 +133,18 @@ def _settings(
         tokenizer_digest=tokenizer_digest(tokenizer),
         teacher={"spec": config.teacher, **{name: getattr(config, name) or "unknown" for name in _MAKERS_WORD}},
         data=text,
-        document_mask=segments is not None and segments in _first(files, layout),
+        document_mask=document_mask,
         sequences_per_shard=config.sequences_per_shard or min(512, max(1, _TOKENS_PER_SHARD // seq_len)),
     )
 
 
-def _first(files: list[SourceFile], layout: Layout) -> Any:
-    names = [name for name in (layout.columns.tokens, layout.columns.segments) if name is not None]
-    for _, record in files[0].records(names):
-        return record
-    raise UsageError(f"{files[0].path}: has no rows")
-
-
-_COUNTS = ("rows", "rows_left_out", "positions", "counted", "no_entries", "no_distribution", "too_few", "scaled")
-_FACTS = ("filled_up", "kept_mass", "kl_at_most", "label_loss", "labels_kept", "shift", "alignment", "unknown")
+_FACTS = ("kept_mass", "kl_at_most", "label_loss", "labels_kept", "shift", "alignment", "unknown")
 """What of the manifest's `origin` is shown."""
 
 
 def _show(config: ImportConfig, manifest: Manifest, findings: list[str], seconds: float) -> None:
     origin = manifest.origin or {}
-    facts = {name: origin.get(name) for name in (*_COUNTS, *_FACTS)}
+    facts = {name: origin.get(name) for name in (*COUNTS, *_FACTS)}
     aligned = (facts["alignment"] or {}).get("shift") == 0
     lines = [
         f"{number(facts['rows'])} rows of {config.layout}, {number(facts['rows_left_out'])} left out; at --shift "

@@ -34,7 +34,7 @@ from torch import Tensor
 from kdtrain.errors import UsageError
 from kdtrain.files import read_text, typed
 from kdtrain.imports import optional
-from kdtrain.plugins.layouts.layout import MOST_ENTRIES, Columns, Entries, Layout, Record, register_layout
+from kdtrain.plugins.layouts.layout import MOST_ENTRIES, Layout, Record, register_layout
 from kdtrain.plugins.layouts.options import ImportConfig
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
@@ -118,22 +118,14 @@ class DistillKit(Layout):
 
     def __init__(self, options: ImportConfig) -> None:
         super().__init__(options)
-        if options.compressor is None:
-            raise UsageError("--layout distillkit needs --compressor FILE.yaml: the data do not say how they are coded")
-        for name in ("ids_column", "logprobs_column"):
-            if getattr(options, name) != getattr(ImportConfig, name):
-                raise UsageError(f"--{name.replace('_', '-')} has no effect with --layout distillkit; leave it out")
+        self.refuse_given("ids_column", "logprobs_column")
+        assert options.compressor is not None, "the options need it"
         self.settings = read_compressor(options.compressor)
         old = isinstance(self.settings, OldCompressor)
         entries = ("packed_indices", "exact_values", "coeffs") if old else ("compressed_logprobs", "bytepacked_indices")
-        segments = options.segments_column or "attention_mask"
-        self.columns = Columns(
-            tokens=options.tokens_column,
-            entries=dict.fromkeys(entries, 2),
-            mask=options.mask_column,
-            segments=segments,
-            optional=frozenset() if options.segments_column else frozenset({segments}),
-        )
+        self.entries = dict.fromkeys(entries, 2)
+        if self.segments is None:
+            self.segments, self.optional = "attention_mask", frozenset({"attention_mask"})
         size = self.settings.vocab_size if isinstance(self.settings, OldCompressor) else self.settings.d
         self.vocab_size, self.top_k, self.bits = size, self.settings.k, max(1, (size - 1).bit_length())
         self._curve = _curve(self.settings)
@@ -143,35 +135,32 @@ class DistillKit(Layout):
         """The compressor's settings."""
         return {"compressor": msgspec.to_builtins(self.settings)}
 
-    def decode(self, record: Record, where: str) -> Entries:
+    def decode(self, record: Record, where: str) -> tuple[np.ndarray, np.ndarray]:
         """As `Layout.decode`."""
-        positions = len(record[next(iter(self.columns.entries))].lengths)
+        positions = len(record[next(iter(self.entries))].lengths)
         if positions * self.settings.k > MOST_ENTRIES:
             raise UsageError(f"{where}: {positions:,} positions of {self.settings.k:,} entries are too many for a row")
         if isinstance(self.settings, OldCompressor):
             return self._decode_old(record, where, self.settings)
         settings = self.settings
-        packed_mB = _bytes(record, "bytepacked_indices", where, -(-settings.k * self.bits // 8))
+        packed_mB = _matrix(record, "bytepacked_indices", where, -(-settings.k * self.bits // 8), np.uint8)
         ids_mK = unpack_bits(packed_mB, self.bits, settings.k)
-        coded_mB = torch.from_numpy(_bytes(record, "compressed_logprobs", where, coded_bytes(settings)).copy())
-        return Entries(ids_mK, decode_logprobs(coded_mB, settings, self._curve).double().numpy())
+        coded_mB = torch.from_numpy(_matrix(record, "compressed_logprobs", where, coded_bytes(settings), np.uint8))
+        return ids_mK, decode_logprobs(coded_mB, settings, self._curve).double().numpy()
 
-    def _decode_old(self, record: Record, where: str, settings: OldCompressor) -> Entries:
+    def _decode_old(self, record: Record, where: str, settings: OldCompressor) -> tuple[np.ndarray, np.ndarray]:
         each = 64 // self.bits
-        words = record["packed_indices"].matrix("packed_indices", where, -(-settings.k // each))
-        if words.size and words.dtype.kind != "i":
-            raise UsageError(f"{where}: packed_indices does not hold whole numbers")
-        words_mW = words.astype(np.int64).view(np.uint64)
+        words_mW = _matrix(record, "packed_indices", where, -(-settings.k // each), np.int64).view(np.uint64)
         shifts_E = np.arange(each, dtype=np.uint64) * np.uint64(self.bits)
         ids_mWE = (words_mW[:, :, None] >> shifts_E) & np.uint64(2**self.bits - 1)
         ids_mK = ids_mWE.reshape(len(words_mW), -1)[:, : settings.k].astype(np.int64)
-        exact_mK = record["exact_values"].matrix("exact_values", where, settings.exact_k).astype(np.float32)
+        exact_mK = _matrix(record, "exact_values", where, settings.exact_k, np.float32)
         terms = self._curve.shape[1] if settings.exact_k < settings.k else 0
-        coefficients_mF = record["coeffs"].matrix("coeffs", where, terms).astype(np.float32)
+        coefficients_mF = _matrix(record, "coeffs", where, terms, np.float32)
         values_mK = torch.from_numpy(exact_mK)
         if terms:
             values_mK = torch.cat([values_mK, fit(self._curve, torch.from_numpy(coefficients_mF))], -1)
-        return Entries(ids_mK, values_mK.double().numpy())
+        return ids_mK, values_mK.double().numpy()
 
 
 def coded_bytes(settings: Compressor) -> int:
@@ -251,17 +240,16 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _bytes(record: Record, name: str, where: str, wanted: int) -> np.ndarray:
-    """uint8 [m, wanted]. UsageError: the settings stand for another number of bytes."""
-    lists = record[name]
-    if len(other := lists.lengths[lists.lengths != wanted]):
+def _matrix(record: Record, name: str, where: str, width: int, dtype: Any) -> np.ndarray:
+    """[m, width] of a dtype. UsageError: the settings stand for another number, or these are not such numbers."""
+    values, lengths = record[name]
+    if (others := lengths[lengths != width]).size:
         raise UsageError(
-            f"{where}: a position has {other[0]} bytes in {name}, the compressor's settings stand for {wanted}: give "
+            f"{where}: a position has {others[0]} numbers in {name}, the compressor's settings stand for {width}: give "
             "the YAML with which the set was made"
         )
-    values = lists.values
-    if len(values) and values.dtype.kind != "i":
+    if len(values) and np.dtype(dtype).kind != "f" and values.dtype.kind != "i":
         raise UsageError(f"{where}: {name} does not hold whole numbers")
-    if len(values) and not 0 <= values.min() <= values.max() <= 255:
+    if len(values) and dtype == np.uint8 and not 0 <= values.min() <= values.max() <= 255:
         raise UsageError(f"{where}: {name} holds {values.max()}, which is not a byte")
-    return values.astype(np.uint8).reshape(-1, wanted)
+    return values.astype(dtype).reshape(len(lengths), width)

@@ -40,9 +40,9 @@ class ImportConfig(Options):
     """The teacher's tokenizer: a spec, a folder or a hub id."""
     out: Path
     """The folder of the cache."""
-    compressor: Path | None = option(None, once=True, reads="file", brief="The YAML that DistillKit compressed with.")
+    compressor: Path | None = option(None, once=True, reads="file", brief=True)
     """The YAML with which DistillKit compressed the source."""
-    shift: Literal[-1, 0, 1] = option(0, brief="Entry i of a row is about its token i + 1 + SHIFT.")
+    shift: Literal[-1, 0, 1] = option(0, brief=True)
     """Entry i of a row is about its token i + 1 + SHIFT; what does not fit the text is refused, with the right one."""
     seq_len: int | None = option(None, least=2, most=2**31 - 2)
     """Positions a sequence; rows are cut, the last part filled up. By default what the first row has."""
@@ -50,11 +50,11 @@ class ImportConfig(Options):
     """Entries kept a token, the most likely ones; by default as many as each token has."""
     vocab_size: int | None = option(None, least=2)
     """Rows of the teacher's output head; by default the compressor's number, or that of the tokenizer."""
-    tokens_column: str = option("input_ids", brief="Column of the token ids.")
+    tokens_column: str = option("input_ids", brief=True)
     """Column of the token ids."""
-    ids_column: str = option("target_token_ids", brief="topk-parquet: column of the entries' ids.")
+    ids_column: str = option("target_token_ids", brief=True)
     """topk-parquet: column of the entries' ids, a list for each token."""
-    logprobs_column: str = option("target_logprobs", brief="topk-parquet: column of their log-probabilities.")
+    logprobs_column: str = option("target_logprobs", brief=True)
     """topk-parquet: column of their natural log-probabilities, a list for each token."""
     mask_column: str | None = None
     """Column with 0 for each token that is no label of the loss."""

@@ -7,11 +7,18 @@ mask excludes it, or if its label is the first token of the next document: the t
 
 Entries that sum to more than 1, which curves fitted to them may do, are scaled to 1, up to `MASS`.
 
-Shapes: n tokens, m positions with entries, K entries, T positions of a sequence, V vocabulary.
+What was read is counted by name. rows; rows_left_out: of fewer than two tokens, or without any position in the loss;
+positions: with a label, without those that fill up a sequence (filled_up); of them no_entries: the source has none;
+no_distribution: they are NaN, above 0, sum to more than 1, or have an id twice or beyond the vocabulary; too_few: fewer
+than the cache keeps; scaled; counted: those in the loss. Over these, kept_mass is the sum of the probability inside of
+the K entries, label_loss that of -log p of the label as the cache has it, labels_kept how many labels are among the K.
+
+Shapes: n tokens, m positions with entries, K entries, T positions of a sequence, t positions of a row, V vocabulary.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,45 +26,14 @@ from kdtrain.cache.format.codec import CodecSpec, keep
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.objective.targets import FLOOR
-from kdtrain.plugins.layouts.layout import Columns, Entries, Layout, Record
+from kdtrain.plugins.layouts.layout import Layout, Record
 
 MASS = 1.25
 """The largest sum of probabilities that is taken for 1. With one exact value and three terms, as DistillKit recommends
 for little space, a real teacher's positions are above 1 in 16 of 100, above 1.25 in 1 of 100."""
-
-
-@dataclass
-class Tally:
-    """What was read and what of it counts."""
-
-    rows: int = 0
-    rows_left_out: int = 0
-    """Rows left out: fewer than two tokens, or without any position in the loss."""
-    positions: int = 0
-    """Positions with a label, without those that fill up a sequence."""
-    filled_up: int = 0
-    """Positions that fill up a sequence."""
-    no_entries: int = 0
-    """Positions for which the source has no entries."""
-    no_distribution: int = 0
-    """Positions whose entries are no distribution: NaN, log p above 0, an id twice or beyond the vocabulary."""
-    too_few: int = 0
-    """Positions with fewer entries than the cache keeps."""
-    scaled: int = 0
-    """Positions whose entries summed to more than 1, and were scaled."""
-    counted: int = 0
-    """Positions in the loss."""
-    kept_mass: float = 0.0
-    """Sum over them of the probability inside of the K entries."""
-    label_loss: float = 0.0
-    """Sum over them of -log p of the label, in nats, as the cache has it."""
-    labels_kept: int = 0
-    """How many of their labels are among the K entries."""
-
-    def add(self, other: "Tally") -> None:
-        """Add another one."""
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+_STATES = ("no_entries", "no_distribution", "too_few", "", "scaled")
+_NONE, _STRANGE, _FEW, _GOOD, _SCALED = range(5)
+COUNTS = ("rows", "rows_left_out", "positions", "counted", *filter(None, _STATES), "filled_up")
 
 
 @dataclass(frozen=True)
@@ -71,102 +47,78 @@ class Cutter:
     document_mask: bool
     pad_id: int = 0
 
-    def sequences(self, record: Record, where: str, tally: Tally) -> Iterator[PackedRow]:
+    def sequences(self, record: Record, where: str, tally: dict[str, Any]) -> Iterator[PackedRow]:
         """The sequences of a record, counted into `tally`. UsageError: it does not fit."""
-        columns = self.layout.columns
-        tokens_n = tokens_of(record, columns, self.codec.vocab_size, where)
-        number, tally.rows = len(tokens_n) - 1, tally.rows + 1
+        layout, codec = self.layout, self.codec
+        tokens_n = self._tokens(record[layout.tokens], where)
+        number = len(tokens_n) - 1
+        tally["rows"] += 1
         if number < 1:
-            tally.rows_left_out += 1
+            tally["rows_left_out"] += 1
             return
-        entries = self.layout.decode(record, where)
-        if len(entries.ids) > len(tokens_n):
-            raise UsageError(f"{where}: has {len(tokens_n)} tokens and entries of {len(entries.ids)} positions")
-        ids_mK, logprobs_mK, states_m = distributions(entries, self.codec.vocab_size, self.codec.top_k)
+        entries = layout.decode(record, where)
+        if len(entries[0]) > len(tokens_n):
+            raise UsageError(f"{where}: has {len(tokens_n)} tokens and entries of {len(entries[0])} positions")
+        ids_mK, logprobs_mK, states_m = distributions(*entries, codec.vocab_size, codec.top_k)
         # Position t takes the entries t - shift, where there are such.
         place_t = np.arange(number) - self.shift
         inside_t = (place_t >= 0) & (place_t < len(ids_mK))
         place_t = place_t.clip(0, max(0, len(ids_mK) - 1))
-        segments_n = segments_of(record, columns)
+        segments_n = record.get(layout.segments or "", np.ones(len(tokens_n), np.int64))
         label_t = (segments_n[1:] > 0) & (segments_n[1:] == segments_n[:-1])
-        if columns.mask is not None:
-            label_t &= record[columns.mask][1:] != 0
+        if layout.mask is not None:
+            label_t &= record[layout.mask][1:] != 0
         states_t = np.where(inside_t, states_m[place_t] if len(states_m) else _NONE, _NONE)
         good_t = states_t >= _GOOD
         mask_t = label_t & good_t
-        tally.positions += number
-        tally.no_entries += int((label_t & (states_t == _NONE)).sum())
-        tally.no_distribution += int((label_t & (states_t == _STRANGE)).sum())
-        tally.too_few += int((label_t & (states_t == _FEW)).sum())
-        tally.scaled += int((mask_t & (states_t == _SCALED)).sum())
+        tally["positions"] += number
+        for state, name in enumerate(_STATES):
+            tally[name] += int((label_t & (states_t == state)).sum())
         if not mask_t.any():
-            tally.rows_left_out += 1
+            tally["rows_left_out"] += 1
             return
-        even_K = np.arange(self.codec.top_k)
-        ids_tK = np.where(good_t[:, None], ids_mK[place_t], even_K)
-        logprobs_tK = np.where(good_t[:, None], logprobs_mK[place_t], np.nan)
+        fill = -number % self.seq_len
+        mask_t, tokens_n = np.pad(mask_t, (0, fill)), np.pad(tokens_n, (0, fill), constant_values=self.pad_id)
+        ids_tK = np.tile(np.arange(codec.top_k), (number + fill, 1))
+        logprobs_tK = np.full(ids_tK.shape, np.nan)
+        good = np.flatnonzero(good_t)
+        ids_tK[good], logprobs_tK[good] = ids_mK[place_t[good]], logprobs_mK[place_t[good]]
+        own_t = np.where(ids_tK == tokens_n[1:, None], logprobs_tK, -np.inf).max(1)
+        own_t[np.isneginf(own_t)] = np.nan
+        starts_t = np.zeros(number + fill, np.int32)
+        if self.document_mask:
+            starts_t[1:number] = segments_n[1:-1] != segments_n[:-2]
         for start in range(0, number, self.seq_len):
             part = slice(start, start + self.seq_len)
-            if mask_t[part].any():
-                yield self._sequence(
-                    tokens_n[start : start + self.seq_len + 1], segments_n[part], mask_t[part], ids_tK[part],
-                    logprobs_tK[part], tally,
-                )  # fmt: skip
+            if not (mask_T := mask_t[part]).any():
+                continue
+            kept = keep(ids_tK[part], logprobs_tK[part], own_t[part], codec)
+            tally["filled_up"] += max(0, start + self.seq_len - number)
+            tally["counted"] += int(mask_T.sum())
+            tally["kept_mass"] += float(np.exp(logprobs_tK[part][mask_T]).sum())
+            tally["label_loss"] -= float(kept["label_logprob"][mask_T].sum(dtype=np.float64))
+            tally["labels_kept"] += int((~np.isnan(own_t[part][mask_T])).sum())
+            segments_T = (starts_t[part].cumsum() - starts_t[start]).astype(np.int32)
+            yield PackedRow(tokens_n[start : part.stop + 1].astype(np.int32), mask_T, segments_T, kept)
 
-    def _sequence(
-        self,
-        tokens: np.ndarray,
-        segments: np.ndarray,
-        mask: np.ndarray,
-        ids_tK: np.ndarray,
-        logprobs_tK: np.ndarray,
-        tally: Tally,
-    ) -> PackedRow:
-        fill = self.seq_len - len(mask)
-        tally.filled_up += fill
-        tokens = np.pad(tokens, (0, fill), constant_values=self.pad_id)
-        own = np.where(ids_tK == tokens[1 : len(mask) + 1, None], logprobs_tK, -np.inf).max(1)
-        label_t = np.where(np.isneginf(own), np.nan, own)
-        mask, label_t = np.pad(mask, (0, fill)), np.pad(label_t, (0, fill), constant_values=np.nan)
-        ids_tK = np.concatenate([ids_tK, np.tile(np.arange(self.codec.top_k), (fill, 1))])
-        logprobs_tK = np.pad(logprobs_tK, ((0, fill), (0, 0)), constant_values=np.nan)
-        kept = keep(ids_tK, logprobs_tK, label_t, self.codec)
-        tally.counted += int(mask.sum())
-        tally.kept_mass += float(np.exp(logprobs_tK[mask]).sum())
-        tally.label_loss -= float(kept["label_logprob"][mask].sum(dtype=np.float64))
-        tally.labels_kept += int((~np.isnan(label_t[mask])).sum())
-        starts = np.pad(segments[1:] != segments[:-1], (1, fill)) if self.document_mask else np.zeros(self.seq_len, int)
-        return PackedRow(tokens.astype(np.int32), mask, np.cumsum(starts).astype(np.int32), kept)
+    def _tokens(self, tokens_n: np.ndarray, where: str) -> np.ndarray:
+        """int64 [n]. UsageError: one is not a token of the vocabulary."""
+        if len(tokens_n) and tokens_n.dtype.kind != "i":
+            raise UsageError(f"{where}: {self.layout.tokens} does not hold whole numbers")
+        vocab_size = self.codec.vocab_size
+        if wrong := [each for each in (tokens_n.min(initial=0), tokens_n.max(initial=0)) if not 0 <= each < vocab_size]:
+            raise UsageError(
+                f"{where}: the token {wrong[0]:.0f} is outside of the vocabulary of {vocab_size:,}; give the teacher's "
+                "tokenizer, or its --vocab-size"
+            )
+        return tokens_n.astype(np.int64)
 
 
-_NONE, _STRANGE, _FEW, _GOOD, _SCALED = range(5)
-
-
-def tokens_of(record: Record, columns: Columns, vocab_size: int, where: str) -> np.ndarray:
-    """int64 [n]. UsageError: one is not a token of the vocabulary."""
-    tokens_n: np.ndarray = record[columns.tokens]
-    if len(tokens_n) and tokens_n.dtype.kind != "i":
-        raise UsageError(f"{where}: {columns.tokens} does not hold whole numbers")
-    if len(tokens_n) and not 0 <= tokens_n.min() <= tokens_n.max() < vocab_size:
-        wrong = tokens_n.min() if tokens_n.min() < 0 else tokens_n.max()
-        raise UsageError(
-            f"{where}: the token {wrong} is outside of the vocabulary of {vocab_size:,}; give the teacher's tokenizer, "
-            "or its --vocab-size"
-        )
-    return tokens_n.astype(np.int64)
-
-
-def segments_of(record: Record, columns: Columns) -> np.ndarray:
-    """[n] the number of each token's document, from 1; 0: padding."""
-    if columns.segments is None or columns.segments not in record:
-        return np.ones(len(record[columns.tokens]), np.int64)
-    found: np.ndarray = record[columns.segments]
-    return found
-
-
-def distributions(entries: Entries, vocab_size: int, top_k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def distributions(
+    ids: np.ndarray, logprobs: np.ndarray, vocab_size: int, top_k: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The `top_k` most likely entries of each position, ids and log p [m, K], and what each position is [m]."""
-    ids, logprobs = entries.ids, entries.logprobs.astype(np.float64, copy=False)
+    logprobs = logprobs.astype(np.float64, copy=False)
     none_m = (np.isnan(logprobs) | np.isneginf(logprobs)).all(1)
     few_m = (~np.isneginf(logprobs)).sum(1) < top_k
     if (lacking := top_k - ids.shape[1]) > 0:

@@ -1,12 +1,11 @@
 """Lists of ids with log-probabilities, one pair a position, as trainers keep them beside a text."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from kdtrain.errors import UsageError
-from kdtrain.plugins.layouts.layout import MOST_ENTRIES, Columns, Entries, Layout, Record, register_layout
+from kdtrain.plugins.layouts.layout import MOST_ENTRIES, Layout, Record, register_layout
 from kdtrain.plugins.layouts.options import ImportConfig
 
 
@@ -16,16 +15,10 @@ class TopK(Layout):
 
     def __init__(self, options: ImportConfig) -> None:
         super().__init__(options)
-        if options.compressor is not None:
-            raise UsageError("--compressor has no effect with this layout; leave it out")
-        self.columns = Columns(
-            tokens=options.tokens_column,
-            entries={options.ids_column: 2, options.logprobs_column: 2},
-            mask=options.mask_column,
-            segments=options.segments_column,
-        )
+        self.refuse_given("compressor")
+        self.entries = {options.ids_column: 2, options.logprobs_column: 2}
 
-    def decode(self, record: Record, where: str) -> Entries:
+    def decode(self, record: Record, where: str) -> tuple[np.ndarray, np.ndarray]:
         """As `Layout.decode`; lists of several lengths end in entries of probability 0."""
         ids, logprobs = record[self.options.ids_column], record[self.options.logprobs_column]
         lengths_m = ids.lengths
@@ -43,7 +36,7 @@ class TopK(Layout):
         logprobs_mK = np.full(present_mK.shape, -np.inf)
         ids_mK[present_mK], logprobs_mK[present_mK] = ids.values, logprobs.values
         logprobs_mK[lengths_m == 0] = np.nan
-        return Entries(ids_mK, logprobs_mK)
+        return ids_mK, logprobs_mK
 
 
 @register_layout("prompt-logprobs")
@@ -51,15 +44,12 @@ class PromptLogprobs(TopK):
     """the prompt log-probabilities of an inference server: tokens, top_ids and top_logprobs, in jsonl or parquet"""
 
     def __init__(self, options: ImportConfig) -> None:
-        names: dict[str, Any] = {"tokens_column": "tokens", "ids_column": "top_ids", "logprobs_column": "top_logprobs"}
-        for name in names:
-            if getattr(options, name) != getattr(ImportConfig, name):
-                raise UsageError(
-                    f"--{name.replace('_', '-')} has no effect with --layout prompt-logprobs; leave it out"
-                )
-        super().__init__(replace(options, **names))
+        self.options = options
+        self.refuse_given("tokens_column", "ids_column", "logprobs_column")
+        names = {"tokens_column": "tokens", "ids_column": "top_ids", "logprobs_column": "top_logprobs"}
+        super().__init__(replace(options, **names))  # type: ignore[arg-type]
 
-    def decode(self, record: Record, where: str) -> Entries:
+    def decode(self, record: Record, where: str) -> tuple[np.ndarray, np.ndarray]:
         """As `Layout.decode`: entry i of a server is about token i itself, given those before it."""
-        found = super().decode(record, where)
-        return Entries(found.ids[1:], found.logprobs[1:])
+        ids_mK, logprobs_mK = super().decode(record, where)
+        return ids_mK[1:], logprobs_mK[1:]

@@ -22,6 +22,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -148,43 +149,37 @@ class Scores:
 
     def _score_width(self, teacher: LocalTeacher, text: dict[str, Tensor]) -> None:
         """Add what a forward shows in front of and behind the modules to the sums."""
-        attention, mlp = self.roles.writes
-        layers = list(range(self.shape.layers))
+        model, roles, layers = teacher.model.model, self.roles, list(range(self.shape.layers))
 
-        def add(name: str, value_BTX: Tensor) -> None:
-            self._sums[name] += value_BTX.mean(1).double().square().sum(0)
+        def squared(value_BTX: Tensor) -> Tensor:
+            return value_BTX.abs().mean(1).double().square().sum(0)
 
-        def size(name: str, value: Tensor) -> None:
-            add(name, value.abs())
+        def heads(value: Tensor) -> Tensor:
+            return squared(rearrange(value, "B T (H X) -> B T H X", X=self.shape.head_dim).norm(dim=-1))
 
-        def heads(layer: int, value: Tensor) -> None:
-            value_BTHX = rearrange(value, "B T (H X) -> B T H X", X=self.shape.head_dim)
-            add(f"heads.{layer}", value_BTHX.norm(dim=-1))
-
-        def share(name: str, value_BTD: Tensor) -> None:
-            if isinstance(model.get_submodule(name), nn.LayerNorm):
-                value_BTD = value_BTD - value_BTD.mean(-1, keepdim=True)
-            squares_BTD = value_BTD.square()
+        def share(value_BTD: Tensor, centred: bool) -> Tensor:
+            squares_BTD = (value_BTD - value_BTD.mean(-1, keepdim=True) * centred).square()
             shares_BTD = squares_BTD / squares_BTD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-            self._sums[f"share.{name}"] += shares_BTD.mean(1).double().sum(0)
+            return shares_BTD.mean(1).double().sum(0)
 
-        def before(name: str, look: Callable[[Tensor], None]) -> Any:
-            hook = model.get_submodule(name).register_forward_pre_hook
-            return hook(lambda _, inputs: look(inputs[0].float()))
+        def watch(module: str, name: str, of: Callable[[Tensor], Tensor], output: bool = False) -> None:
+            def add(_: nn.Module, inputs: tuple[Tensor, ...], value: Tensor | None = None) -> None:
+                self._sums[name] += of((inputs[0] if value is None else value).float())
 
-        def after(name: str, look: Callable[[Tensor], None]) -> Any:
-            return model.get_submodule(name).register_forward_hook(lambda _, __, value: look(value.float()))
+            own = model.get_submodule(module)
+            hook = own.register_forward_hook(add) if output else own.register_forward_pre_hook(add)
+            hooks.callback(hook.remove)
 
-        model = teacher.model.model
-        hooks = [before(f"{self.roles.layers}.{each}.{attention}", partial(heads, each)) for each in layers]
-        hooks += [before(f"{self.roles.layers}.{each}.{mlp}", partial(size, f"neurons.{each}")) for each in layers]
-        hooks += [before(name, partial(share, name)) for name in self.roles.all_norms(self.shape.layers)]
-        hooks += [after(name, partial(size, f"output.{name}")) for name in self.roles.reading_norms(layers)]
-        try:
+        with ExitStack() as hooks:
+            for each in layers:
+                for kind, name, look in zip(("heads", "neurons"), roles.writes, (heads, squared), strict=True):
+                    watch(f"{roles.layers}.{each}.{name}", f"{kind}.{each}", look)
+            for name in roles.all_norms(self.shape.layers):
+                centred = isinstance(model.get_submodule(name), nn.LayerNorm)
+                watch(name, f"share.{name}", partial(share, centred=centred))
+            for name in roles.reading_norms(layers):
+                watch(name, f"output.{name}", squared, output=True)
             teacher.hidden_states(text["tokens"][:, :-1], text.get("segments"))
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _score_layers(self, teacher: LocalTeacher, text: dict[str, Tensor]) -> None:
         def skip(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:

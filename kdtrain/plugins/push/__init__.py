@@ -1,4 +1,4 @@
-"""`kdtrain push`: publish a cache, or a student, on the hub (docs/caches.md#share, docs/models.md)."""
+"""`kdtrain push`: publish a cache, or a student, on the hub (docs/push.md)."""
 
 from kdtrain.cli import register_command
 from kdtrain.plugins.push.options import PushConfig

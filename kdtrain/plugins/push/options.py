@@ -12,7 +12,7 @@ LICENSES = {"text": "of the text", "teacher": "of the teacher", "outputs": "of t
 
 def _check_repository(to: str) -> None:
     address = parse_address(to)
-    here = address is not None and address.repository is not None
+    here = address is not None and address.repository is not None and address.revision == "main"
     refuse(not here, f"{to}: it is not a data set on the hub; give hf:ORG/NAME")
 
 

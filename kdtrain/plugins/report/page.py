@@ -9,8 +9,7 @@ import io
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -125,14 +124,14 @@ def cut(value: Any, most: int = _TEXT) -> Any:
 def _run_table(runs: Sequence[Run]) -> Table:
     rows = []
     for run in runs:
-        environment, result = run.record.environment, run.record.result or {}
+        environment, ranks = run.record.environment, run.record.environment.get("ranks", 1)
         libraries = environment.get("libraries")
         libraries = libraries if isinstance(libraries, dict) else {}
         versions = ", ".join(f"{name} {libraries.get(name)}" for name in ("kdtrain", "torch") if libraries.get(name))
-        ranks = environment.get("ranks", 1)
         over = "1 rank" if ranks == 1 else f"{ranks} ranks"
         machine = f"{environment.get('mode', '-')} on {environment.get('device', '-')}, {over}"
-        objective = result.get("objective") or ("cross-entropy" if run.options.get("alpha") == 0 else "distillation")
+        objective = "cross-entropy" if run.options.get("alpha") == 0 else "distillation"
+        objective = (run.record.result or {}).get("objective") or objective
         rows.append([run.name, run.student, str(objective), str(run.seed), machine, versions, run.status])
     return columns(("run", "student", "objective", "seed", "machine", "versions", "how it ended"), rows)
 
@@ -143,33 +142,32 @@ def _caches(runs: Sequence[Run]) -> list[dict[str, Any]]:
     for run in runs:
         if run.cache is None or run.cache in found:
             continue
-        path, mixed = run.options.get("cache"), run.record.environment.get("caches")
-        aligned = run.record.environment.get("alignment")
+        path, environment = run.options.get("cache"), run.record.environment
+        aligned, mixed = environment.get("alignment"), environment.get("caches")
         digest = str(aligned.get("cache")) if isinstance(aligned, dict) else run.cache
-        if isinstance(mixed, list):
-            members = [each for each in mixed[:_MOST_CACHES] if isinstance(each, dict)]
-            parts = [_described(str(each.get("cache")), str(each.get("digest"))) for each in members]
-            heads = [f"{each.get('name')}: {each.get('share')} of the draws" for each in members]
-        else:
-            parts, heads = [_described(str(path) if path else run.folder / "data", digest)], [""]
+        members: list[Any] = mixed if isinstance(mixed, list) else [{"cache": path or run.folder / "data"}]
+        members = [{"digest": digest, **each} for each in members[:_MOST_CACHES] if isinstance(each, dict)]
         named = " + ".join(map(str, path)) if isinstance(path, list) else path
         found[run.cache] = {
             "name": named or "text packed by the run",
             "digest": digest[:16],
             "users": ", ".join(each.name for each in runs if each.cache == run.cache),
             "aligned": isinstance(aligned, dict),
-            "members": list(zip(heads, parts, strict=True)),
+            "members": [
+                (f"{each['name']}: {each.get('share')} of the draws" if "name" in each else "", _described(each))
+                for each in members
+            ],
         }
     return list(found.values())
 
 
-def _described(where: Path | str, digest: str) -> dict[str, Any]:
+def _described(cache: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a cache's description, or why there is none."""
     try:
-        manifest = kept_manifest(where, digest)
+        manifest = kept_manifest(str(cache.get("cache")), str(cache["digest"]))
     except (UsageError, RunError, OSError, ValueError) as error:
         return {"missing": f"It is no longer there to be described: {printable(str(error))[:200]}", "parts": []}
-    if not manifest.is_known_as(digest):
+    if not manifest.is_known_as(str(cache["digest"])):
         return {"missing": "Another cache lies there now; this one is known by its digest alone.", "parts": []}
     return {"missing": "", "parts": [facts_table(cache_facts(manifest)), *fidelity(manifest)]}
 
@@ -246,24 +244,17 @@ def _limits(groups: Sequence[Group]) -> list[str]:
     """What no number above says."""
     runs = [run for group in groups for run in group.runs]
     seeds = max(len({str(run.seed) for run in group.runs}) for group in groups)
+    caches = len({run.cache for run in runs})
     on_cpu = any("cpu" in str(run.record.environment.get("device")) for run in runs)
     rolled, quantized = (any(run.numbers[name] for run in runs) for name in ("rollbacks", "quantized_share"))
-    lines = [
-        (
-            True,
-            "Losses are on the validation split by which the runs chose their best checkpoint, not on a test split.",
-        ),
-        (True, "Nothing here is a downstream task: no answers, no code that runs and no long text were judged."),
-        (True, "The training loss of distillation weighs divergence and cross-entropy; compare the validation loss."),
-        (seeds < 2, "Every setup has one seed; any difference on this page may be the luck of a seed."),
-        (
-            len({run.cache for run in runs}) > 1,
-            "The runs read different caches; if their validation text differs, their losses do not compare.",
-        ),
-        (rolled, "Steps that a rollback took back are not in the curves, nor in tokens and time."),
-        (
-            on_cpu and quantized,
-            "Quantised steps on a CPU are emulated: the loss is that of the format, the speed is not.",
-        ),
-    ]
-    return [line for holds, line in lines if holds]
+    emulated = on_cpu and quantized
+    known = {
+        "Losses are on the validation split by which the runs chose their best checkpoint, not on a test split.": True,
+        "Nothing here is a downstream task: no answers, no code that runs and no long text were judged.": True,
+        "The training loss of distillation weighs divergence and cross-entropy; compare the validation loss.": True,
+        "Every setup has one seed; any difference on this page may be the luck of a seed.": seeds < 2,
+        "The runs read different caches; if their validation text differs, their losses do not compare.": caches > 1,
+        "Steps that a rollback took back are not in the curves, nor in tokens and time.": rolled,
+        "Quantised steps on a CPU are emulated: the loss is that of the format, the speed is not.": emulated,
+    }
+    return [line for line, holds in known.items() if holds]

@@ -26,23 +26,21 @@ Shape suffixes: N positions, D samples, V vocabulary, T positions of a prompt, C
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from kdtrain.cache.format.spec import SAMPLING, CodecSpec
+from kdtrain.files import typed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 VERSION = 1
 """Of request, receipt and answer together."""
-_PREFIX = "kdtrain_"
-_KEYS = ("samples", "seed", "split", "row", "first")
-_SPLIT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LONGEST_ROW = 2**20  # positions: the chances of a row are hashed from its beginning, in the engine's own time
 _CELLS = 2**24  # logits that a GPU encodes at a time: an engine leaves little memory
 _NUMBERS = 3  # slope, mean and deviation
@@ -51,48 +49,37 @@ _MOST_LOGPROB = 1e-3  # 0, and what rounding adds
 _LEAST_LOGPROB = -1e4  # as `objective.targets.FLOOR`: what is less likely counts as impossible, and in no number
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleRequest:
-    """The samples of one prompt, which is a row of a cache or a part of one. ValueError: impossible values."""
+class SampleRequest(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    rename=lambda name: f"kdtrain_{'samples' if name == 'number' else name}",
+):
+    """The samples of one prompt, which is a row of a cache or a part of one."""
 
-    number: int
-    """Samples a position, 1 to 255."""
-    seed: int
-    split: str
-    row: int
+    number: Annotated[int, Meta(ge=1, le=255)]
+    """Samples a position."""
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    split: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
+    row: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     """Number of the sequence in the split."""
-    first: int = 0
+    first: Annotated[int, Meta(ge=0, le=_LONGEST_ROW)] = 0
     """Position in the row of the prompt's first token."""
-
-    def __post_init__(self) -> None:
-        limits = {"number": (1, 255), "seed": (-(2**63), 2**63 - 1), "row": (0, 2**63 - 1), "first": (0, _LONGEST_ROW)}
-        for name, (least, most) in limits.items():
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value <= most:
-                key = _PREFIX + ("samples" if name == "number" else name)
-                raise ValueError(f"{key} must be a whole number from {least} to {most}")
-        if not isinstance(self.split, str) or not _SPLIT.fullmatch(self.split):
-            raise ValueError(f"{_PREFIX}split must be a name of letters, digits, _ and -")
 
     def to_args(self) -> dict[str, str | int]:
         """The request's `vllm_xargs`."""
-        return {
-            "kdtrain_samples": self.number,
-            "kdtrain_seed": self.seed,
-            "kdtrain_split": self.split,
-            "kdtrain_row": self.row,
-            "kdtrain_first": self.first,
-        }
+        return dict(msgspec.to_builtins(self))
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any] | None) -> Self | None:
         """The inverse of `to_args`; None for a request that has none of its keys. ValueError: some, or wrong ones."""
-        given = {key.removeprefix(_PREFIX): value for key, value in (args or {}).items() if key.startswith(_PREFIX)}
-        if not given:
-            return None
-        if given.keys() != set(_KEYS):
-            raise ValueError(f"kdtrain's samples are asked for by {', '.join(_PREFIX + key for key in _KEYS)} together")
-        return cls(number=given.pop("samples"), **given)
+        given = {key: value for key, value in (args or {}).items() if key.startswith("kdtrain_")}
+        try:
+            return typed(given, cls) if given else None
+        except ValueError as error:
+            keys = ", ".join(field.encode_name for field in msgspec.structs.fields(cls))
+            raise ValueError(f"kdtrain's samples are asked for by {keys} together: {error}") from None
 
     def points(self, start: int, stop: int) -> np.ndarray:
         """fp64 [N, D]: the points of the prompt's positions `start` to `stop`."""
@@ -157,23 +144,15 @@ def entries(ids_NC: Tensor, numbers_NC: Tensor, receipts_N: Tensor) -> Iterator[
         yield ids[0], float(f"{numbers[0]:.7g}"), receipt, " ".join(words)
 
 
-class Position(Protocol):
-    """The one entry of a position, as a client has typed it."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str | None
-
-
 def read_samples(
-    answer: Sequence[Mapping[int, Position] | None], tokens: Sequence[int], request: SampleRequest, spec: CodecSpec
+    answer: Sequence[Mapping[int, Any] | None], tokens: Sequence[int], request: SampleRequest, spec: CodecSpec
 ) -> dict[str, np.ndarray]:
     """What a cache keeps (`codec.encode`) of an answer's `prompt_logprobs`: arrays [T, ...].
 
     Log p of the entries, which a cache does not keep either, is log (count / D), moved as its reader moves it.
 
     Args:
-        answer: one position for each token; the first is None.
+        answer: one position for each token, its entry with logprob, rank and decoded_token; the first is None.
         tokens: the prompt that was sent, T + 1 tokens.
         spec: samples alone, as many as the request's.
 

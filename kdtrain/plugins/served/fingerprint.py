@@ -61,16 +61,10 @@ class Fingerprint:
         """The fingerprint in a record that may be a stranger's; None: it is none."""
         try:
             found = typed(record, cls)
-            shapes = {(np.array(ids).shape, np.array(logprobs).shape) for ids, logprobs in found.parts}
-            sizes = [((len(each) - 1, TOP),) * 2 for each in found.tokens]
+            shapes = [(ids.shape, logprobs.shape) for ids, logprobs in found.probes]
         except (ValueError, OverflowError):
             return None
-        return found if len(found.ids) == len(found.logprobs) == len(sizes) and shapes == {*sizes} else None
-
-    @property
-    def parts(self) -> list[tuple[list[list[int]], list[list[float]]]]:
-        """Ids and log p of each probe."""
-        return list(zip(self.ids, self.logprobs, strict=True))
+        return found if shapes == [((len(each) - 1, TOP),) * 2 for each in found.tokens] else None
 
     def to_json(self) -> dict[str, Any]:
         """A plain record."""
@@ -87,7 +81,7 @@ class Fingerprint:
     @property
     def probes(self) -> list[Probe]:
         """The answers as arrays."""
-        return [(np.array(ids), np.array(logprobs)) for ids, logprobs in self.parts]
+        return [(np.array(ids), np.array(logprobs)) for ids, logprobs in zip(self.ids, self.logprobs, strict=True)]
 
     def __str__(self) -> str:
         """A short name, and the first probe's most likely entry."""

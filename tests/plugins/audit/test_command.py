@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-from kdtrain.plugins.audit import evidence as tests_of
-from kdtrain.plugins.audit.command import Audit
-from kdtrain.plugins.audit.diagnose import Diagnosis
+from kdtrain.plugins.audit.command import finding, page
 from kdtrain.tables import show_page
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
@@ -45,16 +43,16 @@ def test_another_teacher_is_a_finding_with_exit_code_1(workbench, others):
 
 
 def test_the_table_of_an_audit_fits_80_columns_whatever_its_figures(monkeypatch, capsys):
-    tests = tuple(
-        tests_of.Test(name, 331_086_584.2, "chi2(10)", 3.4e-300, 331_086_584.2) for name in ("counts", "likelihood")
-    )
-    verdict = tests_of.Verdict(60, 7680, tests)
-    audit = Audit(teacher="t", same_weights=None, verdict=verdict, diagnosis=Diagnosis("top-p 0.9", 0.37, 0.1, 16))
+    figures = {"statistic": 331_086_584.2, "kind": "chi2(10)", "p": 3.4e-300, "figure": 331_086_584.2}
+    failed = ["counts", "likelihood"]
+    audit = {"teacher": "t", "same_weights": None, "rows": 60, "positions": 7680, "level": 0.01, "failed": failed}
+    audit["tests"] = [{"name": name, **figures} for name in failed]
+    audit["diagnosis"] = {"fault": "top-p 0.9", "share": 0.37, "divergence": 0.1, "rows": 16}
     monkeypatch.setenv("COLUMNS", "80")
-    show_page([audit.page()[1]])
+    show_page([page(audit)[1]])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and all(line.rstrip().endswith("fails") and "331 M" in line for line in lines[1:])
-    assert "partly top-p 0.9 (37% of the difference), or other weights" in audit.finding
+    assert "partly top-p 0.9 (37% of the difference), or other weights" in finding(audit)
 
 
 def test_what_cannot_be_audited_is_refused(workbench, others):

@@ -142,11 +142,10 @@ def test_samples_alone_find_a_fault(codec: str) -> None:
 
 
 def test_false_alarms_keep_to_the_level() -> None:
-    seeds = [evidence(LOGITS + NOISE[1], "samples", seed) for seed in range(40)]
-    failed = sum(bool(judge(rows).failed) for rows in seeds)
-    statistics = np.array([[judge(rows).tests[i].statistic for i in (0, 1)] for rows in seeds])
-    df = int(judge(seeds[0]).tests[1].kind[5:-1])
-    assert failed <= 2
+    verdicts = [judge(evidence(LOGITS + NOISE[1], "samples", seed)) for seed in range(40)]
+    statistics = np.array([[verdict.tests[i].statistic for i in (0, 1)] for verdict in verdicts])
+    df = int(verdicts[0].tests[1].kind[5:-1])
+    assert sum(bool(verdict.failed) for verdict in verdicts) <= 2
     # the deviation is that of the grids, and the noise that is allowed on top is small
     assert 0.7 < statistics[:, 0].std() < 1.2
     assert 0.6 * df < statistics[:, 1].mean() < 1.15 * df

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kdtrain import faults
-from kdtrain.config import DataConfig, ObjectiveConfig, OptimizerConfig, rates
+from kdtrain.config import DataConfig, DistillConfig, LoraConfig, ObjectiveConfig, OptimizerConfig, rates
 from kdtrain.config.sections import QuantizationConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.library import Cache
@@ -16,7 +16,7 @@ from kdtrain.parallel import memory_plan
 from kdtrain.plugins.find_lr import command as find_lr
 from kdtrain.plugins.find_lr.options import FindLrConfig
 from kdtrain.plugins.find_lr.search import Trained, next_run
-from kdtrain.teaching.local import LocalTeacher
+from kdtrain.run.recipe import student_spec, table_rate
 from kdtrain.tokenizers.view import View
 from tests.token_kinds import train
 
@@ -276,11 +276,10 @@ def test_a_run_without_a_rate_says_which_one_it_takes_and_keeps_it_when_the_tabl
 
 def test_a_run_that_begins_from_weights_takes_the_rate_of_those_or_of_the_schedule_that_it_continues(workbench):
     options = ("distill", *SHORT, *workbench.plain)
-    workbench.json(*options, "--student", "teacher", "--out", "pretrained")
-    assert rate_of_run(workbench, "pretrained")[0] == rates.rate_of("pretrained", 1e5).lr
-    workbench.json(*options, "--student", "teacher", "--lora-rank", 2, "--out", "adapters")
-    rate, told, _ = rate_of_run(workbench, "adapters")
-    assert rate == rates.rate_of("lora", 1e5).lr and told.startswith("adapters, ")
+    for kind, lora in (("pretrained", {}), ("lora", {"lora": LoraConfig(lora_rank=2)})):
+        config = DistillConfig(student=str(workbench.root / "teacher"), cache=("cache",), out=Path("o"), **lora)
+        rate, told = table_rate(config, student_spec(config), 300)
+        assert rate == rates.rate_of(kind, 1e5).lr and told.startswith(rates.WORDS[kind]), told
     workbench.json(*options, "--student", "student.toml", "--lr", 0.002, "--steps", 3, "--out", "first")
     load = ("--student", "student.toml", "--load", "first/checkpoints/step-00000000", "--steps", 4)
     workbench.json(*options, *load, "--out", "continued")
@@ -289,22 +288,14 @@ def test_a_run_that_begins_from_weights_takes_the_rate_of_those_or_of_the_schedu
     assert rate_of_run(workbench, "anew")[0] == rates.rate_of("pretrained", 1e5).lr
 
 
-def test_the_rate_of_the_table_does_not_depend_on_what_is_known_of_the_teachers_memory(workbench, monkeypatch):
-    options = ("distill", *workbench.text, "--student", "teacher", "--teacher", "teacher", *workbench.plain)
-    options += ("--steps", 2, "--out", "planned", "--dry-run")
-    known = workbench.json(*options)["learning rate"]
-    monkeypatch.setattr(LocalTeacher, "footprint", lambda teacher, seq_len: None)
-    assert workbench.json(*options)["learning rate"] == known and "unknown" not in known
-
-
 def test_the_table_has_a_rate_for_every_size_which_falls_with_it_and_adapters_take_five_to_ten_times_as_much():
     for rows in rates.RATES.values():
         assert [row.parameters for row in rows] == sorted(row.parameters for row in rows)
         assert rows[-1].parameters == math.inf and [row.lr for row in rows] == sorted(row.lr for row in rows)[::-1]
-    for size, times in ((1e4, 5), (1e7, 5), (3e7, 10), (6e8, 10), (8e9, 10), (None, 10)):
+    for size, times in ((1e4, 5), (1e7, 5), (3e7, 10), (6e8, 10), (8e9, 10)):
         full, adapters = (rates.rate_of(kind, size).lr for kind in ("pretrained", "lora"))
         assert adapters == pytest.approx(times * full)
-    assert [rates.rate_of("fresh", size).lr for size in (1e6, 3e6, 3e7, None)] == [2e-3, 1e-3, 3e-4, 3e-4]
+    assert [rates.rate_of("fresh", size).lr for size in (1e6, 3e6, 3e7)] == [2e-3, 1e-3, 3e-4]
 
 
 def test_the_page_shows_the_table_of_the_code():

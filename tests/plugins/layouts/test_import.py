@@ -63,8 +63,12 @@ def test_a_student_learns_from_an_imported_cache_at_temperature_one(bench, impor
     train = ("distill", "--cache", "plain", "--student", "import.toml", *bench.fast, *bench.eager)
     losses = bench.run(*train, "--steps", 30, "--eval-freq", 15, "--out", "import-run", "--json").json
     assert losses["steps"] == 30
-    refused = bench.run(*train, "--steps", 2, "--out", "import-hot", "--temperature", 2)
-    assert refused.code == 2 and "leave the cache's range of 1 to 1" in refused.refusal()
+    for more, why in (
+        (("--temperature", 2), "leave the cache's range of 1 to 1"),
+        (("--temperature-mode", "likelihood"), "the cache is valid at T = 1 only; use --temperature-mode fixed"),
+    ):
+        refused = bench.run(*train, "--steps", 2, "--out", "import-hot", *more)
+        assert refused.code == 2 and why in refused.refusal()
 
 
 def test_entries_off_by_one_are_refused_with_the_shift_that_mends_them(bench, imported) -> None:
@@ -80,22 +84,25 @@ def test_entries_off_by_one_are_refused_with_the_shift_that_mends_them(bench, im
     assert "at --shift -1 aligned" in page and page.splitlines()[-1].startswith("Next: kdtrain distill --cache moved ")
 
 
-def test_lists_of_ids_and_log_probabilities_are_imported_from_jsonl(bench, imported) -> None:
+LISTS = ("topk-parquet", "--tokens-column", "tokens", "--ids-column", "top_ids", "--logprobs-column", "top_logprobs")
+
+
+@pytest.mark.parametrize("layout", [(*LISTS, "--shift", -1), ("prompt-logprobs",)], ids=lambda each: each[0])
+def test_log_probabilities_as_a_server_returns_those_of_a_prompt_are_imported_from_jsonl(bench, imported, layout):
     golden = np.load(GOLDEN / "plain.npz", allow_pickle=False)
     texts = parquet.read_table(GOLDEN / "plain.parquet")["input_ids"].to_pylist()
-    with open(bench.root / "lists.jsonl", "w") as file:
-        for text, ids, logprobs in zip(texts, golden["ids"], golden["logprobs"], strict=True):
-            # as an inference server returns a prompt's: entry i is about token i, and there is none for the first
-            row = {"tokens": text, "ids": [None, *ids.tolist()], "logprobs": [None, *logprobs.astype(float).tolist()]}
-            file.write(json.dumps(row) + "\n")
-    options = ("--tokens-column", "tokens", "--ids-column", "ids", "--logprobs-column", "logprobs", *MADE_BY)
-    again = bench.run(
-        "import", "lists.jsonl", "--layout", "topk-parquet", *options, "--out", "lists", "--shift", -1, "--json"
-    ).json
+    columns = {"top_ids": golden["ids"].tolist(), "top_logprobs": golden["logprobs"].astype(float).tolist()}
+    # entry i is about token i, and there is none for the first
+    rows = [
+        {"tokens": text, **{name: [None, *each[row]] for name, each in columns.items()}}
+        for row, text in enumerate(texts)
+    ]
+    (bench.root / "lists.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    again = bench.run("import", "lists.jsonl", "--layout", *layout, *MADE_BY, "--out", layout[0], "--json").json
     for name in ("sequences", "kept_mass", "label_loss", "labels_kept", "counted"):
         assert again[name] == imported[name]
     digests = [{name: each["tokens_sha256"] for name, each in Cache(bench.root / name).manifest.splits.items()}
-               for name in ("lists", "plain")]  # fmt: skip
+               for name in (layout[0], "plain")]  # fmt: skip
     assert digests[0] == digests[1]
 
 
@@ -144,7 +151,7 @@ def test_a_cut_of_an_imported_cache_says_where_it_comes_from(bench, imported) ->
     [
         (("hf:org/name", *PLAIN), "import reads local files; download the data set first"),
         (("nowhere", *PLAIN), "nowhere: there is no such file or folder"),
-        ((GOLDEN / "delta.parquet", *PLAIN), "bytes in bytepacked_indices, the compressor's settings stand for"),
+        ((GOLDEN / "delta.parquet", *PLAIN), "numbers in bytepacked_indices, the compressor's settings stand for"),
         ((GOLDEN / "plain.parquet", "--layout", "distillkit", *MADE_BY), "needs --compressor FILE.yaml"),
         ((GOLDEN / "plain.parquet", "--layout", "parquet", *MADE_BY), "--layout parquet is unknown"),
         ((GOLDEN / "plain.parquet", "--layout", "topk-parquet", *MADE_BY), "has no column 'target_token_ids'"),
@@ -162,30 +169,33 @@ def test_what_cannot_be_imported_is_one_line(bench, words, message) -> None:
     assert not (bench.root / "refused").exists()
 
 
-def test_values_that_are_no_log_probabilities_are_refused_before_anything_is_written(bench) -> None:
-    rows = [{"input_ids": [1, 2, 3, 4], "target_token_ids": [[5, 6]] * 4, "target_logprobs": [[2.5, -1.0]] * 4}] * 20
-    (bench.root / "logits.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    done = bench.run("import", "logits.jsonl", "--layout", "topk-parquet", *MADE_BY, "--out", "refused")
-    assert done.code == 2 and "60 of 60 positions of a sample are no distributions" in done.refusal()
-    assert not (bench.root / "refused").exists()
-
-
-def test_a_top_k_that_was_scaled_to_one_is_refused_before_anything_is_written(bench) -> None:
+def scaled() -> list[dict]:
+    """A top-k that sums to 1."""
     golden = np.load(GOLDEN / "plain.npz", allow_pickle=False)
     texts = parquet.read_table(GOLDEN / "plain.parquet")["input_ids"].to_pylist()
     logprobs = golden["logprobs"] - np.log(np.exp(golden["logprobs"]).sum(-1, keepdims=True))
-    columns = {"target_token_ids": golden["ids"].tolist(), "target_logprobs": logprobs.tolist()}
-    parquet.write_table(table({"input_ids": texts, **columns}), bench.root / "scaled.parquet")
-    done = bench.run("import", "scaled.parquet", "--layout", "topk-parquet", *MADE_BY, "--out", "refused")
-    assert done.code == 2 and "of the labels lie outside of them: they were renormalised" in done.refusal()
-    assert not (bench.root / "refused").exists()
+    columns = zip(texts, golden["ids"].tolist(), logprobs.tolist(), strict=True)
+    return [dict(zip(("input_ids", "target_token_ids", "target_logprobs"), each, strict=True)) for each in columns]
 
 
-def test_lists_shorter_than_what_is_to_be_kept_are_refused_with_what_to_do(bench) -> None:
-    targets = {"target_token_ids": [[5]] * 4, "target_logprobs": [[-1.0]] * 4}
-    rows = [{"input_ids": [first, 2, 3, 4], **targets} for first in range(20)]
-    (bench.root / "short.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    command = ("import", "short.jsonl", "--layout", "topk-parquet", *MADE_BY, "--json")
-    done = bench.run(*command, "--out", "refused", "--top-k", 2)
-    assert done.code == 2 and "60 of 60 positions of a sample have fewer than 2 entries" in done.refusal()
-    assert bench.run(*command, "--out", "short").json["counted"] == 60
+def rows_of(ids: list[int], logprobs: list[float]) -> list[dict]:
+    targets = {"target_token_ids": [ids] * 4, "target_logprobs": [logprobs] * 4}
+    return [{"input_ids": [first, 2, 3, 4], **targets} for first in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "why"),
+    [
+        (rows_of([5, 6], [2.5, -1.0]), (), "60 of 60 positions of a sample are no distributions"),
+        (scaled(), (), "of the labels lie outside of them: they were renormalised"),
+        (rows_of([5], [-1.0]), ("--top-k", 2), "60 of 60 positions of a sample have fewer than 2 entries"),
+    ],
+    ids=["logits", "renormalised", "too few"],
+)
+def test_entries_that_cannot_be_kept_are_refused_before_anything_is_written(bench, rows, more, why) -> None:
+    (bench.root / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = ("import", "rows.jsonl", "--layout", "topk-parquet", *MADE_BY, "--json")
+    done = bench.run(*command, "--out", "refused", *more)
+    assert done.code == 2 and why in done.refusal() and not (bench.root / "refused").exists()
+    if "--top-k" in more:
+        assert bench.run(*command, "--out", "short").json["counted"] == 60

@@ -24,17 +24,6 @@ RECORDED = Path(__file__).parents[2] / "golden" / "vllm-answers.json"
 
 
 def test_the_stand_in_answers_as_vllm_does(server):
-    def shape(value, known):
-        if isinstance(value, dict) and all(key.isdecimal() for key in value):
-            return [*map(shape, value.values(), known.values())]
-        if isinstance(value, dict):
-            assert value.keys() == known.keys()
-            return {key: shape(each, known[key]) for key, each in value.items() if key not in ("text", "decoded_token")}
-        if isinstance(value, list):
-            assert len(value) == len(known)
-            return [shape(*each) for each in zip(value, known, strict=True)]
-        return round(value, 2) if isinstance(value, float) else value
-
     recorded = json.loads(RECORDED.read_text())
     assert requests.get(f"{server.url}/models").json()["data"] == recorded["models"]
     assert requests.get(f"{server.url[:-3]}/version").json() == recorded["version"]
@@ -56,17 +45,15 @@ def test_the_stand_in_answers_as_vllm_does(server):
                     assert table[token]["logprob"] == pytest.approx(entry["logprob"], abs=1e-3)
                     assert table[token]["decoded_token"] == entry["decoded_token"]
                     compared += table[token]["rank"] == entry["rank"]
-        assert shape(ours["usage"], theirs["usage"]) == theirs["usage"]
+        assert ours["usage"] == theirs["usage"]
     assert compared > 600
 
 
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_a_cache_of_a_server_is_that_of_the_local_teacher(server, document_mask):
-    for number in range(20):
-        Path(f"docs-{number}.txt").write_text(Path("text.txt").read_text()[number * 150 : number * 150 + 140])
     Path("docs").mkdir()
-    for path in Path().glob("docs-*.txt"):
-        path.rename(f"docs/{path.name}")
+    for number in range(20):
+        Path(f"docs/docs-{number}.txt").write_text(Path("text.txt").read_text()[number * 150 : number * 150 + 140])
     data = DataConfig(
         data="docs", seq_len=24, num_sequences=9, validation_sequences=2, num_workers=0, document_mask=document_mask
     )

@@ -29,6 +29,11 @@ def test_stale_prompts_are_kept_away_by_a_salt_and_found_without_one(server, who
         capture(server, "other")
 
 
+def page_of_html(connection: socket.socket) -> None:
+    page = b"<!doctype html><p>welcome"
+    connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(page)}\r\n\r\n".encode() + page)
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -45,6 +50,7 @@ def test_stale_prompts_are_kept_away_by_a_salt_and_found_without_one(server, who
         ({"always": "none"}, "nothing for token 2"),
         ({"always": "low"}, "not log-probabilities: .* leave more probability than 2,048 entries can have; .* raw_"),
         ({"always": "redirect:http://example.com/v1"}, "it redirects to http://example.com/v1, which is not followed"),
+        ({"raw": page_of_html}, r"\(a page of HTML\); tried 3 times; check the address, which ends in /v1"),
     ],
 )
 def test_a_server_that_cannot_serve_the_teacher_is_refused_before_the_first_sequence(server, change, words):
@@ -75,27 +81,25 @@ def test_a_server_that_is_not_vllm_is_named_as_such_at_once(server, capsys, faul
     assert "serves stdlib-5m, and does not tell its length" in log
 
 
-def test_a_proxy_before_vllm_needs_no_version_of_its_own(server):
-    server.version, server.owner, server.max_model_len = None, "proxy", None
-    cache = capture(server)
+@pytest.mark.parametrize(
+    "change, stated",
+    [
+        ({"version": None, "owner": "proxy", "max_model_len": None}, {"version": None, "max_model_len": None}),
+        (
+            {"name": "somebody/else", "always": "no-salt", "root": "/srv/me/weights"},
+            {"model": "somebody/else", "root": "weights", "max_model_len": 600},
+        ),
+        ({"max_model_len": 18}, {"max_model_len": 18}),
+    ],
+    ids=["a proxy without a version", "its only model, without salts", "the least length"],
+)
+def test_a_server_that_gives_less_is_taken_as_it_is(server, change, stated):
+    for name, value in change.items():
+        setattr(server, name, value)
+    cache = capture(server, seq_len=16)
     told = cache.manifest.settings.teacher
-    assert "version" not in told and "max_model_len" not in told and len(cache["train"]) == 10
-
-
-def test_a_page_of_html_is_named_with_the_address_to_check(server):
-    page = b"<!doctype html><p>welcome"
-    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(page)}\r\n\r\n".encode()
-    server.raw = lambda connection: connection.sendall(head + page)
-    with pytest.raises(kd.UsageError, match=r"\(a page of HTML\); tried 3 times; check the address, which ends in /v1"):
-        capture(server)
-
-
-def test_a_server_without_salts_is_taken_and_its_only_model_whatever_its_name(server):
-    server.name, server.always, server.root = "somebody/else", "no-salt", "/srv/me/weights"
-    cache = capture(server)
-    told = cache.manifest.settings.teacher
-    assert (told["model"], told["root"], told["max_model_len"]) == ("somebody/else", "weights", 600)
-    assert "cache_salt" not in server.bodies[-1]
+    assert {name: told.get(name) for name in stated} == stated and len(cache["train"]) == 10
+    assert ("cache_salt" in server.bodies[-1]) == (server.always != "no-salt")
 
 
 def test_an_address_that_is_silent_is_not_waited_for_as_an_answer_is(server, monkeypatch):
@@ -110,11 +114,6 @@ def test_entries_about_the_token_after_the_next_are_found_whatever_the_batches_a
     server.always = "ahead"  # batches and shards of four
     with pytest.raises(kd.RunError, match=r"as the server answers: shifted by \+1"):
         capture(server)
-
-
-def test_a_server_with_the_least_length_is_enough(server):
-    server.max_model_len = 18
-    assert len(capture(server, seq_len=16)["train"]) == 10
 
 
 @pytest.mark.parametrize(
@@ -161,15 +160,10 @@ def test_the_key_comes_from_the_environment_and_is_written_nowhere(server, monke
         assert second.authorized == [] == second.bodies
 
 
-@pytest.mark.parametrize(
-    "escaped", [{}, {b"/": rb"\/", b"&": rb"\u0026"}, {b"&": rb"\U0026".lower(), b"k": rb"\u006B"}]
-)
-def test_a_key_that_a_server_writes_back_is_in_no_file_and_no_line_whatever_its_escapes(
-    server, monkeypatch, capsys, escaped
-):
+def test_a_key_that_a_server_writes_back_is_in_no_file_and_no_line_whatever_its_escapes(server, monkeypatch, capsys):
     key = "sk/of&the-test"
     monkeypatch.setenv("KDTRAIN_SERVER_KEY", key)
-    monkeypatch.setattr(server, "escaped", escaped)
+    server.escaped = {b"/": rb"\/", b"&": rb"\u0026", b"k": rb"\u006B"}
     server.version, server.root, server.build = {"version": f"1 for {key}"}, f"m of {key}", f"{'x' * 95} {key}"
     told = capture(server).manifest.settings.teacher
     assert told["version"] == "1 for ..." and told["system_fingerprint"] == f"{'x' * 95} ..."
@@ -230,17 +224,14 @@ def test_a_tokenizer_without_a_configuration_asks_for_the_size_of_the_vocabulary
         _ = ServedTeacher(spec, torch.device("cpu"), "fp32").vocab_size
 
 
-def test_options_that_a_server_cannot_serve_are_refused():
-    server = {"server": ServerConfig(teacher_server="http://host/v1")}
-    refused = {"--dense: no server gives whole": {"dense": True}, "exclude each other": {"top_k": 8, "num_samples": 24}}
-    for words, codec in ((words, CodecConfig(**given)) for words, given in refused.items()):
-        with pytest.raises(kd.UsageError, match=f"{words}.* use .*--top-k, or --num-samples where the server has kdtr"):
-            kd.CacheTeacherConfig(teacher="t", out="c", data=DataConfig(data="text.txt"), codec=codec, plugins=server)
+USE = "--top-k, or --num-samples where the server has kdtrain's plugin"
 
 
 @pytest.mark.parametrize(
     "kind, given, words",
     [
+        ("cache", {"codec": CodecConfig(dense=True)}, f"--dense: no server gives whole .* {USE}"),
+        ("cache", {"codec": CodecConfig(top_k=8, num_samples=24)}, f"exclude each other .* use either {USE}"),
         ("cache", {"compile": False}, "--no-compile has no effect with --teacher-server"),
         ("cache", {"precision": "fp32"}, "--precision has no effect with --teacher-server: no teacher runs here"),
         ("cache", {"device": "cuda:1"}, "--device has no effect with --teacher-server"),

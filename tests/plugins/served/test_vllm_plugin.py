@@ -1,6 +1,6 @@
 """The plugin around stand-ins of vLLM's runners: chunks, batches, preemption, and requests of others.
 
-What vLLM itself does with it is tested in tests/teaching/test_vllm_samples.py.
+What vLLM itself does with it is tested in tests/plugins/served/test_vllm.py.
 """
 
 import logging

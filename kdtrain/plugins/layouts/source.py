@@ -1,0 +1,128 @@
+"""The rows of a source as arrays: parquet or jsonl files, one row after the other, in a memory that does not grow.
+
+`kdtrain.data.rows` reads them, and bounds what it reads: the files may be anyone's. The arrays of parquet are those of
+arrow, since lists of Python are slow.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kdtrain.data.rows import parquet_batches, parse_line, read_lines, read_rows, readable
+from kdtrain.errors import UsageError
+from kdtrain.imports import optional
+from kdtrain.plugins.layouts.layout import Layout, Lists, Record
+
+_TOKENS = 2**22
+"""Most tokens of one record."""
+_NUMBERS = 2**28
+"""Most numbers in one column of a record: 2,000 a token in a row of 131,072."""
+_SUFFIXES = (".parquet", ".jsonl")
+
+
+class SourceFile:
+    """A file, and the columns of it that a layout reads. UsageError: it cannot be read, or lacks one."""
+
+    def __init__(self, path: Path, layout: Layout) -> None:
+        self.path, self.layout, self.columns = path, layout, layout.columns
+        self.is_parquet = path.suffix == ".parquet"
+        if self.is_parquet:
+            lacking = layout.optional - {*next(read_rows(path), {})}
+            self.columns = {name: depth for name, depth in self.columns.items() if name not in lacking}
+            next(parquet_batches(path, [*self.columns]), None)
+
+    @cached_property
+    def _rows(self) -> int:
+        with readable(str(self.path)):
+            return sum(1 for _ in (read_rows if self.is_parquet else read_lines)(self.path))  # of parquet its metadata
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def records(self, names: Sequence[str] | None = None, begin: float = 0.0) -> Iterator[tuple[str, Record]]:
+        """The records, each with where it is, for messages.
+
+        names: only these columns. begin: the share of the file to skip; of parquet in whole row groups.
+        """
+        wanted = {name: depth for name, depth in self.columns.items() if names is None or name in names}
+        for place, cells in self._cells([*wanted], begin):
+            where, found = f"{self.path}, {place}", dict[str, Any]()
+            for name, depth in wanted.items():
+                if (cell := cells.get(name)) is not None or name not in self.layout.optional:
+                    found[name] = _array(cell, depth, where, name)
+            tokens = found[self.layout.tokens]
+            if len(tokens) > _TOKENS:
+                raise UsageError(f"{where}: has {len(tokens):,} tokens; at most {_TOKENS:,} are read")
+            for name, values in found.items():
+                if not isinstance(values, Lists) and len(values) != len(tokens):
+                    # The last token of a row may have no entries, and its document then no number.
+                    raise UsageError(f"{where}: has {len(tokens)} tokens and {len(values)} numbers in {name}")
+            yield where, found
+
+    def _cells(self, names: Sequence[str], begin: float) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The place of each row, and its cells: lists of JSON, or arrays of arrow."""
+        if self.is_parquet:
+            for first, batch in parquet_batches(self.path, names, begin):
+                for row in range(batch.num_rows):
+                    cells = {name: getattr(batch.column(name)[row], "values", None) for name in names}
+                    yield f"row {first + row}", cells
+            return
+        with readable(str(self.path)):
+            for number, line in islice(read_lines(self.path), int(begin * len(self)) if begin else 0, None):
+                row = parse_line(line, f"{self.path}, line {number}")
+                yield f"line {number}", row if isinstance(row, dict) else {}
+
+
+def _array(cell: Any, depth: int, where: str, name: str) -> np.ndarray | Lists:
+    """The numbers of a list of JSON, or of an array of arrow; int64 or float64."""
+    lengths: Any = ()
+    if isinstance(cell, list):
+        if depth == 2:
+            parts = [[] if each is None else each for each in cell]
+            if not all(isinstance(each, list) for each in parts):
+                raise UsageError(f"{where}: {name} has a position that is not a list")
+            lengths, cell = [len(each) for each in parts], [each for part in parts for each in part]
+        plain = all(type(each) in (int, float, bool) for each in cell)
+        values = np.asarray(cell) if plain else np.asarray(None)
+    elif cell is None or not hasattr(cell, "null_count"):
+        raise UsageError(f"{where}: needs a list in '{name}'")
+    else:
+        if depth == 2:
+            compute: Any = optional("pyarrow.compute", "data", where)
+            with readable(f"{where}: {name}"):
+                lengths = compute.fill_null(compute.list_value_length(cell), 0).to_numpy(zero_copy_only=False)
+            cell = cell.flatten()
+        if cell.null_count or len(cell) > _NUMBERS:
+            wrong = "a null among its numbers" if cell.null_count else f"{len(cell):,} numbers, more than {_NUMBERS:,}"
+            raise UsageError(f"{where}: {name} has {wrong}")
+        values = cell.to_numpy(zero_copy_only=False)
+    if values.dtype.kind not in "biuf":
+        raise UsageError(f"{where}: {name} holds something that is not a number of at most 64 bits")
+    if values.dtype == np.uint64:
+        values = values.view(np.int64)  # a packed word keeps its bits; an id this large is below 0 and refused
+    values = values.astype(np.float64 if values.dtype.kind == "f" else np.int64, copy=False)
+    return Lists(values, np.asarray(lengths, np.int64)) if depth == 2 else values
+
+
+def open_source(source: str, layout: Layout) -> list[SourceFile]:
+    """The files of a source, sorted by name: itself, or the parquet or jsonl files below a folder.
+
+    UsageError: there are none, of both kinds, or a link among them; one lacks a column.
+    """
+    root = Path(source)
+    if not root.is_file() and not root.is_dir():
+        raise UsageError(f"{source}: there is no such file or folder; give parquet or jsonl")
+    paths = [root]
+    if root.is_dir():
+        paths = sorted(path for path in root.rglob("*") if path.suffix in _SUFFIXES and not path.name.startswith("."))
+    paths = [path for path in paths if path.is_file()]
+    kinds = {path.suffix for path in paths}
+    if not paths or not kinds <= set(_SUFFIXES):
+        raise UsageError(f"{source}: give a .parquet or .jsonl file, or a folder of them")
+    if len(kinds) > 1:
+        raise UsageError(f"{source}: holds parquet and jsonl; name one of the files, or give a folder for each")
+    return [SourceFile(path, layout) for path in paths]
