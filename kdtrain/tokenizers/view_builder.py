@@ -26,7 +26,7 @@ import torch
 
 from kdtrain import faults
 from kdtrain.cache.build.folder import copy_tokenizer
-from kdtrain.cache.format.names import CELLS, SETTINGS, TOKENIZER, VIEW
+from kdtrain.cache.format.names import CELLS, LOCK, SETTINGS, TOKENIZER, VIEW
 from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.data.packed import rows_of
 from kdtrain.errors import UsageError, making
@@ -57,8 +57,6 @@ _MEASURED = 1 << 22
 _AT_ONCE = 256
 _ENOUGH = 1000
 """Documents after which a share of them that is left out means something."""
-_LOCK = ".building-0"
-"""As that of a cache (`cache.folder`): a folder that holds nothing else belongs to no run."""
 _CALLED = {
     "version": "version of kdtrain",
     "events": "table of special tokens",
@@ -108,7 +106,7 @@ def build_view(
         _refuse_other(folder, settings, True)
         return View(folder, cache)
     message = f"another process is making another view in {folder} now; wait for it, or name another folder"
-    lock = Lock(folder / _LOCK, message, json_digest(settings), math.inf)
+    lock = Lock(folder / f"{LOCK}0", message, json_digest(settings), math.inf)
     try:
         sweep(folder)
         done = (folder / VIEW).exists()

@@ -15,9 +15,8 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict
 import numpy as np
 from msgspec import Meta
 
-from kdtrain.cache.build.folder import holds_nothing
 from kdtrain.cache.format.manifest import CacheSettings, Count, Digest
-from kdtrain.cache.format.names import CELLS, SETTINGS, VIEW
+from kdtrain.cache.format.names import CELLS, SETTINGS, VIEW, holds_nothing
 from kdtrain.data.bytes import MAX_IDS, MAX_SPELLED
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import MEDIUM, file_digest, read_sealed, typed
