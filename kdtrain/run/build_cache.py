@@ -208,9 +208,7 @@ def _requested(config: CacheTeacherConfig, teacher: Teacher, counts: Counts) -> 
     given, width, limits = config.codec, teacher.vocab_size, config.splits()
     if not given.dense and given.top_k > width:
         raise UsageError(f"--top-k {given.top_k} is more than the vocabulary of {width}; choose less, or --dense")
-    codec = CodecSpec(kind="dense", vocab_size=width)
-    if not given.dense:
-        codec = CodecSpec(kind="sparse", top_k=given.top_k, num_samples=given.samples, vocab_size=width)
+    codec = CodecSpec.requested(given, width)
     settings = replace(
         _settings(config.data, teacher.tokenizer, codec, limits),
         teacher=dict(teacher.identity),

@@ -276,7 +276,7 @@ REFUSED = {
     "another seed": ([{}, {"seed": 9}], "seed: .* in the one.*--refine"),
     "an old kind": ([{}, {"sampling": "systematic"}], "systematic samples, which do not interleave"),
     "several teachers": ([{}, {"who": "two"}], "several teachers.*--cache-weights"),
-    "top-k": ([{"codec": "top_k"}, {"codec": "top_k", "who": "two"}], "top-k of a sum is not in two top-ks"),
+    "top-k": ([{"codec": "top_k"}, {"codec": "top_k", "who": "two"}], "only caches of samples alone"),
     "dense": ([{"codec": "dense"}, {"codec": "dense", "who": "two"}], "only caches of samples alone"),
     "tokens": ([{"codec": "tokens"}, {"codec": "tokens", "seed": 8}], "nothing to add"),
     "one": ([{}], "nothing to merge it with"),

@@ -264,11 +264,8 @@ class CacheWriter:
             raise UsageError(
                 f"the tokenizer has {len(self.tokenizer)} entries and the logits {width}; give the teacher's own"
             )
-        given = self.codec
         try:
-            codec = CodecSpec(kind="dense", vocab_size=width)
-            if not given.dense:
-                codec = CodecSpec(kind="sparse", top_k=given.top_k, num_samples=given.samples, vocab_size=width)
+            codec = CodecSpec.requested(self.codec, width)
         except ValueError as error:
             raise UsageError(str(error)) from None
         settings = CacheSettings(
