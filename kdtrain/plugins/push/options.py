@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kdtrain.config.values import Options, flag, option, refuse
+from kdtrain.config.values import Printed, flag, option, refuse
 from kdtrain.net.address import parse_address
 
 LICENSES = {"text": "of the text", "teacher": "of the teacher", "outputs": "of the teacher's outputs, this data set"}
@@ -17,7 +17,7 @@ def _check_repository(to: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushConfig(Options):
+class PushConfig(Printed):
     """Publish a cache as a data set on the hub, or a student as a model.
 
     The same command resumes an interrupted one: files that are there already are not sent again.
@@ -35,8 +35,6 @@ class PushConfig(Options):
     """Of a cache, the licence of the teacher's weights: a name, unknown, or declined."""
     license_outputs: str | None = None
     """Of a cache, the licence of what the teacher predicts, the data set's: a name, unknown, or declined."""
-    json: bool = False
-    """Print one JSON object on stdout."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
