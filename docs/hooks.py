@@ -109,6 +109,7 @@ def _fields(kind: Any) -> list[tuple[Any, str, Any]]:
     hints = get_type_hints(kind)
     sections = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     declared = [each for each in dataclasses.fields(kind) if not each.metadata.get("plugins")]
+    declared.sort(key=lambda each: each.name == "json")
     found = [(each, texts.get(each.name, ""), sections.get(each.name)) for each in declared]
     return found + [(SimpleNamespace(name=name), "", section) for name, section in sections_of(kind).items()]
 

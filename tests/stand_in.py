@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import msgspec
 import torch
 
 from kdtrain.plugins.served.engine_samples import SampleRequest, entries, sample
@@ -155,7 +155,7 @@ class StandIn:
     def _samples(self, tokens: list[int], asked: SampleRequest, fault: str) -> list[Any]:
         """What the plugin makes of the logits."""
         if fault == "row":
-            asked = replace(asked, row=asked.row + 1)
+            asked = msgspec.structs.replace(asked, row=asked.row + 1)
         with self._forward, torch.no_grad():
             logits = self.model(torch.tensor([tokens])).logits[0, :-1].float()
         if fault == "broken":

@@ -188,8 +188,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("line", ["distill ...", "inspect --hardware"])
+@pytest.mark.parametrize("line, number", [("distill ...", signal.SIGINT), ("inspect --hardware", signal.SIGTERM)])
 def test_an_interrupt_while_torch_is_imported_ends_in_one_line_like_a_refusal(bench, line, number):
     argv = [sys.executable, "-c", SLOW, *words(line)]
     with subprocess.Popen(argv, cwd=bench, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:

@@ -1,20 +1,18 @@
 """One rank of `kdtrain distill` that counts what it exchanges: FILE, then the words of the command.
 
-Started once a rank by parallel.py. The collectives of `torch.distributed` are wrapped, by which FSDP2,
-DDP (whose exchange is a hook of kdtrain's) and kdtrain itself all go. Rank 0 writes [{collective: [calls, bytes]}] of
-the training steps to FILE. A collective's bytes are those of what goes in or comes out of it, the larger of the two.
+Started once a rank by parallel.py. Rank 0 writes [{collective: [calls, bytes]}] of the training steps to FILE, whoever
+of PyTorch, FSDP2 and kdtrain calls a collective; its bytes are those of what goes in or out, the larger of the two.
 """
 
-import functools
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kdtrain import cli
 from kdtrain.ranks import is_main
@@ -22,56 +20,36 @@ from kdtrain.training.step import Stepper
 
 SMALL = 1024
 """Bytes below which a call is about numbers that ranks agree on, and is counted as "numbers"."""
-NAMES = {
-    **{"all_reduce": "all_reduce", "broadcast": "broadcast", "all_gather": "all_gather"},
-    **{"all_gather_single": "all_gather", "all_gather_into_tensor": "all_gather"},
-    **{"reduce_scatter_single": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter"},
-    **{"reduce": "reduce", "reduce_scatter": "reduce_scatter", "all_to_all_single": "all_to_all", "send": "send"},
-}
-
-counted: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-"""Calls and bytes of the step in work."""
+NAMES = {"allreduce": "all_reduce", "allgather_base": "all_gather", "reduce_scatter_base": "reduce_scatter"}
 
 
-def count(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-    """`collective`, counted."""
+class Counted(TorchDispatchMode):
+    """Counts calls and bytes by collective in the block."""
 
-    @functools.wraps(collective)
-    def wrapped(*args: Any, **options: Any) -> Any:
-        size = max(map(_bytes, (*args, *options.values())), default=0)
-        entry = counted[name if size > SMALL else "numbers"]
-        entry[0] += 1
-        entry[1] += size
-        return collective(*args, **options)
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: dict[str, list[int]] = defaultdict(lambda: [0, 0])
 
-    return wrapped
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0
-
-
-def counting(step: Callable[..., Any], steps: list[dict[str, list[int]]]) -> Callable[..., Any]:
-    """`Stepper.take`, which leaves what it exchanged in `steps`."""
-
-    def taken(*args: Any) -> Any:
-        counted.clear()
-        result = step(*args)
-        steps.append({name: list(entry) for name, entry in counted.items()})
-        return result
-
-    return taken
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            size = max((each.nbytes for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor)), default=0)
+            name = function._schema.name.split("::")[1].strip("_")
+            entry = self.entries[NAMES.get(name, name) if size > SMALL else "numbers"]
+            entry[0], entry[1] = entry[0] + 1, entry[1] + size
+        return function(*args, **(kwargs or {}))
 
 
 def main(file: str, *words: str) -> None:
     """Run the command, and write what was counted."""
-    steps: list[dict[str, list[int]]] = []
-    for name, collective in NAMES.items():
-        if hasattr(dist, name):
-            setattr(dist, name, count(collective, getattr(dist, name)))
-    Stepper.take = counting(Stepper.take, steps)  # type: ignore[method-assign]
+    steps, take = list[dict[str, list[int]]](), Stepper.take
+
+    def counting(*args: Any) -> Any:
+        with Counted() as counted:
+            result = take(*args)
+        steps.append(dict(counted.entries))
+        return result
+
+    Stepper.take = counting  # type: ignore[method-assign]
     try:
         cli.main(list(words))
     finally:

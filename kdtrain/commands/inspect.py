@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 from safetensors import SafetensorError, safe_open
 
@@ -32,9 +32,9 @@ from kdtrain.errors import RunError, UsageError
 from kdtrain.files import aside_in, open_regular, read_json, typed
 from kdtrain.models.spec import ADAPTER_CONFIG, ModelSpec, read_spec, shipped
 from kdtrain.monitor import facts as of_run
-from kdtrain.monitor.facts import TAIL, as_table, quoted
+from kdtrain.monitor.facts import TAIL, quoted
 from kdtrain.monitor.progress import setup_logging
-from kdtrain.monitor.record import RunRecord
+from kdtrain.monitor.record import RunRecord, as_table
 from kdtrain.net.address import Address, parse_address
 from kdtrain.run.path_kind import damage_of, is_training, kind_of
 from kdtrain.run.result import read_result
@@ -44,17 +44,9 @@ _PARENTS = 50
 """Most parents of a cache that a page lists."""
 
 
-class _Progress(TypedDict):
-    """The numbers of a checkpoint that a run's page shows."""
-
-    loss: NotRequired[float | None]
-    last_loss: NotRequired[float | None]
-    best_loss: NotRequired[float | None]
-    validated_step: NotRequired[int | None]
-
-
 class _Saved(TypedDict):
-    progress: _Progress
+    progress: dict[str, Any]
+    """Of it, a run's page shows `loss`, `last_loss`, `best_loss` and `validated_step`."""
 
 
 def main(config: InspectConfig) -> int:
@@ -434,7 +426,7 @@ def _row(store: Store, entry: tiers.CheckpointEntry) -> dict[str, Any]:
     `validation_loss` is that of its own step, if it was validated; `written` is in local time.
     """
     path = store.path(entry.name)
-    progress = _Progress()
+    progress = dict[str, Any]()
     if (damage := problem(path)) is None:
         try:
             progress = typed(read_state(path), _Saved)["progress"]

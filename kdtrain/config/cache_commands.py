@@ -9,7 +9,7 @@ from typing import Literal
 
 from kdtrain.config.choices import Weights
 from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig, TextConfig
-from kdtrain.config.values import Conflicts, Extended, Options, option, refuse
+from kdtrain.config.values import Conflicts, Extended, Printed, option, refuse
 from kdtrain.errors import UsageError
 from kdtrain.files import same_path
 
@@ -49,8 +49,6 @@ class CacheTeacherConfig(Extended):
     """Seed of the samples."""
     device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
-    json: bool = option(False, per_rank=True)
-    """Print one JSON object on stdout, logs on stderr."""
     data: DataConfig = field(default_factory=DataConfig)
     text: TextConfig = field(default_factory=TextConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
@@ -98,7 +96,7 @@ class CacheTeacherConfig(Extended):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeConfig(Options):
+class MergeConfig(Printed):
     """Add up caches of samples of the same rows, or append caches of other rows; the order does not matter.
 
     The same command resumes an interrupted one.
@@ -108,8 +106,6 @@ class MergeConfig(Options):
     """Two or more finished caches: folders, or addresses (hf:datasets/ORG/NAME, https://...)."""
     out: Path
     """The folder of the merged cache."""
-    json: bool = False
-    """Print one JSON object on stdout, logs on stderr."""
 
     EXAMPLES = ("kdtrain merge cache/a cache/b --out cache/both",)
 
@@ -119,7 +115,7 @@ class MergeConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubsetConfig(Options):
+class SubsetConfig(Printed):
     """Cut a cache to some of its rows.
 
     The same command resumes an interrupted one.
@@ -135,8 +131,6 @@ class SubsetConfig(Options):
     """The share of the rows to take, above 0 and at most 1, by the hash of their tokens."""
     split: Literal["train", "validation", "test", "all"] = "train"
     """The split to cut, or all; the others stay whole."""
-    json: bool = False
-    """Print one JSON object on stdout, logs on stderr."""
 
     EXAMPLES = ("kdtrain subset cache/t --fraction 0.01 --out cache/small",)
 

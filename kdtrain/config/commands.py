@@ -24,7 +24,7 @@ from kdtrain.config.sections import (
     QuantizationConfig,
     StoppingConfig,
 )
-from kdtrain.config.values import Conflicts, Extended, Options, option, refuse
+from kdtrain.config.values import Conflicts, Extended, Options, Printed, option, refuse
 
 
 def partners(pairs: tuple[str, ...]) -> dict[str, str]:
@@ -106,8 +106,6 @@ class DistillConfig(Extended):
     """Show the plan of the run, its time and memory; two steps are taken and saved, and the files removed."""
     sanity: bool = option(False, free=True, brief=True)
     """Run the checks that come before a long run; a table of verdicts is shown, and the files are removed."""
-    json: bool = option(False, free=True, per_rank=True)
-    """Print one JSON object on stdout, logs on stderr."""
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -168,7 +166,7 @@ class DistillConfig(Extended):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(Options):
+class EvaluateConfig(Printed):
     """Measure a student: loss, perplexity, KL to the teacher, agreement, calibration, acceptance."""
 
     student: str = option(once=True, reads="student spec")
@@ -189,8 +187,6 @@ class EvaluateConfig(Options):
     """Number format of the forwards."""
     device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
-    json: bool = option(False, per_rank=True)
-    """Print one JSON object on stdout, logs on stderr."""
     data: DataConfig = field(default_factory=lambda: DataConfig(split="validation"))
 
     def conflicts(self) -> Conflicts:
@@ -202,7 +198,7 @@ class EvaluateConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectConfig(Options):
+class InspectConfig(Printed):
     """Show a run, a cache, a checkpoint, a shard, a model, its recipe, a folder of these, or this machine."""
 
     path: Path | None = option(None, positional=True, reads="cache path")
@@ -211,8 +207,6 @@ class InspectConfig(Options):
     """Show how a run is doing every ten seconds, and what is wrong, until it ends."""
     hardware: bool = False
     """Show devices, number formats and compilers of this machine instead."""
-    json: bool = False
-    """Print one JSON object on stdout."""
 
     def conflicts(self) -> Conflicts:
         yield self.path is None and not self.hardware, "nothing to inspect; give a PATH or --hardware"
@@ -220,19 +214,17 @@ class InspectConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig(Options):
+class VerifyConfig(Printed):
     """Check every digest of a cache, a run or a checkpoint; list what is damaged, with exit code 1."""
 
     path: Path = option(positional=True, reads="cache path")
     """A cache (hf:datasets/ORG/NAME and https:// too), a run or a checkpoint."""
     repair: bool = False
     """Move the damaged shards of a cache aside, so that cache-teacher builds them again."""
-    json: bool = False
-    """Print one JSON object on stdout."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig(Options):
+class ExportConfig(Printed):
     """Write a trained student as a folder that transformers.AutoModelForCausalLM loads."""
 
     run: Path = option(positional=True, reads="saved")
@@ -255,8 +247,6 @@ class ExportConfig(Options):
     """Licence of the student for its card, as the hub names it: apache-2.0, mit, ..."""
     overwrite: bool = False
     """Replace a folder that is already there."""
-    json: bool = False
-    """Print one JSON object on stdout."""
 
     def conflicts(self) -> Conflicts:
         for name, given in (("--quantize", self.quantize is not None), ("--shard-size", self.shard_size != 5.0)):
@@ -269,7 +259,7 @@ class ExportConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoConfig(Options):
+class DemoConfig(Printed):
     """Distil the teacher that ships into a small student, and show what it gains over cross-entropy.
 
     Four to eight minutes on two cores, without a network. The same command resumes an interrupted one.
@@ -281,12 +271,10 @@ class DemoConfig(Options):
     """Pairs of students, one with and one without distillation, that differ in their seed."""
     out: Path = Path("runs/demo")
     """The folder of the demo: cache, runs, record and pictures."""
-    json: bool = False
-    """Print one JSON object on stdout, logs on stderr."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(Options):
+class GenerateConfig(Printed):
     """Continue a text with a trained student."""
 
     student: str = option(positional=True, reads="student spec")
@@ -303,25 +291,21 @@ class GenerateConfig(Options):
     """Of the sampled tokens: another one gives another text."""
     device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
-    json: bool = False
-    """Print one JSON object on stdout."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareConfig(Options):
+class CompareConfig(Printed):
     """Show runs side by side: options that differ, losses, calibration and cost, held against the seeds' spread."""
 
     runs: tuple[Path, ...] = option((), positional=True, reads="path")
     """Folders of runs; the others are compared with the first."""
-    json: bool = False
-    """Print one JSON object on stdout."""
 
     def conflicts(self) -> Conflicts:
         yield not self.runs, "no run to compare; give the folders of runs, such as runs/*"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlotConfig(Options):
+class PlotConfig(Printed):
     """Draw the curves of runs into a figure, with switches and rollbacks marked."""
 
     runs: tuple[Path, ...] = option((), positional=True, reads="path")
@@ -334,8 +318,6 @@ class PlotConfig(Options):
     """Numbers of metrics.jsonl, several joined with a comma, a panel each; temperature and precision are known too."""
     overwrite: bool = False
     """Replace a file that is already there."""
-    json: bool = False
-    """Print one JSON object on stdout."""
 
     def conflicts(self) -> Conflicts:
         yield not self.runs, "no run to plot; give the folders of runs, such as runs/*"

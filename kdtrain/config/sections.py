@@ -24,19 +24,14 @@ from kdtrain.config.values import Conflicts, Options, flag, option, refuse
 from kdtrain.errors import UsageError
 
 
-def _check_split(split: str) -> None:
-    known = split in ("train", "validation", "test")
-    refuse(not known, f"--split '{split}' is unknown; use train, validation or test")
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Options):
     """Where text comes from and how it becomes sequences."""
 
     data: str | None = option(None, once=True, reads="text", brief=True)
     """A file or folder, or a source; files are txt, md, py, jsonl, csv, parquet, ..., sources are listed below."""
-    split: str = option("train", check=_check_split)
-    """Which split of the data to read: train, validation or test."""
+    split: Literal["train", "validation", "test"] = "train"
+    """Which split of the data to read."""
     seq_len: int = option(512, least=1, brief=True)
     """Tokens in a sequence."""
     num_sequences: int | None = option(None, least=1, brief=True)

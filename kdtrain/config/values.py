@@ -104,7 +104,7 @@ def options_of(kind: type, section: str = "run", default: Any = None) -> dict[st
     default: an instance of it, whose values are the defaults.
     """
     hints, found = get_type_hints(kind, include_extras=True), dict[str, Option]()
-    for each in dataclasses.fields(kind):
+    for each in sorted(dataclasses.fields(kind), key=lambda each: each.name == "json"):  # the last one in help
         inner, value = hints[each.name], default_of(kind, each.name) if default is None else getattr(default, each.name)
         if not each.init or each.metadata.get("plugins"):  # the class computes it
             continue
@@ -225,7 +225,15 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Extended(Options):
+class Printed(Options):
+    """The base of the configurations of commands that print a result."""
+
+    json: bool = option(False, free=True, per_rank=True)
+    """Print one JSON object on stdout, logs on stderr."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extended(Printed):
     """The base of the configurations to which plugins add sections (`registered.register_section`)."""
 
     EXTENDED: ClassVar[str] = ""

@@ -4,7 +4,7 @@ The training stream is endless: permutation(epoch 0), permutation(epoch 1), ... 
 entry p % n of epoch p // n. Evaluation reads range(n). A permutation is computed whole, 8 bytes a sequence, and the
 last two of a stream are cached.
 
-A mixture of several data sets (`Mixture`) has such a stream for each member, and an order in which the members take
+A mixture of several data sets (`MixedOrder`) has such a stream for each member, and an order in which the members take
 turns. An epoch is as many sequences as all members hold together, whatever the weights: each member gives its share of
 them, to within one sequence, spread evenly over the epoch. A member whose share is larger than its size goes through
 its permutations several times an epoch, a member with a smaller one takes several epochs for one pass: nothing of a
@@ -74,7 +74,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixedOrder:
     """The order of several data sets in one stream. A sequence is numbered as if they lay one behind the other."""
 
     sizes: tuple[int, ...]
@@ -83,7 +83,7 @@ class Mixture:
     """Sequences that each member gives an epoch; their sum is the length of an epoch."""
 
     @classmethod
-    def weighted(cls, sizes: Sequence[int], weights: Sequence[float] | None = None) -> "Mixture":
+    def weighted(cls, sizes: Sequence[int], weights: Sequence[float] | None = None) -> "MixedOrder":
         """A mixture in proportion to `weights`, by default to the sizes: an epoch is then one pass over everything.
 
         Quotas are rounded by the largest remainder, exactly. ValueError: a member is empty, or a weight is not above 0

@@ -194,15 +194,11 @@ def pack(
                 new = nn.Parameter(weight.detach().to(torch.bfloat16), requires_grad=False)
                 layer.weight = narrow.setdefault(id(weight), new)
                 if isinstance(layer, nn.Embedding):
-                    layer.register_forward_hook(_in_fp32)
+                    layer.register_forward_hook(lambda module, inputs, embedded: embedded.float())
         elif type(layer) in (nn.Linear, Conv1D) and layer not in parts and not layer.weight.requires_grad:
             model.set_submodule(name, PackedLinear(layer, kind, device, outline))  # type: ignore[arg-type]
     if not outline:
         model.to(device)  # type: ignore[arg-type]
-
-
-def _in_fp32(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
-    return embedded.float()
 
 
 def is_packed(model: nn.Module) -> bool:

@@ -142,7 +142,8 @@ def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep
         except _FAILURES as error:
             cause = " ".join(str(error).split())[:200]
             raise UsageError(f"{_name(model)} cannot be run as it is configured: {cause}") from error
-        probe.refuse_encoders()
+        if probe.effect(of=slice(probe.cut, None), on=slice(None, probe.cut)) > probe.bound:
+            raise UsageError(f"{_name(model)} looks at later tokens; take a causal language model")
         if not keep_attention:
             probe.use_causal_attention()
         pieces.separates_documents = True  # for the probe
@@ -204,15 +205,10 @@ class _Probe:
     def __init__(self, pieces: SplitModel, tokens_BT: Tensor) -> None:
         self.pieces, self.tokens_BT, self.cut = pieces, tokens_BT, tokens_BT.shape[1] // 2
         self.logits_BTV = pieces(tokens_BT)
-        effect = self._effect(of=slice(None, self.cut), on=slice(self.cut, None))
+        effect = self.effect(of=slice(None, self.cut), on=slice(self.cut, None))
         self.bound = max(effect / 10, 1e-5 * _largest(self.logits_BTV))
 
-    def refuse_encoders(self) -> None:
-        if self._effect(of=slice(self.cut, None), on=slice(None, self.cut)) > self.bound:
-            name = _name(self.pieces.model)
-            raise UsageError(f"{name} looks at later tokens; take a causal language model")
-
-    def _effect(self, of: slice, on: slice) -> float:
+    def effect(self, of: slice, on: slice) -> float:
         others_BT = self.tokens_BT.clone()
         others_BT[:, of] = (others_BT[:, of] + 1) % self.pieces.model.config.get_text_config().vocab_size
         return _largest((self.pieces(others_BT) - self.logits_BTV)[:, on])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain.monitor.progress import formula
-from kdtrain.monitor.record import RunRecord
+from kdtrain.monitor.record import RunRecord, as_table
 from kdtrain.monitor.rules import Signs, findings, stalled
 from kdtrain.tables import Part, columns, duration, loss_text, number, percent, short, size
 
@@ -27,11 +27,6 @@ _MESSAGE = 1000
 """Most characters of a warning on a page; a longer one ends between words."""
 ACTIVE = ("training", "silent", "unknown")
 """The states of a run that may be training. silent: killed, or training on another machine or in another container."""
-
-
-def as_table(value: Any) -> Mapping[str, Any]:
-    """A value that should be a mapping; empty where it is none."""
-    return value if isinstance(value, Mapping) else {}
 
 
 def quoted(path: Path | str) -> str:

@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,6 +176,21 @@ def lines(path: Path, last: int | None = None) -> Iterator[tuple[str, dict[str, 
             yield text, record
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) <= _LARGEST)
+
+
+def as_table(value: Any) -> Mapping[str, Any]:
+    """A value that should be a mapping; empty where it is none."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def as_finite(value: Any) -> float | None:
+    """A value that should be a number; None where it is none, non-finite, or beyond what a run measures."""
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
+    return float(value) if usable and math.isfinite(value) else None
+
+
 def _table(path: Path) -> dict[str, Any]:
     try:
         return read_toml(path) if path.suffix == ".toml" else read_json(path, dict[str, Any])
@@ -183,10 +198,6 @@ def _table(path: Path) -> dict[str, Any]:
         return {}
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) <= _LARGEST)
 
 
 def _bins(value: Any) -> list[dict[str, float]]:

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kdtrain.monitor.record import Line, RunRecord
+from kdtrain.monitor.record import Line, RunRecord, as_finite
 from kdtrain.tables import duration, number, size
 
 WINDOW = 50
@@ -100,11 +100,11 @@ class Signs:
         optimizer = record.options.get("optimizer", {})
         warmup, clip = optimizer.get("warmup_steps"), optimizer.get("clip")
         warm = isinstance(warmup, int) and len(steps) > CLIPPED + warmup
-        held = _number(newest, "memory_reserved_mb" if "memory_reserved_mb" in newest else "memory_resident_mb")
+        held = as_finite(newest.get("memory_reserved_mb" if "memory_reserved_mb" in newest else "memory_resident_mb"))
         waits = record.options.get("run", {}).get("teacher") is None and len(timed) >= WINDOW // 2
-        waited = math.fsum(_number(each, "data_wait_s") or 0.0 for _, each in timed)
-        losses = [(int(each["step"]), _number(each, "validation/loss")) for each in validations]
-        taught = (_number(each, "validation/teacher_loss") for each in validations[::-1])
+        waited = math.fsum(as_finite(each.get("data_wait_s")) or 0.0 for _, each in timed)
+        losses = [(int(each["step"]), as_finite(each.get("validation/loss"))) for each in validations]
+        taught = (as_finite(each.get("validation/teacher_loss")) for each in validations[::-1])
         return cls(
             step=last,
             idle=max(now - (folder / "metrics.jsonl").stat().st_mtime, 0.0) if record.metrics else None,
@@ -116,11 +116,13 @@ class Signs:
             checkpoint_mib=newest_mib(folder / "checkpoints"),
             data_wait=waited / total if waits and total else None,
             clip=clip if isinstance(clip, int | float) else 0.0,
-            clipped_share=_number(newest, "clipped_share") or 0.0,
+            clipped_share=as_finite(newest.get("clipped_share")) or 0.0,
             clipped_losses=[each.get("ce", each["loss"]) for each in steps[-CLIPPED:]] if warm else [],
             held_mib=held or 0.0,
-            grown_mib=_number(newest, "memory_growth_mb") or 0.0,
-            losses=[loss for each in steps if (loss := _number(each, "ce" if "ce" in each else "loss")) is not None],
+            grown_mib=as_finite(newest.get("memory_growth_mb")) or 0.0,
+            losses=[
+                loss for each in steps if (loss := as_finite(each.get("ce" if "ce" in each else "loss"))) is not None
+            ],
             validations=[(step, loss) for step, loss in losses if loss is not None],
             teacher_loss=next(filter(None, taught), None),
         )
@@ -382,15 +384,9 @@ def newest_mib(checkpoints: Path) -> float | None:
         return None
 
 
-def _number(line: Line, name: str) -> float | None:
-    """A number of a line that may be anything."""
-    value: Any = line.get(name)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
 def _seconds(line: Line) -> float | None:
     """How long a step took, with what ran since the one before; None where it is not known."""
-    rate, tokens = _number(line, "tok/s_last"), _number(line, "tokens")
+    rate, tokens = as_finite(line.get("tok/s_last")), as_finite(line.get("tokens"))
     return tokens / rate if rate and tokens else None
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from kdtrain.config import DistillConfig, written
 from kdtrain.config.values import fields_of
 from kdtrain.errors import UsageError, printable
-from kdtrain.monitor.record import Event, RunRecord
+from kdtrain.monitor.record import Event, RunRecord, as_finite, as_table
 from kdtrain.tables import duration, loss_text, short, size
 
 NOT_COMPARED = {"out", "seed", "json", "yes", "resume", "overwrite", "config", "dry_run", "sanity"}
@@ -101,21 +101,21 @@ class Run:
         last = max((int(line["step"]) for line in self.record.metrics), default=0)
         if result is None:
             return f"no result at step {last}: training, or killed"
-        total = _number(result.get("steps"))
+        total = as_finite(result.get("steps"))
         return f"{printable(str(result.get('stop_reason')))[:40]} {last:,}" + (f"/{total:,.0f}" if total else "")
 
     @property
     def student(self) -> str:
         """Name and size of the student."""
-        named = _table(self.record.environment.get("student"))
-        parameters = _number(named.get("parameters"))
+        named = as_table(self.record.environment.get("student"))
+        parameters = as_finite(named.get("parameters"))
         name = printable(str(named.get("name") or self.options.get("student")))[:80]
         return f"{name} ({short(parameters)})" if parameters else name
 
     @property
     def cache(self) -> str | None:
         """The digest of the cache it learned from; across tokenizers not that of the view."""
-        viewed = _table(self.record.environment.get("alignment")).get("cache")
+        viewed = as_table(self.record.environment.get("alignment")).get("cache")
         found = viewed or self.record.environment.get("cache") or (self.record.result or {}).get("cache")
         return found if isinstance(found, str) else None
 
@@ -251,14 +251,14 @@ def _read(folder: Path) -> RunRecord:
         raise UsageError(f"the run {folder} cannot be read: {printable(str(error))[:300]}") from None
     except OSError as error:
         raise UsageError(f"the run {folder} cannot be read: {error.strerror}: {error.filename}") from None
-    written = "kdtrain" in _table(record.environment.get("libraries"))
-    if not written and not (record.metrics and "student" in _table(record.options.get("run"))):
+    written = "kdtrain" in as_table(record.environment.get("libraries"))
+    if not written and not (record.metrics and "student" in as_table(record.options.get("run"))):
         raise UsageError(f"{folder} is not a run (no environment.json of kdtrain); name a folder that distill wrote")
     return record
 
 
 def _options(record: RunRecord) -> dict[str, Any]:
-    saved = {name: value for table in record.options.values() for name, value in _table(table).items()}
+    saved = {name: value for table in record.options.values() for name, value in as_table(table).items()}
     options = [each for _, each in fields_of(DistillConfig)]
     plain = (str, int, float, bool, tuple, list, Path)
     known = {each.name: written(each, each.default) if isinstance(each.default, plain) else None for each in options}
@@ -267,34 +267,34 @@ def _options(record: RunRecord) -> dict[str, Any]:
 
 def _measured(record: RunRecord) -> dict[str, float | None]:
     result, last = record.result or {}, (record.validations or [{}])[-1]
-    losses = [value for _, value in record.curve("validation/loss") if _number(value) is not None]
+    losses = [value for _, value in record.curve("validation/loss") if as_finite(value) is not None]
     kinds = [each.event for each in record.events]
     steps, quantized = record.steps, [value for _, value in record.curve("quantized")]
     times = record.places("minutes")
 
     def latest(name: str) -> float | None:
         found = record.curve(name)
-        return _number(found[-1][1]) if found else None
+        return as_finite(found[-1][1]) if found else None
 
-    best = _number(result.get("best_validation_loss"))
-    bits = [value for _, value in record.curve("validation/bits_per_byte") if _number(value) is not None]
+    best = as_finite(result.get("best_validation_loss"))
+    bits = [value for _, value in record.curve("validation/bits_per_byte") if as_finite(value) is not None]
     found: dict[str, float | None] = {
         "best_validation_loss": min(losses, default=None) if best is None else best,
-        "last_validation_loss": losses[-1] if losses else _number(result.get("last_validation_loss")),
-        "bits_per_byte": min(bits, default=_number(result.get("best_bits_per_byte"))),
-        "kl": _number(last.get("validation/kl")),
+        "last_validation_loss": losses[-1] if losses else as_finite(result.get("last_validation_loss")),
+        "bits_per_byte": min(bits, default=as_finite(result.get("best_bits_per_byte"))),
+        "kl": as_finite(last.get("validation/kl")),
         "teacher_validation_loss": latest("validation/teacher_loss"),
         "teacher_bits_per_byte": latest("validation/teacher_bits_per_byte"),
-        "compared": _number(last.get("validation/compared")),
-        "entropy_kept": _number(_table(record.environment.get("alignment")).get("entropy_kept")),
-        "accuracy": _number(last.get("validation/accuracy")),
-        "ece": _number(last.get("validation/ece")),
+        "compared": as_finite(last.get("validation/compared")),
+        "entropy_kept": as_finite(as_table(record.environment.get("alignment")).get("entropy_kept")),
+        "accuracy": as_finite(last.get("validation/accuracy")),
+        "ece": as_finite(last.get("validation/ece")),
         "last_training_loss": latest("loss_avg"),
         "temperature": latest("T"),
-        "tokens": _number(max(record.places("tokens").values()) if steps else result.get("tokens")),
-        "seconds": _number(60 * max(times.values())) if len(times) > 1 else _number(result.get("seconds")),
+        "tokens": as_finite(max(record.places("tokens").values()) if steps else result.get("tokens")),
+        "seconds": as_finite(60 * max(times.values())) if len(times) > 1 else as_finite(result.get("seconds")),
         "tokens_per_second": record.median_rate(),
-        "peak_memory_mb": _number(result.get("peak_memory_mb")),
+        "peak_memory_mb": as_finite(result.get("peak_memory_mb")),
         "quantized_share": sum(quantized) / len(steps) if quantized else None,
         "rollbacks": float(kinds.count("rollback") + kinds.count("recovery")),
         "skipped_steps": float(kinds.count("skip")),
@@ -303,15 +303,6 @@ def _measured(record: RunRecord) -> dict[str, float | None]:
         "warnings": float(sum(each.level == "warning" for each in record.events)),
     }
     return {name: found[name] for name in MEASURES}
-
-
-def _number(value: Any) -> float | None:
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
-    return float(value) if usable and math.isfinite(value) else None
-
-
-def _table(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def grouped(found: Sequence[Run]) -> list[Group]:

@@ -25,9 +25,9 @@ _CHUNK_ELEMENTS = {"cpu": 40_000_000, "cuda": 2**28}
 reads and writes the whole of dWeight."""
 
 
-_WEIGHT_CHUNKS = {"cuda": 4}
+WEIGHT_CHUNKS = {"cuda": 4}
 """Chunks whose 16-bit gradients in the logits wait for one product of dWeight, which reads and writes all of the fp32
-dWeight however many rows it adds up."""
+dWeight however many rows it adds up; 1 elsewhere."""
 
 
 def whole_head(head: OutputHead) -> OutputHead:
@@ -54,11 +54,6 @@ def chunk_rows(vocab_size: int, width: int, dtype: torch.dtype, device: str = "c
     computing = torch.promote_types(dtype, torch.float32)
     most = _CHUNK_ELEMENTS.get(device, _CHUNK_ELEMENTS["cpu"]) * 4 // computing.itemsize // max(vocab_size, width)
     return min(2048, 1 << max(0, most.bit_length() - 1))
-
-
-def weight_chunks(device: str) -> int:
-    """Chunks whose share of dWeight is one product, where the gradient in the logits is in 16 bits."""
-    return _WEIGHT_CHUNKS.get(device, 1)
 
 
 def chunk_logits(hidden_RD: Tensor, head: OutputHead, vocab_size: int) -> Tensor:
@@ -99,7 +94,7 @@ class ChunkLogits:
         self.held = chunk
         """Rows whose gradients in the logits wait for one product of dWeight."""
         if narrow and kind not in (None, self.dtype):
-            self.held *= weight_chunks(hidden_ND.device.type) if weighs else 1
+            self.held *= WEIGHT_CHUNKS.get(hidden_ND.device.type, 1) if weighs else 1
             rows = min(self.held, len(hidden_ND))
             self.narrow_RV = matmul.take_rows("logit gradient", rows, vocab_size, dtype=kind, device=hidden_ND.device)
 

@@ -63,23 +63,6 @@ _CLIP, _SHARPNESS = 4.0, 4.0
 """Of `control-variate`: the bound of r q / p, and how fast the share falls, in 1/nats."""
 
 
-def tail_correction(targets: SparseTargets, statistics: Statistics, beta: Tensor, distance_R: Tensor) -> Tensor:
-    """The estimate that is added to KL over top-k and ghost bucket, [R] in nats; differentiable in statistics and beta.
-
-    distance_R: between student and teacher, in nats, computed without the samples; it decides the control variate's
-    share.
-    """
-    top_k = targets.top_k
-    drawn_RD = targets.counts[:, top_k:] > 0
-    log_tail_R1 = targets.log_tail(beta)[:, None]
-    # log x = log r q - log p, in which both partition sums cancel.
-    ratio_RD = log_tail_R1 - statistics.tail_beta[:, None]
-    ratio_RD = ratio_RD + beta * (statistics.kept - targets.logprobs)[:, top_k:]
-    ratio_RD = ratio_RD.masked_fill(~drawn_RD, 0.0)
-    share_R1 = (-_SHARPNESS * distance_R.detach()).exp().clamp(max=1.0)[:, None]
-    return (targets.bounded_weights(beta) * (share_R1 * clipped_excess(ratio_RD) - ratio_RD)).sum(-1)
-
-
 def clipped_excess(log_ratio: Tensor) -> Tensor:
     """x - 1 as a function of log x; above `_CLIP` its tangent in log x."""
     inside = log_ratio.clamp(max=math.log(_CLIP))
@@ -177,5 +160,11 @@ def _control_variate_events(targets: SparseTargets, statistics: Statistics, beta
     with torch.no_grad():
         events = _ghost_events(targets.at_one(), statistics.at_one(), torch.ones_like(beta))
         distance_R = (events.teacher.exp() * (events.teacher - events.student)).sum(-1)
-    missed_R = tail_correction(targets, statistics, beta, distance_R)
+    drawn_RD = targets.counts[:, targets.top_k :] > 0
+    # log x = log r q - log p, in which both partition sums cancel.
+    ratio_RD = targets.log_tail(beta)[:, None] - statistics.tail_beta[:, None]
+    ratio_RD = ratio_RD + beta * (statistics.kept - targets.logprobs)[:, targets.top_k :]
+    ratio_RD = ratio_RD.masked_fill(~drawn_RD, 0.0)
+    share_R1 = (-_SHARPNESS * distance_R).exp().clamp(max=1.0)[:, None]
+    missed_R = (targets.bounded_weights(beta) * (share_R1 * clipped_excess(ratio_RD) - ratio_RD)).sum(-1)
     return replace(_ghost_events(targets, statistics, beta), missed=missed_R)

@@ -64,7 +64,7 @@ from kdtrain.models.scratch import configuration, parameter_count
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.monitor.progress import log
-from kdtrain.objective.logits import chunk_rows, weight_chunks
+from kdtrain.objective.logits import WEIGHT_CHUNKS, chunk_rows
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import all_gather_object, is_main, world_size
@@ -480,7 +480,7 @@ def job_of(
         micro_batch_size=config.micro_batch_given,
         seq_len=seq_len,
         chunk_rows=rows,
-        waiting_rows=(weight_chunks(device.type) - 1) * rows if narrow == torch.bfloat16 else 0,
+        waiting_rows=(WEIGHT_CHUNKS.get(device.type, 1) - 1) * rows if narrow == torch.bfloat16 else 0,
         compute_bytes=4 if narrow is None else 2,
         activation_checkpointing=config.activation_checkpointing,
         compiled=config.precision.compile and config.guards.nan_hooks != "always",

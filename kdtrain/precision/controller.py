@@ -26,7 +26,6 @@ stays in the fallback. A checkpoint holds the decision that was made when it was
 import math
 import re
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
@@ -235,7 +234,8 @@ class PrecisionController:
 
     def recovery_names(self) -> list[str]:
         """The checkpoints of the recovery buffer that hold a good state, newest first."""
-        return [name for name, good in reversed(self._saved) if good and self.evaluated(_step_of(name))]
+        steps = {name: re.search(r"_iter(\d+)", name) for name, good in reversed(self._saved) if good}
+        return [name for name, step in steps.items() if step is not None and self.evaluated(int(step[1]))]
 
     def evaluated(self, step: int) -> bool:
         """True if a step was taken from the weights after `step`: only that shows that they are not broken."""
@@ -441,12 +441,6 @@ class PrecisionController:
 
     def _is_spent(self) -> bool:
         return self.switches >= self.policy.max_switches
-
-
-def _step_of(name: str) -> int:
-    """The step whose weights a checkpoint of the recovery buffer holds; beyond all steps for a name of another kind."""
-    found = re.search(r"_iter(\d+)", name)
-    return int(found[1]) if found else sys.maxsize
 
 
 def median_and_mad(values: Sequence[float]) -> tuple[float, float]:

@@ -308,14 +308,9 @@ class Run:
 
     def open(self, init: str | None = None) -> None:
         """Open the trainer's logs; `init` is where the student's weights come from, None: as in its spec."""
-        recipe, facts = self.recipe, self.recipe.facts
-        tokenizer = None if facts.tokenizer is None else load_tokenizer(facts.tokenizer)
-        self.trainer.open(
-            tokenizer,
-            init=init or recipe.student.init,
-            samples=facts.num_samples,
-            byte_lengths=byte_lengths(facts.tokenizer),
-        )
+        folder = self.recipe.facts.tokenizer
+        tokenizer = None if folder is None else load_tokenizer(folder)
+        self.trainer.open(tokenizer, init=init or self.recipe.student.init, byte_lengths=byte_lengths(folder))
 
     def log_start(self, loaded: Path | None, length: str | None) -> None:
         """Log what is trained, from which checkpoint, and what changes because of a new length."""

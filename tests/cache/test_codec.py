@@ -1,10 +1,25 @@
-"""The codecs against the dense teacher in fp64."""
+"""The codecs against the dense teacher in fp64; grids of samples that add up; a top-k from elsewhere."""
+
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.format.codec import ABSENT, KNOTS, CodecSpec, decode, draw_points, encode, encode_sequences
+from kdtrain.cache.format.codec import (
+    ABSENT,
+    KNOTS,
+    CodecSpec,
+    decode,
+    draw_points,
+    encode,
+    encode_sequences,
+    grid_name,
+    grid_offset,
+    keep,
+)
+from kdtrain.cache.format.compression import Coding
+from kdtrain.errors import UsageError
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 
@@ -186,3 +201,87 @@ def test_log_z_is_right_over_all_of_two_thirds_to_four_with_the_default_knots(to
     for temperature in torch.linspace(2 / 3, 4, 40).tolist():
         error = targets.log_partition(1 / temperature) - torch.logsumexp(energies / temperature, -1)
         assert error.abs().max() < 2e-2, f"T = {temperature:.2f}"
+
+
+@pytest.mark.parametrize("number", [1, 7, 25, 50, 127])
+def test_a_grid_and_its_refinement_are_the_doubles_of_a_grid_of_twice_as_many(number: int) -> None:
+    place = (3, "train", 7, 512)
+    halfway = Fraction(1, 2 * number)
+    both = np.concatenate([draw_points(*place, number), draw_points(*place, number, halfway)], -1)
+    assert np.array_equal(np.sort(both), np.sort(draw_points(*place, 2 * number)))
+    assert both.min() >= 0 and both.max() < 1
+
+
+def test_a_grid_is_uniform_and_of_its_seed_split_and_sequence_alone() -> None:
+    points = draw_points(0, "train", 0, 40_000, 5)
+    assert np.abs(np.diff(np.sort(points)) - 0.2).max() < 1e-12
+    assert abs(points.mean() - 0.5) < 2e-3
+    others = [
+        draw_points(1, "train", 0, 99, 5),
+        draw_points(0, "validation", 0, 99, 5),
+        draw_points(0, "train", 1, 99, 5),
+    ]
+    assert all((other != points[:99]).all() for other in others)
+
+
+def test_the_name_of_a_grid_says_its_offset() -> None:
+    assert [grid_name(Fraction(0)), grid_name(Fraction(2, 100))] == ["grid", "grid+1/50"]
+    assert grid_offset("grid+1/50") == Fraction(1, 50) and grid_offset("grid") == 0
+    for other in (None, "systematic", "mixture", "grid+1/0", "grid+3/2", "grid+1/9999999", "grid+-1/2"):
+        assert grid_offset(other) is None
+
+
+def test_sequences_of_counts_are_stored_again_as_they_were(codecs: dict[str, CodecSpec]) -> None:
+    spec = codecs["num_samples"]
+    tokens = np.random.RandomState(0).randint(0, 64, (40, 17))
+    logits = 3 * torch.randn(40, 16, 64, generator=torch.Generator().manual_seed(1))
+    labels = torch.from_numpy(tokens[:, 1:])
+    kept = encode_sequences(logits, labels, spec, seed=0, split="train", first=0)
+    coding = Coding.fit(tokens, kept, spec)
+    stored = coding.pack(tokens, kept)
+    read = coding.unpack(tokens, stored)
+    again = Coding.fit(tokens, read, spec)
+    assert np.array_equal(again.predictor.weights, coding.predictor.weights)
+    moved = Coding.fit(tokens[:5], {name: values[:5] for name, values in read.items()}, spec)  # to another shard
+    for other in (again, Coding(spec, again.dictionary, moved.predictor)):
+        back = other.unpack(tokens, other.pack(tokens, read))
+        third = coding.pack(tokens, back)
+        assert all(np.array_equal(third[name], stored[name]) for name in stored)
+
+
+def _kept(vocab_size: int, top_k: int) -> tuple[torch.Tensor, SparseTargets, np.ndarray]:
+    energy = (2 * torch.randn(30, vocab_size, generator=torch.Generator().manual_seed(0))).double().log_softmax(-1)
+    top = energy.topk(top_k)
+    labels = np.where(np.arange(30) % 2, np.nan, top.values[:, 0].numpy())
+    spec = CodecSpec(kind="sparse", vocab_size=vocab_size, top_k=top_k)
+    arrays = keep(top.indices.numpy(), top.values.numpy(), labels, spec)
+    targets = decode({name: values[None] for name, values in arrays.items()}, spec)
+    assert isinstance(targets, SparseTargets)
+    return energy, targets, labels
+
+
+def test_top_k_tail_and_label_are_right_at_temperature_one() -> None:
+    energy, targets, labels = _kept(100, 7)
+    assert torch.allclose(targets.logprobs.double(), energy.topk(7).values, atol=1e-6)
+    rest = 1 - energy.topk(7).values.exp().sum(-1)
+    assert torch.allclose(targets.log_tail(1.0).exp().double(), rest, rtol=1e-5)
+    assert targets.log_partition(1.0).abs().max() < 1e-5
+    known = ~np.isnan(labels)
+    assert np.allclose(targets.label_logprob.numpy()[known], labels[known], rtol=1e-6)
+    share = (rest / 93).log()[torch.from_numpy(~known)]
+    assert torch.allclose(targets.label_logprob[torch.from_numpy(~known)].double(), share, atol=1e-5)
+
+
+def test_the_whole_vocabulary_leaves_no_tail_and_nan_is_an_even_distribution() -> None:
+    _, targets, _ = _kept(9, 9)
+    assert (targets.tail[:, : len(targets.knots)] == -1e4).all()
+    spec = CodecSpec(kind="sparse", vocab_size=100, top_k=3)
+    arrays = keep(np.arange(3)[None], np.full((1, 3), np.nan), np.array([np.nan]), spec)
+    assert np.allclose(arrays["logprobs"], -np.log(100))
+    assert np.allclose(arrays["logit_std"], 0, atol=1e-3)
+
+
+def test_an_id_outside_the_vocabulary_is_refused() -> None:
+    spec = CodecSpec(kind="sparse", vocab_size=50, top_k=2)
+    with pytest.raises(UsageError, match="id 50, the teacher's vocabulary only 50"):
+        keep(np.array([[1, 50]]), np.log([[0.5, 0.2]]), np.array([0.0]), spec)

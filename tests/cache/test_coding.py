@@ -1,8 +1,5 @@
 """Stored numbers are the kept ones, to the stated errors, in few bytes."""
 
-from itertools import pairwise
-from unittest.mock import Mock
-
 import numpy as np
 import pytest
 import torch
@@ -178,24 +175,6 @@ def test_counts_of_samples_come_back_with_the_mean_of_log_p(rows: int, vocab_siz
     energy = logits.double().log_softmax(-1).clamp(min=FLOOR)
     assert ((mean - (energy.exp() * energy).sum(-1)).abs() <= 0.5 * STEP_SLOPE + 1e-3).all()
     assert (targets.log_partition(1.0).abs() <= 0.5 * STEP_VALUE + 1e-6).all()
-
-
-def test_entries_of_counts_stand_by_count_and_code_after_one_sort(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = CodecSpec(kind="sparse", vocab_size=70_000, num_samples=50)
-    tokens, kept = _kept(_zipf(40, spec.vocab_size, 1.2), spec)
-    coding = Coding.fit(tokens, kept, spec)
-    codes_TK = coding.dictionary.encode(tokens[0, :-1], kept["ids"][0])
-    sorts = {name: Mock(wraps=getattr(np, name)) for name in ("sort", "argsort", "lexsort")}
-    for name, sort in sorts.items():
-        monkeypatch.setattr(np, name, sort)
-    stored = coding.pack(tokens, kept)
-    assert [(name, sort.call_count) for name, sort in sorts.items()] == [("sort", 1), ("argsort", 0), ("lexsort", 0)]
-    for t, (codes, counts) in enumerate(zip(codes_TK.tolist(), kept["counts"][0].tolist(), strict=True)):
-        entries = sorted((-count, code) for count, code in zip(counts, codes, strict=True))
-        below = [-entries[0][0], *(after[0] - before[0] for before, after in pairwise(entries))]
-        moved = [code - entries[k - 1][1] * (k > 0 and not below[k]) for k, (_, code) in enumerate(entries)]
-        assert stored["ids"][0, :, t].tolist() == moved
-        assert stored["numbers"][0, : spec.columns, t].tolist() == below
 
 
 @pytest.mark.parametrize("top_k", [0, 2])

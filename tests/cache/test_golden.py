@@ -1,6 +1,6 @@
 """A committed cache still reads as the teacher predicted: `python tests/cache/test_golden.py` wrote it.
 
-If this test fails, the format has changed: raise `layout.FORMAT_VERSION` and keep reading this one, or undo the change.
+If this test fails, the format has changed: raise `names.FORMAT_VERSION` and keep reading this one, or undo the change.
 """
 
 import json

@@ -191,7 +191,7 @@ def test_parts_join_only_where_their_tensors_fit(caches):
 
 
 def test_a_mixture_of_more_members_than_caches_of_orders_is_read_as_before():
-    mixture = order.Mixture.weighted([3] * 70)
+    mixture = order.MixedOrder.weighted([3] * 70)
     first = mixture.batch(1, 0, 420)
     assert np.array_equal(first, mixture.batch(1, 0, 420)) and sorted(first[:210]) == list(range(210))
 

@@ -277,32 +277,6 @@ def test_a_shard_is_verified_again_when_its_file_changes(tmp_path: Path, worksho
         shards.read([0])
 
 
-def test_targets_that_were_never_written_are_an_error(tmp_path: Path, workshop, codecs) -> None:
-    spec = codecs["top_k"]
-    with h5py.File(tmp_path / "empty.h5", "w") as file:
-        hdf5.create_shard(file, spec, 16, "train", 0, 2)
-        lists = {"context_row": np.zeros(64, np.uint8), "candidates": np.zeros((1, 64), np.uint16)}
-        lists |= {"common": np.zeros(1, np.uint16), "tail_weights": np.zeros((12, 19), np.float32)}
-        hdf5.write_dictionary(file, lists)
-        for name in ("ids", "numbers", "tokens"):
-            assert file[name][0].min() == 65_535
-        for name in ("tokens", "loss_mask", "segments"):
-            file[name][:] = 0
-    with pytest.raises(ValueError, match="lacks targets"):
-        Shard(tmp_path / "empty.h5", spec).read(np.arange(2), checked=False)
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint32])
-def test_masks_kept_as_runs_are_read_unchanged(dtype: type) -> None:
-    random = np.random.RandomState(0)
-    values = np.stack([np.zeros(50), np.ones(50), random.randint(0, 3, 50), np.sort(random.randint(0, 9, 50))])
-    runs = Runs(values.astype(dtype))
-    for rows in ([0], [2, 3], [0, 1, 2, 3]):
-        found = runs.read(np.array(rows))
-        assert found.dtype == dtype
-        assert np.array_equal(found, values[rows])
-
-
 def test_dense_blocks_stay_small(tmp_path: Path) -> None:
     for vocab_size in (2048, 151_936, 262_144):
         entry = datasets(CodecSpec(kind="dense", vocab_size=vocab_size), 512)["logprobs"]

@@ -146,7 +146,7 @@ class Life(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
-Life.TestCase.settings = settings(max_examples=30, stateful_step_count=12, deadline=None)
+Life.TestCase.settings = settings(max_examples=20, stateful_step_count=12, deadline=None)
 
 
 class TestLife(Life.TestCase):

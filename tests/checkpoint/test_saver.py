@@ -158,7 +158,7 @@ def train(folder):
 
 VALUES = {10: [1.0], 20: [3.0, 7.0], 30: [15.0], 40: [31.0]}
 POINTS = {
-    "write": range(1, 5001, 137),
+    "write": range(1, 5001, 311),
     "before-manifest": range(1, 20),
     "before-rename": range(1, 20),
     "between-renames": range(1, 20),

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdtrain.data.order import Mixture, batch, permutation
+from kdtrain.data.order import MixedOrder, batch, permutation
 
 
 def test_the_order_of_an_epoch_never_changes_between_releases():
@@ -46,13 +46,13 @@ SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 
 def test_the_order_of_a_mixture_never_changes_between_releases():
-    mixture = Mixture.weighted([6, 4], [3, 1])
+    mixture = MixedOrder.weighted([6, 4], [3, 1])
     assert mixture.quotas == (8, 2)
     assert mixture.batch(7, 0, 10).tolist() == [0, 5, 7, 2, 1, 4, 3, 9, 4, 0]
 
 
 def test_a_mixture_of_one_is_read_in_the_order_of_one():
-    assert np.array_equal(Mixture.weighted([10]).batch(3, 7, 40), batch(3, 7, 40, 10))
+    assert np.array_equal(MixedOrder.weighted([10]).batch(3, 7, 40), batch(3, 7, 40, 10))
 
 
 @given(SIZES, st.data())
@@ -61,7 +61,7 @@ def test_an_epoch_draws_each_member_in_its_proportion_to_within_one_sequence(siz
     total = sum(sizes)
     if min(weights) * total < sum(weights):
         return
-    mixture, epoch = Mixture.weighted(sizes, weights), data.draw(st.integers(0, 30))
+    mixture, epoch = MixedOrder.weighted(sizes, weights), data.draw(st.integers(0, 30))
     drawn = np.bincount(mixture.members(mixture.batch(5, epoch * total, total)), minlength=len(sizes))
     assert len(mixture) == total == drawn.sum()
     assert np.all(np.abs(drawn - np.array(weights) / sum(weights) * total) < 1)
@@ -69,7 +69,7 @@ def test_an_epoch_draws_each_member_in_its_proportion_to_within_one_sequence(siz
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 200))
 def test_two_members_have_given_their_shares_at_any_place(one: int, other: int, place: int):
-    mixture = Mixture.weighted([one, other])
+    mixture = MixedOrder.weighted([one, other])
     drawn = int((mixture.members(mixture.batch(0, 0, place)) == 0).sum())
     assert abs(drawn - place * one / (one + other)) <= 0.5 + 1e-9
 
@@ -79,7 +79,7 @@ def test_nothing_of_a_member_is_repeated_before_all_of_it_was_read(sizes: list[i
     weights = data.draw(st.lists(st.floats(0.5, 8.0), min_size=len(sizes), max_size=len(sizes)))
     if min(weights) * sum(sizes) < sum(weights):
         return
-    mixture = Mixture.weighted(sizes, weights)
+    mixture = MixedOrder.weighted(sizes, weights)
     stream = mixture.batch(1, 0, 6 * len(mixture))
     for member, (first, size) in enumerate(zip(mixture.firsts, sizes, strict=True)):
         own = stream[mixture.members(stream) == member]
@@ -89,20 +89,20 @@ def test_nothing_of_a_member_is_repeated_before_all_of_it_was_read(sizes: list[i
 
 @given(SIZES, st.integers(0, 200), st.lists(st.integers(0, 40), max_size=6))
 def test_batches_of_a_mixture_of_any_size_follow_one_another(sizes: list[int], start: int, taken: list[int]):
-    mixture, stop = Mixture.weighted(sizes), start + sum(taken)
+    mixture, stop = MixedOrder.weighted(sizes), start + sum(taken)
     starts = np.cumsum([start, *taken])
     batches = [mixture.batch(3, int(at), size) for at, size in zip(starts, taken, strict=False)]
     assert np.array_equal(np.concatenate([*batches, []]), mixture.batch(3, 0, stop)[start:])
 
 
 def test_members_of_one_size_are_read_in_different_orders():
-    stream = Mixture.weighted([50, 50]).batch(0, 0, 100)
+    stream = MixedOrder.weighted([50, 50]).batch(0, 0, 100)
     assert stream[stream < 50].tolist() != (stream[stream >= 50] - 50).tolist()
 
 
 def test_a_weight_that_gives_no_sequence_is_refused():
     with pytest.raises(ValueError, match=r"weight 0\.001 of member 2 gives it no sequence in an epoch of 20"):
-        Mixture.weighted([10, 10], [1, 0.001])
+        MixedOrder.weighted([10, 10], [1, 0.001])
     for weights in ([1], [1, 0], [1, float("nan")], [1, float("inf")]):
         with pytest.raises(ValueError, match="2 members need as many weights above 0"):
-            Mixture.weighted([10, 10], weights)
+            MixedOrder.weighted([10, 10], weights)

@@ -69,35 +69,22 @@ def test_each_rule_notices_its_own_illness_and_names_the_knob(kind):
     assert found.keys() == {kind} and found[kind].startswith(text) and found[kind].endswith(RULES[kind][0].knob)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"idle": 301.0, "step_seconds": 30.0},
-        {"validations": [(250, 4.3), *((step, 4.35) for step in range(500, 1500, 250))]},
-        {"idle": 1700.0, "validates": True},
-        {"idle": 1700.0, "validates": True, "validation_seconds": 900.0},
-        {"validations": [(step, 4.6 - step / 1e5) for step in range(0, 1250, 250)]},
-        {"losses": [5.0 + (-1) ** (step // 25) for step in range(4 * WINDOW)]},
-        {"data_wait": None, "free_mib": None, "saved_step": None, "teacher_loss": None},
-        {"clip": 1.0, "clipped_share": 1.0, "clipped_losses": [3.0 - n / 100 for n in range(CLIPPED)]},
-        {"clip": 1.0, "clipped_share": 1.0, "clipped_losses": [3.0] * (CLIPPED - 1)},
-        {"held_mib": 150.0, "grown_mib": 50.0},
-        {"divergence": 0.01, "samples": 6},
-    ],
-    ids=[
-        "slow steps",
-        "better than the teacher",
-        "first validation",
-        "validation",
-        "near the teacher",
-        "noise",
-        "unknown",
-        "clipped while the loss falls",
-        "clipped during the warm-up",
-        "memory grown by half",
-        "noise around a divergence above 0",
-    ],
-)
+WELL_TOO = {
+    "slow steps": {"idle": 301.0, "step_seconds": 30.0},
+    "better than the teacher": {"validations": [(250, 4.3), *((step, 4.35) for step in range(500, 1500, 250))]},
+    "first validation": {"idle": 1700.0, "validates": True},
+    "validation": {"idle": 1700.0, "validates": True, "validation_seconds": 900.0},
+    "near the teacher": {"validations": [(step, 4.6 - step / 1e5) for step in range(0, 1250, 250)]},
+    "noise": {"losses": [5.0 + (-1) ** (step // 25) for step in range(4 * WINDOW)]},
+    "unknown": {"data_wait": None, "free_mib": None, "saved_step": None, "teacher_loss": None},
+    "the loss falls": {"clip": 1.0, "clipped_share": 1.0, "clipped_losses": [3.0 - n / 100 for n in range(CLIPPED)]},
+    "clipped during the warm-up": {"clip": 1.0, "clipped_share": 1.0, "clipped_losses": [3.0] * (CLIPPED - 1)},
+    "memory grown by half": {"held_mib": 150.0, "grown_mib": 50.0},
+    "noise around a divergence above 0": {"divergence": 0.01, "samples": 6},
+}
+
+
+@pytest.mark.parametrize("changed", WELL_TOO.values(), ids=WELL_TOO)
 def test_what_is_usual_is_no_illness(changed):
     assert findings(Signs(**vars(WELL) | changed)) == {}
 
@@ -175,25 +162,20 @@ def test_memorized_samples_are_warned_of_once():
         assert warned(History(samples=samples), [{"kd": value} for value in values]) == []
 
 
-@pytest.mark.parametrize(
-    "history, memory, warnings, grown",
-    [
-        (History(), [10.0, *[900.0] * 49, 100.0, 120.0, 80.0], [], -20.0),
-        (History(101), [*[1.0] * 50, 100.0, 150.0, 151.0, 400.0], [(153, "memory-growth")], 300.0),
-        # after step 60 a checkpoint's buffers are there, after step 70 those of a validation
-        (
-            History(every=(60, 70)),
-            [*[50.0] * 60, *[100.0] * 10, *[200.0] * 2, 290.0, 310.0],
-            [(74, "memory-growth")],
-            110.0,
-        ),
-        (History(every=(1,)), [*[10.0] * 40, *[100.0] * 30], [], 0.0),
-    ],
-    ids=["from the end of the warm-up", "warned once", "first checkpoint and validation", "frequent checkpoints"],
-)
-def test_memory_is_compared_with_that_after_the_warm_up(history, memory, warnings, grown):
+LATE = [*[50.0] * 60, *[100.0] * 10, *[200.0] * 2, 290.0, 310.0]
+"""After step 60 a checkpoint's buffers are there, after step 70 those of a validation."""
+HELD = {
+    "from the end of the warm-up": (History(), [10.0, *[900.0] * 49, 100.0, 120.0, 80.0], [], -20.0),
+    "warned once": (History(101), [*[1.0] * 50, 100.0, 150.0, 151.0, 400.0], [153], 300.0),
+    "first checkpoint and validation": (History(every=(60, 70)), LATE, [74], 110.0),
+    "frequent checkpoints": (History(every=(1,)), [*[10.0] * 40, *[100.0] * 30], [], 0.0),
+}
+
+
+@pytest.mark.parametrize("history, memory, steps, grown", HELD.values(), ids=HELD)
+def test_memory_is_compared_with_that_after_the_warm_up(history, memory, steps, grown):
     first = min(history.settles) - 50
-    assert warned(history, [{"held": value} for value in memory], first) == warnings
+    assert warned(history, [{"held": value} for value in memory], first) == [(step, "memory-growth") for step in steps]
     assert history.add(first + len(memory), {}, memory[-1]).grown_mib == grown
 
 

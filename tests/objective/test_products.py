@@ -173,7 +173,7 @@ def test_chunks_that_share_a_product_of_dweight_give_the_gradients_of_chunks_alo
     monkeypatch.setattr(Products, "_into_weight", counted)
 
     def gradients(chunks):
-        monkeypatch.setattr(logits, "weight_chunks", lambda device: chunks)
+        monkeypatch.setitem(logits.WEIGHT_CHUNKS, "cpu", chunks)
         products.clear()
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         head = SimpleNamespace(weight=w, bias=None, scale=1.0, softcap=None)

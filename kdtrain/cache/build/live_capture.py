@@ -69,11 +69,22 @@ class Capture:
     """Whether a reader must not wait any longer."""
 
 
+class _LiveReader(CacheReader):
+    """A split whose shards are waited for, and whose sequences are numbered as in the text."""
+
+    def _places(self, indices: Sequence[int] | np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
+        if self.split == "train" and isinstance(self.remote, LiveCache):
+            indices = self.remote.places_n[np.asarray(indices, dtype=np.int64)]
+        return super()._places(indices)
+
+
 class LiveCache(LocalCache):
     """A cache in `folder` that is captured while it is read. `open` begins; `finish` or `close` ends."""
 
+    split_type = _LiveReader
+
     def __init__(self, folder: Path, capture: Capture) -> None:
-        self.folder, self.name, self.remote, self.address = folder, str(folder), None, folder
+        self.folder, self.name, self.remote, self.address = folder, str(folder), self, folder
         self._splits: dict[str, CacheReader] = {}
         self._capture, self._ahead = capture, 0 if capture.trial else AHEAD
         self._changed = threading.Condition()
@@ -154,13 +165,6 @@ class LiveCache(LocalCache):
             self._thread.join(_ABANDON)
         for each in self._splits.values():
             each.close()
-
-    def __getitem__(self, split: str) -> CacheReader:
-        """The split `train` or `validation`, whose shards are waited for."""
-        if split not in self._splits:
-            kind = _LiveReader if split == "train" else CacheReader
-            self._splits[split] = kind(self.folder, split, self.manifest, self)
-        return self._splits[split]
 
     def bring_tokenizer(self) -> None:
         """Wait until the folder has a tokenizer. RunError: it will not."""
@@ -273,23 +277,14 @@ class LiveCache(LocalCache):
             self._changed.notify_all()
 
 
-class _LiveReader(CacheReader):
-    """The training split, whose sequences are numbered as in the text."""
-
-    def _places(self, indices: Sequence[int] | np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
-        assert isinstance(self.remote, LiveCache)
-        return super()._places(self.remote.places_n[np.asarray(indices, dtype=np.int64)])
-
-
 def _before(settings: CacheSettings, sizes: dict[str, int]) -> Manifest:
     """What the manifest will be, as far as it is known before the first shard, under the digest of the settings."""
     size, splits = settings.sequences_per_shard, dict[str, SplitRecord]()
     for split, number in sizes.items():
-        counts = [min(size, number - first) for first in range(0, number, size)]
-        shards: list[ShardRecord] = [
-            {"name": cache_format.shard_name(split, shard), "sequences": count, "sha256": "", "bytes": 0}
-            for shard, count in enumerate(counts)
-        ]
+        shards: list[ShardRecord] = []
+        for first in range(0, number, size):
+            name, count = cache_format.shard_name(split, len(shards)), min(size, number - first)
+            shards.append({"name": name, "sequences": count, "sha256": "", "bytes": 0})
         splits[split] = {"sequences": number, "broken": 0, "tokens_sha256": "", "shards": shards}
     span: Any = codec.SAMPLED_RANGE if settings.codec.num_samples else codec.RANGE
     return Manifest(

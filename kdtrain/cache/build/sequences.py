@@ -164,7 +164,7 @@ class CacheWriter:
             own = builder.splits[split]
             number = own.taken + len(own.rows)
             if not own.rows:
-                record = intact_record(self.out, cache_format.shard_name(split, len(own.places)))
+                record = intact_record(self.out, cache_format.shard_name(split, len(own.digests)))
                 same = record is not None and record["settings_sha256"] == settings.digest()
                 self._there[split] = record["sequences"] if record and same else 0
             published = self._there[split]
@@ -264,11 +264,8 @@ class CacheWriter:
             raise UsageError(
                 f"the tokenizer has {len(self.tokenizer)} entries and the logits {width}; give the teacher's own"
             )
-        given = self.codec
         try:
-            codec = CodecSpec(kind="dense", vocab_size=width)
-            if not given.dense:
-                codec = CodecSpec(kind="sparse", top_k=given.top_k, num_samples=given.samples, vocab_size=width)
+            codec = CodecSpec.requested(self.codec, width)
         except ValueError as error:
             raise UsageError(str(error)) from None
         settings = CacheSettings(

@@ -214,7 +214,7 @@ class Manifest:
     parents: list[Parent] | None = None
     """The caches that it was made from, sorted by digest; None: it was captured from a teacher."""
     test_vector: dict[str, Any] | None = None
-    """See `vector.make_vector`; None in caches without one."""
+    """See `publish.make_vector`; None in caches without one."""
     origin: dict[str, Any] | None = None
     """Where a cache that `kdtrain import` made comes from, and what its source does not say; else left out."""
     text: dict[str, Any] | None = None
@@ -222,7 +222,7 @@ class Manifest:
     weights_cost: WeightsCost | None = None
     """None where the teacher's weights were whole."""
     capture: dict[str, Any] | None = None
-    """Of a teacher that an inference server ran, `mass.kept_mass` of a sample; else left out."""
+    """Of a teacher that an inference server ran, `kept_mass` of a sample; else left out."""
     generated: dict[str, dict[str, Count]] | None = None
     """Of a text that the teacher wrote (`generated` of the data), by split: labels that it wrote (`tokens`), and how
     many sequences ended why (`stop`, `length`); else left out."""

@@ -152,6 +152,13 @@ class CodecSpec:
     """The values of beta at which the tail is kept, descending, 1.0 among them; empty: the default for `sparse`, which
     is 1.0 alone without a top-k."""
 
+    @classmethod
+    def requested(cls, given: Any, vocab_size: int) -> "CodecSpec":
+        """The codec that options name (`config.CodecConfig`)."""
+        if given.dense:
+            return cls(kind="dense", vocab_size=vocab_size)
+        return cls(kind="sparse", vocab_size=vocab_size, top_k=given.top_k, num_samples=given.samples)
+
     def __post_init__(self) -> None:
         if self.kind not in CODECS:
             raise ValueError(f"codec '{self.kind}' is unknown; use {', '.join([*CODECS][:-1])} or {[*CODECS][-1]}")

@@ -1,6 +1,6 @@
 """Several data sets as one, drawn in proportion to weights: `Mixture`, for any training loop of PyTorch's.
 
-The order is that of a run of `kdtrain distill` over the same caches with the same seed (`data.order.Mixture`).
+The order is that of a run of `kdtrain distill` over the same caches with the same seed (`data.order.MixedOrder`).
 """
 
 import operator
@@ -55,7 +55,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
 
     def __init__(self, members: Sequence[_Members], weights: Sequence[float] | None = None, *, seed: int = 0) -> None:
         try:
-            self.order = order.Mixture.weighted([len(each) for each in members], weights)
+            self.order = order.MixedOrder.weighted([len(each) for each in members], weights)
         except (ValueError, TypeError) as error:
             raise UsageError(f"a mixture needs data sets with a length, and weights above 0: {error}") from None
         self.members, self.seed, self.epoch = list(members), as_whole(seed, "seed"), 0

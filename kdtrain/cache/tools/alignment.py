@@ -61,27 +61,18 @@ class DetectedShift:
 
     def to_json(self) -> dict[str, Any]:
         """A plain record."""
-        return {
-            "shift": self.shift,
-            "rows": self.rows,
-            "labels": self.labels,
-            **{
-                name: {f"{shift:+d}" if shift else "0": value for shift, value in zip(SHIFTS, values, strict=True)}
-                for name, values in (
-                    ("label_mass", [_rounded(each) for each in self.label_mass]),
-                    ("label_rank", [_rounded(each) for each in self.label_rank]),
-                    ("p_value", [_rounded(each) for each in self.p_values]),
-                )
-            },
+        lists = {"label_mass": self.label_mass, "label_rank": self.label_rank, "p_value": self.p_values}
+        named = {
+            name: {f"{shift:+d}" if shift else "0": _rounded(each) for shift, each in zip(SHIFTS, values, strict=True)}
+            for name, values in lists.items()
         }
+        return {"shift": self.shift, "rows": self.rows, "labels": self.labels, **named}
 
     def __str__(self) -> str:
         if not self.labels:
             return "no label can be judged"
-        figures = [
-            f"{mass:.3f} at {shift:+d}" if shift else f"{mass:.3f} at 0"
-            for shift, mass in zip(SHIFTS, self.label_mass, strict=True)
-        ]
+        shifts = zip(SHIFTS, self.label_mass, strict=True)
+        figures = [f"{mass:.3f} at {shift:+d}" if shift else f"{mass:.3f} at 0" for shift, mass in shifts]
         ranks = "/".join(f"{rank:g}" for rank in self.label_rank)
         return (
             f"the label has the probability {', '.join(figures)}, and the median rank {ranks}, "

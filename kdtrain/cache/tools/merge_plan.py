@@ -164,12 +164,7 @@ def _refuse_not_addable(cache: Stated) -> None:
     codec, where = cache.manifest.codec, cache.name
     if not codec.taught:
         raise UsageError(f"{where} has the same rows as the others and no targets: there is nothing to add")
-    if codec.top_k:
-        raise UsageError(
-            f"{where} has the same rows as the others and a top-k: the top-k of a sum is not in two top-ks; "
-            "only caches of samples alone add up"
-        )
-    if not codec.counts_only:
+    if not codec.counts_only:  # the top-k of a sum is not in two top-ks
         raise UsageError(f"{where} has the same rows as the others; only caches of samples alone add up")
     if cache.manifest.settings.format_version == PIECES:
         raise UsageError(f"{where} was appended or cut; add up the caches it was made of, then append or cut the sum")

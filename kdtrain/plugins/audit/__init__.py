@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from kdtrain.cli import register_module
 from kdtrain.config import check_device
-from kdtrain.config.values import Options, option
+from kdtrain.config.values import Printed, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditConfig(Options):
+class AuditConfig(Printed):
     """Score rows of a cache again by its teacher, and list what differs, with exit code 1."""
 
     cache: str = option(positional=True, reads="cache")
@@ -21,8 +21,6 @@ class AuditConfig(Options):
     """Which sequences: another seed takes others."""
     device: str = option("auto", check=check_device)
     """Where the teacher runs: auto, cpu, cuda or cuda:N."""
-    json: bool = False
-    """Print one JSON object on stdout."""
 
     EXAMPLES = ("kdtrain audit cache/t --teacher stdlib-5m",)
 

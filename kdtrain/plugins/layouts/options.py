@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kdtrain.config.values import Options, option, refuse
+from kdtrain.config.values import Printed, option, refuse
 from kdtrain.registry import Registry
 
 REQUIRES_COMPRESSOR = "compressor"
@@ -24,7 +24,7 @@ LAYOUTS = Registry(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportConfig(Options):
+class ImportConfig(Printed):
     """Make a cache of teacher outputs that others published: their layout, checked and aligned.
 
     The same command resumes an interrupted one.
@@ -70,8 +70,6 @@ class ImportConfig(Options):
     """At which the log-probabilities were taken, if you know it; only those at 1 can be a cache."""
     sequences_per_shard: int | None = option(None, least=1)
     """Sequences in one file of the cache; by default 262,144 tokens, at most 512 sequences."""
-    json: bool = False
-    """Print one JSON object on stdout, logs on stderr."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

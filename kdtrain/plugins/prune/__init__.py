@@ -6,11 +6,11 @@ from typing import Literal
 
 from kdtrain.cli import register_module
 from kdtrain.config import check_device
-from kdtrain.config.values import Options, option
+from kdtrain.config.values import Printed, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneConfig(Options):
+class PruneConfig(Printed):
     """Cut a teacher to a student's shape: what matters least on a cache's text goes, and distillation mends the rest.
 
     The same command resumes an interrupted one.
@@ -38,8 +38,6 @@ class PruneConfig(Options):
     """Number format of the forwards; auto is bf16 where the device has it."""
     device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
-    json: bool = False
-    """Print one JSON object on stdout, logs on stderr."""
 
     EXAMPLES = ("kdtrain prune stdlib-5m --like students/stdlib-3m-h64.toml --cache cache/t --out models/pruned-3m",)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kdtrain.cli import register_module
-from kdtrain.config.values import Options, flag, option, refuse
+from kdtrain.config.values import Printed, flag, option, refuse
 from kdtrain.net.address import parse_address
 
 LICENSES = {"text": "of the text", "teacher": "of the teacher", "outputs": "of the teacher's outputs, this data set"}
@@ -13,12 +13,12 @@ LICENSES = {"text": "of the text", "teacher": "of the teacher", "outputs": "of t
 
 def _check_repository(to: str) -> None:
     address = parse_address(to)
-    here = address is not None and address.repository is not None
+    here = address is not None and address.repository is not None and address.revision == "main"
     refuse(not here, f"{to}: it is not a data set on the hub; give hf:ORG/NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushConfig(Options):
+class PushConfig(Printed):
     """Publish a cache as a data set on the hub, or a student as a model.
 
     The same command resumes an interrupted one: files that are there already are not sent again.
@@ -36,8 +36,6 @@ class PushConfig(Options):
     """Of a cache, the licence of the teacher's weights: a name, unknown, or declined."""
     license_outputs: str | None = None
     """Of a cache, the licence of what the teacher predicts, the data set's: a name, unknown, or declined."""
-    json: bool = False
-    """Print one JSON object on stdout."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -53,8 +53,7 @@ def main(config: PushConfig) -> int:
 
     setup_logging()
     folder, address = config.path, parse_address(config.to)
-    if address is None or address.repository is None or address.revision != "main":
-        raise UsageError(f"{config.to}: it is no repository on the hub; give hf:ORG/NAME")
+    assert address is not None and address.repository is not None, "PushConfig has refused it"
     if parse_address(folder) is not None:
         raise UsageError(f"{folder} is not a folder; push publishes the folder in which it was built")
     if not folder.is_dir():

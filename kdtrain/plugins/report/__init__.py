@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kdtrain.cli import register_command
-from kdtrain.config.values import Options, option, refuse
+from kdtrain.config.values import Printed, option, refuse
 from kdtrain.imports import optional
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportConfig(Options):
+class ReportConfig(Printed):
     """Write one page about runs, to read and to send: what was run, what differs, curves, samples, cost, limits."""
 
     runs: tuple[Path, ...] = option((), positional=True, reads="path")
@@ -20,8 +20,6 @@ class ReportConfig(Options):
     """Its title."""
     overwrite: bool = False
     """Replace a file that is already there."""
-    json: bool = False
-    """Print one JSON object on stdout."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,24 +13,24 @@ BOS             the server adds no token: it answers about as many as were sent
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.errors import RunError, UsageError, printable
+from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.progress import log
 from kdtrain.plugins.served.answers import Answers, Choice, Span, read_text, read_top, text_parameters
 from kdtrain.plugins.served.client import Client, Host, Refused, Unanswered, quoted
 from kdtrain.plugins.served.fingerprint import LENGTH, LOUD, TEXTS, TOP, UNSTEADY, Fingerprint, Probe, farthest
-from kdtrain.plugins.served.options import KEY
-from kdtrain.teaching.teacher import Writing
-
-T = TypeVar("T")
+from kdtrain.plugins.served.options import KEY, ServerConfig
+from kdtrain.teaching.teacher import Teacher, Writing
 
 _LONGEST_NAME = 200
 _SILENT = 10.0
@@ -64,40 +64,32 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-class _Version(msgspec.Struct):
-    version: str
-
-
-@dataclass(kw_only=True)
-class Preflight:
-    """Looks at servers of one teacher, and requests of them what it found there."""
+class Preflight(Teacher):
+    """A teacher behind servers of one model, which looks at them, and asks them in the way that it found."""
 
     client: Client
-    names: list[str]
-    """What the model may be called there; the first one that is served counts."""
-    named: bool
-    """By the user."""
-    answers: Answers
+    server: ServerConfig | None = None
+    asked: Answers
     """What is requested of each position."""
-    length: int
-    """Tokens of a row, T + 1."""
-    tokenizer: PreTrainedTokenizerFast
-    """The local one."""
-    tolerance: float | None
-    """Nats (--server-tolerance)."""
-    again: bool
-    """The servers have answered before, and are waited for."""
-    writing: Writing | None
-    """How they write text."""
-    model: str = ""
 
-    def __post_init__(self) -> None:
+    def __init__(self, spec: ModelSpec, device: torch.device, mode: str) -> None:
+        super().__init__(spec, device, mode)
+        self.length = 0
+        """Tokens of a row, T + 1."""
+        self.model = ""
+        """Its name there."""
+        self.again = False
+        """The servers have answered before, and are waited for."""
         self.known: Fingerprint | None = None
         """Of the teacher, once it is known."""
         self.allowed = 0.0
         """Nats by which answers to the probes may differ from it."""
-        self._entries = self.answers.codec.top_k or TOP
         self._texts: dict[int, str] = {}
+
+    @property
+    def tolerance(self) -> float | None:
+        """Nats (--server-tolerance)."""
+        return None if self.server is None else self.server.server_tolerance
 
     def look(self) -> tuple[dict[str, Any], Fingerprint]:
         """What the servers tell of themselves, and the fingerprint of the first; all others have the same.
@@ -118,7 +110,6 @@ class Preflight:
             if reported != facts:
                 words = "server: %s tells %s, %s tells %s; their answers are the same"
                 log.warning(words, host, reported, first, facts)
-        self.client.scores = True
         return facts | ({"unsteady": _BALANCER} if found.noise > UNSTEADY else {}), found
 
     def request(self, tokens: list[int], read: Any, host: Host | None, **parameters: Any) -> tuple[Any, Host]:
@@ -135,7 +126,7 @@ class Preflight:
 
         return self.request(span.tokens, read, host, **answers.parameters(span))
 
-    def write(
+    def text(
         self, answers: Answers, prompt: Span, how: Writing, host: Host | None = None
     ) -> tuple[tuple[Span, Arrays | None], Host]:
         """A prompt with the text that a server wrote behind it (`read_text`), and the server."""
@@ -149,7 +140,7 @@ class Preflight:
             def read(found: Choice) -> Probe:
                 for table in found.prompt_logprobs or ():
                     self._texts.update({i: entry.decoded_token or "" for i, entry in (table or {}).items()})
-                return read_top(each, found.prompt_logprobs or (), TOP, self.answers.codec.vocab_size)[:2]
+                return read_top(each, found.prompt_logprobs or (), TOP, self.asked.codec.vocab_size)[:2]
 
             return self.request(each, read, host, prompt_logprobs=TOP, **parameters)[0]
 
@@ -186,7 +177,7 @@ class Preflight:
     def refusal(self, host: Host | str, refused: Refused) -> str:
         """A server's refusal in words, with the remedy."""
         remedy = _remedy(refused) or _CODES.get(refused.code, "see the server's log")
-        filled = remedy.format(entries=self._entries, length=self.length + 1)
+        filled = remedy.format(entries=self.asked.codec.top_k or TOP, length=self.length + 1)
         code = f" ({refused.code})" if refused.code else ""
         return f"{host} says: {refused.words}{code}; {filled}"
 
@@ -216,12 +207,12 @@ class Preflight:
                 ) from None
             build = stated["system_fingerprint"] = host.build and quoted(host.build, 100)
             words = "server: %s gives %d entries a token, and adds no token to a prompt (%s)"
-            log.info(words, host, self._entries, build or stated["version"] or "of an unknown version")
-            if self.answers.codec.num_samples:
+            log.info(words, host, self.asked.codec.top_k or TOP, build or stated["version"] or "of an unknown version")
+            if self.asked.codec.num_samples:
                 self._check_samples(host, tokens[0])
             found = self._fingerprint(host, tokens)
             self._check_raw(host, found)
-            if self.writing is not None and self.answers.codec.top_k:
+            if self.writing is not None and self.asked.codec.top_k:
                 self._check_written(host, tokens[0], self.writing)
             self._check_texts(host)
         except Refused as refused:
@@ -252,9 +243,11 @@ class Preflight:
             self.client.timeout = patient
         listed = [each for each in found if each.id == quoted(each.id, _LONGEST_NAME)]
         served, shown = [each.id for each in listed], ", ".join(each.id for each in listed)[:300]
-        known = [each for each in self.names if each in served]
-        if not known and (self.named or len(served) != 1):
-            raise UsageError(f"{host} serves {shown or 'nothing'}, not {self.names[0]}; give --server-model NAME")
+        given = None if self.server is None else self.server.server_model
+        names = [given] if given else [self.name, *filter(None, [self.spec.source])]
+        known = [each for each in (*names, *map(os.path.basename, () if given else names)) if each in served]
+        if not known and (given or len(served) != 1):
+            raise UsageError(f"{host} serves {shown or 'nothing'}, not {names[0]}; give --server-model NAME")
         model = known[0] if known else served[0]
         if self.model not in ("", model):
             raise UsageError(f"{host} serves {shown}, not {self.model} as the first server; give --server-model NAME")
@@ -273,17 +266,15 @@ class Preflight:
     def _version(self, host: Host) -> str | None:
         try:
             url = f"{host.url.removesuffix('/v1')}/version"
-            return quoted(self.client.get(host, url, _Version, tries=1).version, 100)
-        except (Refused, RunError):
+            return quoted(self.client.get(host, url, dict[str, str], tries=1)["version"], 100)
+        except (Refused, RunError, KeyError):
             return None
 
     def _check_entries(self, host: Host, tokens: list[int]) -> None:
-        span, vocabulary = Span("preflight", 0, 0, tokens), self.answers.codec.vocab_size
-        plain = (
-            Answers(CodecSpec(kind="sparse", top_k=TOP, vocab_size=vocabulary))
-            if self.answers.codec.num_samples
-            else self.answers
-        )
+        span = Span("preflight", 0, 0, tokens)
+        plain = self.asked
+        if self.asked.codec.num_samples:
+            plain = Answers(CodecSpec(kind="sparse", top_k=TOP, vocab_size=self.vocab_size))
         try:
             self.score(plain, span, host)
         except Refused as refused:
@@ -295,12 +286,12 @@ class Preflight:
 
     def _check_samples(self, host: Host, tokens: list[int]) -> None:
         try:
-            self.score(self.answers, Span("preflight", 0, 0, tokens), host)
+            self.score(self.asked, Span("preflight", 0, 0, tokens), host)
         except Unanswered:
             raise
         except RunError as error:
             raise UsageError(f"{error}; or give --top-k 64, which every vLLM has") from None
-        number = self.answers.codec.num_samples
+        number = self.asked.codec.num_samples
         log.info("server: %s gives %d samples a token, with the receipt of kdtrain's plugin", host, number)
 
     def _fingerprint(self, host: Host, tokens: list[list[int]]) -> Fingerprint:
@@ -338,9 +329,9 @@ class Preflight:
         """vLLM never processes its numbers of prompts, but may those of its own text, which samples do not use."""
         room = min(_WRITTEN, self.length - 1)
         prompt = Span("preflight", 0, 0, tokens[: self.length - room], room)
-        (whole, arrays), _ = self.write(self.answers, prompt, replace(how, temperature=0.5, top_p=0.5), host)
+        (whole, arrays), _ = self.text(self.asked, prompt, replace(how, temperature=0.5, top_p=0.5), host)
         assert arrays is not None
-        if (moved := self.answers.distance(arrays, self.score(self.answers, whole, host)[0])) > LOUD:
+        if (moved := self.asked.distance(arrays, self.score(self.asked, whole, host)[0])) > LOUD:
             raise UsageError(
                 f"{host} returns processed log-probabilities of what it writes: temperature and top-p move them by "
                 f"{moved:.2f} nats; start the server with --logprobs-mode raw_logprobs"

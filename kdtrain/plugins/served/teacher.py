@@ -41,11 +41,11 @@ from kdtrain.monitor.progress import log
 from kdtrain.objective.batch import Batch
 from kdtrain.plugins.served.answers import Span, answers_of, spans_of
 from kdtrain.plugins.served.client import Client, Host, Refused, Unanswered
-from kdtrain.plugins.served.fingerprint import TOP, Fingerprint
+from kdtrain.plugins.served.fingerprint import Fingerprint
 from kdtrain.plugins.served.options import ServerConfig
 from kdtrain.plugins.served.preflight import Preflight
 from kdtrain.ranks import on_main
-from kdtrain.teaching.teacher import Teacher, Writing
+from kdtrain.teaching.teacher import Writing
 from kdtrain.teaching.writing import log_first_texts
 
 AGAIN = 2
@@ -58,7 +58,7 @@ _LOOKED, _ENTRIES = 64, 2**24
 """Rows of a shard that are looked at, and entries of them."""
 
 
-class ServedTeacher(Teacher):
+class ServedTeacher(Preflight):
     """An inference server, by the most likely entries (--teacher-server)."""
 
     def __init__(self, spec: ModelSpec, device: torch.device, mode: str) -> None:
@@ -68,14 +68,12 @@ class ServedTeacher(Teacher):
         stated = spec.options.get("vocab_size", 2)
         if not isinstance(stated, int) or isinstance(stated, bool) or stated < 2:
             raise UsageError(f"{spec.name}: vocab_size under [options] must be a whole number of at least 2")
-        self._row_length = 0
         self._identity: Mapping[str, Any] | None = None
-        self._server: ServerConfig | None = None
 
     def connect(self, remote: ServerConfig, codec: CodecConfig) -> None:
         """Take the servers' addresses. UsageError: the API key would be sent unencrypted."""
-        self._server, self._codec = remote, codec
-        self._client = Client(
+        self.server, self._codec = remote, codec
+        self.client = Client(
             remote.teacher_server,
             concurrency=remote.server_concurrency,
             timeout=remote.server_timeout,
@@ -84,9 +82,7 @@ class ServedTeacher(Teacher):
 
     def __str__(self) -> str:
         return (
-            self.name
-            if self._server is None
-            else f"{self.name}, served at {' and '.join(map(str, self._client.hosts))}"
+            self.name if self.server is None else f"{self.name}, served at {' and '.join(map(str, self.client.hosts))}"
         )
 
     @property
@@ -120,12 +116,12 @@ class ServedTeacher(Teacher):
 
     def load(self, sharded: bool = False) -> None:
         """Nothing is loaded here. UsageError: no server was named."""
-        if self._server is None:
+        if self.server is None:
             raise UsageError(f"{self.name}: give --teacher-server URL, the address of the server that runs it")
 
     def check(self, seq_len: int, document_mask: bool) -> None:
         """Keep what decides the prompts; the server's own length is looked at by `begin`."""
-        self._row_length = seq_len + 1
+        self.length = seq_len + 1
 
     def begin(self, earlier: Mapping[str, Any] | None, finished: bool) -> None:
         """Look at the servers, on rank 0 for all, and compare them with those of an earlier attempt.
@@ -140,38 +136,26 @@ class ServedTeacher(Teacher):
             raise UsageError(
                 f"the cache there was begun with another teacher ({earlier.get('spec')}); choose another --out"
             )
-        assert self._server is not None, "load has refused it"
-        given, number, patience = self._server.server_model, self._codec.samples, self._server.server_patience
-        names = [given] if given else [self.name, *filter(None, [self.spec.source])]
-        top_k = 0 if number else self._codec.top_k or TOP
-        codec = CodecSpec(kind="sparse", vocab_size=self.vocab_size, top_k=top_k, num_samples=number)
-        self._flight = Preflight(
-            client=self._client,
-            names=[*names, *(os.path.basename(each) for each in names if not given)],
-            named=bool(given),
-            answers=answers_of(codec),
-            length=self._row_length,
-            tokenizer=self.tokenizer,
-            tolerance=self._server.server_tolerance,
-            again=known is not None,
-            writing=self.writing,
-        )
+        assert self.server is not None, "load has refused it"
+        patience, codec, size = self.server.server_patience, self._codec, self.vocab_size
+        self.asked = answers_of(CodecSpec(kind="sparse", vocab_size=size, top_k=codec.top_k, num_samples=codec.samples))
+        self.again = known is not None
         self._identity = earlier
         if finished and earlier:
             return
         if earlier is None:
-            self._client.patience = min(patience, _FIRST_PATIENCE)
-        facts, now, self._client.salted = on_main(lambda: (*self._flight.look(), self._client.salted))
-        self._flight.model, self._client.scores = facts["model"], True  # on the ranks that sent no request, too
-        self._flight.know(known or now, now)
-        self._client.patience, self._client.verify = patience, self._flight.verify
+            self.client.patience = min(patience, _FIRST_PATIENCE)
+        facts, now, self.client.salted = on_main(lambda: (*self.look(), self.client.salted))
+        self.model, self.client.scores = facts["model"], True  # on the ranks that sent no request, too
+        self.know(known or now, now)
+        self.client.patience, self.client.verify = patience, self.verify
         found = {"spec": self.name, **facts, "fingerprint": now.to_json()}
         if earlier is None or known is None:
             self._identity = found
             return
         if known.tokens != now.tokens:
             raise UsageError("the cache there was begun with another tokenizer; choose another --out")
-        if different := self._flight.different(self._client.hosts[0], now.probes):
+        if different := self.different(self.client.hosts[0], now.probes):
             raise UsageError(different)
         log.info("server: the same teacher as when the cache was begun, by its fingerprint")
         told, before = ({**each, "fingerprint": 0, "unsteady": 0} for each in (found, earlier))  # measured anew
@@ -184,15 +168,15 @@ class ServedTeacher(Teacher):
 
     def answers(self, settings: CacheSettings) -> ShardAnswers:
         """What the servers answer for each shard."""
-        return _ServedAnswers(self._client, self._flight, settings)
+        return _ServedAnswers(self, settings)
 
 
 class _ServedAnswers(ShardAnswers):
     """What the servers answer, shard by shard: of each row its spans, or a text behind its prompt."""
 
-    def __init__(self, client: Client, flight: Preflight, settings: CacheSettings) -> None:
-        self._client, self._flight, self._settings, self._first = client, flight, settings, True
-        self._answers, self._how = answers_of(settings.codec, settings.seed), flight.writing
+    def __init__(self, teacher: Preflight, settings: CacheSettings) -> None:
+        self._teacher, self._settings, self._first = teacher, settings, True
+        self._answers, self._how = answers_of(settings.codec, settings.seed), teacher.writing
         self.writes = self._how is not None
         if settings.codec.top_k:
             self.examine = kept_mass
@@ -209,19 +193,19 @@ class _ServedAnswers(ShardAnswers):
         """
         self._given, self._jobs = defaultdict(list), defaultdict(list)
         spans = [span for i in range(len(shard)) for span in self._spans(shard, i)]
-        with self._client.working([partial(self._ask, span) for span in spans]) as jobs:
+        with self._teacher.client.working([partial(self._ask, span) for span in spans]) as jobs:
             for span, job in zip(spans, jobs, strict=True):
                 self._jobs[span.row].append(job)
             yield
             self._ask_again([job.result() for job in jobs])
         self._refuse_wrong_rows(shard)
         gone = list[Host]()
-        for host in [each for each in self._client.hosts if each.url in self._given]:
+        for host in [each for each in self._teacher.client.hosts if each.url in self._given]:
             try:
-                self._flight.verify(host)
+                self._teacher.verify(host)
             except Unanswered as problem:
                 gone.append(host)
-                if len(gone) == len(self._client.hosts):
+                if len(gone) == len(self._teacher.client.hosts):
                     raise
                 log.warning("server: %s; what it said in this shard is compared with what others say", problem)
         for host in gone:  # the others vouch for it
@@ -257,7 +241,7 @@ class _ServedAnswers(ShardAnswers):
         return rows, lambda: kept
 
     def _spans(self, shard: ShardRows, i: int) -> list[Span]:
-        """What is requested for row i of a shard; a prompt is what `prompts.prompt_rows` makes."""
+        """What is requested for row i of a shard; a prompt is what `packing.prompt_rows` makes."""
         split, row, tokens, mask = shard.split, shard.first + i, shard.tokens[i], shard.loss_mask[i].astype(bool)
         if self.writes:
             return [Span(split, row, 0, tokens[: int(mask.argmax()) + 1].tolist(), int(mask.sum()))]
@@ -268,19 +252,19 @@ class _ServedAnswers(ShardAnswers):
         try:
             found, arrays = span, None
             if self._how is not None and span.room:
-                (found, arrays), host = self._flight.write(self._answers, span, self._how)
+                (found, arrays), host = self._teacher.text(self._answers, span, self._how)
                 given = self._given[host.url]
             if arrays is None:
-                arrays, host = self._flight.score(self._answers, found)
+                arrays, host = self._teacher.score(self._answers, found)
                 given = self._given[host.url]
         except Refused as refused:
-            raise RunError(f"{span}: {self._flight.refusal('the server', refused)}") from None
+            raise RunError(f"{span}: {self._teacher.refusal('the server', refused)}") from None
         given.append((found, arrays))
         return found, arrays
 
     def _ask_again(self, earlier: list[tuple[Span, Arrays]]) -> None:
         """Compare some answers with what the server returns now."""
-        allowed = self._flight.tolerance or max(AGAIN_APART, self._flight.allowed)
+        allowed = self._teacher.tolerance or max(AGAIN_APART, self._teacher.allowed)
         for span, before in earlier[:: max(1, len(earlier) // AGAIN)][:AGAIN]:
             if (distance := self._answers.distance(before, self._ask(span)[1])) > allowed:
                 raise RunError(

@@ -1,4 +1,4 @@
-"""Several sources as one: a step draws their sequences in proportion to weights (`data.order.Mixture`).
+"""Several sources as one: a step draws their sequences in proportion to weights (`data.order.MixedOrder`).
 
 A micro-batch may hold sequences of several members. Those with the same codec become one set of targets; others stay
 apart, and the loss goes through them one by one (`objective.mixed`). The sequences of a rank's share of a step are in
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kdtrain.cache.read.mixture import common_range, refuse_unlike
-from kdtrain.data.order import Mixture
+from kdtrain.data.order import MixedOrder
 from kdtrain.errors import UsageError, printable
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.mixed import MixedTargets, join
@@ -25,7 +25,7 @@ from kdtrain.training.sources.source import Facts, Member, Source
 class MixtureSource:
     """One split of several sources."""
 
-    def __init__(self, members: Sequence[Source], facts: Facts, mixture: Mixture) -> None:
+    def __init__(self, members: Sequence[Source], facts: Facts, mixture: MixedOrder) -> None:
         self.members, self.facts, self.mixture = members, facts, mixture
         self.order = mixture.order
         self.overlaps = all(each.overlaps for each in members)
@@ -64,13 +64,13 @@ def mix(splits: dict[str, list[Source]], weights: Sequence[float] | None) -> dic
     names = [each.facts.name for each in splits["train"]]
     facts = _common([each.facts for each in splits["train"]])
     try:
-        quotas = Mixture.weighted(sizes["train"], weights).quotas
+        quotas = MixedOrder.weighted(sizes["train"], weights).quotas
     except ValueError as error:
         raise UsageError(f"{' and '.join(names)} cannot be mixed: {error}; change --cache-weights") from None
     identity = json.dumps([[each.facts.identity, quota] for each, quota in zip(splits["train"], quotas, strict=True)])
     found: dict[str, Source] = {}
     for split, members in splits.items():
-        mixture = Mixture(sizes[split], quotas)
+        mixture = MixedOrder(sizes[split], quotas)
         own = {
             short: Member(each.facts, range(first, first + len(each)), quota, quota / sum(quotas))
             for short, each, first, quota in zip(_short(names), members, mixture.firsts, quotas, strict=True)
