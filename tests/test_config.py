@@ -169,7 +169,7 @@ def test_a_learned_temperature_works_with_every_divergence_that_depends_on_it(mo
     for divergence in ("forward-kl", "reverse-kl", "jsd", "skew-kl", "skew-reverse-kl", "tvd"):
         assert options.ObjectiveConfig(temperature_mode=mode, divergence=divergence).learns_temperature
     options.ObjectiveConfig(temperature_mode=mode, alpha=0.0, alpha_end=0.5, alpha_schedule="linear")
-    for still in ("fixed", "schedule"):
+    for still in ("fixed", "schedule", "cosine"):
         assert not options.ObjectiveConfig(
             temperature_mode=still, temperature=2.0, divergence="logit-mse", alpha=0.0
         ).learns_temperature

@@ -31,9 +31,7 @@ from kdtrain.teaching.local import LocalTeacher
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.sources.build import build_source
 from kdtrain.training.sources.cache import CachedSource
-from kdtrain.training.sources.feed import Feed
-from kdtrain.training.sources.online import OnlineSource
-from kdtrain.training.sources.source import Facts, Source
+from kdtrain.training.sources.source import Facts, Feed, Source
 from kdtrain.training.state import Progress
 from kdtrain.training.step import Status
 from kdtrain.training.student import Student
@@ -222,7 +220,8 @@ def teacher_of(model: SplitModel, mode: str, compile: bool) -> LocalTeacher:
 
 def online(source: Source, model: SplitModel, mode: str, compile: bool) -> Source:
     """The sequences of a source, with whole distributions of a teacher at hand."""
-    return OnlineSource(source, teacher_of(model, mode, compile), min(source.facts.vocab_size, model.vocab_size))
+    device, vocab_size = next(model.parameters()).device, min(source.facts.vocab_size, model.vocab_size)
+    return build_source(source, device, vocab_size, teacher_of(model, mode, compile))
 
 
 def cached(folder: Path, device: torch.device, split: str = "train") -> Source:

@@ -29,7 +29,7 @@ from kdtrain.config import DistillConfig, MonitorConfig, PrecisionConfig, Quanti
 from kdtrain.models.head import SplitModel
 from kdtrain.precision.emulated import FormatRecipe
 from kdtrain.precision.linear import Emulated, Switch, convert
-from kdtrain.run.trial import trial_run
+from kdtrain.run.trial import timed_steps, trial_run
 from kdtrain.training.signals import StopRequest
 
 BATCH, LENGTH, VOCABULARY = 8, 256, 2048
@@ -97,8 +97,8 @@ def gap(cache: Path, pairs: int) -> dict[str, Any]:
         monitor=MonitorConfig(log_to="none"),
     )
     every, found = config.quantization.quant_probe_every, {"probe_every": config.quantization.quant_probe_every}
-    with trial_run(config) as trial:
-        run = trial.trainer
+    with trial_run(config) as built:
+        run = built.trainer
         assert run.state.adaptive is not None
         run.stepper.warm_up(StopRequest())
         for position, name in (("quantized", "quantized"), ("high", "fallback")):
@@ -107,7 +107,7 @@ def gap(cache: Path, pairs: int) -> dict[str, Any]:
             for number in range(2 * pairs + 4):
                 probing = (number + number // 2) % 2 == 0  # in turns, and each first as often as second
                 run.state.adaptive.controller.wants_gap = lambda step, probing=probing: probing
-                (with_it if probing else without).append(trial.timed_steps(1)[0].seconds)
+                (with_it if probing else without).append(timed_steps(run, 1)[0][0])
             step, probe = (statistics.median(each[2:]) for each in (without, with_it))
             found |= {f"{name}_seconds": step, f"probe_share_{name}": (probe - step) / every / step}
     return found

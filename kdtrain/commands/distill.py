@@ -13,12 +13,12 @@ from kdtrain.imports import quiet_libraries
 from kdtrain.monitor.facts import closing_page
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, reported
-from kdtrain.run import sanity, trial
 from kdtrain.run.agreement import same_ranks
 from kdtrain.run.build import build
 from kdtrain.run.path_kind import is_run
 from kdtrain.run.recipe import resolve, run_device
 from kdtrain.run.run import Run
+from kdtrain.run.trial import main as try_out
 from kdtrain.tables import show, show_page
 from kdtrain.training.signals import interruptible
 
@@ -28,16 +28,16 @@ def main(config: DistillConfig) -> int:
 
     UsageError: data, cache, student or options do not fit together. RunError: the training failed.
     """
-    tried = sanity.main if config.sanity else trial.main if config.dry_run else None
+    tries = config.sanity or config.dry_run
     try:
         with interruptible():
-            if tried is not None:
-                return tried(config)
+            if tries:
+                return try_out(config)
             _confirm(config)
             result = distill(config)
     except KeyboardInterrupt as interrupt:
         outside = "stopped while not training; the same command resumes"
-        log.info(outside if tried is None else "interrupted; the trial run is removed")
+        log.info("interrupted; the trial run is removed" if tries else outside)
         result = {"run": str(config.out), "stop_reason": "signal", "stopped_by": str(interrupt) or "SIGINT"}
     if config.json:
         show("", result, True)

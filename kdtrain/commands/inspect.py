@@ -35,8 +35,7 @@ from kdtrain.monitor.facts import TAIL, quoted
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord, as_table
 from kdtrain.net.address import Address, parse_address
-from kdtrain.run.path_kind import damage_of, is_training, kind_of
-from kdtrain.run.result import read_result
+from kdtrain.run.path_kind import damage_of, is_training, kind_of, read_result
 from kdtrain.tables import Part, columns, duration, facts_table, loss_text, number, short, show, show_page, size
 
 _PARENTS = 50

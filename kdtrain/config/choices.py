@@ -48,12 +48,16 @@ TEMPERATURES = Registry(
     "kdtrain.objective.temperature",
     {
         "fixed": "T is --temperature",
-        "schedule": "T goes from --temperature to --temperature-end",
+        "schedule": "T goes from --temperature to --temperature-end, linearly",
+        "cosine": "T goes from --temperature to --temperature-end, as a cosine",
         "likelihood": "learned: the T at which the teacher gives the text the highest likelihood",
         "adversarial": "learned: the T at which the student is worst",
         "minimize": "learned: the T that minimises the loss; runs to a bound",
     },
-    {"schedule": {SCHEDULED}, "likelihood": {LEARNS}, "adversarial": {LEARNS, MAXIMIZES}, "minimize": {LEARNS}},
+    {
+        **{"schedule": {SCHEDULED}, "cosine": {SCHEDULED}},
+        **{"likelihood": {LEARNS}, "adversarial": {LEARNS, MAXIMIZES}, "minimize": {LEARNS}},
+    },
 )
 OPTIMIZERS = Registry(
     "--optimizer",

@@ -33,7 +33,9 @@ _AUDIT = Removed("is an option of kdtrain audit CACHE --teacher T", of=("verify"
 REMOVED: dict[str, Removed] = {
     "from_logprobs": Removed(f"is gone: use {_IMPORT}", None, ("cache-teacher",)),
     "weights": Removed("is gone: train on all caches with kdtrain distill --cache-weights", None, ("merge",)),
-    "temperature_schedule": Removed("is gone: a schedule of T is linear; leave it out", "linear", _RUNS),
+    "temperature_schedule": Removed(
+        "is gone: --temperature-mode schedule is linear, --temperature-mode cosine a cosine", "linear", _RUNS
+    ),
     **dict.fromkeys(("teacher", "rows", "seed", "device"), _AUDIT),
     "histogram_freq": Removed("is gone: histograms are logged with each validation; use --eval-freq", 250, _RUNS),
     "push": Removed("is a command: kdtrain push OUT hf:ORG/NAME publishes what export has written", of=("export",)),

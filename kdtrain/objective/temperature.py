@@ -34,8 +34,6 @@ _EDGE = 0.02
 _START = 0.05
 """T starts at least this part of the range inside its bounds: closer to a bound the sigmoid hardly moves."""
 
-SCHEDULES = ("constant", "linear", "cosine")
-
 
 class Temperature(nn.Module):
     """A fixed temperature, and the interface of all others."""
@@ -85,16 +83,12 @@ class TemperatureOptions:
     maximum: float
     end: float
     """T at the end of a schedule; the start if not given."""
-    schedule: str = "constant"
-    """Its shape, one of `SCHEDULES`."""
     total_steps: int = 0
     """Number of the run's last step; the first is 0."""
     ramp_steps: int
     """Steps until an adversarial T is at full strength; a tenth of all if not given."""
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise UsageError(f"the temperature schedule {self.schedule} is unknown; use {', '.join(SCHEDULES)}")
         if not (0 < self.start < math.inf and 0 < self.end < math.inf):
             raise UsageError(f"a temperature must be above 0, --temperature is {self.start:g} and its end {self.end:g}")
 
@@ -237,7 +231,7 @@ def build_temperature(mode: str, **given: Any) -> Temperature:
     """The temperature of `mode`, as `--temperature-mode` takes it, from the fields of `TemperatureOptions`.
 
     Raises:
-        UsageError: an unknown mode or schedule, or impossible temperatures or bounds.
+        UsageError: an unknown mode, or impossible temperatures or bounds.
     """
     make: Callable[[TemperatureOptions], Temperature] = TEMPERATURES.get(mode)
     defaults = {"end": given["start"], "ramp_steps": given.get("total_steps", 0) // 10}
@@ -251,7 +245,8 @@ def build_temperature(mode: str, **given: Any) -> Temperature:
 
 
 register_temperature("fixed")(lambda o: Temperature(o.start))
-register_temperature("schedule")(lambda o: ScheduledTemperature(o.start, o.end, o.total_steps, o.schedule))
+register_temperature("schedule")(lambda o: ScheduledTemperature(o.start, o.end, o.total_steps, "linear"))
+register_temperature("cosine")(lambda o: ScheduledTemperature(o.start, o.end, o.total_steps, "cosine"))
 register_temperature("likelihood")(lambda o: LikelihoodTemperature(o.start, (o.minimum, o.maximum)))
 register_temperature("adversarial")(lambda o: AdversarialTemperature(o.start, (o.minimum, o.maximum), o.ramp_steps))
 register_temperature("minimize")(lambda o: MinimizedTemperature(o.start, (o.minimum, o.maximum)))

@@ -155,7 +155,6 @@ def _student(recipe: Recipe, model: SplitModel, hidden: HiddenLoss | None) -> St
         minimum=objective.temperature if low is None else low,
         maximum=objective.temperature if high is None else high,
         end=objective.temperature_end,
-        schedule="linear",
         total_steps=max(recipe.total - 1, 1),  # steps count from 0: step total - 1 is the end of the schedule
     )
     return Student(

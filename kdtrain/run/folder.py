@@ -8,7 +8,6 @@ node is lost; the new attempt waits for it.
 
 import dataclasses
 import importlib.metadata
-import itertools
 import json
 import math
 import os
@@ -68,18 +67,18 @@ _LINKS = ("checkpoints/best", "checkpoints/latest")
 _LIBRARIES = ["kdtrain", "torch", "transformers", "datasets", "h5py", "hdf5plugin", "numpy", "safetensors", "torchao"]
 
 
-def holds_run(config: DistillConfig, resume: str | None = None) -> bool:
-    """Return whether `config.out` holds an earlier run. resume: instead of `--resume`.
+def holds_run(config: DistillConfig) -> bool:
+    """Return whether `config.out` holds an earlier run.
 
     UsageError: it holds something else, a run that `--resume never` would overwrite, or one that cannot be moved aside,
     because the command needs what is in it.
     """
-    out, resume = config.out, resume or config.checkpoint.resume
+    out, anew = config.out, config.checkpoint.resume == "never"
     if not check_out(out):
         return False
-    if resume == "never" and not config.checkpoint.overwrite:
+    if anew and not config.checkpoint.overwrite:
         raise UsageError(f"--out {out} holds a run; name another folder, or add --overwrite to move it aside")
-    if resume == "never":
+    if anew:
         needed: dict[str, Path | str | None] = {"--load": config.checkpoint.load, "--data": config.data.data}
         needed |= {f"--cache {number}".removesuffix(" 1"): each for number, each in enumerate(config.cache, 1)}
         if config.teacher not in (None, SELF):
@@ -91,15 +90,15 @@ def holds_run(config: DistillConfig, resume: str | None = None) -> bool:
     return True
 
 
-def claim_folder(config: DistillConfig, resume: str | None = None) -> bool:
+def claim_folder(config: DistillConfig) -> bool:
     """Return whether to resume an earlier run in `config.out`; with `--resume never` move it aside.
 
     UsageError: as `holds_run`.
     """
-    if not holds_run(config, resume):
+    if not holds_run(config):
         return False
-    out, resume = config.out, resume or config.checkpoint.resume
-    if resume == "never":
+    out = config.out
+    if config.checkpoint.resume == "never":
         real = out.resolve()
         log.info("the earlier run was moved to %s", set_aside(real.parent, real.name, "old"))
         return False
@@ -121,26 +120,23 @@ def restarted(config: DistillConfig) -> bool:
     return launched_by is not None and launched_by == launch()
 
 
-def saved_attention(out: Path, resume: str) -> str | None:
-    """The attention of the checkpoint that `--resume` would take for `out`, or of another of its run.
+def saved_choices(config: DistillConfig, out: Path) -> tuple[str | None, float | None]:
+    """The attention and the peak learning rate that a run keeps which `--resume` finds in `out`.
 
-    None where none can be read, and a run would start anew.
-    """
-    found = (str(state["student"]["attention"]) for state in _saved(out, resume))
-    return next((each for each in found if each in ATTENTIONS), None)
-
-
-def saved_rate(config: DistillConfig, out: Path, resume: str) -> float | None:
-    """The peak learning rate of the run in `out` that would be resumed, or whose schedule `--load` continues.
-
-    None where there is none, or it cannot be read.
+    The rate is else that of the run whose schedule `--load` continues. None: there is none, or it cannot be read.
     """
     start = config.checkpoint
-    states = _saved(out, resume)
-    if start.load is not None and not start.override_opt_param_scheduler:
-        states = itertools.chain(states, _saved(start.load, str(start.load)))
-    found = (state["options"].get("optimizer", {}).get("lr") for state in states)
-    return next((float(each) for each in found if type(each) in (int, float) and 0 < each < math.inf), None)
+    loaded = _saved(start.load, str(start.load)) if start.load and not start.override_opt_param_scheduler else ()
+    found = (str(state["student"]["attention"]) for state in _saved(out, start.resume))
+    rates = (
+        state["options"].get("optimizer", {}).get("lr")
+        for states in (_saved(out, start.resume), loaded)
+        for state in states
+    )
+    return (
+        next((each for each in found if each in ATTENTIONS), None),
+        next((float(each) for each in rates if type(each) in (int, float) and 0 < each < math.inf), None),
+    )
 
 
 def _saved(out: Path, resume: str) -> Iterator[dict[str, Any]]:
@@ -390,11 +386,10 @@ HANDOVER = 120.0
 
 
 @contextmanager
-def run_lock(config: DistillConfig, resume: str | None = None) -> Iterator[bool]:
+def run_lock(config: DistillConfig) -> Iterator[bool]:
     """Keep other launches out of `config.out` during the block; yield whether an earlier run is resumed.
 
     Every rank must enter it; rank 0 claims the folder. A folder that it makes and that stays empty is removed.
-    resume: as for `holds_run`.
 
     UsageError: another process trains there, the folder cannot be made, or `claim_folder` refuses it. RunError: the
     folder is not writable.
@@ -402,9 +397,9 @@ def run_lock(config: DistillConfig, resume: str | None = None) -> Iterator[bool]
 
     def enter() -> bool:
         with making(config.out):
-            holds_run(config, resume)  # a refusal changes nothing
+            holds_run(config)  # a refusal changes nothing
             _lock(config.out, held)
-            if resumes := claim_folder(config, resume):
+            if resumes := claim_folder(config):
                 sweep(config.out)
             if not config.out.exists():  # an earlier run was moved aside together with the lock file
                 _lock(config.out, held)

@@ -44,7 +44,7 @@ from kdtrain.precision.backends import Formats, formats_of
 from kdtrain.precision.modes import why_not_compile, why_not_tf32
 from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, reported, world_size
 from kdtrain.run.data_plan import plan_data
-from kdtrain.run.folder import deciding, restarted, run_lock, saved_attention, saved_rate
+from kdtrain.run.folder import deciding, restarted, run_lock, saved_choices
 from kdtrain.tables import short
 from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
 from kdtrain.teaching.teacher import MEASURED
@@ -62,9 +62,9 @@ class Recipe:
     """All that a run is before anything is built."""
 
     given: DistillConfig
-    """The options as given."""
+    """The options as given, with `--resume auto` where torchrun has restarted the run."""
     config: DistillConfig
-    """As used: with the number of `--lr`, bounds of T, and `--resume auto` where torchrun has restarted the run."""
+    """As used: with the number of `--lr`, and bounds of T."""
     lr_from: str | None
     """Where `--lr auto` took its number from; None where one was given."""
     device: torch.device
@@ -162,11 +162,9 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
 
     UsageError: data, cache, student or options do not fit together. RunError: the folder cannot be written.
     """
-    restart = on_main(lambda: restarted(given))
-    checkpoint = replace(given.checkpoint, resume="auto") if restart else given.checkpoint
-    out = earlier or given.out
-    saved = on_main(lambda: saved_attention(out, checkpoint.resume))  # before the plan of memory
-    rate = on_main(lambda: saved_rate(given, out, checkpoint.resume)) if given.optimizer.lr == "auto" else None
+    if on_main(lambda: restarted(given)):
+        given = replace(given, checkpoint=replace(given.checkpoint, resume="auto"))
+    saved, rate = on_main(lambda: saved_choices(given, earlier or given.out))  # before the plan of memory
     free = free_everywhere(device, given.parallel.device_memory)
     with raise_on_all_ranks():
         for name, text in given.monitor.loggers:
@@ -208,7 +206,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
             lr, source = table_rate(given, student, size)
             lr_from = f"{source}; kdtrain find-lr measures it"
     on_main(lambda: _look(given))
-    resumed = held.enter_context(run_lock(given, checkpoint.resume)) if earlier is None else False
+    resumed = held.enter_context(run_lock(given)) if earlier is None else False
     if teacher is not None:
         with raise_on_all_ranks():  # before its text is packed, which may take hours
             teacher.load(sharded=plan.teacher == "fsdp")
@@ -224,7 +222,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     optimizer = replace(given.optimizer, lr=lr)
     return Recipe(
         given=given,
-        config=replace(given, **data.options, objective=objective, optimizer=optimizer, checkpoint=checkpoint),
+        config=replace(given, **data.options, objective=objective, optimizer=optimizer),
         lr_from=lr_from,
         device=device,
         resumed=resumed,

@@ -1,4 +1,4 @@
-"""A run that is tried out and removed: `kdtrain distill --dry-run`, and what `--sanity` (`run.sanity`) needs of it.
+"""A run that is tried out and removed: `kdtrain distill --dry-run` and `--sanity`.
 
 `trial_run` builds it in a hidden folder beside `--out`, on the disk of the run, and removes that folder at the end. It
 does not change an earlier run in `--out`, of which it reads only attention and rate.
@@ -8,16 +8,22 @@ is the number of steps times the second step, which includes no compilation, plu
 checkpoints; it assumes that each validation is the best so far. It does not foresee other processes on the machine. The
 estimate of memory is the peak of the two steps, one validation forward and the save; the log of a longer run shows what
 it adds (`mem_delta=`).
+
+`--sanity` makes the checks that a careful researcher does by hand before a long run (`CHECKS`), each with a verdict.
+`ok`: as expected. `look`: unexpected; docs/monitoring.md lists what it may mean. `-`: there is no expectation. The
+limits are rules of thumb.
 """
 
 import math
 import shutil
+import statistics
 import time
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,61 +36,68 @@ from kdtrain.files import hidden_folder
 from kdtrain.models.head import layers_of
 from kdtrain.models.loading import active_parameters
 from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.monitor.rules import initial_loss
+from kdtrain.objective.batch import Batch
 from kdtrain.parallel import parallelize
-from kdtrain.ranks import all_gather_object, is_main, on_main, peak_memory_mb, raise_on_all_ranks, reported, world_size
+from kdtrain.ranks import (
+    all_gather_object,
+    is_main,
+    on_main,
+    peak_memory_mb,
+    raise_on_all_ranks,
+    refuse_many_processes,
+    reported,
+    world_size,
+)
 from kdtrain.run.agreement import same_ranks
 from kdtrain.run.build import build
-from kdtrain.run.folder import check_out, is_run
+from kdtrain.run.folder import check_out, is_run, refuse_changes
 from kdtrain.run.recipe import Recipe, resolve, run_device
 from kdtrain.run.run import Run
-from kdtrain.tables import show
+from kdtrain.tables import Table, show, show_page
+from kdtrain.training.optimizers import make_optimizer
+from kdtrain.training.reporter import gradients_of
 from kdtrain.training.schedule import decay_steps, warmup_steps
 from kdtrain.training.signals import StopRequest
-from kdtrain.training.state import packed, read_saved
+from kdtrain.training.state import load_saved, packed, read_saved
 from kdtrain.training.step import Status
+from kdtrain.training.trainer import Trainer
 from kdtrain.training.validate import validate
 
-
-class TimedStep(NamedTuple):
-    """The time and the numbers of a step."""
-
-    seconds: float
-    numbers: dict[str, float]
+SEQUENCES, STEPS = 16, 100
+"""How many sequences `check_overfitting` trains on, and for how many steps at most."""
 
 
-class Trial:
-    """A run that is tried out, and what it would write into `out`."""
+def timed_steps(trainer: Trainer, count: int) -> list[tuple[float, dict[str, float]]]:
+    """Take the next steps of a run; return the seconds and the numbers of each.
 
-    def __init__(self, run: Run, out: Path) -> None:
-        self.run, self.recipe, self.trainer, self.out = run, run.recipe, run.trainer, out
-
-    def timed_steps(self, count: int) -> list[TimedStep]:
-        """Take the next steps of the run. RunError: the loss or a gradient is non-finite."""
-        trainer, taken = self.trainer, list[TimedStep]()
+    RunError: the loss or a gradient is non-finite.
+    """
+    taken = list[tuple[float, dict[str, float]]]()
+    started = time.perf_counter()
+    for batches in trainer.stepper.feed().steps():
+        stop = StopRequest()
+        result = trainer.stepper.take(batches, stop)
+        stop.raise_failed()
+        if result.status is Status.OUT_OF_MEMORY:
+            log.warning(result.message)
+            return timed_steps(trainer, count)
+        if result.status is Status.SKIPPED and result.tokens:
+            if trainer.state.guards.scale.absorbs(math.isfinite(result.loss)):
+                trainer.state.guards.scale.update(overflowed=True)
+                continue
+            found = f"loss {result.loss} with gradient norm {result.grad_norm}"
+            advice = "look at the data (kdtrain verify) or lower --lr"
+            raise reported(RunError(f"step {len(taken) + 1}: {found}; {advice}"))
+        taken.append((time.perf_counter() - started, result.metrics))
+        if len(taken) == count:
+            break
         started = time.perf_counter()
-        for batches in trainer.stepper.feed().steps():
-            stop = StopRequest()
-            result = trainer.stepper.take(batches, stop)
-            stop.raise_failed()
-            if result.status is Status.OUT_OF_MEMORY:
-                log.warning(result.message)
-                return self.timed_steps(count)
-            if result.status is Status.SKIPPED and result.tokens:
-                if trainer.state.guards.scale.absorbs(math.isfinite(result.loss)):
-                    trainer.state.guards.scale.update(overflowed=True)
-                    continue
-                found = f"loss {result.loss} with gradient norm {result.grad_norm}"
-                advice = "look at the data (kdtrain verify) or lower --lr"
-                raise reported(RunError(f"step {len(taken) + 1}: {found}; {advice}"))
-            taken.append(TimedStep(time.perf_counter() - started, result.metrics))
-            if len(taken) == count:
-                break
-            started = time.perf_counter()
-        return taken
+    return taken
 
 
 @contextmanager
-def trial_run(config: DistillConfig) -> Iterator[Trial]:
+def trial_run(config: DistillConfig) -> Iterator[Run]:
     """Build and open the run of `config`, untrained; all its files are removed when the block ends.
 
     UsageError: data, cache, student or options do not fit together, or `--out` holds something that is not a run.
@@ -98,7 +111,7 @@ def trial_run(config: DistillConfig) -> Iterator[Trial]:
         run = build(resolve(hidden, device, held, earlier=config.out))
         run.open()
         try:
-            yield Trial(run, config.out)
+            yield run
         finally:
             run.trainer.saver.close()
             run.trainer.writers.close()
@@ -112,15 +125,14 @@ def trial_folder(out: Path) -> Iterator[Path]:
         def make() -> str:
             with making(out):
                 check_out(out)
-                return str(
-                    stack.enter_context(hidden_folder(existing_parent(out.resolve().parent) / f"{out.name}.trial"))
-                )
+                parent = _existing_parent(out.resolve().parent)
+                return str(stack.enter_context(hidden_folder(parent / f"{out.name}.trial")))
 
         yield Path(on_main(make))
         all_gather_object(None)  # a barrier: every rank has finished reading
 
 
-def existing_parent(path: Path) -> Path:
+def _existing_parent(path: Path) -> Path:
     """Return `path` or its nearest existing parent, which is on the disk where `path` will be."""
     path = path.resolve()
     while not path.exists():
@@ -129,18 +141,21 @@ def existing_parent(path: Path) -> Path:
 
 
 def main(config: DistillConfig) -> int:
-    """Print the plan of a run and its estimates, and leave nothing on disk.
+    """Print the plan of a run and its estimates, or with `--sanity` the checks, and leave nothing on disk.
 
     UsageError: the run is impossible. RunError: a step or the save fails, as it would in the run.
     """
     setup_logging(quiet=not is_main())
-    with trial_run(config) as trial:
-        if (path := trial.recipe.loads) is not None:
-            trial.run.load(path)
+    if config.sanity:
+        refuse_many_processes()
+        return _sanity(config)
+    with trial_run(config) as run:
+        if (path := run.recipe.loads) is not None:
+            run.load(path)
         with raise_on_all_ranks():
-            begins = _begins(config, trial.run)
+            begins = _begins(config, run)
         log.info("built the run; two steps, a validation forward and a save follow")
-        table = {"run": str(config.out), "begins": begins, **_plan(trial.run), **_estimates(trial), **_capture(trial)}
+        table = {"run": str(config.out), "begins": begins, **_plan(run), **_estimates(run, config.out), **_capture(run)}
     show(f"distill {config.out}, dry run", table, config.json)
     return 0
 
@@ -160,7 +175,8 @@ def _begins(config: DistillConfig, run: Run) -> str:
             return "from the beginning"
         path = store.path(name)
     if run.recipe.live is None:  # whose data are not those in the folder
-        run.refuse_changes(read_saved(path), config.out, path.name)
+        saved = read_saved(path)
+        refuse_changes(saved["options"], run.recipe.config, config.out, path.name, but=run.same(saved))
     return f"at {path.name}"
 
 
@@ -191,18 +207,14 @@ def _plan(run: Run) -> dict[str, Any]:
     }
 
 
-def _estimates(trial: Trial) -> dict[str, Any]:
-    trainer, device, config = trial.trainer, trial.trainer.student.device, trial.recipe.config
+def _estimates(run: Run, out: Path) -> dict[str, Any]:
+    trainer, device, config = run.trainer, run.trainer.student.device, run.recipe.config
     state, keep, adaptive = trainer.state, config.checkpoint, config.quantization
-    first, second = trial.timed_steps(2)
-    validation = _validation_seconds(trial)
+    (first, _), (second, numbers) = taken = timed_steps(trainer, 2)
+    validation = _validation_seconds(trainer)
     step, started = state.progress.step, time.perf_counter()
-    numbers, tensors, snapshots = (
-        {**trial.run.identity, **state.numbers()},
-        state.own_tensors(),
-        packed(state.snapshots),
-    )
-    stall = trainer.saver.save([tiers.name_of("rolling", step)], step, tensors, numbers, kept=snapshots)
+    stated, tensors = {**run.identity, **state.numbers()}, state.own_tensors()
+    stall = trainer.saver.save([tiers.name_of("rolling", step)], step, tensors, stated, kept=packed(state.snapshots))
     trainer.saver.wait()
     saving = time.perf_counter() - started
     files = (file for file in trainer.store.folder.rglob("*") if file.is_file() and not file.is_symlink())
@@ -220,8 +232,8 @@ def _estimates(trial: Trial) -> dict[str, Any]:
         saves += total // adaptive.quant_window_size
         saves += total // adaptive.quant_checkpoint_interval if adaptive.quant_snapshot == "disk" else 0
     times = {
-        "first step": first.seconds,
-        "steps": (total - 1) * second.seconds,
+        "first step": first,
+        "steps": (total - 1) * second,
         "validations": len(validations) * validation,
         "checkpoints": saves * stall,
     }
@@ -230,32 +242,32 @@ def _estimates(trial: Trial) -> dict[str, Any]:
     return {
         "validations": len(validations),
         "checkpoints": saves,
-        "loss of the two steps": [round(each.numbers["loss"], 4) for each in (first, second)],
+        "loss of the two steps": [round(each["loss"], 4) for _, each in taken],
         "seconds": {
-            "first step": round(first.seconds, 3),
-            "a step": round(second.seconds, 3),
+            "first step": round(first, 3),
+            "a step": round(second, 3),
             "a validation": round(validation, 3),
             "a checkpoint": round(saving, 3),
             "training paused for it": round(stall, 4),
         },
-        "tokens_per_second": round(second.numbers["tokens"] / second.seconds, 1),
+        "tokens_per_second": round(numbers["tokens"] / second, 1),
         "estimated_hours": round(sum(times.values()) / 3600, 4),
         "shares of the time": {name: round(seconds / sum(times.values()), 4) for name, seconds in times.items()},
         "peak_memory_mb": round(peak_memory_mb(device), 1),
         "memory of the device (MiB)": None if memory is None else round(memory / 2**20, 1),
         "checkpoint (MiB)": round(size / 2**20, 1),
         "disk for checkpoints (MiB)": round(kept * size / 2**20, 1),
-        "disk free (MiB)": round(shutil.disk_usage(existing_parent(trial.out)).free / 2**20, 1),
+        "disk free (MiB)": round(shutil.disk_usage(_existing_parent(out)).free / 2**20, 1),
     }
 
 
-def _capture(trial: Trial) -> dict[str, Any]:
+def _capture(run: Run) -> dict[str, Any]:
     """What the run requests from a server meanwhile, at the rate of the trial's first sequences."""
-    if (live := trial.recipe.live) is None:
+    if (live := run.recipe.live) is None:
         return {}
-    rate, sequences = live.rate, live.planned + len(trial.trainer.validation_source)
+    rate, sequences = live.rate, live.planned + len(run.trainer.validation_source)
     hours = round(sequences / rate / 3600, 4) if rate else None
-    speed = round(rate * trial.recipe.facts.seq_len, 1)
+    speed = round(rate * run.recipe.facts.seq_len, 1)
     found = {"sequences": sequences, "tokens_per_second": speed, "estimated_hours": hours}
     return {"server": {**found, "fingerprint of an earlier capture": "not compared"}}
 
@@ -292,9 +304,8 @@ def _schedule(total: int, options: OptimizerConfig, auto: str | None) -> str:
     return text
 
 
-def _validation_seconds(trial: Trial) -> float:
+def _validation_seconds(trainer: Trainer) -> float:
     """Seconds of a whole validation, extrapolated from one forward on each rank."""
-    trainer = trial.trainer
     student, source, micro = trainer.student.eval(), trainer.validation_source, trainer.stepper.micro
     sizes = [len(each.place) for each in source.facts.members.values()] or [len(source)]
     batches = (min(math.ceil(size / micro), trainer.validation_batches) for size in sizes)
@@ -303,3 +314,172 @@ def _validation_seconds(trial: Trial) -> float:
     validate(student, source, micro=micro, batches=1)
     parallelize.reshard(student.model)
     return forwards * (time.perf_counter() - started)
+
+
+def _sanity(config: DistillConfig) -> int:
+    if not config.cache:
+        # these checks need little text, and packing all of it may take long
+        most = max(4 * config.batch_size, 4 * SEQUENCES)
+        few = min(config.data.num_sequences or most, most)
+        config = replace(config, data=replace(config.data, num_sequences=few))
+    found: list[dict[str, Any]] = []
+    with trial_run(config) as run:
+        for number, (name, check) in enumerate(CHECKS.items(), 1):
+            log.info("check %d of %d: %s", number, len(CHECKS), (check.__doc__ or "").rstrip("."))
+            sound, text, wanted, values = check(run)
+            verdict = "-" if sound is None else "ok" if sound else "look"
+            found.append({"check": name, "verdict": verdict, "found": text, "wanted": wanted, "values": values})
+    if config.json:
+        show("", {"run": str(config.out), "checks": found}, as_json=True)
+    else:
+        shown = ("check", "verdict", "found", "wanted")
+        rows = [[each[name] for name in shown] for each in found]
+        show_page([Table(shown, rows, boxed=True, title=f"distill {config.out}, sanity")])
+    return 0
+
+
+Verdict = tuple[bool | None, str, str, dict[str, Any]]
+"""Whether what a check found is sound (None: there is no expectation), what it found, what is wanted, the numbers."""
+
+
+def check_initial_loss(run: Run) -> Verdict:
+    """The loss before the first step."""
+    trainer, init = run.trainer, run.recipe.student.init
+    batches = min(4, run.recipe.config.monitor.eval_batches)
+    metrics = validate(trainer.student.eval(), trainer.validation_source, micro=trainer.stepper.micro, batches=batches)
+    loss = math.nan if metrics is None else metrics.mean("cross_entropy")
+    assert loss is not None
+    sound, text = initial_loss(loss, trainer.student.vocab_size, init)
+    wanted = {"scratch": "ln V, within a tenth", "pretrained": "below ln V"}.get(init, "finite")
+    values = {"loss": loss, "ln_vocabulary": math.log(trainer.student.vocab_size)}
+    return sound, text.removeprefix("initial loss "), wanted, values
+
+
+def check_gradients(run: Run) -> Verdict:
+    """The gradient of every parameter."""
+    student, stepper = run.trainer.student, run.trainer.stepper
+    student.train()
+    with student.eager():
+        student(stepper.source.read(stepper.sequences(0)[: stepper.micro]), stepper.full_tokens).loss.backward()
+    found = gradients_of(student.model)
+    student.zero_grad(set_to_none=True)
+    unsound = {"without": found.missing, "zero": found.zero, "non-finite": found.broken}
+    total = found.good + sum(map(len, unsound.values()))
+    named = [f"{kind}: {_first(names)}" for kind, names in unsound.items() if names]
+    text = "; ".join([f"{found.good} of {total} parameters sound", *named])
+    values = {"sound": found.good, **{kind.replace("-", "_"): names for kind, names in unsound.items()}}
+    return found.good == total, text, "all finite and not zero", values
+
+
+def check_loader(run: Run) -> Verdict:
+    """Reading against training."""
+    first, *later = (seconds for seconds, _ in timed_steps(run.trainer, 3))
+    step, hidden = min(later), run.trainer.stepper.source.overlaps
+    reading = statistics.median(_reading_seconds(run.trainer, number) for number in range(4, 8))
+    how = "read during a step" if hidden else "computed by the teacher before each step"
+    text = f"{1000 * reading:.1f} ms to read the data of a step of {1000 * step:.1f} ms ({how})"
+    values = {"loader_seconds": reading, "step_seconds": step, "first_step_seconds": first}
+    return reading < step if hidden else None, text, "less than a step" if hidden else "", values
+
+
+def _reading_seconds(trainer: Trainer, step: int) -> float:
+    stepper, started = trainer.stepper, time.perf_counter()
+    for each in stepper.sequences(step * trainer.config.batch_size).reshape(-1, stepper.micro):
+        stepper.source.read(each)
+    return time.perf_counter() - started
+
+
+def check_resume(run: Run) -> Verdict:
+    """A step, and the same step after a save and a resume."""
+    trainer, name = run.trainer, tiers.name_of("rolling", run.trainer.state.progress.step)
+    trainer.checkpoints.save(name)
+    trainer.saver.wait()
+
+    def state_after_a_step() -> dict[str, torch.Tensor]:
+        timed_steps(trainer, 1)
+        return {name: each.detach().to("cpu", copy=True) for name, each in trainer.state.own_tensors().items()}
+
+    first = state_after_a_step()
+    saved = load_saved(trainer.store.path(name), trainer.state.like)
+    trainer.state.load(saved.tensors, saved.state)
+    second = state_after_a_step()
+    differ = [each for each in first if not torch.equal(first[each], second[each])]
+    exact = trainer.student.device.type == "cpu" or trainer.config.precision.deterministic
+    text = f"{len(differ)} of {len(first)} tensors differ ({_first(differ)})"
+    text = text if differ else f"{len(first)} tensors equal to the last bit"
+    wanted = "equal bits" if exact else "nothing: the device repeats its bits only with --deterministic"
+    return not differ if exact else None, text, wanted, {"tensors": len(first), "differ": differ}
+
+
+def check_overfitting(run: Run) -> Verdict:
+    """Sixteen sequences memorized."""
+    # by cross-entropy alone, eagerly and without dropout; the rate rises over ten steps and stays
+    config, stepper, student = run.recipe.config, run.trainer.stepper, run.trainer.student
+    numbers = stepper.order.batch(0, min(SEQUENCES, len(stepper.source)))
+    batches = [stepper.source.read(numbers[at : at + stepper.micro]) for at in range(0, len(numbers), stepper.micro)]
+    floor, tokens = entropy_floor(batches, student.document_mask), float(sum(each.loss_mask.sum() for each in batches))
+    least = 1e-3 if run.recipe.student.init == "scratch" else 0.0
+    options = replace(config.optimizer, lr=max(config.optimizer.peak_lr, least))
+    run.trainer.state.optimizer.state.clear()
+    optimizer, losses = make_optimizer(student, options, config.objective.temperature_lr), list[float]()
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    student.eval()
+    student.loss.alpha, student.hidden_loss = 0.0, None
+    while len(losses) <= STEPS and not (losses and losses[-1] - floor < 0.05 * (losses[0] - floor)):
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * min(1.0, (len(losses) + 1) / 10)
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(0.0)
+        with student.eager():
+            for batch in batches:
+                loss = student(batch, tokens).loss
+                loss.backward()
+                losses[-1] += float(loss.detach())
+        nn.utils.clip_grad_norm_(student.model.parameters(), options.clip or math.inf)
+        optimizer.guarded_step(torch.zeros((), device=student.device))
+    share = (losses[0] - min(losses)) / max(losses[0] - floor, 1e-9)
+    text = (
+        f"{len(numbers)} sequences from {losses[0]:.3f} to {min(losses):.3f} nats in {len(losses) - 1} steps at "
+        f"lr {options.peak_lr:g}; their floor is {floor:.3f}"
+    )
+    values = {"first": losses[0], "lowest": min(losses), "floor": floor, "steps": len(losses) - 1, "share": share}
+    return share > 0.5, text, "over half of the way to the floor", values
+
+
+CHECKS: dict[str, Callable[[Run], Verdict]] = {
+    "initial loss": check_initial_loss,
+    "gradients": check_gradients,
+    "loader": check_loader,
+    "resume": check_resume,
+    "overfitting": check_overfitting,
+}
+
+
+def entropy_floor(batches: Sequence[Batch], document_mask: bool) -> float:
+    """Return the lowest mean cross-entropy, nats a token, that any model can have on these sequences.
+
+    It is the entropy of the next token given all tokens before it: a model that has memorized the sequences errs only
+    where different tokens follow the same prefix of a sequence (or of a document, with a document mask).
+    """
+    followers: dict[int, Counter[int]] = defaultdict(Counter)
+    places: dict[tuple[int, int], int] = {}  # a tree of prefixes: (place of the prefix, token) -> place
+    for batch in batches:
+        columns = batch.tokens.tolist(), batch.loss_mask.tolist(), batch.segments.tolist()
+        for row_T, mask_T, segments_T in zip(*columns, strict=True):
+            place = 0
+            for at, counts in enumerate(mask_T):
+                if document_mask and at and segments_T[at] != segments_T[at - 1]:
+                    place = 0
+                place = places.setdefault((place, row_T[at]), len(places) + 1)
+                if counts:
+                    followers[place][row_T[at + 1]] += 1
+    nats, tokens = 0.0, 0
+    for follower in followers.values():
+        total = sum(follower.values())
+        nats -= sum(count * math.log(count / total) for count in follower.values())
+        tokens += total
+    return nats / max(tokens, 1)
+
+
+def _first(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"

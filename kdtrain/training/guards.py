@@ -125,20 +125,14 @@ class SpikeDetector(Watcher[_Clean]):
     """Watches the parts of the loss at each step.
 
     Args:
-        rule: mad, or none, which disables the detector.
-        patience: spiky steps in a row that confirm a spike.
+        patience: spiky steps in a row that confirm a spike; 0 disables the detector.
         window: how many clean values of each part are kept.
         minimum: clean values of a part that a threshold needs.
     """
 
-    def __init__(self, rule: str, patience: int = 3, window: int = 32, minimum: int = 10) -> None:
-        self.rule, self.patience, self.window, self.minimum = rule, patience, window, minimum
+    def __init__(self, patience: int = 3, window: int = 32, minimum: int = 10) -> None:
+        self.patience, self.window, self.minimum = patience, window, minimum
         self.memory = _Clean({}, 0, None)
-
-    @classmethod
-    def of(cls, config: GuardsConfig) -> "SpikeDetector":
-        """Return the detector with these options."""
-        return cls("mad" if config.spike_patience else "none", config.spike_patience)
 
     @property
     def suspicious_since(self) -> int | None:
@@ -147,7 +141,7 @@ class SpikeDetector(Watcher[_Clean]):
 
     def update(self, step: int, parts: Mapping[str, float]) -> int | None:
         """Take the parts of a step's loss, nats; return the first step of a confirmed spike, or None."""
-        if self.rule == "none" or not all(map(math.isfinite, parts.values())) or parts.get("ce") == 0:
+        if not self.patience or not all(map(math.isfinite, parts.values())) or parts.get("ce") == 0:
             return None
         if all(value <= self.threshold(name) for name, value in parts.items()):
             for name, value in parts.items():
@@ -280,7 +274,7 @@ class Guards:
     """
 
     def __init__(self, guards: GuardsConfig, stopping: StoppingConfig, fp16: bool) -> None:
-        self.spikes = SpikeDetector.of(guards)
+        self.spikes = SpikeDetector(guards.spike_patience)
         self.divergence = DivergenceWatch(guards.max_loss_ratio)
         self.explosion = GradientExplosion(stopping)
         self.stopping = EarlyStopping(stopping)

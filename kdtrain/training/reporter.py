@@ -13,7 +13,7 @@ Shape suffixes: B rows, T tokens so far, D width.
 import math
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -85,47 +85,36 @@ _BUSY = 1.75
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 32, 48
 
 
-class Sampler:
-    """Continues the first tokens of the first sequences of `source` with the student.
+def sample_texts(
+    student: Student, source: Source, tokenizer: PreTrainedTokenizerFast, seed: int
+) -> list[dict[str, str]]:
+    """Continue the first tokens of the first sequences of `source` with the student, whose mode does not change.
 
-    Args:
-        student: the model.
-        source: the validation split; read once, at the first call.
-        tokenizer: turns tokens into text.
-        seed: of the sampled tokens.
+    Returns prompt, greedy and sampled continuation of each. seed: of the sampled tokens.
     """
+    tokens_BT = source.read(np.arange(min(PROMPTS, len(source)))).tokens
+    seq_len = tokens_BT.shape[1] - 1
+    prompt = max(1, min(PROMPT_TOKENS, seq_len // 2))
+    prompts_BT, training = tokens_BT[:, :prompt], student.training
+    student.eval()
 
-    def __init__(self, student: Student, source: Source, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-        self.student, self.source, self.tokenizer, self.seed = student, source, tokenizer, seed
-        self.prompts_BT: torch.Tensor | None = None
-        self.tokens = 0
+    def next_logits(tokens_BT: torch.Tensor) -> torch.Tensor:
+        with student.switch.at("high"), autocast(student.mode, student.device):
+            hidden_BTD = student.model(tokens_BT)
+        return student.model.head(hidden_BTD[:, -1])[:, : student.vocab_size]
 
-    def texts(self) -> list[dict[str, str]]:
-        """Return prompt, greedy and sampled continuation of each prompt; the student's mode does not change."""
-        if self.prompts_BT is None:
-            tokens_BT = self.source.read(np.arange(min(PROMPTS, len(self.source)))).tokens
-            seq_len = tokens_BT.shape[1] - 1
-            prompt = max(1, min(PROMPT_TOKENS, seq_len // 2))
-            self.prompts_BT, self.tokens = tokens_BT[:, :prompt], max(1, min(NEW_TOKENS, seq_len - prompt))
-        training = self.student.training
-        self.student.eval()
-
-        def next_logits(tokens_BT: torch.Tensor) -> torch.Tensor:
-            with self.student.switch.at("high"), autocast(self.student.mode, self.student.device):
-                hidden_BTD = self.student.model(tokens_BT)
-            return self.student.model.head(hidden_BTD[:, -1])[:, : self.student.vocab_size]
-
-        try:
-            with self.student.eager():  # each length would compile a graph of its own
-                continuations = [
-                    torch.stack([*generate(next_logits, self.prompts_BT, self.tokens, temperature, self.seed)], 1)
-                    for temperature in (0.0, 1.0)
-                ]
-        finally:
-            self.student.train(training)
-            reshard(self.student.model)
-        columns = [self.tokenizer.batch_decode(tokens.tolist()) for tokens in (self.prompts_BT, *continuations)]
-        return [dict(zip(("prompt", "greedy", "sampled"), row, strict=True)) for row in zip(*columns, strict=True)]
+    try:
+        with student.eager():  # each length would compile a graph of its own
+            count = max(1, min(NEW_TOKENS, seq_len - prompt))
+            continuations = [
+                torch.stack([*generate(next_logits, prompts_BT, count, temperature, seed)], 1)
+                for temperature in (0.0, 1.0)
+            ]
+    finally:
+        student.train(training)
+        reshard(student.model)
+    columns = [tokenizer.batch_decode(tokens.tolist()) for tokens in (prompts_BT, *continuations)]
+    return [dict(zip(("prompt", "greedy", "sampled"), row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 class Reporter:
@@ -146,7 +135,7 @@ class Reporter:
         self.writers: Writers = SilentWriters(config.monitor)
         self.bar, self.rate = Bar("distill", total, every=math.inf), Rate(total)
         self.init = ""
-        self.sampler: Sampler | None = None
+        self.texts: Callable[[], list[dict[str, str]]] | None = None
         self.reads_ahead = reads_ahead
         self.history = self._history(1, 0)
         self.gradients_checked = False
@@ -182,7 +171,13 @@ class Reporter:
         self.text.window.clear()
 
     def open(
-        self, step: int, validated_step: int | None, *, init: str, sampler: Sampler | None = None, samples: int = 0
+        self,
+        step: int,
+        validated_step: int | None,
+        *,
+        init: str,
+        texts: Callable[[], list[dict[str, str]]] | None = None,
+        samples: int = 0,
     ) -> None:
         """Open the run's logs and metrics; only rank 0 writes any.
 
@@ -190,7 +185,7 @@ class Reporter:
             step: steps finished before this process.
             validated_step: the last one with a validation.
             init: where the student's weights come from, as in its spec.
-            sampler: continues prompts; without one there are no samples.
+            texts: continues prompts, as `sample_texts`; without it there are no samples.
             samples: entries drawn for a token of the targets.
         """
         monitor = self.config.monitor
@@ -198,7 +193,7 @@ class Reporter:
             self.writers = Writers(self.config.out, step, validated_step, monitor)
             self.watches = True
         self.history = self._history(step + 1, samples)
-        self.init, self.sampler = init, sampler
+        self.init, self.texts = init, texts
         self.bar = Bar("distill", self.total, step, every=math.inf)
 
     def initial(self, loss: float) -> None:
@@ -245,8 +240,8 @@ class Reporter:
             checkpoint: the step of the last checkpoint, or the run's first step where there is none.
             epochs: passes over the training split so far.
         """
-        if self.sampler is not None and _due(number, self.config.monitor.sample_freq):
-            self.writers.samples(number, self.sampler.texts())
+        if self.texts is not None and _due(number, self.config.monitor.sample_freq):
+            self.writers.samples(number, self.texts())
         signs = self.history.add(number, numbers, memory_mb(self.student.device), epochs)
         share = {"clipped_share": signs.clipped_share} if self.config.optimizer.clip else {}
         age = number - checkpoint

@@ -39,8 +39,7 @@ from kdtrain.training.optimizers import Optimizer
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.schedule import alpha, learning_rate, run_length
 from kdtrain.training.signals import StopRequest
-from kdtrain.training.sources.feed import Feed
-from kdtrain.training.sources.source import Source, order_of
+from kdtrain.training.sources.source import Feed, Source, order_of
 from kdtrain.training.state import TrainState, seed_everything
 from kdtrain.training.student import Student
 

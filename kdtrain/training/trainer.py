@@ -14,14 +14,12 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from enum import Enum
+from functools import partial
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.checkpoint import tiers
-from kdtrain.checkpoint.saver import Saver
-from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import log, log_step, members_line, one_line, validation_line
@@ -36,7 +34,7 @@ from kdtrain.training.guards import Guards
 from kdtrain.training.observers import Observer
 from kdtrain.training.optimizers import make_optimizer
 from kdtrain.training.recovery import Next, Recovery
-from kdtrain.training.reporter import Reporter, Sampler
+from kdtrain.training.reporter import Reporter, sample_texts
 from kdtrain.training.schedule import decay_steps, validation_interval, warmup_steps
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.sources.source import Source
@@ -44,15 +42,6 @@ from kdtrain.training.state import TrainState
 from kdtrain.training.step import Status, Stepper, StepResult
 from kdtrain.training.student import Student
 from kdtrain.training.validate import calibration, summary, validate_members
-
-
-class Outcome(Enum):
-    """The result of a validation."""
-
-    BEST = "best"
-    NOT_BEST = "not the best"
-    DIVERGED = "diverged"
-    INTERRUPTED = "interrupted"
 
 
 class Trainer:
@@ -92,6 +81,7 @@ class Trainer:
         term = train.facts.term(config.objective.divergence)
         self.reporter = Reporter(config, student, total_steps, train.overlaps, term)
         self.checkpoints = Checkpoints(config, self.state, self.reporter, identity or {})
+        self.saver, self.store = self.checkpoints.saver, self.checkpoints.store
         self.stepper = Stepper(
             config=config,
             state=self.state,
@@ -120,16 +110,6 @@ class Trainer:
         return self.reporter.writers
 
     @property
-    def saver(self) -> Saver:
-        """Publishes checkpoints."""
-        return self.checkpoints.saver
-
-    @property
-    def store(self) -> Store:
-        """The checkpoints on disk."""
-        return self.checkpoints.store
-
-    @property
     def total(self) -> int:
         """Optimizer steps of the whole run, as known now: a plateau may begin the decay early."""
         return self.stepper.total
@@ -150,22 +130,21 @@ class Trainer:
         tokenizer: PreTrainedTokenizerFast | None,
         *,
         init: str,
-        samples: int = 0,
         byte_lengths: np.ndarray | None = None,
     ) -> None:
         """Open the run's logs and metrics, at the current step.
 
         Args:
             tokenizer: turns tokens into text; without one there are no samples.
-            byte_lengths: see `validate`.
             init: where the student's weights come from, as in its spec.
-            samples: entries drawn for a token of the targets.
+            byte_lengths: see `validate`.
         """
-        progress, sampler = self.state.progress, None
+        progress, texts = self.state.progress, None
         self.byte_lengths = byte_lengths
         if tokenizer is not None:
-            sampler = Sampler(self.student, self.validation_source, tokenizer, self.config.seed)
-        self.reporter.open(progress.step, progress.validated_step, init=init, sampler=sampler, samples=samples)
+            texts = partial(sample_texts, self.student, self.validation_source, tokenizer, self.config.seed)
+        samples = self.stepper.source.facts.num_samples
+        self.reporter.open(progress.step, progress.validated_step, init=init, texts=texts, samples=samples)
         if is_main() and progress.step:
             with suppress(OSError, ValueError):
                 record = RunRecord.read(self.config.out)
@@ -221,10 +200,11 @@ class Trainer:
             then = self._validate_and_save(stop, result)
         return Next.STOP if self.finished() or stop else then
 
-    def validate(self, stop: StopRequest) -> tuple[Outcome, float]:
-        """Validate; return the outcome, and the loss in nats, NaN where a stop request prevented it.
+    def validate(self, stop: StopRequest) -> tuple[bool, bool, float]:
+        """Validate; return whether the run has diverged, whether the student is the best, and the loss in nats.
 
-        The loss is cross-entropy, not the objective: it means the same at every temperature and for every divergence.
+        The loss is NaN where a stop request prevented it. It is cross-entropy, not the objective: it means the same at
+        every temperature and for every divergence.
 
         Raises:
             RunError: the loss is non-finite before the first step, or no token counts.
@@ -239,7 +219,7 @@ class Trainer:
         found = validate_members(self.student.eval(), source, read=stop.read, **size)
         self.stepper.wrapper.reshard()
         if found is None:
-            return Outcome.INTERRUPTED, math.nan
+            return False, False, math.nan
         metrics, members = found
         if not metrics.tokens:
             raise reported(
@@ -253,8 +233,8 @@ class Trainer:
         finite = all(math.isfinite(value) for each in bins for value in each)
         self.writers.metrics(progress.step, numbers, {"validation/calibration": bins} if finite else None)
         loss, before = numbers["validation/loss"], progress.last_loss
-        is_best = before is not None and progress.best_loss is not None and loss < progress.best_loss
-        log.info("%s", validation_line(progress.step, numbers, before, is_best))
+        better = before is not None and progress.best_loss is not None and loss < progress.best_loss
+        log.info("%s", validation_line(progress.step, numbers, before, better))
         progress.validated_step = progress.step
         if members:
             log.info("%s", members_line(progress.step, numbers, members))
@@ -265,7 +245,7 @@ class Trainer:
             if progress.first_loss is None:
                 text = f"the validation loss is {loss} before the first step; look at the student's weights"
                 raise reported(RunError(text, reason="non-finite"))
-            return Outcome.DIVERGED, loss
+            return True, False, loss
         guards.stopping.validated(loss)
         progress.first_loss = loss if progress.first_loss is None else progress.first_loss
         progress.last_loss, progress.teacher_loss = loss, numbers.get("validation/teacher_loss")
@@ -275,12 +255,11 @@ class Trainer:
             first = progress.members.get(member, {}).get("first_loss", own_loss)
             progress.members[member] = {"first_loss": first, "last_loss": own_loss, "teacher_loss": teacher}
         self.reporter.validated(progress.step, loss, progress.teacher_loss)
-        if guards.divergence.validated(loss):
-            return Outcome.DIVERGED, loss
-        if progress.best_loss is None or loss < progress.best_loss:
+        diverged = guards.divergence.validated(loss)
+        is_best = not diverged and (progress.best_loss is None or loss < progress.best_loss)
+        if is_best:
             progress.best_loss, progress.best_step = loss, progress.step
-            return Outcome.BEST, loss
-        return Outcome.NOT_BEST, loss
+        return diverged, is_best, loss
 
     def _validate_and_save(self, stop: StopRequest, result: StepResult | None) -> Next:
         """Validate, decide on the format of the next step, and save, each where it is due.
@@ -289,10 +268,9 @@ class Trainer:
         """
         progress, improved = self.state.progress, False
         if result is None or self._validation_due():
-            outcome, loss = self.validate(stop)
-            if outcome is Outcome.DIVERGED:
+            diverged, improved, loss = self.validate(stop)
+            if diverged:
                 return self.recovery.after_divergence(loss)
-            improved = outcome is Outcome.BEST
         if not self._validation_due():  # a resumed run repeats a validation that a stop request prevented
             self._check_plateau()
         # before anything saves the step, so that a resumed run does not count the same epoch again

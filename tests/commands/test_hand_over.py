@@ -14,8 +14,8 @@ from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_fold
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 ENDS = {"eos_token_id": [299, 256, 260], "pad_token_id": 261, "do_sample": True, "temperature": 0.7, "top_k": 20}
-FIVE = {
-    **{shape: SHAPES[shape] for shape in ("llama", "qwen3", "gpt2")},
+KINDS = {
+    "gpt2": SHAPES["gpt2"],
     "gemma3": SHAPES["gemma2"] | {"model_type": "gemma3_text"},
     "qwen3-moe": SHAPES["qwen3"]
     | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
@@ -74,11 +74,11 @@ def test_quantisation_without_torchao_is_refused_in_one_line_before_anything_is_
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("shape", FIVE)
+@pytest.mark.parametrize("shape", KINDS)
 def test_generation_settings_every_end_token_and_the_chat_template_are_the_students_own(workbench, tmp_path, shape):
     model, tokenizer = tiny_model("llama", 300), tiny_tokenizer(300)
     tokenizer.chat_template = TEMPLATE
-    model = AutoModelForCausalLM.from_config(_config(FIVE[shape]))
+    model = AutoModelForCausalLM.from_config(_config(KINDS[shape]))
     model.generation_config = GenerationConfig(**ENDS)
     own = write_model_folder(tmp_path / "own", model, tokenizer)
     argv = ("distill", "--cache", "cache", "--student", own, "--out", tmp_path / "run", "--steps", 1)

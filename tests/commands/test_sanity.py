@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kdtrain.objective.batch import Batch
-from kdtrain.run import sanity
-from kdtrain.run.sanity import entropy_floor
+from kdtrain.run import trial
+from kdtrain.run.trial import entropy_floor
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 from kdtrain.training.state import TrainState
 
@@ -21,8 +21,8 @@ FAST = ("--lr", 1e-2)
 @pytest.fixture(autouse=True)
 def quick_to_read(monkeypatch):
     """Whether a tiny student is trained in less time than its batch is read in is up to the machine."""
-    seconds = sanity._reading_seconds
-    monkeypatch.setattr(sanity, "_reading_seconds", lambda trial, step: min(0.0, seconds(trial, step)))
+    seconds = trial._reading_seconds
+    monkeypatch.setattr(trial, "_reading_seconds", lambda trainer, step: min(0.0, seconds(trainer, step)))
 
 
 def checked(workbench, *options):
@@ -63,23 +63,23 @@ def test_a_student_that_is_called_pretrained_and_is_not_gets_the_verdict_look(wo
 
 def test_text_is_packed_in_a_temporary_folder_and_only_as_much_as_needed(workbench, monkeypatch):
     asked = []
-    assemble = sanity.trial_run
-    monkeypatch.setattr(sanity, "trial_run", lambda config: (asked.append(config), assemble(config))[1])
+    assemble = trial.trial_run
+    monkeypatch.setattr(trial, "trial_run", lambda config: (asked.append(config), assemble(config))[1])
     checks = checked(workbench, "--student", "student.toml", *workbench.text, *FAST)
     assert checks["overfitting"]["verdict"] == "ok"
     assert asked[0].data.num_sequences == 64
 
 
 def test_the_time_of_an_online_teacher_is_reported(workbench, monkeypatch):
-    monkeypatch.setattr(sanity, "STEPS", 1)
+    monkeypatch.setattr(trial, "STEPS", 1)
     options = ("--teacher", "teacher", "--student", "student.toml", *workbench.text, "--document-mask")
     checks = checked(workbench, *options)
     assert checks["loader"]["verdict"] == "-" and "computed by the teacher" in checks["loader"]["found"]
 
 
 def test_a_slow_reader_and_a_resume_that_loses_a_moment_get_the_verdict_look(workbench, monkeypatch):
-    monkeypatch.setattr(sanity, "STEPS", 1)
-    monkeypatch.setattr(sanity, "_reading_seconds", lambda trial, step: 1e6)
+    monkeypatch.setattr(trial, "STEPS", 1)
+    monkeypatch.setattr(trial, "_reading_seconds", lambda trainer, step: 1e6)
     monkeypatch.setenv("COLUMNS", "250")
     load = TrainState.load
 

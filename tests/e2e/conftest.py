@@ -26,6 +26,11 @@ from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_fold
 _TEXTS = ("abc", "bisect", "codeop", "heapq", "keyword", "linecache", "stat", "this")
 _CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
 
+_TIMING = (
+    *("tok/s", "tok/s_last", "eta_h", "data_wait_s"),
+    *("memory_resident_mb", "memory_growth_mb", "checkpoint_age", "loss_avg", "clipped_share"),
+)
+
 
 @dataclass(frozen=True)
 class Done:
@@ -166,12 +171,40 @@ class Bench:
         """The tensors of a run's newest checkpoint."""
         return load(self.newest(run)).tensors
 
+    def differing(self, one: str, other: str) -> list[str]:
+        """The names of what differs between the newest checkpoints of two runs, to the bit."""
+        ours, theirs = self.tensors(one), self.tensors(other)
+        both = ours.keys() & theirs.keys()
+        return sorted(ours.keys() ^ theirs.keys()) + [
+            each for each in both if not torch.equal(ours[each], theirs[each])
+        ]
+
+    def state(self, run: str) -> dict[str, Any]:
+        """The numbers of a run's newest checkpoint."""
+        return json.loads((self.newest(run) / "state.json").read_text())
+
+    def assert_same(self, run: str, other: str, validations: bool = True) -> None:
+        """The newest checkpoints are equal bit by bit, and each step was logged once, with equal numbers."""
+        assert self.newest(run).name == self.newest(other).name
+        assert self.differing(run, other) == []
+        assert untimed(self.metrics(run)) == untimed(self.metrics(other))
+        if validations:
+            assert untimed(self.lines(run)) == untimed(self.lines(other))
+            assert self.state(run)["progress"] == self.state(other)["progress"]
+            best = [(self.root / each / "checkpoints/best").resolve().name for each in (run, other)]
+            assert best[0] == best[1]
+
     def student(self, name: str, shape: str = "llama", tokenizer: str = "teacher", **config: Any) -> Path:
         """Write the spec of a random student."""
         entries = [f"{key} = {json.dumps(value)}\n" for key, value in (SHAPES[shape] | config).items()]
         path = self.root / f"{name}.toml"
         path.write_text(f"tokenizer = '{tokenizer}'\n\n[config]\n{''.join(entries)}")
         return path
+
+
+def untimed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines without times, and without averages over the steps of one process."""
+    return [{name: value for name, value in line.items() if name not in _TIMING} for line in lines]
 
 
 def _program() -> Path:

@@ -5,7 +5,6 @@ import shutil
 import signal
 
 import pytest
-import torch
 
 from kdtrain.library import Cache
 from kdtrain.tokenizers.view import View
@@ -35,12 +34,6 @@ def whole(ranks):
     return ranks
 
 
-def differing(ranks, one, other):
-    first, second = ranks.tensors(one), ranks.tensors(other)
-    assert first.keys() == second.keys()
-    return [name for name in first if not torch.equal(first[name], second[name])]
-
-
 def view_of(folder):
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
 
@@ -61,14 +54,14 @@ def test_a_killed_run_resumes_to_the_bit(whole, fault):
     out = f"killed-{fault[:5]}"
     assert whole.run(*RUN, "--out", out, fault=fault).code == -signal.SIGKILL
     whole.ok(1, *RUN, "--out", out)
-    assert differing(whole, "whole-1", out) == []
+    assert whole.differing("whole-1", out) == []
 
 
 def test_a_killed_rank_ends_the_other_and_the_same_command_finishes_with_the_same_bits(whole):
     ended = whole.launch(2, *RUN, "--out", "killed-2", fault="train.after-micro-batch:kill:20@1")
     assert [each.code for each in ended] == [1, -signal.SIGKILL]
     whole.ok(2, *RUN, "--out", "killed-2")
-    assert differing(whole, "whole-2", "killed-2") == []
+    assert whole.differing("whole-2", "killed-2") == []
 
 
 def test_a_view_killed_while_it_is_made_is_completed_and_is_the_same(whole):
@@ -79,7 +72,7 @@ def test_a_view_killed_while_it_is_made_is_completed_and_is_the_same(whole):
         assert not (whole.root / out / "data" / "view.json").exists()
         whole.ok(1, *RUN, "--out", out)
         assert view_of(whole.root / "whole-1" / "data") == view_of(whole.root / out / "data")
-        assert differing(whole, "whole-1", out) == []
+        assert whole.differing("whole-1", out) == []
 
 
 def test_a_view_that_was_damaged_between_two_launches_is_one_line_and_made_anew_once_removed(whole):

@@ -9,8 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kdtrain.checkpoint.store import load
-
 _HOW = ("--steps", 14, "--lr", 1e-5, "--lr-schedule", "constant", "--warmup-steps", 0, "--batch-size", 6, "--alpha", 0)
 _RULE = ("--time-resume", "--quant-rule", "loss", "--quant-loss-threshold", 9, "--quant-window-size", 4)
 _DWELL = ("--quant-min-dwell", 5)
@@ -56,38 +54,14 @@ def test_an_injected_curve_gives_the_lines_and_the_folders_that_are_promised(for
 
 
 def test_a_run_killed_in_its_fallback_ends_as_an_uninterrupted_one(forks):
-    options = (
-        "--precision",
-        "fp8",
-        *_RULE,
-        *_DWELL,
-        "--quant-snapshot",
-        "disk",
-        "--checkpoint-freq",
-        3,
-        "--no-async-save",
-    )
+    options = ("--precision", "fp8", *_RULE, *_DWELL, "--quant-snapshot", "disk")
+    options += ("--checkpoint-freq", 3, "--no-async-save")
     distill(forks, "whole", *options, fault=_RISING).ok()
     killed = distill(forks, "killed", *options, KDTRAIN_FAULT=f"{_RISING},train.after-step:kill:10")
     assert killed.code < 0
     distill(forks, "killed", *options, KDTRAIN_FAULT=_RISING).ok()
-    whole, again = (load(forks.root / run / "checkpoints" / "step-00000014") for run in ("whole", "killed"))
-    assert whole.tensors.keys() == again.tensors.keys()
-    assert all(torch.equal(whole.tensors[name], again.tensors[name]) for name in whole.tensors)
-    assert whole.state["watchers"] == again.state["watchers"]
-
-
-def test_a_run_stopped_in_mid_window_later_restores_its_earlier_snapshot(forks):
-    options = ("--precision", "mxfp4", *_RULE, "--quant-window-size", 50, "--quant-checkpoint-interval", 2)
-    broken = "train.gradient:nan:9-12"
-    distill(forks, "never-stopped", *options, fault=broken).ok()
-    stopped = distill(forks, "stopped", *options, KDTRAIN_FAULT=f"{broken},train.after-step:term:7").ok()
-    assert "stopped by SIGTERM after step 7" in stopped.stderr
-    again = distill(forks, "stopped", *options, fault=broken).ok()
-    assert "rolled back to snapshot of step 6" in again.stderr  # no step was taken from that of step 8
-    whole, other = (load(forks.root / run / "checkpoints" / "step-00000014") for run in ("never-stopped", "stopped"))
-    assert all(torch.equal(whole.tensors[name], other.tensors[name]) for name in whole.tensors)
-    assert whole.state["watchers"]["adaptive"] == other.state["watchers"]["adaptive"]
+    assert forks.differing("whole", "killed") == []
+    assert forks.state("whole")["watchers"] == forks.state("killed")["watchers"]
 
 
 @pytest.mark.parametrize("more, forward", [((), "fp16"), (("--quant-fallback-scope", "forward"), "bf16")])
@@ -100,15 +74,13 @@ def test_the_fallback_follows_its_option(forks, more, forward):
     assert (forks.root / name / "checkpoints" / f"switch_to_{forward}_iter7").is_dir()
 
 
-@pytest.mark.parametrize("mode", ["fp16", "fp8", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("mode", ["fp16", "fp8", "mxfp8"])
 def test_each_mode_trains_and_resumes_bit_by_bit(forks, mode):
     options = ("--precision", mode, "--steps", 6, "--lr", 1e-3)
     distill(forks, f"{mode}-whole", *options).ok()
     distill(forks, f"{mode}-first", *options, "--checkpoint-freq", 2, KDTRAIN_FAULT="train.after-step:kill:4")
     distill(forks, f"{mode}-first", *options, "--checkpoint-freq", 2).ok()
-    whole, again = (forks.root / f"{mode}-{run}" / "checkpoints" / "step-00000006" for run in ("whole", "first"))
-    one, other = load(whole).tensors, load(again).tensors
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert forks.differing(f"{mode}-whole", f"{mode}-first") == []
     exported = load_file(forks.root / f"{mode}-whole" / "student" / "model.safetensors")
     assert all(torch.isfinite(each).all() for each in exported.values())
 
@@ -122,10 +94,7 @@ def test_collected_tensors_are_in_the_run_and_a_resume_neither_loses_nor_doubles
         group = file["model.layers.0.mlp.down_proj"]["gradient"]
         assert group["step"][:].tolist() == [2, 4, 6, 8] and set(group["mode"].asstr()[:]) == {"mxfp4"}
         assert (group["error"][:] > 0.05).all()
-    plain, seen = (
-        load(forks.root / run / "checkpoints" / "step-00000008").tensors for run in ("not-collected", "seen")
-    )
-    assert all(torch.equal(plain[name], seen[name]) for name in plain)
+    assert forks.differing("not-collected", "seen") == []
 
 
 def test_what_cannot_be_is_refused_in_one_line(forks):
@@ -143,12 +112,6 @@ def test_what_cannot_be_is_refused_in_one_line(forks):
     ):
         refused = distill(forks, "refused", *options)
         assert refused.code == 2 and named in refused.refusal(), refused.stderr
-
-
-def test_a_missing_back_end_falls_back_to_bf16_with_one_line(forks):
-    done = distill(forks, "missing", "--precision", "fp8", "--fp8-backend", "transformer-engine", "--steps", 1).ok()
-    said = [line for line in done.stderr.splitlines() if "training in bf16" in line]
-    assert len(said) == 1 and "TransformerEngine runs on CUDA devices only" in said[0]
 
 
 def events(run: Path) -> list[dict]:

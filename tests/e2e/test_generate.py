@@ -70,16 +70,8 @@ def test_a_killed_and_resumed_capture_equals_an_undisturbed_one_bit_by_bit(bench
 
 
 def test_answers_to_conversations_are_the_same_from_two_ranks(bench, writes):
-    asks = [
-        "cache-teacher",
-        "--generate",
-        "--teacher",
-        "writer",
-        "--data",
-        "chat.jsonl",
-        "--messages-column",
-        "messages",
-    ]
+    asks = ["cache-teacher", "--generate", "--teacher", "writer", "--data", "chat.jsonl"]
+    asks += ["--messages-column", "messages"]
     asks += ["--seq-len", 120, "--num-sequences", 10, "--validation-sequences", 2, "--max-new-tokens", 9, "--top-k", 4]
     asks += ["--precision", "fp32", "--sequences-per-shard", 4, "--batch-size", 3]
     made = bench.run(*asks, "--out", "alone", "--json").json

@@ -8,13 +8,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cache"))
 
-from hostile_kit import LINKS, SHAPES, TYPES, VALUES, reseal
+from hostile_kit import LINKS, SHAPES, reseal
 
 CASES = {
-    "type": (TYPES["type for a data set"], "an object header of it has another layout"),
     "link": (LINKS["external link"], "it has a soft or external link"),
     "80 GB": (SHAPES["80 GB of common entries"], "'dictionary/common' has 40000000000 rows instead of 1 to 300"),
-    "NaN": (VALUES["weight that is not a number"], "its dictionary has weights that predict nothing"),
 }
 
 
@@ -45,18 +43,8 @@ def test_verify_names_a_hostile_shard_and_its_fault(forks, hostile):
     assert f'"problems": ["hostile/shards/train-00000.h5: {hostile}"]' in done.stdout.replace('\\"', '"')
 
 
-@pytest.mark.parametrize("hostile", ["NaN"], indirect=True)
+@pytest.mark.parametrize("hostile", ["link"], indirect=True)
 def test_a_hostile_shard_is_refused_by_evaluate(bench, distilled, forks, hostile):
     done = forks.run("evaluate", "--student", "run", "--cache", "hostile", "--split", "train")
     assert done.code == 1
     assert f"hostile/shards/train-00000.h5 cannot be read ({hostile})" in done.refusal()
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("hostile", ["type"], indirect=True)
-def test_a_command_that_failed_in_the_thread_that_reads_ends(bench, hostile):
-    """In a process of its own, which Python ends."""
-    argv = ("distill", "--cache", "hostile", "--student", "student.toml", "--out", "own", "--steps", 4)
-    done = bench.run(*argv, *bench.eager, *bench.fast)
-    assert (done.code, done.stdout) == (1, "")
-    assert done.refusal().startswith("kdtrain: shard hostile/shards/train-00000.h5 cannot be read (")

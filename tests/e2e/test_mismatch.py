@@ -1,9 +1,7 @@
 """Inputs that do not belong together are refused with the digest that differs, and accepted only by name."""
 
-import json
 import shutil
 
-from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.testing import tiny_tokenizer
 
 
@@ -36,10 +34,3 @@ def test_another_tokenizer_and_another_cache_need_to_be_allowed_by_name(bench, c
     finally:
         shutil.rmtree(bench.root / "cache")
         (bench.root / "cache-kept").rename(bench.root / "cache")
-
-
-def test_an_exported_student_names_its_cache(bench, distilled) -> None:
-    digest = read_manifest(bench.root / "cache").digest
-    assert json.loads((bench.root / "run" / "student" / "kdtrain.json").read_text())["cache"] == digest
-    bench.run("export", "run", "--out", "exported-origin").ok()
-    assert json.loads((bench.root / "exported-origin" / "kdtrain.json").read_text())["cache"] == digest

@@ -18,7 +18,7 @@ from kdtrain.objective.loss import DistillationLoss
 from kdtrain.parallel.parallelize import SingleProcess, parallelize, shard
 from kdtrain.ranks import local, process_group
 from kdtrain.testing import tiny_model, tiny_tokenizer
-from kdtrain.training.reporter import Sampler
+from kdtrain.training.reporter import sample_texts
 from kdtrain.training.student import Student
 
 WRAPPERS = ("single", "ddp", "fsdp")
@@ -106,7 +106,7 @@ def layers_share_one_graph_whatever_a_bucket_holds_and_samples_of_text_compile_n
 
     for kind in WRAPPERS:
         step = wrapped(kind)
-        assert len(Sampler(step.module, Source(), tiny_tokenizer(VOCABULARY), 0).texts()) == 2
+        assert len(sample_texts(step.module, Source(), tiny_tokenizer(VOCABULARY), 0)) == 2
         assert not graphs, kind
         if kind == "ddp":
             step.ddp.bucket_bytes_cap = 1000

@@ -9,7 +9,7 @@ from kdtrain.models.head import split
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import SparseTargets
 from kdtrain.testing import tiny_model
-from kdtrain.training.sources.device import OnDevice
+from kdtrain.training.sources.build import StudentSource
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -52,7 +52,7 @@ def test_a_copied_tensor_is_complete_for_any_memory_layout(workshop, device):
         def read(self, indices):
             return Batch(tokens, mask, tokens[:, 1:], targets, (torch.randn(3, 6).T,))
 
-    source = OnDevice(One(), torch.device(device), 300)
+    source = StudentSource(One(), torch.device(device), 300)
     for _ in range(3):
         batch = source.read(np.arange(2))
         moved = batch.targets
@@ -69,7 +69,7 @@ def on(run, device):
     """The run on a device: its student, temperature and sources."""
     run.student.to(device)
     run.stepper.source, run.validation_source = (
-        OnDevice(each, torch.device(device), 300) for each in (run.stepper.source, run.validation_source)
+        StudentSource(each, torch.device(device), 300) for each in (run.stepper.source, run.validation_source)
     )
     return run
 
@@ -88,27 +88,27 @@ def trained(workshop, name, device, steps, **options):
         return {key: each.detach().cpu().clone() for key, each in run.state.tensors().items()}
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_run_on_a_device_is_the_run_on_a_cpu(workshop, device):
+@pytest.mark.gpu
+def test_a_run_on_a_device_is_the_run_on_a_cpu(workshop):
     expected = trained(workshop, "cpu", "cpu", 6)
-    found = trained(workshop, "device", device, 6)
+    found = trained(workshop, "device", "cuda", 6)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         if name.startswith("student."):
             assert (found[name] - tensor).norm() <= 1e-2 * tensor.norm().clamp(min=1e-3), name
 
 
+@pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_run_with_dropout_that_is_resumed_on_a_device_is_the_run_that_was_not_stopped(workshop, device, monkeypatch):
+def test_a_run_with_dropout_that_is_resumed_on_a_device_is_the_run_that_was_not_stopped(workshop, monkeypatch):
     dropout = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
     monkeypatch.setattr(workshop, "student", lambda: split(tiny_model("gpt2", 300, seed=3, **dropout)))
-    whole = trained(workshop, "whole", device, 6)
-    trained(workshop, "broken", device, 3)
-    resumed = trained(workshop, "broken", device, 6)
+    whole = trained(workshop, "whole", "cuda", 6)
+    trained(workshop, "broken", "cuda", 3)
+    resumed = trained(workshop, "broken", "cuda", 6)
     different = [name for name in whole if not torch.equal(resumed[name], whole[name])]
     assert different == []
-    other = trained(workshop, "other", device, 6, seed=1)
+    other = trained(workshop, "other", "cuda", 6, seed=1)
     assert any(not torch.equal(other[name], whole[name]) for name in whole)
 
 

@@ -12,7 +12,7 @@ from kdtrain.testing import tiny_model
 from kdtrain.training.guards import GradientExplosion, non_finite
 from kdtrain.training.optimizers import make_optimizer
 from kdtrain.training.signals import StopRequest
-from kdtrain.training.sources.feed import Feed
+from kdtrain.training.sources.source import Feed
 from kdtrain.training.step import Status
 from kdtrain.training.student import Student
 

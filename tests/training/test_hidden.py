@@ -82,21 +82,10 @@ def test_the_gradient_does_not_depend_on_how_a_step_is_cut(kind):
             assert (cut[name] - each).norm() <= 2e-6 * each.norm() + 1e-9, name
 
 
-def test_its_weight_is_a_factor_beside_the_rest_of_the_loss():
-    losses = []
-    for weight in (1.0, 3.0):
-        step, batch = made(split(tiny_model("llama", VOCABULARY, seed=3)), hidden_weight=weight)
-        output = step(batch, 10.0)
-        losses.append((output.loss.item(), output.hidden.item()))
-    assert losses[0][1] == losses[1][1] > 0
-    assert losses[1][0] - losses[0][0] == pytest.approx(0.2 * losses[0][1], rel=1e-4)
-
-
-@pytest.mark.parametrize("shape", ["gpt2", "gemma2"])
-def test_a_compiled_backbone_that_recomputes_gives_the_same_gradients(shape):
+def test_a_compiled_backbone_that_recomputes_gives_the_same_gradients():
     expected = None
     for compile in (False, True):
-        model = tiny_model(shape, VOCABULARY, seed=3)
+        model = tiny_model("gemma2", VOCABULARY, seed=3)
         if compile:
             checkpoint_activations(model)
         step, batch = made(split(model), compile=compile)
@@ -125,18 +114,6 @@ def test_the_head_of_a_model_that_is_not_split_takes_part_too():
     step, batch = made(student)
     found, _ = gradients(step, [batch], 10.0)
     assert all(each.abs().max() > 0 for name, each in found.items() if "projections" in name)
-
-
-def test_a_plan_describes_what_it_compares_and_a_cache_is_refused():
-    student = split(tiny_model("llama", VOCABULARY, seed=3))
-    teacher = split(tiny_model("llama", VOCABULARY, seed=1, hidden_size=48, num_hidden_layers=4).eval())
-    assert plan_hidden_loss(ObjectiveConfig(), student, LocalTeacher.of(teacher), 0) is None
-    plan = plan_hidden_loss(ObjectiveConfig(hidden_loss="cosine"), student, LocalTeacher.of(teacher), 0)
-    assert plan.describe().endswith(
-        "cosine of the student's layers to the teacher's: 1 to 2 (32 -> 48), 2 to 4 (32 -> 48)"
-    )
-    with pytest.raises(UsageError, match="2 layers of width 32, and a cache holds distributions alone"):
-        plan_hidden_loss(ObjectiveConfig(hidden_loss="mse"), student, None, 0)
 
 
 def test_a_model_that_hides_its_layers_is_refused(monkeypatch):

@@ -120,12 +120,7 @@ def test_a_bad_row_of_the_teacher_is_named_and_a_masked_one_is_not(workshop):
         assert found.place == (8 + first, 0)  # the second sequence of the micro-batch, of 8 tokens each
         source.loss_mask[3] = False
         assert look(run) is None
-
-
-def test_a_teacher_may_say_that_a_token_is_impossible(workshop):
-    source = workshop.source(10)
-    source.logits[:, :, 5] = -math.inf
-    with workshop.run(train=source) as run:
+        source.logits[:3, :, 5] = -math.inf  # a token that the teacher calls impossible is sound
         assert look(run) is None
 
 
@@ -182,10 +177,15 @@ def step_of(shape, **changes):
     return Student(student, DistillationLoss(temperature=2.0), vocab_size=300, **changes)
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "qwen3", "gemma2", "granite", "bloom", "falcon_h1"])
-@pytest.mark.parametrize("document_mask", [False, True])
-def test_hooks_work_on_models_of_every_kind(workshop, shape, document_mask):
-    step = step_of(shape, document_mask=document_mask and shape not in ("bloom", "falcon_h1"))
+@pytest.mark.parametrize(
+    "shape, more",
+    [
+        *((shape, {"document_mask": True}) for shape in ("gpt2", "qwen3", "gemma2", "granite")),
+        *(("bloom", {}), ("falcon_h1", {}), ("llama", {"mode": "bf16"})),
+    ],
+)
+def test_hooks_work_on_models_of_every_kind(workshop, shape, more):
+    step = step_of(shape, **more)
     batch = workshop.source(4).read(ROWS)
     assert find_first(step, [batch], NORMALIZER) is None
     linear = next(each for each in reversed(list(step.model.model.base_model.modules())) if hasattr(each, "weight"))
@@ -212,11 +212,6 @@ def test_hooks_work_on_recomputed_layers(workshop):
     with replaced(step.model.model.get_submodule(name), lambda own, x: own(Poison.apply(x))):
         found = find_first(step, [batch], NORMALIZER)
     assert (found.module, found.tensor) == (name, "the gradient of its input")
-
-
-def test_hooks_work_on_bf16_products(workshop):
-    step = step_of("llama", mode="bf16")
-    assert find_first(step, [workshop.source(4).read(ROWS)], NORMALIZER) is None
 
 
 @pytest.mark.parametrize("field", ["logprobs", "tail", "label_logprob"])
@@ -327,12 +322,6 @@ def test_the_bundle_holds_the_batch_the_finding_and_the_options(workshop, tmp_pa
     assert about["finding"]["text"] == str(found)
     assert about["options"]["run"]["micro_batch_size"] == 2
     assert about["versions"]["torch"].startswith(torch.__version__.split("+")[0])
-
-
-def test_a_bundle_of_no_finding_says_so(workshop, tmp_path):
-    with workshop.run() as run:
-        write_bundle(tmp_path, run.config, ROWS, [run.stepper.source.read(ROWS)], None)
-    assert json.loads((tmp_path / "finding.json").read_text())["finding"] is None
 
 
 def test_a_batch_that_cannot_be_read_again_is_kept_until_its_step_was_investigated(workshop):

@@ -2,6 +2,7 @@
 
 import math
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from kdtrain.monitor.writers import Writers
 from kdtrain.precision.loss_scale import LossScale
 from kdtrain.testing import tiny_tokenizer
 from kdtrain.training import reporter as reporting
-from kdtrain.training.reporter import Reporter, Sampler, gradients_of
+from kdtrain.training.reporter import Reporter, gradients_of, sample_texts
 
 
 @pytest.fixture
@@ -27,8 +28,8 @@ def said(monkeypatch):
 
 def reporter_of(run, tokenizer=None, init="scratch"):
     reporter = Reporter(run.config, run.student, run.stepper.planned)
-    sampler = None if tokenizer is None else Sampler(run.student, run.validation_source, tokenizer, 0)
-    reporter.open(0, None, init=init, sampler=sampler)
+    texts = tokenizer and partial(sample_texts, run.student, run.validation_source, tokenizer, 0)
+    reporter.open(0, None, init=init, texts=texts)
     return reporter
 
 
@@ -124,8 +125,7 @@ def test_samples_and_histograms_come_when_they_are_due_and_leave_the_training_as
 
 def test_the_students_texts_go_on_from_the_first_tokens_of_the_validation_split(workshop):
     with workshop.run() as run:
-        sampler = Sampler(run.student, run.validation_source, tiny_tokenizer(300), seed=0)
-        texts = sampler.texts()
+        texts = sample_texts(run.student, run.validation_source, tiny_tokenizer(300), seed=0)
         tokens = run.validation_source.tokens[:3]
         logits_BTV = run.student.model.model.eval()(tokens[:, :4]).logits
         first = logits_BTV[:, -1].argmax(-1)
@@ -235,16 +235,6 @@ def test_each_halving_of_the_loss_scale_is_logged_and_an_event(workshop, fault):
         (2**15, 2**14, 1),
     ]
     assert [each["loss_scale"] for each in trained(run)] == [2**16, 2**14, 2**14]
-
-
-def test_every_warning_is_an_event_of_its_kind(workshop):
-    with workshop.run(clip=1e-9) as run:
-        reporter = reporter_of(run)
-        reporter.initial(99.0)
-        for number in range(1, 101):
-            reporter.finished(number, {"grad_norm": 2.0}, checkpoint=0, epochs=0.0)
-    found = [(each["event"], each["level"], each["step"]) for each in lines_of(run, "events.jsonl")]
-    assert found == [("initial-loss", "warning", 0), ("clipped", "warning", 100)]
 
 
 def test_parameters_without_a_sound_gradient_are_named_and_many_are_counted():

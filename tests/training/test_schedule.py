@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdtrain.config import ObjectiveConfig, OptimizerConfig
-from kdtrain.errors import UsageError
 from kdtrain.training.schedule import alpha, decay_start, decay_steps, learning_rate, validation_interval, warmup_steps
 
 SCHEDULES = ("cosine", "wsd", "constant")
@@ -98,9 +97,3 @@ def test_an_objective_distils_if_alpha_is_above_0_at_any_step():
     assert ObjectiveConfig(alpha=0.5).distils
     assert ObjectiveConfig(alpha=0.0, alpha_end=0.5, alpha_schedule="linear").distils
     assert not ObjectiveConfig(alpha=0.0, alpha_end=0.5).distils
-
-
-@pytest.mark.parametrize("option", ["alpha", "alpha_end"])
-def test_an_alpha_outside_0_to_1_is_refused(option):
-    with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} 1.5 must be at least 0 and at most 1"):
-        ObjectiveConfig(**{option: 1.5})

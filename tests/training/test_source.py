@@ -15,10 +15,9 @@ from kdtrain.models.head import OutputHead
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.targets import OnlineTargets
 from kdtrain.teaching.local import LocalTeacher
-from kdtrain.training.sources.build import build_source
+from kdtrain.training.sources.build import StudentSource, build_source
 from kdtrain.training.sources.cache import CachedSource
-from kdtrain.training.sources.feed import Feed
-from kdtrain.training.sources.online import OnlineSource
+from kdtrain.training.sources.source import Feed
 
 
 def indices(step):
@@ -109,7 +108,7 @@ def test_an_online_teacher_answers_with_its_distributions_at_the_same_tokens(wor
 
     teacher = Table(ModelSpec(name="table", source="."), torch.device("cpu"), "fp32")
     tokens.facts = replace(tokens.facts, document_mask=document_mask)
-    source = OnlineSource(tokens, teacher, 300, layers=(1,))
+    source = StudentSource(tokens, torch.device("cpu"), 300, teacher, layers=(1,))
     assert source.facts.teacher == {"spec": "table"} and source.facts.targets == "dense"
     batch, plain = source.read(np.array([4, 1])), tokens.read(np.array([4, 1]))
     assert torch.equal(batch.tokens, plain.tokens)

@@ -13,7 +13,7 @@ from training_kit import events, trained
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import Store, load
 from kdtrain.errors import RunError
-from kdtrain.precision.controller import Adaptive, Policy, PrecisionController, SwitchTo
+from kdtrain.precision.controller import Adaptive, Policy, PrecisionController
 from kdtrain.precision.emulated import FormatRecipe
 from kdtrain.precision.linear import Emulated, convert
 from kdtrain.precision.loss_scale import LossScale
@@ -76,35 +76,6 @@ def break_update(monkeypatch):
 
 def metrics(run) -> dict[int, dict]:
     return {line["step"]: line for line in trained(run)}
-
-
-def said(caplog) -> list[str]:
-    return [each.getMessage() for each in caplog.records if each.getMessage().startswith("[AdaptiveQuantization]")]
-
-
-def test_a_loss_that_rises_and_falls_gives_these_lines_and_these_folders(workshop, fault, caplog):
-    fault("train.loss:x2:5-8")
-    caplog.set_level("INFO", "kdtrain")
-    with workshop.run(steps=14, checkpoint_freq=100, async_save=False, **CALM) as run:
-        controller = quantise(run, **LOSS)
-        run.fit()
-        loss = {step: f"{numbers['loss']:.4f}" for step, numbers in metrics(run).items()}
-        names = {each.name for each in run.store.entries() if not each.name.startswith("epoch")}
-    tag = "[AdaptiveQuantization] "
-    assert said(caplog) == [
-        f"{tag}Checkpoint saved: window_end_1_iter4",
-        f"{tag}Loss {loss[7]} exceeds threshold 8.0000, switching to bf16",
-        f"{tag}Checkpoint saved: switch_to_bf16_iter7",
-        f"{tag}Checkpoint saved: window_end_2_iter8",
-        f"{tag}Loss {loss[12]} is stable, switching back to mxfp4",
-        f"{tag}Checkpoint saved: window_end_3_iter12",
-        f"{tag}Checkpoint saved: switch_to_mxfp4_iter12",
-    ]
-    assert names == {
-        "window_end_2_iter8", "window_end_3_iter12", "switch_to_bf16_iter7", "switch_to_mxfp4_iter12",
-        "step-00000000", "step-00000014",
-    }  # fmt: skip
-    assert (controller.switches, controller.steps_quantized) == (2, 7 + 2)
 
 
 def test_a_checkpoint_is_called_saved_when_it_is_published_and_named_by_the_step_it_holds(workshop, fault, caplog):
@@ -205,16 +176,6 @@ def test_a_window_that_a_kill_left_is_removed_with_the_next(workshop):
         assert {name for name in run.store.names() if name.startswith("window")} == {
             "window_end_3_iter6", "window_end_4_iter8",
         }  # fmt: skip
-
-
-def test_the_student_runs_in_the_mode_that_the_controller_answers(workshop, monkeypatch):
-    with workshop.run(steps=1, **CALM) as run:
-        controller = quantise(run, **LOSS)
-        for mode, position in (("bf16", "high"), ("mxfp4", "quantized")):
-            monkeypatch.setattr(controller, "observe", lambda *told, mode=mode: [SwitchTo(mode)])
-            assert run.recovery.act(1, 3.0) == ([], False)
-            assert run.student.switch.position == position
-    assert [each["mode"] for each in events(run, "switch")] == ["bf16", "mxfp4"]
 
 
 def test_the_gap_is_what_quantisation_costs_and_measuring_it_changes_nothing(workshop):

@@ -1,13 +1,27 @@
-"""Opens a source by its name, and completes it for a student: for training, validation, `evaluate` and checks alike."""
+"""Opens a source by its name, and completes it for a student: for training, validation, `evaluate` and checks alike.
 
+A plain copy to a GPU stands in the queue of the training step: it waits for everything launched before it, and
+everything launched later waits for it. Here the copy comes from pinned memory on a stream of its own, and only the
+reading thread waits for that stream. On a CPU nothing is copied.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
 import torch
+from torch import Tensor
 
+from kdtrain import faults
 from kdtrain.config.choices import SOURCES
-from kdtrain.errors import UsageError
+from kdtrain.data.order import Order
+from kdtrain.errors import RunError, UsageError
+from kdtrain.objective.batch import Batch
 from kdtrain.teaching.online import OnlineTeacher
-from kdtrain.training.sources.device import OnDevice
-from kdtrain.training.sources.online import OnlineSource
-from kdtrain.training.sources.source import Source, SourceRequest
+from kdtrain.training.sources.source import Growing, Source, SourceRequest, order_of
+
+_PIN_LIMIT = 2**30
+"""Larger tensors, in bytes, are copied from pageable memory: pinned memory is taken from every process."""
 
 
 def open_source(name: str, request: SourceRequest) -> Source:
@@ -29,17 +43,98 @@ def build_source(
     teacher: OnlineTeacher | None = None,
     layers: tuple[int, ...] = (),
 ) -> Source:
-    """Return `source` as a student reads it.
+    """Return `source` as a student reads it; see `StudentSource`."""
+    taught_by = getattr(source, "taught_by", None)
+    if teacher is not None and taught_by is not None:
+        return StudentSource(taught_by(teacher, device), device, vocab_size)
+    return StudentSource(source, device, vocab_size, teacher, layers)
+
+
+class StudentSource:
+    """A source whose batches are on the student's device, checked against its vocabulary.
 
     Args:
         source: an opened one.
         device: the student's.
         vocab_size: logits of the student that count; a token beyond them is an error, dense targets are narrowed.
-        teacher: an online teacher, loaded and prepared, whose targets replace those of the source.
+        teacher: an online teacher, loaded and prepared, whose targets replace those of the source. It runs in the
+            thread that reads.
         layers: the teacher's layers that a hidden-state loss compares.
     """
-    taught_by = getattr(source, "taught_by", None)
-    if teacher is not None and taught_by is not None:
-        return OnDevice(taught_by(teacher, device), device, vocab_size)
-    moved = OnDevice(source, device, vocab_size)
-    return moved if teacher is None else OnlineSource(moved, teacher, vocab_size, layers)
+
+    def __init__(
+        self,
+        source: Source,
+        device: torch.device,
+        vocab_size: int,
+        teacher: OnlineTeacher | None = None,
+        layers: tuple[int, ...] = (),
+    ) -> None:
+        self.source, self.device, self.vocab_size = source, device, vocab_size
+        self.teacher, self.layers = teacher, layers
+        self.facts, self.overlaps, self.repeatable = source.facts, source.overlaps, source.repeatable
+        if teacher is not None:
+            self.overlaps = False  # the teacher and the student compete for the same cores
+            taught: dict[str, Any] = {
+                "targets": "dense",
+                "top_k": 0,
+                "num_samples": 0,
+                "temperature_range": (0.25, 20.0),
+            }
+            self.facts = dataclasses.replace(self.facts, **taught, teacher={"spec": teacher.name})
+        self.growing: Growing | None = getattr(source, "growing", None)
+        self._stream: torch.cuda.Stream | None = None
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def order(self, seed: int) -> Order:
+        """That of the source."""
+        return order_of(self.source, seed)
+
+    def read(self, indices: np.ndarray) -> Batch:
+        """Return the sequences `indices` on the device.
+
+        Raises:
+            RunError: the source fails, or yields a token outside the student's vocabulary.
+        """
+        batch = self.source.read(indices)
+        if (token := int(batch.tokens.max())) >= self.vocab_size:  # tokenizer_size may admit a narrower student
+            raise RunError(
+                f"{self.facts.name} holds token {token}, although it states a tokenizer of "
+                f"{self.facts.tokenizer_size} entries; the student has a vocabulary of {self.vocab_size}: set its "
+                f"vocab_size to {self.facts.vocab_size}"
+            )
+        if batch.targets is not None:
+            first = int(indices[0])
+            targets = batch.targets.narrow(self.vocab_size).map(
+                lambda name, each: faults.changed("train.teacher", each, first) if name == "logprobs" else each
+            )
+            batch = dataclasses.replace(batch, targets=targets)
+        batch = self._moved(batch)
+        if self.teacher is None:
+            return batch
+        mask = self.facts.document_mask
+        return self.teacher.targets(batch, self.vocab_size, document_mask=mask, layers=self.layers)
+
+    def _moved(self, batch: Batch) -> Batch:
+        if self.device.type != "cuda":
+            return batch.each(lambda tensor: tensor.to(self.device))
+        step_stream = torch.cuda.default_stream(self.device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+
+        def copy(tensor: Tensor) -> Tensor:
+            if tensor.is_cuda:
+                return tensor.to(self.device)
+            source = tensor.contiguous()
+            source = source.pin_memory() if source.nbytes <= _PIN_LIMIT else source
+            copied = source.to(self.device, non_blocking=True)
+            # the memory belongs to this stream, which must not reuse it before the step has finished with it
+            copied.record_stream(step_stream)
+            return copied
+
+        with torch.cuda.stream(self._stream):
+            moved = batch.each(copy)
+            self._stream.synchronize()
+        return moved

@@ -5,12 +5,17 @@ student's device, is checked against its vocabulary, and gets targets from an on
 Nothing after that knows where a batch came from.
 """
 
-from collections.abc import Callable, Mapping
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from einops import rearrange
 
 from kdtrain.config.choices import SOURCES
 from kdtrain.data.order import Order
@@ -123,6 +128,50 @@ def order_of(source: Source, seed: int) -> Order:
     """The order in which a run with this seed reads `source`."""
     own: Callable[[int], Order] | None = getattr(source, "order", None)
     return Order.shuffled(seed, len(source)) if own is None else own(seed)
+
+
+class Feed:
+    """An endless stream of the micro-batches of each step.
+
+    They are read one ahead in a thread: decompression and the copy to the device overlap with the step.
+
+    Args:
+        source: where they are read.
+        indices: 0, 1, 2, ... -> the indices of the sequences of that step, in order.
+        micro: sequences in a micro-batch.
+        expected: steps that will be taken; those after them, in place of skipped ones, are not read ahead.
+    """
+
+    def __init__(
+        self, source: Source, indices: Callable[[int], np.ndarray], micro: int, expected: float = math.inf
+    ) -> None:
+        self.source, self.indices, self.micro, self.expected = source, indices, micro, expected
+
+    def steps(self) -> Iterator[Iterator[Batch]]:
+        """For each step, yield an iterator over its micro-batches; the caller must exhaust it."""
+        batches = self._read_ahead() if self.source.overlaps else map(self.source.read, self._micro_batches())
+        for step in itertools.count():
+            yield itertools.islice(batches, len(self.indices(step)) // self.micro)
+
+    def _read_ahead(self) -> Iterator[Batch]:
+        reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
+        pending: deque[Future[Batch]] = deque()
+        try:
+            most = self.expected * (len(self.indices(0)) // self.micro)
+            for number, indices in enumerate(self._micro_batches()):
+                ahead = int(number < most)
+                while len(pending) > ahead:
+                    yield pending.popleft().result()
+                pending.append(reader.submit(self.source.read, indices))
+                while len(pending) > ahead:
+                    yield pending.popleft().result()
+        finally:
+            # no wait: a read from a file system that does not answer would keep a failed command alive
+            reader.shutdown(wait=False, cancel_futures=True)
+
+    def _micro_batches(self) -> Iterator[np.ndarray]:
+        for step in itertools.count():
+            yield from rearrange(self.indices(step), "(a m) -> a m", m=self.micro)
 
 
 @dataclass(frozen=True, kw_only=True)
