@@ -167,12 +167,13 @@ def documents(
 
 def documents_of(data: DataConfig, split: str, prompts: bool = False) -> Iterator[Document]:
     """The documents of a split of the text that options name, as `documents`; `prompts`: they need no answer."""
-    return documents(_source(data), split, _columns(data, prompts), streaming=data.streaming)
+    source, columns, streaming = _named(data, prompts)
+    return documents(source, split, columns, streaming=streaming)
 
 
 def has_prompts(data: DataConfig) -> bool:
     """True for conversations, and prompts with completions; False for plain text. UsageError: as `documents`."""
-    form = _parts(_source(data), _columns(data, True), data.streaming)["train"].form
+    form = _parts(*_named(data, True))["train"].form
     return form is not None and form.name != "text"
 
 
@@ -180,12 +181,12 @@ def stated_text(data: DataConfig) -> dict[str, Any] | None:
     """The text of `data` by content, for a manifest: its files with size and SHA-256, one digest of more than `LISTED`,
     or the revision of the hub; None: unknown. UsageError, RunError: as `documents`.
     """
-    source = _source(data)
+    source, columns, streaming = _named(data, True)
     with readable(source):
         if source.startswith("hf:"):
             name, _, subset = source.removeprefix("hf:").partition(":")
             return {"revision": str(_datasets(source).load_dataset_builder(name, subset or None).hash)}
-        parts = _parts(source, _columns(data, True), data.streaming).values()
+        parts = _parts(source, columns, streaming).values()
         files = {name: path for part in parts for name, path in part.files.items()}
         stated = {name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for name, path in files.items()}
     if len(stated) > LISTED:
@@ -193,13 +194,9 @@ def stated_text(data: DataConfig) -> dict[str, Any] | None:
     return {"files": stated} if stated else None
 
 
-def _source(data: DataConfig) -> str:
-    assert data.data is not None
-    return data.data
-
-
-def _columns(data: DataConfig, prompts: bool = False) -> Columns:
-    return Columns(format=data.format, text=data.text_column, messages=data.messages_column, prompts=prompts)
+def _named(data: DataConfig, prompts: bool) -> tuple[str, Columns, bool]:
+    columns = Columns(format=data.format, text=data.text_column, messages=data.messages_column, prompts=prompts)
+    return str(data.data), columns, data.streaming
 
 
 def _parts(source: str, columns: Columns, streaming: bool) -> Mapping[str, _Part]:
