@@ -18,7 +18,7 @@ from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.ranks import is_main, on_main, process_group
 from kdtrain.run.folder import refuse_no_folder
 from kdtrain.run.model_card import card_files
-from kdtrain.run.result import read_result
+from kdtrain.run.path_kind import read_result
 from kdtrain.run.saved_student import (
     base_spec,
     checkpoint_of,

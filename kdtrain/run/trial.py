@@ -51,7 +51,7 @@ from kdtrain.ranks import (
 )
 from kdtrain.run.agreement import same_ranks
 from kdtrain.run.build import build
-from kdtrain.run.folder import check_out, is_run
+from kdtrain.run.folder import check_out, is_run, refuse_changes
 from kdtrain.run.recipe import Recipe, resolve, run_device
 from kdtrain.run.run import Run
 from kdtrain.tables import Table, show, show_page
@@ -175,7 +175,8 @@ def _begins(config: DistillConfig, run: Run) -> str:
             return "from the beginning"
         path = store.path(name)
     if run.recipe.live is None:  # whose data are not those in the folder
-        run.refuse_changes(read_saved(path), config.out, path.name)
+        saved = read_saved(path)
+        refuse_changes(saved["options"], run.recipe.config, config.out, path.name, but=run.same(saved))
     return f"at {path.name}"
 
 
