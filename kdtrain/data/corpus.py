@@ -18,7 +18,6 @@ other kinds are left out, with a warning; and with `streaming` the documents are
 have an empty split, which is an error.
 """
 
-import functools
 import hashlib
 import json
 import logging
@@ -36,7 +35,7 @@ from typing import Any
 
 from kdtrain.config import DataConfig
 from kdtrain.config.choices import TEXTS
-from kdtrain.data.formats import Columns, Document, LeftOut, RowFormat, Tally, row_format, text_document
+from kdtrain.data.formats import Columns, Document, LeftOut, RowFormat, Tally, log_once, row_format, text_document
 from kdtrain.data.rows import Rows, readable
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import file_digest, json_digest
@@ -364,20 +363,14 @@ def _of_one_sort(folder: Path, names: list[str]) -> list[str]:
         )
     kept = rows or texts or [name for name in names if _suffix(name) in _LONE_ROWS]
     if kept and (others := [name for name in names if name not in set(kept)]):
-        _warn_left_out(folder, len(others), others[0])
+        what = f"{others[0]} is" if len(others) == 1 else f"{others[0]} and {len(others) - 1} more files are"
+        hint = f"a folder is read as {_READ}; rename a file to have it read as text"
+        log_once(logging.WARNING, f"{folder}: {what} left out; {hint}")
     return kept
 
 
 def _suffix(name: str) -> str:
     return PurePosixPath(name).suffix.lower()
-
-
-@functools.cache
-def _warn_left_out(folder: Path, count: int, first: str) -> None:
-    """Cached, because each split lists the files again and the warning is needed once."""
-    what = f"{first} is" if count == 1 else f"{first} and {count - 1} more files are"
-    text = "%s: %s left out; a folder is read as %s; rename a file to have it read as text"
-    logging.getLogger("kdtrain").warning(text, folder, what, _READ)
 
 
 def _datasets(source: str) -> Any:

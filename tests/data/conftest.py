@@ -33,4 +33,4 @@ def tokenizer():
 def own_cache(tmp_path_factory, monkeypatch):
     """A folder of its own for what `datasets` stores, and every line of a source is logged again."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
-    formats._log_once.cache_clear()
+    formats.log_once.cache_clear()

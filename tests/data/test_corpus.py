@@ -157,7 +157,7 @@ def test_a_few_texts_are_each_cut_so_that_train_has_nine_tenths_of_the_lines(cou
 
 def test_files_of_another_kind_beside_texts_are_left_out_and_named_once(tmp_path, monkeypatch):
     logged = []
-    monkeypatch.setattr(logging.getLogger("kdtrain"), "warning", lambda text, *words: logged.append(text % words))
+    monkeypatch.setattr(logging.getLogger("kdtrain"), "log", lambda _, text, *words: logged.append(text % words))
     _files(tmp_path, dict.fromkeys(("notes.pdf", "data.csv", ".hidden.txt"), "left out"))
     _files(tmp_path, {f"{number}.txt": text for number, text in enumerate(_TEXTS)})
     assert "left out" not in [*chain(*_splits(tmp_path))]

@@ -275,50 +275,47 @@ class CacheBuilder:
             )
 
     def _write(self, part: ShardRows, path: Path) -> tuple[dict[str, int], list[str]]:
+        """Have all sequences of a shard encoded and written, one batch in the thread while the teacher has the next."""
         spec, length = self.settings.codec, self.settings.seq_len
         with hdf5.creating(path) as (file, check):
             hdf5.create_shard(file, spec, length, part.split, part.first, len(part))
             shard = ShardWriter(file, check, spec, length)
-            self._fill(shard, part)
+            waiting: tuple[int, Future[None]] | None = None
+            broken_before = self.rounds.broken
+
+            def end(sequences: int, job: "Future[None]") -> None:
+                job.result()
+                self.rounds.done += sequences
+                self.rounds.broken = broken_before + shard.broken
+
+            def write(rows: ShardRows, encode: Encode) -> None:
+                kept = encode()
+                assert kept or not self.settings.codec.taught, "no teacher and no targets"
+                shard.add(rows, kept)
+
+            with self.answers.session(part), ThreadPoolExecutor(1, thread_name_prefix="cache-writer") as thread:
+                for start in range(0, len(part), self.batch_size):
+                    rows = part[start : start + self.batch_size]
+                    number = len(rows)
+                    self.rounds.meet(more=True)
+                    # torch.compile is not thread-safe: what a new size compiles, here or in the thread, compiles alone.
+                    alone = number not in self._compiled
+                    if waiting and alone:
+                        end(*waiting)
+                        waiting = None
+                    answer = self.answers.rows(rows)
+                    if waiting:
+                        end(*waiting)
+                    waiting = number, thread.submit(write, *answer)
+                    if alone:
+                        wait([waiting[1]])
+                        self._compiled.add(number)
+                    del answer
+                assert waiting
+                end(*waiting)
             stored = shard.finish()
             faults.point("cache.shard.before-close")
         return stored, shard.broken
-
-    def _fill(self, shard: ShardWriter, part: ShardRows) -> None:
-        """Have all sequences of a shard encoded and written, one batch in the thread while the teacher has the next."""
-        waiting: tuple[int, Future[None]] | None = None
-        broken_before = self.rounds.broken
-
-        def end(sequences: int, job: "Future[None]") -> None:
-            job.result()
-            self.rounds.done += sequences
-            self.rounds.broken = broken_before + shard.broken
-
-        def write(rows: ShardRows, encode: Encode) -> None:
-            kept = encode()
-            assert kept or not self.settings.codec.taught, "no teacher and no targets"
-            shard.add(rows, kept)
-
-        with self.answers.session(part), ThreadPoolExecutor(1, thread_name_prefix="cache-writer") as thread:
-            for start in range(0, len(part), self.batch_size):
-                rows = part[start : start + self.batch_size]
-                number = len(rows)
-                self.rounds.meet(more=True)
-                # torch.compile is not thread-safe: what a new size compiles, here or in the thread, compiles alone.
-                alone = number not in self._compiled
-                if waiting and alone:
-                    end(*waiting)
-                    waiting = None
-                answer = self.answers.rows(rows)
-                if waiting:
-                    end(*waiting)
-                waiting = number, thread.submit(write, *answer)
-                if alone:
-                    wait([waiting[1]])
-                    self._compiled.add(number)
-                del answer
-            assert waiting
-            end(*waiting)
 
     def _finish_rounds(self) -> None:
         """Meet the other ranks, with nothing left to do here, until all are done."""
