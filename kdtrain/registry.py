@@ -129,7 +129,7 @@ class Registry:
 
     @property
     def _packages(self) -> dict[str, list[EntryPoint]]:
-        return _installed(self.group, tuple(sys.path))
+        return _installed(tuple(sys.path)).get(self.group, {})
 
     def _load(self, name: str) -> None:
         found = self._packages.get(name, [])
@@ -151,30 +151,22 @@ class Registry:
 
 
 @cache
-def _all_entry_points(path: tuple[str, ...]) -> EntryPoints:
-    """Those of all packages on `path`, which is looked through once for all registries."""
-    return cast(EntryPoints, entry_points())
-
-
-@cache
-def _installed(group: str, path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
-    """The entry points of a group by name, without plugins of kdtrain whose folder is missing."""
-    found: dict[str, list[EntryPoint]] = {}
-    for each in _all_entry_points(path).select(group=group):
-        if not _is_own(each) or _is_there(each.module):
-            found.setdefault(each.name, []).append(each)
+def _installed(path: tuple[str, ...]) -> dict[str, dict[str, list[EntryPoint]]]:
+    """The entry points for kdtrain of all packages on `path`, by group and name; no plugin whose folder is missing."""
+    found: dict[str, dict[str, list[EntryPoint]]] = {}
+    known = cast(EntryPoints, entry_points())
+    for group in (each for each in known.groups if each.startswith("kdtrain.")):
+        names = found.setdefault(group, {})
+        for each in known.select(group=group):
+            with suppress(ModuleNotFoundError):  # its parent is missing
+                if not _is_own(each) or importlib.util.find_spec(each.module) is not None:
+                    names.setdefault(each.name, []).append(each)
     return found
 
 
 def _is_own(found: EntryPoint) -> bool:
     """Whether it is of a plugin that comes with kdtrain."""
     return _package(found) == "kdtrain"
-
-
-def _is_there(module: str) -> bool:
-    with suppress(ModuleNotFoundError):  # its parent is missing
-        return importlib.util.find_spec(module) is not None
-    return False
 
 
 def _package(found: EntryPoint) -> str:

@@ -26,8 +26,8 @@ from typing import Any
 from kdtrain.errors import UsageError
 from kdtrain.files import make_folder
 
-WALL = 60.0
-"""Seconds until a child that waits, and takes no processor time, is ended."""
+WALL = 300.0
+"""Seconds, and ten times the processor time, until a child is ended that waits for something."""
 
 Answer = Callable[[Any], Any]
 

@@ -103,7 +103,7 @@ def _text(alignment: Alignment, counted: list[str], measured: list[str]) -> dict
     worker, cells = alignment.transcoder(), alignment.cells
     try:
         streams = [_stream(worker.teacher, part) for part in (counted, measured)]
-        first, out = (worker(0, stream) for stream in streams)
+        first, out = map(worker, streams)
     except UsageError as error:
         return {"refused": str(error)}
     own, of_student = alignment.teacher, alignment.student

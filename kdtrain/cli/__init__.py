@@ -63,17 +63,20 @@ def register_command(
     return register
 
 
-def _register_builtin(name: str, config: type) -> None:
+def register_module(name: str, config: type, module: str, *, models: bool = False, resumes: bool = False) -> None:
+    """Make `main` of a module, which is imported when it runs, the command `kdtrain NAME`; as `register_command`."""
+
     def main(config: Any) -> int | None:
-        command = importlib.import_module(f"kdtrain.commands.{name.replace('-', '_')}")
-        code: int | None = command.main(config)
+        code: int | None = importlib.import_module(module).main(config)
         return code
 
-    register_command(name, config, models=name not in _WITHOUT_MODELS, resumes=name in _RESUMING)(main)
+    main.__module__ = module
+    register_command(name, config, models=models, resumes=resumes)(main)
 
 
 for _name, _config in commands.COMMANDS.items():
-    _register_builtin(_name, _config)
+    _module = f"kdtrain.commands.{_name.replace('-', '_')}"
+    register_module(_name, _config, _module, models=_name not in _WITHOUT_MODELS, resumes=_name in _RESUMING)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -69,7 +69,15 @@ def distill(config: DistillConfig | None = None, **options: Any) -> dict[str, An
 
     UsageError: data, cache, student or options do not fit together. RunError: the training failed, or diverged.
     """
-    return train(configured(DistillConfig, config, options), finish=_export)
+
+    def export(run: Run, result: dict[str, Any]) -> None:
+        try:
+            result |= on_main(run.export)
+        except UsageError as error:  # training is over: it failed while running
+            raise reported(RunError(str(error))) from None
+        result["student"] = str(run.out / "student")
+
+    return train(configured(DistillConfig, config, options), finish=export)
 
 
 def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) -> dict[str, Any]:
@@ -109,11 +117,3 @@ def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) 
                 finish(run, result)
         run.write_result(result)
         return result
-
-
-def _export(run: Run, result: dict[str, Any]) -> None:
-    try:
-        result |= on_main(run.export)
-    except UsageError as error:  # training is over: it failed while running
-        raise reported(RunError(str(error))) from None
-    result["student"] = str(run.out / "student")

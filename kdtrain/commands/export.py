@@ -18,7 +18,7 @@ from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.ranks import is_main, on_main, process_group
 from kdtrain.run.folder import refuse_no_folder
 from kdtrain.run.model_card import card_files
-from kdtrain.run.result import read_result
+from kdtrain.run.path_kind import read_result
 from kdtrain.run.saved_student import (
     base_spec,
     checkpoint_of,
@@ -41,19 +41,18 @@ def main(config: ExportConfig) -> int:
         RunError: the checkpoint is damaged.
     """
     setup_logging(quiet=not is_main())
+
+    def export() -> dict[str, Any]:
+        refuse_no_folder(config.out)
+        if config.quantize is not None:
+            optional("torchao", "fp8", "--quantize int8")
+        with export_lock(config.out):
+            return _write(config, *_read(config))
+
     with process_group(torch.device("cpu"), 600.0):  # seconds that the others wait for a sign of rank 0
-        result = on_main(lambda: _export(config))
+        result = on_main(export)
     show(f"export {result['student']}", result, config.json)
     return 0
-
-
-def _export(config: ExportConfig) -> dict[str, Any]:
-    """Export under the lock of the folder, and return what is shown."""
-    refuse_no_folder(config.out)
-    if config.quantize is not None:
-        optional("torchao", "fp8", "--quantize int8")
-    with export_lock(config.out):
-        return _write(config, *_read(config))
 
 
 def _read(config: ExportConfig) -> tuple[Path, SplitModel, dict[str, Any], str]:

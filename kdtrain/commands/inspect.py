@@ -8,7 +8,6 @@ import contextlib
 import math
 import os
 import platform
-import shlex
 import stat
 import time
 from collections import Counter
@@ -30,14 +29,13 @@ from kdtrain.config import InspectConfig
 from kdtrain.config.values import refuse
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import aside_in, open_regular, read_json, typed
-from kdtrain.models.spec import ADAPTER_CONFIG, ModelSpec, read_spec, shipped
+from kdtrain.models.spec import ADAPTER_CONFIG, read_spec, shipped
 from kdtrain.monitor import facts as of_run
 from kdtrain.monitor.facts import TAIL, quoted
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord, as_table
 from kdtrain.net.address import Address, parse_address
-from kdtrain.run.path_kind import damage_of, is_training, kind_of
-from kdtrain.run.result import read_result
+from kdtrain.run.path_kind import damage_of, is_training, kind_of, read_result
 from kdtrain.tables import Part, columns, duration, facts_table, loss_text, number, short, show, show_page, size
 
 _PARENTS = 50
@@ -303,17 +301,17 @@ def _folders(path: Path) -> dict[str, list[Path]]:
 
 def _folder(path: Path) -> _Found:
     """The runs and caches of a folder, each with its main numbers."""
-    found, record = _folders(path), dict[str, dict[str, Any]](runs={}, caches={})
+    found, runs, caches, kept = _folders(path), dict[str, Any](), dict[str, Any](), dict[str, str]()
     for each in found["runs"]:
         try:
-            record["runs"][each.name] = _run_row(each, RunRecord.read(each, TAIL))
+            runs[each.name] = _run_row(each, RunRecord.read(each, TAIL))
         except (OSError, ValueError) as error:
-            record["runs"][each.name] = {"state": f"cannot be read: {error}"}
-    manifests = dict[str, Manifest]()
+            runs[each.name] = {"state": f"cannot be read: {error}"}
     for each in found["caches"]:
         with contextlib.suppress(UsageError, RunError):  # unfinished or damaged: inspect it alone to read why
-            manifest = manifests[each.name] = read_manifest(each)
-            record["caches"][each.name] = {
+            manifest = read_manifest(each)
+            kept[each.name] = contents(manifest)
+            caches[each.name] = {
                 "teacher": (manifest.settings.teacher or {}).get("spec"),
                 "kind": manifest.codec.kind,
                 "top_k": manifest.codec.top_k,
@@ -321,18 +319,32 @@ def _folder(path: Path) -> _Found:
                 "tokens": sum(each["sequences"] for each in manifest.splits.values()) * manifest.settings.seq_len,
                 "bytes per token": manifest.bytes_per_token["total"],
             }
-    return record, _folder_page(path, record, manifests)
+
+    def page() -> Iterator[Part]:
+        if runs:
+            titles = ("run", "student", "cache", "state", "step", "val", "teacher", "time", "warn")
+            yield columns(titles, [_run_cells(name, row) for name, row in runs.items()], left=titles[:4])
+        if caches:
+            yield "" if runs else f"{path}:"
+            rows = [
+                (name, str(row["teacher"] or "-"), kept[name], short(row["tokens"]), row["bytes per token"])
+                for name, row in caches.items()
+            ]
+            yield columns(
+                ("cache", "teacher", "kept", "tokens", "bytes a token"), rows, left=("cache", "teacher", "kept")
+            )
+
+    return {"runs": runs, "caches": caches}, page()
 
 
 def _run_row(path: Path, record: RunRecord) -> dict[str, Any]:
-    result, options = record.result or {}, as_table(record.options.get("run"))
-    losses = [loss for _, loss in record.curve("validation/loss")]
-    last = int(record.metrics[-1]["step"]) if record.metrics else 0
+    """What a folder's page and `--json` have of a run."""
+    result, losses = record.result or {}, [loss for _, loss in record.curve("validation/loss")]
     return {
         "state": of_run.state_of(path, record, is_training(path))[0],
         "student": as_table(record.environment.get("student")).get("name"),
-        "cache": options.get("cache"),
-        "step": result.get("step", last),
+        "cache": as_table(record.options.get("run")).get("cache"),
+        "step": result.get("step", int(record.metrics[-1]["step"]) if record.metrics else 0),
         "steps": record.environment.get("steps") or result.get("steps"),
         "best_validation_loss": result.get("best_validation_loss", min(losses, default=None)),
         "teacher_validation_loss": result.get("teacher_validation_loss"),
@@ -341,26 +353,12 @@ def _run_row(path: Path, record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _folder_page(path: Path, record: dict[str, dict[str, Any]], manifests: Mapping[str, Manifest]) -> Iterator[Part]:
-    rows = []
-    for name, row in record["runs"].items():
-        named = row.get("cache") or "-"
-        cache = " + ".join(Path(str(each)).name for each in (named if isinstance(named, list) else [named]))
-        losses = (loss_text(row.get(each)) for each in ("best_validation_loss", "teacher_validation_loss"))
-        numbers = (f"{number(row.get('step'))}/{number(row.get('steps'))}", *losses, duration(row.get("seconds")))
-        who = (name, str(row.get("student") or "-"), cache, str(row.get("state")))
-        rows.append((*who, *numbers, number(row.get("warnings"))))
-    if rows:
-        titles = ("run", "student", "cache", "state", "step", "val", "teacher", "time", "warn")
-        yield columns(titles, rows, left=titles[:4])
-    if record["caches"]:
-        yield "" if rows else f"{path}:"
-        caches = []
-        for name, row in record["caches"].items():
-            kept, tokens = contents(manifests[name]), short(row["tokens"])
-            caches.append((name, str(row["teacher"] or "-"), kept, tokens, row["bytes per token"]))
-        header = ("cache", "teacher", "kept", "tokens", "bytes a token")
-        yield columns(header, caches, left=header[:3])
+def _run_cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+    named = row.get("cache") or "-"
+    cache = " + ".join(Path(str(each)).name for each in (named if isinstance(named, list) else [named]))
+    losses = (loss_text(row.get(each)) for each in ("best_validation_loss", "teacher_validation_loss"))
+    numbers = (f"{number(row.get('step'))}/{number(row.get('steps'))}", *losses, duration(row.get("seconds")))
+    return name, str(row.get("student") or "-"), cache, str(row.get("state")), *numbers, number(row.get("warnings"))
 
 
 def _run_record(path: Path) -> dict[str, Any]:
@@ -465,32 +463,26 @@ def _loaded(path: Path) -> dict[str, Any]:
 
 
 def _spec(path: Path) -> _Found:
-    teaches = str(path) in shipped("teachers") or path.parent.name == "teachers"
+    """The recipe of a teacher or a student."""
+    teaches, word = str(path) in shipped("teachers") or path.parent.name == "teachers", quoted(path)
     spec = read_spec(str(path), "teachers" if teaches else "students")
     facts = {name: value for name, value in vars(spec).items() if value not in (None, (), {}, False)}
     if spec.lora is not None:
         facts["lora"] = {name: value for name, value in vars(spec.lora).items() if value not in (None, False)}
-    return facts, _recipe(shlex.quote(str(path)), spec, teaches)
-
-
-def _recipe(word: str, spec: ModelSpec, teaches: bool) -> Iterator[Part]:
-    """The recipe of a teacher or a student in words."""
     begins = {"scratch": "fresh weights", "teacher-layers": f"layers {list(spec.layers)} of {spec.teacher}"}
     config = dict(spec.config or {})
     kind = f"a {config.pop('model_type')}, " if config else ""
     source = f" of {spec.source}" if spec.source else ""
-    yield f"{word}: {spec.name}, {kind}{begins.get(spec.init, 'the weights')}{source}"
-    if config:
-        yield ", ".join(f"{name} {value}" for name, value in config.items())
-    if spec.lora is not None:
-        yield f"trains {spec.lora}"
-    if spec.tokenizer:
-        yield f"tokenizer {spec.tokenizer}"
-    yield f"{f'{spec.dtype}, ' if teaches else ''}attention {spec.attention}"
-    if teaches:
-        yield f"Next: kdtrain cache-teacher --teacher {word} --data SOURCE --out cache/NAME"
-    else:
-        yield f"Next: kdtrain distill --cache CACHE --student {word} --out runs/NAME"
+    follows = f"distill --cache CACHE --student {word} --out runs/NAME"
+    lines = [
+        f"{word}: {spec.name}, {kind}{begins.get(spec.init, 'the weights')}{source}",
+        ", ".join(f"{name} {value}" for name, value in config.items()),
+        f"trains {spec.lora}" if spec.lora else "",
+        f"tokenizer {spec.tokenizer}" if spec.tokenizer else "",
+        f"{f'{spec.dtype}, ' if teaches else ''}attention {spec.attention}",
+        f"Next: kdtrain {f'cache-teacher --teacher {word} --data SOURCE --out cache/NAME' if teaches else follows}",
+    ]
+    return facts, filter(None, lines)
 
 
 _PAGES: dict[str, Callable[[Path], _Found]] = {

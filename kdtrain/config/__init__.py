@@ -52,10 +52,10 @@ def sections(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def written(option: Field[Any], value: Any) -> Any:
-    """The value of an option as files hold it: of one that takes several, one stands for itself, and None for none."""
+    """The value of an option as files hold it: paths are text, tuples lists, and one of several values itself."""
     if option.metadata.get("several") and isinstance(value, tuple) and len(value) < 2:
-        return plain(value[0]) if value else None
-    return plain(value)
+        value = value[0] if value else None
+    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
 
 
 def shareable(config: Any) -> dict[str, dict[str, Any]]:
@@ -66,10 +66,3 @@ def shareable(config: Any) -> dict[str, dict[str, Any]]:
     private = marked(type(config), "private")
     tables = sections(config).items()
     return {section: {name: table[name] for name in table if name not in private} for section, table in tables}
-
-
-def plain(value: Any) -> Any:
-    """`value` as a type of JSON and TOML: paths become text, tuples lists."""
-    if isinstance(value, Path):
-        return str(value)
-    return list(value) if isinstance(value, tuple) else value

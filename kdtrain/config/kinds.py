@@ -8,7 +8,7 @@ import ast
 import dataclasses
 import inspect
 import os
-import textwrap
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
@@ -106,12 +106,19 @@ def documented(kind: type) -> dict[str, str]:
     """The docstring of each field of a dataclass, its bases' included; empty where there is no source."""
     found: dict[str, str] = {}
     for owner in reversed(kind.__mro__[:-1]):
-        with suppress(OSError, TypeError, SyntaxError):
-            body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0].body  # type: ignore[attr-defined]
-            for line, text in pairwise(body):
-                if isinstance(line, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    found[ast.unparse(line.target)] = " ".join(str(ast.literal_eval(text.value)).split())
+        for line, text in pairwise(_classes(owner.__module__).get(owner.__name__, ())):
+            if isinstance(line, ast.AnnAssign) and isinstance(text, ast.Expr):
+                found[ast.unparse(line.target)] = " ".join(str(ast.literal_eval(text.value)).split())
     return found
+
+
+@cache
+def _classes(module: str) -> dict[str, list[ast.stmt]]:
+    """What the classes of a module hold, by their names."""
+    with suppress(OSError, TypeError, SyntaxError, KeyError):
+        nodes = ast.walk(ast.parse(inspect.getsource(sys.modules[module])))
+        return {each.name: each.body for each in nodes if isinstance(each, ast.ClassDef)}
+    return {}
 
 
 def _items(kind: Any) -> tuple[Any, ...] | None:

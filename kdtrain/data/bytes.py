@@ -20,7 +20,7 @@ import copy
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,8 @@ _PLAIN = (
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 MAX_IDS = 2**22
 """Ids of a tokenizer; the largest vocabulary known has 2^18."""
+MAX_SPELLED = 2**24
+"""Tokens of a student in all of a teacher's together; published pairs have two million."""
 _AT_ONCE = 1 << 13
 """Texts that are encoded at once: what the backend keeps of each takes far more memory than its ids."""
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>", "<|eom_id|>")
@@ -300,14 +302,3 @@ def spelled(tokenizer: ByteTokenizer, token: int) -> str:
     if token < 0:
         return ""
     return printable(tokenizer.tokenizer.backend_tokenizer.id_to_token(token) or str(token))
-
-
-def whole_texts(parts: Iterable[bytes]) -> list[str | None]:
-    """Each part as text; None where it is not UTF-8."""
-    found: list[str | None] = []
-    for part in parts:
-        try:
-            found.append(part.decode())
-        except UnicodeDecodeError:
-            found.append(None)
-    return found

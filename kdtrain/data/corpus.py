@@ -18,7 +18,6 @@ other kinds are left out, with a warning; and with `streaming` the documents are
 have an empty split, which is an error.
 """
 
-import functools
 import hashlib
 import json
 import logging
@@ -36,7 +35,7 @@ from typing import Any
 
 from kdtrain.config import DataConfig
 from kdtrain.config.choices import TEXTS
-from kdtrain.data.formats import Columns, Document, LeftOut, RowFormat, Tally, row_format, text_document
+from kdtrain.data.formats import Columns, Document, LeftOut, RowFormat, Tally, log_once, row_format, text_document
 from kdtrain.data.rows import Rows, readable
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import file_digest, json_digest
@@ -167,12 +166,13 @@ def documents(
 
 def documents_of(data: DataConfig, split: str, prompts: bool = False) -> Iterator[Document]:
     """The documents of a split of the text that options name, as `documents`; `prompts`: they need no answer."""
-    return documents(_source(data), split, _columns(data, prompts), streaming=data.streaming)
+    source, columns, streaming = _named(data, prompts)
+    return documents(source, split, columns, streaming=streaming)
 
 
 def has_prompts(data: DataConfig) -> bool:
     """True for conversations, and prompts with completions; False for plain text. UsageError: as `documents`."""
-    form = _parts(_source(data), _columns(data, True), data.streaming)["train"].form
+    form = _parts(*_named(data, True))["train"].form
     return form is not None and form.name != "text"
 
 
@@ -180,12 +180,12 @@ def stated_text(data: DataConfig) -> dict[str, Any] | None:
     """The text of `data` by content, for a manifest: its files with size and SHA-256, one digest of more than `LISTED`,
     or the revision of the hub; None: unknown. UsageError, RunError: as `documents`.
     """
-    source = _source(data)
+    source, columns, streaming = _named(data, True)
     with readable(source):
         if source.startswith("hf:"):
             name, _, subset = source.removeprefix("hf:").partition(":")
             return {"revision": str(_datasets(source).load_dataset_builder(name, subset or None).hash)}
-        parts = _parts(source, _columns(data, True), data.streaming).values()
+        parts = _parts(source, columns, streaming).values()
         files = {name: path for part in parts for name, path in part.files.items()}
         stated = {name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for name, path in files.items()}
     if len(stated) > LISTED:
@@ -193,13 +193,9 @@ def stated_text(data: DataConfig) -> dict[str, Any] | None:
     return {"files": stated} if stated else None
 
 
-def _source(data: DataConfig) -> str:
-    assert data.data is not None
-    return data.data
-
-
-def _columns(data: DataConfig, prompts: bool = False) -> Columns:
-    return Columns(format=data.format, text=data.text_column, messages=data.messages_column, prompts=prompts)
+def _named(data: DataConfig, prompts: bool) -> tuple[str, Columns, bool]:
+    columns = Columns(format=data.format, text=data.text_column, messages=data.messages_column, prompts=prompts)
+    return str(data.data), columns, data.streaming
 
 
 def _parts(source: str, columns: Columns, streaming: bool) -> Mapping[str, _Part]:
@@ -367,20 +363,14 @@ def _of_one_sort(folder: Path, names: list[str]) -> list[str]:
         )
     kept = rows or texts or [name for name in names if _suffix(name) in _LONE_ROWS]
     if kept and (others := [name for name in names if name not in set(kept)]):
-        _warn_left_out(folder, len(others), others[0])
+        what = f"{others[0]} is" if len(others) == 1 else f"{others[0]} and {len(others) - 1} more files are"
+        hint = f"a folder is read as {_READ}; rename a file to have it read as text"
+        log_once(logging.WARNING, f"{folder}: {what} left out; {hint}")
     return kept
 
 
 def _suffix(name: str) -> str:
     return PurePosixPath(name).suffix.lower()
-
-
-@functools.cache
-def _warn_left_out(folder: Path, count: int, first: str) -> None:
-    """Cached, because each split lists the files again and the warning is needed once."""
-    what = f"{first} is" if count == 1 else f"{first} and {count - 1} more files are"
-    text = "%s: %s left out; a folder is read as %s; rename a file to have it read as text"
-    logging.getLogger("kdtrain").warning(text, folder, what, _READ)
 
 
 def _datasets(source: str) -> Any:

@@ -119,13 +119,13 @@ class Tally:
         line += f"; left out {self.why()}" if self.reasons else ""
         line += f"; its other columns are read with --format {self.form.other}" if self.form.other else ""
         if self.reasons or self.form.other or self.form.name != "text":
-            _log_once(line)
+            log_once(logging.INFO, line)
 
 
 @functools.cache
-def _log_once(line: str) -> None:
-    """Cached, because each split goes through the same rows."""
-    logging.getLogger("kdtrain").info("%s", line)
+def log_once(level: int, line: str) -> None:
+    """Cached, because each split lists the same files and goes through the same rows."""
+    logging.getLogger("kdtrain").log(level, "%s", line)
 
 
 def row_format(source: str, wanted: Columns, names: Collection[str]) -> RowFormat:

@@ -14,20 +14,19 @@ Shapes: V tokens of the teacher, L tokens of the student that they are spelled w
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kdtrain.data.bytes import TokenBytes, whole_texts
+from kdtrain.data.bytes import MAX_SPELLED, TokenBytes
 from kdtrain.errors import UsageError
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 DEEP = 128
 """Tokens of the student in one of the teacher's, behind which the rest is not known."""
-MOST = 2**24
-"""Tokens of the student in all of the teacher's together; published pairs have two million."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,15 +46,17 @@ class Spelling:
     ) -> "Spelling":
         """Spell them. cut: the student's tokens of each text.
 
-        UsageError: they are spelled with more than `MOST` tokens, or none is text.
+        UsageError: they are spelled with more than `MAX_SPELLED` tokens, or none is text.
         """
         if teacher.equals(student):
             return cls(np.arange(len(teacher) + 1), np.arange(len(teacher)), len(teacher))
         whole = [teacher[token] for token in range(len(teacher))]
-        texts = whole_texts(whole)
-        known = [place for place, text in enumerate(texts) if text]
+        texts = dict[int, str]()
+        for place, each in enumerate(whole):
+            with suppress(UnicodeDecodeError):  # a part of a character
+                texts |= {place: each.decode()} if each else {}
         spelled: list[list[int]] = [[]] * len(whole)
-        for place, tokens in zip(known, cut([texts[place] or "" for place in known]), strict=True):
+        for place, tokens in zip(texts, cut([*texts.values()]), strict=True):
             rest, kept = whole[place], 0
             for token in tokens[:DEEP]:  # a tokenizer may rewrite a text
                 own = student[token]
@@ -65,9 +66,10 @@ class Spelling:
             spelled[place] = tokens[:kept]
         lengths = np.array([len(each) for each in spelled], np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        if not 0 < starts[-1] <= MOST:
+        if not 0 < starts[-1] <= MAX_SPELLED:
             raise UsageError(
-                f"all tokens of {teacher.name} are {starts[-1]:,} tokens of {student.name}; 1 to {MOST:,} are right"
+                f"all tokens of {teacher.name} are {starts[-1]:,} tokens of {student.name}; 1 to {MAX_SPELLED:,} are "
+                "right"
             )
         return cls(starts, np.array([token for each in spelled for token in each], np.int64), len(student))
 

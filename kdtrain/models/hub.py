@@ -60,7 +60,7 @@ from kdtrain.files import (
     typed,
 )
 from kdtrain.models.spec import ATTENTIONS, ModelSpec, is_hub_id
-from kdtrain.models.tokenizer_limits import refuse_endless
+from kdtrain.models.tokenizer_limits import entries_of, refuse_endless
 from kdtrain.net.address import no_network
 from kdtrain.sandbox import LimitExceeded, try_once
 
@@ -98,9 +98,9 @@ _AT_LEAST_ONE = re.compile(
 
 def refuse_impossible(source: str, table: dict[str, Any]) -> None:
     """Refuse a configuration (JSON or TOML, at any depth) with sizes that no model has."""
-    if _count(table) > _MOST_ENTRIES:
+    if sum(1 for _ in entries_of(table)) > _MOST_ENTRIES:
         raise UsageError(f"{source}: its configuration has more than {_MOST_ENTRIES:,} entries; mend it")
-    for key, value in _entries(table):
+    for key, value in entries_of(table):
         if _DROPOUT.search(key) and type(value) in (int, float) and not 0 <= value <= 1:
             raise UsageError(f"{source}: {key} = {value}: a dropout is between 0 and 1; mend its configuration")
         if type(value) is not int:
@@ -139,7 +139,7 @@ def refuse_code(source: str, table: dict[str, Any]) -> None:
     if "auto_map" in table and table.get("model_type") not in list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         raise UsageError(f"{source}: it brings its own code; if you trust that, set trust_remote_code = true in a TOML")
     _refuse_replacements(source, table)
-    for key, value in _entries(table):
+    for key, value in entries_of(table):
         if _IMPLEMENTATION.search(key) and value not in _IMPLEMENTATIONS:
             raise UsageError(
                 f"{source}: {key} = {_short(value)} in its configuration names a kernel from elsewhere; take it out"
@@ -229,32 +229,9 @@ def refuse_slow_tokenizer(source: str, revision: str) -> None:
 
 def _refuse_replacements(source: str, table: dict[str, Any]) -> None:
     """Refuse entries that, as attributes, would replace methods or redirect other attributes."""
-    for key, _ in _entries(table):
+    for key, _ in entries_of(table):
         if key.startswith("__") or key in _REDIRECTING or callable(getattr(PreTrainedConfig, key, None)):
             raise UsageError(f"{source}: {key} in its configuration would replace a part of transformers; take it out")
-
-
-def _entries(table: Any) -> Iterator[tuple[str, Any]]:
-    """Every key and value of nested tables and lists."""
-    left = [table]
-    while left:
-        each = left.pop()
-        if isinstance(each, dict):
-            yield from each.items()
-            left.extend(each.values())
-        elif isinstance(each, list):
-            left.extend(each)
-
-
-def _count(table: Any) -> int:
-    """How many values nested tables and lists hold."""
-    left, count = [table], 0
-    while left:
-        each = left.pop()
-        inside = each.values() if isinstance(each, dict) else each if isinstance(each, list | tuple) else ()
-        count += len(inside)
-        left.extend(inside)
-    return count
 
 
 def _file(source: str, name: str, revision: str) -> Path | None:

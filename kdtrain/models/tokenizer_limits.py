@@ -72,14 +72,14 @@ def refuse_endless(path: Path) -> None:
     if isinstance(found.added_tokens, list) and (number := len(found.added_tokens)) > MAX_ADDED:
         raise UsageError(f"{path}: {number:,} added tokens; at most {MAX_ADDED:,} are supported")
     for part, chain in (("normalizer", [found.normalizer, found.pre_tokenizer]), ("decoder", [found.decoder])):
-        steps = [each for each in _values(chain) if isinstance(each, dict) and _is_step(each)]
+        steps = [each for _, each in entries_of(chain) if isinstance(each, dict) and _is_step(each)]
         if len(steps) > MAX_STEPS:
             raise UsageError(f"{path}: its {part} has {len(steps):,} steps; at most {MAX_STEPS} are supported")
         if math.prod(map(_growth, steps)) > MAX_GROWTH:
             raise UsageError(
                 f"{path}: its {part} may make more than {MAX_GROWTH} characters of one; use another tokenizer"
             )
-    if (entries := sum(1 for _ in _values(found.post_processor))) > MAX_TEMPLATE:
+    if (entries := sum(1 for _ in entries_of([found.post_processor]))) > MAX_TEMPLATE:
         raise UsageError(f"{path}: its post_processor has {entries:,} entries; at most {MAX_TEMPLATE:,} are supported")
     model = found.model or _Model()
     if isinstance(model.max_input_chars_per_word, int) and model.max_input_chars_per_word > MAX_WORD:
@@ -89,16 +89,14 @@ def refuse_endless(path: Path) -> None:
             raise UsageError(f"{path}: a prefix or suffix has {len(affix):,} characters; use another tokenizer")
 
 
-def _values(value: Any) -> Iterator[Any]:
-    """Every value in nested tables and lists, and every key."""
+def entries_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Every key and value of nested tables and lists; the entries of a list have the key ''."""
     left = [value]
     while left:
         each = left.pop()
-        yield each
-        if isinstance(each, dict):
-            left += [*each, *each.values()]
-        elif isinstance(each, list):
-            left += each
+        inside = [*each.items()] if isinstance(each, dict) else [("", one) for one in each]
+        yield from inside
+        left += [one for _, one in inside if isinstance(one, dict | list)]
 
 
 def _is_step(table: dict[str, Any]) -> bool:

@@ -27,8 +27,7 @@ from kdtrain.config.sections import DEFAULT_PROMPT
 from kdtrain.data.corpus import documents_of, has_prompts, stated_text
 from kdtrain.data.masks import Counts, Masks
 from kdtrain.data.packed import PackedRow
-from kdtrain.data.packing import pack, packed_rows
-from kdtrain.data.prompts import prompt_rows
+from kdtrain.data.packing import pack, packed_rows, prompt_rows
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import read_sealed, set_aside
 from kdtrain.models.spec import ModelSpec
@@ -89,7 +88,11 @@ def build_cache(
     if refined is None:
         settings, rows = _requested(config, teacher, counts)
     else:
-        settings, rows = _refined_settings(refined, teacher), {split: stored_rows(refined[split]) for split in refined}
+        refuse_other_teacher(refined, teacher, loaded=True)
+        settings, rows = refined.manifest.settings, {split: stored_rows(refined[split]) for split in refined}
+        number = settings.codec.num_samples  # those drawn lie half way between two
+        offset = ((grid_offset(settings.sampling) or Fraction(0)) + Fraction(1, 2 * number)) % Fraction(1, number)
+        settings = replace(settings, sampling=grid_name(offset))
     progress = None
     if live is not None:
         folder = config.out.with_name(TEXT)
@@ -183,36 +186,21 @@ def refined_cache(where: str) -> LocalCache:
     return cache
 
 
-def refuse_other_vocabulary(refined: LocalCache, teacher: Teacher) -> None:
-    """UsageError: the cache of --refine is of another teacher, which is seen before any weights are loaded."""
+def refuse_other_teacher(refined: LocalCache, teacher: Teacher, loaded: bool) -> None:
+    """UsageError: the cache of --refine is of another teacher. loaded: False before any weights are."""
     settings = refined.manifest.settings
-    for name, theirs, ours in (
-        ("tokenizer", settings.tokenizer_digest, tokenizer_digest(teacher.tokenizer)),
-        ("vocab_size", settings.vocab_size, teacher.vocab_size),
-    ):
-        if None not in (theirs, ours) and theirs != ours:
-            named = f"{(settings.teacher or {}).get('spec')}, here {teacher.name}"
-            raise UsageError(
-                f"--refine {refined.name} is of another teacher ({named}: {name}: {str(theirs)[:12]} there, "
-                f"{str(ours)[:12]} here)"
-            )
-
-
-def _refined_settings(refined: LocalCache, teacher: Teacher) -> CacheSettings:
-    """The settings of the refinement of a cache. UsageError: it is of another teacher."""
-    settings = refined.manifest.settings
-    theirs, ours = settings.teacher or {}, dict(teacher.identity)
-    names = [name for name in sorted(theirs.keys() | ours.keys()) if name != "spec"]
-    if changed := [name for name in names if theirs.get(name) != ours.get(name)]:
+    there, here = settings.teacher or {}, dict(teacher.identity) if loaded else {}
+    if not loaded:
+        theirs = {"tokenizer": settings.tokenizer_digest, "vocab_size": settings.vocab_size}
+        here = {"tokenizer": tokenizer_digest(teacher.tokenizer), "vocab_size": teacher.vocab_size}
+        there = {name: here[name] if each is None or here[name] is None else each for name, each in theirs.items()}
+    names = [name for name in sorted(there.keys() | here.keys()) if name != "spec"]
+    if changed := [name for name in names if there.get(name) != here.get(name)]:
         differ = "; ".join(
-            f"{name}: {str(theirs.get(name))[:12]} there, {str(ours.get(name))[:12]} here" for name in changed
+            f"{name}: {str(there.get(name))[:12]} there, {str(here.get(name))[:12]} here" for name in changed
         )
-        raise UsageError(
-            f"--refine {refined.name} is of another teacher ({theirs.get('spec')}, here {teacher.name}: {differ})"
-        )
-    number = settings.codec.num_samples
-    offset = ((grid_offset(settings.sampling) or Fraction(0)) + Fraction(1, 2 * number)) % Fraction(1, number)
-    return replace(settings, sampling=grid_name(offset))
+        spec = (settings.teacher or {}).get("spec")
+        raise UsageError(f"--refine {refined.name} is of another teacher ({spec}, here {teacher.name}: {differ})")
 
 
 def _requested(config: CacheTeacherConfig, teacher: Teacher, counts: Counts) -> tuple[CacheSettings, _Rows]:

@@ -23,7 +23,7 @@ from kdtrain.run.build_cache import (
     pin_date,
     refined_cache,
     refuse_no_rows,
-    refuse_other_vocabulary,
+    refuse_other_teacher,
     validation_rows,
 )
 from kdtrain.run.data_plan import CachedData
@@ -62,7 +62,7 @@ def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | 
             teacher.connect(remote, config.codec)
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
         if refined is not None:
-            refuse_other_vocabulary(refined, teacher)
+            refuse_other_teacher(refined, teacher, loaded=False)
     text = date = None
     if config.data.data is not None and live is None:
         text = on_main(lambda: known_text(config.out, config.data))

@@ -1,5 +1,7 @@
-"""What a path is: a run and whether it trains, a checkpoint, or a cache; seen from its files, without torch."""
+"""What a path is: a run and whether it trains, how it ended, a checkpoint, or a cache; by its files, without torch."""
 
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -8,7 +10,9 @@ from kdtrain.checkpoint.sealed import is_checkpoint, problem
 from kdtrain.checkpoint.store import Store
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import is_locked, read_json, read_toml, typed
+from kdtrain.monitor.facts import RESULT
 from kdtrain.monitor.progress import warn_early
+from kdtrain.monitor.record import events
 
 LOCK = ".training"
 """The lock file: see `run_lock`."""
@@ -92,3 +96,54 @@ def damage_of(checkpoint: Path) -> str | None:
     if (damage := problem(checkpoint)) is not None and not checkpoint.exists():
         raise RunError(f"checkpoint {checkpoint}: {damage}")
     return damage
+
+
+class Result(TypedDict):
+    """The entries of result.json that other commands read."""
+
+    stop_reason: str
+    error: str | None
+    step: int
+    steps: int
+    best_step: NotRequired[int | None]
+    merged_validation_loss: NotRequired[float | None]
+
+
+class _OtherResult(TypedDict):
+    """The entries that a run compares with its own."""
+
+    objective: str
+    cache: str
+    student_name: str
+    tokens: int
+    best_validation_loss: float
+
+
+def read_result(out: Path) -> Result | None:
+    """Return the result of the run in a folder; None without a valid result.json."""
+    try:
+        return read_json(out / RESULT, Result)
+    except (OSError, ValueError):
+        return None
+
+
+def best_plain_run(out: Path, job: tuple[str, str, int]) -> tuple[str, float] | None:
+    """Folder and loss of the best run by cross-entropy beside the run `out`; None without one.
+
+    job: the cache, the student's name and the tokens that it must share.
+    """
+    runs: list[tuple[float, str]] = []
+    for path in sorted(out.parent.glob(f"*/{RESULT}")):
+        with suppress(OSError, ValueError):
+            other = read_json(path, _OtherResult)
+            same = (other["cache"], other["student_name"], other["tokens"]) == job
+            if same and other["objective"] == "cross-entropy":
+                runs.append((other["best_validation_loss"], str(path.parent)))
+    return min(runs)[::-1] if runs else None
+
+
+def count_warnings(out: Path) -> dict[str, int]:
+    """The number of warnings of each kind, over all starts of the run."""
+    with suppress(OSError, ValueError):
+        return dict(sorted(Counter(each.event for each in events(out) if each.level == "warning").items()))
+    return {}

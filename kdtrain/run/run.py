@@ -19,6 +19,7 @@ from kdtrain.models.export import export_lock, export_model, is_export
 from kdtrain.models.frozen import whole_size
 from kdtrain.models.head import SplitModel
 from kdtrain.models.tokenizer import byte_lengths, load_tokenizer, tokenizer_files
+from kdtrain.monitor.facts import RESULT
 from kdtrain.monitor.progress import end_log, formula, log, setup_logging, warn_early
 from kdtrain.parallel.parallelize import part_of, reshard
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, raise_on_all_ranks, rank, reported, world_size
@@ -35,8 +36,8 @@ from kdtrain.run.folder import (
     write_tokenizer,
 )
 from kdtrain.run.model_card import card_files
+from kdtrain.run.path_kind import best_plain_run, count_warnings, read_result
 from kdtrain.run.recipe import PARTS, Recipe
-from kdtrain.run.result import RESULT, below, best_plain_run, count_warnings, read_result
 from kdtrain.run.saved_student import checkpoint_of, merged_line, origin_of, student_at, written_parameters
 from kdtrain.tables import finite, show
 from kdtrain.training.schedule import learning_rate, warmup_steps
@@ -118,8 +119,9 @@ class Run:
         path = Path(found)
         with raise_on_all_ranks():
             checkpoint = load_saved(path, trainer.state.like)
-            self._note_router(checkpoint.state, path)
-            self.refuse_changes(checkpoint.state, self.recipe.config.out, path.name)
+            saved, config = checkpoint.state, self.recipe.config
+            self._note_router(saved, path)
+            refuse_changes(saved["options"], config, config.out, path.name, but=self.same(saved))
             self._refuse_other(checkpoint.state, path, PARTS)
             self._load(checkpoint, path)
         progress = trainer.state.progress
@@ -191,7 +193,7 @@ class Run:
             self._note_router(checkpoint.state, path)
             self._refuse_other(checkpoint.state, path, ("student",))
             saved, same_data = checkpoint.state["options"], checkpoint.state["cache"] == self.identity["cache"]
-            different = changes(saved, config, but=self._same(checkpoint.state))
+            different = changes(saved, config, but=self.same(checkpoint.state))
             start = ("--load", "--override-opt-param-scheduler")
             if changed := [each for each in different if not each.startswith(start)]:
                 log.info("unlike the loaded run: %s", ", ".join(changed))
@@ -241,11 +243,7 @@ class Run:
             f"not {warmup_steps(planned, options)}, and the run validates every {self.trainer.eval_freq} steps"
         )
 
-    def refuse_changes(self, saved: dict[str, Any], out: Path, checkpoint: str) -> None:
-        """Refuse to resume the run in `out` from a `checkpoint` whose state `saved` has other deciding options."""
-        refuse_changes(saved["options"], self.recipe.config, out, checkpoint, but=self._same(saved))
-
-    def _same(self, saved: dict[str, Any]) -> set[str]:
+    def same(self, saved: dict[str, Any]) -> set[str]:
         """Options that need no comparison: another spelling of the same thing, and bounds that another cache sets."""
         same = {part for part in PARTS if saved[part] == self.identity[part]}
         same |= {"cache_weights"} if "cache" in same else set()
@@ -441,7 +439,9 @@ class Run:
     def result(self, reason: str, error: str | None = None) -> dict[str, Any]:
         """Return the contents of `result.json`: losses in nats a token, None where there is no value."""
         trainer, recipe, progress = self.trainer, self.recipe, self.trainer.state.progress
-        best, plain = progress.best_loss, self._plain()
+        best, plain = progress.best_loss, self._plain() or (None, None)
+        others = {"start": progress.first_loss, "teacher": progress.teacher_loss, "cross_entropy": plain[1]}
+        known = {name: None if best is None or other is None else best < other for name, other in others.items()}
         seconds, tokens = trainer.earlier[0] + trainer.seconds, trainer.earlier[1] + trainer.stepper.tokens
         result: dict[str, Any] = {
             "run": str(self.out),
@@ -464,11 +464,9 @@ class Run:
             "best_bits_per_byte": progress.bits_per_byte(best),
             "last_bits_per_byte": progress.bits_per_byte(progress.last_loss),
             "teacher_bits_per_byte": progress.bits_per_byte(progress.teacher_loss),
-            "cross_entropy_validation_loss": None if plain is None else plain[1],
-            "cross_entropy_run": None if plain is None else plain[0],
-            "better_than_start": below(best, progress.first_loss),
-            "better_than_teacher": below(best, progress.teacher_loss),
-            "better_than_cross_entropy": below(best, None if plain is None else plain[1]),
+            "cross_entropy_validation_loss": plain[1],
+            "cross_entropy_run": plain[0],
+            **{f"better_than_{name}": better for name, better in known.items()},
             "rollbacks": progress.rollbacks,
             "skipped_steps": progress.skips,
             "warnings": count_warnings(self.out),

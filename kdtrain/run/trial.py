@@ -51,7 +51,7 @@ from kdtrain.ranks import (
 )
 from kdtrain.run.agreement import same_ranks
 from kdtrain.run.build import build
-from kdtrain.run.folder import check_out, is_run
+from kdtrain.run.folder import check_out, is_run, refuse_changes
 from kdtrain.run.recipe import Recipe, resolve, run_device
 from kdtrain.run.run import Run
 from kdtrain.tables import Table, show, show_page
@@ -148,7 +148,7 @@ def main(config: DistillConfig) -> int:
     setup_logging(quiet=not is_main())
     if config.sanity:
         refuse_many_processes()
-        return _sanity(config)
+        return check(config)
     with trial_run(config) as run:
         if (path := run.recipe.loads) is not None:
             run.load(path)
@@ -175,7 +175,8 @@ def _begins(config: DistillConfig, run: Run) -> str:
             return "from the beginning"
         path = store.path(name)
     if run.recipe.live is None:  # whose data are not those in the folder
-        run.refuse_changes(read_saved(path), config.out, path.name)
+        saved = read_saved(path)
+        refuse_changes(saved["options"], run.recipe.config, config.out, path.name, but=run.same(saved))
     return f"at {path.name}"
 
 
@@ -315,7 +316,8 @@ def _validation_seconds(trainer: Trainer) -> float:
     return forwards * (time.perf_counter() - started)
 
 
-def _sanity(config: DistillConfig) -> int:
+def check(config: DistillConfig) -> int:
+    """Print what each of `CHECKS` finds."""
     if not config.cache:
         # these checks need little text, and packing all of it may take long
         most = max(4 * config.batch_size, 4 * SEQUENCES)
@@ -323,9 +325,9 @@ def _sanity(config: DistillConfig) -> int:
         config = replace(config, data=replace(config.data, num_sequences=few))
     found: list[dict[str, Any]] = []
     with trial_run(config) as run:
-        for number, (name, check) in enumerate(CHECKS.items(), 1):
-            log.info("check %d of %d: %s", number, len(CHECKS), (check.__doc__ or "").rstrip("."))
-            sound, text, wanted, values = check(run)
+        for number, (name, test) in enumerate(CHECKS.items(), 1):
+            log.info("check %d of %d: %s", number, len(CHECKS), (test.__doc__ or "").rstrip("."))
+            sound, text, wanted, values = test(run)
             verdict = "-" if sound is None else "ok" if sound else "look"
             found.append({"check": name, "verdict": verdict, "found": text, "wanted": wanted, "values": values})
     if config.json:

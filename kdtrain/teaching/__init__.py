@@ -1,5 +1,5 @@
-"""What a teacher is: the class `Teacher`, and one file for each kind."""
+"""What a teacher is: the class `Teacher`, and the kinds of `local`."""
 
-from kdtrain.teaching import itself, local
+from kdtrain.teaching import local
 
-__all__ = ["itself", "local"]
+__all__ = ["local"]

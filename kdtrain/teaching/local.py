@@ -1,4 +1,4 @@
-"""A teacher whose model is loaded here: the kind of every spec that names no other.
+"""A teacher whose model is loaded here: the kind of every spec that names no other; and the student as its own.
 
 The layers run in the requested mode, and the output head's product ends in fp32 in every mode, because bf16
 rounds a logit of 20 by up to 0.06 before the softmax. While a run trains, the teacher returns hidden states and the
@@ -23,6 +23,7 @@ from transformers import GenerationConfig
 from kdtrain.cache.build.answers import ShardAnswers
 from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
 from kdtrain.errors import UsageError
+from kdtrain.models.adapters import adapted, adapters_off
 from kdtrain.models.attention import use_cached_attention
 from kdtrain.models.frozen import is_packed, pack, refuse_weights
 from kdtrain.models.head import OutputHead, SplitModel, layer_widths, split
@@ -249,3 +250,53 @@ class LocalTeacher(OnlineTeacher):
     def layer_widths(self) -> list[int]:
         """D of the embedding and of each layer, found by a probe. UsageError: the model does not return them."""
         return layer_widths(self.model)
+
+
+@register_teacher("self")
+class SelfTeacher(LocalTeacher):
+    """The student without its adapters.
+
+    At no cost in memory. It is what the student was when the run began; where `--load` began with trained adapters, the
+    base below these. The divergence then holds a student near its base while it learns from the text, as KL to a
+    reference policy does, or is all that it learns, at another temperature (self-distillation, Born-Again Networks,
+    arXiv 1805.04770).
+    """
+
+    @property
+    def digest(self) -> str:
+        """Of the frozen weights."""
+        return self._digest
+
+    def footprint(self, seq_len: int) -> ModelFootprint | None:
+        """Its forward alone: the weights are the student's."""
+        found = super().footprint(seq_len)
+        return found and dataclasses.replace(found, parameters=0, in_layers=0, weight_bytes=4)
+
+    def load(self, sharded: bool = False) -> None:
+        """Nothing: `meet` brings the weights."""
+
+    def check(self, seq_len: int, document_mask: bool) -> None:
+        """Nothing: the student is checked."""
+
+    def meet(self, student: SplitModel) -> None:
+        """Use the student's backbone and, before it is sharded, its output head."""
+        if not adapted(student):
+            raise UsageError("--teacher self is the student without its adapters, and it has none; add --lora-rank")
+        self._digest = student.base
+        self._use(student)
+
+    def prepare(self, *, sharded: bool = False, shard_size: int | None = None, compile: bool = False) -> None:
+        """Nothing: the student is sharded and compiled; without its adapters it runs as it is."""
+
+    def hidden_states(
+        self, tokens_BT: Tensor, segments_BT: Tensor | None, layers: tuple[int, ...] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """As a local teacher's; the student's mode does not change."""
+        training = [each for each in self.model.modules() if each.training]
+        self.model.eval()
+        try:
+            with adapters_off(self.model):
+                return super().hidden_states(tokens_BT, segments_BT, layers)
+        finally:
+            for each in training:
+                each.training = True

@@ -86,7 +86,7 @@ class _Draws(LogitsProcessor):
 
 
 def continued(generate: Generate, rows: ShardRows, how: Writing, take: Take) -> ShardRows:
-    """Rows with what was written, their `loss_mask` true at the labels written; rows: see `prompts.prompt_rows`.
+    """Rows with what was written, their `loss_mask` true at the labels written; rows: see `packing.prompt_rows`.
 
     take: gets the logits of the steps.
     """

@@ -118,8 +118,3 @@ class Alignment:
     def transcoder(self) -> Transcoder:
         """Encodes streams of the teacher's tokens in the student's."""
         return Transcoder(self._teacher, self._student, self.table, self.spelling)
-
-    @property
-    def tokenizers(self) -> tuple[ByteTokenizer, ByteTokenizer]:
-        """Teacher's and student's."""
-        return self._teacher, self._student

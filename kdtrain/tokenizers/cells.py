@@ -96,20 +96,12 @@ def _longest_prefixes(places: Mapping[bytes, int], texts: Sequence[bytes]) -> _A
     return found
 
 
-def conflicts(cells: Cells, teacher_M: _Array, student_M: _Array) -> tuple[_Array, _Array]:
-    """The cells of teacher's and student's own tokens where they differ: pairs [P,2], ascending, and how often [P]."""
-    one, other = cells.of_teacher[teacher_M], cells.of_student[student_M]
-    apart = (one != other) & (one >= 0) & (other < cells.count)
-    pairs = np.sort(np.stack([one[apart], other[apart]], 1), 1)
-    found, number = np.unique(pairs, axis=0, return_counts=True)
-    return found, number
-
-
 def merge(cells: Cells, teacher_M: _Array, student_M: _Array) -> Cells:
     """Merge cells that conflict where teacher and student have these tokens of the same text at common boundaries."""
-    pairs, number = conflicts(cells, teacher_M, student_M)
-    kinds = (cells.of_teacher[teacher_M], cells.of_student[student_M])
-    seen = [np.bincount(each[each >= 0], minlength=cells.count + 1) for each in kinds]
+    one_M, other_M = cells.of_teacher[teacher_M], cells.of_student[student_M]
+    apart_M = (one_M != other_M) & (one_M >= 0) & (other_M < cells.count)
+    pairs, number = np.unique(np.sort(np.stack([one_M, other_M], 1)[apart_M], 1), axis=0, return_counts=True)
+    seen = [np.bincount(each[each >= 0], minlength=cells.count + 1) for each in (one_M, other_M)]
     often = np.maximum(*seen)
     parent = np.arange(cells.count + 1)
 

@@ -26,7 +26,7 @@ import torch
 
 from kdtrain import faults
 from kdtrain.cache.build.folder import copy_tokenizer
-from kdtrain.cache.format.names import CELLS, SETTINGS, TOKENIZER, VIEW
+from kdtrain.cache.format.names import CELLS, LOCK, SETTINGS, TOKENIZER, VIEW
 from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.data.packed import rows_of
 from kdtrain.errors import UsageError, making
@@ -34,7 +34,7 @@ from kdtrain.files import Lock, file_digest, json_digest, publish_json, publishe
 from kdtrain.models.tokenizer import load_tokenizer, tokenizer_digest
 from kdtrain.tokenizers.alignment import Alignment
 from kdtrain.tokenizers.cells import Cells
-from kdtrain.tokenizers.transcode import documents_of, is_joined, teacher_stream
+from kdtrain.tokenizers.transcode import Transcoder, documents_of, is_joined, teacher_stream
 from kdtrain.tokenizers.view import View
 from kdtrain.tokenizers.view_format import (
     CELL,
@@ -57,8 +57,6 @@ _MEASURED = 1 << 22
 _AT_ONCE = 256
 _ENOUGH = 1000
 """Documents after which a share of them that is left out means something."""
-_LOCK = ".building-0"
-"""As that of a cache (`cache.folder`): a folder that holds nothing else belongs to no run."""
 _CALLED = {
     "version": "version of kdtrain",
     "events": "table of special tokens",
@@ -108,7 +106,7 @@ def build_view(
         _refuse_other(folder, settings, True)
         return View(folder, cache)
     message = f"another process is making another view in {folder} now; wait for it, or name another folder"
-    lock = Lock(folder / _LOCK, message, json_digest(settings), math.inf)
+    lock = Lock(folder / f"{LOCK}0", message, json_digest(settings), math.inf)
     try:
         sweep(folder)
         done = (folder / VIEW).exists()
@@ -185,16 +183,16 @@ def _texts(reader: CacheReader, stop: int) -> Iterator[dict[str, np.ndarray]]:
         yield reader.text(range(start, min(start + _AT_ONCE, stop)))
 
 
-def _documents(alignment: Alignment, reader: CacheReader, looked_at: int) -> Iterator[np.ndarray]:
+def _documents(worker: Transcoder, reader: CacheReader, looked_at: int) -> Iterator[np.ndarray]:
     """Documents of a split in the teacher's tokens. looked_at: rows that tell whether they are one stream."""
     joined = is_joined(each["tokens"] for each in _texts(reader, min(looked_at, len(reader))))
-    return documents_of(teacher_stream(_texts(reader, len(reader)), joined, alignment.tokenizers[0]))
+    return documents_of(teacher_stream(_texts(reader, len(reader)), joined, worker.teacher))
 
 
 def _merged_cells(alignment: Alignment, reader: CacheReader) -> Cells:
     """The cells, merged from the beginning of the text: the same whether or not the split is wanted whole."""
     worker, pairs, read = alignment.transcoder(), [], 0
-    for documents in _documents(alignment, reader, -(-_MERGED_FROM // reader.manifest.settings.seq_len)):
+    for documents in _documents(worker, reader, -(-_MERGED_FROM // reader.manifest.settings.seq_len)):
         out = worker(documents)
         out = out[(out["source"] >= 0) & (out["prefix"] == 0)]
         pairs.append(np.stack([out["taught"], out["token"]]))
@@ -215,7 +213,7 @@ def _build_split(
 ) -> tuple[list[ViewShard], LabelCounts]:
     """Publish the shards of a split; what view.json states of all."""
     worker, shards, counts, last = alignment.transcoder(), list[ViewShard](), Counter[str](), False
-    stream = map(worker, _documents(alignment, reader, len(reader)))
+    stream = map(worker, _documents(worker, reader, len(reader)))
     rows = rows_of(stream, seq_len, reader.manifest.settings.document_mask)
     while not last:
         taken = list(islice(rows, _ROWS))

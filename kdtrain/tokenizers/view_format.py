@@ -15,11 +15,9 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict
 import numpy as np
 from msgspec import Meta
 
-from kdtrain.cache.build.folder import holds_nothing
 from kdtrain.cache.format.manifest import CacheSettings, Count, Digest
-from kdtrain.cache.format.names import CELLS, SETTINGS, VIEW
-from kdtrain.data.bytes import MAX_IDS
-from kdtrain.data.spelling import MOST
+from kdtrain.cache.format.names import CELLS, SETTINGS, VIEW, holds_nothing
+from kdtrain.data.bytes import MAX_IDS, MAX_SPELLED
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import MEDIUM, file_digest, read_sealed, typed
 
@@ -85,7 +83,7 @@ class _StatedCells(TypedDict):
     student: _Entries
     count: _Entries
     """C."""
-    spelled: Annotated[int, Meta(ge=1, le=MOST)]
+    spelled: Annotated[int, Meta(ge=1, le=MAX_SPELLED)]
     """L, tokens of the student that all of the teacher's are spelled with."""
 
 

@@ -30,14 +30,6 @@ def test_a_page_shows_the_published_records_and_no_others(name):
     assert filled == page
 
 
-def test_the_objectives_page_names_what_is_missed():
-    objective, step = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("objective", "step"))
-    step["figures"] = {"fast": dict.fromkeys(next(iter(step["figures"].values())), 1.0) | {"precision": "bf16"}}
-    assert "1 of 1 met.\n- Over an online" in tables.objective(objective, step)
-    step["figures"]["fast"]["cached_over_cross_entropy"] = 0.9
-    assert "0 of 1 met. **Missed**: fast: 0.900." in tables.objective(objective, step)
-
-
 def test_the_bins_of_an_evaluation_give_back_its_calibration_error():
     metrics = Metrics(
         tokens=10.0,

@@ -4,7 +4,6 @@ import importlib
 import itertools
 import json
 import re
-import statistics
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from benchmarks.harness import CPU_SECTIONS, RESULTS, SECTIONS, machine, models,
 from benchmarks.harness import record as records
 from benchmarks.harness.bench import Bench, Tokens
 from benchmarks.harness.record import Goal, Options, Record, attempt
-from benchmarks.performance import adaptive, fp8, objective, objective_sides, step
+from benchmarks.performance import adaptive, fp8, objective, objective_sides
 from kdtrain import faults
 from kdtrain.objective import kernels
 from teachers import make_teacher as make
@@ -35,7 +34,7 @@ def tiny(server, tmp_path_factory):
     """All sections once, as `all --tiny --device cpu` runs them."""
     out = tmp_path_factory.mktemp("gpu")
     command = ("-m", "benchmarks.performance", "all", "--tiny", "--device", "cpu", "--profile", "--out", out)
-    (done,) = server.run(*command, TRACED="1")
+    (done,) = server.run(*command, "--budget", "3000", TRACED="1")  # however busy the machine is
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return {name: json.loads((out / f"{name}.json").read_text()) for name in SECTIONS}
 
@@ -95,20 +94,6 @@ def test_a_goal_is_met_or_missed_or_was_not_measured():
     assert [fast.verdict(value) for value in (1.5, 1.4, None)] == ["met", "missed", "not measured"]
     assert [small.verdict(value) for value in (2, 2.01, float("nan"))] == ["met", "missed", "missed"]
     assert [fast.verdict(1.48, doubt) for doubt in (0.01, 0.03)] == ["missed", "too close to tell"]
-
-
-def test_the_deviation_of_a_figure_is_that_of_its_rounds():
-    times = {"ce": [2.0, 2.0, 2.0], "ours": [4.0, 5.0, 8.0], "side": [1.0, 2.0, 4.0]}
-    figure = {"rate": 1.0, "over_cross_entropy": 1.0, "ours_over_it": 2.5, "tokens_a_second": 10.0, "seconds": times}
-    assert tables.deviation(figure, "rate") == pytest.approx(statistics.stdev([2, 1, 0.5]))
-    assert tables.deviation(figure, "over_cross_entropy") == pytest.approx(statistics.stdev([0.5, 1, 2]))
-    assert tables.deviation(figure, "ours_over_it") == pytest.approx(statistics.stdev([4, 2.5, 2]))
-    assert tables.deviation(figure, "tokens_a_second") == pytest.approx(statistics.stdev([20, 10, 5]))
-    assert tables.deviation({"cost": 0.01, "seconds": {"read": [3.0, 4.0], "held": [2.0, 2.0]}}, "cost") == (
-        pytest.approx(statistics.stdev([1.5, 2]))
-    )
-    assert tables.deviation(figure, "peak_gib") is tables.deviation({"rate": 1.0}, "rate") is None
-    assert tables.cell(figure, "tokens_a_second") == "10 ± 7.6"
 
 
 def test_a_goal_is_too_close_to_tell_within_two_standard_errors():
@@ -223,14 +208,6 @@ def test_sections_share_a_budget_and_run_in_processes_of_their_own(options, caps
     assert not list(options.out.glob("*.json"))
     assert sections._apart(("ceilings",), options) == 0
     assert read(options.out)["finished"]
-
-
-def test_samples_alone_are_stepped_at_a_temperature_of_one_and_the_next_side_at_its_own(options):
-    shape = step._Shape(options, step.TINY, 32, 4)
-    loss = shape.bench.trainer.student.loss
-    for side, temperature in (("samples-50", 1.0), ("sparse-4", 2.0), ("samples-50", 1.0)):
-        shape.bench.steps(shape._source(side))()
-        assert float(loss.temperature.value()) == temperature
 
 
 def test_the_side_of_samples_is_their_forward_kl_at_a_temperature_of_one_beside_cross_entropy():
@@ -381,12 +358,6 @@ def test_the_page_judges_the_goals_by_the_records():
     assert "a card, driver 1.2, torch 2.11, commit abc, 2026-01-01: [step.json](" in shown
     uncompiled = tables.gpu({"step": record_of({}, uncompiled="no gcc")})
     assert "- nothing was compiled: no gcc" in uncompiled and "nothing was compiled" not in shown
-
-
-def test_without_a_record_one_line_says_what_is_not_measured():
-    line = tables.gpu({})
-    assert line.startswith("Not measured: ceilings, step (12), objective (21), ") and "\n" not in line
-    assert line.endswith("`python -m benchmarks.performance all` on a GPU measures them.")
 
 
 def test_a_goal_names_a_figure_of_its_section_and_a_spent_budget_names_them_all(options, tiny, monkeypatch):

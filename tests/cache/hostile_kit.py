@@ -4,8 +4,6 @@ The changes are for shards of `workshop.build(..., codecs["both"])`: 4 sequences
 the top-k and 8 samples, so that `numbers` has 12 + 8 + 12 + 1 rows.
 """
 
-import hashlib
-import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -16,25 +14,6 @@ import hdf5plugin
 import numpy as np
 
 Change = Callable[[Path], None]
-
-
-def reseal(folder: Path) -> None:
-    """Compute every digest of a cache from its shards as they are now."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for split in manifest["splits"].values():
-        for stated in split["shards"]:
-            path = folder / "shards" / f"{stated['name']}.h5"
-            own = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": path.stat().st_size}
-            stated |= own
-            sidecar = path.with_suffix(".json")
-            _write_sealed(sidecar, json.loads(sidecar.read_text()) | own)
-    _write_sealed(folder / "manifest.json", manifest)
-
-
-def _write_sealed(path: Path, record: dict[str, Any]) -> None:
-    content = {key: value for key, value in record.items() if key != "digest"}
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    path.write_text(json.dumps({**content, "digest": hashlib.sha256(text.encode()).hexdigest()}, indent=1) + "\n")
 
 
 def edited(change: Callable[[h5py.File], None]) -> Change:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hostile_kit import COUNTS, DENSE, FAMILIES, TYPES, Change, payload, remade, reseal
+from hostile_kit import COUNTS, DENSE, FAMILIES, TYPES, Change, payload, remade
 
 from kdtrain.cache.format import hdf5
 from kdtrain.cache.format import names as cache_format
@@ -22,6 +22,7 @@ from kdtrain.cache.read import reader, shard
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.tools.verify import check_content, verify_cache
 from kdtrain.errors import RunError
+from tests.hostile import seal
 
 CASES = [
     pytest.param(change, codec, id=f"{family}: {name}")
@@ -46,7 +47,7 @@ def hostile(tmp_path: Path, sound):
     def make(change: Change, codec: str = "both") -> Path:
         shutil.copytree(sound[codec], tmp_path / "hostile")
         change(cache_format.shard_path(tmp_path / "hostile", "train-00000"))
-        reseal(tmp_path / "hostile")
+        seal.cache(tmp_path / "hostile")
         return tmp_path / "hostile"
 
     return make

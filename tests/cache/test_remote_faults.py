@@ -122,12 +122,11 @@ def test_a_process_that_is_killed_while_it_fetches_leaves_what_the_next_one_resu
 ) -> None:
     size = Cache(whole).manifest.splits["train"]["shards"][0]["bytes"]
     environment = {"KDTRAIN_HOME": str(home), "HF_HUB_OFFLINE": ""}
-    web.fail("train-00000.h5", "slow")
-    (killed,) = server.run("-c", READ, web.url, **environment, KDTRAIN_FAULT=f"cache.fetch.bytes:kill:{size // 2}")
+    web.fail(".h5", "slow", times=100)  # three at once, each with a piece written before so many bytes
+    (killed,) = server.run("-c", READ, web.url, **environment, KDTRAIN_FAULT=f"cache.fetch.bytes:kill:{size}")
     assert killed.returncode == -9
     folder = Cache(whole)
     expected = sum(int(folder["train"][row]["tokens"].sum()) for row in range(10))
-    web.fail(".h5", "slow", times=100)
     readers = server.run("-c", READ, web.url, world=2, **environment)  # both share the folder
     assert [int(each.stdout) for each in readers] == [expected] * 2, readers[0].stderr
     fetched = [path for path, _ in web.ranges if path.endswith(".h5")]

@@ -1,7 +1,5 @@
 """A tokenizer of the 256 bytes and `<|endoftext|>`, so that tests can read tokens as text."""
 
-from collections.abc import Callable
-
 import datasets
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -10,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from kdtrain.data import formats
 
 
-def _byte_tokenizer(**others: str) -> PreTrainedTokenizerFast:
+def _byte_tokenizer(**others):
     """A byte of the text is a token; the special tokens come after the bytes."""
     special = {"eos_token": "<|endoftext|>", **others}
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -22,17 +20,17 @@ def _byte_tokenizer(**others: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
+def make_tokenizer():
     return _byte_tokenizer
 
 
 @pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     return _byte_tokenizer()
 
 
 @pytest.fixture
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path_factory, monkeypatch):
     """A folder of its own for what `datasets` stores, and every line of a source is logged again."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
-    formats._log_once.cache_clear()
+    formats.log_once.cache_clear()

@@ -1,6 +1,6 @@
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from kdtrain.data import packing
 from kdtrain.data.formats import Document
 from kdtrain.data.masks import Masks
-from kdtrain.data.packed import PackedRow
 from kdtrain.data.packing import pack
 from kdtrain.errors import UsageError
 
@@ -40,33 +39,34 @@ _SIGNS_LAST = _PLAIN.replace(
 )
 
 
-def _texts(*texts: str) -> list[Document]:
+def _texts(*texts):
     return [Document(str(number), text=text) for number, text in enumerate(texts)]
 
 
-def _numbered(count: int) -> list[Document]:
+def _numbered(count):
     return _texts(*(f"document {n} " + "x" * (n * 7 % 50) for n in range(count)))
 
 
-def _stream(rows: list[PackedRow]) -> list[int]:
+def _stream(rows):
     """The stream of tokens behind rows that overlap by one."""
     return [int(t) for row in rows for t in row.tokens[:-1]] + [int(t) for t in rows[-1].tokens[-1:]]
 
 
-def _learned(rows: list[PackedRow], tokenizer: PreTrainedTokenizerFast) -> bytes:
-    """The unmasked labels as text; a masked one is a `.`."""
-    pieces = []
-    for row in rows:
-        for token, counts in zip(row.tokens[1:], row.loss_mask, strict=True):
-            pieces.append(int(token) if counts else tokenizer.convert_tokens_to_ids("."))
-    return tokenizer.decode(pieces).encode()
+def _shown(rows, tokenizer):
+    """Rows of one position as text, with what is learned marked."""
+    rows = list(rows)
+    counted = zip(_stream(rows), [False, *(bool(row.loss_mask[0]) for row in rows)], strict=True)
+    shown = ""
+    for learned, tokens in itertools.groupby(counted, lambda each: each[1]):
+        parts = itertools.groupby((token for token, _ in tokens), lambda token: token == tokenizer.eos_token_id)
+        text = "".join("■" * len([*each]) if end else tokenizer.decode([*each]) for end, each in parts)
+        shown += f"⟦{text}⟧" if learned else text
+    return shown
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=12), st.integers(1, 40))
-def test_every_token_but_the_first_is_the_label_of_exactly_one_position(
-    make_tokenizer: _Make, texts: list[str], seq_len: int
-):
+def test_every_token_but_the_first_is_the_label_of_exactly_one_position(make_tokenizer, texts, seq_len):
     tokenizer = make_tokenizer()
     expected = [token for text in texts if text for token in [*tokenizer(text).input_ids, tokenizer.eos_token_id]]
     rows = list(pack(_texts(*texts), tokenizer, seq_len))
@@ -78,9 +78,7 @@ def test_every_token_but_the_first_is_the_label_of_exactly_one_position(
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_the_rows_do_not_depend_on_the_number_of_workers(
-    num_workers: int, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_rows_do_not_depend_on_the_number_of_workers(num_workers, tokenizer, monkeypatch):
     monkeypatch.setattr(packing, "_BATCH_PIECES", 2)
     tokenizer.chat_template = _MARKED
     mixed = [*_numbered(60), *(Document(f"talk {n}", messages=_TALK) for n in range(20))]
@@ -94,10 +92,10 @@ def test_the_rows_do_not_depend_on_the_number_of_workers(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_source_without_end_is_read_only_as_far_as_needed(num_workers: int, tokenizer: PreTrainedTokenizerFast):
+def test_a_source_without_end_is_read_only_as_far_as_needed(num_workers, tokenizer):
     read = 0
 
-    def endless() -> Iterator[Document]:
+    def endless():
         nonlocal read
         for number in itertools.count():
             read += 1
@@ -108,9 +106,7 @@ def test_a_source_without_end_is_read_only_as_far_as_needed(num_workers: int, to
     assert read <= 256 * 6
 
 
-def test_rows_have_the_promised_types_and_shapes_and_segments_number_their_documents_from_zero(
-    tokenizer: PreTrainedTokenizerFast,
-):
+def test_rows_have_the_promised_types_and_shapes_and_segments_number_their_documents_from_zero(tokenizer):
     first, second = pack(_texts("abc", "de", "fghijkl"), tokenizer, 7)
     found = [(each.dtype, each.shape) for each in (first.tokens, first.loss_mask, first.segments)]
     assert found == [(np.int32, (8,)), (np.bool_, (7,)), (np.int32, (7,))]
@@ -118,17 +114,13 @@ def test_rows_have_the_promised_types_and_shapes_and_segments_number_their_docum
     assert second.segments.tolist() == [0, 0, 0, 0, 0, 0, 0]
 
 
-def test_under_a_document_mask_the_first_token_of_a_document_is_not_learned(
-    tokenizer: PreTrainedTokenizerFast,
-):
-    plain = list(pack(_texts("abc", "de", "fghijkl"), tokenizer, 7))
-    masked = list(pack(_texts("abc", "de", "fghijkl"), tokenizer, 7, document_mask=True))
-    assert _learned(plain, tokenizer) == f"bc{_EOS}de{_EOS}fghijkl{_EOS}".encode()
-    assert _learned(masked, tokenizer) == f"bc{_EOS}.e{_EOS}.ghijkl{_EOS}".encode()
-    assert _stream(masked) == _stream(plain)
+def test_under_a_document_mask_the_first_token_of_a_document_is_not_learned(tokenizer):
+    texts = _texts("abc", "de", "fghijkl")
+    assert _shown(pack(texts, tokenizer, 1), tokenizer) == "a⟦bc■de■fghijkl■⟧"
+    assert _shown(pack(texts, tokenizer, 1, document_mask=True), tokenizer) == "a⟦bc■⟧d⟦e■⟧f⟦ghijkl■⟧"
 
 
-def test_bos_is_written_only_if_the_tokenizer_writes_it(make_tokenizer: _Make):
+def test_bos_is_written_only_if_the_tokenizer_writes_it(make_tokenizer):
     silent = make_tokenizer(bos_token="<s>")
     writes = make_tokenizer(bos_token="<s>")
     writes.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -138,9 +130,7 @@ def test_bos_is_written_only_if_the_tokenizer_writes_it(make_tokenizer: _Make):
     assert writes.decode(_stream(list(pack(_texts("ab", "cd"), writes, 7)))) == f"<s>ab{_EOS}<s>cd{_EOS}"
 
 
-def test_truncation_and_padding_in_the_tokenizer_file_are_ignored(
-    tokenizer: PreTrainedTokenizerFast,
-):
+def test_truncation_and_padding_in_the_tokenizer_file_are_ignored(tokenizer):
     expected = _stream(list(pack(_texts("x" * 99, "y"), tokenizer, 101)))
     tokenizer.backend_tokenizer.enable_truncation(5)
     tokenizer.backend_tokenizer.enable_padding(length=8)
@@ -148,59 +138,12 @@ def test_truncation_and_padding_in_the_tokenizer_file_are_ignored(
     assert tokenizer.backend_tokenizer.truncation["max_length"] == 5
 
 
-def test_a_long_text_is_tokenized_in_pieces_and_stays_one_document(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_long_text_is_tokenized_in_pieces_and_stays_one_document_with_one_prompt(tokenizer, monkeypatch):
     text = "one line\nanother\n" * 20 + "a line longer than a piece" * 10 + "\n\n"
     monkeypatch.setattr(packing, "_PIECE_CHARACTERS", 64)
-    rows = list(pack(_texts(text), tokenizer, len(text)))
-    assert tokenizer.decode(_stream(rows)) == text + _EOS
-    assert set(rows[0].segments) == {0}
-
-
-@pytest.mark.parametrize("template", [_MARKED, _PLAIN])
-def test_only_the_text_of_the_assistant_is_learned_down_to_the_last_byte(
-    template: str, tokenizer: PreTrainedTokenizerFast
-):
-    tokenizer.chat_template = template
-    before, between = "<system>be kind<user>hi<assistant>", "<user>more<assistant>"
-    text = f"{before}yo 漢{between}ok{_EOS}"
-    length = len(tokenizer(text).input_ids) - 1
-    rows = list(pack([Document("talk", messages=_TALK)], tokenizer, length))
-    assert tokenizer.decode(_stream(rows)) == text
-    assert _learned(rows, tokenizer).decode() == "." * (len(before) - 1) + "yo 漢" + "." * len(between) + f"ok{_EOS}"
-
-
-def test_eos_is_not_doubled_if_the_template_writes_it(tokenizer: PreTrainedTokenizerFast):
-    tokenizer.chat_template = _WITH_EOS
-    rows = list(pack([Document("talk", messages=_TALK[3:])] * 2, tokenizer, 24))
-    assert tokenizer.decode(_stream(rows)[:25]) == f"<user>more<assistant>ok{_EOS}<"
-    assert _learned(rows, tokenizer).decode()[:25] == "." * 20 + "ok" + _EOS[:3]
-
-
-@pytest.mark.parametrize("template", [_MARKED, _PLAIN, _WITH_EOS])
-def test_a_conversation_that_quotes_eos_is_spelled_out_and_ends_with_the_one_of_its_template(
-    template: str, tokenizer: PreTrainedTokenizerFast
-):
-    tokenizer.chat_template = template
-    turns = [("user", f"what is {_EOS}?"), ("assistant", f"{_EOS} ends a 漢{_EOS}.")]
-    talk = Document("talk", messages=[{"role": role, "content": content} for role, content in turns])
-    text = f"<user>what is {_EOS}?<assistant>{_EOS} ends a 漢{_EOS}.{_EOS}"
-    tokens = [*text.removesuffix(_EOS).encode(), tokenizer.eos_token_id]
-    (row,) = pack([talk], tokenizer, len(tokens) - 1)
-    assert tokenizer.decode(row.tokens) == text
-    assert row.tokens.tolist().count(tokenizer.eos_token_id) == 1 and row.tokens[-1] == tokenizer.eos_token_id
-    learned = _learned([row], tokenizer).decode()
-    assert learned == "." * (text.index("<assistant>") + 10) + f"{_EOS} ends a 漢{_EOS}.{_EOS}"
-
-
-def test_eos_is_added_if_the_template_writes_it_earlier_but_not_at_the_end(tokenizer: PreTrainedTokenizerFast):
-    tokenizer.chat_template = _WITH_EOS
-    talk = [*_TALK[3:], {"role": "user", "content": "and?"}]
-    text = f"<user>more<assistant>ok{_EOS}<user>and?"
-    (row,) = pack([Document("talk", messages=talk)], tokenizer, len(tokenizer(text).input_ids))
-    assert tokenizer.decode(row.tokens) == text + _EOS
-    assert not row.loss_mask[-1]
+    (row,) = pack([Document("a", text=text, prompt=100)], tokenizer, len(text))
+    assert tokenizer.decode(row.tokens) == text + _EOS and {*row.segments} == {0}
+    assert row.loss_mask.tolist() == [False] * 99 + [True] * (len(text) - 99)
 
 
 @pytest.mark.parametrize(
@@ -214,9 +157,7 @@ def test_eos_is_added_if_the_template_writes_it_earlier_but_not_at_the_end(token
         ),
     ],
 )
-def test_a_conversation_whose_assistant_turns_cannot_be_found_is_refused(
-    template: str | None, message: str, tokenizer: PreTrainedTokenizerFast
-):
+def test_a_conversation_whose_assistant_turns_cannot_be_found_is_refused(template, message, tokenizer):
     tokenizer.chat_template = template
     with pytest.raises(UsageError, match=message) as caught:
         list(pack([Document("talk", messages=_TALK)], tokenizer, 8))
@@ -234,43 +175,11 @@ _THINKS = (
 )
 
 
-@pytest.mark.parametrize(
-    "template, learned",
-    [
-        (_THINKS, "{dots}yo 漢<end>{more}ok<end>{eos}"),
-        (_SIGNS_LAST, "{dots}yo 漢{more}okme{eos}"),
-    ],
-)
-def test_the_turns_of_a_template_that_rewrites_earlier_ones_are_found_with_their_ends(
-    template: str, learned: str, tokenizer: PreTrainedTokenizerFast
-):
-    tokenizer.chat_template = template
-    text = tokenizer.apply_chat_template(_TALK, tokenize=False)
-    (row,) = pack([Document("talk", messages=_TALK)], tokenizer, len(tokenizer(text).input_ids))
-    assert tokenizer.decode(row.tokens) == text + _EOS
-    before, between = text.split("yo 漢")[0], text.split("yo 漢")[1].split("ok")[0].removeprefix("<end>")
-    want = learned.format(dots="." * (len(before) - 1), more="." * len(between), eos=_EOS)
-    assert _learned([row], tokenizer).decode() == want
-
-
-def test_the_text_of_a_question_that_is_also_the_answer_is_not_learned(tokenizer: PreTrainedTokenizerFast):
-    tokenizer.chat_template = _THINKS
-    turns = [("user", "same"), ("assistant", " same\n"), ("user", "assistant"), ("assistant", "same")]
-    talk = Document("talk", messages=[{"role": role, "content": content} for role, content in turns])
-    text = "<user>same<end><assistant>same<end><user>assistant<end><assistant>[think]same<end>"
-    (row,) = pack([talk], tokenizer, len(text))
-    want = "." * 25 + "same<end>" + "." * 38 + "same<end>" + _EOS
-    assert tokenizer.decode(row.tokens) == text + _EOS
-    assert _learned([row], tokenizer).decode() == want
-
-
 _ALTERNATES = "{% if messages[0].role != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}" + _PLAIN
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_conversation_that_the_template_refuses_is_left_out_beside_others_and_counted(
-    num_workers: int, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
-):
+def test_a_conversation_that_the_template_refuses_is_left_out_beside_others_and_counted(num_workers, tokenizer, caplog):
     tokenizer.chat_template = _ALTERNATES
     refused = [Document(f"bad {n}", messages=_TALK) for n in range(3)]
     good = [Document(f"good {n}", messages=_TALK[1:]) for n in range(3)]
@@ -283,34 +192,11 @@ def test_a_conversation_that_the_template_refuses_is_left_out_beside_others_and_
     assert "left out 3 that the chat template refuses (first: bad " in caplog.text
 
 
-def test_a_template_that_refuses_every_conversation_is_an_error_long_before_the_end(tokenizer: PreTrainedTokenizerFast):
+def test_a_template_that_refuses_every_conversation_is_an_error_long_before_the_end(tokenizer):
     tokenizer.chat_template = _ALTERNATES
     endless = (Document(f"bad {n}", messages=_TALK) for n in itertools.count())
     with pytest.raises(UsageError, match="bad 0: the chat template refuses this conversation: roles must alternate"):
         list(pack(endless, tokenizer, 8))
-
-
-@pytest.mark.parametrize("length", [None, 5])
-def test_only_the_completion_is_learned_down_to_the_last_byte(
-    length: int | None, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-):
-    if length is not None:
-        monkeypatch.setattr(packing, "_PIECE_CHARACTERS", length)
-    pairs = [("what is 漢?\n", "a sign\nof 漢"), ("", "all of it"), *[("again?", f" no{_EOS}")] * (length is None)]
-    given = [Document(str(n), text=prompt + answer, prompt=len(prompt)) for n, (prompt, answer) in enumerate(pairs)]
-    learned = "".join("." * len(q.encode()) + a.removesuffix(_EOS) + _EOS for q, a in pairs)
-    (row,) = pack(given, tokenizer, len(tokenizer(learned).input_ids) - 1)
-    assert _learned([row], tokenizer).decode() == learned[1:]
-    assert tokenizer.decode(row.tokens) == "".join((q + a).removesuffix(_EOS) + _EOS for q, a in pairs)
-
-
-@pytest.mark.parametrize("template", [_PLAIN, _MARKED, _THINKS])
-def test_of_a_prompt_of_messages_no_turn_of_the_assistant_is_learned(template: str, tokenizer: PreTrainedTokenizerFast):
-    tokenizer.chat_template = template
-    text = tokenizer.apply_chat_template(_TALK, tokenize=False)
-    (row,) = pack([Document("talk", messages=_TALK, prompt=4)], tokenizer, len(tokenizer(text).input_ids))
-    learned = _learned([row], tokenizer).decode().lstrip(".")
-    assert learned in (f"ok{_EOS}", f"ok<end>{_EOS}")
 
 
 _CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -329,24 +215,88 @@ _RENDERS = _TOOLS + _PLAIN.replace(
 _RENDERS_ANEW = _RENDERS.replace("{{ m.content }}", "{{ '[think]' if loop.last }}{{ m.content + nl if m.content }}", 1)
 
 
-@pytest.mark.parametrize("template", [_RENDERS, _RENDERS_ANEW.replace("nl", "'_'")])
-def test_the_calls_of_tools_are_learned_and_the_tools_rendered(template: str, tokenizer: PreTrainedTokenizerFast):
+_QUOTED, _SAME = (
+    [{"role": role, "content": text} for role, text in turns]
+    for turns in (
+        [("user", f"what is {_EOS}?"), ("assistant", f"{_EOS} ends 漢{_EOS}.")],
+        [("user", "same"), ("assistant", " same\n"), ("user", "assistant"), ("assistant", "same")],
+    )
+)
+_ADD = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+_BOTH = "<system>be kind<user>hi<assistant>⟦yo 漢⟧<user>more<assistant>⟦ok■⟧"
+_LAST, _FIRST = (_BOTH.replace(f"⟦{each}⟧", each) for each in ("yo 漢", "ok■"))
+_THOUGHT = "<system>be kind<end><user>hi<end><assistant>⟦yo 漢<end>⟧<user>more<end><assistant>[think]⟦ok<end>■⟧"
+_SPELLED = f"<user>what is {_EOS}?<assistant>⟦{_EOS} ends 漢{_EOS}.■⟧"
+_CALLED = '⟦({"name": "add", "arguments": {"a": 1}})({"name": "add", "arguments": {"a": 1}})|⟧'
+
+
+def _talk(messages, prompt=0):
+    return Document("talk", messages=messages, prompt=prompt)
+
+
+def _less(turn):
+    """The conversation with a turn that is not learned."""
+    return _talk([{**each, "weight": 0} if place == turn else each for place, each in enumerate(_TALK)])
+
+
+@pytest.mark.parametrize(
+    "template, documents, wanted",
+    [
+        *((each, [_talk(_TALK)], _BOTH) for each in (_MARKED, _PLAIN)),
+        (_WITH_EOS, [_talk(_TALK[3:])] * 2, "<user>more<assistant>⟦ok■⟧" * 2),  # its own end, and no second one
+        (_WITH_EOS, [_talk([*_TALK[3:], _TALK[1]])], "<user>more<assistant>⟦ok■⟧<user>hi■"),
+        *((each, [_talk(_QUOTED)], _SPELLED) for each in (_MARKED, _PLAIN, _WITH_EOS)),
+        (_THINKS, [_talk(_TALK)], _THOUGHT),
+        (_SIGNS_LAST, [_talk(_TALK)], _BOTH.replace("ok", "okme")),
+        (  # the text of a question that is also the answer
+            _THINKS,
+            [_talk(_SAME)],
+            "<user>same<end><assistant>⟦same<end>⟧<user>assistant<end><assistant>[think]⟦same<end>■⟧",
+        ),
+        # behind a prompt of messages, and a turn of weight 0, whose end is not learned either
+        *((each, [_talk(_TALK, 4)], _LAST) for each in (_MARKED, _PLAIN)),
+        *((each, [_less(2)], _LAST) for each in (_MARKED, _PLAIN)),
+        *((each, [_less(4)], _FIRST) for each in (_MARKED, _PLAIN)),
+        *((_THINKS, [each], _THOUGHT.replace("⟦yo 漢<end>⟧", "yo 漢<end>")) for each in (_talk(_TALK, 4), _less(2))),
+        (_THINKS, [_less(4)], _THOUGHT.replace("⟦ok<end>■⟧", "ok<end>■")),
+        *(
+            (each, [_talk([{**_CALLS[0], "tools": _ADD}, *_CALLS[1:]])], f"[add]<user>1 + 1?{more}")
+            for each, more in (
+                (_RENDERS, f"|<assistant>{_CALLED}<tool>2|<assistant>⟦two|■⟧"),
+                (_RENDERS_ANEW.replace("nl", "'_'"), f"_|<assistant>{_CALLED}<tool>2_|<assistant>[think]⟦two_|■⟧"),
+            )
+        ),
+        # a prompt and its completion, which may spell its end
+        (None, [Document("a", text="what is 漢?\na sign\nof 漢", prompt=11)], "what is 漢?\n⟦a sign\nof 漢■⟧"),
+        (
+            None,
+            [Document("a", text="all of it"), Document("b", text=f"it? no{_EOS}", prompt=3)],
+            "a⟦ll of it■⟧it?⟦ no■⟧",
+        ),
+        (None, _texts(f"the token {_EOS} ends", "no"), f"t⟦he token {_EOS} ends■no■⟧"),
+    ],
+)
+def test_only_the_assistants_text_or_the_completion_counts_to_the_last_byte(
+    template, documents, wanted, tokenizer, caplog
+):
+    """⟦ ⟧: what is learned; ■: the token that ends a document, which is spelled out where a text quotes it."""
     tokenizer.chat_template = template
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    calls = '({"name": "add", "arguments": {"a": 1}})' * 2
-    text = tokenizer.apply_chat_template(_CALLS, tools=tools, tokenize=False)
-    talk = [{**_CALLS[0], "tools": tools}, *_CALLS[1:]]
-    (row,) = pack([Document("talk", messages=talk)], tokenizer, len(tokenizer(text).input_ids))
-    assert tokenizer.decode(row.tokens) == text + _EOS and text.startswith("[add]<user>")
-    before, between = text.partition(calls)[0], text.partition(f"{calls}|")[2].partition("two")[0]
-    want = f"{'.' * (len(before) - 1)}{calls}|{'.' * len(between)}two{text.rpartition('two')[2]}{_EOS}"
-    assert _learned([row], tokenizer).decode() == want
+    assert _shown(pack(documents, tokenizer, 1), tokenizer) == wanted
+    assert "the chat template" not in caplog.text
+
+
+@pytest.mark.parametrize("parse", [False, True])
+def test_special_tokens_in_a_text_are_counted_or_parsed_where_they_are_meant(parse, tokenizer):
+    tokenizer.chat_template, masks = _PLAIN, Masks("train", 8)
+    talk = _talk([_TALK[1], {"role": "assistant", "content": f"a {_EOS} b"}])
+    given, end = [Document("a", text=f"a {_EOS} b", prompt=1), talk], "■" if parse else _EOS
+    shown = _shown(pack(given, tokenizer, 1, masks=masks, parse_special_tokens=parse), tokenizer)
+    assert shown == f"a⟦ {end} b■⟧<user>hi<assistant>⟦a {end} b■⟧"
+    assert masks.counts == ({} if parse else {"train": {"special tokens spelled in the text and read as text": 1}})
 
 
 @pytest.mark.parametrize("template", [_PLAIN, _MARKED, _RENDERS.replace("m.tool_calls", "(m.tool_calls or [])[:1]")])
-def test_a_conversation_whose_tool_calls_the_template_does_not_render_is_left_out_and_counted(
-    template: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
-):
+def test_a_conversation_whose_tool_calls_are_not_rendered_is_left_out_and_counted(template, tokenizer, caplog):
     tokenizer.chat_template = template
     masks, calls, good = Masks("train", 8), Document("calls", messages=_CALLS), Document("good", messages=_TALK)
     with caplog.at_level("INFO"):
@@ -361,9 +311,7 @@ def test_a_conversation_whose_tool_calls_the_template_does_not_render_is_left_ou
         list(pack([calls], tokenizer, 8))
 
 
-def test_tools_and_calls_that_quote_a_special_token_in_a_value_or_a_name_are_spelled_out(
-    tokenizer: PreTrainedTokenizerFast,
-):
+def test_tools_and_calls_that_quote_a_special_token_in_a_value_or_a_name_are_spelled_out(tokenizer):
     tokenizer.chat_template = _RENDERS.replace("t.function.name", "t.function | tojson")
     tokenizer.add_special_tokens({"additional_special_tokens": ["content"]})  # which is a key that templates read
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": f"x{_EOS}y", f"k{_EOS}": 1}}}
@@ -376,46 +324,7 @@ def test_tools_and_calls_that_quote_a_special_token_in_a_value_or_a_name_are_spe
     assert f'"a": "x{_EOS}y", "k{_EOS}": 1' in text and f'{{"{_EOS}": {{"type": "{_EOS}"}}}}' in text
 
 
-@pytest.mark.parametrize("template", [_PLAIN, _MARKED, _THINKS])
-def test_a_turn_of_weight_0_is_not_learned_nor_missed(
-    template: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
-):
-    tokenizer.chat_template = template
-    text = tokenizer.apply_chat_template(_TALK, tokenize=False)
-    for turn, learned in ((2, ("ok", "ok<end>")), (4, ("yo 漢", "yo 漢<end>"))):
-        talk = [{**each, "weight": 0} if place == turn else each for place, each in enumerate(_TALK)]
-        masks = Masks("train", 8)
-        (row,) = pack([Document("talk", messages=talk)], tokenizer, len(tokenizer(text).input_ids), masks=masks)
-        assert _learned([row], tokenizer).decode().strip(".").removesuffix(_EOS) in learned
-        assert row.loss_mask[-1] == (turn == 2), "the end belongs to the last turn"
-    assert "the chat template" not in caplog.text
-
-
-@pytest.mark.parametrize("prompt", [0, 9])
-def test_a_special_token_spelled_in_a_text_is_text_and_counted(prompt: int, tokenizer: PreTrainedTokenizerFast):
-    text = f"the token {_EOS} ends, {_EOS} too"
-    masks, spelled = Masks("train", 8), [Document("a", text=text, prompt=prompt), *_texts("no token")]
-    (row,) = pack(spelled, tokenizer, len(f"{text}no token".encode()) + 1, masks=masks)
-    assert row.tokens.tolist().count(tokenizer.eos_token_id) == 2 and row.tokens[-1] == tokenizer.eos_token_id
-    assert tokenizer.decode(row.tokens) == f"{text}{_EOS}no token{_EOS}"
-    assert masks.counts == {"train": {"special tokens spelled in the text and read as text": 2}}
-
-
-@pytest.mark.parametrize("conversation", [False, True])
-def test_special_tokens_are_parsed_where_they_are_meant(conversation: bool, tokenizer: PreTrainedTokenizerFast):
-    tokenizer.chat_template = _PLAIN
-    given = Document("a", text=f"a {_EOS} b", prompt=1)
-    if conversation:
-        given = Document("a", messages=[_TALK[1], {"role": "assistant", "content": f"a {_EOS} b"}])
-    length, masks = len("<user>hi<assistant>") * conversation + 5, Masks("train", 8)
-    (row,) = pack([given], tokenizer, length, masks=masks, parse_special_tokens=True)
-    assert row.tokens.tolist().count(tokenizer.eos_token_id) == 2
-    assert masks.counts == {}
-
-
-def test_an_example_shows_what_counts_in_lines_without_control_characters(
-    tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
-):
+def test_an_example_shows_what_counts_in_lines_without_control_characters(tokenizer, caplog):
     tokenizer.chat_template = _PLAIN
     talk = [{"role": "user", "content": f"quote {_EOS}\n"}, {"role": "assistant", "content": "yes " + "x" * 999}]
     with caplog.at_level("INFO"):
@@ -428,9 +337,7 @@ def test_an_example_shows_what_counts_in_lines_without_control_characters(
     assert len(shown) == 4
 
 
-def test_marks_of_a_template_that_leave_out_the_answer_are_a_warning(
-    tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
-):
+def test_marks_of_a_template_that_leave_out_the_answer_are_a_warning(tokenizer, caplog):
     tokenizer.chat_template = _MARKED.replace("{{ m.content }}{% endgen", "{{ m.content[:1] }}{% endgen")
     list(pack([Document("row 7", messages=_TALK)], tokenizer, 8, masks=Masks("train", 8)))
     tokenizer.chat_template = f"{{% generation %}}{_PLAIN}{'!' * 200}{{% endgeneration %}}"
@@ -442,9 +349,7 @@ def test_marks_of_a_template_that_leave_out_the_answer_are_a_warning(
 
 
 @pytest.mark.parametrize("length, level", [(46, "INFO"), (47, "WARNING")])
-def test_data_of_which_less_than_a_tenth_counts_are_a_warning(
-    length: int, level: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
-):
+def test_data_of_which_less_than_a_tenth_counts_are_a_warning(length, level, tokenizer, caplog):
     tokenizer.chat_template = _PLAIN
     talk = [{"role": "user", "content": "x" * length}, {"role": "assistant", "content": "abcdef"}]
     with caplog.at_level("INFO"):
@@ -453,7 +358,7 @@ def test_data_of_which_less_than_a_tenth_counts_are_a_warning(
     assert line.levelname == level and ("less than a tenth" in line.getMessage()) == (level == "WARNING")
 
 
-def test_a_tokenizer_without_eos_or_without_fast_backend_is_refused_at_the_call(make_tokenizer: _Make):
+def test_a_tokenizer_without_eos_or_without_fast_backend_is_refused_at_the_call(make_tokenizer):
     eosless = make_tokenizer()
     eosless.eos_token = None
     eosless.name_or_path = "models/teacher"
@@ -464,9 +369,7 @@ def test_a_tokenizer_without_eos_or_without_fast_backend_is_refused_at_the_call(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_pattern_of_the_tokenizer_that_backtracks_without_end_is_refused(
-    num_workers: int, tokenizer: PreTrainedTokenizerFast
-):
+def test_a_pattern_of_the_tokenizer_that_backtracks_without_end_is_refused(num_workers, tokenizer):
     slow = pre_tokenizers.Split(Regex("(a|a)*$"), "isolated")
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [slow, tokenizer.backend_tokenizer.pre_tokenizer]
@@ -475,7 +378,7 @@ def test_a_pattern_of_the_tokenizer_that_backtracks_without_end_is_refused(
         list(pack(_texts("a" * 60 + "b"), tokenizer, 4, num_workers=num_workers))
 
 
-def test_a_tokenizer_that_panics_at_the_first_word_is_refused(tokenizer: PreTrainedTokenizerFast):
+def test_a_tokenizer_that_panics_at_the_first_word_is_refused(tokenizer):
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8AYWJj"}
     broken = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), eos_token="<|endoftext|>")

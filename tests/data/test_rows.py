@@ -21,23 +21,23 @@ from kdtrain.errors import UsageError
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def _jsonl(path: Path, texts: list[str]) -> None:
+def _jsonl(path, texts):
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-def _json(path: Path, texts: list[str]) -> None:
+def _json(path, texts):
     path.write_text(json.dumps([{"text": text} for text in texts], indent=2))
 
 
-def _csv(path: Path, texts: list[str]) -> None:
+def _csv(path, texts):
     path.write_text("".join(f"{text}\n" for text in ["text", *texts]))
 
 
-def _parquet(path: Path, texts: list[str]) -> None:
+def _parquet(path, texts):
     pq.write_table(pa.table({"text": texts}), path)
 
 
-def _arrow(path: Path, texts: list[str]) -> None:
+def _arrow(path, texts):
     table, new = pa.table({"text": texts}), pa.ipc.new_stream if path.name == "a.arrow" else pa.ipc.new_file
     with new(path, table.schema) as file:
         file.write_table(table)
@@ -53,7 +53,7 @@ WRITE: dict[str, Callable[[Path, list[str]], None]] = {
 }
 
 
-def _read(source: Path | str, **columns: str) -> list[str]:
+def _read(source, **columns):
     return sorted(
         each.text or ""
         for split in ("train", "validation", "test")
@@ -65,7 +65,7 @@ def _read(source: Path | str, **columns: str) -> list[str]:
 @pytest.mark.parametrize(
     "folder, other", [("run[1]", "run1"), ("a*b", "axb"), ("q?x", "qyx"), ("a::b", "b"), ("**", "c")]
 )
-def test_a_path_is_the_file_that_it_names_and_no_pattern(folder: str, other: str, name: str, tmp_path: Path):
+def test_a_path_is_the_file_that_it_names_and_no_pattern(folder, other, name, tmp_path):
     for each, text in ((folder, "own"), (other, "other")):
         (tmp_path / each).mkdir()
         WRITE[name](tmp_path / each / name, [f"{text} {number}" for number in range(3)])
@@ -73,7 +73,7 @@ def test_a_path_is_the_file_that_it_names_and_no_pattern(folder: str, other: str
 
 
 @pytest.mark.parametrize("name", WRITE)
-def test_an_edited_file_with_an_unchanged_time_stamp_gives_its_new_rows(name: str, tmp_path: Path):
+def test_an_edited_file_with_an_unchanged_time_stamp_gives_its_new_rows(name, tmp_path):
     for word in ("old", "new and longer"):
         WRITE[name](tmp_path / name, [f"{word} {number}" for number in range(3)])
         os.utime(tmp_path / name, (315532800, 315532800))
@@ -81,9 +81,7 @@ def test_an_edited_file_with_an_unchanged_time_stamp_gives_its_new_rows(name: st
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
-def test_local_rows_of_text_need_no_other_package_and_no_writable_home(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_local_rows_of_text_need_no_other_package_and_no_writable_home(name, tmp_path, monkeypatch):
     for package in ("datasets", "pyarrow", "pandas"):
         monkeypatch.setitem(sys.modules, package, None)
     WRITE[name](tmp_path / name, ["a", "b", "c"])
@@ -91,7 +89,7 @@ def test_local_rows_of_text_need_no_other_package_and_no_writable_home(
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "a.md"])
-def test_a_byte_order_mark_belongs_to_no_text(name: str, tmp_path: Path):
+def test_a_byte_order_mark_belongs_to_no_text(name, tmp_path):
     path = tmp_path / name
     WRITE.get(name, lambda path, texts: path.write_text("\n".join(texts)))(path, ["a", "b", "c"])
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
@@ -101,7 +99,7 @@ def test_a_byte_order_mark_belongs_to_no_text(name: str, tmp_path: Path):
 @pytest.mark.parametrize(
     "name, where", [("a.jsonl", "line 60"), ("a.json", "row 59"), ("a.csv", "line 61")], ids=["jsonl", "json", "csv"]
 )
-def test_a_byte_that_is_not_utf8_is_named_with_its_row(name: str, where: str, tmp_path: Path):
+def test_a_byte_that_is_not_utf8_is_named_with_its_row(name, where, tmp_path):
     WRITE[name](tmp_path / name, [f"text {number}{'Ö' * (number == 59)}" for number in range(100)])
     content = (tmp_path / name).read_text().replace("\\u00d6", "Ö")
     (tmp_path / name).write_bytes(content.encode("latin-1"))
@@ -113,9 +111,7 @@ def test_a_byte_that_is_not_utf8_is_named_with_its_row(name: str, where: str, tm
 
 @pytest.mark.parametrize("piece", [1, 7, 2**20])
 @pytest.mark.parametrize("indent, lines", [(None, False), (1, False), (None, True), (3, True)])
-def test_json_is_a_list_or_objects_on_any_lines_however_it_is_cut(
-    indent: int | None, lines: bool, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_json_is_a_list_or_objects_on_any_lines_however_it_is_cut(indent, lines, piece, tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "_PIECE", piece)
     wanted = [{"text": f'"é]}},[{{ {number}', "more": [{"a": "𝄞"}]} for number in range(9)]
     spelled = [json.dumps(each, indent=indent, ensure_ascii=False) for each in wanted]
@@ -148,7 +144,7 @@ def test_json_is_a_list_or_objects_on_any_lines_however_it_is_cut(
         ("a.csv", "text\n", r"a\.csv: holds no rows"),
     ],
 )
-def test_json_that_is_not_rows_is_one_line_that_says_where(name: str, content: str, message: str, tmp_path: Path):
+def test_json_that_is_not_rows_is_one_line_that_says_where(name, content, message, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(UsageError, match=message) as caught:
         _read(tmp_path / name)
@@ -157,23 +153,21 @@ def test_json_that_is_not_rows_is_one_line_that_says_where(name: str, content: s
 
 @pytest.mark.parametrize("piece", [1, 7, 2**20])
 @pytest.mark.parametrize("before, between, row", [("[", ",,", 1), ("[", " ,\n, ", 1), ("[ ,", ",", 0), ("", ",,", 1)])
-def test_objects_of_json_have_one_separator_however_they_are_cut(
-    before: str, between: str, row: int, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_objects_of_json_have_one_separator_however_they_are_cut(before, between, row, piece, tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "_PIECE", piece)
     (tmp_path / "a.json").write_text(f'{before}{{"text": "a"}}{between}{{"text": "b"}}{"]" * len(before[:1])}')
     with pytest.raises(UsageError, match=rf"a\.json, row {row}: not JSON"):
         list(rows.read_rows(tmp_path / "a.json"))
 
 
-def test_rows_below_a_key_are_named_wherever_the_text_is_opened_first(tmp_path: Path):
+def test_rows_below_a_key_are_named_wherever_the_text_is_opened_first(tmp_path):
     (tmp_path / "a.json").write_text('{"version": 1, "data": [{"text": "a"}]}')
     for read in (has_prompts, stated_text):
         with pytest.raises(UsageError, match="its rows are below the key 'data'; write that list alone"):
             read(DataConfig(data=str(tmp_path / "a.json")))
 
 
-def test_an_object_of_json_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_object_of_json_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "_PIECE", 64)
     monkeypatch.setattr(rows, "_MOST_OBJECT", 1000)
     for content in ('[{"text": "' + "a" * 10_000, '[{"text": "a"}]' + " " * 10_000):
@@ -192,9 +186,7 @@ def test_an_object_of_json_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
         ("a.parquet", {"_UNPACKED": 100, "_RATIO": 0}, r"a row group of [\d,]+ bytes unpacks to [\d,]+"),
     ],
 )
-def test_what_would_take_too_much_memory_is_refused(
-    name: str, bounds: dict[str, int], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_would_take_too_much_memory_is_refused(name, bounds, words, tmp_path, monkeypatch):
     for each, bound in bounds.items():
         monkeypatch.setattr(rows, each, bound)
     text = "".join(f"{number} " for number in range(200))
@@ -206,7 +198,7 @@ def test_what_would_take_too_much_memory_is_refused(
         list(rows.read_rows(tmp_path / name, ["text"]))
 
 
-def test_texts_that_look_like_dates_stay_texts_and_late_keys_are_read(tmp_path: Path):
+def test_texts_that_look_like_dates_stay_texts_and_late_keys_are_read(tmp_path):
     _jsonl(tmp_path / "a.jsonl", ["2024-01-01", "2024-01-02T00:00:00", "2024-01-03"])
     assert _read(tmp_path / "a.jsonl") == ["2024-01-01", "2024-01-02T00:00:00", "2024-01-03"]
     talks = [
@@ -219,13 +211,13 @@ def test_texts_that_look_like_dates_stay_texts_and_late_keys_are_read(tmp_path: 
     assert len(found) == 2501 and sum(each.messages[0]["role"] == "system" for each in found if each.messages) == 1
 
 
-def test_a_column_that_is_not_text_is_named(tmp_path: Path):
+def test_a_column_that_is_not_text_is_named(tmp_path):
     pq.write_table(pa.table({"text": [datetime.date(2024, 1, 1)] * 3}), tmp_path / "a.parquet")
     with pytest.raises(UsageError, match="row 0: holds date, not text"):
         _read(tmp_path / "a.parquet")
 
 
-def test_lists_of_parquet_that_take_no_bytes_are_refused_before_they_are_read(tmp_path: Path):
+def test_lists_of_parquet_that_take_no_bytes_are_refused_before_they_are_read(tmp_path):
     turn = {"role": "assistant", "content": "a"}
     table = pa.table({"messages": [[turn] * 3_000_000]})
     pq.write_table(table, tmp_path / "a.parquet", compression="zstd")
@@ -235,7 +227,7 @@ def test_lists_of_parquet_that_take_no_bytes_are_refused_before_they_are_read(tm
 
 
 @pytest.mark.parametrize("name", ["a.arrow", "b.arrow"])
-def test_offsets_of_arrow_beyond_its_buffers_are_refused(name: str, tmp_path: Path):
+def test_offsets_of_arrow_beyond_its_buffers_are_refused(name, tmp_path):
     WRITE[name](tmp_path / name, ["a" * 7, "b" * 11, "c" * 13])
     content, offsets = (tmp_path / name).read_bytes(), struct.pack("<4i", 0, 7, 18, 31)
     assert content.count(offsets) == 1

@@ -105,7 +105,7 @@ def test_a_vocabulary_without_text_or_with_too_much_is_refused(monkeypatch):
     student = TokenBytes("short", np.frombuffer(b"ab", np.uint8), np.arange(3), np.zeros(2, bool))
     with pytest.raises(UsageError, match="all tokens of half are 0 tokens of short; 1 to "):
         Spelling.of(teacher, student, lambda texts: [[0] for _ in texts])
-    monkeypatch.setattr(spellings, "MOST", 3)
+    monkeypatch.setattr(spellings, "MAX_SPELLED", 3)
     teacher = TokenBytes("long", np.frombuffer(b"abab", np.uint8), np.array([0, 4]), np.zeros(1, bool))
     with pytest.raises(UsageError, match="all tokens of long are 4 tokens of short; 1 to 3"):
         Spelling.of(teacher, student, lambda texts: [[0, 1, 0, 1] for _ in texts])

@@ -54,9 +54,7 @@ def test_a_template_without_end_in_time_or_memory_is_refused(monkeypatch, tokeni
         ("{{ ((((", "refuses this conversation: unexpected 'end of template'$"),
     ],
 )
-def test_a_template_that_renders_far_more_text_than_it_gets_or_fails_is_refused_in_the_first_line_of_its_error(
-    tokenizer, template, line
-):
+def test_a_template_that_renders_far_more_text_than_it_gets_or_fails_is_refused_in_one_line(tokenizer, template, line):
     with pytest.raises(UsageError, match=f"chat:0: the chat template .*{line}"):
         rows(tokenizer, template)
 

@@ -8,7 +8,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cache"))
 
-from hostile_kit import LINKS, SHAPES, reseal
+from hostile_kit import LINKS, SHAPES
+
+from tests.hostile import seal
 
 CASES = {
     "link": (LINKS["external link"], "it has a soft or external link"),
@@ -23,7 +25,7 @@ def hostile(request, bench, cached) -> str:
     shutil.copytree(bench.root / "cache", bench.root / "hostile")
     change, reason = CASES[request.param]
     change(bench.root / "hostile/shards/train-00000.h5")
-    reseal(bench.root / "hostile")
+    seal.cache(bench.root / "hostile")
     return reason
 
 

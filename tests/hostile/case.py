@@ -141,13 +141,14 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def put(record: Any, where: str, value: Any) -> None:
-    """Set the entry at `a.b.0.c`, or remove it where the value is `MISSING`."""
-    *above, last = [int(each) if each.isdigit() else each for each in where.split(".")]
+def put(record: Any, where: str | tuple[str, str], value: Any) -> None:
+    """Set the entry at `a.b.0.c`, or remove it where the value is `MISSING`; two names of any spelling as a pair."""
+    names = where.split(".") if isinstance(where, str) else where
+    *above, last = [int(each) if each.isdigit() and isinstance(where, str) else each for each in names]
     for each in above:
         record = record[each]
     if value is MISSING:
-        del record[last]
+        record.pop(last, None)
     else:
         record[last] = value
 
@@ -180,6 +181,58 @@ def in_spec(place: Place, name: str, value: Any) -> None:
     lines = place.path("student.toml").read_text().splitlines()
     kept = [line for line in lines if not line.startswith(f"{name} =")]
     place.write("student.toml", "\n".join([*kept, f"{name} = {json.dumps(value)}"]) + "\n")
+
+
+@curried
+def spec_with(place: Place, *lines: str, config: bool = True) -> None:
+    """Lines in front of the student's spec, in place of those with the same key; without its configuration."""
+    kept = place.path("student.toml").read_text().splitlines()
+    kept = kept if config else kept[: kept.index("[config]")]
+    keys = tuple(f"{line.split(' =')[0]} =" for line in lines)
+    place.write("student.toml", "\n".join([*lines, *(each for each in kept if not each.startswith(keys))]) + "\n")
+
+
+@curried
+def in_cache(place: Place, record: str, where: str | tuple[str, str], value: Any) -> None:
+    """An entry of the `manifest`, the `settings` or each `sidecar` of the cache is set, or removed."""
+    seal.cache(place.path("cache"), **{record: lambda content: put(content, where, value)})
+
+
+@curried
+def changed(place: Place, record: str, change: seal.Edit) -> None:
+    """The `manifest`, the `settings` or each `sidecar` of the cache is changed."""
+    seal.cache(place.path("cache"), **{record: change})
+
+
+@curried
+def in_sealed(place: Place, name: str, where: str, value: Any) -> None:
+    """An entry of one sealed record is set, and nothing else of its cache."""
+    with seal.record(place.path(name)) as record:
+        put(record, where, value)
+
+
+@curried
+def in_state(place: Place, where: str, value: Any) -> None:
+    """An entry of the state of a checkpoint is set, or removed."""
+    with place.state() as state:
+        put(state, where, value)
+
+
+@curried
+def linked(place: Place, name: str, target: str) -> None:
+    """A link to something beside the folder where the command runs."""
+    place.link(name, str(place.root / target))
+
+
+def nothing(place: Place) -> None:
+    """All is sound."""
+
+
+def words(command: str, flag: str, value: str | None = None) -> tuple[str, ...]:
+    """A command without a flag that it has, or with another value for it, or with one more flag."""
+    found = COMMANDS[command]
+    at = found.index(flag) if flag in found else len(found)
+    return (*found[:at], *([] if value is None else [f"{flag}={value}"]), *found[at + 2 :])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,14 +276,14 @@ class Case:
 
 
 class Cases(list[Case]):
-    """The cases of one family, as they are collected."""
+    """The cases of one family, as they are collected; `common`: what they have in common."""
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, **common: Any) -> None:
         super().__init__()
-        self.family = family
+        self.common = {"family": family} | common
 
-    def add(self, name: str, command: str | tuple[str, ...], attack: Attack, **more: Any) -> None:
+    def add(self, name: str, command: str | tuple[str, ...], attack: Attack = nothing, **more: Any) -> None:
         """One more: `command` is a name of `COMMANDS` or the words themselves."""
         argv = COMMANDS[command] if isinstance(command, str) else command
         shown = command if isinstance(command, str) else command[0]
-        self.append(Case(family=self.family, name=f"{name}, {shown}", attack=attack, argv=argv, **more))
+        self.append(Case(name=f"{name}, {shown}", attack=attack, argv=argv, **self.common | more))

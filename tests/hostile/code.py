@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.hostile import seal
-from tests.hostile.case import COMMANDS, Cases, Place, curried
+from tests.hostile.case import COMMANDS, Cases, Place, curried, wrote
 
 _EVIL = """
 import os, pathlib
@@ -39,56 +39,6 @@ class _Pickled:
         return (Path.write_text, (self.path, "code was run"))
 
 
-def cases() -> Cases:
-    """In model folders, tokenizers, checkpoints, caches, specs and data."""
-    found = Cases("code")
-    for name in ("model", "teacher"):
-        command = {"model": "model", "teacher": "build"}[name]
-        for kind in (*_KINDS, "none"):
-            attack = _configured(name, kind)
-            found.add(f"{name}'s config.json with auto_map, of model_type {kind}", command, attack, ends="either")
-        for kind in ("Tokenizer", "AutoModelForCausalLM", "PreTrainedTokenizerFast"):
-            found.add(
-                f"{name}'s tokenizer of class {kind} with auto_map", command, _tokenizer(name, kind), ends="either"
-            )
-        for pickled in ("pytorch_model.bin", "model.pt", "training_args.bin", "tokenizer.pkl", "adapter_model.bin"):
-            ends = "refused" if pickled.startswith("pytorch") else "either"
-            found.add(f"{name} with {pickled}", command, _pickle(name, pickled), ends=ends)
-    found.add(
-        "adapter_config.json to elsewhere",
-        "model",
-        _json("model/adapter_config.json", {"base_model_name_or_path": "../teacher", "peft_type": "LORA"}),
-        ends="either",
-    )
-    for kind in _KINDS:
-        for command in ("export", "evaluate run", "resume") if kind != "evil" else ("inspect checkpoint", "load"):
-            found.add(f"state.json with auto_map, of model_type {kind}", command, _state(kind), ends="either")
-    for command in ("distill", "evaluate", "again"):
-        found.add("cache's tokenizer with auto_map", command, _cache, ends="either")
-    found.add("cache's tokenizer with auto_map", "finish", _unfinished, ends="either")
-    found.add("spec's [config] with auto_map", "distill", _spec, ends="either")
-    found.add(
-        "run's student with auto_map",
-        ("evaluate", "--student", "run/student", *COMMANDS["model"][3:]),
-        _configured("run/student", "evil"),
-    )
-    for script in ("corpus.py", "dataset_infos.json", "__init__.py"):
-        found.add(f"text with {script}", "build", _script(script), ends="either")
-    found.add(
-        "jsonl with a script",
-        ("cache-teacher", "--teacher", "teacher", "--data", "rows", *COMMANDS["build"][5:]),
-        _rows,
-        ends="either",
-    )
-    for key, value in _GENERATION.items():
-        found.add(
-            f"generation_config's {key}", "build", _json("teacher/generation_config.json", {key: value}), ends="either"
-        )
-    for name in ("torch.py", "sitecustomize.py", "yaml.py"):
-        found.add(f"{name} beside a spec", "distill", _beside(name), ends="works")
-    return found
-
-
 _GENERATION: dict[str, Any] = {
     "custom_generate": "evil",
     "watermarking_config": {"watermarking_type": "evil"},
@@ -98,10 +48,47 @@ _GENERATION: dict[str, Any] = {
 }
 
 
-def _evil(folder: Path) -> None:
-    for name in ("evil.py", "custom_generate/generate.py"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(_EVIL)
+def cases() -> Cases:
+    """In model folders, tokenizers, checkpoints, caches, specs and data."""
+    found = Cases("code", ends="either")
+    for name, command in (("model", "model"), ("teacher", "build")):
+        for kind in (*_KINDS, "none"):
+            found.add(f"{name}'s config.json with auto_map, of model_type {kind}", command, _configured(name, kind))
+        for kind in ("Tokenizer", "AutoModelForCausalLM", "PreTrainedTokenizerFast"):
+            found.add(f"{name}'s tokenizer of class {kind} with auto_map", command, _tokenizer(name, kind))
+        for pickled in ("pytorch_model.bin", "model.pt", "training_args.bin", "tokenizer.pkl", "adapter_model.bin"):
+            ends = "refused" if pickled.startswith("pytorch") else "either"
+            found.add(f"{name} with {pickled}", command, _pickle(name, pickled), ends=ends)
+    adapter = {"base_model_name_or_path": "../teacher", "peft_type": "LORA"}
+    found.add("adapter_config.json to elsewhere", "model", _json("model/adapter_config.json", adapter))
+    for kind in _KINDS:
+        for command in ("export", "evaluate run", "resume") if kind != "evil" else ("inspect checkpoint", "load"):
+            found.add(f"state.json with auto_map, of model_type {kind}", command, _state(kind))
+    for command in ("distill", "evaluate", "again", "finish"):
+        folder = "unfinished" if command == "finish" else "cache"
+        found.add("cache's tokenizer with auto_map", command, _tokenizer(f"{folder}/tokenizer", "Tokenizer"))
+    found.add("spec's [config] with auto_map", "distill", _spec)
+    own = ("evaluate", "--student", "run/student", *COMMANDS["model"][3:])
+    found.add("run's student with auto_map", own, _configured("run/student", "evil"), ends="refused")
+    for script in ("corpus.py", "dataset_infos.json", "__init__.py"):
+        found.add(f"text with {script}", "build", wrote(f"corpus/{script}", _EVIL))
+    rows = ("cache-teacher", "--teacher", "teacher", "--data", "rows", *COMMANDS["build"][5:])
+    found.add("jsonl with a script", rows, _rows)
+    for key, value in _GENERATION.items():
+        found.add(f"generation_config's {key}", "build", _json("teacher/generation_config.json", {key: value}))
+    for name in (
+        "torch.py",
+        "sitecustomize.py",
+        "yaml.py",
+    ):  # the spec is named by its path; the command runs elsewhere
+        found.add(f"{name} beside a spec", "distill", wrote(f"teacher/{name}", _EVIL), ends="works")
+    return found
+
+
+def _evil(place: Place, *folders: str) -> None:
+    for folder in folders:
+        for name in ("evil.py", "custom_generate/generate.py"):
+            place.write(f"{folder}/{name}", _EVIL)
 
 
 def _named(config: dict[str, Any], kind: str) -> None:
@@ -114,18 +101,18 @@ def _named(config: dict[str, Any], kind: str) -> None:
 
 @curried
 def _configured(place: Place, name: str, kind: str) -> None:
-    place.path("evil").mkdir()
-    for folder in ("evil", name):
-        _evil(place.path(folder))
+    _evil(place, "evil", name)
     with place.json(f"{name}/config.json") as config:
         _named(config, kind)
 
 
 @curried
 def _tokenizer(place: Place, name: str, kind: str) -> None:
-    _evil(place.path(name))
+    _evil(place, name)
     with place.json(f"{name}/tokenizer_config.json") as config:
         config |= _ABOUT | {"tokenizer_class": kind}
+    if name.startswith("cache"):
+        seal.cache(place.path("cache"))
 
 
 @curried
@@ -138,51 +125,24 @@ def _pickle(place: Place, name: str, file: str) -> None:
 @curried
 def _json(place: Place, name: str, content: Any) -> None:
     place.write(name, json.dumps(content))
-    _evil(place.path(name).parent)
+    _evil(place, name.partition("/")[0])
 
 
 @curried
 def _state(place: Place, kind: str) -> None:
-    place.path("evil").mkdir()
-    for folder in ("run/checkpoints/step-00000004", "run", "evil", "."):
-        _evil(place.path(folder))
+    _evil(place, "run/checkpoints/step-00000004", "run", "evil", ".")
     with place.state() as state:
         state["student"]["architecture"]["_name_or_path"] = "run"
         _named(state["student"]["architecture"], kind)
 
 
-def _cache(place: Place) -> None:
-    _evil(place.path("cache/tokenizer"))
-    with place.json("cache/tokenizer/tokenizer_config.json") as config:
-        config |= _ABOUT | {"tokenizer_class": "Tokenizer"}
-    seal.cache(place.path("cache"))
-
-
-def _unfinished(place: Place) -> None:
-    _evil(place.path("unfinished/tokenizer"))
-    with place.json("unfinished/tokenizer/tokenizer_config.json") as config:
-        config |= _ABOUT | {"tokenizer_class": "Tokenizer"}
-
-
 def _spec(place: Place) -> None:
-    _evil(place.here)
-    text = place.path("student.toml").read_text()
-    place.write(
-        "student.toml", f"{text}\n[config.auto_map]\nAutoModelForCausalLM = 'evil.Model'\nAutoConfig = 'evil.Config'\n"
-    )
-
-
-@curried
-def _script(place: Place, name: str) -> None:
-    place.write(f"corpus/{name}", _EVIL)
+    _evil(place, ".")
+    lines = place.path("student.toml").read_text()
+    more = "[config.auto_map]\nAutoModelForCausalLM = 'evil.Model'\nAutoConfig = 'evil.Config'\n"
+    place.write("student.toml", f"{lines}\n{more}")
 
 
 def _rows(place: Place) -> None:
     place.write("rows/rows.py", _EVIL)
     place.write("rows/train.jsonl", place.path("chat.jsonl").read_text())
-
-
-@curried
-def _beside(place: Place, name: str) -> None:
-    """Python code beside a spec that is named by its path; the command runs elsewhere."""
-    place.write(f"teacher/{name}", _EVIL)

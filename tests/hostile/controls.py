@@ -2,37 +2,29 @@
 
 from tests.hostile import seal
 from tests.hostile.case import COMMANDS, Cases, Place, remove
+from tests.hostile.shapes import in_shards
 
 
 def cases() -> Cases:
     """One for each command, and resealing without a change."""
     found = Cases("controls")
     for command in COMMANDS:
-        found.add(
-            "untouched", command, _nothing, ends="works", same=command in ("evaluate", "model", "again", "finish")
-        )
+        same = command in ("evaluate", "model", "again", "finish")
+        found.add("untouched", command, ends="works", same=same)
     for command in ("verify", "repair", "inspect", "evaluate", "distill", "again"):
-        found.add("sealed again", command, _resealed, ends="works", same=command == "evaluate")
+        found.add(
+            "sealed again", command, in_shards(lambda file, name: None, ""), ends="works", same=command == "evaluate"
+        )
     for command in ("export", "resume", "inspect run", "verify run", "evaluate run"):
         found.add("sealed again", command, Place.seal_run, ends="works")
     for command in ("verify", "evaluate", "distill"):
-        found.add(
-            "cache is a link", command, lambda place: place.twin("cache"), ends="works", same=command == "evaluate"
-        )
+        same = command == "evaluate"
+        found.add("cache is a link", command, lambda place: place.twin("cache"), ends="works", same=same)
     for command in ("export", "inspect run"):
         found.add("run is a link", command, lambda place: place.twin("run"), ends="works")
-    found.add("extra file of the user", "repair", lambda place: _extra(place), ends="works")
+    found.add("extra file of the user", "repair", _extra, ends="works")
     found.add("shard lost, extra file", "repair", _lost_shard)
     return found
-
-
-def _nothing(place: Place) -> None:
-    pass
-
-
-def _resealed(place: Place) -> None:
-    with place.shard():
-        pass
 
 
 def _extra(place: Place) -> None:

@@ -1,22 +1,20 @@
 """Environments: variables of launchers and libraries, closed streams, limits, folders that cannot be written."""
 
+import itertools
 import os
 from collections.abc import Callable
+from typing import Any
 
-from tests.hostile.case import COMMANDS, Cases, Place, curried, remove
+from tests.hostile.case import COMMANDS, Cases, Place, curried, in_cache, remove
 
-_RANKS: dict[str, dict[str, str | None]] = {
+Variables = dict[str, str | None]
+_MASTER = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+_RANKS: dict[str, Variables] = {
     "RANK=x": {"RANK": "x", "WORLD_SIZE": "2"},
     "RANK=x alone": {"RANK": "x"},
     "RANK=": {"RANK": "", "WORLD_SIZE": "2"},
     "RANK=-1": {"RANK": "-1", "WORLD_SIZE": "2"},
-    "RANK=5 of 2": {
-        "RANK": "5",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29511",
-    },
+    "RANK=5 of 2": _MASTER | {"RANK": "5", "LOCAL_RANK": "0", "MASTER_PORT": "29511"},
     "WORLD_SIZE=0": {"RANK": "0", "WORLD_SIZE": "0"},
     "WORLD_SIZE=0 alone": {"WORLD_SIZE": "0"},
     "WORLD_SIZE=-1": {"RANK": "0", "WORLD_SIZE": "-1"},
@@ -24,29 +22,11 @@ _RANKS: dict[str, dict[str, str | None]] = {
     "WORLD_SIZE=1.5": {"RANK": "0", "WORLD_SIZE": "1.5"},
     "WORLD_SIZE=2 alone": {"WORLD_SIZE": "2"},
     "no MASTER_ADDR": {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
-    "MASTER_PORT=x": {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "x",
-    },
-    "MASTER_PORT=99999": {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "99999",
-    },
-    "LOCAL_RANK=x": {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "x",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29512",
-    },
+    "MASTER_PORT=x": _MASTER | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "x"},
+    "MASTER_PORT=99999": _MASTER | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "99999"},
+    "LOCAL_RANK=x": _MASTER | {"RANK": "0", "LOCAL_RANK": "x", "MASTER_PORT": "29512"},
 }
-_HARMLESS: dict[str, dict[str, str | None]] = {
+_HARMLESS: dict[str, Variables] = {
     "COLUMNS=x": {"COLUMNS": "x"},
     "COLUMNS=0": {"COLUMNS": "0"},
     "COLUMNS=-9": {"COLUMNS": "-9"},
@@ -62,7 +42,7 @@ _HARMLESS: dict[str, dict[str, str | None]] = {
     "TORCHELASTIC_RESTART_COUNT=x": {"TORCHELASTIC_RESTART_COUNT": "x", "TORCHELASTIC_RUN_ID": "a"},
     "TORCHELASTIC_ERROR_FILE is a folder": {"TORCHELASTIC_ERROR_FILE": "/tmp"},
 }
-_COLD: dict[str, dict[str, str | None]] = {
+_COLD: dict[str, Variables] = {
     "PYTHONIOENCODING=ascii": {"PYTHONIOENCODING": "ascii"},
     "LC_ALL=nonsense": {"LC_ALL": "no_SUCH.locale"},
     "HF_HOME is a file": {"HF_HOME": "/dev/null"},
@@ -75,70 +55,35 @@ def cases() -> Cases:
     for number, (name, environment) in enumerate(_RANKS.items()):
         for command in ("distill", "build") if number < 2 else (("distill", "build")[number % 2],):
             words = (*COMMANDS[command], "--rank-timeout", "5")
-            found.add(
-                name,
-                words,
-                _nothing,
-                environment=environment,
-                ends=_alone(name),
-                says="RANK|WORLD|MASTER|rank|torchrun",
-            )
+            ends = "either" if name.endswith("alone") else "refused"
+            found.add(name, words, environment=environment, ends=ends, says="RANK|WORLD|MASTER|rank|torchrun")
     for name, environment in _HARMLESS.items():
         command = ("distill", "inspect")[len(name) % 2]
-        found.add(name, command, _nothing, environment=environment, ends="works")
+        found.add(name, command, environment=environment, ends="works")
     for name, environment in _COLD.items():
-        found.add(name, "distill", _nothing, environment=environment, cold=True, ends="works")
-    found.add(
-        "a word that ASCII lacks",
-        "inspect",
-        _umlaut,
-        environment={"PYTHONIOENCODING": "ascii"},
-        cold=True,
-        ends="works",
-    )
+        found.add(name, "distill", environment=environment, cold=True, ends="works")
+    umlaut, ascii_only = in_cache("settings", "teacher.spec", "Fräulein"), {"PYTHONIOENCODING": "ascii"}
+    found.add("a word that ASCII lacks", "inspect", umlaut, environment=ascii_only, cold=True, ends="works")
     _folders(found)
     _streams(found)
     return found
 
 
-def _alone(name: str) -> str:
-    return "either" if name.endswith("alone") else "refused"
-
-
-def _nothing(place: Place) -> None:
-    pass
-
-
-def _umlaut(place: Place) -> None:
-    from hostile import seal
-
-    seal.cache(place.path("cache"), settings=lambda record: record["teacher"].update(spec="Fräulein"))
-
-
 def _folders(found: Cases) -> None:
     text = ("evaluate", "--student", "model", "--data", "corpus", "--seq-len", "32", "--num-sequences", "4", "--json")
-    found.add("TMPDIR is not there", text, _nothing, environment={"TMPDIR": "/no/such/folder"}, ends="either")
+    found.add("TMPDIR is not there", text, environment={"TMPDIR": "/no/such/folder"}, ends="either")
     found.add("TMPDIR cannot be written", text, _mode("../tmp", 0o555), ends="either")
-    for command, name in (
-        ("distill", "."),
-        ("build", "."),
-        ("export", "."),
-        ("resume", "run"),
-        ("finish", "unfinished"),
-    ):
+    folders = (*((each, ".") for each in ("distill", "build", "export")), ("resume", "run"), ("finish", "unfinished"))
+    for command, name in folders:
         found.add(f"{name} cannot be written", command, _mode(name, 0o555))
     for command, name in (("resume", "run/checkpoints"), ("finish", "unfinished/shards"), ("repair", "cache/shards")):
         found.add(f"{name} cannot be written", command, _damaged(name, 0o555), ends="either")
-    for command, name in (
-        ("verify", "cache"),
-        ("inspect", "cache/shards"),
-        ("distill", "cache/tokenizer"),
-        ("export", "run/checkpoints"),
-    ):
+    searched = ("cache", "cache/shards", "cache/tokenizer", "run/checkpoints")
+    for command, name in zip(("verify", "inspect", "distill", "export"), searched, strict=True):
         ends = "either" if command in ("inspect", "distill") else "refused"
         found.add(f"{name} cannot be searched", command, _mode(name, 0), ends=ends)
-    found.add("umask of 777", "distill", _nothing, how={"umask": 0o777}, ends="either")
-    found.add("umask of 777", "build", _nothing, how={"umask": 0o777}, ends="either")
+    found.add("umask of 777", "distill", how={"umask": 0o777}, ends="either")
+    found.add("umask of 777", "build", how={"umask": 0o777}, ends="either")
 
 
 def _mode(name: str, mode: int) -> Callable[[Place], None]:
@@ -153,14 +98,16 @@ def _damaged(place: Place, name: str, mode: int) -> None:
 
 
 def _streams(found: Cases) -> None:
-    for command in ("inspect", "distill", "verify"):
-        found.add("stdout is full", command, _nothing, how={"stdout": "/dev/full"})
-        found.add("stderr is full", command, _nothing, how={"stderr": "/dev/full"}, ends="either")
-        found.add("stdin is closed", command, _nothing, how={"closed": [0]}, ends="works")
-        found.add("stdout is closed", command, _nothing, how={"closed": [1]}, ends="either")
-        found.add("stderr is closed", command, _nothing, how={"closed": [2], "stderr": "/dev/null"}, ends="either")
-    for command in ("distill", "build", "evaluate"):
-        found.add("24 open files at most", command, _nothing, how={"nofile": 24}, ends="either")
-        found.add("48 open files at most", command, _nothing, how={"nofile": 48}, ends="either")
-    for command in ("distill", "build", "export"):
-        found.add("files of 10,000 bytes at most", command, _nothing, how={"fsize": 10_000})
+    streams: list[tuple[str, dict[str, Any], str]] = [
+        ("stdout is full", {"stdout": "/dev/full"}, "refused"),
+        ("stderr is full", {"stderr": "/dev/full"}, "either"),
+        ("stdin is closed", {"closed": [0]}, "works"),
+        ("stdout is closed", {"closed": [1]}, "either"),
+        ("stderr is closed", {"closed": [2], "stderr": "/dev/null"}, "either"),
+    ]
+    limits = [(f"{number} open files at most", {"nofile": number}, "either") for number in (24, 48)]
+    full = [("files of 10,000 bytes at most", {"fsize": 10_000}, "refused")]
+    of = ("inspect", "distill", "verify"), ("distill", "build", "evaluate"), ("distill", "build", "export")
+    for commands, rows in zip(of, (streams, limits, full), strict=True):
+        for command, (name, how, ends) in itertools.product(commands, rows):
+            found.add(name, command, how=how, ends=ends)

@@ -1,44 +1,38 @@
 """Bytes that chance has changed, in files that are sealed again: whoever reads them has to end, in one line or well."""
 
 from collections.abc import Callable
+from typing import Any
 
 from tests.hostile import seal
-from tests.hostile.case import COMMANDS, Cases, Place, curried
+from tests.hostile.case import COMMANDS, Attack, Cases, Place, curried
 
 _NEWEST = "run/checkpoints/step-00000004"
 
 
 def cases() -> Cases:
     """Shards most of all: their format is read by a library in C."""
-    found = Cases("bytes")
+    found = Cases("bytes", ends="either")
     for number in range(60):
         command = ("evaluate", "distill", "verify")[number % 3]
-        found.add(f"shard {number}", command, _shard(number), ends="either", says="cache")
-    for number in range(12):
-        found.add(
-            f"manifest {number}",
-            ("verify", "distill")[number % 2],
-            _file("cache/manifest.json", number),
-            resealed=False,
-            ends="either",
-        )
-        attack = _checkpoint(f"{_NEWEST}/shard-00001-00001.safetensors", number)
-        found.add(f"checkpoint's tensors {number}", ("export", "resume")[number % 2], attack, ends="either")
-        found.add(
-            f"checkpoint's state {number}",
-            ("export", "resume")[number % 2],
-            _checkpoint(f"{_NEWEST}/state.json", number),
-            ends="either",
-        )
-        found.add(f"weights {number}", "model", _file("model/model.safetensors", number), ends="either")
-        found.add(f"tokenizer {number}", "build", _file("teacher/tokenizer.json", number), ends="either")
-    for number in range(6):
-        found.add(f"config.json {number}", "model", _file("model/config.json", number), ends="either")
-        found.add(f"student.toml {number}", "distill", _file("student.toml", number), ends="either")
-        found.add(f"run's config.toml {number}", "resume", _file("run/config.toml", number), ends="either")
-        found.add(f"text {number}", "build", _file("corpus/a.txt", number), ends="either")
-        found.add(f"log-probabilities {number}", "logprobs", _file("logprobs.jsonl", number), ends="either")
-        found.add(f"parquet {number}", _parquet_command(), _parquet(number), ends="either")
+        found.add(f"shard {number}", command, _shard(number), says="cache")
+    parquet = ("cache-teacher", "--teacher", "teacher", "--data", "data.parquet", *COMMANDS["build"][5:])
+    rows: list[tuple[str, int, tuple[Any, ...], Callable[[int], Attack]]] = [
+        ("manifest", 12, ("verify", "distill"), _file("cache/manifest.json")),
+        ("checkpoint's tensors", 12, ("export", "resume"), _file(f"{_NEWEST}/shard-00001-00001.safetensors")),
+        ("checkpoint's state", 12, ("export", "resume"), _file(f"{_NEWEST}/state.json")),
+        ("weights", 12, ("model",), _file("model/model.safetensors")),
+        ("tokenizer", 12, ("build",), _file("teacher/tokenizer.json")),
+        ("config.json", 6, ("model",), _file("model/config.json")),
+        ("student.toml", 6, ("distill",), _file("student.toml")),
+        ("run's config.toml", 6, ("resume",), _file("run/config.toml")),
+        ("text", 6, ("build",), _file("corpus/a.txt")),
+        ("log-probabilities", 6, ("logprobs",), _file("logprobs.jsonl")),
+        ("parquet", 6, (parquet,), _parquet),
+    ]
+    for name, times, commands, attack in rows:
+        for number in range(times):
+            command = commands[number % len(commands)]
+            found.add(f"{name} {number}", command, attack(number), resealed=name != "manifest")
     return found
 
 
@@ -70,18 +64,13 @@ def _shard(place: Place, number: int) -> None:
     seal.cache(place.path("cache"))
 
 
-def _file(name: str, number: int) -> Callable[[Place], None]:
-    return lambda place: _spoil(place, name, number, 0, 8192)
+def _file(name: str) -> Callable[[int], Attack]:
+    def attack(place: Place, number: int) -> None:
+        _spoil(place, name, number, 0, 8192)
+        if name.startswith(_NEWEST):
+            place.seal_run()
 
-
-@curried
-def _checkpoint(place: Place, name: str, number: int) -> None:
-    _spoil(place, name, number, 0, 8192)
-    place.seal_run()
-
-
-def _parquet_command() -> tuple[str, ...]:
-    return ("cache-teacher", "--teacher", "teacher", "--data", "data.parquet", *COMMANDS["build"][5:])
+    return curried(attack)
 
 
 @curried

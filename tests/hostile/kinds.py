@@ -2,7 +2,6 @@
 
 import os
 import socket
-from collections.abc import Callable
 
 from tests.hostile.case import COMMANDS, Cases, Place, curried, remove
 
@@ -76,11 +75,11 @@ def _runs(found: Cases) -> None:
         for kind in ("folder", "empty", "pipe"):
             command = "resume" if name == "latest" else "export"
             found.add(f"{name} is {kind}", command, _is(f"run/checkpoints/{name}", kind), ends="either")
-    found.add("latest is folder", COMMANDS["distill"], _is_new("new/checkpoints/latest"), writes=("new",))
+    found.add("latest is folder", COMMANDS["distill"], _new_latest, writes=("new",))
 
 
-def _is_new(name: str) -> Callable[[Place], None]:
-    return lambda place: place.path(name).mkdir(parents=True)
+def _new_latest(place: Place) -> None:
+    place.path("new/checkpoints/latest").mkdir(parents=True)
 
 
 def _models(found: Cases) -> None:

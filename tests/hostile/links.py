@@ -5,7 +5,7 @@ from collections.abc import Callable
 import h5py
 import numpy as np
 
-from tests.hostile.case import COMMANDS, Cases, Place, curried
+from tests.hostile.case import COMMANDS, Cases, Place, curried, linked
 
 CACHE = (
     *("manifest.json", "settings.json", "index.h5", "shards", "shards/train-00000.h5", "shards/train-00000.json"),
@@ -13,6 +13,7 @@ CACHE = (
 )
 CHECKPOINT = ("manifest.json", "state.json", "shard-00001-00001.safetensors")
 DATASETS = ("tokens", "loss_mask", "segments", "ids", "numbers", "dictionary/common", "dictionary/candidates")
+_NONE = "../no such file"
 _TARGETS = {"": "docs", "shards": "docs/shards", "tokenizer": "docs", "student": "docs/student"}
 
 
@@ -35,9 +36,10 @@ def away(place: Place, name: str) -> None:
     place.link(name, str(place.root / target))
 
 
-def nowhere(name: str) -> Callable[[Place], None]:
-    """Replace it by a link to nothing."""
-    return lambda place: place.link(name, "../no such file")
+@curried
+def _to(place: Place, name: str, target: str) -> None:
+    """Replace it by a link to what is seen from where it lies."""
+    place.link(name, target)
 
 
 @curried
@@ -54,28 +56,26 @@ def _caches(found: Cases) -> None:
     for name in CACHE:
         file = f"cache/{name}"
         found.add(f"{name} to the user's", "repair", away(file), resealed=False)
-        found.add(f"{name} to nothing", ("repair", "verify")[len(name) % 2], nowhere(file), resealed=False)
+        found.add(
+            f"{name} to nothing", ("repair", "verify")[len(name) % 2], _to(file, "../no such file"), resealed=False
+        )
         behind = damaged.get(name, file)
         found.add(f"{name} to its damaged self", "repair", twin(file, behind), resealed=False)
         found.add(f"{name} to the user's", "distill", away(file), resealed=False, ends=_unread(name))
         found.add(f"{name} to itself elsewhere", "evaluate", twin(file), ends="either", same=True)
-        found.add(f"{name} to itself", "verify", lambda place, file=file: place.link(file, place.path(file).name))
+        found.add(f"{name} to itself", "verify", _to(file, file.rpartition("/")[2]))
         found.add(f"{name} to the user's", "again", away(file), resealed=False, ends="either", writes=("cache",))
     folders = ("tokenizer", "tokenizer.tmp", "shards")
     for name in (*folders, "settings.json.tmp", ".building-0", "shards/train-00001.h5.tmp"):
         folder = name in folders
         for target in ("docs/shards" if name == "shards" else "docs" if folder else "docs/letter.txt", "empty/new"):
-            attack = _linked(f"unfinished/{name}", target)
+            attack = linked(f"unfinished/{name}", target)
             found.add(f"unfinished, {name} to {target}", "finish", attack, ends="either")
 
 
 def _unread(name: str) -> str:
     """Files that training does not need; whether it looks at them is its own affair."""
     return "either" if name in ("settings.json", "index.h5", "shards/train-00000.json") else "refused"
-
-
-def _linked(name: str, target: str) -> Callable[[Place], None]:
-    return lambda place: place.link(name, str(place.root / target))
 
 
 def _shards(found: Cases) -> None:
@@ -155,13 +155,13 @@ def _runs(found: Cases) -> None:
     for name in ("latest", "best"):
         for target in ("../../../docs", "/", "../..", name, "../checkpoints/step-00000002"):
             command = {"latest": "resume", "best": "export"}[name]
-            attack = _linked_to(f"run/checkpoints/{name}", target)
+            attack = _to(f"run/checkpoints/{name}", target)
             found.add(f"{name} to {target}", command, attack, ends="either", resealed=False)
     for name in CHECKPOINT:
         file = f"run/checkpoints/step-00000004/{name}"
         found.add(f"checkpoint's {name} to the user's", "inspect run", away(file), ends="either", resealed=False)
         found.add(f"checkpoint's {name} to itself elsewhere", "export", twin(file), ends="either")
-        found.add(f"checkpoint's {name} to nothing", "resume", nowhere(file), ends="either", resealed=False)
+        found.add(f"checkpoint's {name} to nothing", "resume", _to(file, _NONE), ends="either", resealed=False)
     found.add("checkpoint to itself elsewhere", "export", twin("run/checkpoints/step-00000004"), ends="either")
     found.add("checkpoint to itself elsewhere", "resume", twin("run/checkpoints/step-00000004"), ends="either")
     files = ("metrics.jsonl", "events.jsonl", "train.log", "environment.json", "config.toml", "samples.jsonl")
@@ -169,19 +169,12 @@ def _runs(found: Cases) -> None:
         found.add(f"{name} to the user's", "resume", away(f"run/{name}"), ends="either")
     for name in (".step-00000006.tmp", ".latest.tmp", ".best.tmp", "step-00000006", ".step-00000006.removed"):
         target = "docs/letter.txt" if name.startswith((".latest", ".best")) else "docs"
-        found.add(f"{name} to the user's", "resume", _linked(f"run/checkpoints/{name}", target), ends="either")
-    found.add("tensorboard to the user's", _with_board(), _linked("run/tensorboard", "docs"), ends="either")
+        found.add(f"{name} to the user's", "resume", linked(f"run/checkpoints/{name}", target), ends="either")
+    board = tuple(word for word in COMMANDS["resume"] if word not in ("--log-to", "none"))
+    found.add("tensorboard to the user's", board, linked("run/tensorboard", "docs"), ends="either")
     own = ("evaluate", "--student", "run/student", *COMMANDS["model"][3:])
     for name in ("student", "student/config.json", "student/model.safetensors"):
         found.add(f"{name} to the user's", own, away(f"run/{name}"))
-
-
-def _linked_to(name: str, target: str) -> Callable[[Place], None]:
-    return lambda place: place.link(name, target)
-
-
-def _with_board() -> tuple[str, ...]:
-    return tuple(word for word in COMMANDS["resume"] if word not in ("--log-to", "none"))
 
 
 def _published(found: Cases) -> None:
@@ -189,7 +182,7 @@ def _published(found: Cases) -> None:
     for name in ("chat_template.jinja", "tokenizer.json", "added_tokens.json"):
         found.add(f"tokenizer's {name} to the user's", "export", away(f"run/tokenizer/{name}"))
     found.add("tokenizer to the user's", "export", away("run/tokenizer"), ends="either")
-    more = _linked("run/tokenizer/hf_token", "docs/letter.txt")
+    more = linked("run/tokenizer/hf_token", "docs/letter.txt")
     found.add("one more beside the tokenizer", "export", more, ends="works")
     found.add("teacher's chat_template.jinja to the user's", "build", away("teacher/chat_template.jinja"))
     found.add("teacher's tokenizer.json to the user's", "build", away("teacher/tokenizer.json"))
@@ -197,18 +190,18 @@ def _published(found: Cases) -> None:
 
 def _outputs(found: Cases) -> None:
     over = (*COMMANDS["export"], "--overwrite")
-    found.add("--out to the user's folder", over, _linked("new", "docs"))
-    found.add("--out to an empty folder", over, _linked("new", "empty"), ends="either", writes=("new", "../empty"))
+    found.add("--out to the user's folder", over, linked("new", "docs"))
+    found.add("--out to an empty folder", over, linked("new", "empty"), ends="either", writes=("new", "../empty"))
     for name in ("model.safetensors", "config.json", "tokenizer.json", "kdtrain.json"):
         found.add(f"exported, {name} to the user's", over, _exported(name), ends="either")
-    found.add("new.tmp to the user's", over, _linked("new.tmp", "docs"), ends="either")
+    found.add("new.tmp to the user's", over, linked("new.tmp", "docs"), ends="either")
     found.add("new.tmp is the user's", COMMANDS["export"], lambda place: place.plant("new.tmp/a"), ends="either")
     for command in ("build", "distill"):
-        found.add("--out to the user's folder", command, _linked("new", "docs"))
+        found.add("--out to the user's folder", command, linked("new", "docs"))
     for command in ("build", "distill", COMMANDS["export"]):
-        found.add("--out to nothing", command, _linked("new", "empty/new"), ends="either", writes=("new", "../empty"))
-    found.add("text to the user's", "build", _linked("corpus/z.txt", "docs/letter.txt"), ends="either")
-    found.add("text folder in itself", "build", _linked("corpus/loop", "here/corpus"), ends="either")
+        found.add("--out to nothing", command, linked("new", "empty/new"), ends="either", writes=("new", "../empty"))
+    found.add("text to the user's", "build", linked("corpus/z.txt", "docs/letter.txt"), ends="either")
+    found.add("text folder in itself", "build", linked("corpus/loop", "here/corpus"), ends="either")
     for name in ("config.json", "model.safetensors", "tokenizer.json", "generation_config.json"):
         found.add(f"model's {name} to the user's", "model", away(f"model/{name}"), ends="either", resealed=False)
         found.add(f"model's {name} to itself elsewhere", "model", twin(f"model/{name}"), ends="either", same=True)

@@ -1,11 +1,21 @@
 """Names: paths out of the folder, absolute, endless, with control characters; in files and on the command line."""
 
-from collections.abc import Callable
 from typing import Any
 
-from tests.hostile import seal
-from tests.hostile.case import COMMANDS, Cases, Place, curried
-from tests.hostile.shapes import header_of, write_safetensors
+from tests.hostile.case import (
+    COMMANDS,
+    Attack,
+    Cases,
+    Place,
+    changed,
+    curried,
+    in_cache,
+    in_sealed,
+    put,
+    spec_with,
+    words,
+)
+from tests.hostile.shapes import CHECKPOINT, header_of, in_tensors
 
 PATHS = {
     "up and out": "../docs/letter.txt",
@@ -30,15 +40,18 @@ def cases() -> Cases:
     for number, (kind, name) in enumerate(PATHS.items()):
         shard = name.replace("letter.txt", "shards/train-00000")
         one, other = ("verify", "repair")[:: 1 - 2 * (number % 2)]
-        found.add(f"tokenizer file {kind}", "repair", _manifest(_tokenizer_file(name)), resealed=False, ends="either")
-        found.add(f"shard {kind}", one, _manifest(_shard(shard)), resealed=False)
-        found.add(f"sidecar's shard {kind}", other, _sidecar(shard), resealed=False, ends="either")
-        found.add(f"shard {kind}", "distill", _manifest(_shard(shard)), resealed=False)
-        found.add(f"split {kind}", "verify", _manifest(_split(name)), resealed=False, ends="either")
-        found.add(f"teacher {kind}", "inspect", _settings(_told(name)), ends="either")
+        listed = in_cache("manifest", ("tokenizer_files", name), "0" * 64)
+        found.add(f"tokenizer file {kind}", "repair", listed, resealed=False, ends="either")
+        in_manifest = in_cache("manifest", "splits.train.shards.0.name", shard)
+        found.add(f"shard {kind}", one, in_manifest, resealed=False)
+        sidecar = in_sealed("cache/shards/train-00000.json", "name", shard)
+        found.add(f"sidecar's shard {kind}", other, sidecar, resealed=False, ends="either")
+        found.add(f"shard {kind}", "distill", in_manifest, resealed=False)
+        found.add(f"split {kind}", "verify", changed("manifest", _split(name)), resealed=False, ends="either")
+        found.add(f"teacher {kind}", "inspect", in_cache("settings", "teacher.spec", name), ends="either")
         command = ("verify checkpoint", "export")[number % 2]
         found.add(f"checkpoint's file {kind}", command, _checkpoint(name), resealed=False, ends="either")
-        found.add(f"tensor {kind}", "export", _tensor(name), ends="either")
+        found.add(f"tensor {kind}", "export", in_tensors(CHECKPOINT, _first_is(f"student.{name}")), ends="either")
         found.add(f"chat template {kind}", "build", _template(name))
         if "\ud800" not in name:
             found.add(f"weights' file {kind}", "model", _index(name))
@@ -50,9 +63,10 @@ def cases() -> Cases:
             found.add(f"spec's {key} {name}", "distill", _spec(key, name))
     _options(found)
     for name in ("-", "--json", "a b", "ä", "\x1b[2J", "a\nb", "'", "a" * 250):
-        words = _with("model", "--student", f"./{name}")
-        found.add(f"a model folder called {name[:20]!r}", words, _called(name), ends="works")
-        found.add(f"text called {name[:20]!r}", "build", _text_called(name), ends="works")
+        student = words("model", "--student", f"./{name}")
+        found.add(f"a model folder called {name[:20]!r}", student, _renamed("model", name), ends="works")
+        text = _renamed("corpus/a.txt", f"corpus/{name[:240]}.txt")
+        found.add(f"text called {name[:20]!r}", "build", text, ends="works")
     return found
 
 
@@ -64,51 +78,28 @@ def _template(place: Place, name: str) -> None:
         content["chat_template"] = [{"name": "default", "template": "a"}, {"name": name, "template": "b"}]
 
 
-def _manifest(change: seal.Edit) -> Callable[[Place], None]:
-    return lambda place: seal.cache(place.path("cache"), manifest=change)
+@curried
+def _renamed(place: Place, name: str, other: str) -> None:
+    place.path(name).rename(place.path(other))
 
 
-def _settings(change: seal.Edit) -> Callable[[Place], None]:
-    return lambda place: seal.cache(place.path("cache"), settings=change)
-
-
-def _tokenizer_file(name: str) -> seal.Edit:
-    return lambda record: record["tokenizer_files"].update({name: "0" * 64})
-
-
-def _shard(name: str) -> seal.Edit:
-    return lambda record: record["splits"]["train"]["shards"][0].update(name=name)
-
-
-def _split(name: str) -> seal.Edit:
+def _split(name: str) -> Any:
     return lambda record: record["splits"].update({name: record["splits"].pop("train")})
 
 
-def _told(name: str) -> seal.Edit:
-    return lambda record: record["teacher"].update(spec=name)
-
-
 @curried
-def _sidecar(place: Place, name: str) -> None:
-    with seal.record(place.path("cache/shards/train-00000.json")) as record:
-        record["name"] = name
+def _checkpoint(place: Place, name: str) -> None:
+    place.seal_run(lambda manifest: put(manifest, ("files", name), [0, "0" * 64]))
 
 
-def _checkpoint(name: str) -> Callable[[Place], None]:
-    def change(manifest: dict[str, Any]) -> None:
-        manifest["files"][name] = [0, "0" * 64]
+def _first_is(name: str) -> Any:
+    """The first tensor of the student has another name."""
 
-    return lambda place: place.seal_run(change)
+    def change(header: dict[str, Any]) -> dict[str, Any]:
+        first = next(each for each in header if each.startswith("student."))
+        return {name if each == first else each: entry for each, entry in header.items()}
 
-
-@curried
-def _tensor(place: Place, name: str) -> None:
-    path = place.path("run/checkpoints/step-00000004/shard-00001-00001.safetensors")
-    header, data = header_of(path)
-    first = next(each for each in header if each.startswith("student."))
-    header = {f"student.{name}" if each == first else each: entry for each, entry in header.items()}
-    write_safetensors(path, header, data)
-    place.seal_run()
+    return change
 
 
 @curried
@@ -123,29 +114,10 @@ def _index(place: Place, name: str) -> None:
         index |= {"metadata": {}, "weight_map": {each: file for each in header if each != "__metadata__"}}
 
 
-def _spec(key: str, value: str) -> Callable[[Place], None]:
+def _spec(key: str, value: str) -> Attack:
     text = "".join(each if each.isprintable() and each not in '"\\' else f"\\u{ord(each):04x}" for each in value)
-
-    def attack(place: Place) -> None:
-        lines = place.path("student.toml").read_text().splitlines()
-        kept = [line for line in lines if not line.startswith(f"{key} =")]
-        if key == "source":
-            kept = kept[: kept.index("[config]")]
-        if key == "teacher":
-            kept = ["init = 'teacher-layers'", "layers = [0]", *kept]
-        place.write("student.toml", "\n".join([f'{key} = "{text}"', *kept]) + "\n")
-
-    return attack
-
-
-@curried
-def _called(place: Place, name: str) -> None:
-    place.path("model").rename(place.path(name))
-
-
-@curried
-def _text_called(place: Place, name: str) -> None:
-    place.path("corpus/a.txt").rename(place.path(f"corpus/{name[:240]}.txt"))
+    more = ("init = 'teacher-layers'", "layers = [0]") if key == "teacher" else ()
+    return spec_with(f'{key} = "{text}"', *more, config=key != "source")
 
 
 _VALUES = (
@@ -159,15 +131,6 @@ _FLAGS = (
 )
 
 
-def _with(command: str, flag: str, value: str) -> tuple[str, ...]:
-    """A command with another value for a flag it has, or one more flag."""
-    words = COMMANDS[command]
-    if flag not in words:
-        return (*words, f"{flag}={value}")
-    position = words.index(flag)
-    return (*words[:position], f"{flag}={value}", *words[position + 2 :])
-
-
 def _options(found: Cases) -> None:
     for number, (command, flag) in enumerate(_FLAGS):
         for offset, value in enumerate(_VALUES):
@@ -177,14 +140,14 @@ def _options(found: Cases) -> None:
             ends = "either" if flag == "--out" else "refused"
             writes = (value,) if flag == "--out" and "\n" in value + "\n" and value not in (".", "..", "") else ()
             name = f"{flag} {value[:12]!r}{' and so on' if len(value) > 12 else ''}"
-            found.add(name, _with(command, flag, value), _nothing, ends=ends, writes=writes)
+            found.add(name, words(command, flag, value), ends=ends, writes=writes)
     for command in ("inspect", "verify", "export"):
         for value in _VALUES:
             rest = ("--out", "new") if command == "export" else ()
             name = f"path {value[:12]!r}{' and so on' if len(value) > 12 else ''}"
-            found.add(name, (command, value, *rest), _nothing)
-    for name, words in _STRANGE.items():
-        found.add(name, words, _nothing, writes=())
+            found.add(name, (command, value, *rest))
+    for name, strange in _STRANGE.items():
+        found.add(name, strange, writes=())
 
 
 _STRANGE: dict[str, tuple[str, ...]] = {
@@ -199,7 +162,3 @@ _STRANGE: dict[str, tuple[str, ...]] = {
     "10,000 words": (*COMMANDS["distill"], *["word"] * 10_000),
     "a value of surrogates": (*COMMANDS["distill"], "--tail", "\udcff"),
 }
-
-
-def _nothing(place: Place) -> None:
-    pass

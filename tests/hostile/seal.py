@@ -59,7 +59,7 @@ def cache(
             for shard in split["shards"]:
                 shard |= shards.get(shard["name"], {})
         whole["index_sha256"] = digest(folder / "index.h5")
-        files = {path.name: digest(path) for path in sorted((folder / "tokenizer").iterdir()) if path.is_file()}
+        files = {path.name: digest(path) for path in sorted(folder.glob("tokenizer/*")) if path.is_file()}
         whole["tokenizer_files"] = files
         if manifest:
             manifest(whole)

@@ -14,6 +14,8 @@ from tests.hostile.case import Cases, Place, curried
 
 PLAIN = ("tokens", "loss_mask", "segments", "ids", "numbers")
 LISTS = ("dictionary/context_row", "dictionary/candidates", "dictionary/common", "dictionary/tail_weights")
+WEIGHTS = "model/model.safetensors"
+CHECKPOINT = "run/checkpoints/step-00000004/shard-00001-00001.safetensors"
 Remake = Callable[[h5py.File, str], None]
 Header = dict[str, Any]
 
@@ -39,19 +41,19 @@ def cases() -> Cases:
     found.add("one more data set", "evaluate", in_shards(_extra, "more"))
     found.add("one more group", "distill", in_shards(lambda file, name: file.create_group(name), "more"))
     found.add("no dictionary", "evaluate", in_shards(_without, "dictionary"))
-    found.add("dictionary is a data set", "distill", in_shards(_dictionary_is_data, "dictionary"))
+    found.add("dictionary is a data set", "distill", in_shards(_instead(np.zeros(9)), "dictionary"))
     found.add("dictionary has one more", "evaluate", in_shards(_extra, "dictionary/more"))
     found.add("nothing in it", "distill", in_shards(_all_gone, ""))
     found.add("user block", "evaluate", _user_block, ends="either", same=True)
     found.add("train is validation", "distill", _swapped, ends="either")
     for kind, damage in _HEADERS.items():
-        found.add(f"weights: {kind}", "model", _weights(damage))
+        found.add(f"weights: {kind}", "model", in_tensors(WEIGHTS, damage))
         if kind not in _CHANGES_WEIGHTS:
             command = ("export", "resume", "inspect checkpoint")[len(kind) % 3]
             ends = "either" if command.startswith("inspect") else "refused"
-            found.add(f"checkpoint: {kind}", command, _checkpoint(damage), ends=ends)
+            found.add(f"checkpoint: {kind}", command, in_tensors(CHECKPOINT, damage), ends=ends)
     for kind, places in _PLACES.items():
-        found.add(f"parts: {kind}", "export", _checkpoint(_placed(places)), ends="either")
+        found.add(f"parts: {kind}", "export", in_tensors(CHECKPOINT, _placed(places)), ends="either")
     return found
 
 
@@ -102,32 +104,15 @@ def _without(file: h5py.File, name: str) -> None:
     del file[name]
 
 
-def _group(file: h5py.File, name: str) -> None:
-    del file[name]
-    file.create_group(name)
+def _instead(value: Any) -> Remake:
+    """Something else in the place of a data set, made of what it was."""
 
+    def remake(file: h5py.File, name: str) -> None:
+        made = value(file[name]) if callable(value) else value
+        del file[name]
+        file[name] = made
 
-def _text(file: h5py.File, name: str) -> None:
-    number = len(file[name])
-    del file[name]
-    file.create_dataset(name, data=["a text"] * number, dtype=h5py.string_dtype())
-
-
-def _compound(file: h5py.File, name: str) -> None:
-    shape = file[name].shape
-    del file[name]
-    file.create_dataset(name, data=np.zeros(shape, [("a", "<u2"), ("b", "<f8")]))
-
-
-def _scalar(file: h5py.File, name: str) -> None:
-    del file[name]
-    file[name] = 7
-
-
-def _empty(file: h5py.File, name: str) -> None:
-    kind = file[name].dtype
-    del file[name]
-    file[name] = h5py.Empty(kind)
+    return remake
 
 
 def _unwritten(file: h5py.File, name: str) -> None:
@@ -142,16 +127,16 @@ def _unwritten(file: h5py.File, name: str) -> None:
 
 _REMAKES: dict[str, Remake] = {
     "missing": _without,
-    "group": _group,
+    "group": lambda file, name: (_without(file, name), file.create_group(name)),
     "of signed bytes": _values(lambda values: values.astype(np.int8)),
     "of doubles": _values(lambda values: values.astype(np.float64)),
     "of big endian": _values(
         lambda values: values.astype(values.dtype.newbyteorder(">") if values.dtype.itemsize > 1 else ">u2")
     ),
-    "of texts": _text,
-    "of pairs": _compound,
-    "scalar": _scalar,
-    "null": _empty,
+    "of texts": _instead(lambda old: np.array(["a text"] * len(old), h5py.string_dtype())),
+    "of pairs": _instead(lambda old: np.zeros(old.shape, [("a", "<u2"), ("b", "<f8")])),
+    "scalar": _instead(7),
+    "null": _instead(lambda old: h5py.Empty(old.dtype)),
     "one axis more": _values(lambda values: values[..., None]),
     "one axis less": _values(lambda values: values.reshape(-1) if values.ndim > 1 else values[:1].reshape(())),
     "longer": _values(lambda values: np.concatenate([values, values[-1:]])),
@@ -182,19 +167,11 @@ _ATTRIBUTES: dict[str, Any] = {
 
 
 def _attribute(value: Any) -> Remake:
-    def remake(file: h5py.File, name: str) -> None:
-        file.attrs[name] = value
-
-    return remake
+    return lambda file, name: file.attrs.__setitem__(name, value)
 
 
 def _extra(file: h5py.File, name: str) -> None:
     file[name] = np.zeros((16, 4), np.uint16)
-
-
-def _dictionary_is_data(file: h5py.File, name: str) -> None:
-    del file[name]
-    file[name] = np.zeros(9)
 
 
 def _all_gone(file: h5py.File, name: str) -> None:
@@ -237,17 +214,13 @@ def _first(header: Header) -> Header:
 
 
 def _entry(**values: Any) -> Callable[[Header], Header]:
+    return lambda header: (_first(header).update(values), header)[1]
+
+
+def _moved(start: int, stop: int) -> Callable[[Header], Header]:
     def change(header: Header) -> Header:
-        _first(header).update(values)
-        return header
-
-    return change
-
-
-def _moved(by: tuple[int, int]) -> Callable[[Header], Header]:
-    def change(header: Header) -> Header:
-        entry = _first(header)
-        entry["data_offsets"] = [old + step for old, step in zip(entry["data_offsets"], by, strict=True)]
+        old = _first(header)["data_offsets"]
+        _first(header)["data_offsets"] = [old[0] + start, old[1] + stop]
         return header
 
     return change
@@ -273,10 +246,6 @@ def _transposed(header: Header) -> Header:
     return header
 
 
-def _entries_are(value: Any) -> Callable[[Header], Header]:
-    return lambda header: dict.fromkeys(header, value)
-
-
 _HEADERS: dict[str, Callable[[Header], Header | bytes]] = {
     "type that is none": _entry(dtype="F99"),
     "type of half the size": _entry(dtype="F16"),
@@ -289,14 +258,14 @@ _HEADERS: dict[str, Callable[[Header], Header | bytes]] = {
     "shape beyond 64 bits": _entry(shape=[2**70, 32]),
     "ten thousand axes": _entry(shape=[1] * 10_000),
     "transposed": _transposed,
-    "offsets beyond the end": _moved((10**9, 10**9)),
-    "offsets that end before they begin": _moved((64, -64)),
+    "offsets beyond the end": _moved(10**9, 10**9),
+    "offsets that end before they begin": _moved(64, -64),
     "negative offsets": _entry(data_offsets=[-64, -32]),
     "offsets that are shared": _overlapping,
     "offsets of one number": _entry(data_offsets=[0]),
     "tensor missing": _lost,
-    "entries are null": _entries_are(None),
-    "entries are lists": _entries_are([]),
+    "entries are null": lambda header: dict.fromkeys(header),
+    "entries are lists": lambda header: {name: [] for name in header},
     "header is a list": lambda header: b"[1, 2, 3]",
     "header is empty": lambda header: b"{}",
     "header is not JSON": lambda header: b"{'a': 1}",
@@ -309,18 +278,12 @@ _CHANGES_WEIGHTS = ("metadata is a number",)
 
 
 @curried
-def _weights(place: Place, damage: Callable[[Header], Header | bytes]) -> None:
-    path = place.path("model/model.safetensors")
-    header, data = header_of(path)
-    write_safetensors(path, damage(header), data)
-
-
-@curried
-def _checkpoint(place: Place, damage: Callable[[Header], Header | bytes]) -> None:
-    path = place.path("run/checkpoints/step-00000004/shard-00001-00001.safetensors")
-    header, data = header_of(path)
-    write_safetensors(path, damage(header), data)
-    place.seal_run()
+def in_tensors(place: Place, name: str, damage: Callable[[Header], Header | bytes]) -> None:
+    """The header of a safetensors file is another; a run is sealed again."""
+    header, data = header_of(place.path(name))
+    write_safetensors(place.path(name), damage(header), data)
+    if name == CHECKPOINT:
+        place.seal_run()
 
 
 def _placed(places: Callable[[dict[str, Any]], Any]) -> Callable[[Header], Header]:
@@ -335,19 +298,19 @@ def _placed(places: Callable[[dict[str, Any]], Any]) -> Callable[[Header], Heade
     return change
 
 
+def _offsets(change: Callable[[list[int]], Any]) -> Callable[[dict[str, Any]], Any]:
+    return lambda info: {name: {"saved_offsets": change(each["saved_offsets"])} for name, each in info.items()}
+
+
 _PLACES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "not JSON": lambda info: "not JSON",
     "a list": lambda info: [1, 2],
     "null": lambda info: None,
     "of nothing": lambda info: {},
-    "negative": lambda info: {
-        name: {"saved_offsets": [-1] * len(each["saved_offsets"])} for name, each in info.items()
-    },
-    "far out": lambda info: {
-        name: {"saved_offsets": [2**40] * len(each["saved_offsets"])} for name, each in info.items()
-    },
-    "of other axes": lambda info: {name: {"saved_offsets": [0] * 9} for name in info},
-    "texts": lambda info: {name: {"saved_offsets": "0,0"} for name in info},
+    "negative": _offsets(lambda old: [-1] * len(old)),
+    "far out": _offsets(lambda old: [2**40] * len(old)),
+    "of other axes": _offsets(lambda old: [0] * 9),
+    "texts": _offsets(lambda old: "0,0"),
     "of others": lambda info: {f"{name}x": each for name, each in info.items()},
     "nested deep": lambda info: "[" * 50_000 + "]" * 50_000,
 }

@@ -8,9 +8,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from tests.hostile import seal
-from tests.hostile.case import Cases, Place, curried, in_json, in_spec
-from tests.hostile.shapes import LISTS, PLAIN, header_of, in_shards, write_safetensors
+from tests.hostile.case import Cases, Place, changed, curried, in_json, in_spec, in_state
+from tests.hostile.shapes import LISTS, PLAIN, WEIGHTS, header_of, in_shards, write_safetensors
 
 HUGE = 10**12
 
@@ -31,13 +30,12 @@ def cases() -> Cases:
         for command in ("evaluate", "distill", "inspect"):
             # inspect shows what a manifest says; the rest of the cache is not its matter
             ends = "either" if command == "inspect" or "tokenizer" in name else "refused"
-            found.add(f"manifest says {name}", command, _settings(change), ends=ends)
+            found.add(f"manifest says {name}", command, changed("settings", change), ends=ends)
     for name, change in _MANIFEST.items():
         for command in ("verify", "distill"):
-            found.add(f"manifest has {name}", command, _manifest(change), ends="either")
-    for name in (
-        f"cache/{each}.json" for each in ("manifest", "settings", "shards/train-00000", "tokenizer/tokenizer")
-    ):
+            found.add(f"manifest has {name}", command, changed("manifest", change), ends="either")
+    for each in ("manifest", "settings", "shards/train-00000", "tokenizer/tokenizer"):
+        name = f"cache/{each}.json"
         found.add(f"{name} of 1 TB", "verify", _holes(name), resealed=False)
         found.add(f"{name} of 1 TB", "repair", _holes(name), resealed=False)
         found.add(f"{name} of 300 MB", "distill", _long(name), resealed=False, ends="either")
@@ -58,7 +56,9 @@ def cases() -> Cases:
         ends = "either" if name == "max_position_embeddings" else "refused"
         found.add(f"student with {name}", "distill", in_spec(name, value), ends=ends)
         found.add(f"model with {name}", "model", in_json("model/config.json", name, value), ends=ends)
-        found.add(f"checkpoint's student with {name}", "export", _state(name, value), ends=ends)
+        found.add(
+            f"checkpoint's student with {name}", "export", in_state(f"student.architecture.{name}", value), ends=ends
+        )
     for name, size in (("2^62", 2**62), ("2^64 - 1", 2**64 - 1), ("100 MB", 10**8), ("nothing", 0)):
         found.add(f"weights with a header of {name}", "model", _header(size))
     return found
@@ -131,10 +131,6 @@ _SETTINGS: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-def _settings(change: Callable[[dict[str, Any]], None]) -> Callable[[Place], None]:
-    return lambda place: seal.cache(place.path("cache"), settings=change)
-
-
 _MANIFEST: dict[str, Callable[[dict[str, Any]], None]] = {
     "10^12 sequences": lambda record: record["splits"]["train"].update(sequences=HUGE),
     "10^12 sequences in a shard": lambda record: record["splits"]["train"]["shards"][0].update(sequences=HUGE),
@@ -149,10 +145,6 @@ _MANIFEST: dict[str, Callable[[dict[str, Any]], None]] = {
         {f"f{n}": "0" * 64 for n in range(100_000)}
     ),
 }
-
-
-def _manifest(change: Callable[[dict[str, Any]], None]) -> Callable[[Place], None]:
-    return lambda place: seal.cache(place.path("cache"), manifest=change)
 
 
 @curried
@@ -190,13 +182,6 @@ _MODEL: dict[str, Any] = {
 
 
 @curried
-def _state(place: Place, name: str, value: Any) -> None:
-    with place.state() as state:
-        state["student"]["architecture"][name] = value
-
-
-@curried
 def _header(place: Place, size: int) -> None:
-    path = place.path("model/model.safetensors")
-    header, data = header_of(path)
+    header, data = header_of(path := place.path(WEIGHTS))
     write_safetensors(path, json.dumps(header).encode(), data, size)

@@ -1,11 +1,23 @@
 """JSON and TOML of every shape, in every file that is read as such; chat templates; text, jsonl and parquet."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from tests.hostile import seal
-from tests.hostile.case import COMMANDS, MISSING, Cases, Place, curried, in_json, put, wrote
+from tests.hostile.case import (
+    COMMANDS,
+    MISSING,
+    Cases,
+    Place,
+    curried,
+    in_cache,
+    in_json,
+    in_sealed,
+    spec_with,
+    words,
+    wrote,
+)
 
 DEEP = 100_000
 JSON: dict[str, bytes] = {
@@ -71,21 +83,21 @@ def _caches(found: Cases) -> None:
     for number, where in enumerate(_KEYS):
         for offset, command in enumerate(("distill", ("verify", "inspect")[number % 2])):
             value = _WRONG[(3 * number + offset) % len(_WRONG)]
-            attack = _record("manifest", where, value)
+            attack = in_cache("manifest", where, value)
             shown = json.dumps(value)
             ends = "either" if where in _SHOWN or command != "distill" else "refused"
             found.add(f"manifest's {where} is {shown}", command, attack, ends=ends, resealed=False, says="cache")
         if number % 3 == 0:
-            attack = _record("manifest", where, MISSING)
+            attack = in_cache("manifest", where, MISSING)
             ends = "either" if where in _SHOWN else "refused"
             found.add(f"manifest without {where}", "distill", attack, ends=ends, resealed=False, says="cache")
     keys = ("name", "sequences", "first_sequence", "stored", "broken", "rows_sha256", "bytes", "sha256")
     for number, where in enumerate(keys):
         wrong, other = _WRONG[number], _WRONG[(number + 4) % len(_WRONG)]
-        attack = _record("sidecar", where, wrong)
+        attack = in_cache("sidecar", where, wrong)
         found.add(f"sidecar's {where} is {json.dumps(wrong)}", "repair", attack, ends="either", resealed=False)
         shown = f"unfinished, sidecar's {where} is {json.dumps(other)}"
-        found.add(shown, "finish", _in_unfinished(where, other), ends="either")
+        found.add(shown, "finish", in_sealed("unfinished/shards/train-00000.json", where, other), ends="either")
 
 
 _SHOWN = (
@@ -98,16 +110,6 @@ _KEYS = (
     *("splits.train.shards.0.bytes", "splits.train.shards.0.sha256", "temperature_range", "tokenizer_files"),
     *("index_sha256", "versions", "fidelity", "bytes_per_token", "document_mask", "seed", "vocab_size"),
 )
-
-
-def _record(record: str, where: str, value: Any) -> Callable[[Place], None]:
-    return lambda place: seal.cache(place.path("cache"), **{record: lambda content: put(content, where, value)})
-
-
-@curried
-def _in_unfinished(place: Place, where: str, value: Any) -> None:
-    with seal.record(place.path("unfinished/shards/train-00000.json")) as record:
-        record[where] = value
 
 
 def _runs(found: Cases) -> None:
@@ -161,7 +163,7 @@ def _models(found: Cases) -> None:
     for kind, content in _some(1, 2):
         found.add(f"tokenizer.json: {kind}", "build", wrote("teacher/tokenizer.json", content), says="teacher")
     for kind, content in _some(0, 4):
-        attack = _sealed_after(wrote("cache/tokenizer/tokenizer.json", content))
+        attack = _cache_tokenizer(content)
         found.add(f"the cache's tokenizer.json: {kind}", "distill", attack, ends="either", says="cache|tokenizer")
     optional = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.json")
     for number, name in enumerate(optional):
@@ -169,8 +171,7 @@ def _models(found: Cases) -> None:
             attack = wrote(f"teacher/{name}", content)
             found.add(f"teacher's {name}: {kind}", "build", attack, ends="either", says="teacher")
     for kind, content in _some(1, 3):
-        attack = wrote("model/model.safetensors.index.json", content)
-        found.add(f"weights' index: {kind}", "model", _without_weights(attack), says="model")
+        found.add(f"weights' index: {kind}", "model", _without_weights(content), says="model")
     for where, value in _TOKENIZER:
         attack = in_json("teacher/tokenizer.json", where, value)
         found.add(f"tokenizer's {where} is {json.dumps(value)[:40]}", "build", attack, ends="either")
@@ -225,15 +226,15 @@ _TOKENIZER_CONFIG: list[tuple[str, Any]] = [
 
 
 @curried
-def _sealed_after(place: Place, attack: Callable[[Place], None]) -> None:
-    attack(place)
+def _cache_tokenizer(place: Place, content: bytes) -> None:
+    place.write("cache/tokenizer/tokenizer.json", content)
     seal.cache(place.path("cache"))
 
 
 @curried
-def _without_weights(place: Place, attack: Callable[[Place], None]) -> None:
+def _without_weights(place: Place, content: bytes) -> None:
     place.path("model/model.safetensors").unlink()
-    attack(place)
+    place.write("model/model.safetensors.index.json", content)
 
 
 TOML: dict[str, str] = {
@@ -257,9 +258,7 @@ TOML: dict[str, str] = {
 
 
 def _tomls(found: Cases) -> None:
-    words = COMMANDS["distill"]
-    at = words.index("--steps")
-    with_config = (*words[:at], *words[at + 2 :], "--config", "options.toml")  # a flag would win over the file
+    with_config = (*words("distill", "--steps"), "--config", "options.toml")  # a flag would win over the file
     for kind, text in TOML.items():
         found.add(f"student.toml: {kind}", "distill", wrote("student.toml", text), says="student.toml")
         found.add(f"--config: {kind}", with_config, wrote("options.toml", text), says="options.toml")
@@ -310,7 +309,9 @@ def _specs(found: Cases) -> None:
     build = ("cache-teacher", "--teacher", "student.toml", *COMMANDS["build"][3:])
     found.add("teacher that is a cycle", build, itself, says="student")
     for line in _SPEC_LINES:
-        found.add(f"spec with {line[:60]}", "distill", _replaced(line), says="student")
+        found.add(
+            f"spec with {line[:60]}", "distill", spec_with(line, config=not line.startswith("config =")), says="student"
+        )
 
 
 _SPEC_LINES = (
@@ -319,19 +320,6 @@ _SPEC_LINES = (
     *("attention = 'kernels-community/x'", "attention = 5", "name = 5", "revision = 5", "trust_remote_code = 'no'"),
     *("trust_remote_code = 1", "teacher = {}"),
 )
-
-
-def _replaced(line: str) -> Callable[[Place], None]:
-    key = line.split(" =")[0]
-
-    def attack(place: Place) -> None:
-        lines = place.path("student.toml").read_text().splitlines()
-        if key == "config":
-            lines = lines[: lines.index("[config]")]
-        kept = [each for each in lines if not each.startswith(f"{key} =")]
-        place.write("student.toml", "\n".join([line, *kept]) + "\n")
-
-    return attack
 
 
 @curried
@@ -427,11 +415,8 @@ def _data(found: Cases) -> None:
         attack = _appended("logprobs.jsonl", content)
         found.add(f"log-probabilities: {kind}", "logprobs", attack, ends="either", says="logprobs.jsonl")
     parquet = ("cache-teacher", "--teacher", "teacher", "--data", "data.parquet", *COMMANDS["build"][5:])
-    for kind, content in {
-        "empty": b"PAR1PAR1",
-        "a footer of 2 GB": b"PAR1" + b"\xff\xff\xff\x7fPAR1",
-        "noise": bytes(range(256)) * 40,
-    }.items():
+    footer = b"PAR1" + b"\xff\xff\xff\x7fPAR1"
+    for kind, content in (("empty", b"PAR1PAR1"), ("a footer of 2 GB", footer), ("noise", bytes(range(256)) * 40)):
         found.add(f"parquet: {kind}", parquet, wrote("data.parquet", content), says="data.parquet")
     for kind, content in {
         "zero bytes": b"\0" * 9_000,

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.hostile import seal
-from tests.hostile.case import COMMANDS, MISSING, Cases, Place, curried, in_json, in_spec, put
-from tests.hostile.shapes import header_of, in_shards, write_as, write_safetensors
+from tests.hostile.case import MISSING, Attack, Cases, Place, changed, curried, in_json, in_spec, in_state, put, words
+from tests.hostile.shapes import CHECKPOINT, header_of, in_shards, write_as, write_safetensors
 
 V, K, D = 300, 10, 6
 """Vocabulary, kept entries and drawn entries of the cache."""
@@ -94,13 +93,13 @@ def _singular(weights: np.ndarray) -> np.ndarray:
 
 def _shards(found: Cases) -> None:
     for number, (name, (dataset, change, ends)) in enumerate(_SHARDS.items()):
-        attack = in_shards(_changed(change), dataset)
+        attack = in_shards(_stored(change), dataset)
         command = ("evaluate", "distill")[number % 2]
         finite = not name.startswith("no label")  # the mean over nothing is none
         found.add(name, command, attack, ends=ends, finite=finite, says="train-00000|validation-00000|cache")
 
 
-def _changed(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Any, str], None]:
+def _stored(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Any, str], None]:
     return lambda file, name: write_as(file, name, change(file[name][()]), chunks=file[name].chunks)
 
 
@@ -144,13 +143,13 @@ def _records(found: Cases) -> None:
             found.add(f"{where} = {value!r}", ("inspect", "cache"), attack, ends="either", says="cache")
 
 
-def _sealed(record: str, where: str, value: Any) -> Callable[[Place], None]:
+def _sealed(record: str, where: str, value: Any) -> Attack:
     def change(content: dict[str, Any]) -> None:
         put(content, where, value)
         if where == "codec.vocab_size":
             content["vocab_size"] = value
 
-    return lambda place: seal.cache(place.path("cache"), **{record: change})
+    return changed(record, change)
 
 
 _PROGRESS: list[tuple[str, Any]] = [
@@ -201,18 +200,18 @@ def _checkpoints(found: Cases) -> None:
         about = where.startswith(("progress", "watchers", "options"))
         # what nobody reads is nobody's matter: a wrong loss is shown and does nothing
         ends = "either" if where in _SHOWN else "refused"
-        found.add(f"{where} is {shown}", "resume", _state(where, value), ends=ends, says=_CHECKPOINT)
+        found.add(f"{where} is {shown}", "resume", in_state(where, value), ends=ends, says=_CHECKPOINT)
         command = "inspect run" if about else "inspect checkpoint"
         if number % 3 == 0:
-            found.add(f"{where} is {shown}", command, _state(where, value), ends="either", says="run|step-00000004")
+            found.add(f"{where} is {shown}", command, in_state(where, value), ends="either", says="run|step-00000004")
     for name, value in _ARCHITECTURE:
         shown = "missing" if value is MISSING else json.dumps(value)[:40]
-        attack = _state(f"student.architecture.{name}", value)
+        attack = in_state(f"student.architecture.{name}", value)
         found.add(f"architecture's {name} is {shown}", "export", attack, ends="either", says=_CHECKPOINT)
     hubs = ("flash_attention_2", "kernels-community/flash-attn", "org/name:function")
     for value in (MISSING, *hubs, "os.system", 5, None, "sdpa|eager"):
         shown = "missing" if value is MISSING else json.dumps(value)
-        attack = _state("student.attention", value)
+        attack = in_state("student.attention", value)
         command = ("export", "evaluate run")[len(shown) % 2]
         found.add(f"attention is {shown}", command, attack, says=_CHECKPOINT)
 
@@ -223,70 +222,40 @@ _SHOWN = (
 )
 
 
-@curried
-def _state(place: Place, where: str, value: Any) -> None:
-    with place.state() as state:
-        if "." in where and where.split(".")[-1] not in _parent(state, where) and value is MISSING:
-            return
-        put(state, where, value)
-
-
-def _parent(record: Any, where: str) -> Any:
-    for each in where.split(".")[:-1]:
-        record = record[each]
-    return record
-
-
 def _weights(found: Cases) -> None:
     for value in (NAN, INF, 1e38):
         how = {"ends": "either"} if value == 1e38 else {"ends": "refused"}  # what is finite may end well
         told = {**how, "says": ""} if value == 1e38 else how
-        teacher, model = _filled_weights("teacher", value), _filled_weights("model", value)
+        teacher, model = (_full(f"{name}/model.safetensors", value) for name in ("teacher", "model"))
         for command in ("build", "online"):
             found.add(f"teacher's weights {value}", command, teacher, **{"says": "teacher", **told})
-        own = ("distill", "--student", "model", *_but_student())
+        own = ("distill", "--student", "model", *words("distill", "--student")[1:])
         found.add(f"student's weights {value}", own, model, **{"says": "student|model", **told})
         found.add(f"model's weights {value}", "model", model, ends="either", finite=False)
-        found.add(f"checkpoint's weights {value}", "resume", _filled_checkpoint(value, "student."), **how)
+        found.add(f"checkpoint's weights {value}", "resume", _full(CHECKPOINT, value, "student."), **how)
         moments = "either" if value == INF else how["ends"]  # steps of 0
-        found.add(f"checkpoint's moments {value}", "resume", _filled_checkpoint(value, "exp_avg_sq"), ends=moments)
-    found.add("checkpoint's moments -1", "resume", _filled_checkpoint(-1.0, "exp_avg_sq"))
-    found.add("checkpoint's temperature NaN", "resume", _filled_checkpoint(NAN, "temperature"), ends="either")
-    found.add("checkpoint's weights NaN", "export", _filled_checkpoint(NAN, "student."), ends="either")
-
-
-def _but_student() -> tuple[str, ...]:
-    words = COMMANDS["distill"][1:]
-    position = words.index("--student")
-    return words[:position] + words[position + 2 :]
-
-
-def _filled_weights(folder: str, value: float) -> Callable[[Place], None]:
-    return lambda place: _fill(place, f"{folder}/model.safetensors", value, "")
+        found.add(f"checkpoint's moments {value}", "resume", _full(CHECKPOINT, value, "exp_avg_sq"), ends=moments)
+    found.add("checkpoint's moments -1", "resume", _full(CHECKPOINT, -1.0, "exp_avg_sq"))
+    found.add("checkpoint's temperature NaN", "resume", _full(CHECKPOINT, NAN, "temperature"), ends="either")
+    found.add("checkpoint's weights NaN", "export", _full(CHECKPOINT, NAN, "student."), ends="either")
 
 
 @curried
-def _filled_checkpoint(place: Place, value: float, part: str) -> None:
-    _fill(place, "run/checkpoints/step-00000004/shard-00001-00001.safetensors", value, part)
-    place.seal_run()
-
-
-def _fill(place: Place, name: str, value: float, part: str) -> None:
-    path = place.path(name)
-    header, data = header_of(path)
+def _full(place: Place, name: str, value: float, part: str = "") -> None:
+    """Every number of the tensors whose names have a part."""
+    header, data = header_of(place.path(name))
     content = bytearray(data)
     for tensor, entry in header.items():
         if tensor != "__metadata__" and part in tensor and entry["dtype"] == "F32":
             first, last = entry["data_offsets"]
             content[first:last] = np.full((last - first) // 4, value, np.float32).tobytes()
-    write_safetensors(path, header, bytes(content))
+    write_safetensors(place.path(name), header, bytes(content))
+    if name == CHECKPOINT:
+        place.seal_run()
 
 
 def _entry(name: str, position: int, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(record: dict[str, Any]) -> None:
-        record[name][position] = value
-
-    return change
+    return lambda record: record[name].__setitem__(position, value)
 
 
 _LOGPROBS: dict[str, Callable[[dict[str, Any]], None]] = {

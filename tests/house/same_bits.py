@@ -63,6 +63,7 @@ def distill(out: str, *options: str, cache: str | None = "cache", student: str =
 TOP = ("--top-k", "12", "--num-samples", "0")
 SAMPLES = capture("cache", "--num-samples", "20")
 KILLED = "train.after-step:kill:7"
+ACROSS, ACROSS_BEFORE = ("--cross-tokenizer",), ("--cross-tokenizer", "cells")
 CASES: dict[str, tuple[Step, ...]] = {
     "samples": (SAMPLES, distill("run", *FP32)),
     "top-k at a likelihood temperature": (
@@ -109,12 +110,17 @@ CASES: dict[str, tuple[Step, ...]] = {
     ),
     "another tokenizer": (
         capture("cache", "--num-samples", "0", "--top-k", "20"),
-        distill("run", *FP32, "--cross-tokenizer", student="other", old=("--cross-tokenizer", "cells")),
+        distill("run", *FP32, *ACROSS, student="other", old=ACROSS_BEFORE),
     ),
     "begun before": (
         capture("cache", "--num-samples", "20", by="before"),
         distill("run", *FP32, fault=KILLED, by="before"),
         distill("run", *FP32),
+    ),
+    "begun before, another tokenizer": (
+        capture("cache", "--num-samples", "20", by="before"),
+        distill("run", *FP32, *ACROSS, student="other", fault=KILLED, by="before", old=ACROSS_BEFORE),
+        distill("run", *FP32, *ACROSS, student="other", old=ACROSS_BEFORE),
     ),
     "begun before, adaptive": (
         capture("cache", "--top-k", "8", "--num-samples", "24", by="before"),

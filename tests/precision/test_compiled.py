@@ -12,7 +12,7 @@ from kdtrain.models.head import layers_of, split
 from kdtrain.models.loading import checkpoint_activations
 from kdtrain.models.spec import ModelSpec
 from kdtrain.precision.compiled import CompiledLayers
-from kdtrain.teaching.itself import SelfTeacher
+from kdtrain.teaching.local import SelfTeacher
 from kdtrain.testing import SHAPES, tiny_model
 
 MIXTURE = SHAPES["llama"] | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}

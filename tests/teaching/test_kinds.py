@@ -47,6 +47,7 @@ class Server(Teacher):
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    TEACHERS.help()  # plugins register themselves once a process, and must not be forgotten with the kind of this test
     for name in ("entries", "modules", "_help"):
         monkeypatch.setattr(TEACHERS, name, dict(getattr(TEACHERS, name)))
     kd.register_teacher("server")(Server)
@@ -57,7 +58,7 @@ def bench(tmp_path, monkeypatch):
     return tmp_path
 
 
-def caching(spec: str, **options):
+def caching(spec, **options):
     data = DataConfig(data="text.txt", seq_len=16, num_sequences=9, validation_sequences=2, num_workers=0)
     return kd.CacheTeacherConfig(teacher=spec, out="cache", data=data, codec=CodecConfig(top_k=8), **options)
 

@@ -17,7 +17,7 @@ from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.manifest import end_tokens as settings_end_tokens
 from kdtrain.config import CacheParallelConfig, CacheTeacherConfig, DataConfig, TextConfig
 from kdtrain.data.corpus import has_prompts
-from kdtrain.data.prompts import prompt_rows
+from kdtrain.data.packing import prompt_rows
 from kdtrain.errors import UsageError
 from kdtrain.models.head import split
 from kdtrain.models.spec import read_spec
@@ -39,7 +39,7 @@ CHAT = (
 )
 
 
-def prompts_of(lengths: list[int], width: int = 28, room: int | None = None, first: int = 0) -> ShardRows:
+def prompts_of(lengths, width=28, room=None, first=0):
     """Random prompts of some lengths, in rows of `width` positions."""
     generator = np.random.default_rng(first)
     tokens, mask = np.full((len(lengths), width + 1), FILLER, np.int32), np.zeros((len(lengths), width), bool)
@@ -49,12 +49,12 @@ def prompts_of(lengths: list[int], width: int = 28, room: int | None = None, fir
     return ShardRows("train-00000", "train", first, tokens, mask, np.zeros_like(tokens[:, 1:]), {})
 
 
-def how(**options) -> Writing:
+def how(**options):
     given = {"temperature": 1.0, "top_p": 1.0, "end_tokens": ENDS, "seed": 0, "batch_size": None}
     return Writing(**{**given, **options})
 
 
-def teacher_of(shape: str, asked: Writing) -> tuple[LocalTeacher, torch.nn.Module]:
+def teacher_of(shape, asked):
     """A teacher that writes, and its model as transformers has it."""
     model = opinionated(tiny_model(shape, 300, seed=1)).eval().requires_grad_(False)
     plain, teacher = copy.deepcopy(model), LocalTeacher.of(split(model))
@@ -62,11 +62,11 @@ def teacher_of(shape: str, asked: Writing) -> tuple[LocalTeacher, torch.nn.Modul
     return teacher, plain
 
 
-def written(teacher: LocalTeacher, rows: ShardRows) -> tuple[ShardRows, torch.Tensor]:
+def written(teacher, rows):
     """Rows with what a teacher wrote, and the logits [B, T, V] of the steps; zeros elsewhere."""
     logits_BTV = torch.zeros(*rows.loss_mask.shape, 300)
 
-    def take(which, places, labels, logits_NV) -> None:
+    def take(which, places, labels, logits_NV):
         assert len(which) <= BLOCK * len(rows)
         logits_BTV[which, places] = logits_NV
 
@@ -186,7 +186,7 @@ def test_text_is_encoded_a_block_of_steps_at_a_time_and_labels_are_certain_where
         assert name == "broken" or np.array_equal(values[rows.loss_mask], whole[name][rows.loss_mask])
 
 
-def prompts_in(data: DataConfig, tokenizer, number: int | None) -> list[str]:
+def prompts_in(data, tokenizer, number):
     """The whole prompts that some rows of the data give."""
     rows = list(prompt_rows(data, "train", tokenizer, number, filler=FILLER, prompt_tokens=None, max_new_tokens=None))
     assert all(row.loss_mask[row.loss_mask.argmax() :].all() for row in rows)
@@ -331,7 +331,7 @@ def test_a_text_ends_at_the_tokens_of_the_weights_too_where_the_tokenizer_is_of_
 
 
 def test_options_that_do_not_go_with_text_by_the_teacher_are_refused_by_name():
-    def asked(text: dict, **options):
+    def asked(text, **options):
         return CacheTeacherConfig(teacher="t", out="o", text=TextConfig(generate=True, **text), **options)
 
     data = DataConfig(data="text.txt", seq_len=32)

@@ -3,7 +3,7 @@ import pytest
 
 from kdtrain.data.bytes import ByteTokenizer, SpecialTokens
 from kdtrain.data.spelling import Spelling
-from kdtrain.tokenizers.cells import Cells, conflicts, merge, prefix_cells
+from kdtrain.tokenizers.cells import Cells, merge, prefix_cells
 from tests.token_kinds import train
 
 
@@ -43,7 +43,5 @@ def test_cells_that_conflict_in_the_text_are_merged_and_rare_conflicts_are_not()
         np.array([0] * 20 + [1] * 20 + [2] * 20),
         np.array([0] * 20 + [1] * 15 + [0] * 5 + [2] * 19 + [0]),
     )
-    pairs, number = conflicts(cells, teacher, student)
-    assert pairs.tolist() == [[0, 1], [0, 2]] and number.tolist() == [5, 1]
     merged = merge(cells, teacher, student)
     assert merged.of_teacher.tolist() == [0, 0, 1] and merged.of_student.tolist() == [0, 0, 1, 2] and merged.count == 2

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from kdtrain.cache.build.folder import holds_nothing
 from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.names import holds_nothing
 from kdtrain.cache.read.reader import CacheReader, collate
 from kdtrain.data.bytes import TokenBytes
 from kdtrain.data.packed import PackedRow
@@ -41,8 +41,13 @@ def small_shards(monkeypatch):
 
 
 @pytest.fixture(scope="module", params=CODECS.values(), ids=CODECS)
-def cache(request, tmp_path_factory):
+def each_cache(request, tmp_path_factory):
     return foreign_cache(tmp_path_factory.mktemp("view") / "cache", *request.param)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return foreign_cache(tmp_path_factory.mktemp("view") / "cache", *CODECS["samples"])
 
 
 def by_cell(view, whole, position, prefix, own=None):
@@ -67,9 +72,9 @@ def cells_at(view, targets, place):
     return found
 
 
-def test_a_batch_has_the_teachers_numbers_for_the_same_bytes(cache, tmp_path):
-    view = build_view(tmp_path / "data", cache, train("gpt2"))
-    reader, plain = view["train"], cache["train"]
+def test_a_batch_has_the_teachers_numbers_for_the_same_bytes(each_cache, tmp_path):
+    view = build_view(tmp_path / "data", each_cache, train("gpt2"))
+    reader, plain = view["train"], each_cache["train"]
     batch = reader.read([3, 0])
     whole = plain.read(range(len(plain)))
     labels = whole.tokens[:, 1:].flatten()
@@ -80,7 +85,7 @@ def test_a_batch_has_the_teachers_numbers_for_the_same_bytes(cache, tmp_path):
     assert targets.common().float().mean() > 0.5
     for place in torch.nonzero(source >= 0).flatten().tolist():
         expected = by_cell(view, whole, int(source[place]), int(prefix[place]), own[place])
-        if prefix[place] and not cache.manifest.settings.codec.num_samples:
+        if prefix[place] and not each_cache.manifest.settings.codec.num_samples:
             expected *= 0  # a top-k says nothing of the rest within a token
         assert targets.common()[place] == expected.any()
         assert not expected.any() or np.allclose(cells_at(view, targets, place), expected, atol=1e-6)
@@ -121,15 +126,15 @@ def whole_distributions(folder, texts, seq_len):
     return made_cache(folder, train("llama3"), {"train": rows, "validation": rows[:1]}, seq_len, kind="dense")
 
 
-@pytest.mark.parametrize("first", [0, 160])
-def test_rows_that_need_only_the_end_of_the_teachers_have_its_numbers(tmp_path, first):
+def test_rows_that_need_only_the_end_of_the_teachers_have_its_numbers(tmp_path):
     cache = whole_distributions(tmp_path / "cache", ["Some words, of which there are many. " * 40] * 3, 300)
     view = build_view(tmp_path / "data", cache, train("gpt2", 300), seq_len=30)
     stored = view["train"].rows(range(len(view["train"])))
-    usable = [row for row in range(len(stored)) if (stored["source"][row] >= first).all()]
-    apart = [row for row in usable if len(np.unique(stored["source"][row] // 300)) == 1]
-    alone = [view["train"].read([row]).targets.near.logprobs for row in apart]
-    assert apart and torch.equal(torch.cat(alone), view["train"].read(apart).targets.near.logprobs)
+    for first in (0, 160):
+        usable = [row for row in range(len(stored)) if (stored["source"][row] >= first).all()]
+        apart = [row for row in usable if len(np.unique(stored["source"][row] // 300)) == 1]
+        alone = [view["train"].read([row]).targets.near.logprobs for row in apart]
+        assert apart and torch.equal(torch.cat(alone), view["train"].read(apart).targets.near.logprobs)
 
 
 def test_whole_distributions_have_the_likeliest_cells_also_within_tokens(tmp_path):
@@ -163,14 +168,14 @@ def test_whole_distributions_come_to_the_host_as_cells_once_however_many_rounds_
         assert torch.equal(tensor, getattr(found[1].near, name))
 
 
-def test_the_same_tokenizer_gives_the_ordinary_loss_to_the_bit(cache, tmp_path):
-    reader = build_view(tmp_path / "data", cache, train("llama3"))["train"]
-    assert len(reader) >= len(cache["train"]) - 1 and reader.view.record.tallies["train"].disagree <= 1
-    size = cache.manifest.vocab_size
+def test_the_same_tokenizer_gives_the_ordinary_loss_to_the_bit(each_cache, tmp_path):
+    reader = build_view(tmp_path / "data", each_cache, train("llama3"))["train"]
+    assert len(reader) >= len(each_cache["train"]) - 1 and reader.view.record.tallies["train"].disagree <= 1
+    size = each_cache.manifest.vocab_size
     hidden = torch.randn(2 * SEQ_LEN, 8, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(size, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
     found = []
-    for batch in (cache["train"].read([2, 5]), reader.read([2, 5])):
+    for batch in (each_cache["train"].read([2, 5]), reader.read([2, 5])):
         out = distillation_loss(
             hidden,
             OutputHead(weight),
@@ -300,33 +305,21 @@ def test_two_views_that_were_measured_in_other_last_bits_are_the_same(cache, tmp
     assert identity_of(one) != identity_of(build_view(tmp_path / "third", cache, train("gemma")))
 
 
-@pytest.fixture
-def rewritten(tmp_path):
-    """Builds a cache of texts in the manner of GPT-2; a student of Qwen's kind rewrites those with loose accents."""
-
-    def build(texts):
-        rows = packed(["cafe\u0301" if each else "caf\u00e9 au lait" for each in texts], train("gpt2"))
-        return made_cache(tmp_path / "cache", train("gpt2"), {"train": rows, "validation": rows}, kind="tokens")
-
-    return build
-
-
-def test_documents_left_out_are_counted_over_the_whole_text(rewritten, tmp_path, monkeypatch):
-    monkeypatch.setattr(views, "_ENOUGH", 50)
+def test_documents_left_out_are_counted_and_too_many_are_refused_before_the_end(tmp_path, monkeypatch):
+    """A student of Qwen's kind rewrites texts with loose accents."""
+    for name, value in (("_ENOUGH", 50), ("_MERGED_FROM", 256), ("_AT_ONCE", 8)):
+        monkeypatch.setattr(views, name, value)
     monkeypatch.setattr(transcode, "_BATCH", 256)
-    cache = rewritten([False] * 300 + [True, False] * 3 + [False] * 60)
-    tally = build_view(tmp_path / "whole", cache, train("qwen")).record.tallies["train"]
-    assert (tally.left_out, tally.documents) == (3, 366)
-
-
-def test_a_text_of_which_too_much_is_left_out_is_refused_before_its_end(rewritten, tmp_path, monkeypatch):
-    monkeypatch.setattr(views, "_ENOUGH", 50)
-    monkeypatch.setattr(views, "_MERGED_FROM", 256)
-    monkeypatch.setattr(views, "_AT_ONCE", 8)
-    monkeypatch.setattr(transcode, "_BATCH", 256)
-    cache = rewritten([False] * 100 + [True] + [False] * 20 + [True] + [False] * 300)
+    plain, loose = "caf\u00e9 au lait", "cafe\u0301"
+    few, many = [plain] * 300 + [loose, plain] * 3, [plain] * 100 + ([loose] + [plain] * 20) * 2
+    caches = []
+    for name, each in (("few", few), ("many", many)):
+        rows = packed([*each, *[plain] * 280], train("gpt2"))
+        caches.append(made_cache(tmp_path / name, train("gpt2"), {"train": rows, "validation": rows}, kind="tokens"))
+    tally = build_view(tmp_path / "whole", caches[0], train("qwen")).record.tallies["train"]
+    assert (tally.left_out, tally.documents) == (3, 586)
     with pytest.raises(UsageError, match=r"2 of 1.. documents cannot be carried over.*rewrites a text"):
-        build_view(tmp_path / "data", cache, train("qwen"))
+        build_view(tmp_path / "data", caches[1], train("qwen"))
     assert not (tmp_path / "data" / "view.json").exists()
 
 
@@ -357,9 +350,9 @@ def test_cells_that_disagree_too_often_are_refused(cache, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("student", ["gpt2", "llama3"])
-def test_an_aligned_split_is_a_data_set_whose_items_have_the_loss_of_the_batch(cache, tmp_path, student):
-    data = cache["train"].aligned(train(student))
-    kept = cache["train"].aligned(train(student), folder=tmp_path / "kept")
+def test_an_aligned_split_is_a_data_set_whose_items_have_the_loss_of_the_batch(each_cache, tmp_path, student):
+    data = each_cache["train"].aligned(train(student))
+    kept = each_cache["train"].aligned(train(student), folder=tmp_path / "kept")
     assert len(data) == len(kept) and torch.equal(data[-1]["tokens"], kept[len(kept) - 1]["tokens"])
     assert [*kept.view.record.shards] == ["train", "validation"] and [*data.view.record.shards] == ["train"]
     loader = DataLoader(data, batch_size=3, collate_fn=collate, num_workers=1)
@@ -379,8 +372,8 @@ def test_an_aligned_split_is_a_data_set_whose_items_have_the_loss_of_the_batch(c
         learner(**collate([{name: each for name, each in data[0].items() if name != "compared"}]))
 
 
-def test_what_the_cells_keep_is_measured_without_an_array_of_rows_and_cells(cache):
-    size = cache.manifest.vocab_size
+def test_what_the_cells_keep_is_measured_without_an_array_of_rows_and_cells(each_cache):
+    size = each_cache.manifest.vocab_size
     every = np.arange(size) * 2**22
-    assert views._entropy_kept(cache["train"], Cells(every, every, size * 2**22)) == pytest.approx(1.0)
-    assert views._entropy_kept(cache["train"], Cells(every * 0, every * 0, 1)) < 0.5
+    assert views._entropy_kept(each_cache["train"], Cells(every, every, size * 2**22)) == pytest.approx(1.0)
+    assert views._entropy_kept(each_cache["train"], Cells(every * 0, every * 0, 1)) < 0.5

@@ -8,7 +8,6 @@ What it gives up: on a file system without locks two builders are not kept apart
 builds may stop with an error.
 """
 
-import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,10 @@ from kdtrain.files import (
     refuse_links,
     swap_in,
     sweep,
-    temporary_of,
 )
 from kdtrain.models.hub import TOKENIZER_FILES, refuse_odd_files, save_tokenizer
 from kdtrain.ranks import on_main, rank
 
-_LOCK = ".building-"
-_OWN = re.compile(rf"{re.escape(_LOCK)}[0-9]+")
 _FILES = (cache_format.SETTINGS, cache_format.INDEX, cache_format.MANIFEST)
 
 
@@ -73,7 +69,7 @@ def open_folder(
 
     try:
         if not (on_main(needs_build) if all_ranks else needs_build()):
-            if (folder / f"{_LOCK}{number}").exists():  # its builder was killed after the manifest
+            if (folder / f"{cache_format.LOCK}{number}").exists():  # its builder was killed after the manifest
                 with suppress(UsageError, RunError):  # a read-only folder keeps it
                     lock(folder, number).release()
             return read_manifest(folder), None
@@ -88,9 +84,9 @@ def _first_lock(folder: Path) -> Lock:
     """The lock of rank 0. UsageError: a rank of another command holds one."""
     own = lock(folder, 0)
     try:
-        for path in folder.glob(f"{_LOCK}*"):
-            if path.name != f"{_LOCK}0" and _OWN.fullmatch(path.name):
-                lock(folder, int(path.name.removeprefix(_LOCK))).release()
+        for path in folder.glob(f"{cache_format.LOCK}*"):
+            if path.name != f"{cache_format.LOCK}0" and cache_format.LOCK_NAME.fullmatch(path.name):
+                lock(folder, int(path.name.removeprefix(cache_format.LOCK))).release()
     except UsageError:
         own.release()
         raise
@@ -108,7 +104,7 @@ def claim_folder(folder: Path, settings: CacheSettings) -> Manifest | None:
     for name in _FILES:
         if (folder / name).is_dir():
             raise UsageError(f"{folder / name} is a folder, and the cache needs that name for a file; move it away")
-    if not folder.exists() or holds_nothing(folder):
+    if not folder.exists() or cache_format.holds_nothing(folder):
         return None
     if (folder / cache_format.MANIFEST).exists():
         manifest = read_manifest(folder)
@@ -126,19 +122,10 @@ def claim_folder(folder: Path, settings: CacheSettings) -> Manifest | None:
     return None
 
 
-def holds_nothing(folder: Path) -> bool:
-    """True if a folder has no files but those that a builder makes before it publishes settings.json."""
-    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    return all(
-        path.parent == folder and (_OWN.fullmatch(path.name) or temporary_of(path.name) == cache_format.SETTINGS)
-        for path in files
-    )
-
-
 def lock(folder: Path, rank: int) -> Lock:
     """The lock of one rank of a builder on a folder that exists. UsageError: another process builds there."""
     message = f"another process is building {folder} now; wait for it, or choose another --out"
-    return Lock(folder / f"{_LOCK}{rank}", message)
+    return Lock(folder / f"{cache_format.LOCK}{rank}", message)
 
 
 def _stored_settings(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kdtrain import __version__
 from kdtrain.cache.build.card import write_card
 from kdtrain.cache.build.folder import file_digests
-from kdtrain.cache.build.shard_writer import ShardPlace, is_of
+from kdtrain.cache.build.shard_writer import is_of
 from kdtrain.cache.format import hdf5
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import ABSENT, CodecSpec
@@ -26,21 +26,25 @@ from kdtrain.objective.targets import Targets
 
 
 def read_sidecars(
-    folder: Path, settings: CacheSettings, splits: Mapping[str, Sequence[ShardPlace]]
+    folder: Path, settings: CacheSettings, splits: Mapping[str, Sequence[str]]
 ) -> dict[str, list[Sidecar]]:
-    """The records of all shards. RunError: one is missing, damaged, or of other data."""
-    return {split: [_sidecar(folder, settings, each) for each in places] for split, places in splits.items()}
+    """The records of all shards. splits: the digest of the rows of each shard.
 
-
-def _sidecar(folder: Path, settings: CacheSettings, place: ShardPlace) -> Sidecar:
-    try:
-        record = read_sidecar(folder, place.name)
-    except (OSError, ValueError) as error:
-        path = cache_format.sidecar_path(folder, place.name)
-        raise RunError(f"{path} is missing or damaged ({error}); run the same command again") from error
-    if not is_of(record, place.digest, settings):
-        raise RunError(f"the shard {place.name} of {folder} is of other data; run the same command again")
-    return record
+    RunError: one is missing, damaged, or of other data.
+    """
+    found: dict[str, list[Sidecar]] = {split: [] for split in splits}
+    for split, digests in splits.items():
+        for number, digest in enumerate(digests):
+            name = cache_format.shard_name(split, number)
+            try:
+                record = read_sidecar(folder, name)
+            except (OSError, ValueError) as error:
+                path = cache_format.sidecar_path(folder, name)
+                raise RunError(f"{path} is missing or damaged ({error}); run the same command again") from error
+            if not is_of(record, digest, settings):
+                raise RunError(f"the shard {name} of {folder} is of other data; run the same command again")
+            found[split].append(record)
+    return found
 
 
 def set_aside_others(folder: Path, names: set[str]) -> None:

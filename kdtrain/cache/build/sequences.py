@@ -164,7 +164,7 @@ class CacheWriter:
             own = builder.splits[split]
             number = own.taken + len(own.rows)
             if not own.rows:
-                record = intact_record(self.out, cache_format.shard_name(split, len(own.places)))
+                record = intact_record(self.out, cache_format.shard_name(split, len(own.digests)))
                 same = record is not None and record["settings_sha256"] == settings.digest()
                 self._there[split] = record["sequences"] if record and same else 0
             published = self._there[split]

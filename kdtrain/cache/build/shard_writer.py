@@ -124,16 +124,6 @@ class ShardWriter:
             self._check()
 
 
-@dataclass(frozen=True)
-class ShardPlace:
-    """A shard without its rows."""
-
-    name: str
-    sequences: int
-    digest: str
-    """Of its rows."""
-
-
 def finished_record(folder: Path, settings: CacheSettings, part: ShardRows) -> Sidecar | None:
     """The record of a shard that need not be built. RunError: the file in its place cannot be read."""
     record, path = intact_record(folder, part.name), cache_format.shard_path(folder, part.name)

@@ -15,7 +15,7 @@ batches live at once; every rank reads all of the data, and waits for the slowes
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -35,7 +35,6 @@ from kdtrain.cache.build.folder import open_folder
 from kdtrain.cache.build.generated_text import read_written
 from kdtrain.cache.build.publish import publish_manifest, read_sidecars, set_aside_others
 from kdtrain.cache.build.shard_writer import (
-    ShardPlace,
     ShardRows,
     ShardWriter,
     WriteShard,
@@ -46,7 +45,7 @@ from kdtrain.cache.build.shard_writer import (
 )
 from kdtrain.cache.format import codec, hdf5
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.manifest import CacheSettings, Manifest
+from kdtrain.cache.format.manifest import CacheSettings, Manifest, Sidecar
 from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError, UsageError, writing
@@ -131,8 +130,8 @@ class _Split:
 
     rows: list[PackedRow] = field(default_factory=list)
     """Of the shard in work."""
-    places: list[ShardPlace] = field(default_factory=list)
-    """The shards before."""
+    digests: list[str] = field(default_factory=list)
+    """Of the rows of each shard before."""
     taken: int = 0
     """Their sequences."""
     tokens: Any = field(default_factory=hashlib.sha256)
@@ -222,7 +221,7 @@ class CacheBuilder:
     def _end_shard(self, split: str) -> None:
         own = self.splits[split]
         rows, own.rows = own.rows, []
-        self.add_shard(ShardRows.of(split, len(own.places), own.taken, rows))
+        self.add_shard(ShardRows.of(split, len(own.digests), own.taken, rows))
 
     def add_shard(self, part: ShardRows, write: WriteShard | None = None) -> None:
         """Take the next shard of a split, checked and counted on every rank, and publish it if it is missing.
@@ -236,7 +235,7 @@ class CacheBuilder:
                 f"the tokenizer gives token {part.tokens.max()}, the teacher's vocabulary has only "
                 f"{self.settings.vocab_size}: use the teacher's own tokenizer"
             )
-        own.places.append(ShardPlace(part.name, len(part), part.digest))
+        own.digests.append(part.digest)
         own.tokens.update(np.ascontiguousarray(part.tokens, dtype="<u4").tobytes())
         own.taken += len(part)
         self._row.append((part, write))
@@ -276,50 +275,47 @@ class CacheBuilder:
             )
 
     def _write(self, part: ShardRows, path: Path) -> tuple[dict[str, int], list[str]]:
+        """Have all sequences of a shard encoded and written, one batch in the thread while the teacher has the next."""
         spec, length = self.settings.codec, self.settings.seq_len
         with hdf5.creating(path) as (file, check):
             hdf5.create_shard(file, spec, length, part.split, part.first, len(part))
             shard = ShardWriter(file, check, spec, length)
-            self._fill(shard, part)
+            waiting: tuple[int, Future[None]] | None = None
+            broken_before = self.rounds.broken
+
+            def end(sequences: int, job: "Future[None]") -> None:
+                job.result()
+                self.rounds.done += sequences
+                self.rounds.broken = broken_before + shard.broken
+
+            def write(rows: ShardRows, encode: Encode) -> None:
+                kept = encode()
+                assert kept or not self.settings.codec.taught, "no teacher and no targets"
+                shard.add(rows, kept)
+
+            with self.answers.session(part), ThreadPoolExecutor(1, thread_name_prefix="cache-writer") as thread:
+                for start in range(0, len(part), self.batch_size):
+                    rows = part[start : start + self.batch_size]
+                    number = len(rows)
+                    self.rounds.meet(more=True)
+                    # torch.compile is not thread-safe: what a new size compiles, here or in the thread, compiles alone.
+                    alone = number not in self._compiled
+                    if waiting and alone:
+                        end(*waiting)
+                        waiting = None
+                    answer = self.answers.rows(rows)
+                    if waiting:
+                        end(*waiting)
+                    waiting = number, thread.submit(write, *answer)
+                    if alone:
+                        wait([waiting[1]])
+                        self._compiled.add(number)
+                    del answer
+                assert waiting
+                end(*waiting)
             stored = shard.finish()
             faults.point("cache.shard.before-close")
         return stored, shard.broken
-
-    def _fill(self, shard: ShardWriter, part: ShardRows) -> None:
-        """Have all sequences of a shard encoded and written, one batch in the thread while the teacher has the next."""
-        waiting: tuple[int, Future[None]] | None = None
-        broken_before = self.rounds.broken
-
-        def end(sequences: int, job: "Future[None]") -> None:
-            job.result()
-            self.rounds.done += sequences
-            self.rounds.broken = broken_before + shard.broken
-
-        def write(rows: ShardRows, encode: Encode) -> None:
-            kept = encode()
-            assert kept or not self.settings.codec.taught, "no teacher and no targets"
-            shard.add(rows, kept)
-
-        with self.answers.session(part), ThreadPoolExecutor(1, thread_name_prefix="cache-writer") as thread:
-            for start in range(0, len(part), self.batch_size):
-                rows = part[start : start + self.batch_size]
-                number = len(rows)
-                self.rounds.meet(more=True)
-                # torch.compile is not thread-safe: what a new size compiles, here or in the thread, compiles alone.
-                alone = number not in self._compiled
-                if waiting and alone:
-                    end(*waiting)
-                    waiting = None
-                answer = self.answers.rows(rows)
-                if waiting:
-                    end(*waiting)
-                waiting = number, thread.submit(write, *answer)
-                if alone:
-                    wait([waiting[1]])
-                    self._compiled.add(number)
-                del answer
-            assert waiting
-            end(*waiting)
 
     def _finish_rounds(self) -> None:
         """Meet the other ranks, with nothing left to do here, until all are done."""
@@ -345,7 +341,7 @@ class CacheBuilder:
             return None
         with writing(self.folder):
             faults.point("cache.before-finish")
-        sidecars = read_sidecars(self.folder, self.settings, {split: own.places for split, own in self.splits.items()})
+        sidecars = read_sidecars(self.folder, self.settings, {split: own.digests for split, own in self.splits.items()})
         records = [record for each in sidecars.values() for record in each]
         self.rounds.broken = [name for record in records for name in record["broken"]]
         total = sum(record["sequences"] for record in records)
@@ -355,22 +351,24 @@ class CacheBuilder:
         tokens = {split: own.tokens.hexdigest() for split, own in self.splits.items()}
         if "generated" in self.settings.data and "generated" not in self.stated:  # what was counted may be the prompts
             tokens, self.stated["generated"] = read_written(self.folder, self.settings, sidecars)
-        found = self._measure()
+        found = self._measure(sidecars)
         self.manifest = publish_manifest(self.folder, self.settings, sidecars, tokens, *found, self.stated)
         self.close()
         return self.manifest
 
-    def _measure(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    def _measure(
+        self, sidecars: Mapping[str, Sequence[Sidecar]]
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """The fidelity of the cache, and the range of T over which it is right."""
         split = "validation" if "validation" in self.splits else next(iter(self.splits))
-        place, logits = self.splits[split].places[0], self.answers.logits
+        shard, logits = sidecars[split][0], self.answers.logits
         spec, length = self.settings.codec, self.settings.seq_len
         if logits is None and self.answers.examine is None:
             return self.measured
-        number, positions = self.sample or fidelity.sample_size(place.sequences, length, spec.vocab_size)
-        path = cache_format.shard_path(self.folder, place.name)
-        with shard_errors(path), closing(Shard(path, spec)) as shard:
-            batch = batch_of([shard.read(np.arange(number), checked=False)], spec)
+        number, positions = self.sample or fidelity.sample_size(shard["sequences"], length, spec.vocab_size)
+        path = cache_format.shard_path(self.folder, shard["name"])
+        with shard_errors(path), closing(Shard(path, spec)) as opened:
+            batch = batch_of([opened.read(np.arange(number), checked=False)], spec)
         if self.answers.examine is not None:
             self.stated["capture"] = {"split": split, **self.answers.examine(batch)}
         if logits is None:

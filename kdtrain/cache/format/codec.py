@@ -301,17 +301,6 @@ def _in_passes(
     return {**parts, "ids": ids_NK, "logprobs": kept_NK}
 
 
-def _narrow(name: str, values: Tensor, spec: CodecSpec) -> Tensor:
-    """`values` in the dtype they are kept in; ids unchanged. Dense ones leave the device at once: they are as large as
-    the logits. All others stay until the last block, because each copy to the host waits for the device.
-    """
-    if name == "ids":
-        return values
-    if name == "counts":
-        return values.to(torch.uint8)
-    return values.to(torch.float32) if spec.coded else values.to(torch.float16).cpu()
-
-
 @torch.no_grad()
 def encode(
     logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, points_ND: np.ndarray | None = None
@@ -354,7 +343,13 @@ def encode_on_device(
         given = logits_NV[part], labels_N[part].to(logits_NV.device), spec, chance
         block = _sparse_in_passes(*given, compile) if in_passes else _encode_block(*given)
         for name, values in block.items():
-            blocks.setdefault(name, []).append(_narrow(name, values, spec))
+            # Dense ones leave the device at once: they are as large as the logits. All others stay until the last
+            # block, because each copy to the host waits for the device.
+            if name == "counts":
+                values = values.to(torch.uint8)
+            elif name != "ids":
+                values = values.to(torch.float32) if spec.coded else values.to(torch.float16).cpu()
+            blocks.setdefault(name, []).append(values)
     return {name: torch.cat(parts) for name, parts in blocks.items()}
 
 
@@ -409,10 +404,6 @@ def decode(arrays: dict[str, np.ndarray], spec: CodecSpec, device: torch.device 
     return ARITHMETIC[spec.kind][1](rows, spec)
 
 
-def _decode_dense(rows: _Rows, spec: CodecSpec) -> DenseTargets:
-    return DenseTargets(logprobs=rows("logprobs", np.float16), label_logprob=rows("label_logprob"))
-
-
 def _decode_sparse(rows: _Rows, spec: CodecSpec) -> SparseTargets:
     ids_NK, logprobs_NK = rows("ids", np.int64), rows("logprobs")
     if spec.num_samples:
@@ -435,7 +426,10 @@ def _decode_sparse(rows: _Rows, spec: CodecSpec) -> SparseTargets:
 
 ARITHMETIC: dict[str, tuple[Callable[..., dict[str, Tensor]], Callable[[_Rows, CodecSpec], Targets]]] = {
     "sparse": (_sparse, _decode_sparse),
-    "dense": (lambda logprobs_NV, *_: {"logprobs": logprobs_NV}, _decode_dense),
+    "dense": (
+        lambda logprobs_NV, *_: {"logprobs": logprobs_NV},
+        lambda rows, spec: DenseTargets(logprobs=rows("logprobs", np.float16), label_logprob=rows("label_logprob")),
+    ),
 }
 """Of each codec that keeps anything of a teacher: what it keeps of log-probabilities [N, V], and targets of that."""
 

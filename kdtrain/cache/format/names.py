@@ -6,6 +6,8 @@ cache/README.md is the specification of the format, versions 3 and 4; `spec` has
 import re
 from pathlib import Path
 
+from kdtrain.files import temporary_of
+
 MANIFEST = "manifest.json"
 SETTINGS = "settings.json"
 CELLS, VIEW = "cells.npy", "view.json"
@@ -23,6 +25,10 @@ BROKEN = 2
 """`loss_mask` of a sequence for which the teacher's logits were non-finite."""
 SHARD_NAME = re.compile(r"[a-z]+-[0-9]{5,}")
 """Names of shards. Names in a manifest become paths, and a file with another name is not kdtrain's."""
+
+LOCK = ".building-"
+"""The file that rank R of a builder locks is .building-R."""
+LOCK_NAME = re.compile(rf"{re.escape(LOCK)}[0-9]+")
 
 
 def is_shard_file(name: str) -> bool:
@@ -64,3 +70,12 @@ def why_no_cache(folder: Path | str) -> str | None:
         began = "the command that began it was refused or stopped before its first one"
         return f"the cache holds no shard: {began}; run cache-teacher again"
     return f"it holds no cache (no {MANIFEST}); make one with kdtrain cache-teacher"
+
+
+def holds_nothing(folder: Path) -> bool:
+    """True if a folder has no files but those that a builder makes before it publishes settings.json."""
+    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return all(
+        path.parent == folder and (LOCK_NAME.fullmatch(path.name) or temporary_of(path.name) == SETTINGS)
+        for path in files
+    )

@@ -221,10 +221,6 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             shards = [each for each in wanted if each < len(self._paths) and not self._paths[each].exists()]
             self.remote.ahead(self._shards[each] for each in shards)
 
-    def _oldest(self) -> float:
-        """When the shard that was not read for the longest time was read."""
-        return min((shard.read_at for shard in list(self._open.values())), default=math.inf)
-
     def _give_way(self) -> bool:
         """Close that shard for another reader; False if none is open or a thread reads. Two readers may wait for each
         other, so the wait is short."""
@@ -264,7 +260,10 @@ class CacheReader(Dataset[dict[str, Tensor]]):
                 self._verify(number)
             shard, there = self._closed.pop(number, None), _of_process()
             while sum(len(each._open) for each in there) >= MAX_OPEN:
-                if not any(each._give_way() for each in sorted(there, key=CacheReader._oldest)):
+                times = {each: [shard.read_at for shard in list(each._open.values())] for each in there}
+                if not any(
+                    each._give_way() for each in sorted(there, key=lambda each: min(times[each], default=math.inf))
+                ):
                     break  # the others are being read
             if shard is not None:
                 shard.open()

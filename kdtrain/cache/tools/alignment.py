@@ -62,10 +62,10 @@ class DetectedShift:
     def to_json(self) -> dict[str, Any]:
         """A plain record."""
         lists = {"label_mass": self.label_mass, "label_rank": self.label_rank, "p_value": self.p_values}
-        named = {
-            name: {f"{shift:+d}" if shift else "0": _rounded(each) for shift, each in zip(SHIFTS, values, strict=True)}
-            for name, values in lists.items()
-        }
+        named: dict[str, dict[str, float | None]] = {name: {} for name in lists}
+        for name, values in lists.items():
+            for shift, each in zip(SHIFTS, values, strict=True):
+                named[name][f"{shift:+d}" if shift else "0"] = float(f"{each:.4g}") if math.isfinite(each) else None
         return {"shift": self.shift, "rows": self.rows, "labels": self.labels, **named}
 
     def __str__(self) -> str:
@@ -159,7 +159,3 @@ def _sign_test(won: int, lost: int) -> float:
     """The chance of at least `won` heads among `won + lost` throws of a coin."""
     number = won + lost
     return sum(math.comb(number, heads) for heads in range(won, number + 1)) / 2**number
-
-
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.4g}") if math.isfinite(value) else None

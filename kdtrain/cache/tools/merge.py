@@ -25,7 +25,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -322,7 +322,11 @@ class _Piece:
         source = self.reader.shard_file(self.shard)
         if self.rows is None:
             # renaming one link over another to the same file does nothing
-            _same_file(source, path, link=not os.path.lexists(path.with_name(f"{part.name}.h5")))
+            if not (source.is_symlink() or os.path.lexists(path.with_name(f"{part.name}.h5"))):
+                with suppress(OSError):
+                    os.link(source, path)
+            if not path.exists():
+                shutil.copyfile(source, path)
             if file_digest(path) != self.reader.manifest.splits[part.split]["shards"][self.shard]["sha256"]:
                 raise RunError(f"{source}: its content changed while it was read; run the same command again")
             with h5py.File(path) as file:
@@ -394,18 +398,3 @@ def parent_record(cache: LocalCache, weight: float = 1.0) -> Parent:
     if manifest.origin:
         found["origin"] = manifest.origin
     return found
-
-
-def _same_file(source: Path, path: Path, *, link: bool) -> None:
-    """Make `path` the file `source`: a hard link, or a copy where there can be none.
-
-    link: False where the shard's final name is taken: renaming one link over another to the same file does nothing.
-    """
-    if link and not source.is_symlink():
-        try:
-            os.link(source, path)
-            return
-        except OSError:
-            pass
-    with open(source, "rb") as file, open(path, "xb") as copy:
-        shutil.copyfileobj(file, copy, 2**22)

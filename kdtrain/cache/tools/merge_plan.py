@@ -107,7 +107,15 @@ def _shown(changed: Sequence[str]) -> str:
 def _sum(caches: Sequence[Stated]) -> CacheSettings:
     """The settings of a capture of all samples of one teacher. UsageError: their grids do not make up one."""
     for cache in caches:
-        _refuse_not_addable(cache)
+        codec, where = cache.manifest.codec, cache.name
+        if not codec.taught:
+            raise UsageError(f"{where} has the same rows as the others and no targets: there is nothing to add")
+        if not codec.counts_only:  # the top-k of a sum is not in two top-ks
+            raise UsageError(f"{where} has the same rows as the others; only caches of samples alone add up")
+        if cache.manifest.settings.format_version == PIECES:
+            raise UsageError(
+                f"{where} was appended or cut; add up the caches it was made of, then append or cut the sum"
+            )
     first, total = caches[0], sum(cache.manifest.codec.num_samples for cache in caches)
     for cache in caches[1:]:
         if tokens_of(cache.manifest) != tokens_of(first.manifest):
@@ -158,16 +166,6 @@ def _sum(caches: Sequence[Stated]) -> CacheSettings:
 def tokens_of(manifest: Manifest) -> dict[str, str]:
     """The digest of the tokens of each split."""
     return {split: each["tokens_sha256"] for split, each in manifest.splits.items()}
-
-
-def _refuse_not_addable(cache: Stated) -> None:
-    codec, where = cache.manifest.codec, cache.name
-    if not codec.taught:
-        raise UsageError(f"{where} has the same rows as the others and no targets: there is nothing to add")
-    if not codec.counts_only:  # the top-k of a sum is not in two top-ks
-        raise UsageError(f"{where} has the same rows as the others; only caches of samples alone add up")
-    if cache.manifest.settings.format_version == PIECES:
-        raise UsageError(f"{where} was appended or cut; add up the caches it was made of, then append or cut the sum")
 
 
 def who(settings: CacheSettings) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from kdtrain.models.spec import ATTENTIONS, DTYPES, read_spec
 from kdtrain.models.tokenizer import tokenizer_digest
 from kdtrain.monitor.progress import bar, log, setup_logging
 from kdtrain.objective.batch import Batch
+from kdtrain.plugins.audit import AuditConfig
 from kdtrain.plugins.audit.diagnose import (
     ADDED,
     INT8,
@@ -36,7 +37,6 @@ from kdtrain.plugins.audit.diagnose import (
     gains,
 )
 from kdtrain.plugins.audit.evidence import NOISE, NOISE_UNKNOWN, Evidence, judge, score, worst_first
-from kdtrain.plugins.audit.options import AuditConfig
 from kdtrain.precision.modes import MODES
 from kdtrain.ranks import pick_device
 from kdtrain.tables import columns, number, short, show, show_page

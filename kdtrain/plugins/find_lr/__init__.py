@@ -1,12 +1,42 @@
 """`kdtrain find-lr`: the learning rate of a run, by short real ones (docs/learning-rate.md)."""
 
-from kdtrain.cli import register_command
-from kdtrain.plugins.find_lr.options import FindLrConfig
+from dataclasses import dataclass
+
+from kdtrain.cli import register_module
+from kdtrain.config import DistillConfig
+from kdtrain.config.values import USUAL_STEPS, option, refuse
 
 
-@register_command("find-lr", FindLrConfig, models=True, resumes=True)
-def main(config: FindLrConfig) -> int:
-    """Run the command."""
-    from kdtrain.plugins.find_lr import command
+@dataclass(frozen=True, kw_only=True)
+class FindLrConfig(DistillConfig):
+    """Find the learning rate of a run by short real ones.
 
-    return command.main(config)
+    It suggests one with its uncertainty. It takes the options of `distill`; --lr is the first guess. The same
+    command resumes an interrupted one.
+    """
+
+    rung_steps: int | None = option(None, least=2, brief=True)
+    """Steps of the first rung; by default a twentieth of the run, 20 to 200. The best go on to three times."""
+
+    EXAMPLES = ("kdtrain find-lr --cache cache/t --student stdlib-1m --out runs/lr --steps 2500",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        start = self.checkpoint
+        refuse(self.dry_run or self.sanity, "--dry-run and --sanity are for distill; leave them out")
+        refuse(
+            self.remote is not None,
+            "find-lr does not ask a server; make a cache with cache-teacher, and give --cache",
+        )
+        refuse(
+            start.resume != "auto" or start.overwrite,
+            "find-lr resumes its own short runs; leave --resume and --overwrite out, or name another --out",
+        )
+
+    @property
+    def first_steps(self) -> int:
+        """Steps of the first rung."""
+        return self.rung_steps or min(max((self.steps or USUAL_STEPS) // 20, 20), 200)
+
+
+register_module("find-lr", FindLrConfig, "kdtrain.plugins.find_lr.command", models=True, resumes=True)

@@ -26,7 +26,7 @@ from kdtrain.files import Lock, publish_text, published, read_json, remove_empty
 from kdtrain.models.adapters import is_adapter
 from kdtrain.models.loading import is_model_folder
 from kdtrain.monitor.progress import hushed, log, setup_logging
-from kdtrain.plugins.find_lr.options import FindLrConfig
+from kdtrain.plugins.find_lr import FindLrConfig
 from kdtrain.plugins.find_lr.search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
 from kdtrain.ranks import refuse_many_processes
 from kdtrain.run.data_plan import open_sources

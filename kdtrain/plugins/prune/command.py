@@ -18,8 +18,8 @@ from kdtrain.models.scratch import configuration, parameter_count
 from kdtrain.models.spec import LOCAL, paths_of, read_spec
 from kdtrain.models.tokenizer import digest_of, tokenizer_files
 from kdtrain.monitor.progress import bar, log, setup_logging
+from kdtrain.plugins.prune import PruneConfig
 from kdtrain.plugins.prune.cut import Shape, choose, prune, pruned_config, roles_of, wanted_shape
-from kdtrain.plugins.prune.options import PruneConfig
 from kdtrain.plugins.prune.scores import Scores, Subject, mean_loss
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes

@@ -14,7 +14,7 @@ from kdtrain.cache.format.manifest import Manifest, maker, read_manifest
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import parse_json, typed
 from kdtrain.net.address import Address
-from kdtrain.plugins.push.options import LICENSES, PushConfig
+from kdtrain.plugins.push import LICENSES, PushConfig
 from kdtrain.tables import markdown_text
 
 log = logging.getLogger("kdtrain")

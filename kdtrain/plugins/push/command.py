@@ -29,8 +29,8 @@ from kdtrain.models.spec import ADAPTER_CONFIG, is_hub_id
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.net.address import Address, parse_address
 from kdtrain.net.hub import LOGIN, api, ask, fetch_file
+from kdtrain.plugins.push import PushConfig
 from kdtrain.plugins.push.cache import Upload, plan_cache
-from kdtrain.plugins.push.options import PushConfig
 from kdtrain.run.path_kind import is_run
 from kdtrain.tables import show
 

@@ -25,7 +25,7 @@ Shapes: n positions of a prompt of n + 1 tokens, T positions of a row, K entries
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -119,8 +119,7 @@ class Answers:
 
         lists: as many as tokens, the first one None. Wrong: they cannot be the teacher's.
         """
-        top = read_top(span.tokens, lists, self.codec.top_k, self.codec.vocab_size)
-        return keep(top.ids_nK, top.logprobs_nK, top.label_n, self.codec)
+        return keep(*read_top(span.tokens, lists, self.codec.top_k, self.codec.vocab_size), self.codec)
 
     def blank(self, number: int) -> Arrays:
         """The arrays [n, ...] of positions that no label of the loss has, and that were not requested: even ones."""
@@ -232,16 +231,13 @@ def _table(found: Mapping[str, float] | None) -> dict[int, Entry] | None:
     return {int(each): Entry(value) for each, value in zip(ids, found.values(), strict=True)}
 
 
-class Top(NamedTuple):
-    """The most likely entries of n positions, most likely first, and log p of the label of each."""
+def read_top(
+    tokens: Sequence[int], lists: Lists, entries: int, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids and log p [n, K] of a prompt's tables, most likely first, and log p [n] of the labels.
 
-    ids_nK: np.ndarray
-    logprobs_nK: np.ndarray
-    label_n: np.ndarray
-
-
-def read_top(tokens: Sequence[int], lists: Lists, entries: int, vocab_size: int) -> Top:
-    """Read and check the tables of a prompt. Wrong: they cannot be a teacher's."""
+    Wrong: they cannot be a teacher's.
+    """
     number = len(tokens) - 1
     ids_nK, logprobs_nK = np.empty((number, entries), np.int64), np.empty((number, entries))
     label_n = np.empty(number)
@@ -283,7 +279,7 @@ def read_top(tokens: Sequence[int], lists: Lists, entries: int, vocab_size: int)
     listed_n = (ids_nK == np.array(tokens[1:])[:, None]).any(1)
     if len(over := np.flatnonzero(~listed_n & (label_n > logprobs_nK[:, -1] + ABOVE_ZERO))):
         raise Wrong(f"token {over[0] + 1} is more likely than entry {entries}, and is not among them")
-    return Top(ids_nK, logprobs_nK.clip(max=0), label_n.clip(max=0))
+    return ids_nK, logprobs_nK.clip(max=0), label_n.clip(max=0)
 
 
 def apart(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> float:

@@ -57,6 +57,7 @@ _SHORT = 5
 _jitter = random.Random()  # not the generator of a run that trains meanwhile
 _WORDS = 400
 """Characters of a server's words that are shown."""
+_HTML = "a page of HTML"
 
 
 class Refused(Exception):
@@ -338,7 +339,7 @@ def _typed(content: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        words = _words_of(content) if _is_page(content) else quoted(str(error)).replace("`", "")
+        words = _HTML if content.lstrip()[:1] == b"<" else quoted(str(error)).replace("`", "")
         raise Wrong(f"what is not the requested JSON ({words})") from None
 
 
@@ -347,8 +348,4 @@ def _words_of(content: bytes) -> str:
     with suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         found = msgspec.json.decode(content, type=_Error).error
         return found if isinstance(found, str) else found.message
-    return "a page of HTML" if _is_page(content) else content[:SMALL].decode("utf-8", "replace")
-
-
-def _is_page(content: bytes) -> bool:
-    return content.lstrip()[:1] == b"<"
+    return _HTML if content.lstrip()[:1] == b"<" else content[:SMALL].decode("utf-8", "replace")

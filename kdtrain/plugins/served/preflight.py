@@ -64,10 +64,6 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-class _Version(msgspec.Struct):
-    version: str
-
-
 class Preflight(Teacher):
     """A teacher behind servers of one model, which looks at them, and asks them in the way that it found."""
 
@@ -270,8 +266,8 @@ class Preflight(Teacher):
     def _version(self, host: Host) -> str | None:
         try:
             url = f"{host.url.removesuffix('/v1')}/version"
-            return quoted(self.client.get(host, url, _Version, tries=1).version, 100)
-        except (Refused, RunError):
+            return quoted(self.client.get(host, url, dict[str, str], tries=1)["version"], 100)
+        except (Refused, RunError, KeyError):
             return None
 
     def _check_entries(self, host: Host, tokens: list[int]) -> None:

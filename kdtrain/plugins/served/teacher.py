@@ -241,7 +241,7 @@ class _ServedAnswers(ShardAnswers):
         return rows, lambda: kept
 
     def _spans(self, shard: ShardRows, i: int) -> list[Span]:
-        """What is requested for row i of a shard; a prompt is what `prompts.prompt_rows` makes."""
+        """What is requested for row i of a shard; a prompt is what `packing.prompt_rows` makes."""
         split, row, tokens, mask = shard.split, shard.first + i, shard.tokens[i], shard.loss_mask[i].astype(bool)
         if self.writes:
             return [Span(split, row, 0, tokens[: int(mask.argmax()) + 1].tolist(), int(mask.sum()))]

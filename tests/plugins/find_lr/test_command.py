@@ -13,8 +13,8 @@ from kdtrain.config.sections import QuantizationConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.library import Cache
 from kdtrain.parallel import memory_plan
+from kdtrain.plugins.find_lr import FindLrConfig
 from kdtrain.plugins.find_lr import command as find_lr
-from kdtrain.plugins.find_lr.options import FindLrConfig
 from kdtrain.plugins.find_lr.search import Trained, next_run
 from kdtrain.run.recipe import student_spec, table_rate
 from kdtrain.tokenizers.view import View

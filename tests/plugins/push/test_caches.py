@@ -12,8 +12,8 @@ from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.errors import RunError, UsageError
 from kdtrain.library import Cache
+from kdtrain.plugins.push import PushConfig
 from kdtrain.plugins.push import command as push
-from kdtrain.plugins.push.options import PushConfig
 from tests.web import Repository, Web
 
 LICENSES = {"license_text": "cc-by-4.0", "license_teacher": "declined", "license_outputs": "My own"}

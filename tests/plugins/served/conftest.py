@@ -6,6 +6,7 @@ import torch
 from kdtrain.models.loading import load_teacher
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import load_tokenizer
+from kdtrain.plugins.served import client
 from tests.captures import capture, content, write_text
 from tests.stand_in import standing_in
 
@@ -41,6 +42,8 @@ def whole(shipped, tmp_path_factory):
 @pytest.fixture
 def server(shipped, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(client, "FIRST_WAIT", 0.02)
+    monkeypatch.setattr(client, "_WRONG_WAIT", 0.1)
     write_text(tmp_path / "text.txt")
     with standing_in(*shipped) as server:
         yield server

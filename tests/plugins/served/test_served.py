@@ -128,12 +128,7 @@ def test_a_fault_that_stays_ends_the_capture_in_one_line_and_nothing_of_it_is_ke
     with pytest.raises(kd.RunError, match=words) as caught:
         capture(server, server_patience=0.3)
     assert "\n" not in str(caught.value) and server.fired
-    kept = list(Path("cache/shards").glob("*.h5"))
-    server.always = ""
-    before = {path: path.read_bytes() for path in kept}
-    capture(server)
-    assert {path: path.read_bytes() for path in kept} == before
-    assert content("cache") == whole
+    assert {name: each for name, each in content("cache").items() if name.endswith(".h5")}.items() <= whole.items()
 
 
 def test_a_resume_is_of_the_same_teacher_and_equal_to_an_undisturbed_capture(server, another, capsys, whole):

@@ -339,26 +339,6 @@ def test_what_vllm_refuses_is_quoted_with_the_remedy(url, tmp_path, monkeypatch)
         served(url, "long", data=long)
 
 
-def test_a_vllm_that_comes_back_with_another_model_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    port = free_port()
-    with vllm(tmp_path, TEACHER, port=port) as server:
-        url = f"{server.url}/v1"
-        whole = served(url, "whole")
-        served(url, "cache")
-    for path in [Path("cache/manifest.json"), *Path("cache/shards").glob("train-0000[12].*")]:
-        path.unlink()
-    with (
-        vllm(tmp_path, worn(tmp_path / "worn"), port=port),
-        pytest.raises(kd.UsageError, match="its fingerprint is") as caught,
-    ):
-        served(url, "cache")
-    print(caught.value)
-    with vllm(tmp_path, TEACHER, port=port):
-        resumed = served(url, "cache")
-    assert [len(resumed[each]) for each in resumed] == [len(whole[each]) for each in whole]
-
-
 def test_text_that_vllm_writes_has_the_distributions_of_the_local_teacher(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cache = served(url, "written", text=TextConfig(generate=True, prompt_tokens=16, max_new_tokens=60))
