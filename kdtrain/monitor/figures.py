@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from kdtrain.monitor.runs import MARKS, Group, Run
+from kdtrain.monitor.runs import MARKS, Group, LoggedRun
 
 BLUE, ORANGE, GREEN, AMBER, YELLOW, SKY, GREY = (
     *("#0072B2", "#D55E00", "#009E73", "#E69F00", "#F0E442", "#56B4E9", "#999999"),
@@ -232,7 +232,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(part[-1][0], statistics.fmean(value for _, value in part)) for part in parts] or list(points)
 
 
-def _interventions(axes: Axes, run: Run, places: dict[int, float], color: str, height: float) -> bool:
+def _interventions(axes: Axes, run: LoggedRun, places: dict[int, float], color: str, height: float) -> bool:
     """Mark a run's interventions near the top, those of another run lower; whether there are any."""
     shown = [each for each in run.interventions if each.event in MARKS and each.step in places][:MOST_POINTS]
     look: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "markersize": 5, "zorder": 5}
@@ -242,7 +242,7 @@ def _interventions(axes: Axes, run: Run, places: dict[int, float], color: str, h
     return bool(shown)
 
 
-def _quantized(axes: Axes, run: Run, places: dict[int, float], color: str, height: float) -> bool:
+def _quantized(axes: Axes, run: LoggedRun, places: dict[int, float], color: str, height: float) -> bool:
     """Draw a bar at the foot where a run was quantised; whether it ever was."""
     steps = [(step, value) for step, value in run.record.curve("quantized") if step in places]
     parts = [[step for step, _ in part] for kept, part in itertools.groupby(steps, lambda each: each[1] > 0) if kept]

@@ -208,7 +208,7 @@ def bar(what: str, total: int | None, done: int = 0, unit: str = "sequences") ->
         yield shown
 
 
-class Rate:
+class Throughput:
     """The speed of training, over the last steps of this process.
 
     Args:

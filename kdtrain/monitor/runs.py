@@ -89,7 +89,7 @@ MEASURES = {
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     """A run with a name of its own among those it is shown with."""
 
     name: str
@@ -174,7 +174,7 @@ class Run:
 class Group:
     """Runs that differ in the seed alone."""
 
-    runs: list[Run]
+    runs: list[LoggedRun]
     name: str
     """The folder that its runs share, in a sweep its arm; or else the name of its first run."""
 
@@ -228,7 +228,7 @@ def runs(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
     ]
 
 
-def read_runs(folders: Sequence[Path], most: int | None = MOST_RUNS) -> list[Run]:
+def read_runs(folders: Sequence[Path], most: int | None = MOST_RUNS) -> list[LoggedRun]:
     """Read the runs in `folders`, which are named by the ends of their paths that tell them apart.
 
     Raises:
@@ -244,9 +244,9 @@ def read_runs(folders: Sequence[Path], most: int | None = MOST_RUNS) -> list[Run
     return _named(folders, records)
 
 
-def _named(folders: Sequence[Path], records: list[RunRecord]) -> list[Run]:
+def _named(folders: Sequence[Path], records: list[RunRecord]) -> list[LoggedRun]:
     return [
-        Run(name, folder, record, _options(record), _measured(record))
+        LoggedRun(name, folder, record, _options(record), _measured(record))
         for name, folder, record in zip(_names(folders), folders, records, strict=True)
     ]
 
@@ -327,9 +327,9 @@ def _measured(record: RunRecord) -> dict[str, float | None]:
     return {name: found[name] for name in MEASURES}
 
 
-def grouped(found: Sequence[Run]) -> list[Group]:
+def grouped(found: Sequence[LoggedRun]) -> list[Group]:
     """Gather runs that differ in the seed alone, in the order of their first runs."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[LoggedRun]] = {}
     for run in found:
         key = json.dumps([run.identity(name) for name in sorted(run.options) if name not in NOT_COMPARED])
         groups.setdefault(key, []).append(run)

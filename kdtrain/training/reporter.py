@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from kdtrain.config import DistillConfig
 from kdtrain.errors import first_sentence
 from kdtrain.models.generate import generate
-from kdtrain.monitor.progress import Bar, Rate, StepText, log
+from kdtrain.monitor.progress import Bar, StepText, Throughput, log
 from kdtrain.monitor.rules import WINDOW, History, Signs, findings, free_mib, initial_loss, newest_mib
 from kdtrain.monitor.writers import SilentWriters, Writers
 from kdtrain.parallel.parallelize import peaks, reshard
@@ -133,7 +133,7 @@ class Reporter:
     ) -> None:
         self.config, self.student, self.total = config, student, total
         self.writers: Writers = SilentWriters(config.monitor)
-        self.bar, self.rate = Bar("distill", total, every=math.inf), Rate(total)
+        self.bar, self.rate = Bar("distill", total, every=math.inf), Throughput(total)
         self.init = ""
         self.texts: Callable[[], list[dict[str, str]]] | None = None
         self.reads_ahead = reads_ahead

@@ -12,8 +12,8 @@ from rich.console import Console
 from kdtrain.monitor import progress
 from kdtrain.monitor.progress import (
     Bar,
-    Rate,
     StepText,
+    Throughput,
     bar,
     formula,
     log,
@@ -34,7 +34,7 @@ def quiet():
 
 
 def test_the_rate_counts_tokens_between_the_first_and_the_last_step_of_the_window():
-    rate = Rate(total=10, window=3)
+    rate = Throughput(total=10, window=3)
     assert rate.add(1, 1000, 0.0) == {}
     assert rate.add(2, 100, 2.0)["tok/s"] == 50.0
     assert rate.add(3, 300, 4.0)["tok/s"] == 100.0

@@ -1,7 +1,7 @@
 """All that knows HDF5: writing shards and the index, reading data sets fast, and checking a file before HDF5 opens it.
 
 Writing goes through a file whose writes never fail (`creating`): HDF5 2.0 crashes the process that closes a file after
-a failed write. Reading goes through h5py's low-level calls (`Rows`).
+a failed write. Reading goes through h5py's low-level calls (`StoredRows`).
 
 HDF5 follows links to other files, allocates what a file declares, and crashes on some damaged structures: on 12 of
 4,000 shards with a few bytes changed. `check_structure` therefore reads the structure from the bytes, before HDF5 opens
@@ -223,7 +223,7 @@ def write_index(
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-class Rows:
+class StoredRows:
     """One data set by rows, read by h5py's low-level calls: a read by `dataset[...]` takes four times as long."""
 
     def __init__(self, dataset: h5py.Dataset) -> None:
@@ -268,7 +268,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupHeader:
     """A group's links by name, and its attributes: numbers, texts, or tuples of numbers."""
 
     links: dict[str, Link]
@@ -293,7 +293,7 @@ class Hdf5File:
         """The values at `address` by a format of `struct`: little-endian, without gaps."""
         return struct.unpack(f"<{spelling}", self.read(address, struct.calcsize(f"<{spelling}")))
 
-    def root(self) -> Group:
+    def root(self) -> GroupHeader:
         """The root group."""
         known, base, free, end, driver, _, header, kind, _, table = self.fields(0, "24s4QQQII16s")
         if known != _SUPERBLOCK or (base, free, driver, kind) != (0, _NOWHERE, _NOWHERE, 1):
@@ -325,7 +325,7 @@ class Hdf5File:
             raise ValueError("an object header of it has another layout")
         return [each for each in found if each[0] not in (_NIL, _CONTINUATION)]
 
-    def group(self, link: Link) -> Group:
+    def group(self, link: Link) -> GroupHeader:
         """The group at a link, with at most 8 names, which are in one node."""
         messages = self.messages(link.header)
         rest = [content for kind, content in messages if kind != ATTRIBUTE]
@@ -344,7 +344,7 @@ class Hdf5File:
                 raise ValueError(f"it has a soft link, '{name[:80]}'")
             links[name] = Link(header, table)
         attributes = [content for kind, content in messages if kind == ATTRIBUTE]
-        return Group(links, dict(self._attribute(each) for each in attributes))
+        return GroupHeader(links, dict(self._attribute(each) for each in attributes))
 
     def _attribute(self, content: bytes) -> tuple[str, Any]:
         parts, at = [], 8

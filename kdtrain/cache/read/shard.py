@@ -16,7 +16,7 @@ import torch
 
 from kdtrain.cache.format.codec import CodecSpec, decode
 from kdtrain.cache.format.compression import Coding, unpack
-from kdtrain.cache.format.hdf5 import Rows, read_dictionary
+from kdtrain.cache.format.hdf5 import StoredRows, read_dictionary
 from kdtrain.cache.format.manifest import maker, read_manifest
 from kdtrain.cache.format.names import DICTIONARY
 from kdtrain.cache.read.checks import check_flags, check_lists, check_stored, check_tokens, check_values
@@ -71,7 +71,7 @@ class Shard:
                 self._flags = {name: Runs(values) for name, values in flags.items()}
                 self.nbytes += sum(each.nbytes for each in self._flags.values())
             names = [name for name in list(self._file) if name not in (DICTIONARY, *self._flags)]
-            self._sets = {name: Rows(self._file[name]) for name in names}
+            self._sets = {name: StoredRows(self._file[name]) for name in names}
         except BaseException:
             self._file.close()
             raise

@@ -25,7 +25,7 @@ from kdtrain.monitor.record import samples
 from kdtrain.monitor.runs import (
     MEASURES,
     Group,
-    Run,
+    LoggedRun,
     cell,
     differing,
     grouped,
@@ -121,7 +121,7 @@ def cut(value: Any, most: int = _TEXT) -> Any:
     return text if len(str(value)) <= most else f"{text[:most]}…"
 
 
-def _run_table(runs: Sequence[Run]) -> Table:
+def _run_table(runs: Sequence[LoggedRun]) -> Table:
     rows = []
     for run in runs:
         environment, ranks = run.record.environment, run.record.environment.get("ranks", 1)
@@ -136,7 +136,7 @@ def _run_table(runs: Sequence[Run]) -> Table:
     return columns(("run", "student", "objective", "seed", "machine", "versions", "how it ended"), rows)
 
 
-def _caches(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _caches(runs: Sequence[LoggedRun]) -> list[dict[str, Any]]:
     """What is known of each cache."""
     found: dict[str, dict[str, Any]] = {}
     for run in runs:
@@ -211,7 +211,7 @@ def _svg(made: Any, name: str) -> str:
     return re.sub(r"(?<=[: ])#[0-9a-f]{6}", lambda found: f"var({_COLOURS.get(found[0], '--_ink')})", text)
 
 
-def _prompts(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, dict[str, Any]]]]]:
+def _prompts(runs: Sequence[LoggedRun]) -> list[tuple[str, list[tuple[str, dict[str, Any]]]]]:
     """Prompts with the last texts of the runs that have them; those that more runs have come first: they compare."""
     texts: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for run in runs:
@@ -225,7 +225,7 @@ def _prompts(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, dict[str, A
     return [(prompt, found[:_SAMPLED]) for prompt, found in chosen]
 
 
-def _interventions(runs: Sequence[Run]) -> Table | None:
+def _interventions(runs: Sequence[LoggedRun]) -> Table | None:
     rows = []
     for run in runs:
         found = run.interventions
