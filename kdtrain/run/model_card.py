@@ -133,7 +133,7 @@ def _members(run: Path, state: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _manifests(cache: Any, run: Path, state: Mapping[str, Any]) -> dict[str, Manifest]:
     """Those of the run's caches that are at hand, by digest."""
     wanted, found = [each.get("digest") for each in _members(run, state)], dict[str, Manifest]()
-    places = [Path(each) for each in ([cache] if isinstance(cache, str) else cache or []) if isinstance(each, str)]
+    places = [Path(each) for each in (cache if isinstance(cache, list) else [cache]) if isinstance(each, str)]
     for place in [*places[:_CACHES], run / "data"]:
         try:
             manifest = read_manifest(place)

@@ -43,7 +43,7 @@ from kdtrain.errors import UsageError, writing
 from kdtrain.files import is_locked, publish_json, read_sealed, read_toml
 from kdtrain.monitor.record import RunRecord
 from kdtrain.registry import nearest
-from kdtrain.run.result import read_result
+from kdtrain.run.path_kind import read_result
 from kdtrain.run.saved_student import checkpoint_of
 from kdtrain.tables import counted
 

@@ -260,6 +260,8 @@ class Manifest:
     def from_json(cls, record: dict[str, Any]) -> "Manifest":
         """The inverse of `to_json`. ValueError: a key that does not fit, or numbers that contradict each other."""
         manifest = typed({**record, "settings": record}, cls)
+        if not manifest.splits:
+            raise ValueError("splits: there is none")
         for split, stated in manifest.splits.items():
             _refuse_contradictions(split, stated, manifest.settings)
         _ = manifest.end_tokens
