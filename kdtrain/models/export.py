@@ -32,10 +32,8 @@ from kdtrain.models.adapters import adapted, merged_state, refuse_overflow, writ
 from kdtrain.models.frozen import quantize_folder
 from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import whole_model
+from kdtrain.models.spec import ORIGIN, is_export
 from kdtrain.models.tokenizer import SPECIAL, generation_of, load_tokenizer
-
-ORIGIN = "kdtrain.json"
-"""A sealed file in an exported model: its origin, and the SHA-256 of its files."""
 
 
 def export_model(
@@ -125,14 +123,6 @@ def refuse_foreign(out: Path) -> None:
         raise UsageError(f"{out} is a file; name a folder")
     if out.exists() and any(out.iterdir()) and not is_export(out):
         raise UsageError(f"{out} holds other files than an export; name another folder")
-
-
-def is_export(folder: Path) -> bool:
-    """Whether `export_model` wrote a folder, by its sealed `kdtrain.json`; its other files may have changed."""
-    try:
-        return bool(read_sealed(folder / ORIGIN))
-    except (OSError, ValueError):
-        return False
 
 
 def _exported(folder: Path) -> set[str]:

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from kdtrain.config import LoraConfig
 from kdtrain.config.choices import Weights
 from kdtrain.errors import UsageError, refuse_no_path
-from kdtrain.files import canonical_json, read_toml
+from kdtrain.files import canonical_json, read_sealed, read_toml
 from kdtrain.registry import nearest
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -43,6 +43,8 @@ _FOREIGN = (
 )
 """Files of a model folder, a run, a cache, a checkpoint and adapters, which may all come from somebody else."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+ORIGIN = "kdtrain.json"
+"""A sealed file in an exported model: its origin, and the SHA-256 of its files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,3 +308,11 @@ def _refuse_wrong_types(spec: ModelSpec) -> None:
         raise ValueError("layers is a list of numbers, such as layers = [0, 2, 5]")
     if not isinstance(spec.trust_remote_code, bool):
         raise ValueError("trust_remote_code is true or false")
+
+
+def is_export(folder: Path) -> bool:
+    """Whether `export_model` wrote a folder, by its sealed `kdtrain.json`; its other files may have changed."""
+    try:
+        return bool(read_sealed(folder / ORIGIN))
+    except (OSError, ValueError):
+        return False

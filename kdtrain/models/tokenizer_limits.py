@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from kdtrain.data.bytes import MAX_IDS
 from kdtrain.errors import UsageError
 from kdtrain.files import LARGE, read_bytes
 
@@ -47,6 +48,7 @@ _TAKES_SOMETHING = re.compile(
 
 
 class _Model(msgspec.Struct):
+    vocab: Any = None
     max_input_chars_per_word: Any = None
     continuing_subword_prefix: Any = None
     end_of_word_suffix: Any = None
@@ -82,6 +84,10 @@ def refuse_endless(path: Path) -> None:
     if (entries := sum(1 for _ in entries_of([found.post_processor]))) > MAX_TEMPLATE:
         raise UsageError(f"{path}: its post_processor has {entries:,} entries; at most {MAX_TEMPLATE:,} are supported")
     model = found.model or _Model()
+    # ids are places of tables, of gaps too: of a student's head, of its bytes
+    ids = model.vocab.values() if isinstance(model.vocab, dict) else ()
+    if any(isinstance(each, int) and each >= MAX_IDS for each in ids):
+        raise UsageError(f"{path}: its vocabulary has ids above {MAX_IDS:,}; use another tokenizer")
     if isinstance(model.max_input_chars_per_word, int) and model.max_input_chars_per_word > MAX_WORD:
         raise UsageError(f"{path}: max_input_chars_per_word is above {MAX_WORD:,}; use another tokenizer")
     for affix in (model.continuing_subword_prefix, model.end_of_word_suffix):

@@ -15,9 +15,10 @@ from kdtrain.checkpoint.store import Checkpoint
 from kdtrain.errors import RunError, UsageError, advice, reason, writing
 from kdtrain.files import publish_text, same_path, set_aside
 from kdtrain.models.adapters import fill_adapter, is_adapter
-from kdtrain.models.export import export_lock, export_model, is_export
+from kdtrain.models.export import export_lock, export_model
 from kdtrain.models.frozen import whole_size
 from kdtrain.models.head import SplitModel
+from kdtrain.models.spec import is_export
 from kdtrain.models.tokenizer import byte_lengths, load_tokenizer, tokenizer_files
 from kdtrain.monitor.facts import RESULT
 from kdtrain.monitor.progress import end_log, formula, log, setup_logging, warn_early

@@ -111,9 +111,7 @@ def test_every_temperature_mode_gives_each_parameter_its_gradient(divergence, ru
     """Value and the gradients of hidden, weight, bias and theta in fp32 against fp64, all modes at T = 2."""
     p64 = problem(bias=True)
     ours, exact = p64.cast(torch.float32), p64.cast(torch.float64)
-    temperature = build_temperature(
-        mode, start=2.0, minimum=2 / 3, maximum=4.0, end=2.0, schedule="linear", total_steps=40, ramp_steps=4
-    )
+    temperature = build_temperature(mode, start=2.0, minimum=2 / 3, maximum=4.0, end=2.0, total_steps=40, ramp_steps=4)
     temperature.set_step(2)
     parameters = list(temperature.parameters())
     assert len(parameters) == (mode not in ("fixed", "schedule"))

@@ -22,7 +22,7 @@ from kdtrain.commands.distill import train
 from kdtrain.config import DistillConfig
 from kdtrain.config.values import USUAL_STEPS, configured, flag
 from kdtrain.errors import RunError, UsageError, making, refuse_no_path, writing
-from kdtrain.files import Lock, publish_text, published, read_json, remove_empty, remove_file, temporary_of
+from kdtrain.files import Lock, publish_text, published, read_json, remove_empty, remove_file, rename_over, temporary_of
 from kdtrain.models.adapters import is_adapter
 from kdtrain.models.loading import is_model_folder
 from kdtrain.monitor.progress import hushed, log, setup_logging
@@ -199,7 +199,7 @@ def _train(config: FindLrConfig, record: _Record, exponent: int, rung: int) -> N
         if made is not None and not (out / name).exists():
             with writing(out):
                 out.mkdir(exist_ok=True)
-                made.rename(out / name)
+                rename_over(made, out / name)
 
     def measure(run: Run, result: dict[str, Any]) -> None:
         parts.extend(_by_part(run))

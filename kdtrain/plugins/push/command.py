@@ -24,8 +24,7 @@ from kdtrain.files import (
     refuse_links,
     typed,
 )
-from kdtrain.models.export import ORIGIN, is_export
-from kdtrain.models.spec import ADAPTER_CONFIG, is_hub_id
+from kdtrain.models.spec import ADAPTER_CONFIG, ORIGIN, is_export, is_hub_id
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.net.address import Address, parse_address
 from kdtrain.net.hub import LOGIN, api, ask, fetch_file
