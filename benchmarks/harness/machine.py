@@ -17,7 +17,7 @@ import torch
 import kdtrain
 from benchmarks.harness import ROOT
 from kdtrain.models import attention
-from kdtrain.objective import kernels
+from kdtrain.objective.engine import kernels
 
 LIBRARIES = (
     *("torch", "transformers", "numpy", "h5py", "hdf5plugin", "triton", "torchao"),

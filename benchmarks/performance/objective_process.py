@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.performance import objective_sides as sides
-from kdtrain.objective import matmul
+from kdtrain.objective.engine import matmul
 
 DISTURBED = 0.1
 """Part of a run's time that other processes may take of a core; a run beyond it is made again, at most in the next

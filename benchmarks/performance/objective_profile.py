@@ -15,7 +15,8 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.performance import objective_sides as sides
-from kdtrain.objective import engine, matmul
+from kdtrain.objective.engine import fused as engine
+from kdtrain.objective.engine import matmul
 
 REPETITIONS = 7
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kdtrain.models.output_head import OutputHead
-from kdtrain.objective import matmul
+from kdtrain.objective.engine import matmul
 
 NEVER = -1e30
 """Logit of a masked entry. Finite, so that 0 * NEVER is 0 and no gradient is NaN."""

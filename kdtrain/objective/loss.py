@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from kdtrain.config.choices import DIVERGENCES, TAILS, resolve_tail
 from kdtrain.errors import UsageError, as_number
 from kdtrain.models.output_head import OutputHead
-from kdtrain.objective.dense import DenseStatistics
 from kdtrain.objective.divergence import parse, refuse
-from kdtrain.objective.engine import Request, fused_loss
+from kdtrain.objective.engine.dense import DenseStatistics
+from kdtrain.objective.engine.fused import Request, fused_loss
 from kdtrain.objective.logits import whole_head
 from kdtrain.objective.statistics import Statistics
 from kdtrain.objective.targets import Supervision, Targets, per_token, scalar

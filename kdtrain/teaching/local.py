@@ -31,7 +31,7 @@ from kdtrain.models.loading import check_fits, load_teacher, model_digest, vocab
 from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.progress import log
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.matmul import wide_product
+from kdtrain.objective.engine.matmul import wide_product
 from kdtrain.objective.targets import OnlineTargets
 from kdtrain.parallel.memory_plan import USABLE, ModelFootprint, footprint_of
 from kdtrain.parallel.parallelize import reshard, shard

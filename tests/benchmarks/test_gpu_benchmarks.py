@@ -18,7 +18,7 @@ from benchmarks.harness.bench import Bench, Tokens
 from benchmarks.harness.record import Goal, Options, Record, attempt
 from benchmarks.performance import adaptive, fp8, objective, objective_sides
 from kdtrain import faults
-from kdtrain.objective import kernels
+from kdtrain.objective.engine import kernels
 from teachers import make_teacher as make
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format import codec
 from kdtrain.cache.format.codec import CodecSpec, _encode_block, _sparse_in_passes, encode, encode_sequences
 from kdtrain.cache.read.reader import CacheReader
-from kdtrain.objective.matmul import maybe_compiled
+from kdtrain.objective.engine.matmul import maybe_compiled
 
 PARAMETERS, FLOPS_A_SECOND, BYTES_A_SECOND = 1e9, 400e12, 4.8e12
 """A teacher of 1 B parameters on an H200: what its products reach, and the bandwidth of the memory."""

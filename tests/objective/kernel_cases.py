@@ -12,9 +12,9 @@ from objective_reference import problem
 from torch import Tensor
 
 from kdtrain.models.output_head import OutputHead
-from kdtrain.objective import kernels
+from kdtrain.objective.engine import kernels
+from kdtrain.objective.engine.sparse import Shares, reduce_logits, spread_gradients
 from kdtrain.objective.logits import NEVER
-from kdtrain.objective.sparse import Shares, reduce_logits, spread_gradients
 
 PADDING = 13
 """Columns behind the vocabulary that no kernel may read or write."""

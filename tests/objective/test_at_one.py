@@ -6,7 +6,7 @@ from objective_cases import RULES, run, tail_of, targets_for
 from objective_reference import problem
 
 from kdtrain.config.choices import DIVERGENCES
-from kdtrain.objective import engine
+from kdtrain.objective.engine import fused as engine
 from kdtrain.objective.loss import DistillationLoss
 
 

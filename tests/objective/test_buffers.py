@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kdtrain.models.head import OutputHead
-from kdtrain.objective import matmul
+from kdtrain.objective.engine import matmul
 from kdtrain.objective.loss import distillation_loss
 
 

@@ -8,9 +8,9 @@ from objective_cases import RULES, run, targets_for
 from objective_reference import problem
 
 from kdtrain.models.output_head import OutputHead
-from kdtrain.objective import matmul
+from kdtrain.objective.engine import matmul
+from kdtrain.objective.engine.matmul import Products, wide_product
 from kdtrain.objective.logits import chunk_logits, chunk_rows
-from kdtrain.objective.matmul import Products, wide_product
 from kdtrain.objective.targets import OnlineTargets, scalar
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -13,7 +13,7 @@ import kernel_cases
 import pytest
 import torch
 
-from kdtrain.objective import kernels
+from kdtrain.objective.engine import kernels
 
 pytest.importorskip("triton", reason="Triton is there for Linux only")
 

@@ -25,9 +25,10 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kdtrain.models.output_head import OutputHead
-from kdtrain.objective import engine, matmul
+from kdtrain.objective.engine import fused as engine
+from kdtrain.objective.engine import matmul
+from kdtrain.objective.engine.matmul import Products
 from kdtrain.objective.loss import DistillationLoss
-from kdtrain.objective.matmul import Products
 from kdtrain.objective.targets import OnlineTargets
 from kdtrain.objective.temperature import LikelihoodTemperature
 

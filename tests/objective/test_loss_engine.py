@@ -9,7 +9,7 @@ from objective_cases import RULES, gradients, run, targets_for
 from objective_reference import dense, problem
 
 from kdtrain.errors import UsageError
-from kdtrain.objective import matmul
+from kdtrain.objective.engine import matmul
 
 
 @pytest.mark.parametrize("rule", RULES)

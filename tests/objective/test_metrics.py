@@ -5,7 +5,8 @@ import pytest
 import torch
 from objective_reference import dense, problem, reference_kd, sparse
 
-from kdtrain.objective import matmul, metrics
+from kdtrain.objective import metrics
+from kdtrain.objective.engine import matmul
 from kdtrain.objective.metrics import BINS, Metrics, measure
 
 

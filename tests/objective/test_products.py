@@ -11,9 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
-from kdtrain.objective import logits, matmul
+from kdtrain.objective import logits
+from kdtrain.objective.engine import matmul
+from kdtrain.objective.engine.matmul import Products
 from kdtrain.objective.loss import distillation_loss
-from kdtrain.objective.matmul import Products
 
 MACHINES = {
     "AVX2": {"bf16": False, "amx": False},

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 
 from kdtrain.checkpoint.store import load
-from kdtrain.objective import matmul
+from kdtrain.objective.engine import matmul
 from kdtrain.precision.backends import Torchao
 from kdtrain.precision.controller import Adaptive, Policy, PrecisionController, SwitchTo
 from kdtrain.precision.emulated import FormatRecipe

@@ -7,8 +7,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kdtrain.objective import engine, targets
+from kdtrain.objective import targets
 from kdtrain.objective.cells import CellIndex
+from kdtrain.objective.engine import fused as engine
 from kdtrain.objective.targets import SparseTargets
 from kdtrain.parallel import layout
 from kdtrain.parallel.layout import RankLayout

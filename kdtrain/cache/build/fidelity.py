@@ -41,7 +41,7 @@ from kdtrain.config.choices import TAILS
 from kdtrain.errors import RunError
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.divergence import forward_kl
-from kdtrain.objective.sparse import reduce_logits
+from kdtrain.objective.engine.sparse import reduce_logits
 from kdtrain.objective.tails import TailRule
 from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets, Targets
 

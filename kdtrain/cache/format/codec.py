@@ -54,7 +54,7 @@ from kdtrain.cache.format.spec import CodecSpec as CodecSpec
 from kdtrain.cache.format.spec import grid_name as grid_name
 from kdtrain.cache.format.spec import grid_offset as grid_offset
 from kdtrain.errors import UsageError
-from kdtrain.objective.matmul import maybe_compiled
+from kdtrain.objective.engine.matmul import maybe_compiled
 from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets, Targets
 
 _Rows = Callable[..., Tensor]

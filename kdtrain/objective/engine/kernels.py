@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from kdtrain.models.output_head import OutputHead
-from kdtrain.objective.matmul import maybe_compiled, take_rows
-from kdtrain.objective.sparse import Shares, TailSums, reduce_logits, spread_gradients
+from kdtrain.objective.engine.matmul import maybe_compiled, take_rows
+from kdtrain.objective.engine.sparse import Shares, TailSums, reduce_logits, spread_gradients
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -28,11 +28,20 @@ import torch
 from torch import Tensor
 
 from kdtrain.models.output_head import OutputHead
-from kdtrain.objective import kernels, matmul
-from kdtrain.objective.dense import DenseLoss, Named, Pair, measure_dense, spread_dense, sum_dense, value_dense, weigh
+from kdtrain.objective.engine import kernels, matmul
+from kdtrain.objective.engine.dense import (
+    DenseLoss,
+    Named,
+    Pair,
+    measure_dense,
+    spread_dense,
+    sum_dense,
+    value_dense,
+    weigh,
+)
+from kdtrain.objective.engine.matmul import maybe_compiled
+from kdtrain.objective.engine.sparse import Shares, SparseLoss, differentiate, reduce_logits, spread_gradients
 from kdtrain.objective.logits import ChunkLogits, chunk_rows, whole_head
-from kdtrain.objective.matmul import maybe_compiled
-from kdtrain.objective.sparse import Shares, SparseLoss, differentiate, reduce_logits, spread_gradients
 from kdtrain.objective.statistics import Entries
 from kdtrain.objective.targets import Supervision, readable
 

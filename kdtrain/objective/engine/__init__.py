@@ -1,0 +1,1 @@
+"""The fused output head: chunks of rows, their statistics, a small loss, and gradients in the same pass."""
