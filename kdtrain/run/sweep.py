@@ -325,9 +325,24 @@ def claim(sweep: Sweep) -> None:
     now = {job.name: list(job.words) for job in (*sweep.caches, *sweep.runs)}
     for name, words in now.items():
         if name in before and before[name] != words and (sweep.out / name).exists():
-            changed = " ".join(each for each in before[name] if each not in words) or "fewer options"
+            old, new = _options_in(before[name]), _options_in(words)
+            changed = ", ".join(
+                f"{each} was {old.get(each, 'not given')}" for each in {**old, **new} if old.get(each) != new.get(each)
+            )
             hint = "rename the arm, or name another --out"
             raise UsageError(f"{sweep.out / name} was begun with other options ({changed[:200]}); {hint}")
     with writing(file):
         sweep.out.mkdir(parents=True, exist_ok=True)
         publish_json(file, before | now, "sweep.record")
+
+
+def _options_in(words: Iterable[str]) -> dict[str, str]:
+    """The values of each flag of a command line."""
+    found, name = dict[str, str](), ""
+    for word in words:
+        if word.startswith("--"):
+            name = word
+            found.setdefault(name, "")
+        elif name:
+            found[name] = f"{found[name]} {word}".strip()
+    return found

@@ -92,5 +92,7 @@ def test_each_run_is_that_of_its_command_by_hand(bench, swept):
 def test_an_arm_that_was_begun_with_other_options_is_refused(bench, swept):
     (bench.root / "s.toml").write_text(FILE.replace("steps = 6", "steps = 7"))
     refused = bench.run("sweep", "s.toml")
-    assert refused.code == 2 and re.search(r"kd/seed-0 was begun with other options \(6\); rename", refused.refusal())
+    assert refused.code == 2 and re.search(
+        r"kd/seed-0 was begun with other options \(--steps was 6\); rename", refused.refusal()
+    )
     (bench.root / "s.toml").write_text(FILE)
