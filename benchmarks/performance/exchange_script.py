@@ -1,6 +1,6 @@
 """One rank of `kdtrain distill` that counts what it exchanges: FILE, then the words of the command.
 
-Started once a rank by parallel.py. Rank 0 writes [{collective: [calls, bytes]}] of the training steps to FILE, whoever
+parallel.py starts it in each rank. Rank 0 writes [{collective: [calls, bytes]}] of the training steps to FILE, whoever
 of PyTorch, FSDP2 and kdtrain calls a collective; its bytes are those of what goes in or out, the larger of the two.
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kdtrain.commands.sweep import compared, run
 from kdtrain.config import DemoConfig, PlotConfig
-from kdtrain.errors import writing
+from kdtrain.errors import UsageError, writing
 from kdtrain.files import publish_text
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.ranks import refuse_many_processes
@@ -72,6 +72,7 @@ def main(config: DemoConfig) -> int:
     file = config.out / "demo.toml"
     settings = QUICK if config.quick else SETTINGS
     text = FILE.format(**settings, name=file, seeds=list(range(config.seeds)))
+    _refuse_foreign(config.out, file, text)
     with writing(file):
         make(config.out)
         publish_text(file, text, "demo.record")
@@ -83,6 +84,18 @@ def main(config: DemoConfig) -> int:
         print(f"files: {config.out}{pictures(config.out)}; kdtrain sweep {file} runs it again with what you change")
     log.info("took %.1f minutes", (time.monotonic() - started) / 60)
     return 0
+
+
+def _refuse_foreign(out: Path, file: Path, text: str) -> None:
+    """UsageError: the folder holds something else, or a demo of other settings but for its seeds."""
+
+    def settings(each: str) -> list[str]:
+        return [line for line in each.splitlines() if not line.startswith("seeds = ")]
+
+    if out.is_dir() and not (out / "sweep.json").exists() and any(each.name != file.name for each in out.iterdir()):
+        raise UsageError(f"--out {out} holds something that is not a demo; name another folder")
+    if file.exists() and settings(file.read_text(errors="replace")) != settings(text):
+        raise UsageError(f"{file} is of other settings, or not of a demo; name another --out, or kdtrain sweep {file}")
 
 
 def pictures(out: Path) -> str:

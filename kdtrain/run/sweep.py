@@ -267,9 +267,12 @@ class Runner:
         """Run the jobs that are not done; yield each as it ends, with the error that ended it, empty without one."""
         with ThreadPoolExecutor(self.at_once) as pool:
             begun = {pool.submit(self.run, job): job for job in jobs if not job.done}
-            for each in as_completed(begun):
-                if self.stopped is None:
-                    yield begun[each], each.result()
+            try:
+                for each in as_completed(begun):
+                    if self.stopped is None:
+                        yield begun[each], each.result()
+            finally:  # after an error no further command begins
+                pool.shutdown(cancel_futures=True)
 
     def run(self, job: SweepJob) -> str:
         """Run one command, unless a signal has stopped the sweep; return the last line of an error, empty without one.

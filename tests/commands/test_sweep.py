@@ -92,3 +92,9 @@ def test_a_folder_of_something_else_and_an_arm_begun_otherwise_are_refused(workb
     (tmp_path / "mine" / "thesis.tex").write_text("mine")
     code, _, err = workbench.call("sweep", tmp_path / "s.toml", "--out", tmp_path / "mine")
     assert code == 2 and "holds something that is not a sweep" in err and len(list((tmp_path / "mine").iterdir())) == 1
+
+
+def test_a_demo_writes_over_nothing_of_the_users(workbench, tmp_path):
+    (tmp_path / "demo.toml").write_text("mine")
+    code, _, err = workbench.call("demo", "--quick", "--out", tmp_path)
+    assert code == 2 and "not of a demo" in err and (tmp_path / "demo.toml").read_text() == "mine"

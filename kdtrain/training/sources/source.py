@@ -90,7 +90,7 @@ class Member:
 
 @runtime_checkable
 class Growing(Protocol):
-    """Text that appears during the run, such as a server's answers; `read` waits for what is not there yet.
+    """Text that appears during the run, such as a server's answers; `read` blocks until the text is there.
 
     What is there never changes, so that a checkpoint needs no more of it than which part was read.
     """
