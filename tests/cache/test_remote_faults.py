@@ -95,7 +95,7 @@ def test_a_server_that_takes_back_what_it_gave_does_not_go_on_for_ever(web: Web)
         web.fail("train-00000.h5", "416")
     with pytest.raises(Unreachable, match="tried 6 times"):
         reader[0]
-    assert len(web.fired) < 10
+    assert len(web.fired) <= 12  # six by the reader, and six by the thread that fetches ahead
 
 
 def test_what_lies_in_a_part_is_checked_like_everything_else(web: Web, home: Path, whole: Path) -> None:
