@@ -50,7 +50,11 @@ from kdtrain.training.validate import validate_members
 
 _OTHER_EXPORT = 600.0
 """Seconds that a run waits at its end for a `kdtrain export` to the same folder."""
-_KINDS = {"temperature": ("temperature_mode",), "hidden": ("hidden_loss", "hidden_layers")}
+_KINDS = {
+    "temperature": ("temperature_mode",),
+    "hidden": ("hidden_loss", "hidden_layers"),
+    "alpha": ("alpha", "alpha_schedule"),
+}
 """Parts of the state whose entries depend on these options."""
 
 
@@ -332,11 +336,15 @@ class Run:
             lines.append(f"{len(recipe.members)} caches, of whose sequences a step draws {', '.join(drawn)}")
         objective = config.objective
         hidden = None if objective.hidden_loss == "none" else objective.hidden_weight
-        alpha, replays = objective.alpha if recipe.distils else 0.0, recipe.distils and recipe.facts.replays
+        alpha, replays = objective.first_alpha if recipe.distils else 0.0, recipe.distils and recipe.facts.replays
         term = recipe.facts.term(objective.divergence)
         summed = formula(alpha, term, hidden, replays, trainer.student.router_weight)
         if recipe.distils and objective.alpha_schedule != "constant":
             summed += f", alpha to {objective.alpha_end:g} ({objective.alpha_schedule})"
+        if recipe.distils and objective.alpha == "auto":
+            summed += ", alpha by the gap to the teacher"
+        elif recipe.distils and recipe.given.objective.alpha == "auto":
+            summed += ", as the cache does not hold its teacher's log p of each label (--alpha auto)"
         scale = "" if summed == "ce" else " (compare val with val alone)"
         lines.append(f"loss = {summed}; val = ce of withheld text{scale}")
         if recipe.lr_from is not None:

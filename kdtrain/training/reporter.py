@@ -144,7 +144,9 @@ class Reporter:
         objective = config.objective
         hidden = objective.hidden_weight if student.hidden_loss is not None else None
         learned = any(each.requires_grad for each in student.temperature.parameters())
-        self.text = StepText(objective.alpha, term or objective.divergence, hidden, learned, student.router_weight)
+        self.text = StepText(
+            objective.first_alpha, term or objective.divergence, hidden, learned, student.router_weight
+        )
         self.watches, self.busy = False, False
         self.wrong: dict[str, str] = {}
         """What is wrong now, by the kind of the warning."""

@@ -12,11 +12,12 @@ validation loss is lowest; one at the end of each epoch; a special one at a stop
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.checkpoint import tiers
@@ -26,6 +27,7 @@ from kdtrain.monitor.progress import log, log_step, members_line, one_line, vali
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.batch import Batch
+from kdtrain.objective.metrics import Metrics
 from kdtrain.parallel.parallelize import SingleProcess
 from kdtrain.precision.controller import Adaptive
 from kdtrain.ranks import is_main, reported
@@ -141,6 +143,8 @@ class Trainer:
         """
         progress, texts = self.state.progress, None
         self.byte_lengths = byte_lengths
+        if byte_lengths is not None and self.student.loss.gap is not None:
+            self.student.loss.byte_lengths = torch.from_numpy(byte_lengths).float().to(self.student.device)
         if tokenizer is not None:
             texts = partial(sample_texts, self.student, self.validation_source, tokenizer, self.config.seed)
         samples = self.stepper.source.facts.num_samples
@@ -240,6 +244,7 @@ class Trainer:
             log.info("%s", members_line(progress.step, numbers, members))
         if progress.step == 0:
             self.reporter.initial(loss)
+            self._begin_gap(metrics, members)
         if not math.isfinite(loss):
             self.writers.warning("validation", progress.step, f"validation at step {progress.step}: loss {loss}")
             if progress.first_loss is None:
@@ -260,6 +265,18 @@ class Trainer:
         if is_best:
             progress.best_loss, progress.best_step = loss, progress.step
         return diverged, is_best, loss
+
+    def _begin_gap(self, metrics: Metrics, members: Mapping[str, Metrics]) -> None:
+        """Let alpha begin with the losses of a validation before the first step, where it follows the gap."""
+        if (gap := self.student.loss.gap) is None:
+            return
+        rows = []
+        for each in members.values() or (metrics,):
+            own, teacher = each.mean("cross_entropy"), each.teacher_loss()
+            known = own is not None and teacher is not None and each.tokens
+            rows.append((own, 0.0, teacher, 1.0) if known else (0.0,) * 4)
+        gap.means.fill_(math.nan)
+        gap.update(torch.tensor(rows, dtype=torch.float64, device=gap.means.device))
 
     def _validate_and_save(self, stop: StopRequest, result: StepResult | None) -> Next:
         """Validate, decide on the format of the next step, and save, each where it is due.
