@@ -1,5 +1,6 @@
 """`kdtrain cache-teacher`: runs the teacher once over the data and caches its distributions, on one or many ranks."""
 
+import math
 import time
 
 from kdtrain.cache.read.reader import LocalCache
@@ -11,6 +12,7 @@ from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, reporte
 from kdtrain.run.agreement import same_ranks
 from kdtrain.run.capture import capture
 from kdtrain.tables import duration, size
+from kdtrain.training.baselines import label_loss
 
 
 def main(config: CacheTeacherConfig) -> int:
@@ -22,19 +24,22 @@ def main(config: CacheTeacherConfig) -> int:
     started = time.monotonic()
     _build_among_ranks(config, wait=False)
     if is_main():
-        manifest, peak, ranks = (
-            LocalCache(config.out).manifest,
-            peak_memory_mb(pick_device(config.device)),
-            world_size(),
-        )
+        cache, peak, ranks = LocalCache(config.out), peak_memory_mb(pick_device(config.device)), world_size()
+        manifest, losses = cache.manifest, {split: label_loss(cache[split]) for split in cache}
+        known = {split: loss for split, loss in losses.items() if loss is not None}
+        read = ", ".join(f"{loss:.3f} on {split} (perplexity {math.exp(loss):.4g})" for split, loss in known.items())
         seconds, among = time.monotonic() - started, f" in {ranks} ranks" if ranks > 1 else ""
         stated = {name: getattr(manifest, name) for name in ("capture", "generated", "weights_cost")}
         show_cache(
             config.out,
             manifest,
             config.json,
-            [f"took {duration(seconds)}{among}, peak memory {size(peak)}"],
+            [
+                *([f"teacher's loss {read}"] if read else []),
+                f"took {duration(seconds)}{among}, peak memory {size(peak)}",
+            ],
             **{name: value for name, value in stated.items() if value is not None},
+            teacher_loss=losses,
             ranks=ranks,
             seconds=round(seconds, 1),
             peak_memory_mb=round(peak, 1),

@@ -29,13 +29,13 @@ class GapAlpha(nn.Module):
     """
 
     means: Tensor
-    """[M, 2] fp64: the student's and the teacher's cross-entropy, nats a token; NaN before the first step."""
+    """[M, 2] fp64: the student's and the teacher's cross-entropy, nats a token; inf before the first step."""
     taught: Tensor
     """[M] bool."""
 
     def __init__(self, taught: Sequence[bool] = (True,)) -> None:
         super().__init__()
-        self.register_buffer("means", torch.full((len(taught), 2), torch.nan, dtype=torch.float64))
+        self.register_buffer("means", torch.full((len(taught), 2), torch.inf, dtype=torch.float64))
         self.register_buffer("taught", torch.tensor(taught), persistent=False)
 
     def weights(self) -> Tensor:
@@ -49,6 +49,6 @@ class GapAlpha(nn.Module):
         """Take the `LossOutput.members` of a step, over all ranks. A member without tokens stays as it is."""
         student_M, _, teacher_M, tokens_M = sums_M4.to(self.means.dtype).unbind(1)
         now_M2 = torch.stack([student_M, teacher_M], 1) / tokens_M.clamp(min=1)[:, None]
-        known_M2 = torch.where(self.means.isnan(), now_M2, self.means)
+        known_M2 = torch.where(self.means.isinf(), now_M2, self.means)
         moved_M2 = known_M2 + (now_M2 - known_M2) / STEPS
         self.means.copy_(torch.where(((tokens_M > 0) & self.taught)[:, None], moved_M2, self.means))

@@ -37,10 +37,11 @@ from kdtrain.run.folder import (
     write_tokenizer,
 )
 from kdtrain.run.model_card import card_files
-from kdtrain.run.path_kind import best_plain_run, count_warnings, read_result
+from kdtrain.run.path_kind import best_run_beside, count_warnings, read_result
 from kdtrain.run.recipe import PARTS, Recipe
 from kdtrain.run.saved_student import checkpoint_of, merged_line, origin_of, student_at, written_parameters
 from kdtrain.tables import finite, show
+from kdtrain.training.baselines import baselines
 from kdtrain.training.schedule import learning_rate, warmup_steps
 from kdtrain.training.state import Progress, load_saved
 from kdtrain.training.step import out_of_memory
@@ -361,6 +362,9 @@ class Run:
         resumed = "" if loaded is None else f"resuming from {loaded}"
         for line in filter(None, (*lines, *self.quantised, enabled, self.hidden, resumed, length)):
             log.info("%s", line)
+        if is_main() and recipe.distils and loaded is None:
+            beside = best_run_beside(self.out, recipe.facts.identity)
+            trainer.reporter.baselines = baselines(recipe.sources["train"], recipe.sources["validation"], beside)
         members = recipe.facts.members.items()
         shares: dict[str, Any] = {"caches": {name: each.share for name, each in members}} if members else {}
         trainer.writers.event("start" if loaded is None else "resume", trainer.state.progress.step, **shares)
@@ -510,8 +514,8 @@ class Run:
     def _plain(self) -> tuple[str, float] | None:
         if not self.recipe.distils:
             return None
-        job = self.identity["cache"], self.recipe.student.name, self.trainer.state.progress.tokens
-        return best_plain_run(self.out, job)
+        job = self.recipe.student.name, self.trainer.state.progress.tokens
+        return best_run_beside(self.out, self.identity["cache"], job)
 
     @contextmanager
     def recording_failure(self) -> Iterator[None]:

@@ -407,7 +407,8 @@ class Stepper:
         gap, alpha_M = self.student.loss.gap, self.student.loss.alpha
         assert gap is not None and isinstance(alpha_M, torch.Tensor)
         tokens_M = compared_M4[:, 3] * gap.taught
-        found = {"alpha": (alpha_M * tokens_M).sum() / tokens_M.sum().clamp(min=1)}
+        mean = (alpha_M * tokens_M).sum() / tokens_M.sum().clamp(min=1)
+        found = {"alpha": mean if len(alpha_M) > 1 else alpha_M[0]}
         members = self.source.facts.members.items()
         own = (
             (name, alpha) for (name, each), alpha in zip(members, alpha_M, strict=False) if each.facts.targets != "none"

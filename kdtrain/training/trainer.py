@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -243,8 +244,10 @@ class Trainer:
         if members:
             log.info("%s", members_line(progress.step, numbers, members))
         if progress.step == 0:
-            self.reporter.initial(loss)
             self._begin_gap(metrics, members)
+            gap = self.student.loss.gap
+            begins: Any = self.student.loss.alpha if gap is None else gap.weights().max()
+            self.reporter.initial(loss, metrics.teacher_loss(), float(begins))
         if not math.isfinite(loss):
             self.writers.warning("validation", progress.step, f"validation at step {progress.step}: loss {loss}")
             if progress.first_loss is None:
@@ -275,7 +278,7 @@ class Trainer:
             own, teacher = each.mean("cross_entropy"), each.teacher_loss()
             known = own is not None and teacher is not None and each.tokens
             rows.append((own, 0.0, teacher, 1.0) if known else (0.0,) * 4)
-        gap.means.fill_(math.nan)
+        gap.means.fill_(math.inf)
         gap.update(torch.tensor(rows, dtype=torch.float64, device=gap.means.device))
 
     def _validate_and_save(self, stop: StopRequest, result: StepResult | None) -> Next:
