@@ -24,6 +24,7 @@ from kdtrain.monitor.facts import RESULT
 from kdtrain.monitor.progress import end_log, formula, log, setup_logging, warn_early
 from kdtrain.parallel.parallelize import part_of, reshard
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, raise_on_all_ranks, rank, reported, world_size
+from kdtrain.run.baselines import baselines
 from kdtrain.run.folder import (
     TOKENIZER,
     changes,
@@ -41,7 +42,6 @@ from kdtrain.run.path_kind import best_run_beside, count_warnings, read_result
 from kdtrain.run.recipe import PARTS, Recipe
 from kdtrain.run.saved_student import checkpoint_of, merged_line, origin_of, student_at, written_parameters
 from kdtrain.tables import finite, show
-from kdtrain.training.baselines import baselines
 from kdtrain.training.schedule import learning_rate, warmup_steps
 from kdtrain.training.state import Progress, load_saved
 from kdtrain.training.step import out_of_memory
@@ -364,7 +364,8 @@ class Run:
             log.info("%s", line)
         if is_main() and recipe.distils and loaded is None:
             beside = best_run_beside(self.out, recipe.facts.identity)
-            trainer.reporter.baselines = baselines(recipe.sources["train"], recipe.sources["validation"], beside)
+            known = baselines(recipe.sources["train"], recipe.sources["validation"], beside)
+            trainer.on_begin = lambda teacher, alpha: known.tell(teacher, alpha, trainer.writers)
         members = recipe.facts.members.items()
         shares: dict[str, Any] = {"caches": {name: each.share for name, each in members}} if members else {}
         trainer.writers.event("start" if loaded is None else "resume", trainer.state.progress.step, **shares)

@@ -30,7 +30,6 @@ from kdtrain.monitor.writers import SilentWriters, Writers
 from kdtrain.parallel.parallelize import peaks, reshard
 from kdtrain.precision.modes import autocast
 from kdtrain.ranks import is_main, memory_mb, resident_mb
-from kdtrain.training.baselines import Baselines
 from kdtrain.training.schedule import validation_interval, warmup_steps
 from kdtrain.training.sources.source import Source
 from kdtrain.training.student import Student
@@ -154,8 +153,6 @@ class Reporter:
         self.losses: deque[float] = deque(maxlen=4 * WINDOW)
         self.validations: list[tuple[int, float]] = []
         self.teacher_loss: float | None = None
-        self.baselines: Baselines | None = None
-        """What the run has to beat, where that is known."""
 
     def _history(self, first: int, samples: int) -> History:
         optimizer, frequency = self.config.optimizer, self.config.checkpoint.checkpoint_freq
@@ -201,15 +198,8 @@ class Reporter:
         self.init, self.texts = init, texts
         self.bar = Bar("distill", self.total, step, every=math.inf)
 
-    def initial(self, loss: float, teacher: float | None, alpha: float) -> None:
-        """Log what the run begins with; warn if its validation loss, or that of its teacher, is implausible.
-
-        loss, teacher: before the first step, nats a token. alpha: of the first step.
-        """
-        if teacher is not None and self.baselines is not None:
-            log.info("%s", self.baselines.line(teacher, alpha))
-            if (weak := self.baselines.weak(teacher)) is not None:
-                self.writers.warning("weak-teacher", 0, weak)
+    def initial(self, loss: float) -> None:
+        """Warn if the validation loss before the first step, nats a token, is implausible."""
         plausible, text = initial_loss(loss, self.student.vocab_size, self.init)
         if not plausible:
             self.writers.warning("initial-loss", 0, text)

@@ -12,7 +12,7 @@ validation loss is lowest; one at the end of each epoch; a special one at a stop
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -100,6 +100,8 @@ class Trainer:
         )
         self.recovery = Recovery(config, self.state, self.stepper, self.checkpoints, self.reporter)
         self.byte_lengths: np.ndarray | None = None
+        self.on_begin: Callable[[float, float], None] | None = None
+        """Called with the teacher's validation loss and alpha, before the first step."""
         self.stopped_by: str | None = None
         """The signal that ended training, or None."""
         # the time of this process is not part of the state
@@ -247,7 +249,9 @@ class Trainer:
             self._begin_gap(metrics, members)
             gap = self.student.loss.gap
             begins: Any = self.student.loss.alpha if gap is None else gap.weights().max()
-            self.reporter.initial(loss, metrics.teacher_loss(), float(begins))
+            if self.on_begin is not None and (teacher := metrics.teacher_loss()) is not None:
+                self.on_begin(teacher, float(begins))
+            self.reporter.initial(loss)
         if not math.isfinite(loss):
             self.writers.warning("validation", progress.step, f"validation at step {progress.step}: loss {loss}")
             if progress.first_loss is None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kdtrain.library import Cache
-from kdtrain.training.baselines import bigram_loss, label_loss
+from kdtrain.run.baselines import bigram_loss, label_loss
 from kdtrain.training.sources.cache import CachedSource
 
 ROOT = Path(__file__).resolve().parents[2]

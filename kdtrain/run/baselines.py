@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kdtrain.cache.read.reader import CacheReader
+from kdtrain.monitor.progress import log
+from kdtrain.monitor.writers import Writers
 from kdtrain.training.sources.source import Source
 
 _MOST = 4_000_000
@@ -28,23 +30,20 @@ class Baselines(NamedTuple):
     beside: tuple[str, float] | None
     """The best run on the same data beside this one, and its validation loss."""
 
-    def line(self, teacher: float, alpha: float) -> str:
-        """What a run begins with. teacher: its validation loss. alpha: the first."""
+    def tell(self, teacher: float, alpha: float, writers: Writers) -> None:
+        """Log them, and warn of a teacher that the bigram beats. teacher: its validation loss. alpha: the first."""
         text = f"teacher {teacher:.3f} on validation" + (
             "" if self.teacher is None else f", {self.teacher:.3f} on train"
         )
         text += "" if self.bigram is None else f"; a bigram of the text {self.bigram:.3f}"
         text += "" if self.beside is None else f"; best here {self.beside[0]} {self.beside[1]:.3f}"
-        return f"{text}; alpha {alpha:.2g}"
-
-    def weak(self, teacher: float) -> str | None:
-        """What is to be said of a teacher that a bigram beats; None of another. teacher: its validation loss."""
-        if self.bigram is None or teacher <= self.bigram:
-            return None
-        return (
-            f"the teacher's loss on this text, {teacher:.3f}, is above that of a bigram, {self.bigram:.3f}: is it the "
-            "right teacher, with the tokenizer and the chat template that it was trained with?"
-        )
+        log.info("%s; alpha %.2g", text, alpha)
+        if self.bigram is not None and teacher > self.bigram:
+            text = (
+                f"the teacher's loss on this text, {teacher:.3f}, is above that of a bigram, {self.bigram:.3f}: is it "
+            )
+            text += "the right teacher, with the tokenizer and the chat template that it was trained with?"
+            writers.warning("weak-teacher", 0, text)
 
 
 def baselines(train: Source, validation: Source, beside: tuple[str, float] | None) -> Baselines:
