@@ -29,7 +29,7 @@ from kdtrain.tokenizers.view_format import viewed_settings
 
 RECIPE = "recipe.toml"
 _DATA = re.compile(r"hf:(?:datasets/)?([\w.-]+/[\w.-]+)(?:[:@].*)?", re.ASCII)
-_HOW = {"out", "config", "resume", "overwrite", "dry_run", "sanity", "json"}
+_HOW = {"out", "config", "resume", "overwrite", "dry_run", "write_config", "sanity", "json"}
 """Options that name where a run lies and how it was started, not what it is."""
 _CACHES = 20
 """Caches of a mixture that a card lists."""
