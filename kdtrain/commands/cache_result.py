@@ -19,7 +19,7 @@ def show_cache(folder: Path, manifest: Manifest, as_json: bool, lines: Sequence[
         known = cache_facts(manifest)
         shown = [f"{label}: {known[label]}" for label in (*manifest.splits, *MADE) if label in known]
         digest = f"digest {manifest.digest[:12]}; kdtrain inspect {shlex.quote(str(folder))} shows how true it is"
-        show_page([f"{folder}: {heading(manifest)}", "", *shown, *lines, digest, *next_step(folder, manifest)])
+        show_page([f"{folder}: {heading(manifest.settings)}", "", *shown, *lines, digest, *next_step(folder, manifest)])
         return
     sequences = {name: split["sequences"] for name, split in manifest.splits.items()}
     result = {

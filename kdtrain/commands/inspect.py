@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import Manifest, check_sizes, read_manifest, read_sidecar
 from kdtrain.cache.tools.facts import cache_facts, contents, fidelity, heading, parent_lines, tail_rule
+from kdtrain.cache.tools.unfinished import progress
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.sealed import STATE, checkpoint_at, problem, read_checkpoint, read_state
 from kdtrain.checkpoint.store import Store
@@ -51,7 +52,7 @@ def main(config: InspectConfig) -> int:
     """Print the page.
 
     Raises:
-        UsageError: the path is none of what is shown, or a cache that is not finished or damaged.
+        UsageError: the path is none of what is shown, or a damaged cache.
     """
     setup_logging()
     if config.hardware:
@@ -59,10 +60,10 @@ def main(config: InspectConfig) -> int:
         return 0
     assert config.path is not None
     address = parse_address(config.path)
-    path, kind = config.path, "cache" if address else _kind(config.path)
-    refuse(config.watch and kind != "run", f"--watch is for runs; {path} is a {kind}")
+    path, kind = config.path, "cache elsewhere" if address else _kind(config.path)
+    refuse(config.watch and kind not in ("run", "cache"), f"--watch is for runs and caches; {path} is a {kind}")
     if config.watch:
-        return _watch(path)
+        return _watch(path, kind)
     with _as_written(path):
         facts, page = _PAGES[kind](path) if address is None else _remote(address)
         if config.json or page is None:
@@ -103,18 +104,24 @@ def _as_written(path: Path) -> Iterator[None]:
         raise UsageError(f"{path} is not what kdtrain writes ({error!r}); see whether --json shows it") from None
 
 
-def _watch(path: Path) -> int:
-    """Print how a run is doing until it ends, every ten seconds."""
+def _watch(path: Path, kind: str) -> int:
+    """Print how a run or a cache is doing until it ends, every ten seconds."""
     before: list[str] = []
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             with _as_written(path):
-                record = RunRecord.read(path, TAIL)
-                state, line = of_run.state_of(path, record, is_training(path))
-                lines = [*(of_run.health_lines(path, record) if state in of_run.ACTIVE else ())]
-            show_page([of_run.watch_line(record, line), *(each for each in lines if each not in before)])
+                if kind == "run":
+                    record = RunRecord.read(path, TAIL)
+                    state, line = of_run.state_of(path, record, is_training(path))
+                    line, active = of_run.watch_line(record, line), state in of_run.ACTIVE
+                    lines = [*(of_run.health_lines(path, record) if active else ())]
+                elif found := progress(path):
+                    line, active, lines = found["progress"], found["making"] is not False, []
+                else:
+                    line, active, lines = f"finished: {heading(read_manifest(path).settings)}", False, []
+            show_page([line, *(each for each in lines if each not in before)])
             before = lines
-            if state not in of_run.ACTIVE:
+            if not active:
                 break
             time.sleep(10.0)
     return 0
@@ -152,6 +159,10 @@ _Found = tuple[dict[str, Any], Iterator[Part] | None]
 
 
 def _cache(path: Path) -> _Found:
+    if found := progress(path):
+        watch = f"kdtrain inspect {quoted(path)} --watch"
+        follows = "the command that began it, again" if found["making"] is False else watch
+        return found, iter([f"{path}: {found['state']}", found["progress"], "", f"Next: {follows}"])
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     record = _cache_record(path, manifest)
@@ -195,7 +206,7 @@ def _cache_record(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _cache_page(path: Path | str, record: Mapping[str, Any], manifest: Manifest) -> Iterator[Part]:
-    yield f"{path}: {heading(manifest)}"
+    yield f"{path}: {heading(manifest.settings)}"
     yield from ("", facts_table(cache_facts(manifest)))
     if found := fidelity(manifest):
         yield from ("", *found)
@@ -296,7 +307,8 @@ def _folders(path: Path) -> dict[str, list[Path]]:
     """The runs and the caches directly in a folder, by name."""
     inside = sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
     runs = [each for each in inside if (each / "config.toml").is_file() and (each / "environment.json").is_file()]
-    return {"runs": runs, "caches": [each for each in inside if (each / cache_format.MANIFEST).is_file()]}
+    files = cache_format.MANIFEST, cache_format.SETTINGS
+    return {"runs": runs, "caches": [each for each in inside if any((each / name).is_file() for name in files)]}
 
 
 def _folder(path: Path) -> _Found:
@@ -308,7 +320,10 @@ def _folder(path: Path) -> _Found:
         except (OSError, ValueError) as error:
             runs[each.name] = {"state": f"cannot be read: {error}"}
     for each in found["caches"]:
-        with contextlib.suppress(UsageError, RunError):  # unfinished or damaged: inspect it alone to read why
+        try:
+            if unfinished := progress(each):
+                caches[each.name] = unfinished
+                continue
             manifest = read_manifest(each)
             kept[each.name] = contents(manifest)
             caches[each.name] = {
@@ -319,6 +334,8 @@ def _folder(path: Path) -> _Found:
                 "tokens": sum(each["sequences"] for each in manifest.splits.values()) * manifest.settings.seq_len,
                 "bytes per token": manifest.bytes_per_token["total"],
             }
+        except (UsageError, RunError, ValueError) as error:
+            caches[each.name] = {"state": f"cannot be read: {error}"}
 
     def page() -> Iterator[Part]:
         if runs:
@@ -329,10 +346,12 @@ def _folder(path: Path) -> _Found:
             rows = [
                 (name, str(row["teacher"] or "-"), kept[name], short(row["tokens"]), row["bytes per token"])
                 for name, row in caches.items()
+                if name in kept
             ]
-            yield columns(
-                ("cache", "teacher", "kept", "tokens", "bytes a token"), rows, left=("cache", "teacher", "kept")
-            )
+            heads = ("cache", "teacher", "kept", "tokens", "bytes a token")
+            yield from [columns(heads, rows, left=heads[:3])] * bool(rows)
+            shown = ((name, [row[key] for key in ("state", "progress") if key in row]) for name, row in caches.items())
+            yield from (f"{name}: {', '.join(parts)}" for name, parts in shown if parts)
 
     return {"runs": runs, "caches": caches}, page()
 

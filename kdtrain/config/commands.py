@@ -207,7 +207,7 @@ class InspectConfig(Printed):
     path: Path | None = option(None, positional=True, reads="cache path")
     """A run, a cache (hf:datasets/... and https://... too), checkpoint, shard, model, recipe, or a folder of these."""
     watch: bool = option(False, needs="path")
-    """Show how a run is doing every ten seconds, and what is wrong, until it ends."""
+    """Show how a run, or a cache that is being made, is doing every ten seconds, and what is wrong, until it ends."""
     hardware: bool = False
     """Show devices, number formats and compilers of this machine instead."""
 
