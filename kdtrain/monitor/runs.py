@@ -23,7 +23,7 @@ from kdtrain.errors import UsageError, printable
 from kdtrain.monitor.record import Event, RunRecord, as_finite, as_table
 from kdtrain.tables import duration, loss_text, short, size
 
-NOT_COMPARED = {"out", "seed", "json", "yes", "resume", "overwrite", "config", "dry_run", "sanity"}
+NOT_COMPARED = {"out", "seed", "json", "yes", "resume", "overwrite", "config", "dry_run", "write_config", "sanity"}
 """Options in which runs of a group may differ: where a run lies, and how it was started."""
 MARKS = {"rollback": "v", "recovery": "^", "switch": "D", "resume": ">", "skip": "x", "decay": "s", "memory": "P"}
 """The interventions that a curve shows, each with its marker."""

@@ -51,7 +51,7 @@ from kdtrain.ranks import (
 )
 from kdtrain.run.agreement import same_ranks
 from kdtrain.run.build import build
-from kdtrain.run.folder import check_out, is_run, refuse_changes
+from kdtrain.run.folder import check_out, is_run, refuse_changes, write_config_to_copy
 from kdtrain.run.recipe import Recipe, resolve, run_device
 from kdtrain.run.run import Run
 from kdtrain.tables import Table, show, show_page
@@ -156,6 +156,9 @@ def main(config: DistillConfig) -> int:
             begins = _begins(config, run)
         log.info("built the run; two steps, a validation forward and a save follow")
         table = {"run": str(config.out), "begins": begins, **_plan(run), **_estimates(run, config.out), **_capture(run)}
+        if config.write_config is not None:
+            on_main(lambda: write_config_to_copy(config))
+            table["written"] = f"{config.write_config}, for distill --config"
     show(f"distill {config.out}, dry run", table, config.json)
     return 0
 
