@@ -517,7 +517,7 @@ def tested(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def evaluations(found: Iterable[Mapping[str, Any]]) -> Iterator[Part]:
     """What `evaluate` measured last of each checkpoint on each text: a column each, of more than three a row each."""
-    unique = {(each.get("student"), each.get("checkpoint"), text_of(each)): each for each in found}
+    unique = {f"{each.get('student')} {each.get('checkpoint')} {text_of(each)}": each for each in found}
     last = list(unique.values())[-MOST_RUNS:]
     order = ["student", "checkpoint", "split", "cache", "data", "teacher", "sequences", "date", *EVALUATED]
     known = {name for each in last for name, value in each.items() if isinstance(value, str | int | float)} - {"step"}
@@ -526,7 +526,7 @@ def evaluations(found: Iterable[Mapping[str, Any]]) -> Iterator[Part]:
         measure, cut = EVALUATED.get(name, Measure(name.replace("_", " "), number)), 12 if name == "cache" else 60
         lines.append([measure.label])
         for value in (each.get(name) for each in last):
-            text = "-" if as_finite(value) is None else measure.text(value)
+            text = "-" if (finite := as_finite(value)) is None else measure.text(finite)
             lines[-1].append(printable(value[:cut]) if isinstance(value, str) else text)
     if lines and len(last) > 3:
         same = [line for line in lines[1:] if len({*line[1:]}) == 1]

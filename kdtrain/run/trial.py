@@ -335,8 +335,8 @@ def check(config: DistillConfig) -> int:
             found.append({"check": name, "verdict": verdict, "found": text, "wanted": wanted, "values": values})
     shown = ("check", "verdict", "found", "wanted")
     table = Table(shown, [[each[name] for name in shown] for each in found], left=shown)
-    page = [f"distill {config.out}, sanity", "", table]
-    show(page, {"run": str(config.out), "checks": found}, config.json)
+    record = {"run": str(config.out), "checks": found}
+    show([f"distill {config.out}, sanity", "", table], record, config.json)
     return 0
 
 

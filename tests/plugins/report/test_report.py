@@ -107,6 +107,10 @@ def test_a_hostile_run_reaches_the_page_escaped_and_cut(workbench, tmp_path):
         folder / "events.jsonl", [{"event": bad, "level": bad, "step": 4, "message": bad * 50, bad: bad}] * 3000
     )
     write_lines(folder / "samples.jsonl", [{"step": 4, "prompt": bad, "greedy": bad * 10_000, "sampled": [bad]}] * 50)
+    odd = {"step": 4, "student": [bad], "checkpoint": {bad: 1}, "split": "test", "loss": bad, "kl": 1e300, bad: bad}
+    write_lines(
+        folder / "evaluations.jsonl", [odd | {"cache": bad * place, "sequences": [place]} for place in range(9)]
+    )
     for name in ("environment.json", "result.json"):
         record = json.loads((folder / name).read_text())
         (folder / name).write_text(
