@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import Manifest, check_sizes, read_manifest, read_sidecar
 from kdtrain.cache.tools.facts import cache_facts, contents, fidelity, heading, parent_lines, tail_rule
+from kdtrain.cache.tools.unfinished import progress
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.sealed import STATE, checkpoint_at, problem, read_checkpoint, read_state
 from kdtrain.checkpoint.store import Store
@@ -34,6 +35,7 @@ from kdtrain.monitor import facts as of_run
 from kdtrain.monitor.facts import TAIL, quoted
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord, as_table
+from kdtrain.monitor.runs import evaluations, tested
 from kdtrain.net.address import Address, parse_address
 from kdtrain.run.path_kind import damage_of, is_training, kind_of, read_result
 from kdtrain.tables import Part, columns, duration, facts_table, loss_text, number, short, show, show_page, size
@@ -51,7 +53,7 @@ def main(config: InspectConfig) -> int:
     """Print the page.
 
     Raises:
-        UsageError: the path is none of what is shown, or a cache that is not finished or damaged.
+        UsageError: the path is none of what is shown, or a damaged cache.
     """
     setup_logging()
     if config.hardware:
@@ -59,16 +61,13 @@ def main(config: InspectConfig) -> int:
         return 0
     assert config.path is not None
     address = parse_address(config.path)
-    path, kind = config.path, "cache" if address else _kind(config.path)
-    refuse(config.watch and kind != "run", f"--watch is for runs; {path} is a {kind}")
+    path, kind = config.path, "cache elsewhere" if address else _kind(config.path)
+    refuse(config.watch and kind not in ("run", "cache"), f"--watch is for runs and caches; {path} is a {kind}")
     if config.watch:
-        return _watch(path)
+        return _watch(path, kind)
     with _as_written(path):
         facts, page = _PAGES[kind](path) if address is None else _remote(address)
-        if config.json or page is None:
-            show(f"{kind} {path}", facts, config.json)
-        else:
-            show_page(list(page))
+        show(f"{kind} {path}" if page is None else page, facts, config.json)
     return 0
 
 
@@ -103,18 +102,24 @@ def _as_written(path: Path) -> Iterator[None]:
         raise UsageError(f"{path} is not what kdtrain writes ({error!r}); see whether --json shows it") from None
 
 
-def _watch(path: Path) -> int:
-    """Print how a run is doing until it ends, every ten seconds."""
+def _watch(path: Path, kind: str) -> int:
+    """Print how a run or a cache is doing until it ends, every ten seconds."""
     before: list[str] = []
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             with _as_written(path):
-                record = RunRecord.read(path, TAIL)
-                state, line = of_run.state_of(path, record, is_training(path))
-                lines = [*(of_run.health_lines(path, record) if state in of_run.ACTIVE else ())]
-            show_page([of_run.watch_line(record, line), *(each for each in lines if each not in before)])
+                if kind == "run":
+                    record = RunRecord.read(path, TAIL)
+                    state, line = of_run.state_of(path, record, is_training(path))
+                    line, active = of_run.watch_line(record, line), state in of_run.ACTIVE
+                    lines = [*(of_run.health_lines(path, record) if active else ())]
+                elif found := progress(path):
+                    line, active, lines = found["progress"], found["making"] is not False, []
+                else:
+                    line, active, lines = f"finished: {heading(read_manifest(path).settings)}", False, []
+            show_page([line, *(each for each in lines if each not in before)])
             before = lines
-            if state not in of_run.ACTIVE:
+            if not active:
                 break
             time.sleep(10.0)
     return 0
@@ -152,6 +157,10 @@ _Found = tuple[dict[str, Any], Iterator[Part] | None]
 
 
 def _cache(path: Path) -> _Found:
+    if found := progress(path):
+        watch = f"kdtrain inspect {quoted(path)} --watch"
+        follows = "the command that began it, again" if found["making"] is False else watch
+        return found, iter([f"{path}: {found['state']}", found["progress"], "", f"Next: {follows}"])
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     record = _cache_record(path, manifest)
@@ -195,7 +204,7 @@ def _cache_record(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _cache_page(path: Path | str, record: Mapping[str, Any], manifest: Manifest) -> Iterator[Part]:
-    yield f"{path}: {heading(manifest)}"
+    yield f"{path}: {heading(manifest.settings)}"
     yield from ("", facts_table(cache_facts(manifest)))
     if found := fidelity(manifest):
         yield from ("", *found)
@@ -223,6 +232,8 @@ def _run_page(path: Path, known: Mapping[str, Any], record: RunRecord) -> Iterat
     yield from (f"{path}: {of_run.heading(record)}", line, "")
     yield from of_run.losses(record.result or {}, record)
     yield from of_run.members(record)
+    if numbers := of_run.last_numbers(record.result or {}, record):
+        yield from (numbers, "")
     if checkpoints := {name: as_table(row) for name, row in as_table(known.get("checkpoints")).items()}:
         rows = []
         for name, row in checkpoints.items():
@@ -238,6 +249,8 @@ def _run_page(path: Path, known: Mapping[str, Any], record: RunRecord) -> Iterat
         yield f"train: {of_run.objective(record)} of one step; val: cross-entropy of other text. Compare val alone."
     else:
         yield "no checkpoint"
+    if tables := [*evaluations(record.evaluations)]:
+        yield from ("", *tables)
     yield from _aside_lines(known)
     yield from of_run.warnings(record)
     if state == "training":
@@ -296,7 +309,8 @@ def _folders(path: Path) -> dict[str, list[Path]]:
     """The runs and the caches directly in a folder, by name."""
     inside = sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
     runs = [each for each in inside if (each / "config.toml").is_file() and (each / "environment.json").is_file()]
-    return {"runs": runs, "caches": [each for each in inside if (each / cache_format.MANIFEST).is_file()]}
+    files = cache_format.MANIFEST, cache_format.SETTINGS
+    return {"runs": runs, "caches": [each for each in inside if any((each / name).is_file() for name in files)]}
 
 
 def _folder(path: Path) -> _Found:
@@ -308,7 +322,10 @@ def _folder(path: Path) -> _Found:
         except (OSError, ValueError) as error:
             runs[each.name] = {"state": f"cannot be read: {error}"}
     for each in found["caches"]:
-        with contextlib.suppress(UsageError, RunError):  # unfinished or damaged: inspect it alone to read why
+        try:
+            if unfinished := progress(each):
+                caches[each.name] = unfinished
+                continue
             manifest = read_manifest(each)
             kept[each.name] = contents(manifest)
             caches[each.name] = {
@@ -319,20 +336,25 @@ def _folder(path: Path) -> _Found:
                 "tokens": sum(each["sequences"] for each in manifest.splits.values()) * manifest.settings.seq_len,
                 "bytes per token": manifest.bytes_per_token["total"],
             }
+        except (UsageError, RunError, ValueError) as error:
+            caches[each.name] = {"state": f"cannot be read: {error}"}
 
     def page() -> Iterator[Part]:
         if runs:
-            titles = ("run", "student", "cache", "state", "step", "val", "teacher", "time", "warn")
+            titles = ("run", "student", "cache", "state", "step", "val", "teacher", "test", "time", "warn")
             yield columns(titles, [_run_cells(name, row) for name, row in runs.items()], left=titles[:4])
+            yield from tested([row["test"] for row in runs.values() if row.get("test")])
         if caches:
             yield "" if runs else f"{path}:"
             rows = [
                 (name, str(row["teacher"] or "-"), kept[name], short(row["tokens"]), row["bytes per token"])
                 for name, row in caches.items()
+                if name in kept
             ]
-            yield columns(
-                ("cache", "teacher", "kept", "tokens", "bytes a token"), rows, left=("cache", "teacher", "kept")
-            )
+            heads = ("cache", "teacher", "kept", "tokens", "bytes a token")
+            yield from [columns(heads, rows, left=heads[:3])] * bool(rows)
+            shown = ((name, [row[key] for key in ("state", "progress") if key in row]) for name, row in caches.items())
+            yield from (f"{name}: {', '.join(parts)}" for name, parts in shown if parts)
 
     return {"runs": runs, "caches": caches}, page()
 
@@ -348,6 +370,7 @@ def _run_row(path: Path, record: RunRecord) -> dict[str, Any]:
         "steps": record.environment.get("steps") or result.get("steps"),
         "best_validation_loss": result.get("best_validation_loss", min(losses, default=None)),
         "teacher_validation_loss": result.get("teacher_validation_loss"),
+        "test": record.test,
         "seconds": result.get("seconds"),
         "warnings": sum(each.level != "info" for each in record.events),
     }
@@ -356,7 +379,8 @@ def _run_row(path: Path, record: RunRecord) -> dict[str, Any]:
 def _run_cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     named = row.get("cache") or "-"
     cache = " + ".join(Path(str(each)).name for each in (named if isinstance(named, list) else [named]))
-    losses = (loss_text(row.get(each)) for each in ("best_validation_loss", "teacher_validation_loss"))
+    test, names = as_table(row.get("test")), ("best_validation_loss", "teacher_validation_loss")
+    losses = map(loss_text, (*map(row.get, names), test.get("loss")))
     numbers = (f"{number(row.get('step'))}/{number(row.get('steps'))}", *losses, duration(row.get("seconds")))
     return name, str(row.get("student") or "-"), cache, str(row.get("state")), *numbers, number(row.get("warnings"))
 

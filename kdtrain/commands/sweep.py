@@ -1,17 +1,15 @@
 """`kdtrain sweep`: arms times seeds of a TOML file, each by its own command, and the table of all."""
 
-import json
-from collections.abc import Collection
 from pathlib import Path
 
-from kdtrain.commands import compare
+from kdtrain.commands.compare import compare
 from kdtrain.config import SweepConfig
 from kdtrain.errors import RunError
 from kdtrain.files import Lock
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.monitor.runs import MEASURES, Group, grouped, read_runs
+from kdtrain.monitor.runs import Group, grouped, read_runs
 from kdtrain.run.sweep import Runner, Sweep, SweepJob, claim, read_sweep
-from kdtrain.tables import finite, loss_text
+from kdtrain.tables import loss_text
 
 
 def main(config: SweepConfig) -> int:
@@ -29,7 +27,7 @@ def main(config: SweepConfig) -> int:
         return 0
     groups = run(config.file, out, config.at_once)
     if groups is not None:
-        compared(groups, config.json)
+        compare(groups, config.json)
         if not config.json:
             runs = f"{out}/*/seed-*"
             print(f"Next: kdtrain compare {runs} --format latex; kdtrain report {runs} --out {out}/report.html")
@@ -57,14 +55,6 @@ def run(file: Path, out: Path, at_once: int) -> list[Group] | None:
     finally:
         lock.release()
     return grouped(read_runs(sweep.folders, most=None))
-
-
-def compared(groups: list[Group], as_json: bool, names: Collection[str] = tuple(MEASURES)) -> None:
-    """Print the comparison of runs."""
-    if as_json:
-        print(json.dumps(finite(compare.as_record(groups))))
-    else:
-        compare.show(groups, names=names)
 
 
 def _ended(sweep: Sweep, job: SweepJob, error: str) -> str:

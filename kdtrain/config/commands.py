@@ -104,6 +104,8 @@ class DistillConfig(Extended):
     """auto, cpu, cuda or cuda:N."""
     dry_run: bool = option(False, free=True, brief=True)
     """Show the plan of the run, its time and memory; two steps are taken and saved, and the files removed."""
+    write_config: Path | None = option(None, free=True, once=True, needs="dry_run", reads="new file")
+    """With --dry-run, write all options with their lines of help into this new file, for --config."""
     sanity: bool = option(False, free=True, brief=True)
     """Run the checks that come before a long run; a table of verdicts is shown, and the files are removed."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -207,7 +209,7 @@ class InspectConfig(Printed):
     path: Path | None = option(None, positional=True, reads="cache path")
     """A run, a cache (hf:datasets/... and https://... too), checkpoint, shard, model, recipe, or a folder of these."""
     watch: bool = option(False, needs="path")
-    """Show how a run is doing every ten seconds, and what is wrong, until it ends."""
+    """Show how a run, or a cache that is being made, is doing every ten seconds, and what is wrong, until it ends."""
     hardware: bool = False
     """Show devices, number formats and compilers of this machine instead."""
 

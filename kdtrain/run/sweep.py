@@ -49,7 +49,7 @@ from kdtrain.tables import counted
 
 _TABLES = ("seeds", "caches", "common", "arms", "test")
 _OURS = {
-    "distill": ("out", "seed", "resume", "overwrite", "dry_run", "sanity", "json"),
+    "distill": ("out", "seed", "resume", "overwrite", "dry_run", "write_config", "sanity", "json"),
     "cache-teacher": ("out", "json"),
     "evaluate": ("student", "json"),
 }

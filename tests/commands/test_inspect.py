@@ -2,8 +2,12 @@
 
 import dataclasses
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,7 @@ from kdtrain.checkpoint.store import Store
 from kdtrain.commands.inspect import main
 from kdtrain.config import InspectConfig
 from kdtrain.errors import UsageError
+from kdtrain.files import Lock
 from kdtrain.monitor.facts import closing_page
 from kdtrain.tables import duration, number, short, show, show_page, size
 from tests.logged_runs import write_lines, write_run
@@ -159,7 +164,13 @@ def test_distill_ends_with_a_short_page_that_fits_into_80_columns(monkeypatch, c
     (run / "student" / "chat_template.jinja").write_text("{{ messages }}")
     assert closing(run, result, capsys)[-1] == 'Next: kdtrain generate runs/a "Say hello."'
     text = "\n".join(lines)
-    for part in ("1 no-gain, 2 slow", "KL to the teacher 1.000", "ECE 5.0 %", "runs/a/student", "runs/a/result.json"):
+    for part in (
+        "1 no-gain, 2 slow",
+        "val @40: KL to the teacher 1.000",
+        "ECE 5.0 %",
+        "runs/a/student",
+        "runs/a/result.json",
+    ):
         assert part in text
 
 
@@ -217,8 +228,19 @@ def test_the_page_of_a_run_says_what_is_trained_and_the_routers_part_of_the_loss
     environment["student"] |= trained | {"router_weight": 0.5}
     path.write_text(json.dumps(environment))
     save_checkpoint(path.parent)
+    for split, ece in (("test", 0.9), ("test", 0.5), ("validation", 0.0125)):
+        found = {"step": 40, "checkpoint": f"best-{split}", "split": split, "cache": "cd" * 32, "ece": ece}
+        write_lines(path.parent / "evaluations.jsonl", [{**found, "sequences": 8, "kl": None, "x": [1], "odd": "\x1b"}])
     assert main(InspectConfig(path=path.parent)) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    out = capsys.readouterr().out
+    rows = {line[0]: line[1:] for each in out.splitlines() if (line := re.split("  +", each.strip()))}
+    assert rows["checkpoint"] == ["best-test", "best-validation"] and rows["split"] == ["test", "validation"]
+    assert rows["calibration error (ECE)"] == ["50.00 %", "1.25 %"] and rows["cache"] == ["cdcdcdcdcdcd"] * 2
+    assert not rows.keys() & {"KL to the teacher, nats", "x", "step"} and rows["odd"] == ["\\x1b"] * 2
+    assert "val @40: KL to the teacher 1.000" in out and main(InspectConfig(path=path.parents[1])) == 0
+    listed = capsys.readouterr().out
+    assert "test: 8 sequences of the test split of the cache cdcdcdcdcdcd; of each student best-test" in listed
+    shown = " ".join(out.split())
     assert "(12.3k trained: LoRA of rank 4 (alpha 32 / rank) on all-linear)" in shown
     assert ".9 kl + .1 ce + .5 router" in shown
 
@@ -227,6 +249,57 @@ def test_a_folder_lists_its_runs_and_caches(capsys: pytest.CaptureFixture[str]) 
     assert main(InspectConfig(path=CACHE.parent)) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["sparse", "-", "the", "4", "most", "likely", "entries", "and", "6", "samples", "168", "649"] in rows
+
+
+def test_an_unfinished_cache_is_shown_with_its_progress_and_followed_until_it_is_finished(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    def shown(path: Path, **options: bool) -> str:
+        assert main(InspectConfig(path=path, **options)) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    caches = tmp_path / "caches"
+    cache = Path(shutil.copytree(CACHE, caches / "cache"))
+    shutil.copytree(CACHE, caches / "whole")
+    ours = cache / "manifest.json", cache / "shards/validation-00000.json", cache / "shards/validation-00000.h5"
+    for each in ours:
+        each.rename(tmp_path / each.name)
+    killed = (
+        "2 of 3 shards (71%), 120 tokens, 71 KiB, no process is seen to make it Next: the command that began it, again"
+    )
+    assert shown(cache) == f"{cache}: unfinished, the 4 most likely entries and 6 samples of a teacher a token {killed}"
+    rows = shown(caches)
+    assert "168 649 cache: unfinished, the 4 most likely entries and 6 samples of a teacher a token, 2 of" in rows
+    watched = shown(cache, watch=True)
+    assert watched == killed.partition(" Next")[0]
+
+    lock = Lock(cache / ".building-0", "")
+    ages = {"shards/train-00000.json": 90, ".building-0": 60, "shards/train-00001.json": 0}  # one of an earlier attempt
+    for name, age in ages.items():
+        os.utime(cache / name, (time.time() - age, time.time() - age))
+    found = json.loads(shown(cache, json=True))
+    assert found["making"] and found["sequences"] == 5 and found["shards requested"] == 3
+    assert found["tokens_per_second"] == pytest.approx(2 * 24 / 60, rel=1e-3) and 50 < found["seconds left"] <= 60
+
+    def finish(seconds: float) -> None:
+        lock.release()
+        for each in ours:
+            (tmp_path / each.name).rename(each)
+
+    monkeypatch.setattr("time.sleep", finish)
+    watched = shown(cache, watch=True)
+    assert "being made, 1 tok/s, " in watched and " left finished: the 4 most likely entries and 6 samples" in watched
+
+    ours[0].unlink()
+    (cache / "shards/train-00000.h5").write_bytes(b"short")
+    (cache / "shards/train-00001.json").write_text("{}")
+    assert "1 of 3 shards (29%), 48 tokens, 35 KiB, 2 damaged, which are made again, no process" in shown(cache)
+    (cache / "settings.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"settings.json was altered or damaged \(.*run kdtrain verify"):
+        main(InspectConfig(path=cache))
+    assert "cannot be read: " in shown(caches)
+    with pytest.raises(UsageError, match=r"--watch is for runs and caches; .* is a folder"):
+        main(InspectConfig(path=caches, watch=True))
 
 
 def test_numbers_sizes_durations_and_counts_are_written_as_people_write_them():
@@ -274,4 +347,4 @@ def test_untrusted_names_are_shown_without_control_characters_or_markup(capsys):
     shown = capsys.readouterr().out
     for each in ("verify t/[/b]", "[/red]", "[/b] \\x1b[2J", "\\ud800", "[b]versions[/b]"):
         assert each in shown
-    assert "\x1b[2J" not in shown and len(shown.splitlines()) == 6
+    assert "\x1b[2J" not in shown and len(shown.splitlines()) == 5

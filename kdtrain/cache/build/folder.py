@@ -23,7 +23,6 @@ from kdtrain.files import (
     hidden_folder,
     publish_json,
     read_bytes,
-    read_sealed,
     refuse_links,
     swap_in,
     sweep,
@@ -60,7 +59,7 @@ def open_folder(
             sweep(folder)
             sweep(folder / cache_format.SHARDS)
         # Corrected settings replace those of a build that failed before its first shard.
-        if not (folder / cache_format.SETTINGS).exists() or _stored_settings(folder) != settings.to_json():
+        if not (folder / cache_format.SETTINGS).exists() or CacheSettings.stored(folder) != settings.to_json():
             publish_json(folder / cache_format.SETTINGS, settings.to_json(), "cache.settings")
         if tokenizer is not None:
             with writing(folder / cache_format.TOKENIZER):
@@ -114,7 +113,7 @@ def claim_folder(folder: Path, settings: CacheSettings) -> Manifest | None:
     if not (folder / cache_format.SETTINGS).exists():
         raise UsageError(f"{folder} holds files that are not a cache; choose another --out")
     refuse_links(folder)
-    stored = _stored_settings(folder)
+    stored = CacheSettings.stored(folder)
     shards = folder / cache_format.SHARDS
     # Half-written files of a killed builder do not count.
     if shards.is_dir() and any(not path.name.endswith(".tmp") for path in shards.iterdir()):
@@ -126,18 +125,6 @@ def lock(folder: Path, rank: int) -> Lock:
     """The lock of one rank of a builder on a folder that exists. UsageError: another process builds there."""
     message = f"another process is building {folder} now; wait for it, or choose another --out"
     return Lock(folder / f"{cache_format.LOCK}{rank}", message)
-
-
-def _stored_settings(folder: Path) -> dict[str, Any]:
-    path = folder / cache_format.SETTINGS
-    try:
-        return {key: value for key, value in read_sealed(path).items() if key != "digest"}
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}; make it readable") from error
-    except ValueError as error:
-        raise UsageError(
-            f"{path} was altered or damaged ({error}); run kdtrain verify {folder} --repair first"
-        ) from error
 
 
 def _refuse_others(folder: Path, there: dict[str, Any], settings: CacheSettings, what: str) -> None:

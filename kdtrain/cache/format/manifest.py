@@ -84,6 +84,18 @@ class CacheSettings:
         """The inverse of `to_json`; other keys are ignored. ValueError: a key that does not fit."""
         return typed(record, cls)
 
+    @staticmethod
+    def stored(folder: Path) -> dict[str, Any]:
+        """The record in a cache's settings.json. UsageError: it cannot be read, or is damaged."""
+        path = folder / cache_format.SETTINGS
+        try:
+            return {key: value for key, value in read_sealed(path).items() if key != "digest"}
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}; make it readable") from error
+        except ValueError as error:
+            hint = f"run kdtrain verify {folder} --repair first"
+            raise UsageError(f"{path} was altered or damaged ({error}); {hint}") from error
+
     def digest(self) -> str:
         """SHA-256 over `to_json`; each shard carries it."""
         return json_digest(self.to_json())

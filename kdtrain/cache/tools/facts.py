@@ -9,7 +9,7 @@ A manifest may come from a stranger: entries that are not what kdtrain writes ar
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kdtrain.cache.format.manifest import Manifest, Parent, weights_line
+from kdtrain.cache.format.manifest import CacheSettings, Manifest, Parent, weights_line
 from kdtrain.cache.format.spec import CODECS
 from kdtrain.config.choices import resolve_tail
 from kdtrain.tables import Table, columns, counted, number, size
@@ -22,15 +22,15 @@ MADE = ("its weights", "written by the teacher", "left out of the text", "kept m
 """The facts that a command which has made a cache prints, after its splits."""
 
 
-def contents(manifest: Manifest) -> str:
+def contents(of: Manifest | CacheSettings) -> str:
     """What a cache keeps of each distribution."""
-    return CODECS[manifest.codec.kind].contents(manifest.codec)
+    return CODECS[of.codec.kind].contents(of.codec)
 
 
-def heading(manifest: Manifest) -> str:
+def heading(settings: CacheSettings) -> str:
     """What a cache keeps, and of whom."""
-    of = f" of {(manifest.settings.teacher or {}).get('spec') or 'a teacher'} a token"
-    return contents(manifest) + (of if manifest.codec.taught else "")
+    of = f" of {(settings.teacher or {}).get('spec') or 'a teacher'} a token"
+    return contents(settings) + (of if settings.codec.taught else "")
 
 
 def cache_facts(manifest: Manifest, public: Callable[[Any], Any] = lambda value: value) -> dict[str, str]:
