@@ -31,7 +31,7 @@ def show(title: str, table: Mapping[str, Any], as_json: bool) -> None:
         print(json.dumps(finite(dict(table))))
         return
     rows = [(str(name), _text(value)) for name, value in table.items()]
-    Console(soft_wrap=True).print(_drawn(Table(("", ""), rows, boxed=True, title=title)))
+    Console(soft_wrap=True).print(drawn(Table(("", ""), rows, boxed=True, title=title)))
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ def show_page(parts: Iterable[Part], wrapped: bool = False) -> None:
         console = Console(soft_wrap=True)
         for part in parts:
             whole = not (wrapped and isinstance(part, str) and console.is_terminal)
-            console.print(literal(part) if isinstance(part, str) else _drawn(part), soft_wrap=whole)
+            console.print(literal(part) if isinstance(part, str) else drawn(part), soft_wrap=whole)
 
 
-def _drawn(table: Table) -> RichTable:
+def drawn(table: Table) -> RichTable:
     """A table for a terminal; a last column of text may be broken."""
     look: Any = {"title": literal(table.title, "table.title") if table.title else None, "title_justify": "left"}
     if not table.boxed:
