@@ -169,10 +169,8 @@ def compared(groups: list[Group], as_json: bool, names: Collection[str] = tuple(
 
 def _ended(sweep: Sweep, job: SweepJob, error: str) -> str:
     text = f"{job.name}: {error or 'done'}"
-    if not job.is_run or not (job.config.out / "environment.json").exists():
+    if not job.is_run or (row := _row(job)) is None:
         return text
-    [found] = read_runs([job.config.out])
-    done = f"{sum(each.done for each in sweep.runs)} of {len(sweep.runs)} runs"
-    if (loss := found.numbers["best_validation_loss"]) is not None:
-        text = f"{text}, validation {loss_text(loss)} nats a token"
-    return f"{text} ({done})"
+    loss = row["best_validation_loss"]
+    text += "" if loss is None else f", validation {loss_text(loss)} nats a token"
+    return f"{text} ({sum(each.done for each in sweep.runs)} of {len(sweep.runs)} runs)"
