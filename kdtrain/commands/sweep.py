@@ -1,26 +1,26 @@
 """`kdtrain sweep`: arms times seeds of a TOML file, each by its own command, and the table of all."""
 
-import json
 import math
 import statistics
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rich.console import Group as Together
 from rich.live import Live
 
-from kdtrain.commands import compare
+from kdtrain.commands.compare import compare
 from kdtrain.commands.inspect import mib, run_row
 from kdtrain.config import SweepConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import Lock
 from kdtrain.monitor.progress import bar, console, log, setup_logging
 from kdtrain.monitor.record import RunRecord
-from kdtrain.monitor.runs import MEASURES, Group, grouped, read_runs
+from kdtrain.monitor.runs import Group, grouped, read_runs
 from kdtrain.run.sweep import Runner, Sweep, SweepJob, claim, read_sweep
-from kdtrain.tables import Table, columns, drawn, duration, finite, loss_text, number, size
+from kdtrain.tables import Table, columns, drawn, duration, loss_text, number, show, size
 
 
 def main(config: SweepConfig) -> int:
@@ -37,7 +37,7 @@ def main(config: SweepConfig) -> int:
         return 0
     groups = run(config.file, out, config.at_once)
     if groups is not None:
-        compared(groups, config.json)
+        compare(groups, config.json)
         if not config.json:
             runs = f"{out}/*/seed-*"
             print(f"Next: kdtrain compare {runs} --format latex; kdtrain report {runs} --out {out}/report.html")
@@ -90,15 +90,14 @@ def _show_plan(commands: list[dict[str, Any]], config: SweepConfig) -> None:
     left = [each for each in commands if not each["done"]]
     hours = sum(each["seconds"] or 0.0 for each in left) / config.at_once / 3600
     disk, unknown = sum(each["MiB"] or 0.0 for each in left), sum(each["seconds"] is None for each in left)
-    if config.json:
-        total = {"unknown": unknown, "estimated_hours": round(hours, 4), "disk (MiB)": round(disk, 1)}
-        print(json.dumps(finite({"commands": commands, "to do": len(left), **total})))
-        return
+    lines = []
     for each in commands:
         cost = "" if each["done"] else f"{duration(each['seconds'])}, {size(each['MiB'])}, {each['how']}"
-        print(f"{'done' if each['done'] else 'to do':<6} {cost:<40} {each['command']}")
+        lines.append(f"{'done' if each['done'] else 'to do':<6} {cost:<40} {each['command']}")
     more = f", without {unknown} that are unknown" if unknown else ""
-    print(f"{len(left)} commands to do, about {number(round(hours, 2))} hours and {size(disk)}{more}")
+    lines.append(f"{len(left)} commands to do, about {number(round(hours, 2))} hours and {size(disk)}{more}")
+    total = {"unknown": unknown, "estimated_hours": round(hours, 4), "disk (MiB)": round(disk, 1)}
+    show(lines, {"commands": commands, "to do": len(left), **total}, config.json)
 
 
 def run(file: Path, out: Path, at_once: int) -> list[Group] | None:
@@ -111,7 +110,7 @@ def run(file: Path, out: Path, at_once: int) -> list[Group] | None:
     lock = Lock(out / ".sweep.lock", f"another process runs the sweep {out}; wait for it, or name another --out")
     ended = dict[str, dict[str, Any]]()
     live: Any = {
-        "get_renderable": lambda: drawn(arms(sweep, at_once, ended)),
+        "get_renderable": lambda: Together(*drawn(arms(sweep, at_once, ended), console.width)),
         "refresh_per_second": 0.5,
         "transient": True,
     }
@@ -157,14 +156,6 @@ def arms(sweep: Sweep, at_once: int, ended: dict[str, dict[str, Any]]) -> Table:
         rows.append((arm, *counts[:3], step, loss, duration(left / at_once)))
     rows.append(("all", *every[:3], "", "", duration(every[3])))
     return columns(("arm", "done", "running", "failed", "step", "validation", "left"), rows, left=("arm",))
-
-
-def compared(groups: list[Group], as_json: bool, names: Collection[str] = tuple(MEASURES)) -> None:
-    """Print the comparison of runs."""
-    if as_json:
-        print(json.dumps(finite(compare.as_record(groups))))
-    else:
-        compare.show(groups, names=names)
 
 
 def _ended(sweep: Sweep, job: SweepJob, error: str) -> str:
