@@ -133,33 +133,22 @@ class DistillationLoss(nn.Module):
                 "cache (a collator may have dropped their tensors), or --alpha 0, which is plain cross-entropy"
             )
         options = {"vocab_size": vocab_size, "normalizer": normalizer, "compile": compile}
-        weights = self.gap.weights() if self.gap is not None and isinstance(self.alpha, str) else self.alpha
-        output = self._of_all(hidden_ND, head, labels_N, mask_N, targets, weights, **options)
-        if self.gap is not None and isinstance(self.alpha, str) and self.training:
-            self.gap.update(output.members)
-        return output
-
-    def _of_all(
-        self,
-        hidden_ND: Tensor,
-        head: OutputHead,
-        labels_N: Tensor,
-        mask_N: Tensor,
-        targets: Targets | None,
-        weights: Any,
-        **options: Any,
-    ) -> LossOutput:
-        """The loss at an alpha, or at that of each member."""
+        follows = self.gap if isinstance(self.alpha, str) else None
+        weights = self.alpha if follows is None else follows.weights()
         if targets is None or not targets.parts:
-            return self._of_one_kind(targets, mask_N, (hidden_ND, head, labels_N), weights, 0, **options)
-        # once: ranks whose micro-batches have other numbers of parts gather a sharded head together
-        head, sizes = whole_head(head), [rows for rows, _ in targets.parts]
-        split = zip(hidden_ND.split(sizes), labels_N.split(sizes), mask_N.split(sizes), targets.parts, strict=True)
-        outputs, members = [], targets.members or (0,) * len(sizes)
-        for (hidden_RD, labels_R, mask_R, (_, part)), member in zip(split, members, strict=True):
-            output = self._of_one_kind(part, mask_R, (hidden_RD, head, labels_R), weights, member, **options)
-            outputs.append(output if part is not None else output._replace(ce_alone=output.ce))
-        return LossOutput(*(torch.stack(each).sum(0) for each in zip(*outputs, strict=True)))
+            output = self._of_one_kind(targets, mask_N, (hidden_ND, head, labels_N), weights, 0, **options)
+        else:
+            # once: ranks whose micro-batches have other numbers of parts gather a sharded head together
+            head, sizes = whole_head(head), [rows for rows, _ in targets.parts]
+            split = zip(hidden_ND.split(sizes), labels_N.split(sizes), mask_N.split(sizes), targets.parts, strict=True)
+            outputs, members = [], targets.members or (0,) * len(sizes)
+            for (hidden_RD, labels_R, mask_R, (_, part)), member in zip(split, members, strict=True):
+                one = self._of_one_kind(part, mask_R, (hidden_RD, head, labels_R), weights, member, **options)
+                outputs.append(one if part is not None else one._replace(ce_alone=one.ce))
+            output = LossOutput(*(torch.stack(each).sum(0) for each in zip(*outputs, strict=True)))
+        if follows is not None and self.training:
+            follows.update(output.members)
+        return output
 
     def _of_one_kind(
         self,

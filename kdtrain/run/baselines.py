@@ -32,17 +32,13 @@ class Baselines(NamedTuple):
 
     def tell(self, teacher: float, alpha: float, writers: Writers) -> None:
         """Log them, and warn of a teacher that the bigram beats. teacher: its validation loss. alpha: the first."""
-        text = f"teacher {teacher:.3f} on validation" + (
-            "" if self.teacher is None else f", {self.teacher:.3f} on train"
-        )
-        text += "" if self.bigram is None else f"; a bigram of the text {self.bigram:.3f}"
-        text += "" if self.beside is None else f"; best here {self.beside[0]} {self.beside[1]:.3f}"
-        log.info("%s; alpha %.2g", text, alpha)
+        train = "" if self.teacher is None else f", {self.teacher:.3f} on train"
+        bigram = "" if self.bigram is None else f"; a bigram of the text {self.bigram:.3f}"
+        best = "" if self.beside is None else f"; best here {self.beside[0]} {self.beside[1]:.3f}"
+        log.info("teacher %.3f on validation%s; alpha %.2g", teacher, train + bigram + best, alpha)
         if self.bigram is not None and teacher > self.bigram:
-            text = (
-                f"the teacher's loss on this text, {teacher:.3f}, is above that of a bigram, {self.bigram:.3f}: is it "
-            )
-            text += "the right teacher, with the tokenizer and the chat template that it was trained with?"
+            text = f"the teacher's loss on this text, {teacher:.3f}, is above that of a bigram, {self.bigram:.3f}: is "
+            text += "it the right teacher, with the tokenizer and the chat template that it was trained with?"
             writers.warning("weak-teacher", 0, text)
 
 
