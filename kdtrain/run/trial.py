@@ -54,7 +54,7 @@ from kdtrain.run.build import build
 from kdtrain.run.folder import check_out, is_run, refuse_changes, write_config_to_copy
 from kdtrain.run.recipe import Recipe, resolve, run_device
 from kdtrain.run.run import Run
-from kdtrain.tables import Table, show, show_page
+from kdtrain.tables import Table, show
 from kdtrain.training.optimizers import make_optimizer
 from kdtrain.training.reporter import gradients_of
 from kdtrain.training.schedule import decay_steps, warmup_steps
@@ -333,12 +333,10 @@ def check(config: DistillConfig) -> int:
             sound, text, wanted, values = test(run)
             verdict = "-" if sound is None else "ok" if sound else "look"
             found.append({"check": name, "verdict": verdict, "found": text, "wanted": wanted, "values": values})
-    if config.json:
-        show("", {"run": str(config.out), "checks": found}, as_json=True)
-    else:
-        shown = ("check", "verdict", "found", "wanted")
-        rows = [[each[name] for name in shown] for each in found]
-        show_page([Table(shown, rows, boxed=True, title=f"distill {config.out}, sanity")])
+    shown = ("check", "verdict", "found", "wanted")
+    table = Table(shown, [[each[name] for name in shown] for each in found], left=shown)
+    record = {"run": str(config.out), "checks": found}
+    show([f"distill {config.out}, sanity", "", table], record, config.json)
     return 0
 
 
