@@ -75,11 +75,11 @@ def show_page(parts: Iterable[Part], wrapped: bool = False) -> None:
             if isinstance(part, str):
                 console.print(literal(part), soft_wrap=not (wrapped and console.is_terminal))
             else:
-                for place, drawn in enumerate(_drawn(part, console.width)):
-                    console.print(*[""] * bool(place), drawn, sep="\n", soft_wrap=True)
+                for place, table in enumerate(drawn(part, console.width)):
+                    console.print(*[""] * bool(place), table, sep="\n", soft_wrap=True)
 
 
-def _drawn(table: Table, width: int) -> Iterator[RichTable]:
+def drawn(table: Table, width: int) -> Iterator[RichTable]:
     """A table for a terminal; as several with the same first columns where it is wider than `width`.
 
     A last column of text may be broken, and each where all are; a number is never cut.

@@ -318,7 +318,7 @@ def _folder(path: Path) -> _Found:
     found, runs, caches, kept = _folders(path), dict[str, Any](), dict[str, Any](), dict[str, str]()
     for each in found["runs"]:
         try:
-            runs[each.name] = _run_row(each, RunRecord.read(each, TAIL))
+            runs[each.name] = run_row(each, RunRecord.read(each, TAIL))
         except (OSError, ValueError) as error:
             runs[each.name] = {"state": f"cannot be read: {error}"}
     for each in found["caches"]:
@@ -359,7 +359,7 @@ def _folder(path: Path) -> _Found:
     return {"runs": runs, "caches": caches}, page()
 
 
-def _run_row(path: Path, record: RunRecord) -> dict[str, Any]:
+def run_row(path: Path, record: RunRecord) -> dict[str, Any]:
     """What a folder's page and `--json` have of a run."""
     result, losses = record.result or {}, [loss for _, loss in record.curve("validation/loss")]
     return {
@@ -369,6 +369,8 @@ def _run_row(path: Path, record: RunRecord) -> dict[str, Any]:
         "step": result.get("step", int(record.metrics[-1]["step"]) if record.metrics else 0),
         "steps": record.environment.get("steps") or result.get("steps"),
         "best_validation_loss": result.get("best_validation_loss", min(losses, default=None)),
+        "last_validation_loss": losses[-1] if losses else None,
+        "seconds_left": 3600 * (record.steps[-1] if record.steps else {}).get("eta_h", math.nan),
         "teacher_validation_loss": result.get("teacher_validation_loss"),
         "test": record.test,
         "seconds": result.get("seconds"),
@@ -405,7 +407,7 @@ def _run_record(path: Path) -> dict[str, Any]:
         "exported": str(path / "student") if (path / "student").is_dir() else None,
         **{link: target for link in tiers.LINKS if (target := store.linked(link)) is not None},
         "checkpoints": rows,
-        "checkpoints in all (MiB)": _mib([*map(store.path, rows)]),
+        "checkpoints in all (MiB)": mib([*map(store.path, rows)]),
         **_aside(path.resolve()),
     }
 
@@ -417,8 +419,8 @@ def _aside(path: Path) -> dict[str, Any]:
     aside += [each for folder in folders for each in aside_in(folder)]
     if not aside:
         return {}
-    table = {os.path.relpath(each, path): _mib([each]) for each in aside}
-    return {"set aside (MiB)": {**table, "in all": _mib(aside)}}
+    table = {os.path.relpath(each, path): mib([each]) for each in aside}
+    return {"set aside (MiB)": {**table, "in all": mib(aside)}}
 
 
 def _aside_lines(record: Mapping[str, Any]) -> Iterator[Part]:
@@ -428,7 +430,7 @@ def _aside_lines(record: Mapping[str, Any]) -> Iterator[Part]:
         yield columns(("  path", "size"), rows, left=("  path",))
 
 
-def _mib(paths: list[Path]) -> float:
+def mib(paths: list[Path]) -> float:
     """MiB of files and folders; a file with several names counts once, and links are not followed."""
     sizes: dict[tuple[int, int], int] = {}
     for path in paths:
@@ -464,7 +466,7 @@ def _row(store: Store, entry: tiers.CheckpointEntry) -> dict[str, Any]:
         "best_loss": progress.get("best_loss"),
         "written": written,
         "tier": tiers.tier(entry.name),
-        "MiB": _mib([path]),
+        "MiB": mib([path]),
         "verdict": f"damaged: {damage}" if damage else "ok",
     }
 

@@ -326,7 +326,7 @@ class SweepConfig(Printed):
     at_once: int = option(1, least=1)
     """Runs beside each other, each with its share of the cores."""
     dry_run: bool = False
-    """List the commands and which of them are done, and run none."""
+    """List the commands, which of them are done, and the time and disk of the others; run none."""
 
 
 @dataclass(frozen=True, kw_only=True)
