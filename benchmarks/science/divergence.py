@@ -96,7 +96,7 @@ def _row(threshold: Callable[[deque[float]], float]) -> Rule:
 
 def spike() -> Rule:
     """`SpikeDetector`, as the command has it."""
-    detector = SpikeDetector.of(GuardsConfig())
+    detector = SpikeDetector(GuardsConfig().spike_patience)
 
     def alarm(line: Line) -> bool:
         if "loss" not in line:
@@ -133,7 +133,7 @@ def both() -> Rule:
 RULES: dict[str, Callable[[], Rule]] = {
     "loss, 3 x mean": factor,
     "loss, median + 6 MAD": mad,
-    "parts (--spike-rule mad)": spike,
+    "parts, median and MAD": spike,
     "above the beginning": divergence,
     "the command: both": both,
 }

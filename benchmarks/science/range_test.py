@@ -42,7 +42,7 @@ def range_test(cache: Path, alpha: float, steps: int, seed: int) -> dict[str, An
     """One run of a fresh student whose rate rises from 1e-6 to 1: rates, losses, and what readers of them suggest."""
     torch.manual_seed(seed)
     data = kd.Cache(str(cache))
-    model = load_student(read_spec(STUDENT), vocab_size=data.manifest.given.vocab_size, seed=seed, device="cpu")
+    model = load_student(read_spec(STUDENT), vocab_size=data.manifest.vocab_size, seed=seed, device="cpu")
     student = kd.Student(model, kd.DistillationLoss(alpha=alpha)).train()
     optimizer = torch.optim.AdamW(student.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     loader = DataLoader(data["train"], BATCH, shuffle=True, drop_last=True, collate_fn=kd.collate)

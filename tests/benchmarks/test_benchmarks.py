@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import figures, tables
 from benchmarks.harness import RESULTS, SECTIONS, command
+from benchmarks.science import divergence
 from kdtrain.objective.metrics import Metrics
 from kdtrain.training.validate import calibration
 
@@ -72,6 +73,15 @@ def test_each_sweep_is_one_that_the_command_reads(file, server, tmp_path):
     (done,) = server.run("-m", "kdtrain", *words, PYTHONPATH=f"{ROOT / 'benchmarks' / 'others'}")
     assert done.returncode == 0, done.stderr
     assert "to do  kdtrain distill " in done.stdout and not (tmp_path / "out").exists()
+
+
+def test_each_rule_for_divergence_finds_what_doubles_and_the_commands_give_no_false_alarm():
+    steady = [{"step": step, "loss": 4 + 0.01 * (step % 3), "ce": 4 + 0.01 * (step % 3)} for step in range(1, 81)]
+    series = dict.fromkeys((*divergence.SOUND, *divergence.WRONG), steady)
+    found = {name: divergence.judge(make, series) for name, make in divergence.RULES.items()}
+    assert not any(each["false_alarms"] for each in found.values())
+    assert found["the command: both"]["doubled"]["demo"] == "12 of 12"
+    assert found["loss, 3 x mean"]["doubled"]["demo"] == "0 of 12"
 
 
 def test_a_record_names_no_place_on_this_machine(tmp_path):
