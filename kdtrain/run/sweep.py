@@ -50,7 +50,7 @@ from kdtrain.tables import counted
 _TABLES = ("seeds", "caches", "common", "arms", "test")
 _OURS = {
     "distill": ("out", "seed", "resume", "overwrite", "dry_run", "sanity", "json"),
-    "cache-teacher": ("out", "json"),
+    "cache-teacher": ("out", "dry_run", "json"),
     "evaluate": ("student", "json"),
 }
 """Options that a sweep gives itself."""
