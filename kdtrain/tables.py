@@ -15,23 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from kdtrain.errors import printable
 from kdtrain.process import is_main
-
-
-def show(title: str, table: Mapping[str, Any], as_json: bool) -> None:
-    """Print a result on stdout, on rank 0: a table of two columns, or one JSON object."""
-    if not is_main():
-        return
-    if as_json:
-        print(json.dumps(finite(dict(table))))
-        return
-    rows = [(str(name), _text(value)) for name, value in table.items()]
-    Console(soft_wrap=True).print(_drawn(Table(("", ""), rows, boxed=True, title=title)))
 
 
 @dataclass(frozen=True)
@@ -43,14 +33,14 @@ class Table:
     rows: Sequence[Sequence[str]]
     left: Collection[str] = ()
     """The columns of text; those of numbers are aligned at their right."""
-    boxed: bool = False
-    """With lines; cells may have several lines. Without names in `left` all columns are aligned at their left."""
-    title: str = ""
-    """Above a table with lines."""
     bold: Collection[tuple[int, int]] = ()
     """Rows and columns of cells that stand out."""
+    kept: int = 1
+    """Columns that are repeated where the table is too wide for a terminal, and is shown in parts."""
 
 
+_FOLDED = 20
+"""Columns of a terminal that a column of text has at least; with less a table is shown in parts."""
 Part = str | Table
 """A line of a page, or a table."""
 
@@ -65,31 +55,53 @@ def facts_table(facts: Mapping[str, str]) -> Table:
     return Table(("", ""), list(facts.items()), ("",))
 
 
+def show(page: str | Iterable[Part], record: Mapping[str, Any], as_json: bool, wrapped: bool = False) -> None:
+    """Print a result on stdout, on rank 0: one JSON object, or a page; below a title alone the record as facts."""
+    if as_json and is_main():
+        print(json.dumps(finite(dict(record))))
+    elif not as_json:
+        facts = facts_table({str(name): _text(value) for name, value in record.items()})
+        show_page([page, "", facts] if isinstance(page, str) else page, wrapped)
+
+
 def show_page(parts: Iterable[Part], wrapped: bool = False) -> None:
-    """Print lines and tables one below the other on stdout, on rank 0.
+    """Print lines and tables one below the other on stdout, on rank 0; nothing if a part cannot be made.
 
     wrapped: break long lines between words where stdout is a terminal; commands to copy must not be broken.
     """
     if is_main():
         console = Console(soft_wrap=True)
-        for part in parts:
-            whole = not (wrapped and isinstance(part, str) and console.is_terminal)
-            console.print(literal(part) if isinstance(part, str) else _drawn(part), soft_wrap=whole)
+        for part in [*parts]:
+            if isinstance(part, str):
+                console.print(literal(part), soft_wrap=not (wrapped and console.is_terminal))
+            else:
+                for place, table in enumerate(drawn(part, console.width)):
+                    console.print(*[""] * bool(place), table, sep="\n", soft_wrap=True)
 
 
-def _drawn(table: Table) -> RichTable:
-    """A table for a terminal; a last column of text may be broken."""
-    look: Any = {"title": literal(table.title, "table.title") if table.title else None, "title_justify": "left"}
-    if not table.boxed:
-        look = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
-    drawn = RichTable(**look, header_style="bold", show_header=any(table.header))
-    for place, name in enumerate(table.header):
-        text = name in table.left or (table.boxed and not table.left)
-        folds = table.boxed or (text and place == len(table.header) - 1)
-        drawn.add_column(literal(name), justify="left" if text else "right", no_wrap=not folds, overflow="fold")
-    for place, row in enumerate(table.rows):
-        drawn.add_row(*(literal(each, "bold" * ((place, at) in table.bold)) for at, each in enumerate(row)))
-    return drawn
+def drawn(table: Table, width: int) -> Iterator[RichTable]:
+    """A table for a terminal; as several with the same first columns where it is wider than `width`.
+
+    A last column of text may be broken, and each where all are; a number is never cut.
+    """
+    texts = [name in table.left for name in table.header]
+    folds = [all(texts) or (text and place == len(texts) - 1) for place, text in enumerate(texts)]
+    cells = [(name, *column) for name, *column in zip(table.header, *table.rows, strict=True)]
+    longest = (max(cell_len(line) for each in column for line in each.split("\n")) for column in cells)
+    least = [min(size, _FOLDED) if fold else size for size, fold in zip(longest, folds, strict=True)]
+    parts = [[*range(table.kept)]]
+    for place in range(table.kept, len(texts)):
+        if len(parts[-1]) > table.kept and sum(least[each] + 2 for each in [*parts[-1], place]) > width + 2:
+            parts.append([*range(table.kept)])
+        parts[-1].append(place)
+    for part in parts:
+        drawn = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(table.header))
+        for each in part:
+            look: Any = {"justify": "left" if texts[each] else "right", "no_wrap": not folds[each], "overflow": "fold"}
+            drawn.add_column(literal(table.header[each]), header_style="bold", min_width=least[each], **look)
+        for row, line in enumerate(table.rows):
+            drawn.add_row(*(literal(line[each], "bold" * ((row, each) in table.bold)) for each in part))
+        yield drawn
 
 
 def markdown(table: Table) -> Iterator[str]:

@@ -1,6 +1,7 @@
-"""Shared by the benchmarks: the machine, records and goals, timing, studies, the command, students and their steps."""
+"""Shared by the benchmarks: the machine, records and goals, timing, the command, students and their steps."""
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ def write_spec(path: Path, tokenizer: object, config: Mapping[str, Any]) -> None
 
 
 def write(path: Path, record: Any) -> None:
-    """Write a record as JSON; makes the folder if it is missing."""
+    """Write a record as JSON, with the command that makes it; makes the folder if it is missing."""
+    script = getattr(sys.modules["__main__"], "__spec__", None)
+    if isinstance(record, Mapping) and script is not None:
+        record = {"command": f"python -m {script.name.removesuffix('.__main__')}", **record}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")

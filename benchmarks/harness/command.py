@@ -1,16 +1,14 @@
-"""The real command, run as a user would run it, and the folders in which studies resume."""
+"""The real command, run as a user would run it, and a folder in which a script resumes."""
 
 import dataclasses
 import json
 import os
 import platform
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from benchmarks.harness import write
@@ -33,57 +31,18 @@ def options(kind: type) -> Any:
         stop(2, str(error))
 
 
-class Kdtrain:
-    """Calls the command `kdtrain` and reads the JSON object it prints; what it logs goes to the terminal.
+def kdtrain(*argv: str, **environment: str) -> dict[str, Any]:
+    """Run `kdtrain` and return the JSON object that it prints; what it logs goes to the terminal.
 
-    The command runs in a process group of its own and gets each signal from here, exactly once: a second one would make
-    it leave without saving. Several threads may call at once; `environment` is added to what the commands inherit.
+    environment: is added to what the command inherits. Exits with the command's exit code where that is not 0.
     """
-
-    def __init__(self, **environment: str) -> None:
-        self.children: set[subprocess.Popen[str]] = set()
-        self.stopped = False
-        self._environment = os.environ | environment
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "Kdtrain":
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            self._before[number] = signal.signal(number, self._stop)
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        self.stopped = True
-        for child in [*self.children]:
-            child.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-
-    def __call__(self, *argv: str, may_fail: bool = False) -> dict[str, Any]:
-        """Run one command. Exits with its exit code where that is not 0, and with 1 where it was stopped.
-
-        may_fail: exit code 1 is accepted, and the answer is empty.
-        """
-        print(f"$ kdtrain {shlex.join(argv)}", file=sys.stderr, flush=True)
-        answer, code = "", 0
-        if not self.stopped:
-            command = [sys.executable, "-m", "kdtrain", *argv, "--json"]
-            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
-            child = subprocess.Popen(command, **pipes, text=True, process_group=0, env=self._environment)
-            self.children.add(child)
-            if self.stopped:
-                child.send_signal(signal.SIGTERM)
-            answer, _ = child.communicate()
-            self.children.discard(child)
-            code = child.returncode
-        if self.stopped:
-            stop(1, "stopped; run the same command to resume")
-        if may_fail and code == 1:
-            return {}
-        if code:
-            stop(code if code > 0 else 128 - code, f"kdtrain {argv[0]} failed, see above")
-        return json.loads(answer)
+    print(f"$ kdtrain {shlex.join(argv)}", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "kdtrain", *argv, "--json"]
+    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+    done = subprocess.run(command, **pipes, text=True, env=os.environ | environment)
+    if (code := done.returncode) != 0:
+        stop(code if code > 0 else 128 - code, f"kdtrain {argv[0]} failed, see above")
+    return dict(json.loads(done.stdout))
 
 
 def environment(folder: Path) -> dict[str, Any]:

@@ -99,6 +99,7 @@ class Record:
         self.path, self.goals, self.options = options.out / f"{name}.json", goals, options
         self.figures: dict[str, dict[str, Any]] = {}
         self.data: dict[str, Any] = {
+            "command": f"python -m benchmarks.performance {name}",
             "section": name,
             "tiny": options.tiny,
             "date": time.strftime("%Y-%m-%d"),

@@ -25,13 +25,13 @@ import torch
 
 from benchmarks.harness import STUDENT, TEACHER, models
 from benchmarks.harness.bench import Bench, Tokens
-from benchmarks.harness.command import Kdtrain
+from benchmarks.harness.command import kdtrain
 from benchmarks.harness.record import Goal, Options, Record
-from benchmarks.harness.study import Study
 from benchmarks.harness.timing import synchronize, timed, without_graphs
 from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store
 from kdtrain.checkpoint.tiers import Keep
+from kdtrain.monitor.record import RunRecord
 
 KINDS = {"background": True, "in_place": False}
 
@@ -180,13 +180,14 @@ def _beside_products(scratch: Path, tensors: dict[str, torch.Tensor]) -> dict[st
 def training(scratch: Path) -> dict[str, Any]:
     """The share of the training time for which a run pauses, by the real command."""
     data = ("--data", "stdlib", "--seq-len", "256", "--num-sequences", "512", "--top-k", "16")
-    words = ("--student", STUDENT, "--steps", f"{STEPS}", "--lr", "3e-3", "--batch-size", "16")
+    kdtrain("cache-teacher", "--teacher", TEACHER, *data, "--out", f"{scratch}/cache")
+    words = ("--cache", f"{scratch}/cache", "--student", STUDENT, "--lr", "3e-3", "--batch-size", "16")
+    words += ("--steps", f"{STEPS}", "--eval-freq", f"{STEPS}")
     result: dict[str, Any] = {"steps": STEPS}
-    with Kdtrain() as kdtrain:
-        study = Study(scratch, kdtrain, {"cache": ("--teacher", TEACHER, *data)}, (*words, "--eval-freq", f"{STEPS}"))
-        for kind, flag in (("background", "--async-save"), ("in_place", "--no-async-save")):
-            done, run = study.train(kind, flag)
-            stalls = [event.details["stood_still"] for event in run.events if event.event == "checkpoint"]
-            share = 100 * sum(stalls) / done["seconds"]
-            result[kind] = {"seconds": done["seconds"], "stalls": stalls, "share_percent": share}
+    for kind, flag in (("background", "--async-save"), ("in_place", "--no-async-save")):
+        done = kdtrain("distill", *words, flag, "--out", f"{scratch / kind}")
+        events = RunRecord.read(scratch / kind).events
+        stalls = [event.details["stood_still"] for event in events if event.event == "checkpoint"]
+        share = 100 * sum(stalls) / done["seconds"]
+        result[kind] = {"seconds": done["seconds"], "stalls": stalls, "share_percent": share}
     return result

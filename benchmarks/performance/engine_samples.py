@@ -28,9 +28,8 @@ import requests
 import torch
 
 from benchmarks.harness import ROOT, STUDENT, TEACHER, write
-from benchmarks.harness.command import Kdtrain, options
+from benchmarks.harness.command import kdtrain, options
 from benchmarks.harness.machine import cpu_model
-from benchmarks.harness.study import Study
 from benchmarks.harness.timing import turns
 from kdtrain.config.values import Options, option
 from kdtrain.library import Cache
@@ -95,17 +94,13 @@ def _students(settings: Settings, out: Path) -> dict[str, Any]:
         f"served top-{TOP[-1]}": (*common, *served, settings.plain or settings.url, "--top-k", f"{TOP[-1]}"),
     }
     caches = {name.replace(" ", "-"): words for name, words in sides.items()}
-    with Kdtrain() as kdtrain:
-        study = Study(out, kdtrain, caches, ("--student", STUDENT, *FP32, *settings.train.split()))
-        made = {name: study.build(name) for name in caches}
-
-        def student(name: str, of: tuple[str, int]) -> dict[str, Any]:
-            answer, _ = study.train(name, "--seed", f"{of[1]}", cache=of[0])
-            return {"loss": answer["last_validation_loss"], "seconds": answer["seconds"]}
-
-        grid = {f"{name}-{seed}": (name, seed) for name in caches for seed in range(settings.seeds)}
-        losses = dict(zip(grid, (each["loss"] for each in study.records(grid, student)), strict=True))
-    of = {name: [losses[f"{name}-{seed}"] for seed in range(settings.seeds)] for name in caches}
+    made = {name: kdtrain("cache-teacher", *words, "--out", f"{out / name}") for name, words in caches.items()}
+    of: dict[str, list[float]] = {name: [] for name in caches}
+    for name in caches:
+        for seed in range(settings.seeds):
+            words = ("--student", STUDENT, *FP32, *settings.train.split(), "--out", f"{out / name}-{seed}")
+            done = kdtrain("distill", "--cache", f"{out / name}", *words, "--seed", f"{seed}")
+            of[name].append(done["last_validation_loss"])
     return {
         "settings": {"text": settings.text, "train": settings.train, "seeds": settings.seeds},
         "equal_samples": _equal(*(Cache(out / name) for name in [*caches][:2])),

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import RESULTS, write
-from benchmarks.harness.command import Kdtrain, claim, environment, options
+from benchmarks.harness.command import claim, environment, kdtrain, options
 from benchmarks.harness.timing import beside
 from kdtrain.config.values import Options, option
 from kdtrain.monitor.record import RunRecord
@@ -62,18 +62,17 @@ class Settings(Options):
 def main(settings: Settings) -> None:
     """Build the caches, train in turn, and write the figures."""
     claim(Path(settings.out), settings)
-    with Kdtrain() as kdtrain:
-        _caches(kdtrain, settings)
-        rates: dict[str, list[float]] = {}
-        for number in range(settings.rounds):
-            for micro in dict.fromkeys((settings.batch_size, settings.micro_batch_size)):
-                for side in settings.sides[:: -1 if number % 2 else 1]:
-                    run = Path(settings.out, f"{side}-{micro}-{number}")
-                    if not (run / "result.json").exists():
-                        kdtrain(*_words(settings, side, micro, run))
-                    rate = RunRecord.read(run).median_rate()
-                    assert rate is not None
-                    rates.setdefault(f"{side}, micro-batches of {micro}", []).append(rate)
+    _caches(settings)
+    rates: dict[str, list[float]] = {}
+    for number in range(settings.rounds):
+        for micro in dict.fromkeys((settings.batch_size, settings.micro_batch_size)):
+            for side in settings.sides[:: -1 if number % 2 else 1]:
+                run = Path(settings.out, f"{side}-{micro}-{number}")
+                if not (run / "result.json").exists():
+                    kdtrain(*_words(settings, side, micro, run))
+                rate = RunRecord.read(run).median_rate()
+                assert rate is not None
+                rates.setdefault(f"{side}, micro-batches of {micro}", []).append(rate)
     figures: dict[str, Any] = {}
     for name, each in rates.items():
         figures[name] = beside(each, rates[f"one{name[name.index(',') :]}"], "to_one_cache")
@@ -86,7 +85,7 @@ def main(settings: Settings) -> None:
         write(RESULTS / "mixture.json", found)
 
 
-def _caches(kdtrain: Kdtrain, settings: Settings) -> None:
+def _caches(settings: Settings) -> None:
     text = ("--data", "stdlib", "--seq-len", str(settings.seq_len), "--num-workers", "0")
     counts = ("--num-sequences", str(settings.sequences), "--validation-sequences", "16")
     kinds = {

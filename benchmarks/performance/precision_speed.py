@@ -19,12 +19,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import RESULTS, STUDENT, models, write
-from benchmarks.harness.command import Kdtrain
+from benchmarks.harness import RESULTS, STUDENT, TEACHER, models, write
+from benchmarks.harness.command import kdtrain
 from benchmarks.harness.machine import cpu_model
-from benchmarks.harness.study import Study
 from benchmarks.harness.timing import in_turn, over
-from benchmarks.science import precision
 from kdtrain.config import DistillConfig, MonitorConfig, PrecisionConfig, QuantizationConfig
 from kdtrain.models.head import SplitModel
 from kdtrain.precision.emulated import FormatRecipe
@@ -42,9 +40,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/precision/speed"), help="the folder of cache and run")
     out = parser.parse_args().out
-    with Kdtrain() as kdtrain:
-        cache = Study(out, kdtrain, {"cache": precision.cache_words(precision.Settings(sequences=64))}).cache()
-    write(RESULTS / "precision-speed.json", measure(cache))
+    text = f"--data stdlib --seq-len {LENGTH} --num-sequences 64 --validation-sequences 128 --top-k 16"
+    kdtrain("cache-teacher", "--teacher", TEACHER, *text.split(), "--out", f"{out / 'cache'}")
+    write(RESULTS / "precision-speed.json", measure(out / "cache"))
 
 
 def measure(cache: Path, pairs: int = 30) -> dict[str, Any]:

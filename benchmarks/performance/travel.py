@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.harness import RESULTS, STUDENT, TEACHER, write
-from benchmarks.harness.command import Kdtrain, environment
+from benchmarks.harness.command import environment, kdtrain
 
 GOAL = 0.97
 
@@ -53,8 +53,7 @@ def main() -> int:
 def _measure(root: Path, options: argparse.Namespace) -> int:
     cache = root / "cache"
     size = ("--num-sequences", str(options.sequences), "--sequences-per-shard", "64")
-    with Kdtrain() as kdtrain:
-        kdtrain("cache-teacher", "--teacher", TEACHER, "--data", "stdlib", *size, "--out", str(cache))
+    kdtrain("cache-teacher", "--teacher", TEACHER, "--data", "stdlib", *size, "--out", str(cache))
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(cache)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
@@ -66,8 +65,7 @@ def _measure(root: Path, options: argparse.Namespace) -> int:
         for kind in kinds if pair % 2 == 0 else ["cold", "warm", "folder"]:
             run = root / f"run-{pair}-{kind}"
             where = str(cache) if kind == "folder" else url
-            with Kdtrain(KDTRAIN_HOME=str(root / f"home-{pair}"), HF_HUB_OFFLINE="") as kdtrain:
-                row[kind] = _train(kdtrain, where, run, options.steps)
+            row[kind] = _train(where, run, options.steps, KDTRAIN_HOME=str(root / f"home-{pair}"), HF_HUB_OFFLINE="")
             weights[kind] = load_file(run / "student" / "model.safetensors")
             last = environment(run)
         equal &= all(_same(weights["folder"], weights[kind]) for kind in ("cold", "warm"))
@@ -93,10 +91,11 @@ def _measure(root: Path, options: argparse.Namespace) -> int:
     return int(not equal or ratios["cold"] < GOAL)
 
 
-def _train(kdtrain: Kdtrain, cache: str, run: Path, steps: int) -> dict[str, float]:
+def _train(cache: str, run: Path, steps: int, **environment: str) -> dict[str, float]:
     plain = ("--log-to", "none", "--no-compile", "--eval-freq", "1000000")
     started = time.monotonic()
-    kdtrain("distill", "--cache", cache, "--student", STUDENT, "--out", str(run), "--steps", str(steps), *plain)
+    words = ("--cache", cache, "--student", STUDENT, "--out", str(run), "--steps", str(steps), *plain)
+    kdtrain("distill", *words, **environment)
     seconds = time.monotonic() - started
     result = json.loads((run / "result.json").read_text())
     return {"tokens_per_second": result["tokens_per_second"], "seconds": seconds}

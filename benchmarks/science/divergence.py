@@ -1,9 +1,10 @@
 """What the rules for spikes and for divergence find, and their false alarms.
 
-`python -m benchmarks.science.divergence [--runs FOLDER]` trains sound runs and runs that go wrong by the real command,
-with all rules off, reads their losses from `metrics.jsonl`, feeds them to each rule, and writes
-benchmarks/results/divergence.json. The rules of `kdtrain.training` are those of the command; the others are written out
-here again: a factor of the mean, and median + 6 scaled MADs of the last 128 clean losses, both of the whole loss.
+`kdtrain sweep benchmarks/science/divergence.toml --out runs/divergence` trains sound runs and runs that go wrong, with
+all rules off. `python -m benchmarks.science.divergence [--runs runs/divergence]` reads their losses from
+`metrics.jsonl`, feeds them to each rule, and writes benchmarks/results/divergence.json. The rules of `kdtrain.training`
+are those of the command; the others are written out here again: a factor of the mean, and median + 6 scaled MADs of the
+last 128 clean losses, both of the whole loss.
 
 A doubled loss is made of a sound run: from a step on, the loss of that step (nats) is added to the loss and to each of
 its parts, as it is where a student moves away from text and teacher alike. It counts as found if the alarm comes within
@@ -20,67 +21,30 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import RESULTS, ROOT, STUDENT, TEACHER, write
-from benchmarks.harness.command import Kdtrain
+from benchmarks.harness import RESULTS, ROOT, write
 from benchmarks.harness.machine import cpu_model, version
-from benchmarks.harness.study import Study
 from kdtrain.config import GuardsConfig
-from kdtrain.monitor.record import Line
+from kdtrain.monitor.record import Line, RunRecord
 from kdtrain.training.guards import DivergenceWatch, SpikeDetector
 
-TEXT = ("--teacher", TEACHER, "--data", "stdlib", "--seq-len", "256", "--num-sequences", "2400")
-CACHES = {
-    "c": (*TEXT, "--validation-sequences", "64", "--top-k", "16"),
-    "s": (*TEXT, "--validation-sequences", "64", "--top-k", "8", "--num-samples", "24"),
-}
-RULES_OFF = (
-    *("--spike-patience", "0", "--max-loss-ratio", "1e9", "--explosion-threshold", "1e30"),
-    *("--batch-size", "4", "--micro-batch-size", "4", "--eval-freq", "25", "--checkpoint-freq", "10000"),
-    *("--temperature", "1", "--log-to", "none", "--sample-freq", "0"),
-)
-"""What all runs have in common; a run's own options come behind it."""
-PLAIN = (STUDENT, "c", "--lr", "3e-3", "--steps", "220")
-WSD = ("--alpha", "0", "--lr-schedule", "wsd", "--warmup-steps", "20", "--decay-steps", "80")
-SOUND: dict[str, tuple[str, ...]] = {
-    "demo": PLAIN,
-    "wsd": (STUDENT, "c", "--lr", "2e-3", "--steps", "220", *WSD),
-    "cosine": (*PLAIN, "--alpha", "0"),
-    "learned-t": (*PLAIN, "--temperature", "1.5", "--temperature-mode", "adversarial"),
-    "schedule-t": (*PLAIN, "--temperature", "4", "--temperature-mode", "schedule"),
-    "alpha": (*PLAIN, "--alpha", "1", "--alpha-schedule", "linear"),
-    "sampled": (STUDENT, "s", "--lr", "3e-3", "--steps", "220"),
-    "small-batch": (STUDENT, "c", "--lr", "1e-3", "--steps", "220", "--batch-size", "2", "--micro-batch-size", "2"),
-    "pre": (TEACHER, "c", "--lr", "1e-4", "--steps", "80"),
-}
-WRONG: dict[str, tuple[str, ...]] = {
-    "lr10": (STUDENT, "c", "--lr", "10", "--steps", "150"),
-    "lr1": (STUDENT, "c", "--lr", "1", "--steps", "150"),
-    "pre-lr0.1": (TEACHER, "c", "--lr", "0.1", "--steps", "60"),
-    "pre-lr0.01": (TEACHER, "c", "--lr", "0.01", "--steps", "60"),
-}
+SOUND = ("demo", "wsd", "cosine", "learned-t", "schedule-t", "alpha", "sampled", "small-batch", "pre")
+WRONG = ("lr10", "lr1", "pre-lr0.1", "pre-lr0.01")
 WITHIN, EVERY = 20, 5
 
 Rule = Callable[[Line], bool]
 
 
 def main() -> int:
-    """Train what is missing, judge, and write the result."""
+    """Judge the runs, and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "divergence")
-    with Kdtrain() as kdtrain:
-        study = Study(parser.parse_args().runs, kdtrain, CACHES, RULES_OFF)
-
-        def trained(name: str, how: tuple[str, ...]) -> dict[str, Any]:
-            student, cache, *flags = how
-            _, run = study.train(name, "--student", student, *flags, cache=cache, may_fail=True)
-            return {"metrics": run.metrics}
-
-        grid = {**SOUND, **WRONG}
-        series = {name: each["metrics"] for name, each in zip(grid, study.records(grid, trained), strict=True)}
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "divergence", help="the folder of the sweep")
+    parser.add_argument("--result", type=Path, default=RESULTS / "divergence.json")
+    given = parser.parse_args()
+    series = {name: RunRecord.read(given.runs / name / "seed-0").metrics for name in (*SOUND, *WRONG)}
     table = {name: judge(make, series) for name, make in RULES.items()}
     where = {"date": time.strftime("%Y-%m-%d"), "torch": version("torch"), "cpu": cpu_model()}
-    record = {"environment": where, "sound": list(SOUND), "wrong": list(WRONG), "rules": table}
-    write(RESULTS / "divergence.json", record)
+    record = {"environment": where, "sound": SOUND, "wrong": WRONG, "rules": table}
+    write(given.result, record)
     for name, found in table.items():
         wrong = ", ".join(f"{run} {step}" for run, step in found["wrong"].items())
         print(f"{name:34} false alarms {found['false_alarms']}; at step: {wrong}; doubled: {found['doubled']}")
@@ -132,7 +96,7 @@ def _row(threshold: Callable[[deque[float]], float]) -> Rule:
 
 def spike() -> Rule:
     """`SpikeDetector`, as the command has it."""
-    detector = SpikeDetector.of(GuardsConfig())
+    detector = SpikeDetector(GuardsConfig().spike_patience)
 
     def alarm(line: Line) -> bool:
         if "loss" not in line:
@@ -169,7 +133,7 @@ def both() -> Rule:
 RULES: dict[str, Callable[[], Rule]] = {
     "loss, 3 x mean": factor,
     "loss, median + 6 MAD": mad,
-    "parts (--spike-rule mad)": spike,
+    "parts, median and MAD": spike,
     "above the beginning": divergence,
     "the command: both": both,
 }

@@ -1,9 +1,11 @@
 """A second corpus, on which nothing was tuned: the docstrings of installed libraries, a document a module.
 
 The libraries are those of `constraints.txt`, so that the text is the same wherever they are installed. It is English
-with formulas and examples, where the standard library is mostly code.
+with formulas and examples, where the standard library is mostly code. `python -m benchmarks.science.docstrings` writes
+`runs/docstrings.jsonl`, from which sweeps read it.
 """
 
+import argparse
 import ast
 import importlib.util
 import json
@@ -46,3 +48,9 @@ def docstrings(path: Path) -> list[str]:
     except SyntaxError:
         return []
     return [text for node in ast.walk(tree) if isinstance(node, NODES) and (text := ast.get_docstring(node))]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("path", nargs="?", type=Path, default=Path("runs/docstrings.jsonl"))
+    print(write(parser.parse_args().path))

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import RESULTS, STUDENT, TEACHER, write
-from benchmarks.harness.command import Kdtrain
+from benchmarks.harness.command import kdtrain
 from benchmarks.harness.models import packed, teacher_logits, token_tensor
 from kdtrain.cache.format.codec import CodecSpec, decode, encode_sequences
 from kdtrain.models.head import SplitModel, split
@@ -81,8 +81,7 @@ def trained(steps: int) -> SplitModel:
         words = f"--data stdlib --seq-len {LENGTH} --num-sequences {8 * steps} --validation-sequences 8 --alpha 1"
         words += f" --temperature 1 --steps {steps} --batch-size 8 --lr 2e-3 --no-compile --precision fp32"
         places = ["--teacher", TEACHER, "--student", STUDENT, "--out", f"{scratch}/run"]
-        with Kdtrain() as kdtrain:
-            kdtrain("distill", *places, *words.split())
+        kdtrain("distill", *places, *words.split())
         return open_student(f"{scratch}/run", CPU)[0]
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import RESULTS, TEACHER, write
-from benchmarks.harness.command import Kdtrain
+from benchmarks.harness.command import kdtrain
 from benchmarks.harness.machine import commit, machine
 from benchmarks.harness.models import teacher_logits
 from benchmarks.performance import cache_material
@@ -46,11 +46,11 @@ def main() -> int:
     parser.add_argument("--large", type=int, default=12, help="sequences of 512 tokens at V = 151,936; 0: none")
     parser.add_argument("--result", type=Path, default=RESULTS / "merge.json")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch, Kdtrain() as kdtrain:
+    with tempfile.TemporaryDirectory() as scratch:
         home = Path(scratch)
         text = f"--data stdlib --seq-len {asked.seq_len} --num-sequences {asked.rows} --validation-sequences 8"
         text += " --sequences-per-shard 64"
-        made = _capture(kdtrain, home, text.split())
+        made = _capture(home, text.split())
         found: dict[str, Any] = {"rows": asked.rows, "seq_len": asked.seq_len, "error": _error(home)}
         found["speed"] = {"V = 2048": _speed(home / "a", home / "b", home / "small")}
         if asked.large:
@@ -64,7 +64,7 @@ def main() -> int:
 FP32 = ("--precision", "fp32", "--device", "cpu")
 
 
-def _capture(kdtrain: Kdtrain, home: Path, text: list[str]) -> dict[str, Any]:
+def _capture(home: Path, text: list[str]) -> dict[str, Any]:
     teacher = ["cache-teacher", "--teacher", TEACHER, *FP32]
     made = {"25": kdtrain(*teacher, *text, "--num-samples", "25", "--out", f"{home}/a")}
     made["its refinement"] = kdtrain(*teacher, "--refine", f"{home}/a", "--out", f"{home}/b")

@@ -1,5 +1,6 @@
-"""Which students docs/quality.md compares: the studies, each a list of runs.
+"""Which students docs/quality.md compares: the studies, each a list of runs of the record.
 
+`benchmarks/science/quality*.toml` are the sweeps that train them, but for those of the caches in `FORMER`.
 Choices (rates, temperatures, weights, divergences) are compared after `SHORT` steps, at which all students are far from
 converged, what is recommended after `LONG`.
 """
@@ -8,20 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.harness import STUDENT
-
-STUDENTS = {"1m": STUDENT, "3m": "students/stdlib-3m.toml"}
-ATTENTION = "eager"
-"""The attention of all students: without a GPU a third faster here than `sdpa`, and it computes the same."""
 SHORT, LONG = 625, 2500
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 RATE = 2e-3
 """The peak learning rate of all other studies: the best of `RATES` for both cross-entropy and distillation."""
-BASE = {
-    **{"--alpha": "0.9", "--divergence": "forward-kl", "--temperature": "1", "--temperature-mode": "fixed"},
-    **{"--warmup-steps": "50", "--lr-schedule": "cosine", "--weight-decay": "0.1"},
-}
-"""What every student has in common but for the options of its run; the command's defaults may move away from it."""
 PLAIN, ALONE = ("--alpha", "0"), ("--alpha", "1")
 """Cross-entropy without a teacher, and the teacher without cross-entropy."""
 RENORMALIZED_TEACHER = "renormalized-teacher"
@@ -53,27 +44,13 @@ class Run:
     steps: int = SHORT
     lr: float = RATE
     options: tuple[str, ...] = ()
-    """Options of `kdtrain distill`, in pairs, that differ from `BASE`."""
+    """Options of `kdtrain distill`, in pairs, that differ from those that all students have in common."""
     seed: int = 0
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """All options of the objective and the schedule, spelled out."""
-        own = dict(zip(self.options[::2], self.options[1::2], strict=True))
-        drawn = "--num-samples" in CACHES[self.cache]
-        rule = {} if self.cache == "dense" else {"--tail": "sampled" if drawn else "ghost"}
-        return tuple(word for pair in (BASE | rule | own).items() for word in pair)
 
     @property
     def source(self) -> str:
         """The name of its cache's folder."""
         return f"{self.corpus}-{self.cache}" + (f"-{self.sequences}" if self.sequences else "")
-
-    @property
-    def name(self) -> str:
-        """The name of its folder and record."""
-        options = "".join(f"-{word.lstrip('-').replace(':', '')}" for word in self.options)
-        return f"{self.source}-{self.student}-{self.steps}-lr{self.lr:g}{options}-{self.seed}"
 
 
 def tail(name: str) -> tuple[str, ...]:
@@ -221,9 +198,8 @@ TIMED = {
     replace(SAMPLES, options=ALONE, steps=LONG): "50 samples from a cache",
     replace(WHOLE, steps=LONG): "whole distributions from a cache",
 }
-"""The students whose speed is measured, each in `ROUNDS` short runs."""
+"""The students whose speed was measured."""
 ONLINE = "an online teacher"
-ROUNDS, TIMED_STEPS = 5, 80
 
 CALIBRATED = tuple(final())
 """The students whose calibration is drawn."""

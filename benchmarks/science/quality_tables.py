@@ -1,4 +1,4 @@
-"""The tables of docs/quality.md, from the record of `benchmarks.science.quality` alone.
+"""The tables of docs/quality.md, from the record `benchmarks/results/quality.json` alone.
 
 A cell is the value of one seed, or mean ± standard deviation over several. Students are compared seed by seed: two of
 one seed start from the same weights and see the same sequences in the same order. One is called better or worse than
@@ -8,7 +8,6 @@ The share of the gap is (CE - x) / (CE - full), of the test losses of cross-entr
 learned from whole distributions, at the same seed; its error is the standard error of the mean over seeds.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Iterable
@@ -18,7 +17,6 @@ from typing import Any
 
 from benchmarks.science.quality_grid import (
     ALONE,
-    BASE,
     CACHES,
     FORMER,
     LONG,
@@ -34,8 +32,6 @@ from benchmarks.science.quality_grid import (
 from kdtrain.config.sections import StoppingConfig
 from kdtrain.training.guards import EarlyStopping
 
-MEASURES = ("loss", "ece", "kl", "agreement", "acceptance", "accuracy", "teacher_loss", "tokens")
-"""What a record keeps of `kdtrain evaluate` on the test split."""
 FORMS = {"loss": ".4f", "ece": ".2%", "kl": ".4f", "agreement": ".1%", "acceptance": ".1%"}
 NAMES = {"loss": "test loss", "ece": "ECE", "kl": "KL to the teacher"}
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -70,13 +66,6 @@ def cell(values: Iterable[float | None], form: str) -> str:
         return "-"
     mean = format(statistics.mean(known), form)
     return mean if len(known) == 1 else f"{mean} ± {format(statistics.stdev(known), form)}"
-
-
-def compact(result: Record) -> str:
-    """The record as JSON, a line a student."""
-    runs = ",\n  ".join(json.dumps(each) for each in result["runs"])
-    rest = {name: value for name, value in result.items() if name != "runs"}
-    return json.dumps(rest, indent=1)[:-2] + f',\n "runs": [\n  {runs}\n ]\n}}\n'
 
 
 def seeds(result: Record, run: Run) -> dict[int, Record]:
@@ -158,7 +147,7 @@ def describe(run: Run) -> str:
         words = [" + ".join(parts), *([] if rule == "sampled" else [RULES[rule]])]
     if "--alpha-schedule" in options:
         options.pop("--alpha-schedule")
-        words.append(f"alpha {options.pop('--alpha', BASE['--alpha'])} to 0")
+        words.append(f"alpha {options.pop('--alpha', '0.9')} to 0")
     spelled = {
         **{"--alpha": "alpha {}", "--temperature": "T = {}", "--temperature-mode": "learned T: {}"},
         **{"--divergence": "{}", "--warmup-steps": "{} steps of warm-up", "--temperature-lr": "its rate {}"},

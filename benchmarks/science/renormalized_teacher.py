@@ -1,8 +1,8 @@
 """A tail rule that others use, for comparison: the teacher's top-k scaled to 1, the student left over all tokens.
 
 DistillKit's default (`missing_probability_handling: zero`) and the plain top-k of Sparse Logit Sampling (arXiv
-2503.16870). The student is driven to put nothing outside the top-k, and too much inside. It is registered by an entry
-point, as a user's rule would be; `benchmarks.science.quality` writes that.
+2503.16870). The student is driven to put nothing outside the top-k, and too much inside. The entry point of the
+package in `benchmarks/others` registers it, as a user's would; `quality-others.toml` trains with it.
 """
 
 import torch

@@ -1,9 +1,8 @@
 """The course of a learned temperature: T^2 KL against T on real logits, and the paths of the three modes.
 
-`python -m benchmarks.science.temperature [--out runs/temperature] [--quick]` writes benchmarks/results/temperature.json
-(with --quick, which is a test of this script, it writes into --out) and draws benchmarks/figures/temperature.png.
-
-The teacher is the one that ships, the student is trained from its cache by the command. Measured are
+`kdtrain sweep benchmarks/science/temperature.toml --out runs/temperature` trains the students from a cache of the
+shipped teacher; then `python -m benchmarks.science.temperature [--runs runs/temperature]` writes
+benchmarks/results/temperature.json and draws benchmarks/figures/temperature.png. Measured are
 
 - `curves`: the loss T^2 D over a grid of T, for the student at several steps of its training, over the cache (head and
   tail bucket) and over the teacher's whole distribution, and for each divergence at its last step;
@@ -22,13 +21,13 @@ import torch
 from benchmarks import figures
 from benchmarks.harness import FIGURES, RESULTS, STUDENT, TEACHER, write
 from benchmarks.harness.bench import cached, online
-from benchmarks.harness.command import Kdtrain, environment
+from benchmarks.harness.command import environment
 from benchmarks.harness.models import open_teacher
-from benchmarks.harness.study import Study
 from kdtrain.config.choices import DIVERGENCES
 from kdtrain.models.head import split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
+from kdtrain.monitor.record import RunRecord
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.run.saved_student import open_student
@@ -37,6 +36,8 @@ BOUNDS = (2 / 3, 4.0)
 MODES = ("minimize", "adversarial", "likelihood")
 STARTS = (0.75, 0.9, 1.1, 1.4, 1.8, 2.3, 2.9, 3.6)
 TRAINING_STARTS = (0.8, 1.5, 3.5)
+EARLY, LAST, FROZEN = 20, 100, 150
+"""Steps after which the student's logits are taken, and for how many T is trained beside them."""
 GRID = [round(float(T), 4) for T in np.geomspace(0.25, 20, 60)]
 CPU = torch.device("cpu")
 
@@ -44,79 +45,57 @@ CPU = torch.device("cpu")
 def main() -> None:
     """Measure, write the record, draw it."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    arguments.add_argument("--out", type=Path, default=Path("runs/temperature"))
-    arguments.add_argument("--quick", action="store_true", help="a few steps of everything; the record goes into --out")
+    arguments.add_argument("--runs", type=Path, default=Path("runs/temperature"), help="the folder of the sweep")
+    arguments.add_argument("--out", type=Path, help="where record and picture are written, instead of benchmarks/")
     given = arguments.parse_args()
-    steps = (
-        {"student": 4, "training": 3, "frozen": 5} if given.quick else {"student": 100, "training": 200, "frozen": 150}
-    )
-    with Kdtrain() as kdtrain:
-        record = measure(kdtrain, given.out, steps)
-    write((given.out if given.quick else RESULTS) / "temperature.json", record)
-    print(*figures.draw_temperature(record, given.out if given.quick else FIGURES))
+    record = measure(given.runs)
+    write((given.out or RESULTS) / "temperature.json", record)
+    print(*figures.draw_temperature(record, given.out or FIGURES))
 
 
-def measure(kdtrain: Kdtrain, out: Path, steps: dict[str, int]) -> dict[str, Any]:
+def measure(runs: Path) -> dict[str, Any]:
     """The whole record."""
-    sequences = 64 if steps["student"] < 50 else 1600
-    cache = ("--teacher", TEACHER, "--data", "stdlib", "--seq-len", "256", "--num-sequences", f"{sequences}")
-    common = ("--student", STUDENT, "--batch-size", "8", "--lr", "3e-3")
-    study = Study(out, kdtrain, {"cache": (*cache, "--validation-sequences", "32", "--top-k", "12")}, common)
-    last, every = steps["student"], max(steps["student"] // 5, 1)
-    length = ("--steps", f"{last}", "--eval-freq", f"{last}", "--checkpoint-freq", f"{every}")
-    study.train("student", *length, "--temperature", "1")
-    logits = Logits(out)
-
-    def trained(name: str, entry: tuple[str, float]) -> dict[str, Any]:
-        """T in a run of the command, and what its events say of a bound."""
-        mode, start = entry
-        learned = ("--temperature", f"{start}", "--temperature-mode", mode, "--temperature-lr", "0.1")
-        _, run = study.train(name, "--steps", f"{steps['training']}", "--eval-freq", f"{steps['training']}", *learned)
-        bounds = [event.details["bound"] for event in run.events if event.event == "temperature-bound"]
-        return {
-            "mode": mode,
-            "start": start,
-            "T": [round(line["T"], 4) for line in run.steps],
-            "bound": bounds[-1] if bounds else None,
-            "validation_kl": run.validations[-1]["validation/kl"],
-        }
-
+    logits, student = Logits(runs), runs / "student" / "seed-0"
+    others = [name for name in DIVERGENCES.builtin if name not in ("forward-kl", "logit-mse")]
+    settings = {"teacher": TEACHER, "student": STUDENT, "top_k": 12, "bounds": BOUNDS, "grid": GRID}
     return {
-        "settings": {
-            "teacher": TEACHER,
-            "student": STUDENT,
-            "head": 12,
-            "bounds": BOUNDS,
-            "steps": steps,
-            "grid": GRID,
-        },
-        "environment": environment(out / "student"),
+        "settings": settings | {"steps": {"student": LAST, "frozen": FROZEN}},
+        "environment": environment(student),
         "curves": [
-            *(logits.curve(step, kind, "forward-kl") for step in (0, every, last) for kind in ("cache", "whole")),
-            *(
-                logits.curve(last, "cache", name)
-                for name in DIVERGENCES.builtin
-                if name not in ("forward-kl", "logit-mse")
-            ),
+            *(logits.curve(step, kind, "forward-kl") for step in (0, EARLY, LAST) for kind in ("cache", "whole")),
+            *(logits.curve(LAST, "cache", name) for name in others),
         ],
-        "frozen": [logits.path(last, mode, start, steps["frozen"]) for mode in MODES for start in STARTS],
-        "training": study.records({f"{mode}-{T}": (mode, T) for mode in MODES for T in TRAINING_STARTS}, trained),
+        "frozen": [logits.path(LAST, mode, start, FROZEN) for mode in MODES for start in STARTS],
+        "training": [trained(runs, mode, start) for mode in MODES for start in TRAINING_STARTS],
+    }
+
+
+def trained(runs: Path, mode: str, start: float) -> dict[str, Any]:
+    """T in a run of the command, and what its events say of a bound."""
+    run = RunRecord.read(runs / f"{mode}-{start}" / "seed-0")
+    bounds = [event.details["bound"] for event in run.events if event.event == "temperature-bound"]
+    return {
+        "mode": mode,
+        "start": start,
+        "T": [round(line["T"], 4) for line in run.steps],
+        "bound": bounds[-1] if bounds else None,
+        "validation_kl": run.validations[-1]["validation/kl"],
     }
 
 
 class Logits:
     """Hidden states of the student at a step, and the teacher's targets, on four sequences of the validation split."""
 
-    def __init__(self, out: Path) -> None:
-        self.out = out
-        source = cached(out / "cache", CPU, "validation")
-        whole = online(source, open_teacher(), "fp32")
+    def __init__(self, runs: Path) -> None:
+        self.runs = runs
+        source = cached(runs / "caches" / "text", CPU, "validation")
+        whole = online(source, open_teacher(), "fp32", compile=False)
         self.batches = {"cache": source.read(np.arange(4)), "whole": whole.read(np.arange(4))}
 
     def loss(self, step: int, kind: str) -> Any:
         """T, divergence -> T^2 D of the student after `step` steps: the mean over tokens, differentiable in T alone."""
         if step:
-            student = open_student(str(self.out / f"student/checkpoints/step-{step:08d}"), CPU)[0]
+            student = open_student(str(self.runs / f"student/seed-0/checkpoints/step-{step:08d}"), CPU)[0]
         else:
             student = split(load_student(read_spec(STUDENT), vocab_size=2048, seed=0, device="cpu"))
         student, batch = student.eval().requires_grad_(False), self.batches[kind]

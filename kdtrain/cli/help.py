@@ -4,11 +4,11 @@ import shutil
 import textwrap
 
 from kdtrain.cli.words import option_meant, word_meant
-from kdtrain.config import choices as registries
+from kdtrain.config.choices import registered
 from kdtrain.config.kinds import choices, metavar, words_wanted
-from kdtrain.config.values import Option, flag, options_of
+from kdtrain.config.values import Option, options_of
 from kdtrain.errors import UsageError
-from kdtrain.registry import Registry, first_line
+from kdtrain.registry import first_line
 
 _FEW = 20
 """A command with at most this many options shows them all."""
@@ -44,7 +44,7 @@ def help_of(command: str, kind: type, topic: str = "") -> str:
     if not topic and len(brief) > len(required) and len(options) > _FEW:
         for each, text in brief.items():
             shown = name if len(name := _name(each)) < _COLUMN - 2 else f"{each.flag} NAME"
-            lines += _row(shown, text + _default(each) * (not each.required))
+            lines += _row(shown, text + each.default_text * (not each.required))
         more = f"{len(options) - len(brief)} more: --help all, or --help SECTION of {', '.join(sections)}"
         example = next(iter(getattr(kind, "EXAMPLES", ())), "")
         lines += ["", *wrapped(more, ""), "", *wrapped(example, "  ", indent=6, end=" \\")]
@@ -69,37 +69,18 @@ def _name(option: Option) -> str:
 def _brief(option: Option) -> str:
     """The beginning of an option's docstring, with the words that it takes where its name does not show them."""
     text = option.text.partition(";")[0].rstrip(".")
-    words = list(_registered(option)) or (choices(option.kind) if len(_name(option)) >= _COLUMN - 2 else [])
+    words = list(registered(option.flag)) or (choices(option.kind) if len(_name(option)) >= _COLUMN - 2 else [])
     words = [each for each in words if each != option.default]
-    room = 78 - _COLUMN - len(_default(option))
+    room = 78 - _COLUMN - len(option.default_text)
     return f"{text}." if not words else textwrap.shorten(f"{text}: {', '.join(words)}", room, placeholder=" ...")
-
-
-def _registered(option: Option) -> dict[str, str]:
-    """The names that packages can add to, each with its line; none for most options."""
-    known = [each for each in vars(registries).values() if isinstance(each, Registry)]
-    return {} if option.positional else next((each.help() for each in known if each.option == flag(option.name)), {})
 
 
 def _long(option: Option) -> list[str]:
     """An option with its docstring, its default, and the names that packages can add to."""
-    lines = _row(_name(option), f"{option.text}{_default(option)}")
-    for name, text in _registered(option).items():
+    lines = _row(_name(option), f"{option.text}{option.default_text}")
+    for name, text in registered(option.flag).items():
         lines += wrapped(text, f"  {name:<18} ", indent=21, before=4)
     return lines
-
-
-def _default(option: Option) -> str:
-    default = option.default
-    if option.required:
-        return " (required)"
-    if option.switch:
-        return " [on]" if default is True else ""
-    if default is None or default in ("", (), []):
-        return ""
-    if isinstance(default, float):
-        return f" [{f'{default:.0e}'.replace('e-0', 'e-') if 0 < default < 0.01 else f'{default:g}'}]"
-    return f" [{' '.join(map(str, default)) if isinstance(default, tuple | list) else default}]"
 
 
 def _row(name: str, text: str) -> list[str]:

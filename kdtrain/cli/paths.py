@@ -175,6 +175,13 @@ _LOOKS: dict[str, Callable[[str, Mapping[str, str]], str | None]] = {
     "student spec": lambda text, texts: None if os.path.isdir(text) else _spec(text, texts),
     "text": _text,
     "file": lambda text, texts: None if _exists(text) else "there is no such file",
+    "new file": lambda text, texts: (
+        "it is there already; name another file"
+        if os.path.lexists(text)
+        else None
+        if Path(text).parent.is_dir()
+        else "its folder does not exist; make it"
+    ),
     "saved": _saved,
     "path": lambda text, texts: None if re.match(r"[a-z]+:/", text) or _exists(text) else "it does not exist",
     "cache path": _cache_path,

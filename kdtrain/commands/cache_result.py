@@ -7,7 +7,7 @@ from typing import Any
 
 from kdtrain.cache.format.manifest import Manifest
 from kdtrain.cache.tools.facts import MADE, cache_facts, heading
-from kdtrain.tables import show, show_page
+from kdtrain.tables import show
 
 
 def show_cache(folder: Path, manifest: Manifest, as_json: bool, lines: Sequence[str] = (), **facts: Any) -> None:
@@ -15,14 +15,12 @@ def show_cache(folder: Path, manifest: Manifest, as_json: bool, lines: Sequence[
 
     lines: for the page, what only this command knows. facts: of this command alone, for the object.
     """
-    if not as_json:
-        known = cache_facts(manifest)
-        shown = [f"{label}: {known[label]}" for label in (*manifest.splits, *MADE) if label in known]
-        digest = f"digest {manifest.digest[:12]}; kdtrain inspect {shlex.quote(str(folder))} shows how true it is"
-        show_page([f"{folder}: {heading(manifest.settings)}", "", *shown, *lines, digest, *next_step(folder, manifest)])
-        return
+    known = cache_facts(manifest)
+    shown = [f"{label}: {known[label]}" for label in (*manifest.splits, *MADE) if label in known]
+    digest = f"digest {manifest.digest[:12]}; kdtrain inspect {shlex.quote(str(folder))} shows how true it is"
+    page = [f"{folder}: {heading(manifest.settings)}", "", *shown, *lines, digest, *next_step(folder, manifest)]
     sequences = {name: split["sequences"] for name, split in manifest.splits.items()}
-    result = {
+    record = {
         "cache": str(folder),
         "digest": manifest.digest,
         "format_version": manifest.settings.format_version,
@@ -34,7 +32,7 @@ def show_cache(folder: Path, manifest: Manifest, as_json: bool, lines: Sequence[
         "bytes_per_token": manifest.bytes_per_token["total"],
         "temperature_range": manifest.temperature_range,
     }
-    show("", {**result, **facts}, True)
+    show(page, record | facts, as_json)
 
 
 def next_step(path: Path | str, manifest: Manifest) -> Iterator[str]:

@@ -9,7 +9,8 @@ import importlib.util
 import time
 from pathlib import Path
 
-from kdtrain.commands.sweep import compared, run
+from kdtrain.commands.compare import compare
+from kdtrain.commands.sweep import run
 from kdtrain.config import DemoConfig, PlotConfig
 from kdtrain.errors import UsageError, writing
 from kdtrain.files import publish_text
@@ -79,7 +80,7 @@ def main(config: DemoConfig) -> int:
     groups = run(file, config.out, at_once=1)
     if groups is None:
         return 0
-    compared(groups, config.json, SHOWN)
+    compare(groups, config.json, names=SHOWN)
     if not config.json:
         print(f"files: {config.out}{pictures(config.out)}; kdtrain sweep {file} runs it again with what you change")
     log.info("took %.1f minutes", (time.monotonic() - started) / 60)

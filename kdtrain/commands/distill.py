@@ -19,7 +19,7 @@ from kdtrain.run.path_kind import is_run
 from kdtrain.run.recipe import resolve, run_device
 from kdtrain.run.run import Run
 from kdtrain.run.trial import main as try_out
-from kdtrain.tables import show, show_page
+from kdtrain.tables import show
 from kdtrain.training.signals import interruptible
 
 
@@ -39,10 +39,7 @@ def main(config: DistillConfig) -> int:
         outside = "stopped while not training; the same command resumes"
         log.info("interrupted; the trial run is removed" if tries else outside)
         result = {"run": str(config.out), "stop_reason": "signal", "stopped_by": str(interrupt) or "SIGINT"}
-    if config.json:
-        show("", result, True)
-    else:
-        show_page(closing_page(config.out, result))
+    show(closing_page(config.out, result), result, config.json)
     return 0
 
 

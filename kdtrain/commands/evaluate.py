@@ -33,6 +33,7 @@ from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import byte_lengths, digest_of, load_tokenizer
 from kdtrain.monitor.progress import bar, log, setup_logging
 from kdtrain.monitor.record import add_evaluation
+from kdtrain.monitor.runs import evaluations
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.precision.modes import pick_mode
@@ -41,7 +42,7 @@ from kdtrain.run.build_cache import build_tokens
 from kdtrain.run.path_kind import is_run
 from kdtrain.run.saved_student import open_student, run_of
 from kdtrain.run.tokenizer_view import differ, entries
-from kdtrain.tables import columns, show, show_page
+from kdtrain.tables import show
 from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
 from kdtrain.tokenizers.view_builder import build_view
 from kdtrain.training.sources.aligned import AlignedSource
@@ -60,18 +61,7 @@ def main(config: EvaluateConfig) -> int:
     setup_logging()
     refuse_many_processes()
     results = [evaluate(config, name) for name in config.student]
-    if config.json:
-        show("", results[0] if len(results) == 1 else {"students": results}, True)
-        return 0
-    rows = [{name: value for name, value in each.items() if name != "calibration"} for each in results]
-    if len(rows) == 1:
-        show(f"evaluate {config.student[0]}", rows[0], False)
-        return 0
-    same = {name: value for name, value in rows[0].items() if all(row.get(name) == value for row in rows)}
-    names = ["student", *(name for name in rows[0] if name not in {"student", *same})]
-    table = columns(names, [[row.get(name) for name in names] for row in rows], left=("student", "checkpoint"))
-    known = ", ".join(f"{name} {str(value)[:60]}" for name, value in same.items() if value is not None)
-    show_page([table, "", f"all: {known}"])
+    show(evaluations(results), results[0] if len(results) == 1 else {"students": results}, config.json)
     return 0
 
 

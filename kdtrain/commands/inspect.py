@@ -35,6 +35,7 @@ from kdtrain.monitor import facts as of_run
 from kdtrain.monitor.facts import TAIL, quoted
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord, as_table
+from kdtrain.monitor.runs import evaluations, tested
 from kdtrain.net.address import Address, parse_address
 from kdtrain.run.path_kind import damage_of, is_training, kind_of, read_result
 from kdtrain.tables import Part, columns, duration, facts_table, loss_text, number, short, show, show_page, size
@@ -66,10 +67,7 @@ def main(config: InspectConfig) -> int:
         return _watch(path, kind)
     with _as_written(path):
         facts, page = _PAGES[kind](path) if address is None else _remote(address)
-        if config.json or page is None:
-            show(f"{kind} {path}", facts, config.json)
-        else:
-            show_page(list(page))
+        show(f"{kind} {path}" if page is None else page, facts, config.json)
     return 0
 
 
@@ -234,6 +232,8 @@ def _run_page(path: Path, known: Mapping[str, Any], record: RunRecord) -> Iterat
     yield from (f"{path}: {of_run.heading(record)}", line, "")
     yield from of_run.losses(record.result or {}, record)
     yield from of_run.members(record)
+    if numbers := of_run.last_numbers(record.result or {}, record):
+        yield from (numbers, "")
     if checkpoints := {name: as_table(row) for name, row in as_table(known.get("checkpoints")).items()}:
         rows = []
         for name, row in checkpoints.items():
@@ -249,6 +249,8 @@ def _run_page(path: Path, known: Mapping[str, Any], record: RunRecord) -> Iterat
         yield f"train: {of_run.objective(record)} of one step; val: cross-entropy of other text. Compare val alone."
     else:
         yield "no checkpoint"
+    if tables := [*evaluations(record.evaluations)]:
+        yield from ("", *tables)
     yield from _aside_lines(known)
     yield from of_run.warnings(record)
     if state == "training":
@@ -316,7 +318,7 @@ def _folder(path: Path) -> _Found:
     found, runs, caches, kept = _folders(path), dict[str, Any](), dict[str, Any](), dict[str, str]()
     for each in found["runs"]:
         try:
-            runs[each.name] = _run_row(each, RunRecord.read(each, TAIL))
+            runs[each.name] = run_row(each, RunRecord.read(each, TAIL))
         except (OSError, ValueError) as error:
             runs[each.name] = {"state": f"cannot be read: {error}"}
     for each in found["caches"]:
@@ -339,8 +341,9 @@ def _folder(path: Path) -> _Found:
 
     def page() -> Iterator[Part]:
         if runs:
-            titles = ("run", "student", "cache", "state", "step", "val", "teacher", "time", "warn")
+            titles = ("run", "student", "cache", "state", "step", "val", "teacher", "test", "time", "warn")
             yield columns(titles, [_run_cells(name, row) for name, row in runs.items()], left=titles[:4])
+            yield from tested([row["test"] for row in runs.values() if row.get("test")])
         if caches:
             yield "" if runs else f"{path}:"
             rows = [
@@ -356,7 +359,7 @@ def _folder(path: Path) -> _Found:
     return {"runs": runs, "caches": caches}, page()
 
 
-def _run_row(path: Path, record: RunRecord) -> dict[str, Any]:
+def run_row(path: Path, record: RunRecord) -> dict[str, Any]:
     """What a folder's page and `--json` have of a run."""
     result, losses = record.result or {}, [loss for _, loss in record.curve("validation/loss")]
     return {
@@ -366,7 +369,10 @@ def _run_row(path: Path, record: RunRecord) -> dict[str, Any]:
         "step": result.get("step", int(record.metrics[-1]["step"]) if record.metrics else 0),
         "steps": record.environment.get("steps") or result.get("steps"),
         "best_validation_loss": result.get("best_validation_loss", min(losses, default=None)),
+        "last_validation_loss": losses[-1] if losses else None,
+        "seconds_left": 3600 * (record.steps[-1] if record.steps else {}).get("eta_h", math.nan),
         "teacher_validation_loss": result.get("teacher_validation_loss"),
+        "test": record.test,
         "seconds": result.get("seconds"),
         "warnings": sum(each.level != "info" for each in record.events),
     }
@@ -375,7 +381,8 @@ def _run_row(path: Path, record: RunRecord) -> dict[str, Any]:
 def _run_cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     named = row.get("cache") or "-"
     cache = " + ".join(Path(str(each)).name for each in (named if isinstance(named, list) else [named]))
-    losses = (loss_text(row.get(each)) for each in ("best_validation_loss", "teacher_validation_loss"))
+    test, names = as_table(row.get("test")), ("best_validation_loss", "teacher_validation_loss")
+    losses = map(loss_text, (*map(row.get, names), test.get("loss")))
     numbers = (f"{number(row.get('step'))}/{number(row.get('steps'))}", *losses, duration(row.get("seconds")))
     return name, str(row.get("student") or "-"), cache, str(row.get("state")), *numbers, number(row.get("warnings"))
 
@@ -400,7 +407,7 @@ def _run_record(path: Path) -> dict[str, Any]:
         "exported": str(path / "student") if (path / "student").is_dir() else None,
         **{link: target for link in tiers.LINKS if (target := store.linked(link)) is not None},
         "checkpoints": rows,
-        "checkpoints in all (MiB)": _mib([*map(store.path, rows)]),
+        "checkpoints in all (MiB)": mib([*map(store.path, rows)]),
         **_aside(path.resolve()),
     }
 
@@ -412,8 +419,8 @@ def _aside(path: Path) -> dict[str, Any]:
     aside += [each for folder in folders for each in aside_in(folder)]
     if not aside:
         return {}
-    table = {os.path.relpath(each, path): _mib([each]) for each in aside}
-    return {"set aside (MiB)": {**table, "in all": _mib(aside)}}
+    table = {os.path.relpath(each, path): mib([each]) for each in aside}
+    return {"set aside (MiB)": {**table, "in all": mib(aside)}}
 
 
 def _aside_lines(record: Mapping[str, Any]) -> Iterator[Part]:
@@ -423,7 +430,7 @@ def _aside_lines(record: Mapping[str, Any]) -> Iterator[Part]:
         yield columns(("  path", "size"), rows, left=("  path",))
 
 
-def _mib(paths: list[Path]) -> float:
+def mib(paths: list[Path]) -> float:
     """MiB of files and folders; a file with several names counts once, and links are not followed."""
     sizes: dict[tuple[int, int], int] = {}
     for path in paths:
@@ -459,7 +466,7 @@ def _row(store: Store, entry: tiers.CheckpointEntry) -> dict[str, Any]:
         "best_loss": progress.get("best_loss"),
         "written": written,
         "tier": tiers.tier(entry.name),
-        "MiB": _mib([path]),
+        "MiB": mib([path]),
         "verdict": f"damaged: {damage}" if damage else "ok",
     }
 

@@ -15,7 +15,7 @@ def main(config: PlotConfig) -> int:
     UsageError, RunError: as `draw`.
     """
     curves = [f"{group.name}: {group.seeds}" for group in draw(config)]
-    show("plot", {"figure": str(config.out), "curves": curves}, config.json)
+    show([f"{config.out}: {', '.join(curves)}"], {"figure": str(config.out), "curves": curves}, config.json)
     return 0
 
 

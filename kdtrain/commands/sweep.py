@@ -1,17 +1,26 @@
 """`kdtrain sweep`: arms times seeds of a TOML file, each by its own command, and the table of all."""
 
-import json
-from collections.abc import Collection
+import math
+import statistics
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from kdtrain.commands import compare
+from rich.console import Group as Together
+from rich.live import Live
+
+from kdtrain.commands.compare import compare
+from kdtrain.commands.inspect import mib, run_row
 from kdtrain.config import SweepConfig
-from kdtrain.errors import RunError
+from kdtrain.errors import RunError, UsageError
 from kdtrain.files import Lock
-from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.monitor.runs import MEASURES, Group, grouped, read_runs
+from kdtrain.monitor.progress import bar, console, log, setup_logging
+from kdtrain.monitor.record import RunRecord
+from kdtrain.monitor.runs import Group, grouped, read_runs
 from kdtrain.run.sweep import Runner, Sweep, SweepJob, claim, read_sweep
-from kdtrain.tables import finite, loss_text
+from kdtrain.tables import Table, columns, drawn, duration, loss_text, number, show, size
 
 
 def main(config: SweepConfig) -> int:
@@ -23,17 +32,72 @@ def main(config: SweepConfig) -> int:
     setup_logging()
     out = config.out or config.file.with_suffix("")
     if config.dry_run:
-        sweep = read_sweep(config.file, out)
-        for job in (*sweep.caches, *sweep.runs):
-            print(f"{'done' if job.done else 'to do':<6} {job.line}")
+        with Runner(config.at_once, quiet=True) as runner:
+            _show_plan([*planned(read_sweep(config.file, out), runner)], config)
         return 0
     groups = run(config.file, out, config.at_once)
     if groups is not None:
-        compared(groups, config.json)
+        compare(groups, config.json)
         if not config.json:
             runs = f"{out}/*/seed-*"
             print(f"Next: kdtrain compare {runs} --format latex; kdtrain report {runs} --out {out}/report.html")
     return 0
+
+
+def planned(sweep: Sweep, runner: Runner) -> Iterator[dict[str, Any]]:
+    """Each command; one that is to do with its `seconds` and `MiB`, None where unknown, and `how` they are known.
+
+    A run takes what one of its arm took that ended well, or else what its `--dry-run` measures: without its cache on a
+    small one, which is made and removed, and has no epochs to count.
+    """
+    known, small, jobs = dict[str, dict[str, Any]](), dict[str, str](), [*sweep.caches, *sweep.runs]
+    for job in sweep.runs:
+        if job.done and (row := _row(job)) and row["state"] == "done":
+            known[job.arm] = {"seconds": row["seconds"], "MiB": mib([job.config.out]), "how": f"as {job.name}"}
+    missing = {str(each.config.out): each.name for each in sweep.caches if not each.done}
+    most = max(2 * job.config.batch_size for job in sweep.runs)
+    with TemporaryDirectory() as folder, bar("measure", len(jobs), unit="commands") as shown:
+        for number, job in enumerate(jobs):
+            shown.update(number)
+            absent = [each for each in job.words if job.is_run and each in missing]
+            if not (job.done or job.arm in known):
+                if absent and (job.config.epochs is not None or not small.keys() >= {*absent}):
+                    plan = {"error": f"unknown until {missing[absent[0]]} is made"}
+                else:
+                    plan = runner.report([*(small.get(each, each) for each in job.words), "--dry-run"])
+                hours = plan.get("estimated_hours")
+                how = f"measured{' on a small cache' * bool(absent)}" if isinstance(hours, float) else "computed"
+                known[job.arm] = {
+                    "seconds": 3600 * hours if isinstance(hours, float) else None,
+                    "MiB": plan.get("disk (MiB)", plan.get("disk for checkpoints (MiB)")),
+                    "how": plan.get("error", how),
+                }
+            if not (job.done or job.is_run):
+                count = min(most, job.config.data.num_sequences or most)
+                words = (*job.words, "--num-sequences", f"{count}", "--out", f"{folder}/{number}")
+                small |= {} if "error" in runner.report(words) else {str(job.config.out): words[-1]}
+            yield {"name": job.name, "command": job.line, "done": job.done} | ({} if job.done else known[job.arm])
+
+
+def _row(job: SweepJob) -> dict[str, Any] | None:
+    """That of a run, by the end of its log; None where there is none yet."""
+    with suppress(OSError, ValueError, UsageError):
+        return run_row(job.config.out, RunRecord.read(job.config.out, 2**19))
+    return None
+
+
+def _show_plan(commands: list[dict[str, Any]], config: SweepConfig) -> None:
+    left = [each for each in commands if not each["done"]]
+    hours = sum(each["seconds"] or 0.0 for each in left) / config.at_once / 3600
+    disk, unknown = sum(each["MiB"] or 0.0 for each in left), sum(each["seconds"] is None for each in left)
+    lines = []
+    for each in commands:
+        cost = "" if each["done"] else f"{duration(each['seconds'])}, {size(each['MiB'])}, {each['how']}"
+        lines.append(f"{'done' if each['done'] else 'to do':<6} {cost:<40} {each['command']}")
+    more = f", without {unknown} that are unknown" if unknown else ""
+    lines.append(f"{len(left)} commands to do, about {number(round(hours, 2))} hours and {size(disk)}{more}")
+    total = {"unknown": unknown, "estimated_hours": round(hours, 4), "disk (MiB)": round(disk, 1)}
+    show(lines, {"commands": commands, "to do": len(left), **total}, config.json)
 
 
 def run(file: Path, out: Path, at_once: int) -> list[Group] | None:
@@ -44,13 +108,21 @@ def run(file: Path, out: Path, at_once: int) -> list[Group] | None:
     sweep = read_sweep(file, out)
     claim(sweep)
     lock = Lock(out / ".sweep.lock", f"another process runs the sweep {out}; wait for it, or name another --out")
+    ended = dict[str, dict[str, Any]]()
+    live: Any = {
+        "get_renderable": lambda: Together(*drawn(arms(sweep, at_once, ended), console.width)),
+        "refresh_per_second": 0.5,
+        "transient": True,
+    }
     try:
         with Runner(at_once) as runner:
             for part in (sweep.caches, sweep.runs, sweep.tests()):
-                for job, error in runner.all(part):
-                    if error and not job.is_run:
-                        raise RunError(f"{job.name}: {error}")
-                    log.info("%s", _ended(sweep, job, error))
+                runner.quiet = console.is_terminal and part is sweep.runs
+                with Live(console=console, **live) if runner.quiet else nullcontext():
+                    for job, error in runner.all(part):
+                        if error and not job.is_run:
+                            raise RunError(f"{job.name}: {error}")
+                        log.info("%s", _ended(sweep, job, error))
             if runner.stopped is not None:
                 log.info("stopped by %s; the same command resumes", runner.stopped)
                 return None
@@ -59,20 +131,37 @@ def run(file: Path, out: Path, at_once: int) -> list[Group] | None:
     return grouped(read_runs(sweep.folders, most=None))
 
 
-def compared(groups: list[Group], as_json: bool, names: Collection[str] = tuple(MEASURES)) -> None:
-    """Print the comparison of runs."""
-    if as_json:
-        print(json.dumps(finite(compare.as_record(groups))))
-    else:
-        compare.show(groups, names=names)
+def arms(sweep: Sweep, at_once: int, ended: dict[str, dict[str, Any]]) -> Table:
+    """How the runs of a sweep are doing, a row an arm. ended: rows of runs that have ended, which are read once."""
+    rows, every = [], [0, 0, 0, 0.0]
+    for arm in dict.fromkeys(job.arm for job in sweep.runs):
+        jobs = [job for job in sweep.runs if job.arm == arm]
+        ended |= {job.name: row for job in jobs if job.name not in ended and job.done and (row := _row(job))}
+        over, others = [ended[job.name] for job in jobs if job.name in ended], [j for j in jobs if j.name not in ended]
+        now = [row for job in others if (row := _row(job)) and row["state"] in ("training", "unknown")]
+        times = [row["seconds"] for row in over if row["seconds"]]
+        times += [
+            row["seconds_left"] * row["steps"] / (row["steps"] - row["step"])
+            for row in now
+            if row["step"] < (row["steps"] or 0)
+        ]
+        left = sum(row["seconds_left"] for row in now) + (len(others) - len(now)) * statistics.fmean(
+            times or [math.nan]
+        )
+        failed = sum(row["state"] != "done" for row in over)
+        counts = [len(over) - failed, len(now), failed, left / at_once]
+        every = [sum(each) for each in zip(every, counts, strict=True)]
+        step = ", ".join(f"{number(row['step'])}/{number(row['steps'])}" for row in now or over[-1:])
+        loss = ", ".join(loss_text(row["last_validation_loss"]) for row in now or over[-1:])
+        rows.append((arm, *counts[:3], step, loss, duration(left / at_once)))
+    rows.append(("all", *every[:3], "", "", duration(every[3])))
+    return columns(("arm", "done", "running", "failed", "step", "validation", "left"), rows, left=("arm",))
 
 
 def _ended(sweep: Sweep, job: SweepJob, error: str) -> str:
     text = f"{job.name}: {error or 'done'}"
-    if not job.is_run or not (job.config.out / "environment.json").exists():
+    if not job.is_run or (row := _row(job)) is None:
         return text
-    [found] = read_runs([job.config.out])
-    done = f"{sum(each.done for each in sweep.runs)} of {len(sweep.runs)} runs"
-    if (loss := found.numbers["best_validation_loss"]) is not None:
-        text = f"{text}, validation {loss_text(loss)} nats a token"
-    return f"{text} ({done})"
+    loss = row["best_validation_loss"]
+    text += "" if loss is None else f", validation {loss_text(loss)} nats a token"
+    return f"{text} ({sum(each.done for each in sweep.runs)} of {len(sweep.runs)} runs)"

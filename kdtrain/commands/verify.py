@@ -17,7 +17,7 @@ from kdtrain.config.values import refuse
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.net.address import parse_address
 from kdtrain.run.path_kind import damage_of, kind_of
-from kdtrain.tables import number, show, show_page
+from kdtrain.tables import counted, number, show
 from kdtrain.tokenizers.view_format import OWN, own_data, verify_view
 
 
@@ -42,30 +42,26 @@ def main(config: VerifyConfig) -> int:
         "ok": not problems,
         "problems": problems,
     }
-    page: list[Any] = []
+    page = [*problems]
     if config.repair and problems:
         result["dropped"] = repair(config.path)
+        page += [f"moved aside: {each}" for each in result["dropped"]]
         log.info("run the command that made it again to build what is missing")
     elif kind == "cache" and problems and address is None:
-        page = [
+        page += [
             "--repair sets what is damaged aside; the command that made the cache builds it again",
             f"Next: kdtrain verify {shlex.quote(path)} --repair",
         ]
     elif kind == "cache" and not problems:
         found, findings, page = _content(config)
         result |= {**found, "ok": not findings, "findings": findings}
-    if config.json:
-        show("", result, True)
-    else:
-        box = {name: each for name, each in result.items() if name != "look"}
-        if isinstance(wrong := result.get("findings"), list) and wrong:
-            box["findings"] = f"{len(wrong)}, below"
-        show(f"verify {path}", box, False)
-        show_page(page, wrapped=True)
+    wrong = [*problems, *result.get("findings", ())]
+    verdict = f"not ok, {counted(len(wrong), 'finding')}" if wrong else "ok, nothing is damaged"
+    show([f"{path}: {kind} {verdict}", *page], result, config.json, wrapped=True)
     return 0 if result["ok"] else 1
 
 
-def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[Any]]:
+def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[str]]:
     """Whether a sound cache can be right: a record, what is wrong, and a page."""
     cache = open_cache(config.path)
     seen = look(cache)

@@ -104,6 +104,8 @@ class DistillConfig(Extended):
     """auto, cpu, cuda or cuda:N."""
     dry_run: bool = option(False, free=True, brief=True)
     """Show the plan of the run, its time and memory; two steps are taken and saved, and the files removed."""
+    write_config: Path | None = option(None, free=True, once=True, needs="dry_run", reads="new file")
+    """With --dry-run, write all options with their lines of help into this new file, for --config."""
     sanity: bool = option(False, free=True, brief=True)
     """Run the checks that come before a long run; a table of verdicts is shown, and the files are removed."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -324,7 +326,7 @@ class SweepConfig(Printed):
     at_once: int = option(1, least=1)
     """Runs beside each other, each with its share of the cores."""
     dry_run: bool = False
-    """List the commands and which of them are done, and run none."""
+    """List the commands, which of them are done, and the time and disk of the others; run none."""
 
 
 @dataclass(frozen=True, kw_only=True)

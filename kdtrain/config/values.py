@@ -89,6 +89,18 @@ class Option:
         return self.default is dataclasses.MISSING
 
     @property
+    def default_text(self) -> str:
+        """Its default in brackets; empty where there is nothing to say."""
+        default = self.default
+        if self.required:
+            return " (required)"
+        if self.switch or default is None or default in ("", (), []):
+            return " [on]" if default is True else ""
+        if isinstance(default, float):
+            return f" [{f'{default:.0e}'.replace('e-0', 'e-') if 0 < default < 0.01 else f'{default:g}'}]"
+        return f" [{' '.join(map(str, default)) if isinstance(default, tuple | list) else default}]"
+
+    @property
     def several(self) -> Any:
         """True if its flag is given again for each value; a comma that joins them."""
         return self.field.metadata.get("several", False)

@@ -126,7 +126,7 @@ def _at(loss: Any, step: Any) -> str:
 
 
 def last_numbers(result: Mapping[str, Any], record: RunRecord) -> str:
-    """The other numbers of the last validation, T, and the peak of memory, in a line; empty without any."""
+    """The other numbers of the last validation, by its step, T, and the peak of memory; empty without any."""
     last = record.validations[-1] if record.validations else {}
     numbers = {name: last.get(f"validation/{name}", math.nan) for name in ("kl", "bits_per_byte", "accuracy", "ece")}
     known, parts = {name: value for name, value in numbers.items() if math.isfinite(value)}, []
@@ -139,8 +139,10 @@ def last_numbers(result: Mapping[str, Any], record: RunRecord) -> str:
     shares = {"accuracy": "next token right", "ece": "ECE"}
     parts += [f"{label} {100 * known[name]:.1f} %" for name, label in shares.items() if name in known]
     temperature, peak = result.get("temperature"), result.get("peak_memory_mb")
-    parts += [f"T {loss_text(temperature)}"] if temperature not in (None, 1.0) else []
-    return ", ".join([*parts, f"peak memory {size(peak)}"] if peak else parts)
+    others = [f"T {loss_text(temperature)}"] if temperature not in (None, 1.0) else []
+    others += [f"peak memory {size(peak)}"] if peak else []
+    validated = f"val @{number(last.get('step'))}: {', '.join(parts)}" if parts else ""
+    return "\n".join(filter(None, (validated, ", ".join(others))))
 
 
 def members(record: RunRecord) -> Iterator[Part]:

@@ -103,6 +103,11 @@ class RunRecord:
         """The lines of validations."""
         return [line for line in self.metrics if "validation/loss" in line]
 
+    @property
+    def test(self) -> dict[str, Any]:
+        """What `evaluate` measured last on a test split; empty without one."""
+        return next((each for each in reversed(self.evaluations) if each.get("split") == "test"), {})
+
     def median_rate(self, name: str = "tok/s_last") -> float | None:
         """The median of a rate, tokens/s, in the later half of the steps: the first ones wait for the compiler."""
         rates = [line[name] for line in self.metrics if line.get(name)]

@@ -11,19 +11,20 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kdtrain.config import DistillConfig, written
-from kdtrain.config.values import fields_of
+from kdtrain.config.values import fields_of, flag
 from kdtrain.errors import UsageError, printable
 from kdtrain.monitor.record import Event, RunRecord, as_finite, as_table
-from kdtrain.tables import duration, loss_text, short, size
+from kdtrain.tables import Part, Table, duration, loss_text, number, short, size
 
-NOT_COMPARED = {"out", "seed", "json", "yes", "resume", "overwrite", "config", "dry_run", "sanity"}
+NOT_COMPARED = {"out", "seed", "json", "yes", "resume", "overwrite", "config", "dry_run", "write_config", "sanity"}
 """Options in which runs of a group may differ: where a run lies, and how it was started."""
 MARKS = {"rollback": "v", "recovery": "^", "switch": "D", "resume": ">", "skip": "x", "decay": "s", "memory": "P"}
 """The interventions that a curve shows, each with its marker."""
@@ -53,26 +54,38 @@ def _share(value: float) -> str:
     return f"{100 * value:.2f} %"
 
 
-MEASURES = {
-    "best_validation_loss": Measure("best validation loss, nats", _loss, by_token=True, best=min),
-    "last_validation_loss": Measure("last validation loss, nats", _loss, by_token=True),
-    "bits_per_byte": Measure("best validation, bits per byte", _loss, best=min),
-    "kl": Measure("KL to the teacher, last, nats", _loss, by_token=True),
-    "teacher_validation_loss": Measure("the teacher's loss, nats", _loss, tested=False, by_token=True),
+EVALUATED = {
+    "loss": Measure("loss, nats", _loss, by_token=True, best=min),
+    "bits_per_byte": Measure("bits per byte", _loss, best=min),
+    "teacher_loss": Measure("the teacher's loss, nats", _loss, tested=False, by_token=True),
     "teacher_bits_per_byte": Measure("the teacher's bits per byte", _loss, tested=False),
+    "kl": Measure("KL to the teacher, nats", _loss, by_token=True, best=min),
+    "agreement": Measure("same most likely token as the teacher", _share, by_token=True, best=max),
+    "acceptance": Measure("acceptance by the teacher", _share, by_token=True, best=max),
+    "accuracy": Measure("next token right", _share, by_token=True, best=max),
+    "ece": Measure("calibration error (ECE)", _share, best=min),
+    "last_word": Measure("last word right", _share, best=max),
+    "teacher_last_word": Measure("the teacher's last word right", _share, tested=False),
     "compared": Measure("tokens compared with the teacher's", _share, tested=False),
     "entropy_kept": Measure("entropy that the cells keep", _share, tested=False),
-    "accuracy": Measure("next token right, last validation", _share, by_token=True),
-    "ece": Measure("calibration error (ECE), last validation", _share),
-    "test_loss": Measure("test loss, nats", _loss, by_token=True, best=min),
-    "test_bits_per_byte": Measure("test, bits per byte", _loss, best=min),
-    "test_teacher_loss": Measure("test, the teacher's loss, nats", _loss, tested=False, by_token=True),
-    "test_kl": Measure("test, KL to the teacher, nats", _loss, by_token=True, best=min),
-    "test_agreement": Measure("test, same most likely token as the teacher", _share, by_token=True, best=max),
-    "test_acceptance": Measure("test, acceptance by the teacher", _share, by_token=True, best=max),
-    "test_accuracy": Measure("test, next token right", _share, by_token=True, best=max),
-    "test_ece": Measure("test, calibration error (ECE)", _share, best=min),
-    "test_last_word": Measure("test, last word right", _share, best=max),
+}
+"""What `evaluate` measures, by its names."""
+
+
+def _of(split: str, name: str, best: Callable[[Iterable[float]], float] | None = None) -> Measure:
+    """A number of `EVALUATED` of a validation; of the last one unless it is that by which students are judged."""
+    return replace(EVALUATED[name], label=f"{split}: {EVALUATED[name].label}", best=best)
+
+
+_LAST = {"last_validation_loss": "loss", "teacher_validation_loss": "teacher_loss"} | {
+    name: name for name in ("teacher_bits_per_byte", "kl", "compared", "accuracy", "ece")
+}
+MEASURES = {
+    "best_validation_loss": _of("best validation", "loss", min),
+    "bits_per_byte": _of("best validation", "bits_per_byte", min),
+    **{key: _of("last validation", name) for key, name in _LAST.items()},
+    "entropy_kept": EVALUATED["entropy_kept"],
+    **{f"test_{name}": _of("test", name, EVALUATED[name].best) for name in EVALUATED},
     "last_training_loss": Measure("training loss (average), last", _loss, tested=False, by_token=True),
     "temperature": Measure("temperature T, last", lambda value: f"{value:.3f}", tested=False),
     "tokens": Measure("tokens", short, tested=False),
@@ -135,11 +148,6 @@ class LoggedRun:
         """The digest of the tokenizer of its training tokens, where the run states it."""
         found = self.record.environment.get("tokenizer")
         return found if isinstance(found, str) else None
-
-    @property
-    def test(self) -> dict[str, Any]:
-        """What `evaluate` measured last on a test split; empty without one."""
-        return next((each for each in reversed(self.record.evaluations) if each.get("split") == "test"), {})
 
     @property
     def interventions(self) -> list[Event]:
@@ -298,19 +306,13 @@ def _measured(record: RunRecord) -> dict[str, float | None]:
 
     best = as_finite(result.get("best_validation_loss"))
     bits = [value for _, value in record.curve("validation/bits_per_byte") if as_finite(value) is not None]
-    test: dict[str, Any] = next((each for each in reversed(record.evaluations) if each.get("split") == "test"), {})
     found: dict[str, float | None] = {
-        **{name: as_finite(test.get(name.removeprefix("test_"))) for name in MEASURES if name.startswith("test_")},
+        **{f"test_{name}": as_finite(record.test.get(name)) for name in EVALUATED},
+        **{key: as_finite(last.get(f"validation/{name}")) for key, name in _LAST.items()},
         "best_validation_loss": min(losses, default=None) if best is None else best,
         "last_validation_loss": losses[-1] if losses else as_finite(result.get("last_validation_loss")),
         "bits_per_byte": min(bits, default=as_finite(result.get("best_bits_per_byte"))),
-        "kl": as_finite(last.get("validation/kl")),
-        "teacher_validation_loss": latest("validation/teacher_loss"),
-        "teacher_bits_per_byte": latest("validation/teacher_bits_per_byte"),
-        "compared": as_finite(last.get("validation/compared")),
         "entropy_kept": as_finite(as_table(record.environment.get("alignment")).get("entropy_kept")),
-        "accuracy": as_finite(last.get("validation/accuracy")),
-        "ece": as_finite(last.get("validation/ece")),
         "last_training_loss": latest("loss_avg"),
         "temperature": latest("T"),
         "tokens": as_finite(max(record.places("tokens").values()) if steps else result.get("tokens")),
@@ -381,29 +383,20 @@ def difference(groups: Sequence[Group], group: Group, name: str, first: Group | 
 
 
 def t_quantile(level: float, freedom: int) -> float:
-    """The value that |t| exceeds with probability `level`, of Student's t (Hill, Algorithm 396, CACM 13, 1970)."""
-    if freedom == 1:
-        return 1 / math.tan(level * math.pi / 2)
-    if freedom == 2:
-        return math.sqrt(2 / (level * (2 - level)) - 2)
-    a = 1 / (freedom - 0.5)
-    b = 48 / a**2
-    c = ((20700 * a / b - 98) * a - 16) * a + 96.36
-    d = ((94.5 / (b + c) - 3) / b + 1) * math.sqrt(a * math.pi / 2) * freedom
-    y = (d * level) ** (2 / freedom)
-    if y > 0.05 + a:  # a tail that is nearly normal
-        x = statistics.NormalDist().inv_cdf(level / 2)
-        y = x**2
-        c += 0.3 * (freedom - 4.5) * (x + 0.6) if freedom < 5 else 0
-        c += (((0.05 * d * x - 5) * x - 7) * x - 2) * x + b
-        y = (((((0.4 * y + 6.3) * y + 36) * y + 94.5) / c - y - 3) / b + 1) * x
-        y = math.expm1(a * y**2)
-    else:
-        y = (
-            (1 / (((freedom + 6) / (freedom * y) - 0.089 * d - 0.822) * (freedom + 2) * 3) + 0.5 / (freedom + 4)) * y
-            - 1
-        ) * (freedom + 1) / (freedom + 2) + 1 / y
-    return math.sqrt(freedom * y)
+    """The value that |t| exceeds with probability `level`, of Student's t.
+
+    By bisection of its distribution as a function of atan(t / sqrt(freedom)) (Abramowitz & Stegun 26.7.3, 26.7.4).
+    """
+    low, high, odd = 0.0, math.pi / 2, freedom % 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        terms = [math.cos(angle) ** odd * (freedom > 1)]
+        for k in range(1 + odd, freedom - 2, 2):
+            terms.append(terms[-1] * k / (k + 1) * math.cos(angle) ** 2)
+        inside = math.sin(angle) * sum(terms)
+        inside = (angle + inside) * 2 / math.pi if odd else inside
+        low, high = (angle, high) if inside < 1 - level else (low, angle)
+    return math.sqrt(freedom) * math.tan(low)
 
 
 def best_of(groups: Sequence[Group], name: str) -> Group | None:
@@ -434,6 +427,21 @@ def cell(groups: Sequence[Group], group: Group, name: str) -> tuple[str, str, bo
     return shown, f"{'+' if off.mean >= 0 else '-'}{measure.text(abs(off.mean))}{half}", bool(off.beyond)
 
 
+def full_table(groups: Sequence[Group], names: Collection[str] = tuple(MEASURES)) -> Table:
+    """A column a group, a row an option in which they differ, or a number, and how far it is from the first group's."""
+    rows = [
+        ("how it ended", *("\n".join(dict.fromkeys(run.status for run in group.runs)) for group in groups)),
+        ("student", *(group.runs[0].student for group in groups)),
+    ]
+    rows += [(flag(option), *(group.runs[0].shown(option) for group in groups)) for option in differing(groups)]
+    for name, measure in MEASURES.items():
+        if name in names and any(group.mean(name) for group in groups):  # a count that is 0 everywhere tells nothing
+            cells = [cell(groups, group, name) for group in groups]
+            rows.append((measure.label, *(f"{own}\n{off}{' *' * far}" if off else own for own, off, far in cells)))
+    header = ("", *(f"{group.name}\n{group.seeds}" for group in groups))
+    return Table(header, rows, left=header, kept=2)
+
+
 def notes(groups: Sequence[Group]) -> list[str]:
     """The lines below a comparison: what a mark means, and what to be careful about."""
     found, others = [], len(groups) - 1
@@ -444,6 +452,22 @@ def notes(groups: Sequence[Group]) -> list[str]:
             "* beyond what the seeds explain"
         )
     return [*found, *caution(groups)]
+
+
+def outcome(groups: Sequence[Group]) -> Iterator[str]:
+    """What a comparison shows in a sentence, by the first loss that all groups have; nothing without such a loss."""
+    first, *others = groups
+    for name in ("test_loss", "test_bits_per_byte", "best_validation_loss", "bits_per_byte"):
+        known = [(each, off) for each in others if (off := difference(groups, each, name)) is not None]
+        if known and len(known) == len(others):
+            parts = []
+            for each, off in known:
+                verdict = "better than" if off.mean < 0 else "worse than" if off.mean else "equal to"
+                verdict = "not distinguished from" if off.beyond is False else verdict
+                unknown = ", of too few seeds" if off.beyond is None else ""
+                parts.append(f"{each.name} is {verdict} {first.name} ({cell(groups, each, name)[1]}{unknown})")
+            yield f"by {MEASURES[name].label.replace(':', '')}: {', '.join(parts)}"
+            return
 
 
 def _tokenizers(groups: Sequence[Group]) -> set[Any]:
@@ -458,36 +482,59 @@ def caution(groups: Sequence[Group]) -> list[str]:
         notes.append("the students have different tokenizers: bits per byte compare, losses in nats a token do not")
     seeds = [len(each.values("last_validation_loss")) for each in groups]
     if max(seeds, default=0) < 2:
-        notes.append(
-            "one seed only: nothing tells a difference between runs from the luck of a seed; repeat one with --seed 1"
-        )
+        notes.append("one seed only: any difference may be the luck of a seed; repeat a run with --seed 1")
     elif few := [f"{each.name} {count}" for each, count in zip(groups, seeds, strict=True) if count < max(seeds)]:
         notes.append(f"fewer seeds than the {max(seeds)} of the others: {', '.join(few)}")
     tokens = [value for each in groups for run in each.runs if (value := run.numbers["tokens"]) is not None]
     if not apart and tokens and max(tokens) > 1.01 * min(tokens):
-        notes.append(
-            f"the runs have seen different amounts of text: {short(min(tokens))} to {short(max(tokens))} tokens"
-        )
-    measured = [run.test for each in groups for run in each.runs if run.test]
-    if measured:
-        texts = sorted(
-            {
-                f"{each.get('sequences')} sequences of {str(each.get('cache') or each.get('data'))[:12]}"
-                for each in measured
-            }
-        )
-        steps = sorted({str(each.get("checkpoint")) for each in measured})
-        shown = printable(texts[0].replace("sequences of ", "sequences of the test split of "))[:120]
-        at = steps[0] if len(steps) == 1 else "the checkpoint that was best then"
-        notes.append(f"test: {shown}, of each student {printable(at)[:60]}")
-        if len(texts) > 1:
-            notes.append("the students were tested on different texts: their test numbers do not compare")
+        spread = f"{short(min(tokens))} to {short(max(tokens))} tokens"
+        notes.append(f"the runs have seen different amounts of text: {spread}")
+    notes += tested([run.record.test for each in groups for run in each.runs if run.record.test])
     open_runs = [run.name for each in groups for run in each.runs if run.record.result is None]
     if open_runs:
         notes.append(f"not ended, or killed: {', '.join(open_runs)}")
     if len({run.cache for each in groups for run in each.runs}) > 1:
         notes.append("the runs learned from different caches: losses compare only where their validation text is one")
     return notes
+
+
+def text_of(found: Mapping[str, Any]) -> str:
+    """The text of an evaluation, and the teacher that read it too."""
+    text = f"the cache {str(found['cache'])[:12]}" if found.get("cache") else found.get("data")
+    beside = f", beside {found['teacher']}" if found.get("teacher") else ""
+    return printable(f"{found.get('sequences')} sequences of the {found.get('split')} split of {text}{beside}")[:160]
+
+
+def tested(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What the test numbers of runs are of: text, teacher and checkpoint."""
+    texts, steps = sorted(set(map(text_of, found))), {str(each.get("checkpoint")) for each in found}
+    if found:
+        at = min(steps) if len(steps) == 1 else "the checkpoint that was best then"
+        yield f"test: {texts[0]}; of each student {printable(at)[:60]}"
+    if len(texts) > 1:
+        yield "the students were tested on different texts: their test numbers do not compare"
+
+
+def evaluations(found: Iterable[Mapping[str, Any]]) -> Iterator[Part]:
+    """What `evaluate` measured last of each checkpoint on each text: a column each, of more than three a row each."""
+    unique = {f"{each.get('student')} {each.get('checkpoint')} {text_of(each)}": each for each in found}
+    last = list(unique.values())[-MOST_RUNS:]
+    order = ["student", "checkpoint", "split", "cache", "data", "teacher", "sequences", "date", *EVALUATED]
+    known = {name for each in last for name, value in each.items() if isinstance(value, str | int | float)} - {"step"}
+    lines = []
+    for name in (each for each in (*order, *sorted(known - {*order})) if each in known):
+        measure, cut = EVALUATED.get(name, Measure(name.replace("_", " "), number)), 12 if name == "cache" else 60
+        lines.append([measure.label])
+        for value in (each.get(name) for each in last):
+            text = "-" if (finite := as_finite(value)) is None else measure.text(finite)
+            lines[-1].append(printable(value[:cut]) if isinstance(value, str) else text)
+    if lines and len(last) > 3:
+        same = [line for line in lines[1:] if len({*line[1:]}) == 1]
+        header, *rows = zip(*(line for line in lines if line not in same), strict=True)
+        yield Table([textwrap.fill(each, 12) for each in header], rows, left=("student", "checkpoint"))
+        yield f"\nall: {'; '.join(f'{name} {value}' for name, value, *_ in same)}"
+    elif lines:
+        yield Table(lines[0], lines[1:], left=lines[0])
 
 
 def refuse_existing(out: Path, overwrite: bool) -> None:

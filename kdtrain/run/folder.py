@@ -13,16 +13,19 @@ import math
 import os
 import platform
 import re
-from collections.abc import Callable, Collection, Iterator
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import torch
 
-from kdtrain.config import DistillConfig, LoraConfig, sections, shareable, written
+from kdtrain.config import DataConfig, DistillConfig, LoraConfig, sections, shareable, written
+from kdtrain.config.choices import registered
+from kdtrain.config.kinds import choices, metavar
 from kdtrain.config.removed import renewed
-from kdtrain.config.values import fields_of, flag, marked
+from kdtrain.config.values import fields_of, flag, marked, options_of
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import (
     Lock,
@@ -45,6 +48,7 @@ from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
 from kdtrain.models.tokenizer import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import log
 from kdtrain.ranks import all_gather_object, on_main
+from kdtrain.registry import first_line
 from kdtrain.run.path_kind import LOCK as LOCK
 from kdtrain.run.path_kind import is_environment
 from kdtrain.run.path_kind import is_run as is_run
@@ -58,6 +62,8 @@ _SECTIONS = {"run", *(each.name for each in dataclasses.fields(DistillConfig) if
 """The tables of config.toml."""
 _MAY_LACK = {"data"}
 """Those that it may not have: a run from a cache has no text."""
+_TRIES = {"config", "dry_run", "write_config", "sanity"}
+"""What a file to copy does not have."""
 
 _LEFT = re.compile(rf"{re.escape(LOCK)}|(data|view)\.left-[0-9]+")
 """Files, besides tokens and temporary ones, that an attempt leaves when it dies before it becomes a run."""
@@ -390,18 +396,51 @@ def write_tokenizer(out: Path, student: ModelSpec, cached: Path | None, teacher:
         swap_in(hidden, target, "run.tokenizer")
 
 
-def to_toml(tables: dict[str, dict[str, Any]]) -> str:
-    """Return `tables` as TOML, without options that are None, which TOML does not have."""
-    lines = []
+def to_toml(tables: dict[str, dict[str, Any]], notes: Mapping[str, Iterable[str]] | None = None) -> str:
+    """Return `tables` as TOML, without options that are None, which TOML does not have.
+
+    notes: lines of comment above an option, or above a section by its name in brackets. An option that is None and has
+        notes is commented out, as the last of them.
+    """
+    lines, notes = [], notes or {}
     for section, table in tables.items():
-        lines.append(f"[{section}]")
+        lines += [*(f"# {each}" for each in notes.get(f"[{section}]", ())), f"[{section}]"]
         for name, value in table.items():
+            lines += [f"# {each}" for each in notes.get(name, ())]
             if value is not None and name != "config":
                 # JSON is TOML, except for surrogate pairs, which TOML does not have, and DEL, which it escapes
                 text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
                 lines.append(f"{name} = {text}")
         lines.append("")
     return "\n".join(lines)
+
+
+def write_config_to_copy(config: DistillConfig) -> None:
+    """Write every option of `config` into its file for `--config`, each below its line of help.
+
+    It has no dry run, no [data] where a run from a cache gives none, and no plugin that has its defaults.
+
+    UsageError: the file is there already. RunError: it cannot be written.
+    """
+    assert config.write_config is not None
+    left_out = {name for name, each in config.plugins.items() if each == type(each)()}
+    left_out |= _MAY_LACK if config.cache and config.data == DataConfig() else set()
+    tables = {section: table for section, table in sections(config).items() if section not in left_out}
+    tables["run"] = {name: tables["run"][name] for name in tables["run"] if name not in _TRIES}
+    notes = dict[str, list[str]]()
+    for each in options_of(DistillConfig).values():
+        known = ", ".join(choices(each.kind) or registered(each.flag))
+        text = f"{each.text}{' Known: ' * bool(known)}{known}{each.default_text}"
+        unset = [f"{each.name} = {each.field.metadata.get('shown') or metavar(each.kind)}"]
+        has_value = tables.get(each.section, {}).get(each.name) is not None
+        notes[each.name] = [*textwrap.wrap(text, 110), *([] if has_value else unset)]
+        notes.setdefault(f"[{each.section}]", textwrap.wrap(first_line(each.owner), 110))
+    with writing(config.write_config):
+        try:
+            with open(config.write_config, "x", encoding="utf-8") as file:
+                file.write(to_toml(tables, notes))
+        except FileExistsError:
+            raise UsageError(f"--write-config {config.write_config}: it is there already; name another file") from None
 
 
 HANDOVER = 120.0

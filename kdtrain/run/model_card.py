@@ -1,5 +1,6 @@
 """The card of an exported student: a README.md for people, whose head the hub reads, and the recipe as TOML.
 
+The recipe has every option, so that a version with other defaults repeats the run; the card has what is no default.
 It is made from the checkpoint, the run's config.toml, and the manifests of the run's caches, as far as they are still
 there and are those that the checkpoint names. A run may have been downloaded, so every word of it is escaped, and
 options that a file cannot set, or that name a place on this machine, are left out or shortened.
@@ -16,9 +17,9 @@ import kdtrain
 from kdtrain.cache.build.card import CARD, license_lines
 from kdtrain.cache.format.manifest import Manifest, read_manifest
 from kdtrain.cache.tools.facts import cache_facts
-from kdtrain.config import DistillConfig
+from kdtrain.config import DistillConfig, written
 from kdtrain.config.choices import resolve_tail
-from kdtrain.config.values import fields_of, marked
+from kdtrain.config.values import fields_of, marked, options_of
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import read_toml
 from kdtrain.models.spec import ModelSpec, is_hub_id, read_spec
@@ -28,6 +29,8 @@ from kdtrain.tokenizers.view_format import viewed_settings
 
 RECIPE = "recipe.toml"
 _DATA = re.compile(r"hf:(?:datasets/)?([\w.-]+/[\w.-]+)(?:[:@].*)?", re.ASCII)
+_HOW = {"out", "config", "resume", "overwrite", "dry_run", "write_config", "sanity", "json"}
+"""Options that name where a run lies and how it was started, not what it is."""
 _CACHES = 20
 """Caches of a mixture that a card lists."""
 _LOSSES = {
@@ -39,12 +42,12 @@ _LOSSES = {
 
 
 def recipe_of(run: Path, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The options of a run by section, as they may be published: no private ones, and of absolute paths the name."""
+    """The options that make a run, by section, as they may be published: none private, of absolute paths the name."""
     try:
         tables = read_toml(run / "config.toml")
     except (OSError, ValueError):
         tables = state["options"]
-    private, kept = marked(DistillConfig, "private") | {"out", "config"}, dict[str, dict[str, Any]]()
+    private, kept = marked(DistillConfig, "private") | _HOW, dict[str, dict[str, Any]]()
     for section, each in fields_of(DistillConfig):
         table = tables.get(section)
         if each.name not in private and isinstance(table, dict) and table.get(each.name) is not None:
@@ -105,19 +108,27 @@ def card_files(
             bits = f", {loss / size / math.log(2):.4f} bits a byte" if size else ""
             facts[words.format(progress["validated_step"])] = f"{loss:.4f} nats a token{bits}"
     made = f"distilled from {' and '.join(map(markdown_text, teachers))}" if teachers else "trained by cross-entropy"
-    hub_id, toml = _hub_id(given.get("student"), base), to_toml(recipe)
+    hub_id, version, known = _hub_id(given.get("student"), base), kdtrain.__version__, options_of(DistillConfig).items()
+    usual = {name: written(each.field, each.default) for name, each in known}
+    tables = {
+        part: {name: table[name] for name in table if table[name] != usual[name]} for part, table in recipe.items()
+    }
+    changed = to_toml({part: table for part, table in tables.items() if table}).rstrip()
     licence = "The licence is not stated" if license is None else f"The student's licence is {markdown_text(license)}"
     lines = [
         *("---", *_head(given, recipe, list(manifests.values()), license, hub_id, adapter), "---", ""),
         *(f"# {markdown_text(name)}", ""),
-        f"{'Adapters of a' if adapter else 'A'} language model, {made} with kdtrain {kdtrain.__version__}.",
+        f"{'Adapters of a' if adapter else 'A'} language model, {made} with kdtrain {version}.",
         *("", *markdown(facts_table(facts)), ""),
         *("```python", *_loading(name, run, adapter), "```", ""),
-        *("## Recipe", "", "```toml", *toml.rstrip().splitlines(), "```", ""),
+        *("## Recipe", ""),
+        f"What differs from the defaults of kdtrain {version}; {RECIPE} has every option.",
+        *("", "```toml", changed, "```", ""),
         *("## Licence", ""),
         f"{licence}; those of the teacher, the text and the student's first weights may bind it.",
     ]
-    return {CARD: "\n".join([*lines, ""]).encode(), RECIPE: toml.encode()}
+    text = f"# every option of a run, by kdtrain {version}\n{to_toml(recipe)}"
+    return {CARD: "\n".join([*lines, ""]).encode(), RECIPE: text.encode()}
 
 
 def cache_of(run: Path, state: Mapping[str, Any]) -> str:

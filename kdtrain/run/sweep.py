@@ -24,6 +24,7 @@ is stored but the words of these commands (`OUT/sweep.json`): what is done is re
 sweep is resumed by the same command, and a run that it makes is the one that its command makes by hand.
 """
 
+import json
 import os
 import shlex
 import signal
@@ -49,7 +50,7 @@ from kdtrain.tables import counted
 
 _TABLES = ("seeds", "caches", "common", "arms", "test")
 _OURS = {
-    "distill": ("out", "seed", "resume", "overwrite", "dry_run", "sanity", "json"),
+    "distill": ("out", "seed", "resume", "overwrite", "dry_run", "write_config", "sanity", "json"),
     "cache-teacher": ("out", "dry_run", "json"),
     "evaluate": ("student", "json"),
 }
@@ -83,6 +84,11 @@ class SweepJob:
     def is_run(self) -> bool:
         """Whether it trains a student, so that an error is a result too."""
         return self.words[0] == "distill"
+
+    @property
+    def arm(self) -> str:
+        """That of a run; the name of a cache."""
+        return self.name.rpartition("/")[0] if self.is_run else self.name
 
     @property
     def done(self) -> bool:
@@ -232,7 +238,7 @@ class Runner:
     Its block forwards the signals that ask to stop to each process exactly once: a second one would make it leave
     without saving. A process also stops, and saves, when that of the sweep is killed.
 
-    at_once: processes beside each other.
+    at_once: processes beside each other. Of one at a time the log is shown, unless `quiet`.
     """
 
     _CHILD = (
@@ -240,8 +246,8 @@ class Runner:
         "from kdtrain.cli import main; main()"
     )
 
-    def __init__(self, at_once: int = 1) -> None:
-        self.at_once = at_once
+    def __init__(self, at_once: int = 1, quiet: bool = False) -> None:
+        self.at_once, self.quiet = at_once, quiet
         self.stopped: str | None = None
         """The signal that stopped it."""
         self._children: set[subprocess.Popen[str]] = set()
@@ -283,10 +289,25 @@ class Runner:
             self._await(folder)
         if self.stopped is not None:
             return ""
+        code, last, _ = self._child(job.words)
+        if code == 2:
+            raise UsageError(f"{job.name}: {last}")
+        died = f"killed by {signal.Signals(-code).name}" if code < 0 else "failed"
+        return (last or died) if code and self.stopped is None else ""
+
+    def report(self, words: Iterable[str]) -> dict[str, Any]:
+        """What a command prints with `--json`, or the `error` that ended it. KeyboardInterrupt: a signal stopped it."""
+        code, last, out = self._child((*words, "--json"), stdout=subprocess.PIPE)
+        if self.stopped is not None:
+            raise KeyboardInterrupt
+        return {"error": last or "failed"} if code else json.loads(out)  # type: ignore[no-any-return]
+
+    def _child(self, words: Iterable[str], stdout: int = subprocess.DEVNULL) -> tuple[int, str, str]:
+        """Run a command; return its exit code, the last line of an error, and what it prints on a piped stdout."""
         code = self._CHILD.format(_DEATH_SIGNAL, int(signal.SIGTERM), os.getpid())
-        pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": subprocess.PIPE}
         child = subprocess.Popen(
-            [sys.executable, "-c", code, *job.words], env=self._env, text=True, process_group=0, **pipes
+            [sys.executable, "-c", code, *words], env=self._env, text=True, process_group=0, **pipes
         )
         self._children.add(child)
         if self.stopped is not None:
@@ -295,14 +316,11 @@ class Runner:
         for line in child.stderr or ():
             if line.startswith("kdtrain: "):
                 last = line.removeprefix("kdtrain: ").strip()
-            elif self.at_once == 1:  # the logs of several would be mixed
+            elif self.at_once == 1 and not self.quiet:  # the logs of several would be mixed
                 sys.stderr.write(line)
-        child.wait()
+        out = child.communicate()[0]
         self._children.discard(child)
-        if child.returncode == 2:
-            raise UsageError(f"{job.name}: {last}")
-        died = f"killed by {signal.Signals(-child.returncode).name}" if child.returncode < 0 else "failed"
-        return (last or died) if child.returncode and self.stopped is None else ""
+        return child.returncode, last, out
 
     def _await(self, folder: Path, seconds: float = 60.0) -> None:
         """Wait while a process of a killed sweep still saves what it has in a folder."""

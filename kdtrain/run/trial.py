@@ -40,6 +40,7 @@ from kdtrain.objective.batch import Batch
 from kdtrain.parallel import parallelize
 from kdtrain.ranks import (
     is_main,
+    on_main,
     peak_memory_mb,
     raise_on_all_ranks,
     refuse_many_processes,
@@ -48,10 +49,10 @@ from kdtrain.ranks import (
 )
 from kdtrain.run.agreement import same_ranks
 from kdtrain.run.build import build
-from kdtrain.run.folder import existing_parent, is_run, refuse_changes, trial_folder
+from kdtrain.run.folder import existing_parent, is_run, refuse_changes, trial_folder, write_config_to_copy
 from kdtrain.run.recipe import Recipe, resolve, run_device
 from kdtrain.run.run import Run
-from kdtrain.tables import Table, show, show_page
+from kdtrain.tables import Table, show
 from kdtrain.training.optimizers import make_optimizer
 from kdtrain.training.reporter import gradients_of
 from kdtrain.training.schedule import decay_steps, warmup_steps
@@ -130,6 +131,9 @@ def main(config: DistillConfig) -> int:
             begins = _begins(config, run)
         log.info("built the run; two steps, a validation forward and a save follow")
         table = {"run": str(config.out), "begins": begins, **_plan(run), **_estimates(run, config.out), **_capture(run)}
+        if config.write_config is not None:
+            on_main(lambda: write_config_to_copy(config))
+            table["written"] = f"{config.write_config}, for distill --config"
     show(f"distill {config.out}, dry run", table, config.json)
     return 0
 
@@ -304,12 +308,10 @@ def check(config: DistillConfig) -> int:
             sound, text, wanted, values = test(run)
             verdict = "-" if sound is None else "ok" if sound else "look"
             found.append({"check": name, "verdict": verdict, "found": text, "wanted": wanted, "values": values})
-    if config.json:
-        show("", {"run": str(config.out), "checks": found}, as_json=True)
-    else:
-        shown = ("check", "verdict", "found", "wanted")
-        rows = [[each[name] for name in shown] for each in found]
-        show_page([Table(shown, rows, boxed=True, title=f"distill {config.out}, sanity")])
+    shown = ("check", "verdict", "found", "wanted")
+    table = Table(shown, [[each[name] for name in shown] for each in found], left=shown)
+    record = {"run": str(config.out), "checks": found}
+    show([f"distill {config.out}, sanity", "", table], record, config.json)
     return 0
 
 

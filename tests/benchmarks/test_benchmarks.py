@@ -2,12 +2,15 @@
 
 import ast
 import json
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from benchmarks import figures, tables
-from benchmarks.harness import RESULTS, command
+from benchmarks.harness import RESULTS, SECTIONS, command
+from benchmarks.science import divergence
 from kdtrain.objective.metrics import Metrics
 from kdtrain.training.validate import calibration
 
@@ -43,9 +46,42 @@ def test_the_bins_of_an_evaluation_give_back_its_calibration_error():
 
 
 def test_a_command_that_fails_ends_a_benchmark_with_its_exit_code():
-    with command.Kdtrain() as kdtrain, pytest.raises(SystemExit) as ended:
-        kdtrain("no-such-command")
+    with pytest.raises(SystemExit) as ended:
+        command.kdtrain("no-such-command")
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.rglob("*.json")), ids=lambda file: file.stem)
+def test_a_record_names_a_command_that_exists_or_the_commit_whose_command_made_it(file):
+    words = json.loads(file.read_text())["command"]
+    found = re.fullmatch(r"python (?:-m ([\w.]+)|(\S+\.py))(?: (\S+))?(?: \S+)?(?: of commit ([0-9a-f]{8}))?", words)
+    assert found, words
+    place = found[2] or found[1].replace(".", "/")
+    places = [place] if found[2] else [f"{place}.py", f"{place}/__main__.py"]
+    if found[4] and (ROOT / ".git").exists():
+        asked = ["git", "-C", str(ROOT), "ls-tree", "--name-only", found[4], *places]
+        listed = subprocess.run(asked, capture_output=True, text=True)
+        assert listed.returncode or listed.stdout, words  # a shallow clone has no such commit
+    elif not found[4]:
+        assert any((ROOT / each).exists() for each in places), words
+        assert found[1] != "benchmarks.performance" or found[3] in SECTIONS, words
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "science").glob("*.toml")), ids=lambda file: file.stem)
+def test_each_sweep_is_one_that_the_command_reads(file, server, tmp_path):
+    words = ("sweep", file, "--dry-run", "--out", tmp_path / "out")
+    (done,) = server.run("-m", "kdtrain", *words, PYTHONPATH=f"{ROOT / 'benchmarks' / 'others'}")
+    assert done.returncode == 0, done.stderr
+    assert "to do  kdtrain distill " in done.stdout and not (tmp_path / "out").exists()
+
+
+def test_each_rule_for_divergence_finds_what_doubles_and_the_commands_give_no_false_alarm():
+    steady = [{"step": step, "loss": 4 + 0.01 * (step % 3), "ce": 4 + 0.01 * (step % 3)} for step in range(1, 81)]
+    series = dict.fromkeys((*divergence.SOUND, *divergence.WRONG), steady)
+    found = {name: divergence.judge(make, series) for name, make in divergence.RULES.items()}
+    assert not any(each["false_alarms"] for each in found.values())
+    assert found["the command: both"]["doubled"]["demo"] == "12 of 12"
+    assert found["loss, 3 x mean"]["doubled"]["demo"] == "0 of 12"
 
 
 def test_a_record_names_no_place_on_this_machine(tmp_path):

@@ -1,10 +1,14 @@
 """`kdtrain distill --dry-run`: the plan of a run and its cost, and nothing left on disk."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from kdtrain import faults
+from kdtrain import cli, faults
+from kdtrain.config import DistillConfig
+from kdtrain.config.values import options_of
+from kdtrain.run.folder import _TRIES, write_config_to_copy
 
 STUDENT = ("--cache", "cache", "--student", "student.toml")
 
@@ -46,6 +50,39 @@ def test_its_two_steps_are_those_of_the_run_and_for_a_run_it_names_where_that_re
     later = workbench.json("distill", *STUDENT, *workbench.plain, "--steps", 20, "--out", "real", "--dry-run")
     assert (planned["begins"], later["begins"]) == ("from the beginning", "at step-00000004")
     assert workbench.everything() == before
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (*STUDENT, "--early-stopping", "--on-event", "notify", "--keep-rolling", 3, "--micro-batch-size", "auto"),
+        ("--student", "student.toml", "--data", "text.txt", "--num-workers", 0, "--betas", 0.8, 0.9),
+        (*STUDENT, "--cache", "other \\ '\"", "--cache-weights", "3,1", "--num-workers", 0),
+    ],
+)
+def test_a_file_to_copy_is_the_run_of_its_command_with_each_option_below_its_line_of_help(workbench, tmp_path, more):
+    given = [str(word) for word in ("--out", "o", *more)]
+    file = tmp_path / "run.toml"
+    write_config_to_copy(cli.parse("distill", [*given, "--dry-run", "--write-config", str(file)]))
+    assert replace(cli.parse("distill", ["--config", str(file)]), config=None) == cli.parse("distill", given)
+    lines = file.read_text().splitlines()
+    for name, each in options_of(DistillConfig).items():
+        at = [line.removeprefix("# ").startswith(f"{name} = ") for line in lines]
+        if each.section in ("run", "objective", "optimizer") and name not in _TRIES:
+            assert sum(at) == 1 and lines[at.index(True) - 1].startswith("# "), name
+    assert "# epochs = X" in lines and "seed = 0" in lines
+
+
+def test_the_file_to_copy_is_written_once_at_the_end_of_a_dry_run_alone(workbench, tmp_path):
+    run = ("distill", *STUDENT, *workbench.plain, "--steps", 3, "--out", "o", "--write-config", tmp_path / "run.toml")
+    code, _, err = workbench.call(*run)
+    assert code == 2 and "--write-config has no effect without --dry-run" in err and not list(tmp_path.iterdir())
+    code, out, _ = workbench.call(*run, "--dry-run")
+    written = (tmp_path / "run.toml").read_bytes()
+    assert code == 0 and b"steps = 3\n" in written and "run.toml" in out
+    code, _, err = workbench.call(*run, "--dry-run", "--steps", 4)
+    assert (code, err.count("\n")) == (2, 1) and "it is there already; name another file" in err
+    assert (tmp_path / "run.toml").read_bytes() == written
 
 
 def test_other_options_than_those_of_the_run_in_the_folder_are_refused_as_the_run_refuses_them(workbench):

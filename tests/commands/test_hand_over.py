@@ -8,7 +8,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from kdtrain.config import ExportConfig
+from kdtrain.config import DistillConfig, ExportConfig, written
+from kdtrain.config.values import options_of
 from kdtrain.errors import UsageError
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
@@ -116,7 +117,16 @@ def test_the_card_names_what_the_student_comes_from_and_nothing_of_this_machine(
     assert json.loads((out / "kdtrain.json").read_text())["cache"] == result["cache"] and result["cache"] in card
     assert "| teacher | teacher, " in card and manifest["teacher"]["weights_digest"] in card
     assert f"{result['best_validation_loss']:.4f} nats a token" in card and "bfloat16" in card
-    assert recipe in card and tomllib.loads(recipe)["run"]["steps"] == 2
+    shown, whole = tomllib.loads(card.split("```toml\n")[1].split("```")[0]), tomllib.loads(recipe)
+    usual = {name: written(each.field, each.default) for name, each in options_of(DistillConfig).items()}
+    assert all(whole[section].items() > table.items() for section, table in shown.items()) and len(shown) < len(whole)
+    kept = {name: value for table in whole.values() for name, value in table.items()}
+    assert {name for name in kept if kept[name] != usual[name]} == {name for table in shown.values() for name in table}
+    # a version with other defaults repeats the run: what is not in the file has no value, or does not make the run
+    assert kept["steps"] == 2 and not kept.keys() & {"out", "config", "json", "resume", "dry_run"}
+    sections = {name: each.section for name, each in options_of(DistillConfig).items()}
+    absent = {name for name in usual.keys() - kept.keys() if sections[name] in whole}
+    assert {name for name in absent if usual[name] not in (None, False)} == {"out", "resume"}
     assert str(run.root) not in card + recipe
 
 

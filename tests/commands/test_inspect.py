@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -163,7 +164,13 @@ def test_distill_ends_with_a_short_page_that_fits_into_80_columns(monkeypatch, c
     (run / "student" / "chat_template.jinja").write_text("{{ messages }}")
     assert closing(run, result, capsys)[-1] == 'Next: kdtrain generate runs/a "Say hello."'
     text = "\n".join(lines)
-    for part in ("1 no-gain, 2 slow", "KL to the teacher 1.000", "ECE 5.0 %", "runs/a/student", "runs/a/result.json"):
+    for part in (
+        "1 no-gain, 2 slow",
+        "val @40: KL to the teacher 1.000",
+        "ECE 5.0 %",
+        "runs/a/student",
+        "runs/a/result.json",
+    ):
         assert part in text
 
 
@@ -221,8 +228,19 @@ def test_the_page_of_a_run_says_what_is_trained_and_the_routers_part_of_the_loss
     environment["student"] |= trained | {"router_weight": 0.5}
     path.write_text(json.dumps(environment))
     save_checkpoint(path.parent)
+    for split, ece in (("test", 0.9), ("test", 0.5), ("validation", 0.0125)):
+        found = {"step": 40, "checkpoint": f"best-{split}", "split": split, "cache": "cd" * 32, "ece": ece}
+        write_lines(path.parent / "evaluations.jsonl", [{**found, "sequences": 8, "kl": None, "x": [1], "odd": "\x1b"}])
     assert main(InspectConfig(path=path.parent)) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    out = capsys.readouterr().out
+    rows = {line[0]: line[1:] for each in out.splitlines() if (line := re.split("  +", each.strip()))}
+    assert rows["checkpoint"] == ["best-test", "best-validation"] and rows["split"] == ["test", "validation"]
+    assert rows["calibration error (ECE)"] == ["50.00 %", "1.25 %"] and rows["cache"] == ["cdcdcdcdcdcd"] * 2
+    assert not rows.keys() & {"KL to the teacher, nats", "x", "step"} and rows["odd"] == ["\\x1b"] * 2
+    assert "val @40: KL to the teacher 1.000" in out and main(InspectConfig(path=path.parents[1])) == 0
+    listed = capsys.readouterr().out
+    assert "test: 8 sequences of the test split of the cache cdcdcdcdcdcd; of each student best-test" in listed
+    shown = " ".join(out.split())
     assert "(12.3k trained: LoRA of rank 4 (alpha 32 / rank) on all-linear)" in shown
     assert ".9 kl + .1 ce + .5 router" in shown
 
@@ -329,4 +347,4 @@ def test_untrusted_names_are_shown_without_control_characters_or_markup(capsys):
     shown = capsys.readouterr().out
     for each in ("verify t/[/b]", "[/red]", "[/b] \\x1b[2J", "\\ud800", "[b]versions[/b]"):
         assert each in shown
-    assert "\x1b[2J" not in shown and len(shown.splitlines()) == 6
+    assert "\x1b[2J" not in shown and len(shown.splitlines()) == 5

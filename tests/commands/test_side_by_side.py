@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import statistics
 import sys
 
@@ -22,9 +23,10 @@ def folders(tmp_path):
 def test_compare_shows_what_differs_and_marks_what_seeds_do_not_explain(workbench, folders):
     code, out, err = workbench.call("compare", *folders)
     assert (code, err) == (0, "")
-    row = {line.split("│")[1].strip(): line for line in out.splitlines() if line.count("│") > 3}
-    assert "0.9" in row["--alpha"] and "0.5" in row["--alpha"] and "--seed" not in out
-    assert "2.0050 ± 0.0071" in row["last validation loss, nats"] and "2.9000" in row["last validation loss, nats"]
+    row = dict(re.split("  +", line, maxsplit=1) for line in out.splitlines() if "  " in line)
+    assert row["--alpha"].split() == ["0.9", "0.5"] and "--seed" not in out
+    assert row["last validation: loss, nats"].split("  ")[0] == "2.0050 ± 0.0071" and not set("│─━┃") & set(out)
+    assert "by best validation loss, nats: b is worse than a0 (+0.8950, of too few seeds)" in out
     assert "+0.8950" in out and "fewer seeds than the 2 of the others: b 1" in out
     numbers = workbench.json("compare", *folders)["groups"][1]["numbers"]
     assert numbers["last_validation_loss"]["beyond_seeds"] is None, "one seed of the other has no interval"
@@ -60,10 +62,11 @@ def arms(tmp_path):
 
 def test_test_numbers_are_those_of_the_last_evaluation_and_differences_are_of_pairs_of_one_seed(workbench, arms):
     code, out, err = workbench.call("compare", *arms)
-    row = {line.split("│")[1].strip(): line for line in out.splitlines() if line.count("│") > 3}
-    assert (code, err) == (0, "") and "2.1100 ± 0.0100" in row["test loss, nats"], out
+    assert (code, err) == (0, "") and re.search(r"\ntest: loss, nats +2.1100 ± 0.0100 ", out), out
+    worse = "c_e & 50% is worse than kd (+0.9000 ± 0.0000), few is worse than kd (+0.4000 ± 0.0000)"
+    assert f"by test loss, nats: {worse}" in out
     assert "fewer seeds than the 3 of the others: few 2" in out and "corrected for 2 comparisons (Bonferroni)" in out
-    assert "test: 8 sequences of the test split of cdcdcdcdcdcd, of each student step-00000040" in out
+    assert "test: 8 sequences of the test split of the cache cdcdcdcdcdcd; of each student step-00000040" in out
     numbers = {each["name"]: each["numbers"] for each in workbench.json("compare", *arms)["groups"]}
     # every pair differs by 0.9, whatever the seed: an interval of (nearly) nothing, which the spread over seeds is not
     other = numbers["c_e & 50%"]["test_loss"]

@@ -5,7 +5,11 @@ import re
 
 import pytest
 
-from tests.logged_runs import write_run
+from kdtrain.commands.sweep import arms
+from kdtrain.files import Lock
+from kdtrain.run.path_kind import LOCK
+from kdtrain.run.sweep import Runner, read_sweep
+from tests.logged_runs import write_lines, write_run
 
 FILE = """
 seeds = [0, 1]
@@ -33,11 +37,29 @@ split = "test"
 """
 
 
-def test_a_dry_run_lists_each_command_once_and_runs_none(workbench, tmp_path):
+@pytest.fixture
+def plans(monkeypatch):
+    """The words of each command that is tried out, and what each finds: an hour and 10 MiB, for the cache 2 and 20."""
+    tried = []
+
+    def report(runner, words):
+        tried.append(words)
+        if words[-1] != "--dry-run":
+            return {}
+        if words[0] == "cache-teacher":
+            return {"estimated_hours": 2.0, "disk (MiB)": 20.0}
+        bad = {"error": "--lr 3 is too much"}
+        return bad if "3" in words else {"estimated_hours": 1.0, "disk for checkpoints (MiB)": 10.0}
+
+    monkeypatch.setattr(Runner, "report", report)
+    return tried
+
+
+def test_a_dry_run_lists_each_command_once_and_runs_none(workbench, tmp_path, plans):
     (tmp_path / "s.toml").write_text(FILE)
     before = workbench.everything()
     code, out, err = workbench.call("sweep", tmp_path / "s.toml", "--dry-run", "--out", "o")
-    lines = [line.split(maxsplit=2)[2].removeprefix("kdtrain ") for line in out.splitlines()]
+    lines = [line.partition("kdtrain ")[2] for line in out.splitlines()[:-1]]
     common = "--student student.toml --cache o/caches/c --lr 0.01 --betas 0.8 0.9"
     both = "--student student.toml --cache o/caches/c --cache cache --lr 0.01 --betas 0.8 0.9"
     assert (code, err) == (0, "") and lines == [
@@ -48,9 +70,64 @@ def test_a_dry_run_lists_each_command_once_and_runs_none(workbench, tmp_path):
         f"distill {both} --alpha 0 --no-compile --cache-weights 3,1 --out o/ce/seed-1 --seed 1",
     ]
     assert workbench.everything() == before
+    measured = "1 h 00, 10 MiB, measured on a small cache"
+    assert [line[6:].partition("kdtrain ")[0].strip() for line in out.splitlines()[:-1]] == [
+        "2 h 00, 20 MiB, measured",
+        *[measured] * 4,
+    ]
+    assert out.endswith("\n5 commands to do, about 6 hours and 60 MiB\n")
+    assert [words[0] for words in plans] == ["cache-teacher", "cache-teacher", "distill", "distill"]  # one of an arm
+    *_, count, _, small = plans[1]
+    assert count == "32" and all(small in words for words in plans[2:])
 
 
-def test_a_run_with_a_result_is_done_whatever_it_is_and_one_that_a_signal_stopped_is_not(workbench, tmp_path):
+def test_a_run_that_is_to_do_takes_what_one_of_its_arm_took_and_what_is_unknown_is_not_added(
+    workbench, tmp_path, plans
+):
+    text = FILE.replace('cache = ["c", "cache"]\ncache_weights = [3, 1]', 'cache = "cache"\nlr = 3')
+    (tmp_path / "s.toml").write_text(f"{text}\n[arms.passes]\nepochs = 2\n")
+    folder = write_run(tmp_path / "o/kd/seed-1")
+    result = json.loads((folder / "result.json").read_text()) | {"error": None, "seconds": 1800.0}
+    (folder / "result.json").write_text(json.dumps(result))
+    plan = workbench.json("sweep", tmp_path / "s.toml", "--dry-run", "--out", tmp_path / "o", "--at-once", 2)
+    how = {each["name"]: each.get("how") for each in plan["commands"]}
+    assert how["kd/seed-0"] == "as kd/seed-1" and how["kd/seed-1"] is None
+    assert how["ce/seed-0"] == how["ce/seed-1"] == "--lr 3 is too much"
+    assert how["passes/seed-0"] == "unknown until caches/c is made"
+    assert (plan["to do"], plan["unknown"], plan["estimated_hours"]) == (6, 4, (2.0 + 0.5) / 2)
+    assert 20.0 <= plan["disk (MiB)"] < 20.2  # of the run's few files
+
+
+def test_the_live_table_counts_the_runs_of_each_arm(tmp_path):
+    (tmp_path / "s.toml").write_text(FILE.replace("[0, 1]", "[0, 1, 2]"))
+    write_run(tmp_path / "o/kd/seed-0")
+    result = write_run(tmp_path / "o/ce/seed-0") / "result.json"
+    result.write_text(
+        json.dumps({"stop_reason": "diverged", "error": "diverged", "step": 20, "steps": 40, "seconds": 90})
+    )
+    for name in ("kd/seed-0", "ce/seed-0"):
+        found = json.loads((tmp_path / "o" / name / "result.json").read_text())
+        (tmp_path / "o" / name / "result.json").write_text(json.dumps({"error": None, "seconds": 60.0, **found}))
+    running = write_run(tmp_path / "o/kd/seed-1", ended=False)
+    (running / "result.json").unlink(missing_ok=True)
+    write_lines(running / "metrics.jsonl", [{"step": 30, "loss": 4.0, "eta_h": 15 / 3600}])
+    (running / "environment.json").write_text(
+        json.dumps(json.loads((running / "environment.json").read_text()) | {"steps": 40})
+    )
+    lock, ended = Lock(running / LOCK, ""), {}
+    try:
+        table = arms(read_sweep(tmp_path / "s.toml", tmp_path / "o"), 1, ended)
+    finally:
+        lock.release()
+    assert [list(row) for row in table.rows] == [
+        ["kd", "1", "1", "0", "30/40", "2.000", "1:15"],  # 15 s of this one, and 60 s of the third
+        ["ce", "0", "0", "1", "20/40", "2.000", "3:00"],
+        ["all", "1", "1", "1", "", "", "4:15"],
+    ]
+    assert set(ended) == {"kd/seed-0", "ce/seed-0"}
+
+
+def test_a_run_with_a_result_is_done_whatever_it_is_and_one_that_a_signal_stopped_is_not(workbench, tmp_path, plans):
     (tmp_path / "s.toml").write_text(FILE)
     reasons = {"kd/seed-0": "diverged", "kd/seed-1": "signal", "ce/seed-0": "done"}
     for name, reason in reasons.items():
@@ -58,7 +135,7 @@ def test_a_run_with_a_result_is_done_whatever_it_is_and_one_that_a_signal_stoppe
         result = json.loads((folder / "result.json").read_text()) | {"stop_reason": reason, "error": None}
         (folder / "result.json").write_text(json.dumps(result))
     _, out, _ = workbench.call("sweep", tmp_path / "s.toml", "--dry-run", "--out", tmp_path / "o")
-    assert [line[:5].strip() for line in out.splitlines()] == ["to do", "done", "done", "to do", "to do"]
+    assert [line[:5].strip() for line in out.splitlines()[:-1]] == ["to do", "done", "done", "to do", "to do"]
 
 
 @pytest.mark.parametrize(

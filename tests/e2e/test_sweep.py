@@ -80,10 +80,15 @@ def test_a_killed_sweep_is_resumed_and_a_run_that_ended_badly_is_a_result_of_its
 
 @pytest.mark.slow
 def test_each_run_is_that_of_its_command_by_hand(bench, swept):
-    lines = bench.run("sweep", "s.toml", "--dry-run").ok().stdout.splitlines()
-    assert all(line.startswith("done") for line in lines)
-    (line,) = (each for each in lines if "kd/seed-1" in each)
-    words = [each if each != "s/kd/seed-1" else "by-hand" for each in shlex.split(line)[2:]]
+    (bench.root / "more.toml").write_text(FILE.replace("[0, 1]", "[0, 1, 2]"))
+    plan = bench.run("sweep", "more.toml", "--out", "s", "--dry-run", "--json").ok().json
+    found = {each["name"]: each for each in plan["commands"]}
+    assert [name for name, each in found.items() if not each["done"]] == ["kd/seed-2", "diverges/seed-2"]
+    assert found["kd/seed-2"]["how"] == "as kd/seed-1" and found["kd/seed-2"]["seconds"] > 0
+    tried = found["diverges/seed-2"]  # by its own dry run: none of its arm ended well
+    assert tried["how"] == "measured" or tried["how"].startswith("step 2"), tried
+    line = found["kd/seed-1"]["command"]
+    words = [each if each != "s/kd/seed-1" else "by-hand" for each in shlex.split(line)[1:]]
     bench.run(*words).ok()
     ours, theirs = (json.loads((bench.root / each / "result.json").read_text()) for each in ("by-hand", "s/kd/seed-1"))
     assert ours["best_validation_loss"] == theirs["best_validation_loss"] and ours["tokens"] == theirs["tokens"]

@@ -39,7 +39,7 @@ from kdtrain.plugins.audit.diagnose import (
 from kdtrain.plugins.audit.evidence import NOISE, NOISE_UNKNOWN, Evidence, judge, score, worst_first
 from kdtrain.precision.modes import MODES
 from kdtrain.ranks import pick_device
-from kdtrain.tables import columns, number, short, show, show_page
+from kdtrain.tables import columns, number, short, show
 from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
 
 DIAGNOSED = 16
@@ -62,11 +62,8 @@ def main(config: AuditConfig) -> int:
     setup_logging()
     found = audit(config, open_cache(config.cache))
     wrong = finding(found)
-    if config.json:
-        findings = [wrong] if wrong else []
-        show("", {"path": config.cache, "ok": not wrong, "findings": findings, "audit": found}, True)
-    else:
-        show_page(page(found), wrapped=True)
+    record = {"path": config.cache, "ok": not wrong, "findings": [wrong] if wrong else [], "audit": found}
+    show(page(found), record, config.json, wrapped=True)
     return 1 if wrong else 0
 
 

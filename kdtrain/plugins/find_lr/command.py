@@ -34,7 +34,7 @@ from kdtrain.run.folder import deciding, make
 from kdtrain.run.path_kind import is_run
 from kdtrain.run.recipe import student_spec, table_rate
 from kdtrain.run.run import Run
-from kdtrain.tables import columns, duration, finite, show, show_page
+from kdtrain.tables import columns, duration, finite, show
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import interruptible
 from kdtrain.training.validate import validate
@@ -99,10 +99,7 @@ def main(config: FindLrConfig) -> int:
     with interruptible(), ExitStack() as stack:
         _claim(config, stack)
         result = find_lr(config, stack)
-    if config.json:
-        show("", result, True)
-    else:
-        show_page(_page(config.out, result))
+    show(_page(config.out, result), result, config.json)
     return 0
 
 

@@ -9,8 +9,8 @@ The best rate is that with the lowest loss at the last rung. A parabola through 
 places the minimum between them, at most half a step from the best. How sure that is depends on the losses over parts of
 the validation text: the runs have weights, data and order in common, so differences are compared part by part.
 
-What it gives up: one seed; and short runs favour higher rates than long ones, which `benchmarks.science.find_lr`
-measures.
+What it gives up: one seed; and short runs favour higher rates than long ones, which
+`benchmarks/science/find_lr.toml` measures.
 """
 
 import math

@@ -24,7 +24,7 @@ from kdtrain.plugins.prune.scores import Scores, Subject, mean_loss
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
 from kdtrain.run.folder import refuse_no_folder
-from kdtrain.tables import columns, number, short, show, show_page
+from kdtrain.tables import columns, number, short, show
 from kdtrain.teaching.local import LocalTeacher
 
 _MOST_REMOVED = 0.5
@@ -43,10 +43,7 @@ def main(config: PruneConfig) -> int:
     refuse_no_folder(config.out)
     with export_lock(config.out):
         result = _prune(config)
-    if config.json:
-        show("", result, True)
-    else:
-        show_page(_page(config, result))
+    show(_page(config, result), result, config.json)
     return 0
 
 

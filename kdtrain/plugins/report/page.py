@@ -9,31 +9,30 @@ import io
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kdtrain.cache.read.remote import kept_manifest
 from kdtrain.cache.tools.facts import cache_facts, fidelity
-from kdtrain.config.values import flag
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import publish_text
 from kdtrain.monitor import figures
 from kdtrain.monitor.figures import COLUMN, GREY
 from kdtrain.monitor.record import samples
 from kdtrain.monitor.runs import (
-    MEASURES,
     Group,
     LoggedRun,
-    cell,
-    differing,
+    evaluations,
+    full_table,
     grouped,
     notes,
+    outcome,
     read_runs,
     refuse_existing,
 )
-from kdtrain.tables import Table, columns, facts_table, show
+from kdtrain.tables import Table, columns, counted, facts_table, show
 
 MOST_BYTES = 2_000_000
 """Most bytes of a page."""
@@ -41,12 +40,6 @@ CURVES = (
     *("validation/loss", "loss_avg", "validation/kl", "validation/ece"),
     *("validation/accuracy", "T", "lr", "tok/s"),
 )
-QUALITY = (
-    *("best_validation_loss", "last_validation_loss", "bits_per_byte", "kl", "teacher_validation_loss"),
-    *("teacher_bits_per_byte", "compared", "entropy_kept", "last_training_loss"),
-)
-CALIBRATION = ("ece", "accuracy", "temperature")
-COST = ("tokens", "seconds", "tokens_per_second", "peak_memory_mb", "quantized_share", "rollbacks", "skipped_steps")
 _MOST_CACHES = 50
 """Most caches of a mixture that a page describes."""
 _EVENTS, _PROMPTS, _SAMPLED, _TEXT = 12, 3, 8, 600
@@ -66,8 +59,9 @@ def write(config: Any) -> int:
     if len(text.encode()) > MOST_BYTES:
         raise UsageError(f"a page about {len(config.runs)} runs would have more than 2 MB; name fewer")
     publish_text(config.out, text, "report")
-    table = {"page": str(config.out), "KiB": len(text.encode()) // 1024, "runs": sum(len(each.runs) for each in groups)}
-    show("report", table, config.json)
+    size, runs = len(text.encode()) // 1024, sum(len(each.runs) for each in groups)
+    record = {"page": str(config.out), "KiB": size, "runs": runs}
+    show([f"{config.out}: {counted(runs, 'run')}, {size} KiB"], record, config.json)
     return 0
 
 
@@ -94,20 +88,17 @@ def page(groups: Sequence[Group], title: str) -> str:
             curves.append(_svg(made, name))
     return environment.get_template("page.html").render(
         title=title,
-        written=f"{len(runs)} run{'s' if len(runs) > 1 else ''}, written {time.strftime('%Y-%m-%d %H:%M')}",
-        groups=groups,
+        written=f"{counted(len(runs), 'run')}, written {time.strftime('%Y-%m-%d %H:%M')}",
+        result=full_table(groups),
+        outcome=list(outcome(groups)),
+        notes=notes(groups),
+        evaluations=list(evaluations({**each, "student": run.name} for run in runs for each in run.record.evaluations)),
         run_table=_run_table(runs),
         caches=_caches(runs),
-        options=[(flag(name), [group.runs[0].shown(name) for group in groups]) for name in differing(groups)],
-        alone=len(runs) == 1,
-        quality=_numbers(groups, QUALITY),
-        notes=notes(groups),
         curves=curves,
         legend=_svg(legend, "legend"),
-        calibration=_numbers(groups, CALIBRATION),
         reliability=None if (drawn := draw_reliability(groups)) is None else _svg(drawn, "reliability"),
         prompts=_prompts(runs),
-        cost=_numbers(groups, COST),
         interventions=_interventions(runs),
         limits=_limits(groups),
     )
@@ -170,11 +161,6 @@ def _described(cache: Mapping[str, Any]) -> dict[str, Any]:
     if not manifest.is_known_as(str(cache["digest"])):
         return {"missing": "Another cache lies there now; this one is known by its digest alone.", "parts": []}
     return {"missing": "", "parts": [facts_table(cache_facts(manifest)), *fidelity(manifest)]}
-
-
-def _numbers(groups: Sequence[Group], names: Iterable[str]) -> list[tuple[str, list[tuple[str, str, bool]]]]:
-    kept = [name for name in names if any(group.mean(name) for group in groups)]
-    return [(MEASURES[name].label, [cell(groups, group, name) for group in groups]) for name in kept]
 
 
 def draw_reliability(groups: Sequence[Group]) -> Any:
@@ -249,7 +235,9 @@ def _limits(groups: Sequence[Group]) -> list[str]:
     rolled, quantized = (any(run.numbers[name] for run in runs) for name in ("rollbacks", "quantized_share"))
     emulated = on_cpu and quantized
     known = {
-        "Losses are on the validation split by which the runs chose their best checkpoint, not on a test split.": True,
+        "The runs chose their best checkpoint by their validation split, whose numbers flatter them.": True,
+        "Time is that of optimizer steps: without validation, checkpoints, compiling and pauses, and without the "
+        "teacher, which ran once for the cache. Runs on busy or different machines do not compare.": True,
         "Nothing here is a downstream task: no answers, no code that runs and no long text were judged.": True,
         "The training loss of distillation weighs divergence and cross-entropy; compare the validation loss.": True,
         "Every setup has one seed; any difference on this page may be the luck of a seed.": seeds < 2,

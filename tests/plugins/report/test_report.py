@@ -63,6 +63,8 @@ class Parser(HTMLParser):
 
 
 def test_a_report_has_every_section_and_loads_nothing(workbench, folders, tmp_path):
+    measured = {"step": 40, "checkpoint": "step-00000040", "split": "validation", "cache": "cd" * 32, "ece": 0.07}
+    write_lines(folders[0] / "evaluations.jsonl", [measured | {"ece": 0.9}, measured])
     workbench.json("report", *folders, "--out", tmp_path / "r.html", "--title", "A & B")
     page = (tmp_path / "r.html").read_text()
     found = Parser(page)
@@ -70,17 +72,14 @@ def test_a_report_has_every_section_and_loads_nothing(workbench, folders, tmp_pa
     assert "<h1>A &amp; B</h1>" in page and "default-src 'none'" in page and "prefers-color-scheme:dark" in page
     titles = re.findall("<h2>(.*?)</h2>", page)
     assert titles == [
-        *(
-            "What was run",
-            "From which cache",
-            "What differs",
-            "Result",
-            "Curves",
-            "Calibration",
-            "Samples side by side",
-        ),
-        *("Cost", "Interventions and warnings", "What this page does not show"),
+        *("Result", "Evaluations", "Curves", "Calibration", "Samples side by side", "What was run"),
+        *("From which cache", "Interventions and warnings", "What this page does not show"),
     ]
+    top = page[page.index("<h2>Result") : page.index("<h2>Curves")]
+    assert top.index("by best validation loss, nats: b is worse than a0") < top.index("last validation: calibration")
+    evaluated = dict(re.findall("<tr><th>(.*?)</th><td[^>]*>(.*?)</td>", top.partition("<h2>Evaluations")[2]))
+    assert evaluated["calibration error (ECE)"] == "7.00 %" and evaluated["checkpoint"] == "step-00000040"
+    assert (evaluated["split"], evaluated["cache"]) == ("validation", "cdcdcdcdcdcd")
     assert "b at 40" in page and "a0 at 40" in page and "at 20<" not in page
     assert "rolled back to step-00000020" in page and "mode bf16" in page
     assert "no longer there" in page  # the cache that the runs name
@@ -108,6 +107,10 @@ def test_a_hostile_run_reaches_the_page_escaped_and_cut(workbench, tmp_path):
         folder / "events.jsonl", [{"event": bad, "level": bad, "step": 4, "message": bad * 50, bad: bad}] * 3000
     )
     write_lines(folder / "samples.jsonl", [{"step": 4, "prompt": bad, "greedy": bad * 10_000, "sampled": [bad]}] * 50)
+    odd = {"step": 4, "student": [bad], "checkpoint": {bad: 1}, "split": "test", "loss": bad, "kl": 1e300, bad: bad}
+    write_lines(
+        folder / "evaluations.jsonl", [odd | {"cache": bad * place, "sequences": [place]} for place in range(9)]
+    )
     for name in ("environment.json", "result.json"):
         record = json.loads((folder / name).read_text())
         (folder / name).write_text(
