@@ -305,30 +305,31 @@ def _model(path: Path) -> _Found:
     return record, None
 
 
-def _folders(path: Path) -> dict[str, list[Path]]:
-    """The runs and the caches directly in a folder, by name."""
-    inside = sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
-    runs = [each for each in inside if (each / "config.toml").is_file() and (each / "environment.json").is_file()]
-    files = cache_format.MANIFEST, cache_format.SETTINGS
-    return {"runs": runs, "caches": [each for each in inside if any((each / name).is_file() for name in files)]}
+def _folders(path: Path) -> dict[str, dict[str, Path]]:
+    """The runs and the caches in a folder, or in those of a sweep, by name."""
+    inside = sorted(each for each in path.glob("*/*" if (path / "sweep.json").is_file() else "*") if each.is_dir())
+    named = {str(each.relative_to(path)): each for each in inside if not each.name.startswith(".")}
+    run, files = ("config.toml", "environment.json"), (cache_format.MANIFEST, cache_format.SETTINGS)
+    runs = {name: each for name, each in named.items() if all((each / file).is_file() for file in run)}
+    return {"runs": runs, "caches": {k: each for k, each in named.items() if any((each / f).is_file() for f in files)}}
 
 
 def _folder(path: Path) -> _Found:
     """The runs and caches of a folder, each with its main numbers."""
     found, runs, caches, kept = _folders(path), dict[str, Any](), dict[str, Any](), dict[str, str]()
-    for each in found["runs"]:
+    for name, each in found["runs"].items():
         try:
-            runs[each.name] = run_row(each, RunRecord.read(each, TAIL))
+            runs[name] = run_row(each, RunRecord.read(each, TAIL))
         except (OSError, ValueError) as error:
-            runs[each.name] = {"state": f"cannot be read: {error}"}
-    for each in found["caches"]:
+            runs[name] = {"state": f"cannot be read: {error}"}
+    for name, each in found["caches"].items():
         try:
             if unfinished := progress(each):
-                caches[each.name] = unfinished
+                caches[name] = unfinished
                 continue
             manifest = read_manifest(each)
-            kept[each.name] = contents(manifest)
-            caches[each.name] = {
+            kept[name] = contents(manifest)
+            caches[name] = {
                 "teacher": (manifest.settings.teacher or {}).get("spec"),
                 "kind": manifest.codec.kind,
                 "top_k": manifest.codec.top_k,
@@ -337,7 +338,7 @@ def _folder(path: Path) -> _Found:
                 "bytes per token": manifest.bytes_per_token["total"],
             }
         except (UsageError, RunError, ValueError) as error:
-            caches[each.name] = {"state": f"cannot be read: {error}"}
+            caches[name] = {"state": f"cannot be read: {error}"}
 
     def page() -> Iterator[Part]:
         if runs:

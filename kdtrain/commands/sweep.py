@@ -141,13 +141,10 @@ def arms(sweep: Sweep, at_once: int, ended: dict[str, dict[str, Any]]) -> Table:
         now = [row for job in others if (row := _row(job)) and row["state"] in ("training", "unknown")]
         times = [row["seconds"] for row in over if row["seconds"]]
         times += [
-            row["seconds_left"] * row["steps"] / (row["steps"] - row["step"])
-            for row in now
-            if row["step"] < (row["steps"] or 0)
+            r["seconds_left"] * r["steps"] / (r["steps"] - r["step"]) for r in now if r["step"] < (r["steps"] or 0)
         ]
-        left = sum(row["seconds_left"] for row in now) + (len(others) - len(now)) * statistics.fmean(
-            times or [math.nan]
-        )
+        waiting = len(others) - len(now)
+        left = sum(row["seconds_left"] for row in now) + waiting * statistics.fmean(times or [math.nan])
         failed = sum(row["state"] != "done" for row in over)
         counts = [len(over) - failed, len(now), failed, left / at_once]
         every = [sum(each) for each in zip(every, counts, strict=True)]

@@ -251,6 +251,18 @@ def test_a_folder_lists_its_runs_and_caches(capsys: pytest.CaptureFixture[str]) 
     assert ["sparse", "-", "the", "4", "most", "likely", "entries", "and", "6", "samples", "168", "649"] in rows
 
 
+def test_the_folder_of_a_sweep_lists_its_runs_and_caches_by_arm_and_seed(tmp_path, capsys) -> None:
+    write_run(tmp_path / "s/kd/seed-0")
+    shutil.copytree(CACHE, tmp_path / "s/caches/c")
+    with pytest.raises(UsageError, match="is neither a cache nor a run"):
+        main(InspectConfig(path=tmp_path / "s"))
+    (tmp_path / "s/sweep.json").write_text("{}")
+    assert main(InspectConfig(path=tmp_path / "s", json=True)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (list(found["runs"]), list(found["caches"])) == (["kd/seed-0"], ["caches/c"])
+    assert found["runs"]["kd/seed-0"]["last_validation_loss"] == 2.0
+
+
 def test_an_unfinished_cache_is_shown_with_its_progress_and_followed_until_it_is_finished(
     tmp_path, capsys, monkeypatch
 ) -> None:
