@@ -2,6 +2,9 @@
 
 import math
 import time
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.commands.cache_result import show_cache
@@ -12,7 +15,8 @@ from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, reporte
 from kdtrain.run.agreement import same_ranks
 from kdtrain.run.baselines import label_loss
 from kdtrain.run.capture import capture
-from kdtrain.tables import duration, size
+from kdtrain.tables import duration, show, size
+from kdtrain.training.signals import interruptible
 
 
 def main(config: CacheTeacherConfig) -> int:
@@ -22,7 +26,11 @@ def main(config: CacheTeacherConfig) -> int:
         UsageError, RunError: as `kd.cache_teacher`.
     """
     started = time.monotonic()
-    _build_among_ranks(config, wait=False)
+    with interruptible() if config.dry_run else nullcontext():  # a killed build leaves nothing to remove
+        plan = _build_among_ranks(config, wait=False)
+    if plan is not None:
+        show(f"cache-teacher {config.out}, dry run", plan, config.json)
+        return 0
     if is_main():
         cache, peak, ranks = LocalCache(config.out), peak_memory_mb(pick_device(config.device)), world_size()
         manifest, losses = cache.manifest, {split: label_loss(cache[split]) for split in cache}
@@ -49,21 +57,22 @@ def main(config: CacheTeacherConfig) -> int:
 
 def capture_cache(config: CacheTeacherConfig) -> None:
     """Build the cache; every rank returns when it is finished. UsageError, RunError: as `kd.cache_teacher`."""
-    _build_among_ranks(config, wait=True)
+    _build_among_ranks(replace(config, dry_run=False), wait=True)
 
 
-def _build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> None:
-    """Build the cache. Ranks but the first `wait` for its manifest, or return before it is written."""
+def _build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> dict[str, Any] | None:
+    """As `capture`. Ranks but the first `wait` for the manifest, or return before it is written."""
     setup_logging(quiet=not is_main())
     device = pick_device(config.device)
     with same_ranks(config, device):
         try:
-            capture(config, device)
+            plan = capture(config, device)
         except UsageError as error:
             raise reported(error) from None  # options, text and folder are the same on every rank
         if wait:
             on_main(lambda: None)
-    if config.text.generate and is_main():
+    if config.text.generate and is_main() and plan is None:
         written = (LocalCache(config.out).manifest.generated or {}).get("train", {})
         if not written.get("stop"):
             log.warning("no text of the training split ended, all were cut: nothing teaches the student to stop")
+    return plan

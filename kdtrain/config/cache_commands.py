@@ -49,6 +49,8 @@ class CacheTeacherConfig(Extended):
     """Seed of the samples."""
     device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
+    dry_run: bool = option(False, brief=True)
+    """Show tokens, disk and time of the cache; two batches are answered and written, and the files removed."""
     data: DataConfig = field(default_factory=DataConfig)
     text: TextConfig = field(default_factory=TextConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)

@@ -44,6 +44,7 @@ from transformers.utils import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
     cached_file,
     is_flash_attn_2_available,
 )
@@ -59,7 +60,7 @@ from kdtrain.files import (
     refuse_leading_out,
     typed,
 )
-from kdtrain.models.spec import ATTENTIONS, ModelSpec, is_hub_id
+from kdtrain.models.spec import ATTENTIONS, LOCAL, ModelSpec, is_hub_id
 from kdtrain.models.tokenizer_limits import entries_of, refuse_endless
 from kdtrain.net.address import no_network
 from kdtrain.sandbox import LimitExceeded, try_once
@@ -166,6 +167,21 @@ def refuse_foreign_weights(source: str, revision: str) -> None:
     for name in set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()):
         if not _is_safe_name(name):
             raise UsageError(f"{source}: {index.name} names {_short(name)}, which is not a safetensors file beside it")
+
+
+def has_weights(spec: ModelSpec) -> bool:
+    """Whether the weights of a spec are on this machine, for which nothing is fetched; fresh ones always are."""
+    if spec.kind != LOCAL or spec.init != "pretrained":
+        return True
+
+    def here() -> bool:
+        with never_asking(offline=True):
+            index = _file(str(spec.source), SAFE_WEIGHTS_INDEX_NAME, revision_of(spec))
+            table = {} if index is None else parse_json(read_text(index, MOST_JSON))["weight_map"]
+            names = set(table.values()) or {SAFE_WEIGHTS_NAME}
+            return all(_file(str(spec.source), name, revision_of(spec)) for name in names)
+
+    return ask(str(spec.source), here)
 
 
 def refuse_large_generation(source: str, revision: str) -> None:

@@ -59,7 +59,7 @@ from kdtrain.models.attention import CAUSAL, FUSED, fits_causal
 from kdtrain.models.frozen import frozen_bytes, pack
 from kdtrain.models.head import layers_of
 from kdtrain.models.hub import attention_option, never_asking
-from kdtrain.models.loading import checkpoint_activations
+from kdtrain.models.loading import active_parameters, checkpoint_activations
 from kdtrain.models.scratch import configuration, parameter_count
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
@@ -84,6 +84,7 @@ class ModelFootprint:
 
     name: str
     parameters: int
+    active: int = 0  # that take part for one token
     layers: int
     in_layers: int  # parameters in all layers; the others are embedding, last norm and output head
     width: int  # D, what the output head takes
@@ -147,6 +148,7 @@ def model_footprint(
         inside = [each for layer in layers for each in layer.parameters()]
         sizes = {
             "parameters": sum(each.numel() for each in model.parameters()),
+            "active": active_parameters(model),
             "in_layers": sum(each.numel() for each in inside),
             "frozen": sum(each.numel() for each in model.parameters() if not each.requires_grad),
             "frozen_in_layers": sum(each.numel() for each in inside if not each.requires_grad),

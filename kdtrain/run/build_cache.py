@@ -72,27 +72,8 @@ def build_cache(
         UsageError: the folder holds another cache, the data do not fill one sequence, `refined` is another teacher's.
         RunError: the disk is full or cannot be written.
     """
-    earlier, finished = on_main(lambda: (begun_with(config.out), (config.out / MANIFEST).is_file()))
-    if config.text.generate:
-        with raise_on_all_ranks():
-            how = Writing(
-                temperature=config.text.gen_temperature,
-                top_p=config.text.gen_top_p,
-                end_tokens=ends_of(teacher.spec, teacher.tokenizer),
-                seed=config.seed,
-                batch_size=config.batch_size,
-            )
-            teacher.write(how)
-    teacher.begin(earlier, finished)
     counts: Counts = {}
-    if refined is None:
-        settings, rows = _requested(config, teacher, counts)
-    else:
-        refuse_other_teacher(refined, teacher, loaded=True)
-        settings, rows = refined.manifest.settings, {split: stored_rows(refined[split]) for split in refined}
-        number = settings.codec.num_samples  # those drawn lie half way between two
-        offset = ((grid_offset(settings.sampling) or Fraction(0)) + Fraction(1, 2 * number)) % Fraction(1, number)
-        settings = replace(settings, sampling=grid_name(offset))
+    settings, rows = begun(config, teacher, refined, counts)
     progress = None
     if live is not None:
         folder = config.out.with_name(TEXT)
@@ -107,12 +88,38 @@ def build_cache(
     return _write(config.out, settings, rows, progress, teacher=teacher.answers(settings), stated=stated, **options)
 
 
+def begun(
+    config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | None, counts: Counts, here: bool = True
+) -> tuple[CacheSettings, _Rows]:
+    """The settings and the rows of each split of a cache that is begun. here: False for a teacher without weights."""
+    earlier, finished = on_main(lambda: (begun_with(config.out), (config.out / MANIFEST).is_file()))
+    if config.text.generate and here:
+        with raise_on_all_ranks():
+            how = Writing(
+                temperature=config.text.gen_temperature,
+                top_p=config.text.gen_top_p,
+                end_tokens=ends_of(teacher.spec, teacher.tokenizer),
+                seed=config.seed,
+                batch_size=config.batch_size,
+            )
+            teacher.write(how)
+    if here:
+        teacher.begin(earlier, finished)
+    if refined is None:
+        return _requested(config, teacher, counts, dict(teacher.identity) if here else {})
+    refuse_other_teacher(refined, teacher, loaded=here)
+    settings, rows = refined.manifest.settings, {split: stored_rows(refined[split]) for split in refined}
+    number = settings.codec.num_samples  # those drawn lie half way between two
+    offset = ((grid_offset(settings.sampling) or Fraction(0)) + Fraction(1, 2 * number)) % Fraction(1, number)
+    return replace(settings, sampling=grid_name(offset)), rows
+
+
 def refuse_no_rows(config: CacheTeacherConfig, teacher: Teacher) -> None:
     """UsageError: a split gives no whole sequence, which is seen before any weights are loaded."""
     data, tokenizer, limits = config.data, teacher.tokenizer, config.splits()
     if not (config.text.generate and has_prompts(data)):
         settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=teacher.vocab_size), limits)
-        for split, source in _sources(data, limits).items():
+        for split, source in text_sources(data, limits).items():
             rows = pack(documents_of(data, source), tokenizer, data.seq_len, document_mask=data.document_mask)
             not_empty(split, rows, settings)
 
@@ -203,7 +210,9 @@ def refuse_other_teacher(refined: LocalCache, teacher: Teacher, loaded: bool) ->
         raise UsageError(f"--refine {refined.name} is of another teacher ({spec}, here {teacher.name}: {differ})")
 
 
-def _requested(config: CacheTeacherConfig, teacher: Teacher, counts: Counts) -> tuple[CacheSettings, _Rows]:
+def _requested(
+    config: CacheTeacherConfig, teacher: Teacher, counts: Counts, identity: dict[str, Any]
+) -> tuple[CacheSettings, _Rows]:
     """The settings of the cache that the options request, and the rows of each split. counts: see `Masks`."""
     given, width, limits = config.codec, teacher.vocab_size, config.splits()
     if not given.dense and given.top_k > width:
@@ -211,7 +220,7 @@ def _requested(config: CacheTeacherConfig, teacher: Teacher, counts: Counts) -> 
     codec = CodecSpec.requested(given, width)
     settings = replace(
         _settings(config.data, teacher.tokenizer, codec, limits),
-        teacher=dict(teacher.identity),
+        teacher=identity,
         sequences_per_shard=config.sequences_per_shard,
     )
     settings = replace(settings, seed=config.seed, sampling=SAMPLING if codec.num_samples else None)
@@ -222,7 +231,7 @@ def _requested(config: CacheTeacherConfig, teacher: Teacher, counts: Counts) -> 
     filler = filler_token(teacher.tokenizer, how.end_tokens)
     rows = {
         name: prompt_rows(config.data, source, teacher.tokenizer, limits[name], filler=filler, **prompts)
-        for name, source in _sources(config.data, limits).items()
+        for name, source in text_sources(config.data, limits).items()
     }
     return settings, rows
 
@@ -346,12 +355,12 @@ def _settings(
 
 def _text(data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None], counts: Counts) -> _Rows:
     """The rows of each split. counts: see `Masks`."""
-    sources = _sources(data, limits)
+    sources = text_sources(data, limits)
     masks = {name: Masks(split, data.seq_len, name == next(iter(limits)), counts) for name, split in sources.items()}
     return {name: packed_rows(data, sources[name], tokenizer, limits[name], masks[name]) for name in limits}
 
 
-def _sources(data: DataConfig, limits: dict[str, int | None]) -> dict[str, str]:
+def text_sources(data: DataConfig, limits: dict[str, int | None]) -> dict[str, str]:
     """The splits of the data: a cache calls the requested one train, and adds validation."""
     sources = {"train": data.split, "validation": "validation" if "train" in limits else data.split}
     return {name: sources[name] for name in limits}

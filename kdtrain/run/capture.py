@@ -1,22 +1,41 @@
 """Runs a teacher once over the data of a cache: what `cache-teacher` does, and a run whose teacher runs elsewhere."""
 
-from contextlib import ExitStack
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from itertools import cycle, islice
+from typing import Any
 
+import numpy as np
 import torch
 
+from kdtrain.cache.build.folder import claim_folder
 from kdtrain.cache.build.live_capture import Capture, LiveCache
-from kdtrain.cache.format.manifest import weights_line
-from kdtrain.cache.format.names import MANIFEST
+from kdtrain.cache.build.writer import CacheBuilder
+from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.manifest import read_sidecar, weights_line
+from kdtrain.cache.format.names import DICTIONARY, MANIFEST
+from kdtrain.cache.read.reader import LocalCache
+from kdtrain.cache.tools.facts import contents
+from kdtrain.cache.tools.unfinished import progress
 from kdtrain.config import CacheTeacherConfig, DataConfig, DistillConfig
+from kdtrain.data.corpus import documents_of, has_prompts
+from kdtrain.data.formats import Document
+from kdtrain.data.packing import pack, split_text
 from kdtrain.errors import UsageError
+from kdtrain.models.hub import has_weights
 from kdtrain.models.spec import read_spec, with_weights
 from kdtrain.monitor.progress import log
 from kdtrain.objective.divergence import refuse
-from kdtrain.parallel.memory_plan import free_everywhere, shards_teacher
+from kdtrain.parallel.memory_plan import ModelFootprint, free_everywhere, shards_teacher
 from kdtrain.precision.modes import MODES, pick_mode
-from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, world_size
+from kdtrain.ranks import is_main, on_main, peak_memory_mb, raise_on_all_ranks, world_size
 from kdtrain.run.build_cache import (
+    begun,
     begun_with,
     build_cache,
     known_text,
@@ -24,23 +43,36 @@ from kdtrain.run.build_cache import (
     refined_cache,
     refuse_no_rows,
     refuse_other_teacher,
+    text_sources,
     validation_rows,
 )
 from kdtrain.run.data_plan import CachedData
-from kdtrain.run.folder import check_out, refuse_no_folder, restarted
-from kdtrain.teaching.teacher import MEASURED, open_teacher
+from kdtrain.run.folder import check_out, existing_parent, refuse_no_folder, restarted, trial_folder
+from kdtrain.teaching.teacher import MEASURED, Teacher, open_teacher
 from kdtrain.tokenizers.view_format import SERVED
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import asked_to_stop
 
 _STEPS, _MOST = 16, 256
 """Steps of a shard, and sequences at most: the student's first step waits for one, and the server rests between two."""
+_SECONDS = 20.0
+"""How long --dry-run tokenizes text, and then reads on, before it estimates its sequences."""
+
+RATES = {
+    "NVIDIA H200": ((1_235_746_816, 96_847), (7_504_658_432, 28_605)),
+    "two CPU cores": ((5_267_456, 9_322), (101_253_120, 800)),
+}
+"""Measured captures by device: the teacher's weights in matrices, and tokens a second."""
+BYTES = {2_048: (27.2, 88.4, 31.3, 69.5), 32_000: (28.4, 94.7, 40.5, 74.7), 151_936: (30.0, 103.2, 44.5, 82.3)}
+"""Measured bytes a token by vocabulary: of 12 and of 50 likely entries, of 50 samples, of 8 entries with 24 samples."""
+DENSE = 1.39
+"""Measured bytes of an entry of a whole distribution."""
 
 
-def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | None = None) -> None:
+def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | None = None) -> dict[str, Any] | None:
     """Build the cache, inside `same_ranks`; rank 0 returns last. UsageError, RunError: as `cache_teacher`.
 
-    live: of a run that reads it meanwhile.
+    live: of a run that reads it meanwhile. Returns, with --dry-run, what the cache will hold and take.
     """
     on_main(lambda: refuse_no_folder(config.out))
     with raise_on_all_ranks():
@@ -65,27 +97,140 @@ def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | 
             refuse_other_teacher(refined, teacher, loaded=False)
     text = date = None
     if config.data.data is not None and live is None:
-        text = on_main(lambda: known_text(config.out, config.data))
+        text = None if config.dry_run else on_main(lambda: known_text(config.out, config.data))
         date = on_main(lambda: pin_date(config.out, config.data, teacher.tokenizer))
         if refined is None:
             on_main(lambda: None if (config.out / MANIFEST).exists() else refuse_no_rows(config, teacher))
     teacher.tokenizer.date = date  # type: ignore[attr-defined]
     free = free_everywhere(device, config.parallel.device_memory)
+    absent = f"the weights of {teacher.name} are not on this machine"
+    why = absent if config.dry_run and not on_main(lambda: has_weights(spec)) else ""
     with raise_on_all_ranks():
-        sharded = shards_teacher(config, teacher.footprint(seq_len), free, seq_len)
+        model = teacher.footprint(seq_len)
+        try:
+            sharded = shards_teacher(config, model, free, seq_len)
+        except UsageError as error:
+            if not config.dry_run or config.parallel.teacher_parallel == "fsdp":
+                raise
+            why = why or str(error)
+    if why:
+        return _plan(config, teacher, refined, model, why)
+    with raise_on_all_ranks():
         teacher.load(sharded)
         teacher.check(seq_len, document_mask)
-        measured = spec.weights is not None and is_main() and not (config.out / MANIFEST).exists()
+        measured = spec.weights is not None and is_main() and not (config.dry_run or (config.out / MANIFEST).exists())
         rows = validation_rows(config, teacher, refined, MEASURED) if measured else ()
         teacher.pack(rows, document_mask=document_mask)
     # the shapes of decoding change with every step, and a compiled layer with each of them
     teacher.prepare(sharded=sharded, compile=config.compile and not config.text.generate)
+    if config.dry_run:
+        return _plan(config, teacher, refined, model, "")
     over = f" over {source}" if (source := config.data.data or config.refine) else ""
     many = f" in {world_size()} ranks" if world_size() > 1 else ""
     log.info("caching %s%s into %s%s", teacher, over, config.out, many)
     if teacher.cost is not None:
         log.info("%s", weights_line(teacher.cost))
     build_cache(config, teacher, refined, live, text)
+    return None
+
+
+def _plan(
+    config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | None, model: ModelFootprint | None, why: str
+) -> dict[str, Any]:
+    """What the cache will hold, its disk and its hours; every rank must call it.
+
+    A loaded teacher builds two shards of a batch in a hidden folder beside `--out`, which is removed; later batches are
+    taken to need the time of the second. why: it is not loaded, and the tables above give the numbers.
+    """
+    settings, rows = begun(config, teacher, refined, {}, here=not why)
+    sequences, counted = on_main(lambda: _count(config, teacher, refined))
+    batch, length, tokens = config.batch_size, settings.seq_len, sum(sequences.values()) * settings.seq_len
+    begins = f"at {found['progress']}" if (found := progress(config.out)) else "from the beginning"
+    plan: dict[str, Any] = {
+        "cache": str(config.out),
+        "begins": "it is finished" if (config.out / MANIFEST).exists() else begins,
+        "teacher": str(teacher),
+        "kept": contents(settings),
+        "sequences": sequences,
+        "tokens": {split: count * length for split, count in sequences.items()},
+        "counted": counted,
+    }
+    per_token, per_shard = computed_bytes(settings.codec), 0.0
+    if why:  # text that is written costs more than text that is read
+        speeds = {} if model is None or config.text.generate else computed_rates(model)
+        plan["numbers below"] = f"computed from those of other teachers and caches, not measured: {why}"
+        plan["tokens_per_second"] = {name: round(speed, 1) for name, speed in speeds.items()}
+        plan["estimated_hours"] = {name: round(tokens / speed / 3600, 4) for name, speed in speeds.items()}
+    else:
+        world, clock, tried = world_size(), list[float](), replace(settings, sequences_per_shard=batch, sequences={})
+        first_rows = cycle([*islice(rows["train"], 2 * batch * world)])
+        how: dict[str, Any] = {"batch_size": batch, "progress": lambda *_: clock.append(time.perf_counter())}
+        with trial_folder(config.out, lambda out: claim_folder(out, settings)) as folder:
+            with closing(CacheBuilder(folder, tried, teacher=teacher.answers(tried), all_ranks=True, **how)) as builder:
+                builder.build("train", islice(first_rows, 2 * batch * world))
+            records = [read_sidecar(folder, f"train-{number:05d}") for number in (0, world)]
+        stored = sum(size for each in records for name, size in each["stored"].items() if name != DICTIONARY)
+        per_token, per_shard = stored / (2 * batch * length), (sum(each["bytes"] for each in records) - stored) / 2
+        first, second = clock[1] - clock[0], clock[3] - clock[2]
+        speed = batch * length * world / second
+        plan["numbers below"] = f"measured on two batches of {batch}, time on the second"
+        plan["seconds"] = {"first batch": round(first, 3), "second batch": round(second, 3)}
+        plan["tokens_per_second"] = round(speed, 1)
+        plan["estimated_hours"] = round((first - second + tokens / speed) / 3600, 4)
+        plan["peak_memory_mb"] = round(peak_memory_mb(teacher.device), 1)
+    shards = sum(math.ceil(count / settings.sequences_per_shard) for count in sequences.values())
+    disk, free = tokens * per_token + shards * per_shard, shutil.disk_usage(existing_parent(config.out)).free
+    plan |= {"bytes per token": round(disk / tokens, 2), "disk (MiB)": round(disk / 2**20, 1)}
+    return plan | {"disk free (MiB)": round(free / 2**20, 1)}
+
+
+def _count(config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | None) -> tuple[dict[str, int], str]:
+    """The sequences of each split, and how they are counted: a long text is tokenized in part, and its rest read."""
+    if refined is not None:
+        return {split: stated["sequences"] for split, stated in refined.manifest.splits.items()}, "exactly"
+    data, found, how, read = config.data, dict[str, int](), "exactly", 0
+    prompts = config.text.generate and has_prompts(data)
+
+    def pieces(source: str) -> Iterator[Document]:
+        nonlocal read
+        for each in documents_of(data, source, prompts):
+            plain = each.text is not None and not each.prompt
+            for part in [replace(each, text=text) for text in split_text(str(each.text))] if plain else [each]:
+                read += len(part.text or json.dumps(part.messages))
+                yield part
+
+    for split, source in text_sources(data, config.splits()).items():
+        limit, text, until = config.splits()[split], pieces(source), time.monotonic() + _SECONDS
+        packed = pack(text, teacher.tokenizer, data.seq_len, parse_special_tokens=data.parse_special_tokens)
+        found[split] = read = seen = 0
+        for _ in islice(text if prompts else packed, limit):
+            if read > seen > 0 and time.monotonic() > until:  # the rows so far are those of the characters seen
+                whole = all(time.monotonic() < until + _SECONDS for _ in text)
+                found[split] = min(about := found[split] * read // seen, limit or about)
+                how = "at least" if not whole or how == "at least" else "about"
+                break
+            found[split], seen = found[split] + 1, read
+    return found, "about" if prompts and how == "exactly" else how  # a prompt may leave no room
+
+
+def computed_rates(model: ModelFootprint) -> dict[str, float]:
+    """Tokens a second by device, from measured teachers; a token costs a product with each weight but embeddings'."""
+    weights, found = model.active - (0 if model.tied else model.vocabulary * model.width), dict[str, float]()
+    for device, measured in RATES.items():
+        sizes, products = zip(*((math.log(size), size * rate) for size, rate in measured), strict=True)
+        found[device] = float(np.interp(math.log(weights), sizes, products)) / weights
+    return found
+
+
+def computed_bytes(codec: CodecSpec) -> float:
+    """Bytes a token, from measured codecs; those of samples alone grow with the root of their number."""
+    if not codec.coded:
+        return DENSE * codec.vocab_size
+    few, many, drawn, both = BYTES[min(BYTES, key=lambda size: abs(math.log(size / codec.vocab_size)))]
+    if not codec.top_k:
+        return drawn * math.sqrt(codec.num_samples / 50)
+    entry = (many - few) / 38
+    return few + entry * (codec.top_k - 12) + (both - few + 4 * entry) / 24 * codec.num_samples
 
 
 def served_data(config: DistillConfig, device: torch.device, held: ExitStack, trial: bool) -> CachedData:

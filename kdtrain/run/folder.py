@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -47,7 +47,7 @@ from kdtrain.files import (
 from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
 from kdtrain.models.tokenizer import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import log
-from kdtrain.ranks import on_main
+from kdtrain.ranks import all_gather_object, on_main
 from kdtrain.registry import first_line
 from kdtrain.run.path_kind import LOCK as LOCK
 from kdtrain.run.path_kind import is_environment
@@ -178,6 +178,29 @@ def check_out(out: Path) -> bool:
     if foreign:
         raise UsageError(f"--out {out} holds something that is not a run ({foreign[0]}); name another folder")
     return False
+
+
+def existing_parent(path: Path) -> Path:
+    """Return `path` or its nearest existing parent, which is on the disk where `path` will be."""
+    path = path.resolve()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+@contextmanager
+def trial_folder(out: Path, check: Callable[[Path], object] = check_out) -> Iterator[Path]:
+    """Make a hidden folder beside `out`, which `check` may refuse, the same for all ranks, and remove it at the end."""
+    with ExitStack() as stack:
+
+        def make() -> str:
+            with making(out):
+                check(out)
+                parent = existing_parent(out.resolve().parent)
+                return str(stack.enter_context(hidden_folder(parent / f"{out.name}.trial")))
+
+        yield Path(on_main(make))
+        all_gather_object(None)  # a barrier: every rank has finished reading
 
 
 def make(out: Path) -> list[Path]:

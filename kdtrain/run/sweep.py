@@ -51,7 +51,7 @@ from kdtrain.tables import counted
 _TABLES = ("seeds", "caches", "common", "arms", "test")
 _OURS = {
     "distill": ("out", "seed", "resume", "overwrite", "dry_run", "write_config", "sanity", "json"),
-    "cache-teacher": ("out", "json"),
+    "cache-teacher": ("out", "dry_run", "json"),
     "evaluate": ("student", "json"),
 }
 """Options that a sweep gives itself."""

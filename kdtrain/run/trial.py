@@ -31,8 +31,7 @@ from torch import nn
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig, OptimizerConfig
-from kdtrain.errors import RunError, making
-from kdtrain.files import hidden_folder
+from kdtrain.errors import RunError
 from kdtrain.models.head import layers_of
 from kdtrain.models.loading import active_parameters
 from kdtrain.monitor.progress import log, setup_logging
@@ -40,7 +39,6 @@ from kdtrain.monitor.rules import initial_loss
 from kdtrain.objective.batch import Batch
 from kdtrain.parallel import parallelize
 from kdtrain.ranks import (
-    all_gather_object,
     is_main,
     on_main,
     peak_memory_mb,
@@ -51,7 +49,7 @@ from kdtrain.ranks import (
 )
 from kdtrain.run.agreement import same_ranks
 from kdtrain.run.build import build
-from kdtrain.run.folder import check_out, is_run, refuse_changes, write_config_to_copy
+from kdtrain.run.folder import existing_parent, is_run, refuse_changes, trial_folder, write_config_to_copy
 from kdtrain.run.recipe import Recipe, resolve, run_device
 from kdtrain.run.run import Run
 from kdtrain.tables import Table, show
@@ -115,29 +113,6 @@ def trial_run(config: DistillConfig) -> Iterator[Run]:
         finally:
             run.trainer.saver.close()
             run.trainer.writers.close()
-
-
-@contextmanager
-def trial_folder(out: Path) -> Iterator[Path]:
-    """Make a hidden folder beside `out`, the same for all ranks, and remove it with its contents."""
-    with ExitStack() as stack:
-
-        def make() -> str:
-            with making(out):
-                check_out(out)
-                parent = _existing_parent(out.resolve().parent)
-                return str(stack.enter_context(hidden_folder(parent / f"{out.name}.trial")))
-
-        yield Path(on_main(make))
-        all_gather_object(None)  # a barrier: every rank has finished reading
-
-
-def _existing_parent(path: Path) -> Path:
-    """Return `path` or its nearest existing parent, which is on the disk where `path` will be."""
-    path = path.resolve()
-    while not path.exists():
-        path = path.parent
-    return path
 
 
 def main(config: DistillConfig) -> int:
@@ -260,7 +235,7 @@ def _estimates(run: Run, out: Path) -> dict[str, Any]:
         "memory of the device (MiB)": None if memory is None else round(memory / 2**20, 1),
         "checkpoint (MiB)": round(size / 2**20, 1),
         "disk for checkpoints (MiB)": round(kept * size / 2**20, 1),
-        "disk free (MiB)": round(shutil.disk_usage(_existing_parent(out)).free / 2**20, 1),
+        "disk free (MiB)": round(shutil.disk_usage(existing_parent(out)).free / 2**20, 1),
     }
 
 

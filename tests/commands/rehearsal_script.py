@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from kdtrain.ranks import is_main, process_group, rank
-from kdtrain.run.trial import trial_folder
+from kdtrain.run.folder import trial_folder
 
 with process_group(torch.device("cpu"), timeout=300.0):
     with trial_folder(Path(sys.argv[1])) as folder:

@@ -28,6 +28,9 @@ def content(folder):
 def test_a_capture_from_a_server_that_is_killed_and_resumed_equals_an_undisturbed_one(bench, stand_in):
     asks = ("cache-teacher", "--teacher", "teacher", "--teacher-server", stand_in.url, *bench.data, "--top-k", 8)
     asks += ("--num-sequences", 12, "--validation-sequences", 4, "--sequences-per-shard", 4, "--batch-size", 2)
+    planned = bench.run(*asks, "--out", "asked", "--dry-run", "--json").json
+    assert planned["sequences"] == {"train": 12, "validation": 4} and "measured on two" in planned["numbers below"]
+    assert not [*bench.root.glob("*asked*")]
     whole = bench.run(*asks, "--out", "asked").ok()
     assert "kept mass: 0." in whole.stdout and " nats, in 128 positions" in whole.stdout
     killed = bench.run(*asks, "--out", "killed", fault="cache.shard.after-batch:kill:4")
