@@ -133,8 +133,7 @@ class ObjectiveConfig(Options):
     """loss = (1 - alpha) * cross-entropy + alpha * T^2 * divergence, means over all unmasked tokens of a step."""
 
     alpha: float | Literal["auto"] = option(0.9, least=0, most=1, brief=True)
-    """Weight of the divergence from the teacher; 0 to 1, or auto: by the student's gap to it. Cross-entropy has the
-    rest (docs/objective.md)."""
+    """Weight of the divergence from the teacher; 0 to 1 or auto, by the gap to it; cross-entropy has the rest."""
     alpha_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How alpha changes from --alpha at the first step to --alpha-end at the last."""
     alpha_end: float = option(0.0, least=0, most=1)
