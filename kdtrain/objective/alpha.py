@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-MIDDLE, SLOPE = 0.5, 0.8
+MIDDLE, SLOPE = 0.35, 0.25
 """Alpha where both are equal, and by how much it rises a nat."""
 LEAST, MOST = 0.1, 0.9
 STEPS = 20
