@@ -45,9 +45,10 @@ class GapAlpha(nn.Module):
         return alpha_M.masked_fill(~self.taught, 0.0)
 
     @torch.no_grad()
-    def update(self, sums_M4: Tensor) -> None:
+    def update(self, sums_M6: Tensor) -> None:
         """Take the `LossOutput.members` of a step, over all ranks. A member without tokens stays as it is."""
-        student_M, _, teacher_M, tokens_M = sums_M4.to(self.means.dtype).unbind(1)
+        student_M, _, teacher_M, tokens_M, own_M, theirs_M = sums_M6.to(self.means.dtype).unbind(1)
+        teacher_M = teacher_M * torch.where(theirs_M > 0, own_M / theirs_M.clamp(min=1), 1.0)  # the same bytes
         now_M2 = torch.stack([student_M, teacher_M], 1) / tokens_M.clamp(min=1)[:, None]
         known_M2 = torch.where(self.means.isinf(), now_M2, self.means)
         moved_M2 = known_M2 + (now_M2 - known_M2) / STEPS

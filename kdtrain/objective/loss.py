@@ -59,8 +59,9 @@ class LossOutput(NamedTuple):
     teacher_ce: Tensor
     """Sum of the teacher's -log p(label) at T = 1, nats; 0 without targets or at alpha 0."""
     members: Tensor
-    """[M, 4] fp64 where alpha follows the gap (`objective.alpha`), else [0, 4]: of each member of a mixture, or of the
-    one data set, the sums of ce, kd and teacher_ce over rows with a teacher, and the number of these rows."""
+    """[M, 6] fp64 where alpha follows the gap (`objective.alpha`), else [0, 6]: of each member of a mixture, or of the
+    one data set, the sums of ce, kd and teacher_ce over rows with a teacher, the number of these rows, and where the
+    teacher has another tokenizer the bytes of their labels, and of those that teacher_ce is over; else 0."""
 
 
 def joined(ce: Tensor, kd: Tensor, alpha: Tensor | float, kd_weight: Tensor | float) -> Tensor:
@@ -187,16 +188,13 @@ class DistillationLoss(nn.Module):
     ) -> Tensor:
         """See `LossOutput.members`."""
         assert self.gap is not None
-        teacher, sizes = output.teacher_ce, self.byte_lengths
-        if targets is not None and targets.forward_only and sizes is not None:
-            sizes_N = sizes[labels_N.clamp(0, len(sizes) - 1)]  # the teacher's labels have other bytes than the rows
-            own, theirs = (x.masked_fill(~mask_N, 0.0).sum() for x in (sizes_N, targets.label_bytes(sizes_N)))
-            teacher = teacher * own / theirs.clamp(min=1)
-        # of rows without a teacher nothing is compared, and only a member of its own counts
-        counted = targets is not None or len(self.gap.means) > 1
-        sums = torch.stack([each.double() for each in (output.ce, output.kd, teacher, output.tokens)])
-        found = sums.new_zeros(len(self.gap.means), 4)
-        found[member] = sums * float(counted)
+        sums = [output.ce, output.kd, output.teacher_ce, output.tokens, *[torch.zeros_like(output.ce)] * 2]
+        if targets is not None and targets.forward_only and (sizes := self.byte_lengths) is not None:
+            sizes_N = sizes[labels_N.clamp(0, len(sizes) - 1)]
+            sums[4:] = (x.masked_fill(~mask_N, 0.0).sum() for x in (sizes_N, targets.label_bytes(sizes_N)))
+        found = torch.zeros(len(self.gap.means), 6, dtype=torch.float64, device=output.ce.device)
+        if targets is not None or len(found) > 1:  # of rows without a teacher only a member of its own counts
+            found[member] = torch.stack([each.double() for each in sums])
         return found
 
 
@@ -274,7 +272,7 @@ def distillation_loss(
     loss, sums = fused_loss(hidden_ND, head, 1.0 / scalar(temperature, hidden_ND.device), request)
     none = torch.zeros_like(sums[0])
     ce, kd, at_one_sum, teacher_ce = sums
-    members = sums.new_zeros(0, 4, dtype=torch.float64)
+    members = sums.new_zeros(0, 6, dtype=torch.float64)
     return LossOutput(loss, ce, kd, at_one_sum, none, none, mask_N.sum(), none, teacher_ce, members)
 
 

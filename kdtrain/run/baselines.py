@@ -10,14 +10,17 @@ from typing import NamedTuple
 import numpy as np
 
 from kdtrain.cache.read.reader import CacheReader
+from kdtrain.errors import RunError
 from kdtrain.monitor.progress import log
 from kdtrain.monitor.writers import Writers
 from kdtrain.training.sources.source import Source
 
 _MOST = 4_000_000
 """Tokens that the bigram is fitted on, at most."""
-_MEASURED = 2**16
-"""Tokens that a loss is measured on, at most."""
+_MEASURED, _NUMBERS = 2**16, 2**27
+"""Tokens that a loss is measured on, at most, and numbers that are read for it from whole distributions."""
+_SHARDS = 4
+"""Shards that are read, at most."""
 
 
 class Baselines(NamedTuple):
@@ -43,27 +46,39 @@ class Baselines(NamedTuple):
 
 
 def baselines(train: Source, validation: Source, beside: tuple[str, float] | None) -> Baselines:
-    """Those of a run over these splits. beside: see `Baselines`."""
-    reader = getattr(train, "reader", None)
-    teacher = label_loss(reader) if isinstance(reader, CacheReader) else None
-    return Baselines(bigram_loss(train, validation), teacher, beside)
+    """Those of a run over these splits. beside: see `Baselines`.
+
+    Of a cache that lies here; nothing is fetched or asked for, and of a mixture or a text in other tokens nothing is
+    measured. What cannot be read is unknown: the run may never read it.
+    """
+    readers = [getattr(each, "reader", None) for each in (train, validation)]
+    if not all(isinstance(each, CacheReader) and each.remote is None for each in readers):
+        return Baselines(None, None, beside)
+    try:
+        return Baselines(bigram_loss(*readers), label_loss(readers[0]), beside)  # type: ignore[arg-type]
+    except (RunError, OSError) as error:
+        log.debug("no baselines: %s", error)
+        return Baselines(None, None, beside)
 
 
 def label_loss(reader: CacheReader) -> float | None:
-    """The teacher's cross-entropy on sequences that are spread over a split, nats a token; None: it is not known."""
-    if not (reader.manifest.codec.taught and reader.manifest.knows_labels):
+    """The teacher's cross-entropy on some sequences of a split, nats a token; None: it is not known."""
+    settings, codec = reader.manifest.settings, reader.manifest.codec
+    if not (codec.taught and reader.manifest.knows_labels):
         return None
-    batch = reader.read(_spread(len(reader), _MEASURED // reader.manifest.settings.seq_len).tolist())
-    assert batch.targets is not None
-    counted_N = batch.targets.label_logprob.double()[batch.loss_mask.flatten()]
-    return -float(counted_N.mean()) if len(counted_N) else None
+    total, count, numbers = 0.0, 0, _NUMBERS // (settings.vocab_size if codec.kind == "dense" else 1)
+    for row in _rows(reader, min(_MEASURED, numbers)):
+        batch = reader.read([row])
+        assert batch.targets is not None
+        counted_N = batch.targets.label_logprob.double()[batch.loss_mask.flatten()]
+        total, count = total - float(counted_N.sum()), count + len(counted_N)
+    return total / count if count else None
 
 
-def bigram_loss(train: Source, validation: Source) -> float | None:
-    """The cross-entropy of a bigram of `train` on the first sequences of `validation`, nats a token; None: no token."""
-    length = train.facts.seq_len
-    tokens, _ = _text(train, _spread(len(train), _MOST // length))
-    held, mask = _text(validation, np.arange(min(len(validation), max(1, _MEASURED // length))))
+def bigram_loss(train: CacheReader, validation: CacheReader) -> float | None:
+    """The cross-entropy of a bigram of `train` on some of `validation`, nats a token; None: no token counts there."""
+    tokens, text = train.text(_rows(train, _MOST))["tokens"], validation.text(_rows(validation, _MEASURED))
+    held, mask = text["tokens"], text["loss_mask"].astype(bool)
     before, label = held[:, :-1][mask], held[:, 1:][mask]
     if not len(label):
         return None
@@ -82,15 +97,10 @@ def bigram_loss(train: Source, validation: Source) -> float | None:
     return float(-np.log(chance).mean())
 
 
-def _spread(size: int, most: int) -> np.ndarray:
-    return np.unique(np.linspace(0, size - 1, min(size, max(1, most))).astype(np.int64))
-
-
-def _text(source: Source, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [n, T + 1] and loss mask [n, T] of sequences; of a source that reads no tokens alone, a few of them."""
-    reader = getattr(source, "reader", None)
-    if isinstance(reader, CacheReader):
-        found = reader.text(rows)
-        return found["tokens"], found["loss_mask"].astype(bool)
-    batch = source.read(rows[:: max(1, len(rows) * source.facts.seq_len // _MEASURED)])
-    return batch.tokens.numpy(), batch.loss_mask.numpy()
+def _rows(reader: CacheReader, tokens: int) -> list[int]:
+    """The first sequences of a few shards, of about so many tokens together: a shard is hashed when it is opened."""
+    shards = reader.manifest.splits[reader.split]["shards"]
+    chosen = sorted({*np.linspace(0, len(shards) - 1, _SHARDS).astype(int).tolist()})
+    each = max(1, tokens // reader.manifest.settings.seq_len // len(chosen))
+    firsts = np.cumsum([0, *(shard["sequences"] for shard in shards)]).tolist()
+    return [row for at in chosen for row in range(firsts[at], min(firsts[at] + each, firsts[at + 1]))]

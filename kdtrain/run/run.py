@@ -212,6 +212,7 @@ class Run:
                 )
             names = {each.split()[0] for each in changes(saved, config, only="objective")}
             leave = [part for part, own in _KINDS.items() if names & {f"--{name.replace('_', '-')}" for name in own}]
+            leave += [] if same_data else ["alpha"]
             self._load(checkpoint, path, leave=leave, memory=not restart, same_data=same_data)
         same_order = saved.get("run", {}).get("seed") == config.seed
         progress = trainer.state.progress

@@ -245,8 +245,8 @@ class Trainer:
         progress.validated_step = progress.step
         if members:
             log.info("%s", members_line(progress.step, numbers, members))
+        self._begin_gap(metrics, members)
         if progress.step == 0:
-            self._begin_gap(metrics, members)
             gap = self.student.loss.gap
             begins: Any = self.student.loss.alpha if gap is None else gap.weights().max()
             if self.on_begin is not None and (teacher := metrics.teacher_loss()) is not None:
@@ -274,16 +274,18 @@ class Trainer:
         return diverged, is_best, loss
 
     def _begin_gap(self, metrics: Metrics, members: Mapping[str, Metrics]) -> None:
-        """Let alpha begin with the losses of a validation before the first step, where it follows the gap."""
+        """Let alpha begin with the losses of a validation, where it follows a gap that is not known yet."""
         if (gap := self.student.loss.gap) is None:
             return
+        if self.state.progress.step == 0:
+            gap.means.fill_(math.inf)
         rows = []
         for each in members.values() or (metrics,):
             own, teacher = each.mean("cross_entropy"), each.teacher_loss()
             known = own is not None and teacher is not None and each.tokens
-            rows.append((own, 0.0, teacher, 1.0) if known else (0.0,) * 4)
-        gap.means.fill_(math.inf)
-        gap.update(torch.tensor(rows, dtype=torch.float64, device=gap.means.device))
+            rows.append((own, 0.0, teacher, 1.0, 0.0, 0.0) if known else (0.0,) * 6)
+        sums_M6 = torch.tensor(rows, dtype=torch.float64, device=gap.means.device)
+        gap.update(sums_M6 * gap.means.isinf().all(1, keepdim=True))
 
     def _validate_and_save(self, stop: StopRequest, result: StepResult | None) -> Next:
         """Validate, decide on the format of the next step, and save, each where it is due.

@@ -12,7 +12,7 @@ from kdtrain import faults
 from kdtrain.checkpoint.store import load
 from kdtrain.data import order
 from kdtrain.errors import RunError
-from kdtrain.objective.alpha import GapAlpha
+from kdtrain.objective.alpha import LEAST, MIDDLE, MOST, SLOPE, GapAlpha
 from kdtrain.training import recovery, step, trainer
 from kdtrain.training.recovery import Recovery
 
@@ -65,7 +65,7 @@ def test_a_rollback_brings_back_the_gap_that_alpha_follows(workshop, spikes):
     first = min(
         line["validation/loss"] - line["validation/teacher_loss"] for line in lines_of(run, "metrics.jsonl")[:1]
     )
-    assert weights[1] == pytest.approx(min(max(0.5 + 0.8 * first, 0.1), 0.9))
+    assert weights[1] == pytest.approx(min(max(MIDDLE + SLOPE * first, LEAST), MOST))
 
 
 def test_a_rollback_too_many_ends_the_run_and_the_checkpoints_stay(workshop, spikes):
