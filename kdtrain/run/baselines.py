@@ -68,7 +68,11 @@ def label_loss(reader: CacheReader) -> float | None:
         return None
     total, count, numbers = 0.0, 0, _NUMBERS // (settings.vocab_size if codec.kind == "dense" else 1)
     for row in _rows(reader, min(_MEASURED, numbers)):
-        batch = reader.read([row])
+        try:
+            batch = reader.read([row])
+        except (RunError, OSError) as error:
+            log.debug("the teacher's loss is unknown: %s", error)
+            return None
         assert batch.targets is not None
         counted_N = batch.targets.label_logprob.double()[batch.loss_mask.flatten()]
         total, count = total - float(counted_N.sum()), count + len(counted_N)
