@@ -1,5 +1,6 @@
 """`kdtrain cache-teacher`: runs the teacher once over the data and caches its distributions, on one or many ranks."""
 
+import math
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ from kdtrain.errors import UsageError
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, reported, world_size
 from kdtrain.run.agreement import same_ranks
+from kdtrain.run.baselines import label_loss
 from kdtrain.run.capture import capture
 from kdtrain.tables import duration, show, size
 from kdtrain.training.signals import interruptible
@@ -29,16 +31,22 @@ def main(config: CacheTeacherConfig) -> int:
         show(f"cache-teacher {config.out}, dry run", plan, config.json)
         return 0
     if is_main():
-        manifest, ranks = LocalCache(config.out).manifest, world_size()
-        peak = peak_memory_mb(pick_device(config.device))
+        cache, peak, ranks = LocalCache(config.out), peak_memory_mb(pick_device(config.device)), world_size()
+        manifest, losses = cache.manifest, {split: label_loss(cache[split]) for split in cache}
+        known = {split: loss for split, loss in losses.items() if loss is not None}
+        read = ", ".join(f"{loss:.3f} on {split} (perplexity {math.exp(loss):.4g})" for split, loss in known.items())
         seconds, among = time.monotonic() - started, f" in {ranks} ranks" if ranks > 1 else ""
         stated = {name: getattr(manifest, name) for name in ("capture", "generated", "weights_cost")}
         show_cache(
             config.out,
             manifest,
             config.json,
-            [f"took {duration(seconds)}{among}, peak memory {size(peak)}"],
+            [
+                *([f"teacher's loss {read}"] if read else []),
+                f"took {duration(seconds)}{among}, peak memory {size(peak)}",
+            ],
             **{name: value for name, value in stated.items() if value is not None},
+            teacher_loss=losses,
             ranks=ranks,
             seconds=round(seconds, 1),
             peak_memory_mb=round(peak, 1),

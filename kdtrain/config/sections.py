@@ -132,8 +132,8 @@ def _check_divergence(given: str) -> None:
 class ObjectiveConfig(Options):
     """loss = (1 - alpha) * cross-entropy + alpha * T^2 * divergence, means over all unmasked tokens of a step."""
 
-    alpha: float = option(0.9, least=0, most=1, brief=True)
-    """Weight of the divergence from the teacher; 0 to 1, cross-entropy on the text has the rest."""
+    alpha: float | Literal["auto"] = option(0.9, least=0, most=1, brief=True)
+    """Weight of the divergence from the teacher; 0 to 1 or auto, by the gap to it; cross-entropy has the rest."""
     alpha_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How alpha changes from --alpha at the first step to --alpha-end at the last."""
     alpha_end: float = option(0.0, least=0, most=1)
@@ -164,6 +164,8 @@ class ObjectiveConfig(Options):
     def conflicts(self) -> Conflicts:
         low, high, start, end = self.temperature_min, self.temperature_max, self.temperature, self.temperature_end
         divergence, mode = self.divergence.partition(":")[0], f"--temperature-mode {self.temperature_mode}"
+        both = f"--alpha auto has no effect with --alpha-schedule {self.alpha_schedule}; leave one of them out"
+        yield self.alpha == "auto" and self.alpha_schedule != "constant", both
         crossed = low is not None and high is not None and low >= high
         yield crossed, f"--temperature-min {low} must be below --temperature-max {high}"
         other = f"{mode} goes from {start:g} to {end:g}; give another --temperature or --temperature-end"
@@ -189,7 +191,12 @@ class ObjectiveConfig(Options):
     @property
     def distils(self) -> bool:
         """True if the divergence has a weight above 0 at any step."""
-        return self.alpha > 0 or (self.alpha_schedule != "constant" and self.alpha_end > 0)
+        return self.first_alpha > 0 or (self.alpha_schedule != "constant" and self.alpha_end > 0)
+
+    @property
+    def first_alpha(self) -> float:
+        """Alpha before the first step; of auto, while nothing is measured."""
+        return 0.9 if self.alpha == "auto" else self.alpha
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,9 @@ Shape suffixes: N tokens (B*T flattened, row-major), R rows of a chunk, D model 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from kdtrain.config.choices import DIVERGENCES, TAILS, resolve_tail
 from kdtrain.errors import UsageError, as_number
 from kdtrain.models.output_head import OutputHead
+from kdtrain.objective.alpha import GapAlpha
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.objective.engine.dense import DenseStatistics
 from kdtrain.objective.engine.fused import Request, fused_loss
@@ -54,6 +56,12 @@ class LossOutput(NamedTuple):
     """Number of unmasked tokens."""
     ce_alone: Tensor
     """The part of `ce` over rows without a teacher in a mixture, whose weight is 1 and not 1 - alpha; else 0."""
+    teacher_ce: Tensor
+    """Sum of the teacher's -log p(label) at T = 1, nats; 0 without targets or at alpha 0."""
+    members: Tensor
+    """[M, 6] fp64 where alpha follows the gap (`objective.alpha`), else [0, 6]: of each member of a mixture, or of the
+    one data set, the sums of ce, kd and teacher_ce over rows with a teacher, the number of these rows, and where the
+    teacher has another tokenizer the bytes of their labels, and of those that teacher_ce is over; else 0."""
 
 
 def joined(ce: Tensor, kd: Tensor, alpha: Tensor | float, kd_weight: Tensor | float) -> Tensor:
@@ -66,7 +74,10 @@ class DistillationLoss(nn.Module):
 
     Args:
         divergence, tail: as `--divergence` (a name, or as jsd:0.3 with its number) and `--tail` take them.
-        alpha: weight of the distillation term, 0 to 1; it may be changed before any step.
+        alpha: weight of the distillation term, 0 to 1, or `auto`: by the measured gap (`objective.alpha`), which each
+            forward in training mode takes into account. It may be changed before any step, also to `gap.weights()`,
+            which the caller then updates.
+        taught: with `auto`, whether each member of a mixture has a teacher.
         temperature: T > 0, or a module of `objective.temperature`.
     Raises:
         UsageError: there is no such divergence or tail rule, or alpha or the temperature is out of range.
@@ -80,16 +91,21 @@ class DistillationLoss(nn.Module):
         self,
         *,
         divergence: str = "forward-kl",
-        alpha: float = 0.9,
+        alpha: float | Literal["auto"] = 0.9,
         tail: str = "ghost",
         temperature: Temperature | float = 1.0,
+        taught: Sequence[bool] = (True,),
     ) -> None:
         super().__init__()
         parse(divergence)
         TAILS.get(tail)
-        if not 0 <= as_number(alpha, "--alpha") <= 1:
-            raise UsageError(f"--alpha {alpha} is not between 0 and 1")
-        self.divergence, self.alpha, self.tail = divergence, alpha, tail
+        if alpha != "auto" and not 0 <= as_number(alpha, "--alpha") <= 1:
+            raise UsageError(f"--alpha {alpha} is not auto, or between 0 and 1")
+        self.divergence, self.tail = divergence, tail
+        self.alpha: float | str | Tensor = alpha
+        self.gap = GapAlpha(taught) if alpha == "auto" else None
+        self.byte_lengths: Tensor | None = None
+        """Bytes of each token, where the teacher has another tokenizer: the gap is then one of bits per byte."""
         if not isinstance(temperature, Temperature):
             temperature = Temperature(as_number(temperature, "--temperature"))
         self.temperature = temperature
@@ -111,27 +127,40 @@ class DistillationLoss(nn.Module):
         UsageError: there are no targets, and alpha is not 0; or these are right at T = 1 only, and the temperature is
             another one.
         """
-        if targets is None and self.alpha:
+        if targets is None and not (isinstance(self.alpha, int | float) and self.alpha == 0):
+            given = self.alpha if isinstance(self.alpha, int | float) else "auto"
             raise UsageError(
-                f"the batch has no targets of a teacher, and --alpha is {self.alpha:g}: give batches of a teacher's "
+                f"the batch has no targets of a teacher, and --alpha is {given}: give batches of a teacher's "
                 "cache (a collator may have dropped their tensors), or --alpha 0, which is plain cross-entropy"
             )
         options = {"vocab_size": vocab_size, "normalizer": normalizer, "compile": compile}
+        follows = self.gap if isinstance(self.alpha, str) else None
+        weights = self.alpha if follows is None else follows.weights()
         if targets is None or not targets.parts:
-            return self._of_one_kind(targets, mask_N, (hidden_ND, head, labels_N), **options)
-        # once: ranks whose micro-batches have other numbers of parts gather a sharded head together
-        head, sizes = whole_head(head), [rows for rows, _ in targets.parts]
-        split = zip(hidden_ND.split(sizes), labels_N.split(sizes), mask_N.split(sizes), targets.parts, strict=True)
-        outputs = []
-        for hidden_RD, labels_R, mask_R, (_, part) in split:
-            output = self._of_one_kind(part, mask_R, (hidden_RD, head, labels_R), **options)
-            outputs.append(output if part is not None else output._replace(ce_alone=output.ce))
-        return LossOutput(*(torch.stack(each).sum(0) for each in zip(*outputs, strict=True)))
+            output = self._of_one_kind(targets, mask_N, (hidden_ND, head, labels_N), weights, 0, **options)
+        else:
+            # once: ranks whose micro-batches have other numbers of parts gather a sharded head together
+            head, sizes = whole_head(head), [rows for rows, _ in targets.parts]
+            split = zip(hidden_ND.split(sizes), labels_N.split(sizes), mask_N.split(sizes), targets.parts, strict=True)
+            outputs, members = [], targets.members or (0,) * len(sizes)
+            for (hidden_RD, labels_R, mask_R, (_, part)), member in zip(split, members, strict=True):
+                one = self._of_one_kind(part, mask_R, (hidden_RD, head, labels_R), weights, member, **options)
+                outputs.append(one if part is not None else one._replace(ce_alone=one.ce))
+            output = LossOutput(*(torch.stack(each).sum(0) for each in zip(*outputs, strict=True)))
+        if follows is not None and self.training:
+            follows.update(output.members)
+        return output
 
     def _of_one_kind(
-        self, targets: Targets | None, mask_N: Tensor, rows: tuple[Tensor, OutputHead, Tensor], **options: Any
+        self,
+        targets: Targets | None,
+        mask_N: Tensor,
+        rows: tuple[Tensor, OutputHead, Tensor],
+        weights: Any,
+        member: int,
+        **options: Any,
     ) -> LossOutput:
-        """The loss of rows (hidden, head, labels) whose targets are all of one kind."""
+        """The loss of rows (hidden, head, labels) whose targets are all of one kind, and one member's."""
         if targets is not None and targets.only_at_one and not self.temperature.stays_one:
             _refuse_across(targets)
             raise UsageError(
@@ -142,15 +171,31 @@ class DistillationLoss(nn.Module):
             mask_N,
             targets,
             temperature=1.0 if self.temperature.stays_one else self.temperature.value(),
-            alpha=self.alpha,
+            alpha=weights[member] if isinstance(weights, Tensor) else weights,
             divergence=self.divergence,
             tail=self.tail,
             **options,
         )
+        if isinstance(weights, Tensor):
+            output = output._replace(members=self._members(output, targets, mask_N, rows[2], member))
         normalizer = options["normalizer"]
         extra = None if targets is None else self.temperature.auxiliary_loss(targets, mask_N, normalizer)
         # Its gradient only: the value stays that of the distillation loss.
         return output if extra is None else output._replace(loss=output.loss + (extra - extra.detach()))
+
+    def _members(
+        self, output: LossOutput, targets: Targets | None, mask_N: Tensor, labels_N: Tensor, member: int
+    ) -> Tensor:
+        """See `LossOutput.members`."""
+        assert self.gap is not None
+        sums = [output.ce, output.kd, output.teacher_ce, output.tokens, *[torch.zeros_like(output.ce)] * 2]
+        if targets is not None and targets.forward_only and (sizes := self.byte_lengths) is not None:
+            sizes_N = sizes[labels_N.clamp(0, len(sizes) - 1)]
+            sums[4:] = (x.masked_fill(~mask_N, 0.0).sum() for x in (sizes_N, targets.label_bytes(sizes_N)))
+        found = torch.zeros(len(self.gap.means), 6, dtype=torch.float64, device=output.ce.device)
+        if targets is not None or len(found) > 1:  # of rows without a teacher only a member of its own counts
+            found[member] = torch.stack([each.double() for each in sums])
+        return found
 
 
 def distillation_loss(
@@ -161,7 +206,7 @@ def distillation_loss(
     targets: Targets | None,
     *,
     temperature: Tensor | float,
-    alpha: float,
+    alpha: Tensor | float,
     divergence: str = "forward-kl",
     tail: str = "ghost",
     vocab_size: int,
@@ -179,7 +224,7 @@ def distillation_loss(
         mask_N: bool, True where the token counts. Targets of other rows may hold anything, NaN included.
         targets: the teacher's N rows, on hidden's device.
         temperature: scalar T > 0; a number 1 saves what a tensor on a GPU costs, whose value the host does not know.
-        alpha: weight of the distillation term, 0 to 1.
+        alpha: weight of the distillation term, 0 to 1; of a scalar tensor, which is not read, above 0.
         divergence, tail: as `--divergence` (a name, or as jsd:0.3 with its number) and `--tail` take them.
         vocab_size: V; columns of the head from V on are padding.
         normalizer: unmasked tokens of the whole step.
@@ -198,7 +243,7 @@ def distillation_loss(
         raise UsageError(f"--temperature {temperature} is not above 0")
     if not isinstance(normalizer, Tensor) and not 0 <= normalizer < math.inf:
         raise UsageError(f"normalizer {normalizer} is not a number of tokens")
-    targets = targets if alpha else None
+    targets = targets if isinstance(alpha, Tensor) or alpha else None
     if targets is not None:
         _check(targets, divergence, tail, vocab_size)
         if not isinstance(temperature, Tensor) and temperature != 1:
@@ -217,7 +262,7 @@ def distillation_loss(
         sparse_loss=recipe.sparse,
         dense_loss=recipe.dense,
         divergence=(name, parameter),
-        sums=3,
+        sums=4,
         vocab_size=vocab_size,
         at_one=at_one,
         stays_one=not isinstance(temperature, Tensor) and temperature == 1,
@@ -226,7 +271,9 @@ def distillation_loss(
     )
     loss, sums = fused_loss(hidden_ND, head, 1.0 / scalar(temperature, hidden_ND.device), request)
     none = torch.zeros_like(sums[0])
-    return LossOutput(loss, sums[0], sums[1], sums[2], none, none, mask_N.sum(), none)
+    ce, kd, at_one_sum, teacher_ce = sums
+    members = sums.new_zeros(0, 6, dtype=torch.float64)
+    return LossOutput(loss, ce, kd, at_one_sum, none, none, mask_N.sum(), none, teacher_ce, members)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,26 +293,28 @@ class _Recipe:
     def sparse(self, statistics: Statistics, beta: Tensor, rows: Supervision) -> tuple[Tensor, Tensor]:
         cross_entropy_R = statistics.lse - statistics.label
         if rows.targets is None:
-            return self._joined(beta, rows.mask, cross_entropy_R, None, None)
+            return self._joined(beta, rows.mask, cross_entropy_R, None, None, None)
         measure = DIVERGENCES.get(self.divergence).of
         kd_R = rows.targets.measured(lambda each: measure(each, self.parameter), self.tail, statistics, beta)
+        label_R = rows.targets.label_logprob
         if not self.at_one or rows.targets.known_at_one:
-            return self._joined(beta, rows.mask, cross_entropy_R, kd_R, kd_R if self.at_one else None)
+            return self._joined(beta, rows.mask, cross_entropy_R, kd_R, kd_R if self.at_one else None, label_R)
         with torch.no_grad():
             events = rows.targets.at_one().events(self.tail, statistics.at_one(), torch.ones_like(beta))
             at_one_R = measure(events, self.parameter)
-        return self._joined(beta, rows.mask, cross_entropy_R, kd_R, at_one_R)
+        return self._joined(beta, rows.mask, cross_entropy_R, kd_R, at_one_R, label_R)
 
     def dense(self, statistics: DenseStatistics, beta: Tensor, rows: Supervision) -> tuple[Tensor, Tensor]:
         cross_entropy_R = statistics.lse - statistics.label
-        return self._joined(beta, rows.mask, cross_entropy_R, statistics.divergence, statistics.divergence_at_one)
+        values = statistics.divergence, statistics.divergence_at_one, statistics.teacher_label
+        return self._joined(beta, rows.mask, cross_entropy_R, *values)
 
     def _joined(self, beta: Tensor, mask_R: Tensor, *values: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The loss of a chunk and its sums, from CE, KD and KD at T = 1 of each token, [R]."""
+        """The loss of a chunk and its sums, from CE, KD, KD at T = 1 and the teacher's log p(label) of each, [R]."""
         nothing = torch.zeros_like(beta)
         sums = [nothing if x is None else x.masked_fill(~mask_R, 0.0).sum() for x in values]
         total = joined(sums[0], sums[1], self.alpha, self.alpha / beta**2)
-        return per_token(total, self.normalizer), torch.stack(sums)
+        return per_token(total, self.normalizer), torch.stack([*sums[:3], -sums[3]])
 
 
 def _check_inputs(

@@ -9,7 +9,7 @@ Shape suffixes: N tokens, R rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class MixedTargets(Targets):
     """Consecutive rows, each part with targets of its own kind."""
 
     parts: tuple[Part, ...]
+    members: tuple[int, ...] = ()
     top_k = num_samples = 0
     width = None
 
@@ -33,7 +34,8 @@ class MixedTargets(Targets):
         return sum(count for count, _ in self.parts)
 
     def _each(self, change: Callable[[Targets], Targets]) -> MixedTargets:
-        return MixedTargets(tuple((count, None if each is None else change(each)) for count, each in self.parts))
+        parts = tuple((count, None if each is None else change(each)) for count, each in self.parts)
+        return replace(self, parts=parts)
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> MixedTargets:
         return self._each(lambda each: each.map(change))
@@ -44,7 +46,8 @@ class MixedTargets(Targets):
     def where(self, keep_N: Tensor) -> MixedTargets:
         kept = keep_N.split([count for count, _ in self.parts])
         parts = zip(self.parts, kept, strict=True)
-        return MixedTargets(tuple((count, None if each is None else each.where(keep)) for (count, each), keep in parts))
+        found = tuple((count, None if each is None else each.where(keep)) for (count, each), keep in parts)
+        return replace(self, parts=found)
 
     def shown(self) -> dict[str, Tensor]:
         parts = enumerate(each for _, each in self.parts if each is not None)

@@ -82,6 +82,8 @@ class Targets(ABC):
     """Groups of tokens that `entries` are, in place of tokens."""
     parts: tuple[tuple[int, Targets | None], ...] = ()
     """Of several kinds of targets, each by itself (`objective.mixed`): a number of rows and their targets."""
+    members: tuple[int, ...] = ()
+    """The number of the member of a mixture that each of the parts is of, where that matters."""
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -37,6 +37,7 @@ from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.training.observers import ObserverRequest, observers_of
 from kdtrain.training.schedule import decay_start
 from kdtrain.training.sources.build import build_source
+from kdtrain.training.sources.mixture import MixtureSource
 from kdtrain.training.student import Student
 from kdtrain.training.trainer import Trainer
 
@@ -48,6 +49,8 @@ def build(recipe: Recipe) -> Run:
     """
     config, device, plan = recipe.config, recipe.device, recipe.plan
     with raise_on_all_ranks():
+        if isinstance(train := recipe.sources["train"], MixtureSource):
+            train.by_member = config.objective.alpha == "auto"
         model, teacher = _load_student(recipe), recipe.teacher
         if teacher is not None:
             teacher.meet(model)
@@ -162,9 +165,10 @@ def _student(recipe: Recipe, model: SplitModel, hidden: HiddenLoss | None) -> St
         DistillationLoss(
             divergence=objective.divergence,
             alpha=objective.alpha if recipe.has_teacher else 0.0,
+            taught=[each.facts.targets != "none" for each in facts.members.values()] or (True,),
             tail=objective.tail,
             temperature=temperature.to(recipe.device),
-        ),
+        ).to(recipe.device),
         vocab_size=min(facts.vocab_size, model.vocab_size),
         mode=formats.high,
         document_mask=facts.document_mask,

@@ -123,17 +123,17 @@ def read_result(out: Path) -> Result | None:
         return None
 
 
-def best_plain_run(out: Path, job: tuple[str, str, int]) -> tuple[str, float] | None:
-    """Folder and loss of the best run by cross-entropy beside the run `out`; None without one.
+def best_run_beside(out: Path, cache: str, plain: tuple[str, int] | None = None) -> tuple[str, float] | None:
+    """Folder and validation loss of the best run on the same cache beside the run `out`; None without one.
 
-    job: the cache, the student's name and the tokens that it must share.
+    plain: of runs by cross-entropy alone, and the student's name and the tokens that they must share.
     """
     runs: list[tuple[float, str]] = []
     for path in sorted(out.parent.glob(f"*/{RESULT}")):
         with suppress(OSError, ValueError):
             other = read_json(path, _OtherResult)
-            same = (other["cache"], other["student_name"], other["tokens"]) == job
-            if same and other["objective"] == "cross-entropy":
+            kind = other["objective"] == "cross-entropy" and (other["student_name"], other["tokens"])
+            if other["cache"] == cache and plain in (None, kind) and path.parent != out:
                 runs.append((other["best_validation_loss"], str(path.parent)))
     return min(runs)[::-1] if runs else None
 

@@ -214,6 +214,8 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     sources, rows = data.prepare(resumed)
     with raise_on_all_ranks():
         objective = with_bounds(given.objective, sources["train"].facts, teacher is not None)
+        if objective.alpha == "auto" and not all(each.labels for each in sources["train"].facts.taught):
+            objective = replace(objective, alpha=objective.first_alpha)
         if teacher is not None:
             # the sequences on which the cost of packed weights is measured
             starts = range(0, min(len(rows), MEASURED), micro) if is_main() else range(0)

@@ -24,6 +24,7 @@ from kdtrain.monitor.facts import RESULT
 from kdtrain.monitor.progress import end_log, formula, log, setup_logging, warn_early
 from kdtrain.parallel.parallelize import part_of, reshard
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, raise_on_all_ranks, rank, reported, world_size
+from kdtrain.run.baselines import baselines
 from kdtrain.run.folder import (
     TOKENIZER,
     changes,
@@ -37,7 +38,7 @@ from kdtrain.run.folder import (
     write_tokenizer,
 )
 from kdtrain.run.model_card import card_files
-from kdtrain.run.path_kind import best_plain_run, count_warnings, read_result
+from kdtrain.run.path_kind import best_run_beside, count_warnings, read_result
 from kdtrain.run.recipe import PARTS, Recipe
 from kdtrain.run.saved_student import checkpoint_of, merged_line, origin_of, student_at, written_parameters
 from kdtrain.tables import finite, show
@@ -50,7 +51,11 @@ from kdtrain.training.validate import validate_members
 
 _OTHER_EXPORT = 600.0
 """Seconds that a run waits at its end for a `kdtrain export` to the same folder."""
-_KINDS = {"temperature": ("temperature_mode",), "hidden": ("hidden_loss", "hidden_layers")}
+_KINDS = {
+    "temperature": ("temperature_mode",),
+    "hidden": ("hidden_loss", "hidden_layers"),
+    "alpha": ("alpha", "alpha_schedule"),
+}
 """Parts of the state whose entries depend on these options."""
 
 
@@ -207,6 +212,7 @@ class Run:
                 )
             names = {each.split()[0] for each in changes(saved, config, only="objective")}
             leave = [part for part, own in _KINDS.items() if names & {f"--{name.replace('_', '-')}" for name in own}]
+            leave += [] if same_data else ["alpha"]
             self._load(checkpoint, path, leave=leave, memory=not restart, same_data=same_data)
         same_order = saved.get("run", {}).get("seed") == config.seed
         progress = trainer.state.progress
@@ -332,11 +338,15 @@ class Run:
             lines.append(f"{len(recipe.members)} caches, of whose sequences a step draws {', '.join(drawn)}")
         objective = config.objective
         hidden = None if objective.hidden_loss == "none" else objective.hidden_weight
-        alpha, replays = objective.alpha if recipe.distils else 0.0, recipe.distils and recipe.facts.replays
+        alpha, replays = objective.first_alpha if recipe.distils else 0.0, recipe.distils and recipe.facts.replays
         term = recipe.facts.term(objective.divergence)
         summed = formula(alpha, term, hidden, replays, trainer.student.router_weight)
         if recipe.distils and objective.alpha_schedule != "constant":
             summed += f", alpha to {objective.alpha_end:g} ({objective.alpha_schedule})"
+        if recipe.distils and objective.alpha == "auto":
+            summed += ", alpha by the gap to the teacher"
+        elif recipe.distils and recipe.given.objective.alpha == "auto":
+            summed += ", as the cache does not hold its teacher's log p of each label (--alpha auto)"
         scale = "" if summed == "ce" else " (compare val with val alone)"
         lines.append(f"loss = {summed}; val = ce of withheld text{scale}")
         if recipe.lr_from is not None:
@@ -353,6 +363,10 @@ class Run:
         resumed = "" if loaded is None else f"resuming from {loaded}"
         for line in filter(None, (*lines, *self.quantised, enabled, self.hidden, resumed, length)):
             log.info("%s", line)
+        if is_main() and recipe.distils and loaded is None:
+            beside = best_run_beside(self.out, recipe.facts.identity)
+            known = baselines(recipe.sources["train"], recipe.sources["validation"], beside)
+            trainer.on_begin = lambda teacher, alpha: known.tell(teacher, alpha, trainer.writers)
         members = recipe.facts.members.items()
         shares: dict[str, Any] = {"caches": {name: each.share for name, each in members}} if members else {}
         trainer.writers.event("start" if loaded is None else "resume", trainer.state.progress.step, **shares)
@@ -502,8 +516,8 @@ class Run:
     def _plain(self) -> tuple[str, float] | None:
         if not self.recipe.distils:
             return None
-        job = self.identity["cache"], self.recipe.student.name, self.trainer.state.progress.tokens
-        return best_plain_run(self.out, job)
+        job = self.recipe.student.name, self.trainer.state.progress.tokens
+        return best_run_beside(self.out, self.identity["cache"], job)
 
     @contextmanager
     def recording_failure(self) -> Iterator[None]:

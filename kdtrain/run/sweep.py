@@ -185,7 +185,7 @@ def read_sweep(file: Path, out: Path) -> Sweep:
         own.pop("student", None)
         return SweepJob(name, (command, *_words(_KINDS[command], options | own)), config)
 
-    common = _flat(tables.get("common", {}))
+    common = _flat(file, "common", tables.get("common", {}))
     arms = [(name, {**common, **options}) for name, options in named["arms"].items()]
     runs = [
         job(f"{arm}/seed-{seed}", f"arms.{arm}", "distill", options, out=out / arm / f"seed-{seed}", seed=seed)
@@ -196,7 +196,7 @@ def read_sweep(file: Path, out: Path) -> Sweep:
         job(f"caches/{name}", f"caches.{name}", "cache-teacher", options, out=out / "caches" / name)
         for name, options in named["caches"].items()
     ]
-    test = job("", "test", "evaluate", _flat(tables["test"]), student="-") if "test" in tables else None
+    test = job("", "test", "evaluate", _flat(file, "test", tables["test"]), student="-") if "test" in tables else None
     return Sweep(out, caches, runs, test)
 
 
@@ -207,14 +207,22 @@ def _named(file: Path, kind: str, tables: Mapping[str, Any]) -> dict[str, dict[s
             raise UsageError(f"{file}: {name} in [{kind}] is not a table; write [{kind}.{name}]")
         if not name or set(name) - _PLAIN or name.startswith((".", "-")):
             raise UsageError(f"{file}: [{kind}.{name}] names a folder; use letters, digits and - _ . + =")
-    return {name: _flat(table) for name, table in tables.items()}
+    return {name: _flat(file, f"{kind}.{name}", table) for name, table in tables.items()}
 
 
-def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a table, those in its sections too: names of options are unique over sections."""
+def _flat(file: Path, where: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a table, those in its sections too: names of options are unique over sections.
+
+    UsageError: there is no such section.
+    """
     found: dict[str, Any] = {}
+    sections = {each.section for kind in _KINDS.values() for each in options_of(kind).values()}
     for name, value in table.items():
-        found |= value if isinstance(value, dict) else {name.replace("-", "_"): value}
+        if isinstance(value, dict) and name not in sections:
+            raise UsageError(
+                f'{file}: [{where}.{name}] is no section of options; quote names with dots: [arms."a-0.5"]'
+            )
+        found |= _flat(file, where, value) if isinstance(value, dict) else {name.replace("-", "_"): value}
     return found
 
 

@@ -141,10 +141,10 @@ class Reporter:
         self.gradients_checked = False
         self.bound: str | None = None
         self.utilization_known = student.device.type == "cuda"
-        objective = config.objective
+        objective, router = config.objective, student.router_weight
         hidden = objective.hidden_weight if student.hidden_loss is not None else None
         learned = any(each.requires_grad for each in student.temperature.parameters())
-        self.text = StepText(objective.alpha, term or objective.divergence, hidden, learned, student.router_weight)
+        self.text = StepText(objective.first_alpha, term or objective.divergence, hidden, learned, router)
         self.watches, self.busy = False, False
         self.wrong: dict[str, str] = {}
         """What is wrong now, by the kind of the warning."""

@@ -45,7 +45,7 @@ def learning_rate(step: int, total: int, config: OptimizerConfig, decay_from: in
 
 def alpha(step: int, total: int, config: ObjectiveConfig) -> float:
     """The weight of the divergence at optimizer step `step` (1 .. total); the last step has the end value."""
-    return scheduled(config.alpha_schedule, config.alpha, config.alpha_end, step - 1, max(total - 1, 1))
+    return scheduled(config.alpha_schedule, config.first_alpha, config.alpha_end, step - 1, max(total - 1, 1))
 
 
 def warmup_steps(total: int, config: OptimizerConfig) -> int:

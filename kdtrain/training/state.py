@@ -246,7 +246,8 @@ class TrainState:
         """Load a checkpoint into the same parameter objects.
 
         Args:
-            leave: parts that keep their values (`temperature`, `hidden`), because the checkpoint's are of another kind.
+            leave: parts that keep their values (`temperature`, `hidden`, `alpha`), because the checkpoint's are of
+                another kind.
             memory: whether to load the state of the watchers and the snapshots.
             same_data: whether it is a checkpoint of a run over the same data.
 
@@ -296,7 +297,8 @@ class TrainState:
     def _parts(self) -> list[tuple[str, nn.Module]]:
         student = self.student
         hidden = nn.Module() if student.hidden_loss is None else student.hidden_loss
-        return [("student", student.model), ("temperature", student.temperature), ("hidden", hidden)]
+        gap = nn.Module() if student.loss.gap is None else student.loss.gap
+        return [("student", student.model), ("temperature", student.temperature), ("hidden", hidden), ("alpha", gap)]
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(f"{part}.{name}", each) for part, module in self._parts() for name, each in module.named_parameters()]

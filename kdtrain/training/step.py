@@ -118,6 +118,8 @@ class Stepper:
         """Unmasked tokens that this process trained on."""
         self.kept: list[Batch] = []
         """The last step's micro-batches, where the source cannot read them again."""
+        if self.student.loss.gap is not None:
+            self.student.loss.alpha = self.student.loss.gap.weights()
 
     @property
     def student(self) -> Student:
@@ -200,6 +202,9 @@ class Stepper:
         if own is None:
             return StepResult(Status.INTERRUPTED)
         tensors = self._all_reduce(own, stop, save_due)
+        compared, gap = tensors.pop("members"), self.student.loss.gap
+        if gap is not None:
+            tensors |= self._weights(compared)
         self._all_reduce_gradients()
         if self.reporter.gradients_checked or tensors["tokens"] > 0:
             self.reporter.backward(number)
@@ -231,6 +236,8 @@ class Stepper:
             progress.sequences += self.config.batch_size
             progress.tokens += result.tokens
             progress.skips_in_a_row, progress.loss = 0, result.loss
+            if gap is not None:
+                gap.update(compared)
             self.state.guards.scale.update(overflowed=False)
             self.tokens += result.tokens
             self.kept.clear()  # only a skipped step is investigated
@@ -281,8 +288,11 @@ class Stepper:
         for group in self.state.optimizer.param_groups:
             group["lr"] = rate * group["peak"]
         self.student.temperature.set_step(number - 1)
-        weight = alpha(number, self.planned, self.config.objective)
-        self.student.loss.alpha = weight if self.has_teacher else 0.0
+        if (gap := self.student.loss.gap) is not None:
+            self.student.loss.alpha = gap.weights()
+        else:
+            weight = alpha(number, self.planned, self.config.objective)
+            self.student.loss.alpha = weight if self.has_teacher else 0.0
         self.student.train()
         self.kept.clear()
         return rate
@@ -379,12 +389,31 @@ class Stepper:
             loss = total / own.tokens.double().clamp(min=1)
         else:
             requests = [total.new_full((), float(stop.received == each)) for each in _SIGNALS]
-            vector = self.layout.sum(torch.stack([total, due, *requests, *(each.double() for each in own)]))
+            compared = own.members.flatten()
+            scalars = torch.stack([total, due, *requests, *(each.double() for each in own[:-1])])
+            vector, compared = self.layout.sum(torch.cat([scalars, compared])).split([len(scalars), len(compared)])
             first = 2 + len(_SIGNALS)
-            due, votes, own = vector[1], vector[2:first], LossOutput(*vector[first:])
+            due, votes = vector[1], vector[2:first]
+            own = LossOutput._make([*vector[first:], compared.view(-1, 6)])
             requested = [(vote > 0).double() * float(each) for vote, each in zip(votes, _SIGNALS, strict=True)]
             loss, signal_ = vector[0] / own.tokens.clamp(min=1), torch.stack(requested).max()
         return {**own._asdict(), "loss": loss, "T": temperature, "signal": signal_, "save_due": due}
+
+    def _weights(self, compared_M6: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Alpha of this step: its mean over the tokens with a teacher, and in a mixture that of each member with one.
+
+        compared_M6: see `LossOutput.members`.
+        """
+        gap, alpha_M = self.student.loss.gap, self.student.loss.alpha
+        assert gap is not None and isinstance(alpha_M, torch.Tensor)
+        tokens_M = compared_M6[:, 3] * gap.taught
+        mean = (alpha_M * tokens_M).sum() / tokens_M.sum().clamp(min=1)
+        found = {"alpha": mean if len(alpha_M) > 1 else alpha_M[0]}
+        members = self.source.facts.members.items()
+        own = (
+            (name, alpha) for (name, each), alpha in zip(members, alpha_M, strict=False) if each.facts.targets != "none"
+        )
+        return found | {f"alpha/{name}": alpha for name, alpha in own}
 
     @torch.no_grad()
     def _clip(self, tokens: torch.Tensor, shown: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -431,13 +460,16 @@ class Stepper:
         """The result of a step from the numbers read from the device: sums over its tokens, and means."""
         student, adaptive, count = self.student, self.state.adaptive, max(read["tokens"], 1.0)
         metrics = {"loss": read["loss"]}
-        if student.loss.alpha:
+        weights = {name: value for name, value in read.items() if name.partition("/")[0] == "alpha"}
+        if weights or student.loss.alpha:
             means = {"ce": read["ce"] / count, "kd": read["kd"] / count, "kd_T1": read["kd_at_one"] / count}
             metrics |= {**means, "T": read["T"]}
             if self.source.facts.replays:
                 metrics["ce_alone"] = read["ce_alone"] / count
-            if self.config.objective.alpha_schedule != "constant":
-                metrics["alpha"] = student.loss.alpha
+            if weights:
+                metrics |= {"teacher_ce": read["teacher_ce"] / count, **weights}
+            elif self.config.objective.alpha_schedule != "constant":
+                metrics["alpha"] = float(student.loss.alpha)
         if student.hidden_loss is not None:
             metrics |= {"ce": read["ce"] / count, "hidden": read["hidden"] / count}
         if student.router_weight:

@@ -275,8 +275,13 @@ class Student(PreTrainedModel):
 
     def total(self, sums: LossOutput, temperature: Tensor) -> Tensor:
         """The total loss in fp64 of the tokens in `sums`, at this temperature."""
-        loss = joined(sums.ce.double(), sums.kd.double(), self.loss.alpha, self.loss.alpha * temperature.double() ** 2)
-        loss = loss + self.loss.alpha * sums.ce_alone.double()
+        alpha: Any = self.loss.alpha
+        if isinstance(alpha, Tensor):  # of each member
+            ce, kd = sums.members[:, :2].unbind(1)
+            loss = joined(ce, kd, alpha, alpha * temperature.double() ** 2).sum()
+        else:
+            loss = joined(sums.ce.double(), sums.kd.double(), alpha, alpha * temperature.double() ** 2)
+            loss = loss + alpha * sums.ce_alone.double()
         if self.hidden_loss is not None:
             loss = loss + self.hidden_weight * sums.hidden.double()
         return loss + self.router_weight * sums.router.double() if self.router_weight else loss

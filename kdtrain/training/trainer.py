@@ -12,11 +12,13 @@ validation loss is lowest; one at the end of each epoch; a special one at a stop
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.checkpoint import tiers
@@ -26,6 +28,7 @@ from kdtrain.monitor.progress import log, log_step, members_line, one_line, vali
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.batch import Batch
+from kdtrain.objective.metrics import Metrics
 from kdtrain.parallel.parallelize import SingleProcess
 from kdtrain.precision.controller import Adaptive
 from kdtrain.ranks import is_main, reported
@@ -97,6 +100,8 @@ class Trainer:
         )
         self.recovery = Recovery(config, self.state, self.stepper, self.checkpoints, self.reporter)
         self.byte_lengths: np.ndarray | None = None
+        self.on_begin: Callable[[float, float], None] | None = None
+        """Called with the teacher's validation loss and alpha, before the first step."""
         self.stopped_by: str | None = None
         """The signal that ended training, or None."""
         # the time of this process is not part of the state
@@ -141,6 +146,8 @@ class Trainer:
         """
         progress, texts = self.state.progress, None
         self.byte_lengths = byte_lengths
+        if byte_lengths is not None and self.student.loss.gap is not None:
+            self.student.loss.byte_lengths = torch.from_numpy(byte_lengths).float().to(self.student.device)
         if tokenizer is not None:
             texts = partial(sample_texts, self.student, self.validation_source, tokenizer, self.config.seed)
         samples = self.stepper.source.facts.num_samples
@@ -238,7 +245,12 @@ class Trainer:
         progress.validated_step = progress.step
         if members:
             log.info("%s", members_line(progress.step, numbers, members))
+        self._begin_gap(metrics, members)
         if progress.step == 0:
+            gap = self.student.loss.gap
+            begins: Any = self.student.loss.alpha if gap is None else gap.weights().max()
+            if self.on_begin is not None and (teacher := metrics.teacher_loss()) is not None:
+                self.on_begin(teacher, float(begins))
             self.reporter.initial(loss)
         if not math.isfinite(loss):
             self.writers.warning("validation", progress.step, f"validation at step {progress.step}: loss {loss}")
@@ -260,6 +272,20 @@ class Trainer:
         if is_best:
             progress.best_loss, progress.best_step = loss, progress.step
         return diverged, is_best, loss
+
+    def _begin_gap(self, metrics: Metrics, members: Mapping[str, Metrics]) -> None:
+        """Let alpha begin with the losses of a validation, where it follows a gap that is not known yet."""
+        if (gap := self.student.loss.gap) is None:
+            return
+        if self.state.progress.step == 0:
+            gap.means.fill_(math.inf)
+        rows = []
+        for each in members.values() or (metrics,):
+            own, teacher = each.mean("cross_entropy"), each.teacher_loss()
+            known = own is not None and teacher is not None and each.tokens
+            rows.append((own, 0.0, teacher, 1.0, 0.0, 0.0) if known else (0.0,) * 6)
+        sums_M6 = torch.tensor(rows, dtype=torch.float64, device=gap.means.device)
+        gap.update(sums_M6 * gap.means.isinf().all(1, keepdim=True))
 
     def _validate_and_save(self, stop: StopRequest, result: StepResult | None) -> Next:
         """Validate, decide on the format of the next step, and save, each where it is due.

@@ -30,7 +30,18 @@ ONLINE = ("--teacher", "teacher", *SMALL, "--precision", "fp32")
 DDP, FSDP = ("--parallel", "ddp"), ("--parallel", "fsdp")
 
 SAME = 1e-5
-NUMBERS = {"loss", "tokens", "kd", "hidden", "T", "grad_norm", "validation/loss", "validation/kl"}
+NUMBERS = {
+    "loss",
+    "tokens",
+    "kd",
+    "hidden",
+    "T",
+    "alpha",
+    "teacher_ce",
+    "grad_norm",
+    "validation/loss",
+    "validation/kl",
+}
 CASES = {
     "cached": (
         CACHED,
@@ -54,6 +65,7 @@ CASES = {
         SAME,
         [(2, DDP), (2, FSDP)],
     ),
+    "alpha by the gap": ((*CACHED, "--alpha", "auto"), SAME, [(2, DDP), (2, FSDP)]),
     # rounding depends on the micro-batch: compare with one process that has the same micro-batches
     "bf16": (("--cache", "chat-cache", "--precision", "bf16", "--micro-batch-size", 3), 0.0, [(2, DDP)]),
     # and with weights of norms that are rounded as well, which Adam makes larger in ten steps

@@ -84,6 +84,18 @@ def test_sequences_without_a_teacher_count_by_their_cross_entropy_alone(bench, w
         assert line["loss"] == pytest.approx(0.1 * line["ce"] + 0.9 * line["kd"] + 0.9 * line["ce_alone"], rel=1e-6)
 
 
+def test_alpha_by_the_gap_is_that_of_each_member_and_an_interrupted_run_ends_with_the_same_bits(bench):
+    auto = ("--alpha", "auto", "--micro-batch-size", 2)
+    start(bench, "gaps", *auto).ok()
+    for line in bench.metrics("gaps"):
+        own = line["alpha/cache"], line["alpha/drawn"]
+        assert "alpha/bare" not in line and 0.1 <= min(own) < line["alpha"] + 1e-9 < max(own) + 2e-9 < 0.91
+    assert bench.tensors("gaps")["alpha.means"].shape == (3, 2)
+    assert start(bench, "gaps-killed", *auto, fault="train.after-step:kill:5").code == -9
+    start(bench, "gaps-killed", *auto).ok()
+    bench.assert_same("gaps-killed", "gaps")
+
+
 def test_an_interrupted_run_of_several_caches_ends_with_the_same_bits(bench, whole):
     for fault in ("train.after-step:kill:5", "checkpoint.after-rename:kill:2", "train.after-micro-batch:term:3"):
         assert start(bench, "resumed", "--micro-batch-size", 2, fault=fault).code == (-9 if ":kill:" in fault else 0)

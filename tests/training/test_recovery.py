@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors import SafetensorError
-from training_kit import ending, events, trained
+from training_kit import ending, events, lines_of, trained
 
 from kdtrain import faults
 from kdtrain.checkpoint.store import load
 from kdtrain.data import order
 from kdtrain.errors import RunError
+from kdtrain.objective.alpha import LEAST, MIDDLE, MOST, SLOPE, GapAlpha
 from kdtrain.training import recovery, step, trainer
 from kdtrain.training.recovery import Recovery
 
@@ -46,6 +47,25 @@ def test_a_spike_is_rolled_back_to_the_checkpoint_before_it_its_data_left_out_an
     before, after = (load(run.store.folder / name) for name in ("step-00000024", "rollback_1_iter24"))
     assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
     assert (before.state["progress"]["sequences"], after.state["progress"]["sequences"]) == (96, 112)
+
+
+def test_a_rollback_brings_back_the_gap_that_alpha_follows(workshop, spikes):
+    spikes("26-28")
+    source = workshop.source(400)
+    source.logits += 2.2 * torch.nn.functional.one_hot(source.tokens[:, 1:], source.vocab_size)  # about the student's
+    with workshop.run(train=source, alpha="auto", **SPIKE) as run:
+        run.fit()
+    weights = {line["step"]: line["alpha"] for line in trained(run)}
+    assert run.state.progress.rollbacks == 1 and len({*weights.values()}) > 15
+    states = [load(run.store.folder / name).tensors["alpha.means"] for name in ("step-00000024", "rollback_1_iter24")]
+    assert torch.equal(*states)
+    gap = GapAlpha()
+    gap.load_state_dict({"means": states[0]})
+    assert weights[25] == gap.weights().item()  # of the step that was taken again
+    first = min(
+        line["validation/loss"] - line["validation/teacher_loss"] for line in lines_of(run, "metrics.jsonl")[:1]
+    )
+    assert weights[1] == pytest.approx(min(max(MIDDLE + SLOPE * first, LEAST), MOST))
 
 
 def test_a_rollback_too_many_ends_the_run_and_the_checkpoints_stay(workshop, spikes):

@@ -262,6 +262,13 @@ class Manifest:
         """The ids that end the texts that the teacher wrote; none in a cache of other text."""
         return end_tokens(self.settings)
 
+    @property
+    def knows_labels(self) -> bool:
+        """Whether it holds the teacher's log p of each label; of an import some are its share of the tail's mass."""
+        origins = [self.origin, *(each.get("origin") for each in self.parents or ())]
+        shares = [each.get("labels_kept") for each in origins if each]
+        return all(isinstance(each, int | float) and each >= 0.999 for each in shares)
+
     def to_json(self) -> dict[str, Any]:
         """The sealed record, as in manifest.json."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}

@@ -43,6 +43,8 @@ class DenseStatistics:
     """At beta, nats; differentiable in beta too."""
     divergence_at_one: Tensor
     """At beta = 1, nats; not differentiable."""
+    teacher_label: Tensor
+    """The teacher's log p of the label at T = 1; not differentiable, and right with the divergence at T = 1 only."""
 
 
 _WIDE = 512
@@ -170,6 +172,7 @@ class Weighed(NamedTuple):
 def weigh(
     loss: DenseLoss,
     label_R: Tensor,
+    teacher_R: Tensor,
     sums: DenseSums,
     values: DenseValues,
     beta: Tensor,
@@ -180,17 +183,18 @@ def weigh(
     """Value and gradients of `loss` for a chunk, in fp64.
 
     Args:
-        label_R: the labels' logits.
+        label_R: the labels' logits. teacher_R: the teacher's, log p up to a constant.
         beta: scalar, fp64.
         slopes: True if the gradient in beta is wanted. differentiates: False if none is; they are 0 then.
     """
     value_R, g_R, h_R, slope_R, at_one_R = (each.double() for each in values)
+    teacher_R = teacher_R.double() - sums.top_e - sums.mass_e.double().log()
     if not slopes:
         value_R = value_R + _rounding(sums.beta_z) * g_R + _rounding(sums.beta_e) * h_R
 
     def value(lse_R: Tensor, label_R: Tensor, value_R: Tensor, moving: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         moving_R = value_R + slope_R * (moving - beta) if slopes else value_R
-        total, totals = loss(DenseStatistics(lse_R, label_R, moving_R, at_one_R), moving, rows)
+        total, totals = loss(DenseStatistics(lse_R, label_R, moving_R, at_one_R, teacher_R), moving, rows)
         return total, (total, totals)
 
     inputs = (sums.top_z + sums.mass_z.double().log(), label_R.double(), value_R, beta)

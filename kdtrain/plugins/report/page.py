@@ -38,7 +38,7 @@ MOST_BYTES = 2_000_000
 """Most bytes of a page."""
 CURVES = (
     *("validation/loss", "loss_avg", "validation/kl", "validation/ece"),
-    *("validation/accuracy", "T", "lr", "tok/s"),
+    *("validation/accuracy", "T", "alpha", "lr", "tok/s"),
 )
 _MOST_CACHES = 50
 """Most caches of a mixture that a page describes."""

@@ -65,6 +65,7 @@ class AlignedSource:
             tokenizer_digest=view.record.settings["tokenizer"],
             tokenizer=view.folder / "tokenizer",
             alignment={"terms": ["cells"], **view.facts()},
+            labels=view.cache.manifest.knows_labels,
             teacher=stated.teacher or {},
         )
 

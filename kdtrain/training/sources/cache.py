@@ -32,6 +32,7 @@ class CachedSource:
             top_k=codec.top_k,
             num_samples=codec.num_samples,
             temperature_range=(0.25, 20.0) if span is None else (span["min"], span["max"]),
+            labels=manifest.knows_labels,
             teacher=settings.teacher or {},
             end_tokens=manifest.end_tokens,
         )

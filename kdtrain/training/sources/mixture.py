@@ -30,6 +30,8 @@ class MixtureSource:
         self.order = mixture.order
         self.overlaps = all(each.overlaps for each in members)
         self.repeatable = all(each.repeatable for each in members)
+        self.by_member = False
+        """Whether the loss goes through each member by itself, because alpha is that of its own teacher."""
 
     def __len__(self) -> int:
         return sum(self.mixture.sizes)
@@ -38,13 +40,17 @@ class MixtureSource:
         """Return the sequences `indices`, numbered as if the members lay one behind the other. RunError: as theirs."""
         members = self.mixture.members(indices)
         runs = np.split(np.arange(len(indices)), np.flatnonzero(np.diff(members)) + 1)
-        batches = []
-        for run in runs:
-            member = int(members[run[0]])
+        batches, numbers = [], tuple(int(members[run[0]]) for run in runs)
+        for run, member in zip(runs, numbers, strict=True):
             batches.append(self.members[member].read(indices[run] - self.mixture.firsts[member]))
-        if len(batches) == 1 and (batches[0].targets is not None or self.facts.targets == "none"):
+        if (
+            not self.by_member
+            and len(batches) == 1
+            and (batches[0].targets is not None or self.facts.targets == "none")
+        ):
             return batches[0]
-        targets = join([(each.loss_mask.numel(), each.targets) for each in batches])
+        parts = [(each.loss_mask.numel(), each.targets) for each in batches]
+        targets = MixedTargets(tuple(parts), numbers) if self.by_member else join(parts)
         if targets is None and self.facts.targets != "none":
             targets = MixedTargets(((sum(each.loss_mask.numel() for each in batches), None),))
         tokens, loss_mask, segments = (

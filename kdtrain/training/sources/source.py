@@ -50,6 +50,8 @@ class Facts:
     """Samples of the rest, for sparse targets."""
     temperature_range: tuple[float, float] = (0.25, 20.0)
     """The lowest and the highest T at which the targets are right."""
+    labels: bool = True
+    """Whether the targets hold the teacher's log p of each label, and not an estimate."""
     teacher: Mapping[str, Any] = field(default_factory=dict)
     """Of the teacher that made the targets: `spec`, its name, and where they are known `weights_digest` and `dtype`."""
     end_tokens: tuple[int, ...] = ()

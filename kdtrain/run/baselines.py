@@ -1,0 +1,106 @@
+"""What a run has to beat, known before its first step: a bigram of its text, its teacher, and the runs beside it.
+
+The bigram is fitted on the tokens of the training split, with the smoothing of Witten and Bell (1991): of a token that
+was seen n times, before t different ones, a share of t / (n + t) goes to the unigrams, of whose N tokens of T kinds a
+share of T / (N + T) is even. Of a sound teacher no text is so strange that counting pairs predicts it better.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kdtrain.cache.read.reader import CacheReader
+from kdtrain.errors import RunError
+from kdtrain.monitor.progress import log
+from kdtrain.monitor.writers import Writers
+from kdtrain.training.sources.source import Source
+
+_MOST = 4_000_000
+"""Tokens that the bigram is fitted on, at most."""
+_MEASURED, _NUMBERS = 2**16, 2**27
+"""Tokens that a loss is measured on, at most, and numbers that are read for it from whole distributions."""
+_SHARDS = 4
+"""Shards that are read, at most."""
+
+
+class Baselines(NamedTuple):
+    """Losses, nats a token; None where one is unknown."""
+
+    bigram: float | None
+    """Of the bigram, on the first validation sequences."""
+    teacher: float | None
+    """Of the teacher, on some of the training sequences."""
+    beside: tuple[str, float] | None
+    """The best run on the same data beside this one, and its validation loss."""
+
+    def tell(self, teacher: float, alpha: float, writers: Writers) -> None:
+        """Log them, and warn of a teacher that the bigram beats. teacher: its validation loss. alpha: the first."""
+        train = "" if self.teacher is None else f", {self.teacher:.3f} on train"
+        bigram = "" if self.bigram is None else f"; a bigram of the text {self.bigram:.3f}"
+        best = "" if self.beside is None else f"; best here {self.beside[0]} {self.beside[1]:.3f}"
+        log.info("teacher %.3f on validation%s; alpha %.2g", teacher, train + bigram + best, alpha)
+        if self.bigram is not None and teacher > self.bigram:
+            text = f"the teacher's loss on this text, {teacher:.3f}, is above that of a bigram, {self.bigram:.3f}: is "
+            text += "it the right teacher, with the tokenizer and the chat template that it was trained with?"
+            writers.warning("weak-teacher", 0, text)
+
+
+def baselines(train: Source, validation: Source, beside: tuple[str, float] | None) -> Baselines:
+    """Those of a run over these splits. beside: see `Baselines`.
+
+    Of a cache that lies here; nothing is fetched or asked for, and of a mixture or a text in other tokens nothing is
+    measured. What cannot be read is unknown: the run may never read it.
+    """
+    readers = [getattr(each, "reader", None) for each in (train, validation)]
+    if not all(isinstance(each, CacheReader) and each.remote is None for each in readers):
+        return Baselines(None, None, beside)
+    try:
+        return Baselines(bigram_loss(*readers), label_loss(readers[0]), beside)  # type: ignore[arg-type]
+    except (RunError, OSError) as error:
+        log.debug("no baselines: %s", error)
+        return Baselines(None, None, beside)
+
+
+def label_loss(reader: CacheReader) -> float | None:
+    """The teacher's cross-entropy on some sequences of a split, nats a token; None: it is not known."""
+    settings, codec = reader.manifest.settings, reader.manifest.codec
+    if not (codec.taught and reader.manifest.knows_labels):
+        return None
+    total, count, numbers = 0.0, 0, _NUMBERS // (settings.vocab_size if codec.kind == "dense" else 1)
+    for row in _rows(reader, min(_MEASURED, numbers)):
+        batch = reader.read([row])
+        assert batch.targets is not None
+        counted_N = batch.targets.label_logprob.double()[batch.loss_mask.flatten()]
+        total, count = total - float(counted_N.sum()), count + len(counted_N)
+    return total / count if count else None
+
+
+def bigram_loss(train: CacheReader, validation: CacheReader) -> float | None:
+    """The cross-entropy of a bigram of `train` on some of `validation`, nats a token; None: no token counts there."""
+    tokens, text = train.text(_rows(train, _MOST))["tokens"], validation.text(_rows(validation, _MEASURED))
+    held, mask = text["tokens"], text["loss_mask"].astype(bool)
+    before, label = held[:, :-1][mask], held[:, 1:][mask]
+    if not len(label):
+        return None
+    size = int(max(tokens.max(), held.max())) + 1
+    counts = np.bincount(tokens.ravel(), minlength=size)
+    kinds, number = np.count_nonzero(counts), tokens.size
+    unigram = (counts + kinds / size) / (number + kinds)
+    pairs, seen = np.unique(tokens[:, :-1].astype(np.int64).ravel() * size + tokens[:, 1:].ravel(), return_counts=True)
+    firsts = pairs // size
+    followed, others = np.bincount(firsts, seen, size), np.bincount(firsts, minlength=size)
+    wanted = before.astype(np.int64) * size + label
+    at = np.searchsorted(pairs, wanted).clip(max=len(pairs) - 1)
+    found = np.where(pairs[at] == wanted, seen[at], 0)
+    total = followed[before] + others[before]
+    chance = np.where(total > 0, (found + others[before] * unigram[label]) / np.maximum(total, 1), unigram[label])
+    return float(-np.log(chance).mean())
+
+
+def _rows(reader: CacheReader, tokens: int) -> list[int]:
+    """The first sequences of a few shards, of about so many tokens together: a shard is hashed when it is opened."""
+    shards = reader.manifest.splits[reader.split]["shards"]
+    chosen = sorted({*np.linspace(0, len(shards) - 1, _SHARDS).astype(int).tolist()})
+    each = max(1, tokens // reader.manifest.settings.seq_len // len(chosen))
+    firsts = np.cumsum([0, *(shard["sequences"] for shard in shards)]).tolist()
+    return [row for at in chosen for row in range(firsts[at], min(firsts[at] + each, firsts[at + 1]))]
