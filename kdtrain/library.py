@@ -4,6 +4,7 @@ import atexit
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -100,8 +101,8 @@ def cache_teacher(config: CacheTeacherConfig | None = None, **options: Any) -> C
         UsageError: teacher, data and folder do not fit together.
         RunError: the disk is full or cannot be written, or a rank was lost; published shards stay.
     """
-    from kdtrain.commands.cache_teacher import capture_cache  # `Cache` alone must not wait for it
+    from kdtrain.commands.cache_teacher import build_among_ranks  # `Cache` alone must not wait for it
 
     config = configured(CacheTeacherConfig, config, options)
-    capture_cache(config)
+    build_among_ranks(replace(config, dry_run=False), wait=True)
     return Cache(config.out)

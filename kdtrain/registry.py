@@ -19,13 +19,15 @@ import importlib.util
 import inspect
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from kdtrain.errors import UsageError
+
+T = TypeVar("T")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -87,6 +89,15 @@ class Registry:
         if name not in self.builtin:
             self._help[name] = help or first_line(source)
             self._traits[name] = traits
+
+    def registers(self, name: str, help: str, make: Callable[[Any], Any] = lambda source: source) -> Callable[[T], T]:
+        """Decorator: `add` a function or class, or what `make` makes of it."""
+
+        def register(source: T) -> T:
+            self.add(name, make(source), source, help)
+            return source
+
+        return register
 
     def get(self, name: str) -> Any:
         """The entry called `name`.

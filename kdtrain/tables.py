@@ -5,8 +5,6 @@ and a report's template makes HTML of it. Facts are tables of two columns, label
 come from strangers: each renderer escapes them.
 """
 
-import csv
-import io
 import json
 import math
 import re
@@ -153,13 +151,6 @@ def latex_text(value: Any) -> str:
     text = "" if value is None else printable(str(value))[:500]
     known = (_LATEX.get(each) or (each if " " <= each <= "~" or "À" <= each <= "ÿ" else "?") for each in text)
     return "".join(known)
-
-
-def csv_lines(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Rows as CSV (RFC 4180); empty for what is none, numbers with all their digits."""
-    file = io.StringIO()
-    csv.writer(file).writerows([header, *rows])
-    return file.getvalue()
 
 
 def number(value: Any) -> str:

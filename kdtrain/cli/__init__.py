@@ -55,12 +55,7 @@ def register_command(
         UsageError: another module has registered this name, or a section of the configuration holds a section.
     """
     options_of(config)
-
-    def register(main: Main) -> Main:
-        COMMANDS.add(name, Command(config, main, models, resumes), main, help or first_line(config))
-        return main
-
-    return register
+    return COMMANDS.registers(name, help or first_line(config), lambda main: Command(config, main, models, resumes))
 
 
 def register_module(name: str, config: type, module: str, *, models: bool = False, resumes: bool = False) -> None:
@@ -89,7 +84,10 @@ def main(argv: list[str] | None = None) -> None:
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help", *argv[2:]]
     if not argv or argv[0] in ("-h", "--help"):
-        _end(_overview(), 0 if argv else 2)
+        lines = [line for name, text in COMMANDS.help().items() for line in wrapped(text, f"  {name:<14} ", indent=17)]
+        more = "kdtrain COMMAND --help shows the options that matter; --help SECTION and --help all, the others."
+        about = ["usage: kdtrain COMMAND [OPTIONS]", "", "Knowledge distillation of language models.", ""]
+        _end("\n".join([*about, *lines, "", *wrapped(more, "")]), 0 if argv else 2)
     if argv[0] == "--version":
         _end(importlib.import_module("kdtrain").__version__)
     command, full = argv[0], "out of memory; lower --micro-batch-size, --batch-size or --seq-len"
@@ -186,13 +184,6 @@ def _unknown_command(word: str) -> str:
     meant = words.meant_by("commands").get(word.lower().replace("_", "-")) or words.word_meant(word, known)
     hint = f"perhaps you meant {meant}" if meant in known else f"there are {', '.join(known)}"
     return f"unknown command '{word[:80]}'; {hint}"
-
-
-def _overview() -> str:
-    lines = [line for name, text in COMMANDS.help().items() for line in wrapped(text, f"  {name:<14} ", indent=17)]
-    more = "kdtrain COMMAND --help shows the options that matter; --help SECTION and --help all, the others."
-    about = ["usage: kdtrain COMMAND [OPTIONS]", "", "Knowledge distillation of language models.", ""]
-    return "\n".join([*about, *lines, "", *wrapped(more, "")])
 
 
 def _fail(code: int, message: str, reported: bool = False, cause: bool = True) -> typing.NoReturn:

@@ -3,7 +3,6 @@
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 from kdtrain.cache.read.reader import LocalCache
@@ -27,7 +26,7 @@ def main(config: CacheTeacherConfig) -> int:
     """
     started = time.monotonic()
     with interruptible() if config.dry_run else nullcontext():  # a killed build leaves nothing to remove
-        plan = _build_among_ranks(config, wait=False)
+        plan = build_among_ranks(config, wait=False)
     if plan is not None:
         show(f"cache-teacher {config.out}, dry run", plan, config.json)
         return 0
@@ -55,13 +54,8 @@ def main(config: CacheTeacherConfig) -> int:
     return 0
 
 
-def capture_cache(config: CacheTeacherConfig) -> None:
-    """Build the cache; every rank returns when it is finished. UsageError, RunError: as `kd.cache_teacher`."""
-    _build_among_ranks(replace(config, dry_run=False), wait=True)
-
-
-def _build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> dict[str, Any] | None:
-    """As `capture`. Ranks but the first `wait` for the manifest, or return before it is written."""
+def build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> dict[str, Any] | None:
+    """As `run.capture.capture`. Ranks but the first `wait` for the manifest, or return before it is written."""
     setup_logging(quiet=not is_main())
     device = pick_device(config.device)
     with same_ranks(config, device):

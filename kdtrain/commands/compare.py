@@ -1,7 +1,8 @@
 """`kdtrain compare`: runs side by side, marking differences beyond the spread over seeds."""
 
+import csv
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from kdtrain.config import CompareConfig
@@ -19,7 +20,7 @@ from kdtrain.monitor.runs import (
     outcome,
     read_runs,
 )
-from kdtrain.tables import Table, csv_lines, latex, markdown, show
+from kdtrain.tables import Table, latex, markdown, show
 
 
 def main(config: CompareConfig) -> int:
@@ -37,7 +38,7 @@ def compare(groups: list[Group], as_json: bool, format: str = "text", names: Col
     if as_json or format == "text":
         show([full_table(groups, names), "", *outcome(groups), *notes(groups)], as_record(groups), as_json)
     elif format == "csv":
-        sys.stdout.write(as_csv(groups))
+        csv.writer(sys.stdout).writerows(csv_rows(groups))  # RFC 4180
     else:
         table, lead = paper_table(groups), "% " if format == "latex" else ""
         seeds, others = sorted({len(group.runs) for group in groups}), len(groups) - 1
@@ -75,17 +76,18 @@ def as_record(groups: list[Group]) -> dict[str, Any]:
     return {"groups": rows, "differs": differing(groups), "notes": caution(groups)}
 
 
-def as_csv(groups: list[Group]) -> str:
-    """A row a group: the options in which they differ, and of each number its mean, deviation and difference."""
+def csv_rows(groups: list[Group]) -> Iterator[list[Any]]:
+    """A row a group: the options in which they differ, and of each number its mean, deviation and difference.
+
+    Empty for what is none, numbers with all their digits.
+    """
     options, shown = differing(groups), [name for name in MEASURES if any(group.values(name) for group in groups)]
     parts = {name: [*(_numbers_of(groups[0], groups, name))] if MEASURES[name].tested else ["mean"] for name in shown}
-    header = ["name", *options, *(f"{name}_{part}" for name, each in parts.items() for part in each)]
-    rows = []
+    yield ["name", *options, *(f"{name}_{part}" for name, each in parts.items() for part in each)]
     for group in groups:
         numbers = {name: _numbers_of(group, groups, name) for name in shown}
         first = [group.runs[0].shown(option) for option in options]
-        rows.append([group.name, *first, *(numbers[name][part] for name, each in parts.items() for part in each)])
-    return csv_lines(header, rows)
+        yield [group.name, *first, *(numbers[name][part] for name, each in parts.items() for part in each)]
 
 
 def paper_table(groups: list[Group]) -> Table:

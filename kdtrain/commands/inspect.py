@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -42,11 +42,6 @@ from kdtrain.tables import Part, columns, duration, facts_table, loss_text, numb
 
 _PARENTS = 50
 """Most parents of a cache that a page lists."""
-
-
-class _Saved(TypedDict):
-    progress: dict[str, Any]
-    """Of it, a run's page shows `loss`, `last_loss`, `best_loss` and `validated_step`."""
 
 
 def main(config: InspectConfig) -> int:
@@ -454,7 +449,7 @@ def _row(store: Store, entry: tiers.CheckpointEntry) -> dict[str, Any]:
     progress = dict[str, Any]()
     if (damage := problem(path)) is None:
         try:
-            progress = typed(read_state(path), _Saved)["progress"]
+            progress = typed(read_state(path).get("progress"), dict[str, Any])
         except (ValueError, OSError) as error:
             damage = f"{path}/{STATE} is not what a run writes: {error}"
     written = None

@@ -66,12 +66,7 @@ def register_observer(name: str, *, help: str = "") -> Callable[[Maker], Maker]:
     The function gets an `ObserverRequest`, and returns None for a run that it does not observe. Its module should
     import nothing heavy.
     """
-
-    def register(make: Maker) -> Maker:
-        OBSERVERS.add(name, make, make, help)
-        return make
-
-    return register
+    return OBSERVERS.registers(name, help)
 
 
 def sections_of(kind: type) -> dict[str, type]:

@@ -450,6 +450,7 @@ class ParallelConfig(CacheParallelConfig):
 
 
 QUANTIZED = ("fp8", "mxfp8", "mxfp4")
+"""The modes whose linear layers are quantised."""
 
 
 def _check_backend(name: str) -> None:
@@ -465,7 +466,9 @@ class PrecisionConfig(Options):
     """Format of matrix products; auto is bf16 where the device has it, else fp16 on a GPU and fp32 on a CPU."""
     tf32: bool = option(False, precisions=("fp32",))
     """Multiply fp32 numbers as TF32 (10 bits of mantissa), with fp32 sums, on a GPU since Ampere; faster."""
-    fp8_backend: str = option("auto", precisions=QUANTIZED, check=_check_backend)
+    fp8_backend: str = option(
+        "auto", precisions=QUANTIZED, check=lambda name: [*map(BACKENDS.check, {name} - {"auto"})]
+    )
     """Backend of quantised products, listed below; auto takes one with hardware support here, else emulation."""
     fp8_recipe: Literal["tensorwise", "rowwise", "blockwise"] | None = option(None, precisions=("fp8",))
     """What shares a scale in fp8: a tensor, a row, or a tile of 128; a tensor if not given."""

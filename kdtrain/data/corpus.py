@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -217,22 +218,18 @@ def register_text(name: str, *, help: str = "") -> Callable[[Reader], Reader]:
         help: its line in `--help`; by default the first line of the docstring.
     """
 
-    def register(read: Reader) -> Reader:
-        def parts(source: str, columns: Columns, streaming: bool) -> dict[str, _Part]:
-            _refuse_columns(source, columns, "name other --data")
+    def parts(read: Reader, source: str, columns: Columns, streaming: bool) -> dict[str, _Part]:
+        _refuse_columns(source, columns, "name other --data")
 
-            def texts() -> Iterator[Document]:
-                with readable(source):
-                    for number, text in enumerate(read(source.partition(":")[2])):
-                        with suppress(LeftOut):
-                            yield text_document(f"{source} text {number}", text)
+        def texts() -> Iterator[Document]:
+            with readable(source):
+                for number, text in enumerate(read(source.partition(":")[2])):
+                    with suppress(LeftOut):
+                        yield text_document(f"{source} text {number}", text)
 
-            return {"train": _Part(texts, _rank_of_content, sum(1 for _ in islice(texts(), SMALL + 1)))}
+        return {"train": _Part(texts, _rank_of_content, sum(1 for _ in islice(texts(), SMALL + 1)))}
 
-        TEXTS.add(name, parts, read, help)
-        return read
-
-    return register
+    return TEXTS.registers(name, help, lambda read: partial(parts, read))
 
 
 def _rank_of_content(document: Document) -> float:

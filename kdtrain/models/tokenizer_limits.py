@@ -74,7 +74,8 @@ def refuse_endless(path: Path) -> None:
     if isinstance(found.added_tokens, list) and (number := len(found.added_tokens)) > MAX_ADDED:
         raise UsageError(f"{path}: {number:,} added tokens; at most {MAX_ADDED:,} are supported")
     for part, chain in (("normalizer", [found.normalizer, found.pre_tokenizer]), ("decoder", [found.decoder])):
-        steps = [each for _, each in entries_of(chain) if isinstance(each, dict) and _is_step(each)]
+        others = {"normalizers", "pretokenizers", "decoders", "String", "Regex"}  # lists of steps, the pattern of one
+        steps = [each for _, each in entries_of(chain) if isinstance(each, dict) and not each.keys() & others]
         if len(steps) > MAX_STEPS:
             raise UsageError(f"{path}: its {part} has {len(steps):,} steps; at most {MAX_STEPS} are supported")
         if math.prod(map(_growth, steps)) > MAX_GROWTH:
@@ -103,11 +104,6 @@ def entries_of(value: Any) -> Iterator[tuple[str, Any]]:
         inside = [*each.items()] if isinstance(each, dict) else [("", one) for one in each]
         yield from inside
         left += [one for _, one in inside if isinstance(one, dict | list)]
-
-
-def _is_step(table: dict[str, Any]) -> bool:
-    """Whether a table is a step: neither a list of steps nor the pattern of one."""
-    return not table.keys() & {"normalizers", "pretokenizers", "decoders", "String", "Regex"}
 
 
 def _growth(step: dict[str, Any]) -> int:

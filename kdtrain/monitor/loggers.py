@@ -140,12 +140,7 @@ def register_logger(name: str, *, help: str = "") -> Callable[[type[Logger]], ty
         name: the name that users type.
         help: its line in `--help`; by default the first line of the class's docstring.
     """
-
-    def register(kind: type[Logger]) -> type[Logger]:
-        LOGGERS.add(name, kind, kind, help)
-        return kind
-
-    return register
+    return LOGGERS.registers(name, help)
 
 
 @register_logger("tensorboard")

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from kdtrain.config import PrecisionConfig, QuantizationConfig
 from kdtrain.config.choices import BACKENDS
+from kdtrain.config.sections import QUANTIZED as QUANTIZED
 from kdtrain.errors import UsageError
 from kdtrain.imports import quiet_import
 from kdtrain.precision.controller import Policy
@@ -37,8 +38,6 @@ from kdtrain.precision.modes import has_bf16, head_dtype, pick_mode
 
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
-QUANTIZED = ("fp8", "mxfp8", "mxfp4")
-"""The modes whose linear layers are quantised."""
 _ORDER = ("torchao", "transformer-engine", "emulated")
 """The order in which `auto` tries them: torchao compiles with the model, keeps no state, and works with every
 wrapper."""
@@ -118,12 +117,8 @@ def register_backend(
         why_not_real: why its products are not faster there than those of the high mode, or None.
         help: its line in `--help`; by default the first of the docstring.
     """
-
-    def register(make: Maker) -> Maker:
-        BACKENDS.add(name, BackendEntry(make, modes, scalings, every_recipe, why_not, why_not_real), make, help)
-        return make
-
-    return register
+    how = (modes, scalings, every_recipe, why_not, why_not_real)
+    return BACKENDS.registers(name, help, lambda make: BackendEntry(make, *how))
 
 
 @register_backend("torchao", scalings=("tensorwise", "rowwise"), why_not=why_not_torchao)

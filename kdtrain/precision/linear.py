@@ -95,41 +95,31 @@ class Emulated:
         return quantized_linear(x_ND, weight_OD, self.recipe, dtype, high_forward, self.held)
 
 
-class SwitchableLinear(nn.Linear):
-    """An `nn.Linear` made by `convert`."""
-
+class _Switchable(nn.Module):
     switch: Switch
     product: Product
-
-    def forward(self, input: Tensor) -> Tensor:
-        """x [..., D] -> [..., O], in the format of the switch."""
-        if self.switch.position == "high":
-            return super().forward(input)
-        return _quantized(self, input, self.weight, self.bias)
-
-
-class SwitchableConv1D(Conv1D):
-    """GPT-2's linear layer, whose weight is [D, O], made by `convert`."""
-
-    switch: Switch
-    product: Product
+    transposed = False
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., O], in the format of the switch."""
         if self.switch.position == "high":
             return cast(Tensor, super().forward(x))
-        return _quantized(self, x, self.weight.T, self.bias)
+        layer, kind, high_forward = cast(Any, self), x.device.type, self.switch.position == "high-forward"
+        weight_OD = layer.weight.T if self.transposed else layer.weight
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        y_NO = self.product(x.reshape(-1, x.shape[-1]), weight_OD, dtype, high_forward)
+        y_NO = y_NO if layer.bias is None else y_NO + layer.bias.to(dtype)
+        return y_NO.unflatten(0, x.shape[:-1])
 
 
-def _quantized(
-    layer: SwitchableLinear | SwitchableConv1D, x: Tensor, weight_OD: Tensor, bias_O: Tensor | None
-) -> Tensor:
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    high_forward = layer.switch.position == "high-forward"
-    y_NO = layer.product(x.reshape(-1, x.shape[-1]), weight_OD, dtype, high_forward)
-    y_NO = y_NO if bias_O is None else y_NO + bias_O.to(dtype)
-    return y_NO.unflatten(0, x.shape[:-1])
+class SwitchableLinear(_Switchable, nn.Linear):
+    """An `nn.Linear` made by `convert`."""
+
+
+class SwitchableConv1D(_Switchable, Conv1D):
+    """GPT-2's linear layer, whose weight is [D, O], made by `convert`."""
+
+    transposed = True
 
 
 @dataclass

@@ -348,25 +348,17 @@ def _is_written(path: Path) -> bool:
         return False
 
 
-class _Environment(TypedDict):
-    steps: int
-
-
 class _Length(TypedDict):
     steps: NotRequired[int]
     epochs: NotRequired[float]
 
 
-class _Config(TypedDict):
-    run: _Length
-
-
 def planned_before(config: DistillConfig, sequences: int) -> int | None:
     """The steps that the run in `config.out` had at its last start, over `sequences`; None where they are unknown."""
     with suppress(OSError, ValueError):
-        return read_json(config.out / "environment.json", _Environment)["steps"]
+        return typed(read_json(config.out / "environment.json", dict[str, Any]).get("steps"), int)
     with suppress(OSError, ValueError):  # of a version that did not write it
-        return total_steps(config, sequences, typed(read_toml(config.out / "config.toml"), _Config)["run"])
+        return total_steps(config, sequences, typed(read_toml(config.out / "config.toml").get("run"), _Length))
     return None
 
 

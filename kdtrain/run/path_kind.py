@@ -24,10 +24,6 @@ class _Run(TypedDict):
     cache: NotRequired[str | list[str] | None]
 
 
-class _Config(TypedDict):
-    run: _Run
-
-
 class _Libraries(TypedDict):
     kdtrain: str | None
 
@@ -65,7 +61,7 @@ def is_run(folder: Path) -> bool:
     """
     lost = None
     try:
-        typed(read_toml(folder / "config.toml"), _Config)
+        typed(read_toml(folder / "config.toml").get("run"), _Run)
     except (OSError, ValueError) as error:
         lost = "is lost" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
     if lost is None and is_environment(folder / "environment.json"):

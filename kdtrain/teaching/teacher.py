@@ -144,12 +144,7 @@ def register_teacher(name: str, *, help: str = "") -> Callable[[Kind], Kind]:
 
     help: a line about it; by default the first line of the docstring.
     """
-
-    def register(kind: Kind) -> Kind:
-        TEACHERS.add(name, kind, kind, help)
-        return kind
-
-    return register
+    return TEACHERS.registers(name, help)
 
 
 def open_teacher(spec: ModelSpec, device: torch.device, mode: str) -> Teacher:

@@ -217,7 +217,7 @@ def test_on_a_terminal_the_user_confirms_that_an_earlier_run_resumes(run, monkey
         monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys.stdin, "readline", lambda: answer, raising=False)
     monkeypatch.setattr(distill, "distill", lambda config: {})
-    monkeypatch.setattr(distill, "show_page", lambda page: None)
+    monkeypatch.setattr(distill, "show", lambda *page: None)
     monkeypatch.setattr(distill, "closing_page", lambda out, result: None)
     if goes_on:
         assert distill.main(config_of(run)) == 0

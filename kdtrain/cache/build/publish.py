@@ -20,8 +20,8 @@ from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import ABSENT, CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, Sidecar, SplitRecord, read_manifest, read_sidecar
 from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
-from kdtrain.errors import RunError, writing
-from kdtrain.files import file_digest, publish_json, published, set_aside
+from kdtrain.errors import RunError
+from kdtrain.files import file_digest, publish_json, published
 from kdtrain.objective.targets import Targets
 
 
@@ -45,14 +45,6 @@ def read_sidecars(
                 raise RunError(f"the shard {name} of {folder} is of other data; run the same command again")
             found[split].append(record)
     return found
-
-
-def set_aside_others(folder: Path, names: set[str]) -> None:
-    """Set aside shards with other names, which longer data left."""
-    with writing(folder / cache_format.SHARDS):
-        for path in sorted((folder / cache_format.SHARDS).iterdir()):
-            if path.stem not in names and cache_format.is_shard_file(path.name):
-                set_aside(folder, f"{cache_format.SHARDS}/{path.name}", "left")
 
 
 def publish_manifest(

@@ -20,7 +20,7 @@ from kdtrain import faults
 from kdtrain.cache.format import hdf5
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import CodecSpec
-from kdtrain.cache.format.compression import Arrays, Coding, fit_sequences
+from kdtrain.cache.format.compression import FIT_ENTRIES, Arrays, Coding
 from kdtrain.cache.format.manifest import CacheSettings, Sidecar, read_sidecar, shard_problem
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError
@@ -80,7 +80,7 @@ class ShardWriter:
 
     def __init__(self, file: h5py.File, check: Callable[[], None], spec: CodecSpec, seq_len: int) -> None:
         self._file, self._check, self._spec = file, check, spec
-        self._wanted = fit_sequences(spec, seq_len) if spec.coded else 0
+        self._wanted = max(1, FIT_ENTRIES // (spec.columns * seq_len)) if spec.coded else 0
         self._held: list[Arrays] = []
         self._coding: Coding | None = None
         self._taken = self._written = 0

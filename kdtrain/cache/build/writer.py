@@ -33,7 +33,7 @@ from kdtrain.cache.build import fidelity
 from kdtrain.cache.build.answers import Encode, LogitAnswers, Logits, ShardAnswers
 from kdtrain.cache.build.folder import open_folder
 from kdtrain.cache.build.generated_text import read_written
-from kdtrain.cache.build.publish import publish_manifest, read_sidecars, set_aside_others
+from kdtrain.cache.build.publish import publish_manifest, read_sidecars
 from kdtrain.cache.build.shard_writer import (
     ShardRows,
     ShardWriter,
@@ -49,7 +49,7 @@ from kdtrain.cache.format.manifest import CacheSettings, Manifest, Sidecar
 from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError, UsageError, writing
-from kdtrain.files import PUBLISH_POINTS, json_digest
+from kdtrain.files import PUBLISH_POINTS, json_digest, set_aside
 from kdtrain.ranks import all_gather_object, rank, world_size
 
 log = logging.getLogger("kdtrain")
@@ -347,7 +347,11 @@ class CacheBuilder:
         total = sum(record["sequences"] for record in records)
         if self.settings.format_version != cache_format.PIECES:
             self.rounds.stop_if_broken(len(self.rounds.broken), total, total)
-        set_aside_others(self.folder, {record["name"] for record in records})
+        names = {record["name"] for record in records}
+        with writing(self.folder / cache_format.SHARDS):
+            for path in sorted((self.folder / cache_format.SHARDS).iterdir()):
+                if path.stem not in names and cache_format.is_shard_file(path.name):  # which longer data left
+                    set_aside(self.folder, f"{cache_format.SHARDS}/{path.name}", "left")
         tokens = {split: own.tokens.hexdigest() for split, own in self.splits.items()}
         if "generated" in self.settings.data and "generated" not in self.stated:  # what was counted may be the prompts
             tokens, self.stated["generated"] = read_written(self.folder, self.settings, sidecars)

@@ -313,11 +313,6 @@ _LOGPROBS = np.append(_LOGPROBS, np.full(2**16 - len(_LOGPROBS), np.nan)).astype
 Arrays = dict[str, np.ndarray]
 
 
-def fit_sequences(spec: CodecSpec, seq_len: int) -> int:
-    """How many of a shard's first sequences its lists and weights are fitted to."""
-    return max(1, FIT_ENTRIES // (spec.columns * seq_len))
-
-
 def logprob_codes(logprobs: np.ndarray) -> np.ndarray:
     """int64 codes of log-probabilities; NaN counts as impossible."""
     energy = -np.nan_to_num(np.asarray(logprobs, np.float64), nan=FLOOR, posinf=0.0, neginf=FLOOR)

@@ -267,14 +267,6 @@ class Link:
     """Addresses of B-tree and heap, if it is a group."""
 
 
-@dataclass(frozen=True)
-class GroupHeader:
-    """A group's links by name, and its attributes: numbers, texts, or tuples of numbers."""
-
-    links: dict[str, Link]
-    attributes: dict[str, Any]
-
-
 class Hdf5File:
     """The structures of an open file. ValueError, struct.error, IndexError: it has others."""
 
@@ -293,8 +285,8 @@ class Hdf5File:
         """The values at `address` by a format of `struct`: little-endian, without gaps."""
         return struct.unpack(f"<{spelling}", self.read(address, struct.calcsize(f"<{spelling}")))
 
-    def root(self) -> GroupHeader:
-        """The root group."""
+    def root(self) -> tuple[dict[str, Link], dict[str, Any]]:
+        """Those of the root group, as `group`."""
         known, base, free, end, driver, _, header, kind, _, table = self.fields(0, "24s4QQQII16s")
         if known != _SUPERBLOCK or (base, free, driver, kind) != (0, _NOWHERE, _NOWHERE, 1):
             raise ValueError("it does not begin as an HDF5 file of the earliest layout")
@@ -325,8 +317,8 @@ class Hdf5File:
             raise ValueError("an object header of it has another layout")
         return [each for each in found if each[0] not in (_NIL, _CONTINUATION)]
 
-    def group(self, link: Link) -> GroupHeader:
-        """The group at a link, with at most 8 names, which are in one node."""
+    def group(self, link: Link) -> tuple[dict[str, Link], dict[str, Any]]:
+        """The links, at most 8, which are in one node, and the attributes of the group at a link, by name."""
         messages = self.messages(link.header)
         rest = [content for kind, content in messages if kind != ATTRIBUTE]
         tree, heap = struct.unpack("<QQ", link.table)
@@ -344,7 +336,7 @@ class Hdf5File:
                 raise ValueError(f"it has a soft link, '{name[:80]}'")
             links[name] = Link(header, table)
         attributes = [content for kind, content in messages if kind == ATTRIBUTE]
-        return GroupHeader(links, dict(self._attribute(each) for each in attributes))
+        return links, dict(self._attribute(each) for each in attributes)
 
     def _attribute(self, content: bytes) -> tuple[str, Any]:
         parts, at = [], 8
@@ -421,20 +413,19 @@ def check_structure(path: Path, spec: CodecSpec, seq_len: int, split: str, first
     with open_regular(path) as raw:
         try:
             file = Hdf5File(raw)
-            root = file.root()
+            links, stated = file.root()
             sets = [_Expected(name, each, number) for name, each in datasets(spec, seq_len).items()]
-            links = dict(root.links)
             _compare_names("data set", links, [*(each.name for each in sets), *([DICTIONARY] if spec.coded else [])])
             if spec.coded:
-                lists = file.group(links.pop(DICTIONARY)).links
+                lists, _ = file.group(links.pop(DICTIONARY))
                 _compare_names("list", lists, dictionary_sets(spec, 1, 1))
                 sets += _lists(file, lists, spec)
                 links |= {f"{DICTIONARY}/{name}": link for name, link in lists.items()}
             wanted = attributes(spec, seq_len, split) | {"first_sequence": first, "sequences": number}
-            _compare_names("attribute", root.attributes, wanted)
+            _compare_names("attribute", stated, wanted)
             for name, value in wanted.items():
-                if root.attributes[name] != value:
-                    raise ValueError(f"its {name} is {str(root.attributes[name])[:80]} instead of {value}")
+                if stated[name] != value:
+                    raise ValueError(f"its {name} is {str(stated[name])[:80]} instead of {value}")
             trees = [_compare(file, links[each.name], each) for each in sets]
             total = sum(math.prod(each.shape) * each.dtype.itemsize for each in sets)
             if total > LARGEST_RATIO * file.size + SLACK:

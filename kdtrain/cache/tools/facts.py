@@ -7,6 +7,7 @@ A manifest may come from a stranger: entries that are not what kdtrain writes ar
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, Parent, weights_line
@@ -158,10 +159,9 @@ def _parent(parent: Parent) -> str:
 
 def fidelity(manifest: Manifest) -> list[str | Table]:
     """How near the gradient of a student that learns from the cache is to that from the whole teacher; or nothing."""
-    try:
+    with suppress(LookupError, TypeError, ValueError, AttributeError, ArithmeticError):  # it is not what kdtrain writes
         return _fidelity(manifest.fidelity or {})
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
-        return []  # it is not what kdtrain writes
+    return []
 
 
 def _fidelity(about: Mapping[str, Any]) -> list[str | Table]:
