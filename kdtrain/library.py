@@ -4,7 +4,6 @@ import atexit
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from kdtrain.cache.read import reader
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.config import CacheTeacherConfig
-from kdtrain.config.values import configured
+from kdtrain.config.values import configured, refuse
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.tokenizers.view import ViewReader
 from kdtrain.tokenizers.view_builder import build_view
@@ -104,5 +103,6 @@ def cache_teacher(config: CacheTeacherConfig | None = None, **options: Any) -> C
     from kdtrain.commands.cache_teacher import build_among_ranks  # `Cache` alone must not wait for it
 
     config = configured(CacheTeacherConfig, config, options)
-    build_among_ranks(replace(config, dry_run=False), wait=True)
+    refuse(config.dry_run, "dry_run is of the command: kdtrain cache-teacher ... --dry-run; leave it out")
+    build_among_ranks(config, wait=True)
     return Cache(config.out)

@@ -32,14 +32,16 @@ def main(config: SweepConfig) -> int:
     setup_logging()
     out = config.out or config.file.with_suffix("")
     if config.dry_run:
-        with Runner(config.at_once, quiet=True) as runner:
+        with suppress(KeyboardInterrupt), Runner(config.at_once, quiet=True) as runner:
             _show_plan([*planned(read_sweep(config.file, out), runner)], config)
         return 0
     groups = run(config.file, out, config.at_once)
     if groups is not None:
         compare(groups, config.json)
         if not config.json:
-            runs = f"{out}/*/seed-*"
+            names = [group.name for group in groups]  # in the order of the file, not of the shell's *
+            chosen = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
+            runs = f"{out}/{chosen}/seed-*"
             print(f"Next: kdtrain compare {runs} --format latex; kdtrain report {runs} --out {out}/report.html")
     return 0
 
@@ -122,6 +124,8 @@ def run(file: Path, out: Path, at_once: int) -> list[Group] | None:
                     for job, error in runner.all(part):
                         if error and not job.is_run:
                             raise RunError(f"{job.name}: {error}")
+                        if job.is_run and (row := _row(job)):
+                            ended[job.name] = row
                         log.info("%s", _ended(sweep, job, error))
             if runner.stopped is not None:
                 log.info("stopped by %s; the same command resumes", runner.stopped)

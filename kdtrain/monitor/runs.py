@@ -532,7 +532,8 @@ def evaluations(found: Iterable[Mapping[str, Any]]) -> Iterator[Part]:
         same = [line for line in lines[1:] if len({*line[1:]}) == 1]
         header, *rows = zip(*(line for line in lines if line not in same), strict=True)
         yield Table([textwrap.fill(each, 12) for each in header], rows, left=("student", "checkpoint"))
-        yield f"\nall: {'; '.join(f'{name} {value}' for name, value, *_ in same)}"
+        if same:
+            yield f"\nall: {'; '.join(f'{name} {value}' for name, value, *_ in same)}"
     elif lines:
         yield Table(lines[0], lines[1:], left=lines[0])
 

@@ -100,7 +100,7 @@ class DistillationLoss(nn.Module):
         parse(divergence)
         TAILS.get(tail)
         if alpha != "auto" and not 0 <= as_number(alpha, "--alpha") <= 1:
-            raise UsageError(f"--alpha {alpha} is not auto, or between 0 and 1")
+            raise UsageError(f"--alpha {alpha} is not between 0 and 1")
         self.divergence, self.tail = divergence, tail
         self.alpha: float | str | Tensor = alpha
         self.gap = GapAlpha(taught) if alpha == "auto" else None

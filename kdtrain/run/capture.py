@@ -15,7 +15,7 @@ import torch
 
 from kdtrain.cache.build.folder import claim_folder
 from kdtrain.cache.build.live_capture import Capture, LiveCache
-from kdtrain.cache.build.writer import CacheBuilder
+from kdtrain.cache.build.writer import CacheBuilder, not_empty
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import read_sidecar, weights_line
 from kdtrain.cache.format.names import DICTIONARY, MANIFEST
@@ -163,7 +163,7 @@ def _plan(
         plan["estimated_hours"] = {name: round(tokens / speed / 3600, 4) for name, speed in speeds.items()}
     else:
         world, clock, tried = world_size(), list[float](), replace(settings, sequences_per_shard=batch, sequences={})
-        first_rows = cycle([*islice(rows["train"], 2 * batch * world)])
+        first_rows = cycle([*islice(not_empty("train", rows["train"], settings), 2 * batch * world)])
         how: dict[str, Any] = {"batch_size": batch, "progress": lambda *_: clock.append(time.perf_counter())}
         with trial_folder(config.out, lambda out: claim_folder(out, settings)) as folder:
             with closing(CacheBuilder(folder, tried, teacher=teacher.answers(tried), all_ranks=True, **how)) as builder:

@@ -176,6 +176,9 @@ def read_sweep(file: Path, out: Path) -> Sweep:
         if "cache" in options and isinstance(named_caches := options["cache"], str | list):
             places = [named_caches] if isinstance(named_caches, str) else named_caches
             options["cache"] = [str(out / "caches" / each) if each in named["caches"] else each for each in places]
+            for each in places:  # a plain word is a name
+                if each not in named["caches"] and not set(each) & set("/:") and not Path(each).exists():
+                    raise UsageError(f"{file}: [{where}] no cache {each}; {nearest(each, named['caches'])}")
             if command == "evaluate":
                 options["cache"] = options["cache"][0]
         try:

@@ -146,6 +146,7 @@ def test_a_run_with_a_result_is_done_whatever_it_is_and_one_that_a_signal_stoppe
         ("alpha = 0", "alpha = 2", r"\[arms.ce\] --alpha 2.0 must be at least 0 and at most 1"),
         ("alpha = 0", "seed = 3", r"\[arms.ce\] the sweep sets seed itself; list them in seeds"),
         ("alpha = 0", 'out = "x"', r"\[arms.ce\] the sweep sets out itself; leave it out"),
+        ('cache = "c"', 'cache = "cc"', r"no cache cc; perhaps you meant 'c'"),
         ("[arms.ce]", "[arms.ce-0.5]", r"\[arms.ce-0.5\] is no section of options; quote names with dots"),
         ("[arms.ce]", '[arms."../ce"]', r"\[arms.../ce\] names a folder; use letters"),
         ("[arms.ce]", "[arms.caches]", "an arm cannot be called caches"),
