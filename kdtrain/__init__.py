@@ -19,8 +19,6 @@ Bad arguments raise `UsageError`, what fails while running raises `RunError`.
 """
 
 import importlib
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.3.0"
@@ -70,9 +68,39 @@ if TYPE_CHECKING:
     from kdtrain.training.sources.source import register_source as register_source
     from kdtrain.training.student import Student as Student
 
-_LINE = re.compile(r"^    from (\S+) import (\w+) as \2$", re.MULTILINE)
-_MODULE_OF = {name: module for module, name in _LINE.findall(Path(__file__).read_text(encoding="utf-8"))}
-"""Where each name is: by the lines above, which type checkers read too."""
+_HOME = {
+    "kdtrain.cache.read.mixture": ("Mixture",),
+    "kdtrain.cache.read.reader": ("collate",),
+    "kdtrain.checkpoint.nested": ("CheckpointStore",),
+    "kdtrain.checkpoint.tiers": ("Keep",),
+    "kdtrain.cli": ("register_command",),
+    "kdtrain.commands.distill": ("distill",),
+    "kdtrain.config": ("CacheTeacherConfig", "DistillConfig"),
+    "kdtrain.tokenizers.alignment": ("Alignment",),
+    "kdtrain.data.corpus": ("register_text",),
+    "kdtrain.errors": ("RunError", "UsageError"),
+    "kdtrain.library": ("Cache", "CacheWriter", "cache_teacher"),
+    "kdtrain.models.output_head": ("Head",),
+    "kdtrain.monitor.loggers": ("Logger", "register_logger"),
+    "kdtrain.monitor.record": ("RunRecord",),
+    "kdtrain.monitor.runs": ("runs",),
+    "kdtrain.objective.divergence": ("register_divergence",),
+    "kdtrain.objective.loss": ("DistillationLoss", "LossOutput", "distillation_loss"),
+    "kdtrain.objective.tails": ("register_tail",),
+    "kdtrain.objective.targets": ("DenseTargets",),
+    "kdtrain.objective.temperature": (
+        *("AdversarialTemperature", "LikelihoodTemperature", "MinimizedTemperature", "ScheduledTemperature"),
+        *("Temperature", "register_temperature"),
+    ),
+    "kdtrain.precision.backends": ("quantize_", "register_backend"),
+    "kdtrain.precision.controller": ("Policy", "PrecisionController"),
+    "kdtrain.training.optimizers": ("register_optimizer",),
+    "kdtrain.training.sources.source": ("Facts", "SourceRequest", "register_source"),
+    "kdtrain.teaching.online": ("Teacher",),
+    "kdtrain.teaching.teacher": ("register_teacher",),
+    "kdtrain.training.student": ("Student",),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = sorted(_MODULE_OF)
 
 

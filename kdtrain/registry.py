@@ -90,11 +90,13 @@ class Registry:
             self._help[name] = help or first_line(source)
             self._traits[name] = traits
 
-    def registers(self, name: str, help: str, make: Callable[[Any], Any] = lambda source: source) -> Callable[[T], T]:
+    def registers(
+        self, name: str, help: str, make: Callable[[Any], Any] = lambda source: source, traits: Collection[str] = ()
+    ) -> Callable[[T], T]:
         """Decorator: `add` a function or class, or what `make` makes of it."""
 
         def register(source: T) -> T:
-            self.add(name, make(source), source, help)
+            self.add(name, make(source), source, help, traits)
             return source
 
         return register

@@ -103,13 +103,9 @@ def register_divergence(
         derivatives: value and gradients over whole distributions by hand, where autograd is slower.
         help: its line in `--help`; by default the first of the docstring.
     """
-
-    def register(of: F) -> F:
-        traits = [IGNORES_T] * (not depends_on_temperature) + [GROWS_WITH_T] * grows_with_temperature
-        DIVERGENCES.add(name, Divergence(of, frozenset(accepts), parameter, derivatives), of, help, traits)
-        return of
-
-    return register
+    traits = [IGNORES_T] * (not depends_on_temperature) + [GROWS_WITH_T] * grows_with_temperature
+    kinds = frozenset(accepts)
+    return DIVERGENCES.registers(name, help, lambda of: Divergence(of, kinds, parameter, derivatives), traits)
 
 
 def parse(text: str) -> tuple[str, float]:

@@ -93,12 +93,7 @@ def register_tail(
         needs_samples: True for a rule of targets with samples, False for one of targets without.
         help: its line in `--help`; by default the first of the docstring.
     """
-
-    def register(events: TailEvents) -> TailEvents:
-        TAILS.add(name, TailRule(events, least_top_k, needs_samples), events, help)
-        return events
-
-    return register
+    return TAILS.registers(name, help, lambda events: TailRule(events, least_top_k, needs_samples))
 
 
 @register_tail("drop")

@@ -112,12 +112,7 @@ def register_temperature(
     """
     learns = not scheduled if learns is None else learns
     traits = [LEARNS] * learns + [MAXIMIZES] * maximizes + [SCHEDULED] * scheduled
-
-    def register(maker: Maker) -> Maker:
-        TEMPERATURES.add(name, maker, maker, help, traits)
-        return maker
-
-    return register
+    return TEMPERATURES.registers(name, help, traits=traits)
 
 
 class ScheduledTemperature(Temperature):

@@ -66,12 +66,7 @@ def register_optimizer(name: str, *, help: str = "") -> Callable[[Maker], Maker]
         name: as users write it.
         help: its line in `--help`; by default the first of the docstring.
     """
-
-    def register(maker: Maker) -> Maker:
-        OPTIMIZERS.add(name, maker, maker, help)
-        return maker
-
-    return register
+    return OPTIMIZERS.registers(name, help)
 
 
 @register_optimizer("adamw")

@@ -200,9 +200,4 @@ def register_source(name: str, *, help: str = "") -> Callable[[Opener], Opener]:
         name: the name that users type.
         help: its line in `--help`; by default the first line of the docstring.
     """
-
-    def register(opener: Opener) -> Opener:
-        SOURCES.add(name, opener, opener, help)
-        return opener
-
-    return register
+    return SOURCES.registers(name, help)
