@@ -57,7 +57,7 @@ class LossOutput(NamedTuple):
     ce_alone: Tensor
     """The part of `ce` over rows without a teacher in a mixture, whose weight is 1 and not 1 - alpha; else 0."""
     teacher_ce: Tensor
-    """Sum of the teacher's -log p(label) at T = 1, nats; 0 without targets or at alpha 0."""
+    """Sum of the teacher's -log p(label) at T = 1, nats; 0 without targets, at alpha 0, or dense without `at_one`."""
     members: Tensor
     """[M, 6] fp64 where alpha follows the gap (`objective.alpha`), else [0, 6]: of each member of a mixture, or of the
     one data set, the sums of ce, kd and teacher_ce over rows with a teacher, the number of these rows, and where the
@@ -306,7 +306,8 @@ class _Recipe:
 
     def dense(self, statistics: DenseStatistics, beta: Tensor, rows: Supervision) -> tuple[Tensor, Tensor]:
         cross_entropy_R = statistics.lse - statistics.label
-        values = statistics.divergence, statistics.divergence_at_one, statistics.teacher_label
+        label_R = statistics.teacher_label if self.at_one else None
+        values = statistics.divergence, statistics.divergence_at_one, label_R
         return self._joined(beta, rows.mask, cross_entropy_R, *values)
 
     def _joined(self, beta: Tensor, mask_R: Tensor, *values: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from kdtrain.training.sources.source import Source
 
 _MOST = 4_000_000
 """Tokens that the bigram is fitted on, at most."""
-_MEASURED, _NUMBERS = 2**16, 2**27
+_MEASURED, _NUMBERS = 2**16, 2**26
 """Tokens that a loss is measured on, at most, and numbers that are read for it from whole distributions."""
 _SHARDS = 4
 """Shards that are read, at most."""
@@ -66,17 +66,15 @@ def label_loss(reader: CacheReader) -> float | None:
     settings, codec = reader.manifest.settings, reader.manifest.codec
     if not (codec.taught and reader.manifest.knows_labels):
         return None
-    total, count, numbers = 0.0, 0, _NUMBERS // (settings.vocab_size if codec.kind == "dense" else 1)
-    for row in _rows(reader, min(_MEASURED, numbers)):
-        try:
-            batch = reader.read([row])
-        except (RunError, OSError) as error:
-            log.debug("the teacher's loss is unknown: %s", error)
-            return None
-        assert batch.targets is not None
-        counted_N = batch.targets.label_logprob.double()[batch.loss_mask.flatten()]
-        total, count = total - float(counted_N.sum()), count + len(counted_N)
-    return total / count if count else None
+    most = min(_MEASURED, _NUMBERS // (settings.vocab_size if codec.kind == "dense" else 1))
+    try:
+        batch = reader.read(_rows(reader, most))
+    except (RunError, OSError) as error:
+        log.debug("the teacher's loss is unknown: %s", error)
+        return None
+    assert batch.targets is not None
+    counted_N = batch.targets.label_logprob.double()[batch.loss_mask.flatten()]
+    return -float(counted_N.mean()) if len(counted_N) else None
 
 
 def bigram_loss(train: CacheReader, validation: CacheReader) -> float | None:

@@ -60,7 +60,7 @@ def test_a_tokenizer_removed_in_training_is_in_the_exported_student_all_the_same
     assert student("def f(x):")["input_ids"] == teacher("def f(x):")["input_ids"]
 
 
-@pytest.mark.parametrize("engine, fault", [("ddp", "cache.read:enospc:20@1"), ("fsdp", "cache.read:enospc:20@0")])
+@pytest.mark.parametrize("engine, fault", [("ddp", "cache.read:enospc:20@1"), ("fsdp", "cache.read:enospc:32@0")])
 def test_a_rank_that_cannot_read_ends_all_and_they_save_the_last_finished_step(ranks_of, shards, engine, fault):
     argv = (*TRAIN, "--cache", "shards", "--steps", 40, *ranks_of.eager, "--checkpoint-freq", 1000)
     argv += ("--parallel", engine, "--micro-batch-size", 1, "--out", f"one-cannot-{engine}")

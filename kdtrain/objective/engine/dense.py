@@ -171,8 +171,7 @@ class Weighed(NamedTuple):
 
 def weigh(
     loss: DenseLoss,
-    label_R: Tensor,
-    teacher_R: Tensor,
+    pair: Pair,
     sums: DenseSums,
     values: DenseValues,
     beta: Tensor,
@@ -183,12 +182,12 @@ def weigh(
     """Value and gradients of `loss` for a chunk, in fp64.
 
     Args:
-        label_R: the labels' logits. teacher_R: the teacher's, log p up to a constant.
         beta: scalar, fp64.
         slopes: True if the gradient in beta is wanted. differentiates: False if none is; they are 0 then.
     """
     value_R, g_R, h_R, slope_R, at_one_R = (each.double() for each in values)
-    teacher_R = teacher_R.double() - sums.top_e - sums.mass_e.double().log()
+    label_R, teacher_R = (each.gather(1, rows.labels[:, None]).squeeze(1) for each in (pair.z, pair.logprobs))
+    teacher_R = teacher_R.double().clamp_min(FLOOR) - sums.top_e - sums.mass_e.double().log()
     if not slopes:
         value_R = value_R + _rounding(sums.beta_z) * g_R + _rounding(sums.beta_e) * h_R
 

@@ -43,7 +43,7 @@ from kdtrain.objective.engine.matmul import maybe_compiled
 from kdtrain.objective.engine.sparse import Shares, SparseLoss, differentiate, reduce_logits, spread_gradients
 from kdtrain.objective.logits import ChunkLogits, chunk_rows, whole_head
 from kdtrain.objective.statistics import Entries
-from kdtrain.objective.targets import FLOOR, Supervision, readable
+from kdtrain.objective.targets import Supervision, readable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,21 +218,12 @@ class _WholeRows:
         assert rows.targets is not None
         pair = Pair(z_RV, rows.targets.row_logprobs(self.reader), self.beta_z)
         rows = replace(rows, targets=None)
-        label_R, teacher_R = (x.gather(1, rows.labels[:, None]).squeeze(1) for x in (z_RV, pair.logprobs))
         sums = maybe_compiled(sum_dense, compiled)(pair, request.at_one)
         values = maybe_compiled(measure_dense, compiled)(pair, sums, request.divergence, self.slopes)
         if request.at_one:
             values = values._replace(at_one=maybe_compiled(value_dense, compiled)(pair, sums, request.divergence))
         found = maybe_compiled(weigh, request.compile_small(z_RV.device))(
-            request.dense_loss,
-            label_R,
-            teacher_R.clamp_min(FLOOR),
-            sums,
-            values,
-            self.beta,
-            rows,
-            self.slopes,
-            bool(request.wanted),
+            request.dense_loss, pair, sums, values, self.beta, rows, self.slopes, bool(request.wanted)
         )
         if not request.wanted:
             return found.loss, found.sums, found.beta, None
