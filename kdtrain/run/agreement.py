@@ -95,7 +95,7 @@ def code() -> dict[str, str]:
         digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
     for registry in (DIVERGENCES, TAILS, TEMPERATURES, OPTIMIZERS, BACKENDS, SOURCES, TEXTS, TEACHERS):
         for name, module in sorted(registry.modules.items()):  # a package's own, of those that are loaded
-            if name not in registry.builtin and (source := getattr(sys.modules[module], "__file__", None)):
+            if name not in registry.builtin and (source := getattr(sys.modules.get(module), "__file__", None)):
                 digest.update(f"{registry.option} {name}\n".encode() + Path(source).read_bytes())
     return {
         "the code of kdtrain": digest.hexdigest(),
