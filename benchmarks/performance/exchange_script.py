@@ -1,7 +1,7 @@
 """One rank of `kdtrain distill` that counts what it exchanges: FILE, then the words of the command.
 
-parallel.py starts it in each rank. Rank 0 writes [{collective: [calls, bytes]}] of the training steps to FILE, whoever
-of PyTorch, FSDP2 and kdtrain calls a collective; its bytes are those of what goes in or out, the larger of the two.
+parallel.py starts it in each rank. Rank 0 writes [{collective: [calls, bytes]}] of the training steps to FILE. The
+calls are those of PyTorch, FSDP2 and kdtrain; the bytes are those of its input or output, the larger of the two.
 """
 
 import json

@@ -128,11 +128,15 @@ def _check_divergence(given: str) -> None:
         DIVERGENCES.get(name).number(given)
 
 
+USUAL_ALPHA = 0.9
+"""The default, and the most that auto takes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig(Options):
     """loss = (1 - alpha) * cross-entropy + alpha * T^2 * divergence, means over all unmasked tokens of a step."""
 
-    alpha: float | Literal["auto"] = option(0.9, least=0, most=1, brief=True)
+    alpha: float | Literal["auto"] = option(USUAL_ALPHA, least=0, most=1, brief=True)
     """Weight of the divergence from the teacher; 0 to 1 or auto, by the gap to it; cross-entropy has the rest."""
     alpha_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How alpha changes from --alpha at the first step to --alpha-end at the last."""
@@ -196,7 +200,7 @@ class ObjectiveConfig(Options):
     @property
     def first_alpha(self) -> float:
         """Alpha before the first step; of auto, while nothing is measured."""
-        return 0.9 if self.alpha == "auto" else self.alpha
+        return USUAL_ALPHA if self.alpha == "auto" else self.alpha
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,9 +470,7 @@ class PrecisionConfig(Options):
     """Format of matrix products; auto is bf16 where the device has it, else fp16 on a GPU and fp32 on a CPU."""
     tf32: bool = option(False, precisions=("fp32",))
     """Multiply fp32 numbers as TF32 (10 bits of mantissa), with fp32 sums, on a GPU since Ampere; faster."""
-    fp8_backend: str = option(
-        "auto", precisions=QUANTIZED, check=lambda name: [*map(BACKENDS.check, {name} - {"auto"})]
-    )
+    fp8_backend: str = option("auto", precisions=QUANTIZED, check=_check_backend)
     """Backend of quantised products, listed below; auto takes one with hardware support here, else emulation."""
     fp8_recipe: Literal["tensorwise", "rowwise", "blockwise"] | None = option(None, precisions=("fp8",))
     """What shares a scale in fp8: a tensor, a row, or a tile of 128; a tensor if not given."""

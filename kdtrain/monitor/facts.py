@@ -165,8 +165,7 @@ def objective(record: RunRecord) -> str:
     alpha, terms = options.get("alpha"), as_table(environment.get("alignment")).get("terms")
     divergence = "+".join(map(str, terms[:2])) if isinstance(terms, list) else options.get("divergence")
     distils = any(as_table(record.options.get("run")).get(each) for each in ("cache", "teacher"))
-    alpha = 0.9 if alpha == "auto" else alpha
-    weight = float(alpha) if distils and isinstance(alpha, int | float) else 0.0
+    weight: Any = alpha if distils and (alpha == "auto" or isinstance(alpha, int | float)) else 0.0
     own = options.get("hidden_weight", 1.0)
     hidden = float(own) if options.get("hidden_loss") not in (None, "none") and isinstance(own, int | float) else None
     caches = environment.get("caches")

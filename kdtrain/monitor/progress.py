@@ -234,14 +234,17 @@ class Throughput:
         return {"tok/s": rate, "eta_h": (self.total - step) * seconds / steps / 3600}
 
 
-def formula(alpha: float, divergence: str, hidden: float | None, replays: bool = False, router: float = 0.0) -> str:
-    """The objective in the words of a step's line: `.9 kl + .1 ce`.
+def formula(
+    alpha: float | str, divergence: str, hidden: float | None, replays: bool = False, router: float = 0.0
+) -> str:
+    """The objective in the words of a step's line: `.9 kl + .1 ce`; with `auto`, `alpha kl + (1 - alpha) ce`.
 
     replays: whether sequences without a teacher are mixed in. Their cross-entropy is part of ce, and has the weight 1.
     router: weight of the router's loss of a mixture of experts; 0 without one.
     """
-    terms = [(alpha, "kl" if divergence == "forward-kl" else divergence), (1 - alpha, "ce"), (hidden or 0.0, "hidden")]
-    terms += [(alpha, "ce of replay")] * replays + [(router, "router")]
+    teacher, text = ("alpha", "(1 - alpha)") if isinstance(alpha, str) else (alpha, 1 - alpha)
+    terms = [(teacher, "kl" if divergence == "forward-kl" else divergence), (text, "ce"), (hidden or 0.0, "hidden")]
+    terms += [(teacher, "ce of replay")] * replays + [(router, "router")]
     return " + ".join(f"{weight_text(weight)}{name}" for weight, name in terms if weight) or "ce"
 
 
@@ -251,9 +254,9 @@ def term_name(divergence: str) -> str:
     return "kl" if name == "forward-kl" else name
 
 
-def weight_text(weight: float) -> str:
-    """A weight before a term: nothing for 1, else two digits, as `.9 `."""
-    return "" if weight == 1 else f"{weight:.2g} ".removeprefix("0")
+def weight_text(weight: float | str) -> str:
+    """A weight before a term: nothing for 1, else two digits, as `.9 `, or its name."""
+    return "" if weight == 1 else f"{weight} " if isinstance(weight, str) else f"{weight:.2g} ".removeprefix("0")
 
 
 AVERAGED = 50

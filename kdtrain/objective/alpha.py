@@ -16,9 +16,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from kdtrain.config.sections import USUAL_ALPHA
+
 MIDDLE, SLOPE = 0.35, 0.25
 """Alpha where both are equal, and by how much it rises a nat."""
-LEAST, MOST = 0.1, 0.9
+LEAST, MOST = 0.1, USUAL_ALPHA
 STEPS = 20
 
 

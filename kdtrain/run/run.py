@@ -338,7 +338,7 @@ class Run:
             lines.append(f"{len(recipe.members)} caches, of whose sequences a step draws {', '.join(drawn)}")
         objective = config.objective
         hidden = None if objective.hidden_loss == "none" else objective.hidden_weight
-        alpha, replays = objective.first_alpha if recipe.distils else 0.0, recipe.distils and recipe.facts.replays
+        alpha, replays = objective.alpha if recipe.distils else 0.0, recipe.distils and recipe.facts.replays
         term = recipe.facts.term(objective.divergence)
         summed = formula(alpha, term, hidden, replays, trainer.student.router_weight)
         if recipe.distils and objective.alpha_schedule != "constant":

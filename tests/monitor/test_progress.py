@@ -68,7 +68,7 @@ def test_the_parts_of_a_loss_are_means_of_the_last_steps_and_add_up():
     for alpha, loss, line in ((0.9, 6.8, "loss 6.80"), (0.0, 1e9, "loss 1e+09")):  # cross-entropy alone: no sum
         assert StepText(alpha, "forward-kl", None, learned=False).add({"loss": loss}) == {"loss": line}
     assert formula(0.9, "forward-kl", None) == ".9 kl + .1 ce" and formula(0.0, "jsd:0.5", None) == "ce"
-    assert formula(1.0, "jsd:0.5", 2.0) == "jsd:0.5 + 2 hidden"
+    assert formula(1.0, "jsd", 2.0) == "jsd + 2 hidden" and formula("auto", "tvd", None) == "alpha tvd + (1 - alpha) ce"
     assert formula(0.9, "forward-kl", None, True, 0.5) == ".9 kl + .1 ce + .9 ce of replay + .5 router"
 
 

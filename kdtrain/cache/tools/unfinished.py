@@ -17,8 +17,9 @@ def progress(folder: Path) -> dict[str, Any] | None:
 
     UsageError, ValueError: its settings are damaged.
     """
-    finished = (folder / cache_format.MANIFEST).exists() or (folder / cache_format.CELLS).exists()  # a view is no cache
-    if finished or not (folder / cache_format.SETTINGS).exists():
+    finished = (folder / cache_format.MANIFEST).exists()
+    view = (folder / cache_format.CELLS).exists()
+    if finished or view or not (folder / cache_format.SETTINGS).exists():
         return None
     settings, whole = CacheSettings.from_json(CacheSettings.stored(folder)), list[tuple[float, Sidecar]]()
     for path in (records := [*(folder / cache_format.SHARDS).glob("*.json")]):
