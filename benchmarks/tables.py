@@ -102,7 +102,7 @@ def current(name: str) -> dict[str, str]:
         return {"lora-table": lora(_record("lora")), "variants-table": variants(_record("lora"))}
     if name == "find_lr":
         return {"find-lr-table": find_lr(_record("find_lr"))}
-    return {"objective-table": objective(_record("objective"), _record("step"))}
+    return {"objective-table": objective(_record("objective"), _record("step")), "alpha-table": alpha(_record("alpha"))}
 
 
 def _record(name: str) -> dict[str, Any]:
@@ -136,6 +136,32 @@ def prune(record: dict[str, Any]) -> str:
         f"first seed. {_measured(record, 'prune')}",
     ]
     return "\n".join(lines)
+
+
+def alpha(record: dict[str, Any]) -> str:
+    """Students at fixed alphas and by the measured one, on each text from each kind of targets; then other rules."""
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for run in record["runs"]:
+        found.setdefault(run["cell"], {}).setdefault(run["alpha"], []).append((run["loss"], run["ece"]))
+
+    def shown(runs: list[tuple[float, float]]) -> str:
+        return f"{_spread([loss for loss, _ in runs])}, {statistics.mean(ece for _, ece in runs):.1%}" if runs else ""
+
+    rows = list[list[str]]()
+    for cell, arms in found.items():
+        if "auto" in arms:
+            better, auto = min(_means(arms[each]) for each in ("0", "0.9") if each in arms), _means(arms["auto"])
+            apart = f"{auto[0] - better[0]:+.3f}, {auto[1] - better[1]:+.1%}".replace("%", " points")
+            rows.append([cell, *(shown(arms.get(each, [])) for each in ("0", "0.5", "0.9", "1", "auto")), apart])
+    header = ["text, targets", "α = 0", "0.5", "0.9", "1", "auto", "auto less the better of 0 and 0.9"]
+    cells = [cell for cell, arms in found.items() if arms.keys() & {*record["rules"]}]
+    others = [[rule, *(shown(found[cell].get(name, [])) for cell in cells)] for name, rule in record["rules"].items()]
+    tables = markdown(header, rows), markdown(["rule", *cells], others)
+    return "\n\n".join([tables[0], "Other rules for α, on some of the cells:", tables[1], _measured(record, "alpha")])
+
+
+def _means(runs: list[tuple[float, float]]) -> tuple[float, float]:
+    return statistics.mean(loss for loss, _ in runs), statistics.mean(ece for _, ece in runs)
 
 
 def lora(record: dict[str, Any]) -> str:

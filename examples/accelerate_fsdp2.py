@@ -26,7 +26,7 @@ def main(cache_folder: str, model_folder: str, steps: int = 10) -> list[float]:
     accelerator = Accelerator(fsdp_plugin=plugin)
     if not accelerator.is_fsdp2:
         raise SystemExit("accelerate shards over several GPUs only: start this by torchrun on a machine with them")
-    student = kd.Student(model, kd.DistillationLoss()).train()
+    student = kd.Student(model, kd.DistillationLoss(alpha=0.9)).train()  # a number is the same on all ranks
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
     loader = DataLoader(kd.Cache(cache_folder)["train"], batch_size=4, collate_fn=kd.collate)
     student, optimizer, loader = accelerator.prepare(student, optimizer, loader)

@@ -56,7 +56,7 @@ def test_the_defaults_are_those_of_the_design():
     rates = ("auto", "adamw", 1e-6, "cosine", 200, None, "cosine", (0.9, 0.95), 0.1, 1.0)
     assert dataclasses.astuple(config.optimizer) == rates
     objective = config.objective
-    assert (objective.alpha, objective.divergence, objective.tail) == (0.9, "forward-kl", "ghost")
+    assert (objective.alpha, objective.divergence, objective.tail) == ("auto", "forward-kl", "ghost")
     assert (objective.temperature, objective.temperature_mode) == (1.0, "fixed")
     assert (config.monitor.eval_freq, config.monitor.eval_batches) == (250, 50)
     assert dataclasses.astuple(config.guards) == (10, "first", 3, 0.5, 3, 1.2)

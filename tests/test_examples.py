@@ -57,7 +57,7 @@ def material(run, tmp_path_factory):
     tiny_model("llama", 2048, seed=3).save_pretrained(folder / "model")
     fixed = ("--lr", "1e-3", "--lr-schedule", "constant", "--warmup-steps", "0", "--weight-decay", "0")
     plain = ("--precision", "fp32", "--no-compile", "--eval-batches", "1", "--steps", "4", "--batch-size", "8")
-    where = ("--cache", folder / "cache", "--student", folder / "model", "--out", folder / "run")
+    where = ("--cache", folder / "cache", "--student", folder / "model", "--alpha", "0.9", "--out", folder / "run")
     run("-m", "kdtrain", "distill", *where, *fixed, *plain)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return folder / "cache", folder / "model", [line["loss"] for line in lines if "loss" in line]
@@ -114,7 +114,7 @@ ONE_PROCESS = """
 import sys, torch
 from transformers import AutoModelForCausalLM
 import kdtrain as kd
-student = kd.Student(AutoModelForCausalLM.from_pretrained(sys.argv[2]), kd.DistillationLoss()).train()
+student = kd.Student(AutoModelForCausalLM.from_pretrained(sys.argv[2]), kd.DistillationLoss(alpha=0.9)).train()
 optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
 data, losses = kd.Cache(sys.argv[1])["train"], []
 for step in range(4):

@@ -81,7 +81,7 @@ def evaluate(config: EvaluateConfig, name: str) -> dict[str, Any]:
         check_fits(student, name, facts.seq_len, facts.document_mask)
         measured = Student(
             student,
-            DistillationLoss(),
+            DistillationLoss(alpha=0.9),
             vocab_size=min(facts.vocab_size, student.vocab_size),
             mode=mode,
             document_mask=facts.document_mask,

@@ -128,18 +128,18 @@ def _check_divergence(given: str) -> None:
         DIVERGENCES.get(name).number(given)
 
 
-USUAL_ALPHA = 0.9
-"""The default, and the most that auto takes."""
+FIXED_ALPHA = 0.9
+"""The most that auto takes, and what stands for it where no gap is known, or at the start of a schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig(Options):
     """loss = (1 - alpha) * cross-entropy + alpha * T^2 * divergence, means over all unmasked tokens of a step."""
 
-    alpha: float | Literal["auto"] = option(USUAL_ALPHA, least=0, most=1, brief=True)
+    alpha: float | Literal["auto"] = option("auto", least=0, most=1, alone="alpha_schedule", brief=True)
     """Weight of the divergence from the teacher; 0 to 1 or auto, by the gap to it; cross-entropy has the rest."""
     alpha_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How alpha changes from --alpha at the first step to --alpha-end at the last."""
+    """How alpha changes from --alpha, by default 0.9, at the first step to --alpha-end at the last."""
     alpha_end: float = option(0.0, least=0, most=1)
     """Alpha at the end of its schedule."""
     divergence: str = option("forward-kl", check=_check_divergence, brief=True)
@@ -165,11 +165,14 @@ class ObjectiveConfig(Options):
     hidden_layers: str = option("even", needs="hidden_loss")
     """Layers to compare: even (spread over the teacher's depth), last, or STUDENT:TEACHER pairs such as 2:3,4:6."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alpha_schedule != "constant":
+            object.__setattr__(self, "alpha", self.first_alpha)
+
     def conflicts(self) -> Conflicts:
         low, high, start, end = self.temperature_min, self.temperature_max, self.temperature, self.temperature_end
         divergence, mode = self.divergence.partition(":")[0], f"--temperature-mode {self.temperature_mode}"
-        both = f"--alpha auto has no effect with --alpha-schedule {self.alpha_schedule}; leave one of them out"
-        yield self.alpha == "auto" and self.alpha_schedule != "constant", both
         crossed = low is not None and high is not None and low >= high
         yield crossed, f"--temperature-min {low} must be below --temperature-max {high}"
         other = f"{mode} goes from {start:g} to {end:g}; give another --temperature or --temperature-end"
@@ -200,7 +203,7 @@ class ObjectiveConfig(Options):
     @property
     def first_alpha(self) -> float:
         """Alpha before the first step; of auto, while nothing is measured."""
-        return USUAL_ALPHA if self.alpha == "auto" else self.alpha
+        return FIXED_ALPHA if self.alpha == "auto" else self.alpha
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ def option(default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
         per_rank: it may differ between ranks.
         once: it may be given only once on a command line, because a user may mean several.
         needs: the option of the same class without which it has no effect.
+        alone: the option of the same class beside which its default has no effect, and is refused where it is given.
         precisions: the values of `--precision` with which it has an effect.
         least, above, most: bounds of a number, inclusive but for `above`; without `most` it must be finite.
         with_cache: of an option of the text, it has an effect with `--cache` too.
@@ -164,6 +165,9 @@ def configured(kind: type[T], config: T | None, options: Mapping[str, Any]) -> T
         if name not in known:
             raise UsageError(f"unknown option '{name}'; {nearest(name, list(known))}")
         own[known[name].section][name] = value
+        other = known[name].field.metadata.get("alone", name)
+        if value == known[name].default and options.get(other, usual := known[other].default) != usual:
+            raise UsageError(f"{flag(name)} {value} has no effect with {flag(other)} {options[other]}; give a number")
     given, plugins = own.pop("run", {}), dict(getattr(config, "plugins", {}))
     for section, values in own.items():
         base = default_of(kind, section) if config is None else section_of(config, section)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from kdtrain.config.choices import DIVERGENCES, TAILS, resolve_tail
 from kdtrain.errors import UsageError, as_number
 from kdtrain.models.output_head import OutputHead
-from kdtrain.objective.alpha import GapAlpha
+from kdtrain.objective.alpha import MOST, GapAlpha
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.objective.engine.dense import DenseStatistics
 from kdtrain.objective.engine.fused import Request, fused_loss
@@ -47,7 +47,7 @@ class LossOutput(NamedTuple):
     kd: Tensor
     """Sum of the divergence at T, nats, without the factor T^2; 0 without targets or at alpha 0."""
     kd_at_one: Tensor
-    """Sum of the divergence at T = 1, nats; 0 without targets, at alpha 0, or without `at_one`."""
+    """Sum of the divergence alone at T = 1, nats; 0 without targets, at a fixed alpha of 0, or without `at_one`."""
     hidden: Tensor
     """Sum of the hidden-state loss (`objective.hidden`), which the student adds; 0 here."""
     router: Tensor
@@ -59,9 +59,9 @@ class LossOutput(NamedTuple):
     teacher_ce: Tensor
     """Sum of the teacher's -log p(label) at T = 1, nats; 0 without targets, at alpha 0, or dense without `at_one`."""
     members: Tensor
-    """[M, 6] fp64 where alpha follows the gap (`objective.alpha`), else [0, 6]: of each member of a mixture, or of the
-    one data set, the sums of ce, kd and teacher_ce over rows with a teacher, the number of these rows, and where the
-    teacher has another tokenizer the bytes of their labels, and of those that teacher_ce is over; else 0."""
+    """[M, 7] fp64 where alpha is measured (`objective.alpha`), else [0, 7]: of each member of a mixture, or of the one
+    data set, the sums of ce, kd, kd_at_one and teacher_ce over rows with a teacher, the number of these rows, and where
+    the teacher has another tokenizer the bytes of their labels, and of those that teacher_ce is over; else 0."""
 
 
 def joined(ce: Tensor, kd: Tensor, alpha: Tensor | float, kd_weight: Tensor | float) -> Tensor:
@@ -75,8 +75,8 @@ class DistillationLoss(nn.Module):
     Args:
         divergence, tail: as `--divergence` (a name, or as jsd:0.3 with its number) and `--tail` take them.
         alpha: weight of the distillation term, 0 to 1, or `auto`: by the measured gap (`objective.alpha`), which each
-            forward in training mode takes into account. It may be changed before any step, also to `gap.weights()`,
-            which the caller then updates.
+            forward in training mode takes into account, and 0.9 for another divergence than forward KL. It may be
+            changed before any step, also to `gap.weights()`, which the caller then updates.
         taught: with `auto`, whether each member of a mixture has a teacher.
         temperature: T > 0, or a module of `objective.temperature`.
     Raises:
@@ -91,7 +91,7 @@ class DistillationLoss(nn.Module):
         self,
         *,
         divergence: str = "forward-kl",
-        alpha: float | Literal["auto"] = 0.9,
+        alpha: float | Literal["auto"] = "auto",
         tail: str = "ghost",
         temperature: Temperature | float = 1.0,
         taught: Sequence[bool] = (True,),
@@ -102,8 +102,8 @@ class DistillationLoss(nn.Module):
         if alpha != "auto" and not 0 <= as_number(alpha, "--alpha") <= 1:
             raise UsageError(f"--alpha {alpha} is not between 0 and 1")
         self.divergence, self.tail = divergence, tail
-        self.alpha: float | str | Tensor = alpha
-        self.gap = GapAlpha(taught) if alpha == "auto" else None
+        self.gap = GapAlpha(taught) if (alpha, divergence) == ("auto", "forward-kl") else None
+        self.alpha: float | str | Tensor = MOST if alpha == "auto" and self.gap is None else alpha
         self.byte_lengths: Tensor | None = None
         """Bytes of each token, where the teacher has another tokenizer: the gap is then one of bits per byte."""
         if not isinstance(temperature, Temperature):
@@ -188,11 +188,11 @@ class DistillationLoss(nn.Module):
     ) -> Tensor:
         """See `LossOutput.members`."""
         assert self.gap is not None
-        sums = [output.ce, output.kd, output.teacher_ce, output.tokens, *[torch.zeros_like(output.ce)] * 2]
+        sums = [*output[1:4], output.teacher_ce, output.tokens, *[torch.zeros_like(output.ce)] * 2]
         if targets is not None and targets.forward_only and (sizes := self.byte_lengths) is not None:
             sizes_N = sizes[labels_N.clamp(0, len(sizes) - 1)]
-            sums[4:] = (x.masked_fill(~mask_N, 0.0).sum() for x in (sizes_N, targets.label_bytes(sizes_N)))
-        found = torch.zeros(len(self.gap.means), 6, dtype=torch.float64, device=output.ce.device)
+            sums[5:] = (x.masked_fill(~mask_N, 0.0).sum() for x in (sizes_N, targets.label_bytes(sizes_N)))
+        found = torch.zeros(len(self.gap.means), 7, dtype=torch.float64, device=output.ce.device)
         if targets is not None or len(found) > 1:  # of rows without a teacher only a member of its own counts
             found[member] = torch.stack([each.double() for each in sums])
         return found
@@ -224,7 +224,7 @@ def distillation_loss(
         mask_N: bool, True where the token counts. Targets of other rows may hold anything, NaN included.
         targets: the teacher's N rows, on hidden's device.
         temperature: scalar T > 0; a number 1 saves what a tensor on a GPU costs, whose value the host does not know.
-        alpha: weight of the distillation term, 0 to 1; of a scalar tensor, which is not read, above 0.
+        alpha: weight of the distillation term, 0 to 1; a scalar tensor is not read, and the term computed at 0 too.
         divergence, tail: as `--divergence` (a name, or as jsd:0.3 with its number) and `--tail` take them.
         vocab_size: V; columns of the head from V on are padding.
         normalizer: unmasked tokens of the whole step.
@@ -272,7 +272,7 @@ def distillation_loss(
     loss, sums = fused_loss(hidden_ND, head, 1.0 / scalar(temperature, hidden_ND.device), request)
     none = torch.zeros_like(sums[0])
     ce, kd, at_one_sum, teacher_ce = sums
-    members = sums.new_zeros(0, 6, dtype=torch.float64)
+    members = sums.new_zeros(0, 7, dtype=torch.float64)
     return LossOutput(loss, ce, kd, at_one_sum, none, none, mask_N.sum(), none, teacher_ce, members)
 
 
@@ -295,10 +295,10 @@ class _Recipe:
         if rows.targets is None:
             return self._joined(beta, rows.mask, cross_entropy_R, None, None, None)
         measure = DIVERGENCES.get(self.divergence).of
-        kd_R = rows.targets.measured(lambda each: measure(each, self.parameter), self.tail, statistics, beta)
+        kd_R, alone_R = rows.targets.measured(lambda each: measure(each, self.parameter), self.tail, statistics, beta)
         label_R = rows.targets.label_logprob
         if not self.at_one or rows.targets.known_at_one:
-            return self._joined(beta, rows.mask, cross_entropy_R, kd_R, kd_R if self.at_one else None, label_R)
+            return self._joined(beta, rows.mask, cross_entropy_R, kd_R, alone_R if self.at_one else None, label_R)
         with torch.no_grad():
             events = rows.targets.at_one().events(self.tail, statistics.at_one(), torch.ones_like(beta))
             at_one_R = measure(events, self.parameter)

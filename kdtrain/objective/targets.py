@@ -35,9 +35,9 @@ from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.logits import ChunkLogits, chunk_logits
 from kdtrain.objective.statistics import Entries, Events, Statistics
 
+Measure = Callable[[Events], Tensor]
 FLOOR = -1e4
 """log p of an impossible entry and L of an empty tail, nats: exp(beta * FLOOR) is 0 at every usable beta."""
-
 _DENSE_CHUNK = 1 << 22
 
 
@@ -170,9 +170,9 @@ class Targets(ABC):
         """What the tail rule `tail` (`tails.resolve_tail`) compares at `beta`; absent entries have weight 0."""
         raise NotImplementedError
 
-    def measured(self, measure: Callable[[Events], Tensor], tail: str, statistics: Statistics, beta: Tensor) -> Tensor:
-        """The distance from the teacher of each row, [R] in nats: `measure` of the events."""
-        return measure(self.events(tail, statistics, beta))
+    def measured(self, measure: Measure, tail: str, statistics: Statistics, beta: Tensor) -> tuple[Tensor, Tensor]:
+        """The term of each row, [R] in nats, and its distance from the teacher alone: `measure` of the events."""
+        return (measure(self.events(tail, statistics, beta)),) * 2
 
     def common(self) -> Tensor | None:
         """[N] bool, of a teacher with another tokenizer: where it predicts the label's first byte. Else None."""

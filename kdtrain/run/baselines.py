@@ -5,6 +5,7 @@ was seen n times, before t different ones, a share of t / (n + t) goes to the un
 share of T / (N + T) is even. Of a sound teacher no text is so strange that counting pairs predicts it better.
 """
 
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -48,17 +49,13 @@ class Baselines(NamedTuple):
 def baselines(train: Source, validation: Source, beside: tuple[str, float] | None) -> Baselines:
     """Those of a run over these splits. beside: see `Baselines`.
 
-    Of a cache that lies here; nothing is fetched or asked for, and of a mixture or a text in other tokens nothing is
-    measured. What cannot be read is unknown: the run may never read it.
+    Of a mixture, a cache elsewhere or a text in other tokens nothing is measured; what cannot be read is unknown.
     """
     readers = [getattr(each, "reader", None) for each in (train, validation)]
-    if not all(isinstance(each, CacheReader) and each.remote is None for each in readers):
-        return Baselines(None, None, beside)
-    try:
-        return Baselines(bigram_loss(*readers), label_loss(readers[0]), beside)  # type: ignore[arg-type]
-    except (RunError, OSError) as error:
-        log.debug("no baselines: %s", error)
-        return Baselines(None, None, beside)
+    if all(isinstance(each, CacheReader) and each.remote is None for each in readers):
+        with suppress(RunError, OSError):
+            return Baselines(bigram_loss(*readers), label_loss(readers[0]), beside)  # type: ignore[arg-type]
+    return Baselines(None, None, beside)
 
 
 def label_loss(reader: CacheReader) -> float | None:
@@ -67,14 +64,12 @@ def label_loss(reader: CacheReader) -> float | None:
     if not (codec.taught and reader.manifest.knows_labels):
         return None
     most = min(_MEASURED, _NUMBERS // (settings.vocab_size if codec.kind == "dense" else 1))
-    try:
+    with suppress(RunError, OSError):  # what cannot be read is unknown
         batch = reader.read(_rows(reader, most))
-    except (RunError, OSError) as error:
-        log.debug("the teacher's loss is unknown: %s", error)
-        return None
-    assert batch.targets is not None
-    counted_N = batch.targets.label_logprob.double()[batch.loss_mask.flatten()]
-    return -float(counted_N.mean()) if len(counted_N) else None
+        assert batch.targets is not None
+        counted_N = batch.targets.label_logprob.double()[batch.loss_mask.flatten()]
+        return -float(counted_N.mean()) if len(counted_N) else None
+    return None
 
 
 def bigram_loss(train: CacheReader, validation: CacheReader) -> float | None:

@@ -126,22 +126,21 @@ def restarted(config: DistillConfig) -> bool:
     return launched_by is not None and launched_by == launch()
 
 
-def saved_choices(config: DistillConfig, out: Path) -> tuple[str | None, float | None]:
-    """The attention and the peak learning rate that a run keeps which `--resume` finds in `out`.
+def saved_choices(config: DistillConfig, out: Path) -> tuple[str | None, float | None, float | None]:
+    """The attention, the peak learning rate and a fixed alpha that a run keeps which `--resume` finds in `out`.
 
     The rate is else that of the run whose schedule `--load` continues. None: there is none, or it cannot be read.
     """
     start = config.checkpoint
     loaded = _saved(start.load, str(start.load)) if start.load and not start.override_opt_param_scheduler else ()
-    found = (str(state["student"]["attention"]) for state in _saved(out, start.resume))
-    rates = (
-        state["options"].get("optimizer", {}).get("lr")
-        for states in (_saved(out, start.resume), loaded)
-        for state in states
-    )
+    own = next(_saved(out, start.resume), {})
+    attention = str(own["student"]["attention"]) if own else ""
+    alpha = own.get("options", {}).get("objective", {}).get("alpha")
+    rate = (own or next(iter(loaded), {})).get("options", {}).get("optimizer", {}).get("lr")
     return (
-        next((each for each in found if each in ATTENTIONS), None),
-        next((float(each) for each in rates if type(each) in (int, float) and 0 < each < math.inf), None),
+        attention if attention in ATTENTIONS else None,
+        float(rate) if type(rate) in (int, float) and 0 < rate < math.inf else None,
+        float(alpha) if type(alpha) in (int, float) and 0 <= alpha <= 1 else None,
     )
 
 

@@ -67,6 +67,8 @@ class Recipe:
     """As used: with the number of `--lr`, and bounds of T."""
     lr_from: str | None
     """Where `--lr auto` took its number from; None where one was given."""
+    alpha_from: str | None
+    """Why `--alpha auto` is a number here; else None."""
     device: torch.device
     resumed: bool
     """Whether `config.out` already holds this run."""
@@ -164,7 +166,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     """
     if on_main(lambda: restarted(given)):
         given = replace(given, checkpoint=replace(given.checkpoint, resume="auto"))
-    saved, rate = on_main(lambda: saved_choices(given, earlier or given.out))  # before the plan of memory
+    saved, rate, alpha = on_main(lambda: saved_choices(given, earlier or given.out))  # before the plan of memory
     free = free_everywhere(device, given.parallel.device_memory)
     with raise_on_all_ranks():
         for name, text in given.monitor.loggers:
@@ -214,8 +216,15 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     sources, rows = data.prepare(resumed)
     with raise_on_all_ranks():
         objective = with_bounds(given.objective, sources["train"].facts, teacher is not None)
-        if objective.alpha == "auto" and not all(each.labels for each in sources["train"].facts.taught):
-            objective = replace(objective, alpha=objective.first_alpha)
+        labels = all(each.labels for each in sources["train"].facts.taught)
+        reasons = {
+            "as it began": alpha is not None,
+            "as auto needs the forward KL": objective.divergence != "forward-kl",
+            "as the cache does not hold its teacher's log p of each label": not labels,
+        }
+        alpha_from = next((why for why, holds in reasons.items() if holds and objective.alpha == "auto"), None)
+        if alpha_from is not None:
+            objective = replace(objective, alpha=objective.first_alpha if alpha is None else alpha)
         if teacher is not None:
             # the sequences on which the cost of packed weights is measured
             starts = range(0, min(len(rows), MEASURED), micro) if is_main() else range(0)
@@ -226,6 +235,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         given=given,
         config=replace(given, **data.options, objective=objective, optimizer=optimizer),
         lr_from=lr_from,
+        alpha_from=alpha_from,
         device=device,
         resumed=resumed,
         student=student,

@@ -345,8 +345,8 @@ class Run:
             summed += f", alpha to {objective.alpha_end:g} ({objective.alpha_schedule})"
         if recipe.distils and objective.alpha == "auto":
             summed += ", alpha by the gap to the teacher"
-        elif recipe.distils and recipe.given.objective.alpha == "auto":
-            summed += ", as the cache does not hold its teacher's log p of each label (--alpha auto)"
+        elif recipe.alpha_from is not None and recipe.has_teacher:
+            summed += f", {recipe.alpha_from}"
         scale = "" if summed == "ce" else " (compare val with val alone)"
         lines.append(f"loss = {summed}; val = ce of withheld text{scale}")
         if recipe.lr_from is not None:

@@ -26,7 +26,7 @@ from kdtrain.errors import UsageError
 from kdtrain.objective.batch import Codec, Collator
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.statistics import Entries, Events, Statistics
-from kdtrain.objective.targets import FLOOR, Comparison, SparseTargets, Targets
+from kdtrain.objective.targets import FLOOR, Comparison, Measure, SparseTargets, Targets
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,14 @@ class AlignedTargets(Targets):
         weight_RE = events.teacher.exp() if events.weight is None else events.weight
         return replace(events, weight=weight_RE.masked_fill(~self.compared[:, None], 0.0))
 
-    def measured(self, measure: Callable[[Events], Tensor], tail: str, statistics: Statistics, beta: Tensor) -> Tensor:
-        """The term of each row, [R] in nats; the label's cross-entropy of what the teacher does not predict."""
-        found_R = measure(self.events(tail, statistics, beta))
+    def measured(self, measure: Measure, tail: str, statistics: Statistics, beta: Tensor) -> tuple[Tensor, Tensor]:
+        """As that of other targets; the term has the label's cross-entropy of what the teacher does not predict too."""
+        found_R = alone_R = measure(self.events(tail, statistics, beta))
         if (group_R := statistics.group) is not None:  # the label's cross-entropy within its cell
             logit_R = statistics.kept.gather(1, group_R.clamp(min=0)[:, None]).squeeze(1)
             found_R = found_R + (logit_R - statistics.label).where(group_R >= 0, 0.0)
-        return torch.where(self.common(), found_R, statistics.lse - statistics.label)
+        common_R = self.common()
+        return torch.where(common_R, found_R, statistics.lse - statistics.label), alone_R.where(common_R, 0.0)
 
     def common(self) -> Tensor:
         # all that the teacher expects may be in no cell

@@ -394,26 +394,20 @@ class Stepper:
             vector, compared = self.layout.sum(torch.cat([scalars, compared])).split([len(scalars), len(compared)])
             first = 2 + len(_SIGNALS)
             due, votes = vector[1], vector[2:first]
-            own = LossOutput._make([*vector[first:], compared.view(-1, 6)])
+            own = LossOutput._make([*vector[first:], compared.view(-1, 7)])
             requested = [(vote > 0).double() * float(each) for vote, each in zip(votes, _SIGNALS, strict=True)]
             loss, signal_ = vector[0] / own.tokens.clamp(min=1), torch.stack(requested).max()
         return {**own._asdict(), "loss": loss, "T": temperature, "signal": signal_, "save_due": due}
 
-    def _weights(self, compared_M6: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Alpha of this step: its mean over the tokens with a teacher, and in a mixture that of each member with one.
-
-        compared_M6: see `LossOutput.members`.
-        """
+    def _weights(self, compared_M7: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Alpha of this step: its mean over tokens with a teacher, and in a mixture that of each member with one."""
         gap, alpha_M = self.student.loss.gap, self.student.loss.alpha
         assert gap is not None and isinstance(alpha_M, torch.Tensor)
-        tokens_M = compared_M6[:, 3] * gap.taught
+        tokens_M = compared_M7[:, 4] * gap.taught
         mean = (alpha_M * tokens_M).sum() / tokens_M.sum().clamp(min=1)
         found = {"alpha": mean if len(alpha_M) > 1 else alpha_M[0]}
-        members = self.source.facts.members.items()
-        own = (
-            (name, alpha) for (name, each), alpha in zip(members, alpha_M, strict=False) if each.facts.targets != "none"
-        )
-        return found | {f"alpha/{name}": alpha for name, alpha in own}
+        own = zip(self.source.facts.members.items(), alpha_M, strict=False)
+        return found | {f"alpha/{name}": alpha for (name, each), alpha in own if each.facts.targets != "none"}
 
     @torch.no_grad()
     def _clip(self, tokens: torch.Tensor, shown: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

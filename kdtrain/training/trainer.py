@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -248,9 +247,8 @@ class Trainer:
         self._begin_gap(metrics, members)
         if progress.step == 0:
             gap = self.student.loss.gap
-            begins: Any = self.student.loss.alpha if gap is None else gap.weights().max()
             if self.on_begin is not None and (teacher := metrics.teacher_loss()) is not None:
-                self.on_begin(teacher, float(begins))
+                self.on_begin(teacher, float(self.student.loss.alpha if gap is None else gap.weights().max()))
             self.reporter.initial(loss)
         if not math.isfinite(loss):
             self.writers.warning("validation", progress.step, f"validation at step {progress.step}: loss {loss}")
@@ -281,11 +279,11 @@ class Trainer:
             gap.means.fill_(math.inf)
         rows = []
         for each in members.values() or (metrics,):
-            own, teacher = each.mean("cross_entropy"), each.teacher_loss()
-            known = own is not None and teacher is not None and each.tokens
-            rows.append((own, 0.0, teacher, 1.0, 0.0, 0.0) if known else (0.0,) * 6)
-        sums_M6 = torch.tensor(rows, dtype=torch.float64, device=gap.means.device)
-        gap.update(sums_M6 * gap.means.isinf().all(1, keepdim=True))
+            own, teacher, apart = each.mean("cross_entropy"), each.teacher_loss(), each.mean("kl")
+            known = None not in (own, teacher, apart) and each.tokens
+            rows.append((own, 0.0, apart, teacher, 1.0, 0.0, 0.0) if known else (0.0,) * 7)
+        sums_M7 = torch.tensor(rows, dtype=torch.float64, device=gap.means.device)
+        gap.update(sums_M7 * gap.means.isinf().all(1, keepdim=True))
 
     def _validate_and_save(self, stop: StopRequest, result: StepResult | None) -> Next:
         """Validate, decide on the format of the next step, and save, each where it is due.

@@ -40,14 +40,14 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(workbench):
 
 
 def test_its_two_steps_are_those_of_the_run_and_for_a_run_it_names_where_that_resumes(workbench):
-    options = (*STUDENT, *workbench.plain, "--steps", 4)
+    options = (*STUDENT, *workbench.plain, "--steps", 4, "--alpha", 0.9)
     planned = workbench.json("distill", *options, "--out", "real", "--dry-run")
     real = workbench.json("distill", *options, "--out", "real")
     lines = [json.loads(text) for text in (workbench.root / "real/metrics.jsonl").read_text().splitlines()]
     assert planned["loss of the two steps"] == [round(line["loss"], 4) for line in lines if "loss" in line][:2]
     assert planned["tokens"] == real["tokens"]
     before = workbench.everything()
-    later = workbench.json("distill", *STUDENT, *workbench.plain, "--steps", 20, "--out", "real", "--dry-run")
+    later = workbench.json("distill", *options[:-4], "--steps", 20, "--out", "real", "--dry-run")
     assert (planned["begins"], later["begins"]) == ("from the beginning", "at step-00000004")
     assert workbench.everything() == before
 

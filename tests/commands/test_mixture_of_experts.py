@@ -24,7 +24,7 @@ def steps_of(run):
 
 
 def test_a_run_of_a_mixture_has_the_routers_loss_as_a_metric_in_the_loss_and_lines_of_one_line(workbench, mixture):
-    argv = ("distill", "--cache", "cache", "--student", "mixture.toml", "--steps", 4, "--log-freq", 1)
+    argv = ("distill", "--cache", "cache", "--student", "mixture.toml", "--steps", 4, "--log-freq", 1, "--alpha", 0.9)
     plan = workbench.json(*argv, "--out", "planned", "--dry-run", *workbench.plain)["student"]
     experts = mixture["num_hidden_layers"] * 4 * 3 * 16 * mixture["hidden_size"]
     assert plan["parameters"] - plan["active for a token"] == experts // 2
@@ -43,7 +43,7 @@ def test_the_routers_loss_is_beside_the_cross_entropy_of_replay(workbench, mixtu
     bare = ("distill", *workbench.text, "--num-sequences", 16, "--student", "student.toml", "--out", "bare")
     workbench.json(*bare, "--steps", 1, *workbench.plain)
     argv = ("distill", "--cache", "cache", "--cache", "bare/data", "--student", "mixture.toml", "--out", "both")
-    code, _, said = workbench.call(*argv, "--steps", 2, "--log-freq", 1, *workbench.plain)
+    code, _, said = workbench.call(*argv, "--steps", 2, "--log-freq", 1, "--alpha", 0.9, *workbench.plain)
     assert code == 0, said
     assert "loss = .9 kl + .1 ce + .9 ce of replay + .5 router" in " ".join(said.split())
     for each in steps_of(workbench.root / "both"):

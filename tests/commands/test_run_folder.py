@@ -241,7 +241,7 @@ def test_an_option_that_decides_the_result_may_not_change_and_is_named():
         refuse_changes(saved, changed, Path("o"), "step-00000004")
     message = str(caught.value)
     assert "--lr (was 0.0003, now 0.5)" in message
-    assert "--alpha (was 0.9, now 0.25)" in message
+    assert "--alpha (was auto, now 0.25)" in message
     assert "--seed (was 0, now 3)" in message and " (in step-00000004); give the same ones" in message
     assert "--betas" not in message
 
@@ -273,6 +273,22 @@ def test_the_written_configuration_is_read_back_by_the_command(tmp_path):
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["device"] == "cpu"
     assert environment["libraries"]["torch"]
+
+
+def test_a_run_that_began_with_a_fixed_alpha_keeps_it_when_it_is_resumed(
+    workbench,
+):
+    run = ("distill", "--cache", "cache", "--student", "student.toml", "--eval-batches", 1, *workbench.plain)
+    workbench.json(*run, "--steps", 2, "--alpha", 0.9, "--out", "fixed")
+    of_it = ("--load", "fixed/checkpoints/step-00000000")
+    for out, more, kept in (("fixed", (), 0.9), ("later", of_it, "auto"), ("fresh", (), "auto")):
+        code, _, err = workbench.call(*run, *more, "--steps", 3, "--out", out)
+        begins = "alpha kl + (1 - alpha) ce, alpha by" if kept == "auto" else ".9 kl + .1 ce, as it began"
+        assert code == 0 and f"loss = {begins}" in " ".join(err.split()), err
+        saved = tomllib.loads((workbench.root / out / "config.toml").read_text())
+        assert saved["objective"]["alpha"] == kept
+    code, _, err = workbench.call(*run, "--steps", 4, "--alpha", 0.5, "--out", "fixed")
+    assert code == 2 and "--alpha (was 0.9, now 0.5)" in err
 
 
 def test_the_options_of_text_are_not_written_where_a_cache_brings_its_own(tmp_path):

@@ -24,7 +24,7 @@ def test_compare_shows_what_differs_and_marks_what_seeds_do_not_explain(workbenc
     code, out, err = workbench.call("compare", *folders)
     assert (code, err) == (0, "")
     row = dict(re.split("  +", line, maxsplit=1) for line in out.splitlines() if "  " in line)
-    assert row["--alpha"].split() == ["0.9", "0.5"] and "--seed" not in out
+    assert row["--alpha"].split() == ["auto", "0.5"] and "--seed" not in out
     assert row["last validation: loss, nats"].split("  ")[0] == "2.0050 ± 0.0071" and not set("│─━┃") & set(out)
     assert "by best validation loss, nats: b is worse than a0 (+0.8950, of too few seeds)" in out
     assert "+0.8950" in out and "fewer seeds than the 2 of the others: b 1" in out

@@ -54,10 +54,21 @@ def capture(out: str, *options: str, **how: Any) -> Step:
     return Step((*CAPTURE, "--out", out, *options), **how)
 
 
-def distill(out: str, *options: str, cache: str | None = "cache", student: str = "student.toml", **how: Any) -> Step:
+FIXED = ("--alpha", "0.9")
+"""The default before 0.3; a run that began with it keeps it."""
+
+
+def distill(
+    out: str,
+    *options: str,
+    cache: str | None = "cache",
+    student: str = "student.toml",
+    alpha: tuple[str, ...] = FIXED,
+    **how: Any,
+) -> Step:
     """A run of ten steps."""
     source = () if cache is None else ("--cache", cache)
-    return Step(("distill", *source, "--student", student, "--out", out, *options), **how)
+    return Step(("distill", *source, "--student", student, "--out", out, *alpha, *options), **how)
 
 
 TOP = ("--top-k", "12", "--num-samples", "0")
@@ -115,17 +126,17 @@ CASES: dict[str, tuple[Step, ...]] = {
     "begun before": (
         capture("cache", "--num-samples", "20", by="before"),
         distill("run", *FP32, fault=KILLED, by="before"),
-        distill("run", *FP32),
+        distill("run", *FP32, alpha=()),
     ),
     "begun before, another tokenizer": (
         capture("cache", "--num-samples", "20", by="before"),
         distill("run", *FP32, *ACROSS, student="other", fault=KILLED, by="before", old=ACROSS_BEFORE),
-        distill("run", *FP32, *ACROSS, student="other", old=ACROSS_BEFORE),
+        distill("run", *FP32, *ACROSS, student="other", old=ACROSS_BEFORE, alpha=()),
     ),
     "begun before, adaptive": (
         capture("cache", "--top-k", "8", "--num-samples", "24", by="before"),
         distill("run", *FP32[:-3], *ADAPTIVE, "--no-compile", fault=KILLED, by="before"),
-        distill("run", *FP32[:-3], *ADAPTIVE, "--no-compile"),
+        distill("run", *FP32[:-3], *ADAPTIVE, "--no-compile", alpha=()),
     ),
 }
 VOLATILE = (

@@ -20,7 +20,7 @@ def test_runs_that_differ_in_the_seed_alone_are_one_group_wherever_their_cache_l
     assert [[run.name for run in group.runs] for group in groups] == [["a", "b"], ["c"]]
     assert differing(groups) == ["alpha"] and groups[0].seeds == "2 runs, seeds 0, 1"
     # an option that a config.toml lacks has its default
-    assert (groups[0].runs[0].options["alpha"], groups[1].runs[0].options["alpha"]) == (0.9, 0.5)
+    assert (groups[0].runs[0].options["alpha"], groups[1].runs[0].options["alpha"]) == ("auto", 0.5)
 
 
 def test_a_difference_is_the_mean_over_pairs_of_one_seed_with_the_interval_of_students_t(tmp_path):
@@ -90,7 +90,7 @@ def test_the_library_gives_flat_records_of_what_is_a_run_and_imports_nothing_hea
     done = subprocess.run([sys.executable, "-c", code, f"{tmp_path}/*"], capture_output=True, text=True, check=True)
     found, heavy = json.loads(done.stdout)
     assert heavy == [] and [os.path.basename(each["run"]) for each in found] == ["a", "b"]
-    assert [(each["best_validation_loss"], each["options/alpha"]) for each in found] == [(2.0, 0.25), (3.0, 0.9)]
+    assert [(each["best_validation_loss"], each["options/alpha"]) for each in found] == [(2.0, 0.25), (3.0, "auto")]
     assert found == kd.runs([tmp_path / "a", tmp_path / "b"])
     assert kd.RunRecord is RunRecord
     with pytest.raises(kd.UsageError, match=r"no folder of .* holds a run"):

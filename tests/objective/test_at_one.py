@@ -39,7 +39,7 @@ def test_at_a_fixed_temperature_of_1_a_chunk_has_one_divergence_where_the_host_m
 
     monkeypatch.setitem(DIVERGENCES.entries, "forward-kl", replace(entry, of=counted))
     monkeypatch.setattr(engine, "chunk_rows", lambda *_: 8)
-    loss, found = DistillationLoss(tail=tail_of(rule)), []
+    loss, found = DistillationLoss(alpha=0.9, tail=tail_of(rule)), []
     for read in (True, False):
         monkeypatch.setattr(engine, "readable", lambda tensor, read=read: read)
         p = problem().cast(torch.float32)

@@ -5,7 +5,7 @@ validations every 3. In a run with a rollback the losses of batches 24 to 26 are
 confirmed at step 26, the run goes back to step 20 and leaves batches 21 to 26 out, and it is broken off after that, or
 shortly before the spike. Runs are in fp32, quantised, or in adaptive quantisation that falls back and returns: all
 ways in fp32, and of the others as many as it takes for each pair of values of two dimensions to come up. Those that are
-quantised come again with adapters. Runs that accumulate gradients have an alpha that follows the gap.
+quantised come again with adapters. Runs without gradient accumulation have a fixed alpha.
 """
 
 import itertools
@@ -86,7 +86,7 @@ def argv(options: Options, out: str, asynchronous: bool = True) -> list[str]:
         *(FORMATS | ADAPTERS)[form],
     ]
     words += ["--log-to", "none", "--temperature", "2", "--temperature-mode", temperature]
-    words += ["--alpha", "auto"] if accumulation > 1 else []
+    words += ["--alpha", "0.9"] if accumulation == 1 else []
     return words + ([] if asynchronous else ["--no-async-save"])
 
 
