@@ -302,7 +302,8 @@ class Trainer:
         ends_epoch, progress.epoch = epoch > progress.epoch, max(epoch, progress.epoch)
         # The names that adaptive quantisation asks for come first: the memory in the checkpoint names those of the
         # recovery buffer, which a run that is killed between two names must find when it goes back.
-        names = [] if result is None else self.recovery.act(progress.step, result.loss)[0]
+        watched = {} if result is None else result.metrics  # of a loss whose alpha moves, its cross-entropy
+        names = self.recovery.act(progress.step, watched["ce" if "alpha" in watched else "loss"])[0] if watched else []
         if improved or progress.step % self.config.checkpoint.checkpoint_freq == 0 or self.finished():
             names.append(tiers.name_of("rolling", progress.step))
         if ends_epoch:
