@@ -216,11 +216,10 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     sources, rows = data.prepare(resumed)
     with raise_on_all_ranks():
         objective = with_bounds(given.objective, sources["train"].facts, teacher is not None)
-        labels = all(each.labels for each in sources["train"].facts.taught)
         reasons = {
             "as it began": alpha is not None,
             "as auto needs the forward KL": objective.divergence != "forward-kl",
-            "as the cache does not hold its teacher's log p of each label": not labels,
+            "as its cache lacks log p of labels": not all(each.labels for each in sources["train"].facts.taught),
         }
         alpha_from = next((why for why, holds in reasons.items() if holds and objective.alpha == "auto"), None)
         if alpha_from is not None:

@@ -305,7 +305,8 @@ class Recovery:
         """Check the numbers of a step that was taken, and roll back a spike or a divergence; return whether it did."""
         step, guards, metrics = self.state.progress.step, self.state.guards, result.metrics
         cross_entropy = metrics.get("ce", result.loss)  # without other parts the loss is the cross-entropy
-        parts = {name: metrics[name] for name in ("kd_T1", "hidden") if name in metrics} | {"ce": cross_entropy}
+        watched = ("kd_T1", "hidden")[metrics.get("alpha", 1.0) < 0.5 :]  # a divergence that counts for little may rise
+        parts = {name: metrics[name] for name in watched if name in metrics} | {"ce": cross_entropy}
         if (first := guards.spikes.update(step, parts)) is not None:
             self._roll_back("spike", f"a loss spike since step {first}, confirmed at step {step}", first, first=first)
             return True

@@ -239,7 +239,7 @@ def _run(made: Bench, _cache: Done) -> Done:
     return made.alone(
         *("distill", "--cache", "cache", "--student", "student.toml", "--out", "run", "--steps", 8, "--lr", 1e-2),
         *("--warmup-steps", 2, "--batch-size", 8, "--checkpoint-freq", 4, "--eval-freq", 4, "--json"),
-        *("--no-compile", "--precision", "fp32", "--log-freq", 1),
+        *("--no-compile", "--precision", "fp32", "--log-freq", 1, "--alpha", 0.9),
     ).ok()
 
 

@@ -12,7 +12,7 @@ STEPS = 6
 
 def start(bench, out, *more, fault=None):
     argv = ("distill", *ONLINE, "--student", "narrow.toml", "--out", out, "--steps", STEPS, "--checkpoint-freq", 2)
-    hidden = ("--hidden-loss", "mse", "--hidden-weight", 2, "--micro-batch-size", 3)
+    hidden = ("--hidden-loss", "mse", "--hidden-weight", 2, "--micro-batch-size", 3, "--alpha", 0.9)
     return bench.run(*argv, *bench.eager, *bench.fast, *hidden, "--eval-freq", 3, *more, fault=fault)
 
 

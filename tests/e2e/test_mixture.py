@@ -24,6 +24,7 @@ def bench(bench, cached):
 
 def words(out, *more, caches=MIXED, student="dropout.toml", steps=9):
     every = ("--checkpoint-freq", 2, "--eval-freq", 3, "--lr", 1e-2, "--warmup-steps", 0)
+    every += () if "--alpha" in more else ("--alpha", 0.9)
     return ("distill", *caches, "--student", student, "--out", out, "--steps", steps, "--batch-size", 8, *every, *more)
 
 
@@ -85,15 +86,20 @@ def test_sequences_without_a_teacher_count_by_their_cross_entropy_alone(bench, w
 
 
 def test_alpha_by_the_gap_is_that_of_each_member_and_an_interrupted_run_ends_with_the_same_bits(bench):
+    # one teacher that knows nothing of the text, and one that does
+    start(bench, "learned", "--alpha", 0, caches=FULL, student="student.toml", steps=5).ok()
+    words = ("cache-teacher", "--teacher", "learned/student", "--out", "known", "--num-sequences", 20)
+    bench.run(*words, *bench.data, "--precision", "fp32", "--validation-sequences", 8).ok()
+    run = {"caches": (*FULL, "--cache", "known", *BARE, "--cache-weights", "3,1,1")}
     auto = ("--alpha", "auto", "--micro-batch-size", 2)
-    start(bench, "gaps", *auto).ok()
+    start(bench, "gaps", *auto, **run).ok()
     for line in bench.metrics("gaps"):
-        own = line["alpha/cache"], line["alpha/drawn"]
-        assert "alpha/bare" not in line and min(own) < line["alpha"] + 1e-9 < max(own) + 2e-9 < 0.91
-    assert len({line["alpha/cache"] for line in bench.metrics("gaps")} | {*own}) > 2
+        assert (line["alpha/cache"], line["alpha/known"]) == (0.0, 0.9) and "alpha/bare" not in line
+        assert 0 <= line["alpha"] <= 0.9
+    assert len({line["alpha"] for line in bench.metrics("gaps")}) > 2  # as many tokens as a step has of each
     assert bench.tensors("gaps")["alpha.means"].shape == (3, 3)
-    assert start(bench, "gaps-killed", *auto, fault="train.after-step:kill:5").code == -9
-    start(bench, "gaps-killed", *auto).ok()
+    assert start(bench, "gaps-killed", *auto, **run, fault="train.after-step:kill:5").code == -9
+    start(bench, "gaps-killed", *auto, **run).ok()
     bench.assert_same("gaps-killed", "gaps")
 
 
@@ -140,7 +146,7 @@ def test_two_ranks_take_the_steps_of_one_and_resume_with_the_same_bits(bench, wh
 
 def test_a_step_is_the_same_for_any_micro_batch(bench):
     for micro in (8, 1):
-        start(bench, f"micro-{micro}", "--micro-batch-size", micro, student="student.toml", steps=3).ok()
+        start(bench, f"micro-{micro}", "--micro-batch-size", micro, student="student.toml", steps=5).ok()
     rows = zip(*(bench.metrics(f"micro-{micro}") for micro in (8, 1)), strict=True)
     for first, *others in rows:
         for each in others:

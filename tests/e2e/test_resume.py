@@ -7,9 +7,10 @@ import pytest
 
 from kdtrain.checkpoint.store import Store
 
+LEARNED = ("--temperature-mode", "adversarial", "--alpha", 0.9)
 RUNS = {
     "fixed": ("--student", "student.toml", "--lr-schedule", "constant", "--warmup-steps", 0),
-    "learnable": ("--student", "dropout.toml", "--temperature-mode", "adversarial", "--micro-batch-size", 2),
+    "learnable": ("--student", "dropout.toml", "--micro-batch-size", 2, *LEARNED),
 }
 STEPS = 9
 SHARD = "shard-00001-00001.safetensors"

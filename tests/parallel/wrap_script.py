@@ -49,7 +49,7 @@ def parallelized(kind: str, accumulate: str = "whole") -> SingleProcess:
     temperature = build_temperature("minimize", start=2.0, minimum=0.5, maximum=4.0)
     if kind in ("fsdp", "hybrid"):
         shard(student, CPU, shard_size=1 if kind == "hybrid" else None)
-    step = Student(student, DistillationLoss(temperature=temperature), vocab_size=VOCABULARY)
+    step = Student(student, DistillationLoss(alpha=0.9, temperature=temperature), vocab_size=VOCABULARY)
     return parallelize.parallelize(step, "fsdp" if kind == "hybrid" else kind, accumulate)
 
 
