@@ -527,6 +527,7 @@ class Lock:
     """Excludes other processes from a folder until `release` or the end of the process, also by a kill.
 
     A killed holder leaves the file, unlocked. On a file system without locks, no process is excluded.
+
     path: the file to lock, in an existing folder. message: the error if another process holds it.
     name, wait: waits up to so many seconds for a holder of the same name.
 
@@ -538,9 +539,8 @@ class Lock:
 
         self._path, self._lock = path, FileLock(path, thread_local=False, fallback_to_soft=False)
         until, waiting = time.monotonic() + wait, False
-        # one look for each: between two, another holder may remove or make the file
         if any(is_it(path) for is_it in (Path.is_dir, Path.is_fifo, Path.is_socket, Path.is_char_device)):
-            raise RunError(f"{path} is not a regular file; remove it")
+            raise RunError(f"{path} is not a regular file; remove it")  # one look each: its holder may remove it
         with writing(path):
             while not self._take():
                 if not name or self._holder() != name or time.monotonic() > until:

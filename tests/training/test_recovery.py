@@ -52,7 +52,7 @@ def test_a_spike_is_rolled_back_to_the_checkpoint_before_it_its_data_left_out_an
 def test_a_rollback_brings_back_the_gap_that_alpha_follows(workshop, spikes):
     spikes("26-28")
     source = workshop.source(400)
-    source.logits += 3 * torch.nn.functional.one_hot(source.tokens[:, 1:], source.vocab_size)  # about the student's
+    source.logits += 3 * torch.nn.functional.one_hot(source.tokens[:, 1:], source.vocab_size)  # some better than it
     with workshop.run(train=source, alpha="auto", **SPIKE) as run:
         run.fit()
     weights = {line["step"]: line["alpha"] for line in trained(run)}
