@@ -166,8 +166,9 @@ def configured(kind: type[T], config: T | None, options: Mapping[str, Any]) -> T
             raise UsageError(f"unknown option '{name}'; {nearest(name, list(known))}")
         own[known[name].section][name] = value
         other = known[name].field.metadata.get("alone", name)
-        if value == known[name].default and options.get(other, usual := known[other].default) != usual:
-            raise UsageError(f"{flag(name)} {value} has no effect with {flag(other)} {options[other]}; give a number")
+        before = known[other].default if config is None else getattr(section_of(config, known[other].section), other)
+        if value == known[name].default and (present := options.get(other, before)) != known[other].default:
+            raise UsageError(f"{flag(name)} {value} has no effect with {flag(other)} {present}; give a number")
     given, plugins = own.pop("run", {}), dict(getattr(config, "plugins", {}))
     for section, values in own.items():
         base = default_of(kind, section) if config is None else section_of(config, section)

@@ -13,6 +13,7 @@ than 40 % may share a bin.
 import importlib
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -156,7 +157,11 @@ class TensorBoard(Logger):
     def __init__(self, folder: Path, text: str, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1 if resume_step else 0)
+        board = folder / "tensorboard"
+        # readers take files by name: whole seconds, then numbers of any width
+        while any(board.glob(f"events.out.tfevents.{int(time.time())}.*")):
+            time.sleep(0.05)
+        self.writer = SummaryWriter(str(board), purge_step=resume_step + 1 if resume_step else 0)
 
     def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():

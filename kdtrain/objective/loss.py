@@ -127,8 +127,8 @@ class DistillationLoss(nn.Module):
         UsageError: there are no targets, and alpha is not 0; or these are right at T = 1 only, and the temperature is
             another one.
         """
-        if targets is None and not (isinstance(self.alpha, int | float) and self.alpha == 0):
-            given = self.alpha if isinstance(self.alpha, int | float) else "auto"
+        given = self.alpha if isinstance(self.alpha, int | float) else "auto"
+        if targets is None and given != 0:
             raise UsageError(
                 f"the batch has no targets of a teacher, and --alpha is {given}: give batches of a teacher's "
                 "cache (a collator may have dropped their tensors), or --alpha 0, which is plain cross-entropy"

@@ -160,7 +160,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     It writes the data of the run alone. The folder is locked after all refusals that do not need it.
 
     held: releases the folder's lock, and ends a capture.
-    earlier: for a trial, whose folder nobody else has: that of the run, whose attention and rate it would keep.
+    earlier: for a trial, whose folder nobody else has: that of the run, whose attention, rate and alpha it would keep.
 
     UsageError: data, cache, student or options do not fit together. RunError: the folder cannot be written.
     """

@@ -1,7 +1,7 @@
 """A run that is tried out and removed: `kdtrain distill --dry-run` and `--sanity`.
 
 `trial_run` builds it in a hidden folder beside `--out`, on the disk of the run, and removes that folder at the end. It
-does not change an earlier run in `--out`, of which it reads only attention and rate.
+does not change an earlier run in `--out`, of which it reads attention, rate and alpha alone.
 
 `--dry-run` shows the plan of the run and its cost, estimated from two real steps and a real save. The estimate of time
 is the number of steps times the second step, which includes no compilation, plus the measured cost of validations and

@@ -84,10 +84,8 @@ class NanHooks(Observer):
     def __init__(self, student: Student) -> None:
         self._first: Finding | None = None
         self._micro_batch = 0
-        self._handles: list[Any] = [
-            student.register_forward_pre_hook(self._begin),
-            student.register_forward_hook(self._end),
-        ]
+        hooks = student.register_forward_pre_hook(self._begin), student.register_forward_hook(self._end)
+        self._handles: list[Any] = [*hooks]
         for name, module in student.named_modules():
             if module not in (student, student.loss):
                 public_name = _public(name) or type(module).__name__
@@ -140,12 +138,8 @@ class NanHooks(Observer):
             self._check(*_owner(name), "forward", parameter)
 
     def _end(self, student: nn.Module, arguments: Any, result: LossOutput) -> None:
-        for name, value in (
-            ("cross_entropy", result.ce),
-            ("kd", result.kd),
-            ("hidden", result.hidden),
-            ("router", result.router),
-        ):
+        sums = {"cross_entropy": result.ce, "kd": result.kd, "hidden": result.hidden, "router": result.router}
+        for name, value in sums.items():
             self._check("objective", f"the sum {name}", "forward", value)
         self._check("objective", "the loss", "forward", result.loss)
 

@@ -277,12 +277,12 @@ class Trainer:
             return
         if self.state.progress.step == 0:
             gap.means.fill_(math.inf)
-        rows = []
-        for each in members.values() or (metrics,):
-            own, teacher, apart = each.mean("cross_entropy"), each.teacher_loss(), each.mean("kl")
-            known = None not in (own, teacher, apart) and each.tokens
-            rows.append((own, 0.0, apart, teacher, 1.0, 0.0, 0.0) if known else (0.0,) * 7)
-        sums_M7 = torch.tensor(rows, dtype=torch.float64, device=gap.means.device)
+        rows = [
+            (each.mean("cross_entropy"), 0.0, each.mean("kl"), each.teacher_loss(), 1.0, 0.0, 0.0)
+            for each in members.values() or (metrics,)
+        ]
+        known = [(0.0,) * 7 if None in row else row for row in rows]
+        sums_M7 = torch.tensor(known, dtype=torch.float64, device=gap.means.device)
         gap.update(sums_M7 * gap.means.isinf().all(1, keepdim=True))
 
     def _validate_and_save(self, stop: StopRequest, result: StepResult | None) -> Next:

@@ -193,7 +193,11 @@ def test_steps_after_a_rollback_are_removed_from_files_and_tensorboard_and_event
 
 
 @pytest.mark.parametrize("resumed", [0, 3])
-def test_tensorboard_shows_each_step_once_after_a_resume_and_after_a_new_start(tmp_path, resumed):
+def test_tensorboard_shows_each_step_once_after_a_resume_and_after_a_new_start(tmp_path, monkeypatch, resumed):
+    from tensorboard.summary.writer import event_file_writer
+
+    counter = event_file_writer.AtomicCounter(9)  # by name, file 10 comes before file 9 of the same second
+    monkeypatch.setattr(event_file_writer, "_global_uid", counter)
     for first, last in ((1, 6), (resumed + 1, 5)):
         writers = Writers(tmp_path, first - 1, None, BOARD)
         for step in range(first, last):

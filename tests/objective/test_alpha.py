@@ -150,6 +150,10 @@ def test_alpha_auto_excludes_a_schedule_and_needs_the_label_of_an_import():
     given, alone = {"alpha": "auto", "alpha_schedule": "linear"}, {"alpha_schedule": "linear"}
     with pytest.raises(UsageError, match="--alpha auto has no effect with --alpha-schedule linear"):
         configured(DistillConfig, None, {**NEEDED, **given})
+    begun = configured(DistillConfig, None, {**NEEDED, **alone})
+    with pytest.raises(UsageError, match="--alpha auto has no effect with --alpha-schedule linear"):
+        configured(DistillConfig, begun, {"alpha": "auto"})
+    assert configured(DistillConfig, begun, {"alpha": "auto", "alpha_schedule": "constant"}).objective.alpha == "auto"
     found = [configured(DistillConfig, None, {**NEEDED, **each}).objective.alpha for each in ({}, alone)]
     assert found == ["auto", 0.9]
     known = [{}, {"origin": {"labels_kept": 1.0}}, {"parents": [{"origin": {"labels_kept": 1}}]}]

@@ -15,6 +15,7 @@ from kdtrain.errors import RunError
 from kdtrain.objective.alpha import MOST, GapAlpha
 from kdtrain.training import recovery, step, trainer
 from kdtrain.training.recovery import Recovery
+from kdtrain.training.step import Status, StepResult
 
 SPIKE = {"steps": 40, "checkpoint_freq": 4, "eval_freq": 40, "early_stopping": False, "lr_schedule": "constant"}
 
@@ -65,6 +66,18 @@ def test_a_rollback_brings_back_the_gap_that_alpha_follows(workshop, spikes):
     first = lines_of(run, "metrics.jsonl")[0]
     share = (first["validation/loss"] - first["validation/teacher_loss"]) / first["validation/kl"]
     assert weights[1] == pytest.approx(min(max(share, 0.0), MOST))
+
+
+@pytest.mark.parametrize("alpha, found", [(None, 1), (0.9, 1), (0.49, 0)])
+def test_a_divergence_that_counts_for_little_is_not_watched_for_spikes(workshop, monkeypatch, alpha, found):
+    seen = []
+    with workshop.run() as run:
+        monkeypatch.setattr(run.recovery, "_roll_back", lambda kind, *_, **__: seen.append(kind))
+        for number in range(1, 44):
+            metrics = {"ce": 4.0, "kd_T1": 3.0 if number > 40 else 1.0} | ({} if alpha is None else {"alpha": alpha})
+            run.state.progress.step = number
+            run.recovery._roll_back_spike(StepResult(Status.TAKEN, loss=4.0, grad_norm=1.0, metrics=metrics))
+    assert seen == ["spike"] * found
 
 
 def test_a_rollback_too_many_ends_the_run_and_the_checkpoints_stay(workshop, spikes):

@@ -43,16 +43,12 @@ class MixtureSource:
         batches, numbers = [], tuple(int(members[run[0]]) for run in runs)
         for run, member in zip(runs, numbers, strict=True):
             batches.append(self.members[member].read(indices[run] - self.mixture.firsts[member]))
-        if (
-            not self.by_member
-            and len(batches) == 1
-            and (batches[0].targets is not None or self.facts.targets == "none")
-        ):
+        parts, taught = [(each.loss_mask.numel(), each.targets) for each in batches], self.facts.targets != "none"
+        if len(batches) == 1 and not self.by_member and not (taught and batches[0].targets is None):
             return batches[0]
-        parts = [(each.loss_mask.numel(), each.targets) for each in batches]
         targets = MixedTargets(tuple(parts), numbers) if self.by_member else join(parts)
-        if targets is None and self.facts.targets != "none":
-            targets = MixedTargets(((sum(each.loss_mask.numel() for each in batches), None),))
+        if targets is None and taught:
+            targets = MixedTargets(((sum(rows for rows, _ in parts), None),))
         tokens, loss_mask, segments = (
             torch.cat([getattr(each, name) for each in batches]) for name in ("tokens", "loss_mask", "segments")
         )
