@@ -144,8 +144,8 @@ class SpikeDetector(Watcher[_Clean]):
         if not self.patience or not all(map(math.isfinite, parts.values())) or parts.get("ce") == 0:
             return None
         if all(value <= self.threshold(name) for name, value in parts.items()):
-            for name, value in parts.items():
-                self.memory.clean[name] = [*self.memory.clean.get(name, ()), value][-self.window :]
+            clean = self.memory.clean  # of a part that is not watched for a while, nothing before counts
+            self.memory.clean = {name: [*clean.get(name, ()), value][-self.window :] for name, value in parts.items()}
             self.reset()
             return None
         if self.memory.suspicious_since is None:

@@ -124,6 +124,14 @@ def test_losses_that_hardly_vary_do_not_make_a_small_rise_a_spike():
     assert confirmed(SpikeDetector(), [0.01] * 40 + [0.12] * 10) == (43, 41)
 
 
+def test_a_part_that_was_not_watched_for_a_while_is_judged_by_its_values_since():
+    detector = SpikeDetector()
+    for step in range(1, 61):
+        parts = {"ce": 4.0} if 20 < step <= 40 else {"ce": 4.0, "kd_T1": 1.0 if step <= 20 else 3.0}
+        assert detector.update(step, parts) is None
+    assert [detector.update(step, {"ce": 4.0, "kd_T1": 7.0}) for step in (61, 62, 63)] == [None, None, 61]
+
+
 @pytest.mark.parametrize("part", ["ce", "kd_T1", "hidden"])
 def test_each_part_of_the_loss_is_judged_by_its_own_past(part):
     detector = SpikeDetector()
