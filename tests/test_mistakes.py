@@ -173,8 +173,9 @@ def test_a_name_of_another_tool_is_answered_by_an_option_that_there_is():
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
 from importlib.machinery import ModuleSpec
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
 class Slow:
     @staticmethod
     def find_spec(name, path=None, target=None):
@@ -182,7 +183,7 @@ class Slow:
             print("importing", flush=True)
             time.sleep(60)
 sys.meta_path.insert(0, Slow())
-sys.argv = ["kdtrain", *sys.argv[1:]]
+sys.argv[0] = "kdtrain"
 from kdtrain.__main__ import main
 main()
 """
