@@ -151,7 +151,8 @@ class _Product(torch.autograd.Function):
         ctx.kind, ctx.shape, ctx.dtype = kind, shape, x.dtype
         matrix_OD, scale_O = _FORMATS[kind].unpack(packed, scale, shape, dtype)
         y = x.to(dtype) @ matrix_OD.T
-        return y if scale_O is None else (y * scale_O).to(dtype)
+        y = y if scale_O is None else y * scale_O
+        return y if y.dtype == dtype else y.to(dtype)  # a cast to its own dtype has no gradient, compiled by torch 2.11
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]

@@ -239,7 +239,7 @@ class _QuantizedLinear(torch.autograd.Function):
         w, w_scale = _operand(weight_OD, recipe, 1, compute, w_D, scale_D)
         # Autocast to fp16 would compute this product in fp16, which scaled values of fp8 overflow.
         with torch.autocast(x_ND.device.type, enabled=False):
-            return _scaled(x @ w.T, x_scale, w_scale).to(dtype)
+            return _scaled(x @ w.T, x_scale, w_scale, dtype)
 
     @staticmethod
     def backward(  # type: ignore[override]
@@ -249,13 +249,12 @@ class _QuantizedLinear(torch.autograd.Function):
         recipe, compute = ctx.recipe, compute_dtype(ctx.dtype)  # type: ignore[attr-defined]
         g, g_scale = quantized_operand(g_NO, recipe, "gradient", 1, compute)
         w, w_scale = _operand(weight_OD, recipe, 0, compute, w_O, scale_O)
-        dx_ND = _scaled(g @ w, g_scale, w_scale).to(x_ND.dtype)
+        dx_ND = _scaled(g @ w, g_scale, w_scale, x_ND.dtype)
         if not ctx.needs_input_grad[1]:  # type: ignore[attr-defined]
             return dx_ND, *(None,) * 8
         g, g_scale = quantized_operand(g_NO, recipe, "gradient", 0, compute)
         x, x_scale = quantized_operand(x_ND, recipe, "activation", 0, compute)
-        dw_OD = _scaled(g.T @ x, g_scale, x_scale)
-        return dx_ND, dw_OD.to(weight_OD.dtype), *(None,) * 7
+        return dx_ND, _scaled(g.T @ x, g_scale, x_scale, weight_OD.dtype), *(None,) * 7
 
 
 def _operand(
@@ -294,5 +293,6 @@ def _tile(scaling: Scaling, kind: str, axis: int, shape: torch.Size) -> tuple[in
     return (1, along) if axis == 1 else (along, 1)
 
 
-def _scaled(product: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor:
-    return product if first is None or second is None else product * (first * second)
+def _scaled(product: Tensor, first: Tensor | None, second: Tensor | None, dtype: torch.dtype) -> Tensor:
+    scaled = product if first is None or second is None else product * (first * second)
+    return scaled if scaled.dtype == dtype else scaled.to(dtype)  # as in models.frozen: no cast to its own dtype

@@ -281,9 +281,8 @@ class Trainer:
             (each.mean("cross_entropy"), 0.0, each.mean("kl"), each.teacher_loss(), 1.0, 0.0, 0.0)
             for each in members.values() or (metrics,)
         ]
-        known = [(0.0,) * 7 if None in row else row for row in rows]
-        sums_M7 = torch.tensor(known, dtype=torch.float64, device=gap.means.device)
-        gap.update(sums_M7 * gap.means.isinf().all(1, keepdim=True))
+        sums_M7 = torch.tensor([(0.0,) * 7 if None in row else row for row in rows], dtype=torch.float64)
+        gap.update(sums_M7.to(gap.means.device) * gap.means.isinf().all(1, keepdim=True))
 
     def _validate_and_save(self, stop: StopRequest, result: StepResult | None) -> Next:
         """Validate, decide on the format of the next step, and save, each where it is due.

@@ -40,9 +40,9 @@ class MixtureSource:
         """Return the sequences `indices`, numbered as if the members lay one behind the other. RunError: as theirs."""
         members = self.mixture.members(indices)
         runs = np.split(np.arange(len(indices)), np.flatnonzero(np.diff(members)) + 1)
-        batches, numbers = [], tuple(int(members[run[0]]) for run in runs)
-        for run, member in zip(runs, numbers, strict=True):
-            batches.append(self.members[member].read(indices[run] - self.mixture.firsts[member]))
+        numbers = tuple(int(members[run[0]]) for run in runs)
+        own = zip(runs, numbers, strict=True)
+        batches = [self.members[each].read(indices[run] - self.mixture.firsts[each]) for run, each in own]
         parts, taught = [(each.loss_mask.numel(), each.targets) for each in batches], self.facts.targets != "none"
         if len(batches) == 1 and not self.by_member and not (taught and batches[0].targets is None):
             return batches[0]
