@@ -38,6 +38,18 @@ os.environ.setdefault("KDTRAIN_HOME", str(Path(tempfile.gettempdir(), f"kdtrain-
 # What these tests compile is compiled in less time than a pool of compilers takes to start.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+
+def _renew_threads() -> None:
+    """Make torch's pool of threads anew in a fork of a test, before anything else is done there.
+
+    A fork marks the pool as corrupt, and whatever thread uses it first replaces it without a lock. Where several do, as
+    while weights are loaded, one may find none: `pool INTERNAL ASSERT FAILED`, ATen/ParallelOpenMP.cpp.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
+os.register_at_fork(after_in_child=_renew_threads)
 name_flags()  # messages are tested as the command prints them; tests/test_library.py tests them as a library's
 
 settings.register_profile("fuzz", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)

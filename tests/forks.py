@@ -71,6 +71,7 @@ def warm_up() -> None:
         model.save_pretrained(folder)  # makes the table of all names of weights
     cli.parse("distill", ["--student", "a", "--cache", "b", "--out", "c"])
     torch.set_num_threads(1)
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # as conftest.py has it, with the reason
     gc.freeze()  # a collection in a fork would copy all of its memory
 
 

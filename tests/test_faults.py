@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 
 from kdtrain import faults
+from tests.cache.fork_kit import answer_of
 
 PROGRAM = """
 from kdtrain import faults
@@ -147,3 +149,33 @@ def test_an_action_that_changes_no_tensor_is_named(asked):
     asked("loss:kill:1")
     with pytest.raises(ValueError, match="kill"):
         faults.changed("loss", torch.ones(1), 1)
+
+
+NUMBERS = torch.ones(100_000)
+
+
+def add_in_threads() -> list[str]:
+    """Add in eight threads that begin at once; their errors."""
+    errors, start = [], threading.Barrier(8)
+
+    def add() -> None:
+        start.wait()
+        try:
+            NUMBERS.add(1)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=add) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_threads_of_a_fork_find_the_pool_of_torch(server):
+    """Without the renewal in conftest.py and forks.py some of them find none, in every second fork."""
+    torch.set_num_threads(torch.get_num_threads())  # there is a pool
+    assert [answer_of(add_in_threads) for _ in range(12)] == [[]] * 12
+    code = "from tests.test_faults import add_in_threads; raise SystemExit(len(add_in_threads()))"
+    assert [server.run("-c", code)[0].returncode for _ in range(12)] == [0] * 12
