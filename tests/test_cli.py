@@ -214,6 +214,8 @@ def test_the_file_wins_over_the_defaults_and_flags_win_over_the_file(tmp_path):
         ("[optimizer]\nwarmup = 1\n", ["'warmup'", "warmup_steps"]),
         ("zzz = 3\n", ["'zzz' is outside of a section; kdtrain distill --help all lists"]),
         ("[run]\nalpha = 0.5\n", ["unknown key 'alpha' in [run]; put it under [objective]"]),
+        ("[checkpoint]\nauto_resume = true\n", ["'auto_resume' in [checkpoint]", "you meant 'resume' = 'latest'"]),
+        ("[run]\nauto-resume = true\n", ["'auto-resume'", "perhaps you meant 'resume' = 'latest' in [checkpoint]"]),
         ("[rum]\nsteps = 5\n", ["unknown section [rum]; perhaps you meant [run]"]),
         ("[run]\nconfig = 'x'\n", ["'config'", "a file cannot name another one"]),
         ("[run]\nsteps = '3'\n", ["--steps 3: a whole number is wanted"]),

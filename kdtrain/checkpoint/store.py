@@ -231,6 +231,10 @@ class Store:
             damaged.append(f"checkpoint {entry.name} is damaged and skipped: {wrong}")
         return None, damaged
 
+    def may_begin(self, wanted: str) -> bool:
+        """Whether a run may begin if no checkpoint is valid: with `auto`, or with `latest` if there is none at all."""
+        return wanted == "auto" or (wanted == "latest" and not self.names())
+
     def choose(self, wanted: str, loads: bool = False) -> Path:
         """The resolved folder of the checkpoint called `wanted`: latest, best, a name in this run, or a path.
 

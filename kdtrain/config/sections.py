@@ -334,7 +334,7 @@ class CheckpointConfig(Options):
     async_save: bool = option(True, free=True)
     """Write checkpoints in the background; takes as much memory again as weights and optimizer state."""
     resume: str = option("auto", free=True, reads="checkpoint")
-    """auto (a terminal has to confirm it), never, latest, best, or the name or path of a checkpoint."""
+    """auto (a terminal has to confirm it), latest (never asks), never, best, or the name or path of a checkpoint."""
     overwrite: bool = option(False, free=True)
     """With --resume never: move an earlier run in --out aside and start a new one."""
     load: Path | None = option(None, once=True, reads="saved", brief=True)

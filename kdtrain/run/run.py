@@ -110,14 +110,14 @@ class Run:
         checkpoint is damaged.
         """
         options = self.recipe.config.checkpoint
-        if self.recipe.resumed or options.resume not in ("auto", "never"):
+        if self.recipe.resumed or options.resume not in ("auto", "never", "latest"):
             path = self._resume(options.resume)
             if path is not None:
                 return path
         return None if self.recipe.loads is None else self.load(self.recipe.loads)
 
     def _resume(self, name: str) -> Path | None:
-        """Load the checkpoint that `--resume` names; None where `auto` finds none."""
+        """Load the checkpoint that `--resume` names; None where there is none, and `auto` or `latest` begins."""
         trainer, stopping = self.trainer, self.recipe.config.stopping
         found = on_main(lambda: self._find(name))
         if found is None:
@@ -159,9 +159,9 @@ class Run:
         return path
 
     def _find(self, wanted: str) -> str | None:
-        """The checkpoint to resume from; None where `auto` finds none."""
+        """The checkpoint to resume from; None where `auto` finds none, or `latest` not even a damaged one."""
         store = self.trainer.store
-        if wanted != "auto":
+        if not store.may_begin(wanted):
             return str(store.choose(wanted))
         name, damaged = store.newest_valid()
         for text in damaged:
@@ -361,7 +361,9 @@ class Run:
             lines.append(f"{world_size()} ranks, {recipe.plan}: {step}")
         enabled = "" if trainer.state.adaptive is None else "[TimeResume] Adaptive quantization training enabled"
         resumed = "" if loaded is None else f"resuming from {loaded}"
-        for line in filter(None, (*lines, *self.quantised, enabled, self.hidden, resumed, length)):
+        anew = config.checkpoint.resume == "latest" and not recipe.resumed
+        begins = f"{self.out} holds no run yet: a new one begins" if anew else ""
+        for line in filter(None, (*lines, *self.quantised, enabled, self.hidden, begins, resumed, length)):
             log.info("%s", line)
         if is_main() and recipe.distils and loaded is None:
             beside = best_run_beside(self.out, recipe.facts.identity)

@@ -143,7 +143,7 @@ def _begins(config: DistillConfig, run: Run) -> str:
     if config.checkpoint.resume == "never" or not is_run(config.out):
         return "from the beginning" if config.checkpoint.load is None else f"with {config.checkpoint.load}"
     store = Store(config.out / "checkpoints")
-    if config.checkpoint.resume != "auto":
+    if not store.may_begin(config.checkpoint.resume):
         path = store.choose(config.checkpoint.resume)
     else:
         name, damaged = store.newest_valid()

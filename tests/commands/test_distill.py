@@ -50,6 +50,27 @@ def test_a_folder_is_locked_until_all_is_written_and_then_released_and_a_refused
     assert not (workbench.root / "a").exists()
 
 
+def test_latest_begins_a_run_where_there_is_none_and_a_missing_checkpoint_or_a_foreign_folder_is_refused(
+    workbench, command
+):
+    argv, latest = (*command, "--cache", "cache", "--out", "unattended"), ("--resume", "latest")
+    for wanted, words in (("best", "no checkpoint 'best'"), ("step-00000001", "has no such checkpoint")):
+        code, said = line(workbench.call(*argv, "--resume", wanted))
+        assert code == 2 and words in said
+        assert not (workbench.root / "unattended").exists()
+    code, _, stderr = workbench.call(*argv, *latest)
+    assert code == 0 and stderr.count("unattended holds no run yet: a new one begins\n") == 1
+    shutil.rmtree(workbench.root / "unattended/checkpoints")  # as after a kill before the first
+    assert workbench.json(*argv, *latest, "--dry-run")["begins"] == "from the beginning"
+    code, _, stderr = workbench.call(*argv, *latest)
+    assert code == 0 and "NO VALID CHECKPOINT" in stderr and "holds no run" not in stderr
+    assert "resuming from" in workbench.call(*argv, *latest)[2]
+    (workbench.root / "thesis").mkdir()
+    (workbench.root / "thesis/a.tex").touch()
+    code, said = line(workbench.call(*command, "--cache", "cache", "--out", "thesis", *latest))
+    assert code == 2 and "holds something that is not a run (a.tex)" in said
+
+
 @pytest.mark.parametrize("name", ["config.toml", "environment.json"])
 def test_a_full_disk_at_the_metadata_is_one_line_and_the_same_command_resumes(workbench, command, monkeypatch, name):
     def full(path):
