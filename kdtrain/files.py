@@ -353,15 +353,18 @@ def remove_empty(made: list[Path]) -> None:
 def refuse_links(folder: Path, allowed: Collection[str] = ()) -> None:
     """Refuse to write into a folder that holds a symbolic link, whose target is not ours.
 
-    allowed: paths of links, relative to the folder. The folder itself may be a link, and so may a temporary name: a
-    command killed in `point_link` leaves one, and `sweep` removes it. UsageError: names the link.
+    allowed: paths of links, relative to the folder; one that ends with a slash is a folder whose links are not ours:
+    nothing is written below it. The folder itself may be a link, and so may a temporary name: a command killed in
+    `point_link` leaves one, and `sweep` removes it. UsageError: names the link.
     """
     for inside, folders, names in os.walk(folder):
         for name in sorted(folders + names):
             path = Path(inside, name)
-            allows = temporary_of(name) or path.relative_to(folder).as_posix() in allowed
-            if path.is_symlink() and not allows:
+            below = path.relative_to(folder).as_posix()
+            if path.is_symlink() and not (temporary_of(name) or below in allowed):
                 raise UsageError(f"{path} is a link, and nothing is written through links; put a real one there")
+            if name in folders and f"{below}/" in allowed:
+                folders.remove(name)
 
 
 def refuse_mount(path: Path) -> None:

@@ -1,6 +1,8 @@
-"""Folders as `distill` leaves them, written line by line: runs whose numbers a test chooses."""
+"""Folders as `distill` leaves them, written line by line: runs whose numbers a test chooses. Reads what W&B has."""
 
 import json
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +76,31 @@ def write_three(parent: Path) -> list[Path]:
         texts = [{"step": step, "prompt": "def f(", "greedy": f"{folder.name} at {step}"} for step in (20, 40)]
         write_lines(folder / "samples.jsonl", texts)
     return found
+
+
+def wandb_records(folder: Path) -> list[list[Any]]:
+    """What the package wandb wrote offline for a run, a list of its records for each start, oldest first."""
+    return [list(_records(path.read_bytes())) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
+
+
+def wandb_history(records: list[Any]) -> list[dict[str, Any]]:
+    """What each `log` of a start gave, by its name."""
+    logged = [each.history.item for each in records if each.HasField("history")]
+    return [{each.key or ".".join(each.nested_key): json.loads(each.value_json) for each in items} for items in logged]
+
+
+def _records(data: bytes) -> Iterator[Any]:
+    """The records of a log in LevelDB's format, behind a header of seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    at, part = 7, b""
+    while at + 7 <= len(data):
+        if (left := 2**15 - at % 2**15) < 7:
+            at += left
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        part += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(part)
+            part = b""

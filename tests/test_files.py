@@ -300,6 +300,23 @@ def test_links_in_a_folder_that_is_written_to_are_refused_by_name(tmp_path):
         files.refuse_links(tmp_path)
 
 
+def test_links_below_a_real_folder_of_another_program_are_its_own_and_that_folder_is_no_link(tmp_path):
+    (tmp_path / "wandb" / "wandb").mkdir(parents=True)
+    (tmp_path / "wandb" / "latest-run").symlink_to("wandb")
+    (tmp_path / "wandb" / "wandb" / "core.log").symlink_to("/nowhere")
+    files.refuse_links(tmp_path, ["wandb/"])
+    for elsewhere in ("data/wandb", "wandb.json", "wandb2", "wand"):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / elsewhere).symlink_to("/nowhere")
+        with pytest.raises(UsageError, match=f"{elsewhere} is a link"):
+            files.refuse_links(tmp_path, ["wandb/"])
+        (tmp_path / elsewhere).unlink()
+    (tmp_path / "wandb").rename(tmp_path.parent / "real")
+    (tmp_path / "wandb").symlink_to("../real")
+    with pytest.raises(UsageError, match="wandb is a link"):
+        files.refuse_links(tmp_path, ["wandb/"])
+
+
 def test_a_temporary_link_of_a_killed_command_is_not_refused(tmp_path, monkeypatch):
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "kept").touch()

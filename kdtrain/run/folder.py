@@ -69,6 +69,8 @@ _LEFT = re.compile(rf"{re.escape(LOCK)}|(data|view)\.left-[0-9]+")
 """Files, besides tokens and temporary ones, that an attempt leaves when it dies before it becomes a run."""
 _LINKS = ("checkpoints/best", "checkpoints/latest")
 """The links that a run makes."""
+_WANDB = "wandb/"
+"""The folder in which the package wandb keeps its runs, its logs and links to them; kdtrain writes nothing there."""
 
 _LIBRARIES = ["kdtrain", "torch", "transformers", "datasets", "h5py", "hdf5plugin", "numpy", "safetensors", "torchao"]
 
@@ -108,7 +110,7 @@ def claim_folder(config: DistillConfig) -> bool:
         real = out.resolve()
         log.info("the earlier run was moved to %s", set_aside(real.parent, real.name, "old"))
         return False
-    refuse_links(out, _LINKS)
+    refuse_links(out, (*_LINKS, _WANDB))
     for path in (out / name for name in _LINKS):
         if path.exists() and not path.is_symlink():
             raise UsageError(f"{path} is not a link, and the run needs that name for one; move it away")

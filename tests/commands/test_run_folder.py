@@ -1,6 +1,8 @@
 """The folder of a run: whether it holds one, what may change on a resume, and the files beside the checkpoints."""
 
 import json
+import os
+import select
 import sys
 import tomllib
 from dataclasses import replace
@@ -182,6 +184,16 @@ def test_a_run_that_holds_what_the_new_one_needs_is_not_moved_aside(run, monkeyp
     assert sorted(run.parent.rglob("*")) == before
 
 
+def test_a_run_keeps_the_links_of_wandb_and_none_to_another_place_for_it(run):
+    (run / "wandb").mkdir()
+    (run / "wandb" / "latest-run").symlink_to("/nowhere")
+    assert claim_folder(config_of(run)) is True
+    (run / "wandb").rename(run.parent / "real")
+    (run / "wandb").symlink_to("../real")
+    with pytest.raises(UsageError, match="wandb is a link, and nothing is written through links"):
+        claim_folder(config_of(run))
+
+
 def test_a_run_behind_a_link_is_not_moved_aside_and_its_link_not_left_behind(run):
     (run.parent / "link").symlink_to("run")
     with pytest.raises(UsageError, match="link is a link; name the folder itself"):
@@ -212,10 +224,11 @@ def test_a_restart_by_torchrun_resumes_its_own_run_and_no_other(tmp_path, monkey
 
 
 @pytest.mark.parametrize("answer, goes_on", [("\n", True), ("y\n", True), ("Yes\n", True), ("n\n", False), ("", True)])
-def test_on_a_terminal_the_user_confirms_that_an_earlier_run_resumes(run, monkeypatch, capsys, answer, goes_on):
-    for stream in (sys.stdin, sys.stderr):
-        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(sys.stdin, "readline", lambda: answer, raising=False)
+def test_on_a_terminal_the_user_confirms_that_an_earlier_run_resumes(run, monkeypatch, answer, goes_on):
+    person, terminal = os.openpty()
+    for name, mode in (("stdin", "r"), ("stderr", "w")):
+        monkeypatch.setattr(sys, name, os.fdopen(os.dup(terminal), mode))
+    os.write(person, answer.encode() or b"\x04")  # Ctrl-D
     monkeypatch.setattr(distill, "distill", lambda config: {})
     monkeypatch.setattr(distill, "show", lambda *page: None)
     monkeypatch.setattr(distill, "closing_page", lambda out, result: None)
@@ -224,11 +237,11 @@ def test_on_a_terminal_the_user_confirms_that_an_earlier_run_resumes(run, monkey
     else:
         with pytest.raises(UsageError, match="name another folder"):
             distill.main(config_of(run))
-    assert "Resume it?" in capsys.readouterr().err
+    assert b"Resume it?" in os.read(person, 4096)
     distill.main(config_of(run, checkpoint=CheckpointConfig(resume="latest")))
     monkeypatch.setenv("RANK", "0")
     distill.main(config_of(run))
-    assert capsys.readouterr().err == ""
+    assert select.select([person], [], [], 0)[0] == [], "nothing more is asked"
 
 
 def test_an_option_that_decides_the_result_may_not_change_and_is_named():

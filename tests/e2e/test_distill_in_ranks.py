@@ -4,6 +4,8 @@ Ranks are forks of a process that has imported everything, over gloo; the last t
 forks as well.
 """
 
+import functools
+import importlib.util
 import json
 import shutil
 import signal
@@ -17,6 +19,7 @@ from safetensors.torch import load_file
 from kdtrain.checkpoint.store import load
 from kdtrain.config import DistillConfig
 from kdtrain.run.folder import run_lock
+from tests.logged_runs import wandb_history, wandb_records
 
 CHAT = ("--data", "chat.jsonl", "--messages-column", "messages", "--seq-len", 32, "--num-workers", 0)
 SMALL = (*CHAT, "--num-sequences", 40, "--validation-sequences", 7)
@@ -302,22 +305,58 @@ def test_a_launch_into_a_folder_that_another_trains_in_is_refused_on_all_ranks_b
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    "out, fault, said",
-    [("killed-0", "checkpoint.after-rename:kill:3@0", "-9"), ("ended-1", "train.after-step:enospc:7@1", "1")],
-)
-def test_torchrun_restarts_a_failed_run_and_it_resumes_from_the_newest_checkpoint(whole, out, fault, said):
+WATCHED = ("--log-to", "wandb:p") if importlib.util.find_spec("wandb") else ()
+RESTARTED = {
+    # the third save of a process: the second attempt has one left
+    "killed-0": ("checkpoint.after-rename:kill:3@0", "-9", ("--resume", "latest", *WATCHED)),
     # a run that may be overwritten is not, by its own second try
-    command = (*RUN, *CACHED, *FSDP, "--micro-batch-size", 1, "--out", out, "--resume", "never", "--overwrite")
+    "ended-1": ("train.after-step:enospc:7@1", "1", ("--resume", "never", "--overwrite")),
+}
+
+
+@pytest.fixture(scope="module")
+def restarted(whole):
+    """A run of `RESTARTED` in two ranks, which torchrun has restarted once: what it printed."""
+
+    @functools.cache
+    def run(out):
+        fault, _, more = RESTARTED[out]
+        (ended,) = whole.server.run(
+            *(Path(__file__).with_name("torchrun_script.py"), "--standalone", "--nproc-per-node", 2),
+            *("--max-restarts", 1, "--monitor-interval", 0.02, "-m", "kdtrain"),
+            *(*RUN, *CACHED, *FSDP, "--micro-batch-size", 1, "--out", out, *more),
+            folder=whole.root,
+            KDTRAIN_FAULT=fault,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stderr
+
+    return run
+
+
+@pytest.mark.parametrize("out", RESTARTED)
+def test_torchrun_restarts_a_failed_run_and_it_resumes_from_the_newest_checkpoint(whole, restarted, out):
     started = time.monotonic()
-    (ended,) = whole.server.run(
-        *(Path(__file__).with_name("torchrun_script.py"), "--standalone", "--nproc-per-node", 2, "--max-restarts", 1),
-        *("--monitor-interval", 0.02, "-m", "kdtrain", *command),
-        folder=whole.root,
-        KDTRAIN_FAULT=fault,  # the third save of a process: the second attempt has one left
-    )
-    assert ended.returncode == 0, ended.stderr
+    stderr = restarted(out)
     assert time.monotonic() - started < 500  # less than what ranks wait for each other
-    assert f"exitcode: {said})" in ended.stderr
+    assert f"exitcode: {RESTARTED[out][1]})" in stderr
     assert "resuming from" in (whole.root / out / "train.log").read_text()
     assert whole.differing("whole-fsdp", out) == []
+
+
+@pytest.mark.skipif(not WATCHED, reason="needs the package wandb")
+def test_one_unattended_command_begins_resumes_and_extends_a_run_of_the_real_wandb(whole, restarted):
+    assert restarted("killed-0").count("killed-0 holds no run yet: a new one begins") == 1
+    run, more = whole.root / "killed-0", RESTARTED["killed-0"][2]
+    longer = (*RUN, *CACHED, "--out", "killed-0", *more, "--steps", 12, "--on-event", "tee -a got")
+    assert "holds no run" not in whole.run(*longer, fault="train.gradient:nan:12").ok().stderr
+    assert [line["step"] for line in whole.metrics("killed-0")] == list(range(1, 13))
+    events = [json.loads(line) for line in (whole.root / "got").read_text().splitlines()]
+    assert [(each["event"], each["step"]) for each in events] == [("skip", 11)]
+
+    known = json.loads((run / "wandb.json").read_text())["id"]
+    kept = sorted(run.glob("wandb/offline-run-*"))
+    assert len(kept) == 3 and {path.name.split("-")[-1] for path in kept} == {known}
+    assert (run / "wandb/latest-run").resolve() == kept[-1]
+    steps = [[row["step"] for row in wandb_history(each) if "train/loss" in row] for each in wandb_records(run)]
+    assert steps[1:] == [[8, 9, 10], [11, 12]]  # a kill loses what the package has not flushed

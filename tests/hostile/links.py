@@ -172,6 +172,8 @@ def _runs(found: Cases) -> None:
         found.add(f"{name} to the user's", "resume", linked(f"run/checkpoints/{name}", target), ends="either")
     board = tuple(word for word in COMMANDS["resume"] if word not in ("--log-to", "none"))
     found.add("tensorboard to the user's", board, linked("run/tensorboard", "docs"), ends="either")
+    found.add("wandb to the user's", "resume", linked("run/wandb", "docs"))
+    found.add("wandb's latest-run to the user's", "resume", linked("run/wandb/latest-run", "docs"), ends="works")
     own = ("evaluate", "--student", "run/student", *COMMANDS["model"][3:])
     for name in ("student", "student/config.json", "student/model.safetensors"):
         found.add(f"{name} to the user's", own, away(f"run/{name}"))

@@ -13,6 +13,7 @@ from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.loggers import TensorBoard, WeightsAndBiases
 from kdtrain.monitor.progress import log, setup_logging, warn_early
 from kdtrain.monitor.writers import Writers
+from tests.logged_runs import wandb_history, wandb_records
 
 PLAIN = MonitorConfig(log_to="none")
 BOARD = MonitorConfig()
@@ -220,48 +221,15 @@ def test_nothing_is_counted_without_a_logger(tmp_path, monkeypatch):
     writers.close()
 
 
-class FakeWandb:
-    """The part of W&B that we use, which records its calls."""
-
-    Settings = staticmethod(dict)
-    Histogram = staticmethod(lambda np_histogram: np_histogram)
-    Table = staticmethod(lambda columns, data: (columns, data))
-
-    def __init__(self, error=None):
-        self.error, self.started, self.logged, self.finished, self.config = error, [], [], 0, self
-
-    def init(self, **options):
-        if self.error:
-            raise self.error
-        self.started.append(options)
-        self.id = options["id"] or f"made-{len(self.started)}"
-        return self
-
-    def update(self, options, allow_val_change):
-        self.options = options
-
-    def log(self, numbers):
-        self.logged.append(numbers)
-
-    def define_metric(self, name, step_metric=None):
-        self.defined = (name, step_metric)
-
-    def finish(self):
-        self.finished += 1
-
-
-@pytest.fixture
-def wandb(monkeypatch):
-    def install(error=None):
-        fake = FakeWandb(error)
-        monkeypatch.setitem(sys.modules, "wandb", fake)
-        return fake
-
-    return install
+@pytest.fixture(scope="module")
+def wandb():
+    """The package itself, offline; its process ends with these tests."""
+    wandb = pytest.importorskip("wandb")
+    yield wandb
+    wandb.teardown()
 
 
 def test_wandb_gets_numbers_histograms_texts_events_and_options_by_our_step(tmp_path, wandb, monkeypatch):
-    fake = wandb()
     monkeypatch.setenv("WANDB_NAME", "n")
     writers = Writers(tmp_path, 0, None, WANDB)
     writers.hyperparameters({"optimizer": {"lr": 0.5}})
@@ -271,30 +239,42 @@ def test_wandb_gets_numbers_histograms_texts_events_and_options_by_our_step(tmp_
     module = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(module.weight, 0.75)
     writers.histograms(4, distributions(module))
+    writers.rewind(2)
+    writers.metrics(3, {"loss": 0.5})
     writers.close()
-    assert (fake.started[0]["project"], fake.started[0]["name"], fake.started[0]["dir"]) == ("p", "n", str(tmp_path))
-    assert fake.defined == ("*", "step")
-    assert fake.options == {"optimizer/lr": 0.5}
-    assert fake.logged[0] == {"step": 4, "train/loss": 1.0, "validation/kl": 2.0}
-    assert fake.logged[1] == {"step": 4, "samples": (["prompt", "greedy"], [["a", "b"]])}
-    assert fake.logged[2] == {"step": 4, "events/stop": 1}
-    counts, edges = fake.logged[3]["parameters/weight"]
-    assert counts == [1] and len(edges) == 2 and edges[0] <= 0.75 <= edges[1]
-    assert fake.finished == 1
+    [records] = wandb_records(tmp_path)
+    run = next(each.run for each in records if each.HasField("run"))
+    assert (run.project, run.display_name) == ("p", "n")
+    options = [update for each in records if each.HasField("config") for update in each.config.update]
+    assert ("optimizer/lr", "0.5") in [(".".join(each.nested_key) or each.key, each.value_json) for each in options]
+    metrics = [each.metric for each in records if each.HasField("metric")]
+    assert ("*", "step") in [(each.glob_name, each.step_metric) for each in metrics]
+    numbers, table, event, drawn, *again = wandb_history(records)
+    assert (numbers["step"], numbers["train/loss"], numbers["validation/kl"]) == (4, 1.0, 2.0)
+    assert (table["samples.nrows"], table["samples.ncols"]) == (1, 2)
+    assert event["events/stop"] == 1 and drawn["parameters/weight.values"] == [1]
+    assert [(each["step"], each.get("train/loss")) for each in again] == [(2, None), (3, 0.5)]
 
 
 def test_a_resume_continues_the_run_of_wandb_and_a_new_start_does_not(tmp_path, wandb):
-    fake = wandb()
+    ids = []
     for resumed in (0, 3, 0):
-        Writers(tmp_path, resumed, None, WANDB).close()
-    assert [options["id"] for options in fake.started] == [None, "made-1", None]
-    assert all(options["resume"] == "allow" for options in fake.started)
+        writers = Writers(tmp_path, resumed, None, WANDB)
+        ids.append(writers.loggers[0].run.id)
+        writers.close()
+    assert ids[0] == ids[1] != ids[2]
 
 
-def test_a_wandb_that_is_missing_or_does_not_start_is_one_line_with_what_to_do(tmp_path, wandb, monkeypatch):
-    wandb(RuntimeError("api_key not configured"))
-    with pytest.raises(RunError, match=r"api_key not configured.*WANDB_MODE=offline"):
+def test_a_wandb_that_does_not_start_is_one_line_with_what_to_do(tmp_path, wandb, monkeypatch):
+    wandb.teardown()  # it reads the environment when it starts
+    for name, value in (("WANDB_MODE", "online"), ("HOME", str(tmp_path)), ("NETRC", str(tmp_path / "netrc"))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(RunError, match=r"No API key configured.*WANDB_MODE=offline"):
         Writers(tmp_path, 0, None, WANDB)
+
+
+def test_a_wandb_that_is_missing_is_one_line_with_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UsageError, match=r"pip install 'kdtrain\[wandb\]'"):
         WeightsAndBiases.ready("p")
