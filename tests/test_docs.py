@@ -220,6 +220,11 @@ def test_the_flags_of_torchrun_are_torchruns():
     assert set(re.findall(r"^    (--[a-z-]+) ", SLURM.read_text(), re.MULTILINE)) <= TORCHRUN
 
 
+def test_the_list_of_doubles_names_files_that_there_are():
+    names = set(re.findall(r"`([\w/-]+\.(?:py|json))`", (ROOT / "tests" / "README.md").read_text()))
+    assert len(names) > 20 and [each for each in names if not (ROOT / "tests" / each).exists()] == []
+
+
 def test_the_slurm_script_is_one_and_starts_kdtrain_once_a_device():
     subprocess.run(["bash", "-n", SLURM], check=True)
     asked = subprocess.run(["bash", SLURM], capture_output=True, text=True)

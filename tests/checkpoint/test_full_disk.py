@@ -1,6 +1,7 @@
 """A full disk: spare checkpoints are removed, then the save waits; nothing else is lost."""
 
 import os
+import subprocess
 
 import pytest
 import torch
@@ -43,6 +44,21 @@ def test_on_a_full_disk_the_oldest_checkpoint_is_removed_and_the_save_succeeds(s
     assert said(saver) == ["the disk is full: removed step-00000010 to make room for checkpoint step-00000040"]
     assert store.names() == ["step-00000020", "step-00000030", "step-00000040"]
     assert_equal(load(store.path("step-00000040")).tensors, tensors(4))
+
+
+def test_on_a_disk_that_is_really_full_the_oldest_checkpoint_is_removed_and_the_save_succeeds(tmp_path):
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        store = Store(tmp_path / "checkpoints")
+        with Saver(store) as saver:
+            for step in range(10, 50, 10):
+                saver.save([f"step-{step:08d}"], step, {"a": torch.zeros(18_000)}, STATES)  # 72 kB
+        assert said(saver) == ["the disk is full: removed step-00000010 to make room for checkpoint step-00000040"]
+        assert store.names() == ["step-00000020", "step-00000030", "step-00000040"]
+        assert all(store.problem(name) is None for name in store.names())
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_best_protected_and_newest_stay_on_a_full_disk_and_set_aside_ones_are_removed_first(store, full):
