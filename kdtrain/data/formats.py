@@ -32,6 +32,9 @@ _BEGINNING, _ROWS = 2**20, 100
 Messages = list[dict[str, Any]]
 """Each: role, content, other texts, `tool_calls`, and `weight` 0 if it is not learned; the first may have `tools`."""
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a turn whose text chat templates render before its content."""
+
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bot"), "assistant"),

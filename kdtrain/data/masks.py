@@ -3,13 +3,14 @@
 import itertools
 import json
 import logging
+import re
 import threading
 from collections import Counter
 from typing import Any
 
 import numpy as np
 
-from kdtrain.data.formats import Document
+from kdtrain.data.formats import REASONING, Document
 from kdtrain.errors import UsageError
 
 Counts = dict[str, dict[str, int]]
@@ -21,7 +22,8 @@ OPENS, CLOSES = "⟦", "⟧"
 _LONG, _SHOWN = 240, 40
 """Characters of a piece from which on its middle is left out, and most lines of an example."""
 _BEYOND = 64
-"""Characters beyond the text of a turn that a template may count: the end of the turn, an empty block of reasoning."""
+"""Characters beyond a text of a turn that a template may count: the end of the turn, what is around its reasoning."""
+_THINK = re.compile("</?think>")
 _REFUSED = 1000
 """Conversations of which a template may refuse each before it is an error."""
 
@@ -75,19 +77,23 @@ class Masks:
         inside = np.cumsum(counts[:-1]) > 0
         edges = [0, *np.flatnonzero(inside[1:] != inside[:-1]) + 1, len(text)]
         runs = [(bool(inside[start]), text[start:stop]) for start, stop in itertools.pairwise(edges) if start < stop]
-        learned = [run for kept, run in runs if kept]
+        together = "\0".join(run for kept, run in runs if kept)
         turns = [each for each in (document.messages or [])[document.prompt :] if each.get("weight") != 0]
-        wanted = [each["content"] for each in turns if each["role"] == "assistant"]
+        turns = [each for each in turns if each["role"] == "assistant"]
+        wanted = [each["content"] for each in turns]
+        reasoning = [text for each in turns for text in {each[name].strip() for name in REASONING if name in each}]
+        parts = [part.strip() for text in wanted for part in _THINK.split(text)]
         with self._lock:
             self.documents += 1
             self.tokens += len(label)
             self.learned += int(label.sum())
             self.long += len(label) > self._seq_len + 1
-            if any(content.strip() not in "\0".join(learned) for content in wanted):
+            if any(part not in together for part in parts + reasoning):
                 self.short += 1
                 self._first.setdefault("short", document.key)
             calls = sum(len(json.dumps(each.get("tool_calls", ""))) for each in document.messages or [])
-            if wanted and sum(map(len, learned)) > sum(map(len, wanted)) + calls + _BEYOND * len(wanted):
+            written = wanted + [text for text in reasoning if text in together]
+            if wanted and len(together) > sum(map(len, written)) + calls + _BEYOND * len(written):
                 self.wide += 1
                 self._first.setdefault("wide", document.key)
             example, self._example = self._example, False
@@ -111,12 +117,12 @@ class Masks:
         if self.long:
             line += f"; {self.long:,} are longer than --seq-len {self._seq_len} and go on in the next sequence"
         if self.refused:
-            line += f"; left out {self.refused:,} that the chat template refuses (first: {self._first['refused']})"
+            line += f"; left out {self.refused:,} conversations (first: {self._first['refused']})"
         few = self.learned * 10 < self.tokens
         line += "; less than a tenth: the teacher, and the student, work for prompts" if few else ""
         log.log(logging.WARNING if few else logging.INFO, "%s", line)
         if self.short:
-            text = "%s: in %s conversations the chat template leaves out some of the assistant's text (first: %s)"
+            text = "%s: in %s conversations the chat template leaves out text or reasoning of the assistant (first: %s)"
             log.warning(text, self._split, f"{self.short:,}", self._first["short"])
         if self.wide:
             text = "%s: in %s conversations the chat template counts more than the assistant's text (first: %s)"

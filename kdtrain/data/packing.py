@@ -305,7 +305,7 @@ class Encoder:
             spans = _after(spans, messages, prompt, key)
         except rendering.RowRefused as error:
             self.masks.leave_out(error)
-            counts["conversations left out that the chat template does not render"] += 1
+            counts["conversations left out that the chat template does not render as they are"] += 1
             return np.empty(0, dtype=STREAM)
         with panics_refused(f"{self._name} cannot take this text"):
             ids, starts, stops = self._encode(text, quoted)

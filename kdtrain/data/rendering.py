@@ -2,7 +2,8 @@
 
 The template may mark that with `{% generation %}`; otherwise it follows from rendering the conversation up to each
 assistant turn. A template that rewrites earlier turns (Qwen3's takes the reasoning out of all but the last) is
-rendered with a mark in the place of each turn of the assistant: then the turn is its text and what follows it in both.
+rendered with marks in each turn of the assistant, which show where it is. A turn is all that the text has of it, from
+where the template opens it to its end; reasoning that the template leaves out is not in the text, and not learned.
 
 A chat template is a program that comes with a model. jinja2's sandbox keeps it from files and from Python's internals,
 but lets it loop for ever, compute 9 ** 9 ** 9, or allocate all memory. So a child process with limits renders the
@@ -19,7 +20,7 @@ from datetime import datetime
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kdtrain.data.formats import Messages
+from kdtrain.data.formats import REASONING, Messages
 from kdtrain.errors import UsageError
 from kdtrain.sandbox import LimitExceeded, Sandbox
 
@@ -36,6 +37,10 @@ LENGTH, LENGTH_A_BYTE = 1 << 20, 4
 """Most characters of a rendered conversation, and more for each of its bytes: tokens take 200 bytes each."""
 SPANS_A_TURN = 64
 """Most pieces, for each message, in which the assistant's text is marked."""
+
+_EDGES = re.compile(r"(?:\A|</?think>)\s*+(?!</?think>|\Z)|(?<=\S)(?=\s*\Z)")
+"""The places in a text where reasoning, if it is in `<think>`, and what is not, begin, and its end."""
+_HEADER = re.compile(r"(?s).*[\s>\]|:]")  # as much as is whole: not half of a `<think>`
 
 Spans = list[tuple[int, int]]
 Render = Callable[[str, Messages], tuple[str, Spans]]
@@ -163,36 +168,65 @@ def _render_prefixes(render: Callable[..., str], key: str, messages: Messages) -
 
 
 def _find_turns(render: Callable[..., str], key: str, messages: Messages, text: str) -> Spans:
-    """Where the assistant's turns are in `text`, of a template that renders a turn otherwise before later ones.
+    """Find the assistant's turns in `text`, of a template that renders a turn otherwise before later ones.
 
-    One character, which no message has, takes the place of each turn's content, or else of the first call's name. With
-    these put back, the rendering must be `text`: then each is where its character was. What the template writes behind
-    it, the end of the turn, is as much as the rendering of the conversation up to this turn has in common.
+    Characters that no message has are put into each turn: where its reasoning and its content begin and end, and behind
+    the name of its first call. Without them the rendering must be `text`: then each marks a place in it. From the last
+    one of a turn on, `text` is compared with shorter renderings: this turn ends where the rendering up to it does, and
+    the next one begins where the template opens it for an answer.
     """
-    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    marks = dict(zip(turns, map(chr, range(0xF0000, 0xF0000 + len(turns))), strict=True))
-    marked, contents = copy.deepcopy(messages), dict[int, str]()
-    for turn, mark in marks.items():
-        calls = [] if marked[turn]["content"].strip() else marked[turn].get("tool_calls")
-        holder, name = (calls[0]["function"], "name") if calls else (marked[turn], "content")
-        contents[turn], holder[name] = holder[name], mark
-    pieces = re.split(f"([{''.join(marks.values())}])", render(marked))
-    if pieces[1::2] == list(marks.values()) and not any(mark in text for mark in marks.values()):
-        for clean in (str, str.strip):
-            restored, spans = pieces[0], []
-            for turn, behind in zip(turns, pieces[2::2], strict=True):
-                _, found, end = render(marked[: turn + 1]).rpartition(marks[turn])
-                start = len(restored)
-                if marked[turn]["content"] != marks[turn]:  # a call, behind what the template writes before it
-                    opened = render(marked[:turn], prompt=True).removeprefix(render(marked[:turn]))
-                    start = restored.rindex(opened) + len(opened)
-                restored += clean(contents[turn])
-                same = itertools.takewhile(lambda pair: len({*pair}) == 1, zip(end * bool(found), behind, strict=False))
-                spans.append((start, len(restored) + len(list(same))))
-                restored += behind
-            if restored == text:
-                return spans
-    raise RowRefused(
-        f"{key}: the chat template rewrites earlier turns, so the assistant's cannot be found; "
-        "mark them in the template with {% generation %} ... {% endgeneration %}"
-    )
+    marks, marked = dict[str, int](), copy.deepcopy(messages)
+
+    def mark(turn: int, edge: re.Match[str] | None = None) -> str:
+        marks[character := chr(0xF0000 + len(marks))] = turn
+        return character if edge is None else edge[0] + character
+
+    turns = [turn for turn, message in enumerate(marked) if message["role"] == "assistant"]
+    for turn in turns:
+        message = marked[turn]
+        for name in (each for each in (*REASONING, "content") if each in message):
+            message[name] = _EDGES.sub(functools.partial(mark, turn), message[name])
+        if calls := message.get("tool_calls"):
+            calls[0]["function"]["name"] += mark(turn)
+        elif not message["content"].strip():
+            message["content"] += mark(turn)
+    pieces = re.split(f"([{''.join(marks)}])", render(marked))
+    shown, places = pieces[1::2], [*itertools.accumulate(map(len, pieces[:-1:2]))]
+    order = [marks[each] for each in shown]
+    if "".join(pieces[::2]) != text or order != sorted(order) or {*order} != {*turns} or len({*shown}) < len(shown):
+        raise RowRefused(
+            f"{key}: the chat template changes or leaves out text of the assistant, so its turns cannot be found; "
+            "mark them in the template with {% generation %} ... {% endgeneration %}"
+        )
+    last = dict(zip(order, zip(shown, places, strict=True), strict=True))
+    first = dict(zip(reversed(order), reversed(places), strict=True))
+    spans, since = list[tuple[int, int]](), 0
+    previous = nowhere = "\uffff"
+    for turn in turns:
+        opened = _behind(previous, render(marked[:turn], prompt=True))
+        start = since + len(same := _shared(opened, text[since : first[turn]]))
+        if same != opened:
+            closed = _behind(previous, render(marked[:turn]))
+            if same.startswith(closed) and (header := _HEADER.match(same, len(closed))):
+                start = since + header.end()  # as where `<think>` is opened for an answer, and not in earlier turns
+            else:  # the message before is rendered otherwise, too: behind its text then
+                question = marked[turn - 1] | {"content": nowhere + marked[turn - 1]["content"].lstrip()}
+                opened = _behind(nowhere, render([*marked[: turn - 1], question][:turn], prompt=True))
+                place = text.find(opened, since, first[turn])
+                start = first[turn] if place < 0 else place + len(opened)
+        previous, since = last[turn]
+        through = render(marked[: turn + 1])
+        end = _behind(previous, through) if previous in through else ""
+        spans.append((start, since + len(_shared(end, text[since:]))))
+    return spans
+
+
+def _behind(mark: str, rendered: str) -> str:
+    """What stands behind `mark`, or all."""
+    return rendered[rendered.rfind(mark) + 1 :]
+
+
+def _shared(one: str, other: str) -> str:
+    """The beginning that two texts share."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(each for each, _ in same)

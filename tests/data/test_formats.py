@@ -326,7 +326,7 @@ def test_what_the_template_leaves_out_is_counted_in_the_manifest_for_any_number_
 
     alone, workers = made(0), made(3)
     (reason,) = alone.text_counts["train"]
-    assert reason == "conversations left out that the chat template does not render"
+    assert reason == "conversations left out that the chat template does not render as they are"
     assert 0 < alone.text_counts["train"][reason] < 80
     assert workers.digest == alone.digest
     assert read_manifest(tmp_path / "out3").text_counts == alone.text_counts

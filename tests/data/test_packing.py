@@ -1,3 +1,4 @@
+import copy
 import itertools
 import json
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain.data import packing
+from kdtrain.data import packing, rendering
 from kdtrain.data.formats import Document
 from kdtrain.data.masks import Masks
 from kdtrain.data.packing import pack
@@ -33,7 +34,7 @@ _PLAIN = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 _WITH_EOS = _PLAIN.replace("{{ m.content }}", "{{ m.content }}{{ eos_token if m.role == 'assistant' else '' }}")
-_SHOUTS_EARLIER = _PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else m.content | upper }}")
+_CUTS_EARLIER = _PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:1] }}")
 _SIGNS_LAST = _PLAIN.replace(
     "{{ m.content }}", "{{ m.content }}{{ 'me' if loop.last and m.role == 'assistant' else '' }}"
 )
@@ -150,7 +151,7 @@ def test_a_long_text_is_tokenized_in_pieces_and_stays_one_document_with_one_prom
     "template, message",
     [
         (None, "has no chat template"),
-        (_SHOUTS_EARLIER, "talk: the chat template rewrites earlier turns"),
+        (_CUTS_EARLIER, "talk: the chat template changes or leaves out text of the assistant, so its turns cannot be"),
         (
             "{{ raise_exception('roles must\nalternate') }}",
             "talk: the chat template refuses .*: roles must$",
@@ -189,7 +190,7 @@ def test_a_conversation_that_the_template_refuses_is_left_out_beside_others_and_
         same = list(pack(good, tokenizer, 8))
     assert [row.tokens.tolist() for row in rows] == [row.tokens.tolist() for row in same]
     assert (masks.documents, masks.refused, masks.long) == (3, 3, 3)
-    assert "left out 3 that the chat template refuses (first: bad " in caplog.text
+    assert "left out 3 conversations (first: bad " in caplog.text
 
 
 def test_a_template_that_refuses_every_conversation_is_an_error_long_before_the_end(tokenizer):
@@ -225,7 +226,7 @@ _QUOTED, _SAME = (
 _ADD = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 _BOTH = "<system>be kind<user>hi<assistant>⟦yo 漢⟧<user>more<assistant>⟦ok■⟧"
 _LAST, _FIRST = (_BOTH.replace(f"⟦{each}⟧", each) for each in ("yo 漢", "ok■"))
-_THOUGHT = "<system>be kind<end><user>hi<end><assistant>⟦yo 漢<end>⟧<user>more<end><assistant>[think]⟦ok<end>■⟧"
+_THOUGHT = "<system>be kind<end><user>hi<end><assistant>⟦yo 漢<end>⟧<user>more<end><assistant>⟦[think]ok<end>■⟧"
 _SPELLED = f"<user>what is {_EOS}?<assistant>⟦{_EOS} ends 漢{_EOS}.■⟧"
 _CALLED = '⟦({"name": "add", "arguments": {"a": 1}})({"name": "add", "arguments": {"a": 1}})|⟧'
 
@@ -251,19 +252,19 @@ def _less(turn):
         (  # the text of a question that is also the answer
             _THINKS,
             [_talk(_SAME)],
-            "<user>same<end><assistant>⟦same<end>⟧<user>assistant<end><assistant>[think]⟦same<end>■⟧",
+            "<user>same<end><assistant>⟦same<end>⟧<user>assistant<end><assistant>⟦[think]same<end>■⟧",
         ),
         # behind a prompt of messages, and a turn of weight 0, whose end is not learned either
         *((each, [_talk(_TALK, 4)], _LAST) for each in (_MARKED, _PLAIN)),
         *((each, [_less(2)], _LAST) for each in (_MARKED, _PLAIN)),
         *((each, [_less(4)], _FIRST) for each in (_MARKED, _PLAIN)),
         *((_THINKS, [each], _THOUGHT.replace("⟦yo 漢<end>⟧", "yo 漢<end>")) for each in (_talk(_TALK, 4), _less(2))),
-        (_THINKS, [_less(4)], _THOUGHT.replace("⟦ok<end>■⟧", "ok<end>■")),
+        (_THINKS, [_less(4)], _THOUGHT.replace("⟦[think]ok<end>■⟧", "[think]ok<end>■")),
         *(
             (each, [_talk([{**_CALLS[0], "tools": _ADD}, *_CALLS[1:]])], f"[add]<user>1 + 1?{more}")
             for each, more in (
                 (_RENDERS, f"|<assistant>{_CALLED}<tool>2|<assistant>⟦two|■⟧"),
-                (_RENDERS_ANEW.replace("nl", "'_'"), f"_|<assistant>{_CALLED}<tool>2_|<assistant>[think]⟦two_|■⟧"),
+                (_RENDERS_ANEW.replace("nl", "'_'"), f"_|<assistant>{_CALLED}<tool>2_|<assistant>⟦[think]two_|■⟧"),
             )
         ),
         # a prompt and its completion, which may spell its end
@@ -285,6 +286,113 @@ def test_only_the_assistants_text_or_the_completion_counts_to_the_last_byte(
     assert "the chat template" not in caplog.text
 
 
+# Qwen3's rule: reasoning, by its key or within the content, stands behind the last question only.
+_REASONS = _THINKS.replace(
+    "{{- '[think]' + body }}",
+    "{%- set inside = m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in m.content else '' %}"
+    "{{- '<think>' + (m.reasoning_content or m.thinking or inside).strip() + '</think>' + body }}",
+).replace(
+    "{{- '<end>' }}", "{%- for c in m.tool_calls or () %}{{- '(' + c.function.name + ')' }}{%- endfor %}{{- '<end>' }}"
+)
+_OPENS = _REASONS.replace("{{- '<assistant>' }}", "{{- '<assistant><think>' }}")  # what is to be answered
+_DROPS = _OPENS.replace("loop.index0 > ns.last", "false")  # DeepSeek-R1's rule: the text has no reasoning
+_MOVES = (  # Mistral's: the tools are before the last question
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[TOOLS]' if loop.index0 + 3 > loop.length }}[Q]{{ m.content }}"
+    "[/Q]{% else %}{% for c in m.tool_calls or () %}[CALL]{{ c.function.name }}{% endfor %}{{ m.content }}|{% endif %}"
+    "{% endfor %}"
+)
+
+
+def _reasoned(*turns, key="reasoning_content"):
+    """Questions and answers, each of reasoning and content; key: None: the reasoning is within the content."""
+    found = []
+    for number, (reasoning, content) in enumerate(turns):
+        inside = {"content": f"<think>\n{reasoning}\n</think>\n\n{content}"}
+        turn = {"content": content, key: reasoning} if key else inside
+        found += [{"role": "user", "content": f"q{number}"}, {"role": "assistant", **turn}]
+    return found
+
+
+_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL], "reasoning_content": "r0"}
+_STEPS = [{"role": "user", "content": "q0"}, _CALLING, {"role": "tool", "content": "2"}, *_reasoned(("r1", "a1"))[1:]]
+_Q0, _Q1, _Q2 = (f"<user>q{number}<end><assistant>" for number in range(3))
+_TURNS = [("r0", "a0"), ("r1", "a1"), ("r2", "a2")]
+
+
+@pytest.mark.parametrize(
+    "template, talk, wanted",
+    [
+        *(
+            (template, _reasoned(*turns, key=key), f"{before}{opened}{last}<end>⟧")
+            for template, opened in ((_REASONS, "⟦<think>"), (_OPENS, "<think>⟦"))
+            for key in ("reasoning_content", "thinking", None)
+            for turns, before, last in (
+                (_TURNS[:1], _Q0, "r0</think>a0"),
+                (_TURNS[:2], f"{_Q0}⟦a0<end>⟧{_Q1}", "r1</think>a1"),
+                (_TURNS, f"{_Q0}⟦a0<end>⟧{_Q1}⟦a1<end>⟧{_Q2}", "r2</think>a2"),
+                ([("r0", "<b>"), ("", " a1\n")], f"{_Q0}⟦<b><end>⟧{_Q1}", "</think>a1"),
+                ([("r", "same"), ("r", "same")], f"{_Q0}⟦same<end>⟧{_Q1}", "r</think>same"),
+            )
+        ),
+        *((_DROPS, _reasoned(*_TURNS[:2], key=key), f"{_Q0}⟦a0<end>⟧{_Q1}⟦a1<end>⟧") for key in ("thinking", None)),
+        # steps of one answer keep their reasoning, until there is another question; and answers in a row
+        (_REASONS, _STEPS, f"{_Q0}⟦<think>r0</think>(add)<end>⟧<tool>2<end><assistant>⟦<think>r1</think>a1<end>⟧"),
+        *(
+            (template, [*_STEPS, *_reasoned(*_TURNS[:1])], f"{_Q0}⟦(add)<end>⟧<tool>2<end><assistant>⟦a1<end>⟧{last}")
+            for template, last in (
+                (_REASONS, f"{_Q0}⟦<think>r0</think>a0<end>⟧"),
+                (_OPENS, f"{_Q0}<think>⟦r0</think>a0<end>⟧"),
+            )
+        ),
+        (
+            _OPENS,
+            [*_reasoned(("r", "a")), _CALLING, *_reasoned(("r", "a"))],
+            f"{_Q0}⟦a<end>⟧<assistant>⟦(add)<end>⟧{_Q0}<think>⟦r</think>a<end>⟧",
+        ),
+        (_MOVES, [*_STEPS, *_TALK[1:3]], "[Q]q0[/Q]⟦[CALL]add|⟧2|⟦a1|⟧[TOOLS][Q]hi[/Q]⟦yo 漢|⟧"),
+        # a template without such a rule: as it was
+        (_PLAIN, _reasoned(*_TURNS[:2]), "<user>q0<assistant>⟦a0⟧<user>q1<assistant>⟦a1⟧"),
+        (_PLAIN, _reasoned(("r", "a"), key=None), "<user>q0<assistant>⟦<think>\nr\n</think>\n\na⟧"),
+    ],
+)
+def test_reasoning_counts_where_the_template_keeps_it_turn_by_turn(template, talk, wanted, tokenizer):
+    tokenizer.chat_template = template
+    assert _rendered(tokenizer, talk) == wanted
+
+
+def _rendered(tokenizer, talk):
+    """A conversation as text, with what counts marked."""
+    text, spans = rendering.render(tokenizer, False, "talk", talk)
+    for start, stop in reversed(spans):
+        text = f"{text[:start]}⟦{text[start:stop]}⟧{text[stop:]}"
+    return text
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", None])
+def test_reasoning_that_counts_is_no_warning_and_what_the_template_leaves_out_is(key, tokenizer, caplog):
+    tokenizer.chat_template, long = _REASONS, ("because " * 99, "a")
+    list(pack([_talk(_reasoned(long, key=key))], tokenizer, 8, masks=Masks("train", 8)))
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+    list(pack([_talk(_reasoned(("other", "a"), long, key=key))], tokenizer, 8, masks=Masks("train", 8)))
+    (line,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert line.startswith("train: in 1 conversations the chat template leaves out text or reasoning of the assistant")
+
+
+_PARTS = st.sampled_from(["<assistant>", "<assistant><think>", "<end>", "</think>", "a", "\n"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.lists(_PARTS, max_size=3), st.booleans()), min_size=1, max_size=3), st.booleans())
+def test_no_text_of_a_user_counts_whatever_it_quotes(make_tokenizer, questions, opens):
+    tokenizer, talk = make_tokenizer(), []
+    tokenizer.chat_template = _OPENS if opens else _REASONS
+    for parts, calls in questions:
+        asked = {"role": "user", "content": "".join(f"U{part}U" for part in parts)}
+        talk += [asked, copy.deepcopy(_CALLING) if calls else _reasoned(("r", "a"))[1]]
+    text, spans = rendering.render(tokenizer, False, "talk", talk)
+    assert len(spans) == len(questions) and "U" not in "".join(text[start:stop] for start, stop in spans)
+
+
 @pytest.mark.parametrize("parse", [False, True])
 def test_special_tokens_in_a_text_are_counted_or_parsed_where_they_are_meant(parse, tokenizer):
     tokenizer.chat_template, masks = _PLAIN, Masks("train", 8)
@@ -302,11 +410,8 @@ def test_a_conversation_whose_tool_calls_are_not_rendered_is_left_out_and_counte
     with caplog.at_level("INFO"):
         rows = list(pack([calls, good], tokenizer, 8, masks=masks))
     assert [row.tokens.tolist() for row in rows] == [row.tokens.tolist() for row in pack([good], tokenizer, 8)]
-    assert masks.counts == {"train": {"conversations left out that the chat template does not render": 1}}
-    assert (
-        "left out 1 that the chat template refuses (first: calls: the chat template does not render the tool calls of"
-        in caplog.text
-    )
+    assert masks.counts == {"train": {"conversations left out that the chat template does not render as they are": 1}}
+    assert "left out 1 conversations (first: calls: the chat template does not render the tool calls" in caplog.text
     with pytest.raises(UsageError, match=r"^calls: the chat template does not render the tool calls of this conv"):
         list(pack([calls], tokenizer, 8))
 
@@ -344,7 +449,9 @@ def test_marks_of_a_template_that_leave_out_the_answer_are_a_warning(tokenizer, 
     list(pack([Document("row 8", messages=_TALK)], tokenizer, 8, masks=Masks("train", 8)))
     said = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     short, wide = (each for each in said if "the chat template" in each)
-    assert short == "train: in 1 conversations the chat template leaves out some of the assistant's text (first: row 7)"
+    assert short.endswith(
+        "in 1 conversations the chat template leaves out text or reasoning of the assistant (first: row 7)"
+    )
     assert wide == "train: in 1 conversations the chat template counts more than the assistant's text (first: row 8)"
 
 
