@@ -24,7 +24,7 @@ import logging
 import os
 import re
 import sysconfig
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -319,9 +319,7 @@ def _local(path: Path, columns: Columns, streaming: bool) -> dict[str, _Part]:
     if path.is_file():
         root, names = path.parent, [path.name]
     elif path.is_dir():
-        root = path
-        files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-        names = _of_one_sort(path, [name for name in files if not re.search(r"(^|/)\.", name)])
+        root, names = path, _of_one_sort(path, _files_in(path))
     else:
         raise UsageError(f"{path}: there is no such file or folder; --data takes stdlib, a path, or hf:NAME[:SUBSET]")
     suffixes = {_suffix(name) for name in names}
@@ -335,13 +333,56 @@ def _local(path: Path, columns: Columns, streaming: bool) -> dict[str, _Part]:
         _refuse_columns(str(path), columns, "give jsonl")
     groups: dict[str, list[str]] = {}
     own = [_split_in_name(name) for name in names]
+    use = None not in own and "train" in own
     for name, split in zip(names, own, strict=True):
-        groups.setdefault(split if split and None not in own and "train" in own else "train", []).append(name)
+        groups.setdefault(split if split and use else "train", []).append(name)
+    unused = [name for name, split in zip(names, own, strict=True) if split in SPLITS[1:] and not use]
+    if unused and path.is_dir():
+        why = f"{names[own.index(None)]} names none" if None in own else "no file names train"
+        hint = "name one in each (train/a.jsonl), or move a file away to keep it out"
+        log_once(logging.WARNING, f"{path}: {_counted(unused)} read like the others, not as a split: {why}; {hint}")
     if is_text:
         return {split: _text_files(root, group, errors="strict") for split, group in groups.items()}
     places = {split: {name: root / name for name in group} for split, group in groups.items()}
     rows = {split: Rows([*each.values()], SMALL) for split, each in places.items()}
     return {split: _rows(str(path), each, columns, streaming, places[split]) for split, each in rows.items()}
+
+
+def _files_in(folder: Path) -> list[str]:
+    """List the files in `folder` and behind its links by their names in it, in order, but for hidden ones.
+
+    What has several names is listed once, by that without a link if there is one. A link to a folder around `folder` is
+    not followed.
+
+    Raises:
+        UsageError: there is none, but links are.
+    """
+    waiting, links = [("", os.path.realpath(folder))], deque[tuple[str, str]]()
+    taken = {*map(str, Path(waiting[0][1]).parents)}
+    found, left = list[str](), list[str]()
+    while waiting or links:
+        name, place = (waiting or links).pop()
+        if place in taken:
+            left.append(f"{name} (read already, or a loop)")
+        elif os.path.isfile(place):
+            found.append(name)
+        elif not os.path.exists(place):
+            left.insert(0, f"{name} (leads nowhere)")
+        elif os.path.isdir(place):
+            with suppress(PermissionError):
+                for entry in sorted(os.scandir(place), key=lambda each: each.name):
+                    inside = PurePosixPath(name, entry.name).as_posix()
+                    if entry.is_symlink() and entry.name[0] != ".":
+                        links.appendleft((inside, os.path.realpath(entry.path)))
+                    elif entry.name[0] != ".":
+                        waiting.append((inside, entry.path))
+        taken.add(place)
+    if left:
+        line = f"{folder}: left out {len(left):,} behind links: {', '.join(left[:5])}"
+        if not found:
+            raise UsageError(f"{line}; no file is left")
+        log_once(logging.WARNING, line)
+    return sorted(found)
 
 
 def _of_one_sort(folder: Path, names: list[str]) -> list[str]:
@@ -360,10 +401,13 @@ def _of_one_sort(folder: Path, names: list[str]) -> list[str]:
         )
     kept = rows or texts or [name for name in names if _suffix(name) in _LONE_ROWS]
     if kept and (others := [name for name in names if name not in set(kept)]):
-        what = f"{others[0]} is" if len(others) == 1 else f"{others[0]} and {len(others) - 1} more files are"
         hint = f"a folder is read as {_READ}; rename a file to have it read as text"
-        log_once(logging.WARNING, f"{folder}: {what} left out; {hint}")
+        log_once(logging.WARNING, f"{folder}: {_counted(others)} left out; {hint}")
     return kept
+
+
+def _counted(names: Sequence[str]) -> str:
+    return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more files are"
 
 
 def _suffix(name: str) -> str:

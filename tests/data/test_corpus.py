@@ -12,7 +12,8 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdtrain.data.corpus import SPLITS, assign, by_hash, cut, documents, rank
+from kdtrain.config import DataConfig
+from kdtrain.data.corpus import SPLITS, assign, by_hash, cut, documents, rank, stated_text
 from kdtrain.data.formats import Columns
 from kdtrain.errors import RunError, UsageError
 
@@ -40,6 +41,14 @@ def _files(folder, files):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return folder if len(files) > 1 else folder / name
+
+
+@pytest.fixture
+def warned(monkeypatch):
+    """The lines that a source logs."""
+    lines: list[str] = []
+    monkeypatch.setattr(logging.getLogger("kdtrain"), "log", lambda _, text, *words: lines.append(text % words))
+    return lines
 
 
 def test_the_split_of_a_document_never_changes_between_releases():
@@ -155,14 +164,69 @@ def test_a_few_texts_are_each_cut_so_that_train_has_nine_tenths_of_the_lines(cou
     assert sorted(chain(*lines)) == sorted("".join(texts).splitlines())
 
 
-def test_files_of_another_kind_beside_texts_are_left_out_and_named_once(tmp_path, monkeypatch):
-    logged = []
-    monkeypatch.setattr(logging.getLogger("kdtrain"), "log", lambda _, text, *words: logged.append(text % words))
+def test_files_of_another_kind_beside_texts_are_left_out_and_named_once(tmp_path, warned):
     _files(tmp_path, dict.fromkeys(("notes.pdf", "data.csv", ".hidden.txt"), "left out"))
     _files(tmp_path, {f"{number}.txt": text for number, text in enumerate(_TEXTS)})
     assert "left out" not in [*chain(*_splits(tmp_path))]
-    (line,) = logged
+    (line,) = warned
     assert line.startswith(f"{tmp_path}: data.csv and 1 more files are left out; a folder is read as text (.txt, .md, ")
+
+
+def test_links_in_a_folder_are_followed_and_what_is_there_twice_or_not_at_all_is_named_once(tmp_path, warned):
+    _files(tmp_path / "data", {f"{number}.txt": text for number, text in enumerate(_TEXTS[:30])})
+    _files(tmp_path / "disk", {f"in/{number}.txt": text for number, text in enumerate(_TEXTS[30:])})
+    for link, target in {
+        "data/more": "../disk",
+        "data/again": "../disk/in",
+        "data/0-same.txt": "3.txt",
+        "data/around": "..",
+        "data/self": ".",
+        "data/none.txt": "nowhere",
+        "data/turns": "turns",
+        "data/.hidden": "nowhere",
+        "disk/in/back": "../..",
+        "disk/in/up": "..",
+    }.items():
+        (tmp_path / link).symlink_to(target)
+    assert sorted(chain(*_splits(tmp_path / "data"))) == sorted(_TEXTS)
+    names = stated_text(DataConfig(data=str(tmp_path / "data")))["files"]
+    assert {*names} == {*(f"{n}.txt" for n in range(30)), *(f"again/{n}.txt" for n in range(10))}
+    (line,) = warned
+    left = "turns (leads nowhere), none.txt (leads nowhere), 0-same.txt (read already, or a loop), around (read alr"
+    assert line.startswith(f"{tmp_path}/data: left out 8 behind links: {left}")
+
+
+def test_a_folder_of_links_alone_is_read_or_refused_where_all_lead_nowhere(tmp_path):
+    _files(tmp_path / "disk", {"train.jsonl": _TEXTS, "test.jsonl": ["own test"]})
+    (tmp_path / "data").mkdir()
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / "data" / name).symlink_to(f"../disk/{name}")
+    assert _splits(tmp_path / "data") == _splits(tmp_path / "disk")
+    for path in (tmp_path / "disk").iterdir():
+        path.unlink()
+    with pytest.raises(
+        UsageError, match=r"left out 2 behind links: train.jsonl \(leads nowhere\), test.jsonl \(leads now"
+    ):
+        documents(str(tmp_path / "data"), "train")
+
+
+@pytest.mark.parametrize(
+    "names, line",
+    [
+        (["train", "test", "extra"], "test.jsonl is read like the others, not as a split: extra.jsonl names none"),
+        (["train/a", "test/a", "dev/b", "c"], "dev/b.jsonl and 1 more files are read like the others, not as a spl"),
+        (["test"], "test.jsonl is read like the others, not as a split: no file names train; name one in each"),
+        (["train", "test"], ""),
+        (["train", "extra"], ""),
+        (["extra", "other"], ""),
+    ],
+)
+def test_files_that_name_a_split_and_are_not_used_as_one_are_named_in_one_line(names, line, tmp_path, warned):
+    _files(tmp_path / "data", {f"{name}.jsonl": [f"{name} {text}" for text in _TEXTS] for name in names})
+    _splits(tmp_path / "data")
+    assert [each[: len(f"{tmp_path}/data: {line}")] for each in warned] == [f"{tmp_path}/data: {line}"][: len(line)]
+    _splits(tmp_path / "data" / f"{names[0]}.jsonl")
+    assert len(warned) == bool(line)
 
 
 @pytest.mark.parametrize("names", [["a.md"], ["a.py"], ["a.rst"], ["a.TXT"], ["b.txt", "a.md", "c/d.py", "a.rst"]])
