@@ -30,24 +30,28 @@ def losses(run):
     return {line["step"]: line["loss"] for line in trained(run)}
 
 
-def test_a_spike_is_rolled_back_to_the_checkpoint_before_it_its_data_left_out_and_the_rate_halved(workshop, spikes):
-    fired = spikes("26-28")
+@pytest.mark.parametrize("first", [25, 28], ids=["right after a checkpoint", "at the step of one"])
+def test_a_spike_is_rolled_back_to_the_checkpoint_before_it_its_data_left_out_and_the_rate_halved(
+    workshop, spikes, first
+):
+    fired, confirmed = spikes(f"{first}-{first + 2}"), first + 2
     with workshop.run(train=workshop.source(400), **SPIKE) as run:
         run.fit()
     assert fired == {"train.loss"}
     progress = run.state.progress
     assert (progress.step, progress.rollbacks, progress.lr_factor) == (40, 1, 0.5)
-    # back to step 24; batches 25 to 28 (sequences 96 to 111 of the stream) are left out
-    assert progress.skipped_data == [[96, 112]]
-    assert progress.sequences == 4 * (40 + 4)
+    # back to step 24; the batches from 25 (sequence 96 of the stream) to the one that confirmed it are left out
+    left_out = [96, 4 * confirmed]
+    assert progress.skipped_data == [left_out]
+    assert progress.sequences == 4 * (40 + confirmed - 24)
     (spike,), (event,) = (events(run, kind) for kind in ("spike", "rollback"))
-    assert spike["message"] == "a loss spike since step 26, confirmed at step 28"
-    assert (event["step"], event["first"], event["skipped"], event["lr_factor"]) == (24, 26, [96, 112], 0.5)
+    assert spike["message"] == f"a loss spike since step {first}, confirmed at step {confirmed}"
+    assert (event["step"], event["first"], event["skipped"], event["lr_factor"]) == (24, first, left_out, 0.5)
     assert list(losses(run)) == list(range(1, 41))
     assert max(losses(run).values()) < 10 * losses(run)[1]
     before, after = (load(run.store.folder / name) for name in ("step-00000024", "rollback_1_iter24"))
     assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
-    assert (before.state["progress"]["sequences"], after.state["progress"]["sequences"]) == (96, 112)
+    assert (before.state["progress"]["sequences"], after.state["progress"]["sequences"]) == (96, 4 * confirmed)
 
 
 def test_a_rollback_brings_back_the_gap_that_alpha_follows(workshop, spikes):
