@@ -97,6 +97,14 @@ def test_an_empty_tail_stays_empty_and_the_others_are_right_to_half_a_step() -> 
     assert order(knots) == [1, 2, 0, 4, 5, 3, 6, 7]
 
 
+def test_half_a_step_is_stored_as_the_even_one() -> None:
+    halves_N, knots = np.array([0.5, -0.5, 1.5, -1.5, 2.5, -2.5]), (1.0, 0.5)
+    numbers = (halves_N * steps(knots)[:, None]).astype(np.float32)
+    assert (numbers / steps(knots)[:, None] == halves_N).all()
+    predictor = Predictor(np.zeros((len(numbers), 1 + len(numbers)), np.float32), knots)
+    assert (predictor.encode(np.ones((1, 6), np.float32), numbers) == [0, 0, 4, 3, 4, 3]).all()
+
+
 @pytest.mark.parametrize("top_k", [8, 12, 50])
 @pytest.mark.parametrize("slope, peak", [(1.0, 0.0), (1.3, 2.0), (1.6, 0.0), (2.0, 4.0)])
 def test_masses_and_weights_are_exact_to_a_hundredth_of_a_nat(top_k: int, slope: float, peak: float) -> None:

@@ -3,27 +3,39 @@
 If this test fails, the format has changed: raise `names.FORMAT_VERSION` and keep reading this one, or undo the change.
 """
 
+import hashlib
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
 
+from kdtrain.cache.build.shard_writer import ShardRows, ShardWriter
 from kdtrain.cache.build.writer import write_cache
-from kdtrain.cache.format.codec import ABSENT, CodecSpec
+from kdtrain.cache.format import hdf5
+from kdtrain.cache.format.codec import ABSENT, CodecSpec, encode_sequences
+from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings, read_manifest
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.data.packed import PackedRow
-from kdtrain.objective.targets import DenseTargets, SparseTargets
+from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cache"
 SPECS = {
     "sparse": CodecSpec(kind="sparse", vocab_size=300, top_k=4, num_samples=6),
     "dense": CodecSpec(kind="dense", vocab_size=300),
+}
+WRITTEN = {
+    "dense": SPECS["dense"],
+    "samples": CodecSpec(kind="sparse", vocab_size=300, num_samples=6),
+    "top-k": CodecSpec(kind="sparse", vocab_size=300, top_k=4, knots=(1.0, 0.5)),
+    "both": CodecSpec(kind="sparse", vocab_size=300, top_k=4, num_samples=6, knots=(1.5, 1.0)),
 }
 LENGTH = 24
 
@@ -84,6 +96,60 @@ def test_the_golden_cache_reads_as_the_teacher_predicted(name: str, split: str) 
         assert (targets.log_partition(1 / temperature) - whole).abs().max() < 1e-2
 
 
+def _kept(tokens_nT1: np.ndarray, spec: CodecSpec) -> Arrays:
+    """What is kept of a teacher that never was: numbers of a generator, without any sum that a machine may order."""
+    random, (number, width) = np.random.RandomState(444), tokens_nT1[:, 1:].shape
+    if spec.kind == "dense":  # all but one entry weigh 0, so log p are the logits; halves of fp16's steps among them
+        logits_nTV = -(110 + random.randint(0, 2**12, (number, width, 300)) / np.float32(16)).astype(np.float32)
+        logits_nTV[..., 5] = 0
+        labels_nT = torch.from_numpy(tokens_nT1[:, 1:]).long()
+        return encode_sequences(torch.from_numpy(logits_nTV), labels_nT, spec, seed=0, split="train", first=0)
+    near_nTK = random.rand(number, width, 12).argsort(-1)[..., : spec.columns]
+    counts_nTD = np.array([[6, 0, 0, 0, 0, 0], [3, 2, 1, 0, 0, 0], [2, 2, 1, 1, 0, 0], [1] * 6])
+    counts_nTK = np.zeros((number, width, spec.columns), np.uint8)
+    counts_nTK[..., spec.top_k :] = counts_nTD[random.randint(0, 4, (number, width)), : spec.num_samples]
+    absent_nTK = (counts_nTK == 0) & (np.arange(spec.columns) >= spec.top_k)
+    logprobs_nTK = -np.sort(18 + 30 * random.rand(number, width, spec.columns)).astype(np.float32)
+    logprobs_nTK[..., 0] = 0  # the others vanish beside it: the top-k's mass is 1, whatever `exp` a machine has
+    numbers = -random.rand(number, width, 2 * len(spec.knots)).astype(np.float32)
+    numbers[0, :9, : len(spec.knots)] = FLOOR  # tails that are empty
+    numbers[1, :9] = 0.5 * np.array([0.008, 0.04], np.float32).repeat(len(spec.knots))  # half a step
+    return {
+        "ids": np.where(absent_nTK, spec.absent, (tokens_nT1[:, :-1, None] * 7 + near_nTK) % 300).astype(spec.id_dtype),
+        "logprobs": np.where(absent_nTK, np.float32(np.nan), logprobs_nTK),
+        "counts": counts_nTK,
+        "tail": numbers,
+        "label_logprob": -9 * random.rand(number, width).astype(np.float32),
+        "logit_mean": -random.rand(number, width).astype(np.float32),
+        "logit_std": random.rand(number, width).astype(np.float32),
+    }
+
+
+def _written(path: Path, spec: CodecSpec) -> dict[str, str]:
+    """The dtype, shape and digest of each data set that a shard holds, before HDF5 and zstd shuffle and compress it."""
+    rows = ShardRows.of("train", 0, 0, list(_rows(3, 0)))
+    with hdf5.creating(path) as (file, check):
+        hdf5.create_shard(file, spec, LENGTH, "train", 0, len(rows))
+        writer = ShardWriter(file, check, spec, LENGTH)
+        writer.add(rows, _kept(rows.tokens, spec))
+        writer.finish()
+    found: dict[str, str] = {}
+
+    def add(name: str, each: h5py.Group | h5py.Dataset) -> None:
+        if isinstance(each, h5py.Dataset):
+            found[name] = f"{each.dtype.str} {each.shape} {hashlib.sha256(each[()].tobytes()).hexdigest()[:16]}"
+
+    with h5py.File(path) as file:
+        file.visititems(add)
+    return found
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_a_shard_holds_is_the_same_to_the_bit_as_ever(name: str, tmp_path: Path) -> None:
+    """A bit that differs makes caches of one teacher differ, and a resumed build a mixture of both."""
+    assert _written(tmp_path / "0.h5", WRITTEN[name]) == json.loads((GOLDEN / "written.json").read_text())[name]
+
+
 def _write() -> None:
     for name, spec in SPECS.items():
         settings = CacheSettings(
@@ -98,6 +164,9 @@ def _write() -> None:
         write_cache(GOLDEN / name, settings, splits, teacher=lambda tokens_BT, _: _logits(tokens_BT))
     digests = {name: read_manifest(GOLDEN / name).digest for name in SPECS}
     (GOLDEN / "digests.json").write_text(json.dumps(digests, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        written = {name: _written(Path(folder, f"{name}.h5"), spec) for name, spec in WRITTEN.items()}
+    (GOLDEN / "written.json").write_text(json.dumps(written, indent=1) + "\n")
 
 
 if __name__ == "__main__":
