@@ -350,7 +350,8 @@ def router_loss(model: nn.Module, router_logits: tuple[Tensor, ...]) -> Tensor:
 def experts_of(config: Any) -> tuple[int, int] | None:
     """The number of experts of a layer, and of those to which a token is routed; None for a dense model."""
     text = config.get_text_config()
-    experts = next((n for name in EXPERTS if (n := getattr(text, name, None))), None)
+    # a name that is bound within the loop would break the graph of torch 2.11
+    experts = next(filter(None, (getattr(text, name, None) for name in EXPERTS)), None)
     chosen = getattr(text, "num_experts_per_tok", None)
     return (experts, chosen) if experts and chosen else None
 

@@ -258,6 +258,7 @@ def distillation_loss(
         at_one=at_one,
     )
     request = Request(
+        head=head,
         rows=Supervision(labels_N, mask_N, targets),
         sparse_loss=recipe.sparse,
         dense_loss=recipe.dense,
@@ -269,7 +270,7 @@ def distillation_loss(
         compile=compile,
         chunk=chunk or 0,
     )
-    loss, sums = fused_loss(hidden_ND, head, 1.0 / scalar(temperature, hidden_ND.device), request)
+    loss, sums = fused_loss(hidden_ND, 1.0 / scalar(temperature, hidden_ND.device), request)
     none = torch.zeros_like(sums[0])
     ce, kd, at_one_sum, teacher_ce = sums
     members = sums.new_zeros(0, 7, dtype=torch.float64)

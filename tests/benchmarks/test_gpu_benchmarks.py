@@ -6,6 +6,7 @@ import json
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_every_section_ends_in_a_record_without_a_failure(tiny):
         assert (record["section"], record["tiny"], record["finished"], record["left"]) == (name, True, True, [])
         assert record["figures"] and not any("failed" in figure for figure in record["figures"].values())
         assert record["commits"].keys() == record["figures"].keys()
-        assert record["machine"]["libraries"]["torch"] == torch.__version__
+        assert record["machine"]["libraries"]["torch"] == version("torch")
         assert {"date", "settings"} <= record.keys()
 
 
@@ -310,7 +311,9 @@ def test_flops_are_the_products_that_pytorch_counts_and_half_of_the_attentions_s
     of = models.SHAPES["tiny"]
     attention = of["num_hidden_layers"] * 4 * of["num_attention_heads"] * of["head_dim"] * 64
     # of attention PyTorch counts all on a GPU and nothing on a CPU
-    assert models.forward_flops("tiny", 64) * 64 == counter.get_total_flops() + 64 * attention / 2
+    found = models.forward_flops("tiny", 64) * 64 - 64 * attention / 2
+    angles = 64 * of["head_dim"]  # of the rotary embedding, which transformers 5.17 makes by a product
+    assert counter.get_total_flops() - found in (0, angles)
 
 
 def test_the_known_shapes_have_as_many_parameters_as_their_names_say():

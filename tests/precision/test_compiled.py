@@ -1,8 +1,11 @@
 """Layers that are compiled one by one; tests/parallel/compiled_script.py has them in several ranks."""
 
+import inspect
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 from transformers.utils.output_capturing import _active_collector
 
 import kdtrain as kd
@@ -68,7 +71,9 @@ def test_layers_share_one_whole_graph_whatever_is_collected_of_them(shape, layer
     for _ in range(2):
         for one, other in zip(collected(forward), expected, strict=True):
             assert torch.equal(one, other)
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    # transformers 5.17 recomputes a layer around its `forward`: in the backward, where no router is asked for
+    around = recomputes and balance and not hasattr(type(layers_of(model)[0]).forward, "__wrapped__")
+    assert counters["stats"]["unique_graphs"] == (2 if around else 1) and not counters["graph_break"]
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -95,7 +100,10 @@ def test_a_whole_mixture_of_experts_is_one_graph(monkeypatch, recomputes):
     counters.clear()
     for _ in range(2):
         student.backbone(torch.zeros(1, 9, dtype=torch.int64), None)
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    # transformers 5.17 counts with bincount for the router's loss, where the graph is cut
+    counts = "bincount" in inspect.getsource(qwen3_moe.load_balancing_loss_func)
+    assert [each for each in counters["graph_break"] if not counts or "aten.bincount" not in each] == []
+    assert counts or counters["stats"]["unique_graphs"] == 1
 
 
 @torch._dynamo.config.patch(recompile_limit=2)

@@ -147,11 +147,14 @@ def test_a_model_that_steps_with_other_logits_than_it_scores_with_is_refused(mon
     teacher, _ = teacher_of("llama", how())
     forward = teacher.model.model.forward
 
+    def pads(mask):  # transformers 5.17 gives a mask of ones where later releases give none
+        return mask is not None and not mask.all()
+
     @functools.wraps(forward)
     def wrong(*given, **named):
         if padded:  # padding is seen
             named["attention_mask"] = None
-        elif named.get("attention_mask") is None and named["input_ids"].shape[1] == 1:  # a prompt is forgotten
+        elif named["input_ids"].shape[1] == 1 and not pads(named.get("attention_mask")):  # a prompt is forgotten
             named |= {"past_key_values": None, "use_cache": False}
         return forward(*given, **named)
 

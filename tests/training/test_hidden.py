@@ -11,6 +11,7 @@ from kdtrain.objective.batch import Batch
 from kdtrain.objective.hidden import plan_hidden_loss
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
+from kdtrain.precision.compiled import compiled_whole
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.testing import tiny_model
 from kdtrain.training.student import Student
@@ -33,7 +34,7 @@ def made(student, kind="mse", compile=False, **objective):
     ).train()
     if compile:
         # a back end that compiles nothing is enough to show that the graph is whole
-        step.backbone = torch.compile(step.backbone, backend="aot_eager", fullgraph=True)
+        step.backbone = compiled_whole(step.backbone, backend="aot_eager", fullgraph=True)
     return step, batch_of(teacher, plan)
 
 

@@ -21,7 +21,7 @@ weight (V and padding), K kept entries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ from kdtrain.objective.targets import Supervision, readable
 class Request:
     """What to compute, for which rows."""
 
+    head: OutputHead
+    """Of the student; `fused_loss` leaves only its scale and soft cap here."""
     rows: Supervision
     """Of the N rows; the losses get it chunk by chunk, see `Supervision.harmless`."""
     sparse_loss: SparseLoss
@@ -70,10 +72,8 @@ class Request:
     """torch.compile the elementwise work of a chunk."""
     chunk: int = 0
     """Rows of a chunk; 0 for `chunk_rows`."""
-    head: OutputHead = field(default_factory=OutputHead)
-    """Scale and soft cap of the head; `fused_loss` fills this in, and what follows."""
     wanted: frozenset[str] = frozenset()
-    """The inputs that require a gradient: hidden, weight, bias, beta."""
+    """The inputs that require a gradient: hidden, weight, bias, beta; `fused_loss` fills this in."""
 
     def compile_small(self, device: torch.device) -> bool:
         """Compile the loss of a chunk too: a hundred small operations, slow to start on a GPU; a CPU gains nothing."""
@@ -81,7 +81,7 @@ class Request:
 
 
 @torch.compiler.disable
-def fused_loss(hidden_ND: Tensor, head: OutputHead, beta: Tensor, request: Request) -> tuple[Tensor, Tensor]:
+def fused_loss(hidden_ND: Tensor, beta: Tensor, request: Request) -> tuple[Tensor, Tensor]:
     """Sum over chunks of a loss of output-head statistics, differentiable in hidden, weight, bias and beta.
 
     Args:
@@ -90,7 +90,7 @@ def fused_loss(hidden_ND: Tensor, head: OutputHead, beta: Tensor, request: Reque
     Returns:
         the loss (scalar, at least fp32) and the vector of sums, detached.
     """
-    head = whole_head(head)
+    head = whole_head(request.head)
     inputs = {"hidden": hidden_ND, "weight": head.weight, "bias": head.bias, "beta": beta}
     differentiable = [k for k, v in inputs.items() if torch.is_grad_enabled() and v is not None and v.requires_grad]
     chunk = request.chunk or chunk_rows(request.vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
