@@ -7,6 +7,7 @@ The library, every name of which is imported when it is first used:
     CacheWriter                   writes a cache from the logits of any teacher, one sequence after the other
     DistillationLoss              (1 - alpha) CE + alpha T^2 KD, with its temperature: fixed, scheduled or learned
     Student                       a causal language model and its loss as one module, for any training loop
+    evaluation_metrics            cross-entropy and KL of a validation split, for transformers.Trainer
     distillation_loss, Head, DenseTargets   the loss as a function of hidden states, an output head and targets
     CheckpointStore, Keep         checkpoints published whole, verified before they are loaded, pruned by tier
     quantize_, PrecisionController, Policy   fp8 products, and when to switch them on and off
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from kdtrain.training.sources.source import SourceRequest as SourceRequest
     from kdtrain.training.sources.source import register_source as register_source
     from kdtrain.training.student import Student as Student
+    from kdtrain.training.validate import evaluation_metrics as evaluation_metrics
 
 _HOME = {
     "kdtrain.cache.read.mixture": ("Mixture",),
@@ -99,6 +101,7 @@ _HOME = {
     "kdtrain.teaching.online": ("Teacher",),
     "kdtrain.teaching.teacher": ("register_teacher",),
     "kdtrain.training.student": ("Student",),
+    "kdtrain.training.validate": ("evaluation_metrics",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = sorted(_MODULE_OF)

@@ -72,7 +72,8 @@ def as_record(groups: list[Group]) -> dict[str, Any]:
         first = group.runs[0]
         options = {name: first.options[name] for name in differing(groups)}
         runs = [{"run": str(run.folder), "seed": run.seed, "status": run.status} for run in group.runs]
-        rows.append({"name": group.name, "runs": runs, "cache": first.cache, "options": options, "numbers": numbers})
+        about = {"name": group.name, "runs": runs, "cache": first.cache, "kl_estimator": first.estimator}
+        rows.append(about | {"options": options, "numbers": numbers})
     return {"groups": rows, "differs": differing(groups), "notes": caution(groups)}
 
 
@@ -83,10 +84,10 @@ def csv_rows(groups: list[Group]) -> Iterator[list[Any]]:
     """
     options, shown = differing(groups), [name for name in MEASURES if any(group.values(name) for group in groups)]
     parts = {name: [*(_numbers_of(groups[0], groups, name))] if MEASURES[name].tested else ["mean"] for name in shown}
-    yield ["name", *options, *(f"{name}_{part}" for name, each in parts.items() for part in each)]
+    yield ["name", *options, "kl_estimator", *(f"{name}_{part}" for name, each in parts.items() for part in each)]
     for group in groups:
         numbers = {name: _numbers_of(group, groups, name) for name in shown}
-        first = [group.runs[0].shown(option) for option in options]
+        first = [*(group.runs[0].shown(option) for option in options), group.runs[0].estimator]
         yield [group.name, *first, *(numbers[name][part] for name, each in parts.items() for part in each)]
 
 

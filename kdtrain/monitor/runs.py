@@ -150,6 +150,12 @@ class LoggedRun:
         return found if isinstance(found, str) else None
 
     @property
+    def estimator(self) -> Any:
+        """What the KL of its validations was measured from, as text; None where the run does not state it."""
+        found = self.record.environment.get("kl_estimator")
+        return found and printable(str(found))[:80]
+
+    @property
     def interventions(self) -> list[Event]:
         """Its events but starts and checkpoints."""
         return [each for each in self.record.events if each.event not in ("start", "checkpoint")]
@@ -212,8 +218,9 @@ class Group:
 def runs(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
     """Flat records of every run of a pattern such as `runs/*`, or of a list of folders, for `pandas.DataFrame`.
 
-    A record has `run`, `status`, `student`, `cache`, the numbers by name (losses in nats a token; None where there is
-    none), and each option as `options/NAME`. The curves are `kd.RunRecord.read(record["run"]).metrics`.
+    A record has `run`, `status`, `student`, `cache`, `kl_estimator` (what the KL of a validation is measured from: two
+    of them do not compare), the numbers by name (losses in nats a token; None where there is none), and each option as
+    `options/NAME`. The curves are `kd.RunRecord.read(record["run"]).metrics`.
 
     Raises:
         UsageError: a folder of the list is not a run, or the pattern finds no run.
@@ -230,7 +237,7 @@ def runs(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
         found = read_runs([Path(each) for each in pattern], most=None)
     return [
         {"run": str(run.folder), "status": run.status, "student": run.student, "cache": run.cache}
-        | run.numbers
+        | {"kl_estimator": run.estimator, **run.numbers}
         | {f"options/{name}": value for name, value in run.options.items()}
         for run in found
     ]
@@ -367,13 +374,13 @@ class Difference:
 def difference(groups: Sequence[Group], group: Group, name: str, first: Group | None = None) -> Difference | None:
     """A group's number less that of the first one; None: nothing to compare.
 
-    Of numbers by token nothing is where tokenizers differ.
+    Nothing is where tokenizers, the texts of a test or the estimators of a validation's KL differ.
     """
     first = first or groups[0]
     own, other = group.by_seed(name), first.by_seed(name)
     if not own or not other or group is first:
         return None
-    if MEASURES[name].by_token and len(_tokenizers([group, first])) > 1:
+    if _apart([group, first], name):
         return None
     if len(both := own.keys() & other.keys()) < 2 or not MEASURES[name].tested:
         return Difference(statistics.fmean(own.values()) - statistics.fmean(other.values()), None)
@@ -420,6 +427,8 @@ def cell(groups: Sequence[Group], group: Group, name: str) -> tuple[str, str, bo
     shown = measure.text(mean)
     if measure.tested and (own := group.deviation(name)) is not None:
         shown += f" ± {measure.text(own)}"
+    if name == "kl" and (estimator := group.runs[0].estimator):
+        shown += f"\nfrom {estimator}"
     off = difference(groups, group, name)
     if off is None or not measure.tested:
         return shown, "", False
@@ -475,6 +484,16 @@ def _tokenizers(groups: Sequence[Group]) -> set[Any]:
     return {run.tokenizer for each in groups for run in each.runs} - {None}
 
 
+def _apart(groups: Sequence[Group], name: str) -> bool:
+    """Whether a number of the groups does not compare, as it is of different things."""
+    runs = [run for each in groups for run in each.runs]
+    if name == "kl" and len({run.cache for run in runs}) > 1 and len({run.estimator or run.cache for run in runs}) > 1:
+        return True
+    if name.startswith("test_") and len({text_of(run.record.test) for run in runs if run.record.test}) > 1:
+        return True
+    return MEASURES[name].by_token and len(_tokenizers(groups)) > 1
+
+
 def caution(groups: Sequence[Group]) -> list[str]:
     """What a reader of the comparison must know: seeds, tokens, and runs that have not ended."""
     notes, apart = [], len(_tokenizers(groups)) > 1
@@ -494,7 +513,9 @@ def caution(groups: Sequence[Group]) -> list[str]:
     if open_runs:
         notes.append(f"not ended, or killed: {', '.join(open_runs)}")
     if len({run.cache for each in groups for run in each.runs}) > 1:
-        notes.append("the runs learned from different caches: losses compare only where their validation text is one")
+        notes.append("the runs learned from different caches: validation losses compare only over the same text")
+        if not apart and _apart([each for each in groups if each.values("kl")], "kl"):
+            notes.append("Different caches: validation KL is not comparable here; use test KL.")
     return notes
 
 

@@ -295,6 +295,7 @@ class Run:
             "cache": recipe.facts.identity,
             **({"caches": recipe.members} if recipe.members else {}),
             "tokenizer": recipe.facts.tokenizer_digest,
+            "kl_estimator": recipe.facts.estimator,
             **({} if recipe.facts.alignment is None else {"alignment": dict(recipe.facts.alignment)}),
             "device": str(student.device),
             "mode": self.mode,

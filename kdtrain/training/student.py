@@ -11,12 +11,16 @@ Shape suffixes: B sequences, T positions, N tokens (B*T), D model width, K kept 
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator
+import sys
+import warnings
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from einops import rearrange
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -27,7 +31,8 @@ from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.objective.batch import Batch, Collator
 from kdtrain.objective.hidden import HiddenLoss
 from kdtrain.objective.loss import DistillationLoss, LossOutput, joined
-from kdtrain.objective.targets import per_token
+from kdtrain.objective.metrics import measure
+from kdtrain.objective.targets import Supervision, per_token
 from kdtrain.objective.temperature import Temperature
 from kdtrain.precision.compiled import CompiledLayers, compiled_whole
 from kdtrain.precision.linear import Switch
@@ -39,6 +44,13 @@ FIELDS = (
     "partial",
 )
 """The tensors of a batch that a student takes by name: see `Batch.fields` and `Student.forward`."""
+LOSS_FILE = "kdtrain/loss.safetensors"
+"""Holds the loss's state beside a model's weights; in a folder, because servers load every *.safetensors next to a
+config.json."""
+
+EvaluationOutput = namedtuple("EvaluationOutput", (*LossOutput._fields, "rows"))  # type: ignore[misc]
+"""A `LossOutput` and `rows`, [B, M] fp64: the sums of `Metrics.vector` of each sequence, for `evaluation_metrics`.
+`transformers.Trainer` gathers all but the loss."""
 
 
 class Student(PreTrainedModel):
@@ -126,7 +138,7 @@ class Student(PreTrainedModel):
         self.switch = switch or Switch()
         self.quantized = quantized
         self._collator = Collator.of(data)
-        self._checked = False
+        self._checked = self._masters_checked = False
         self.compiled = CompiledLayers(self.model, mode=compile_mode) if compile and by_layer else None
         self.backbone = self._backbone
         if self.compiled is not None:
@@ -160,16 +172,41 @@ class Student(PreTrainedModel):
     def save_pretrained(self, save_directory: Path | str, state_dict: Any = None, **options: Any) -> None:  # type: ignore[override]
         """Write the trained model to a folder that `AutoModelForCausalLM.from_pretrained` loads; Trainer calls this.
 
-        Parameters of the loss (a learned temperature) are stored beside the weights, so that Trainer can resume;
-        `from_pretrained` lists them as unexpected and leaves them out.
+        What the loss holds (a learned temperature, the averages of alpha, projections) is written to `LOSS_FILE` in it.
 
         Args:
             state_dict: weights by their names in the student, instead of the present ones.
             options: of the model's own `save_pretrained`.
         """
         state = self.state_dict() if state_dict is None else state_dict
-        state = {name.removeprefix(_OF_THE_MODEL): tensor for name, tensor in state.items()}
-        self.model.model.save_pretrained(save_directory, state_dict=state, **options)
+        held = {name: state[name].contiguous() for name in state if name.startswith(("loss.", "hidden_loss."))}
+        weights = {name.removeprefix(_OF_THE_MODEL): state[name] for name in state if name not in held}
+        self.model.model.save_pretrained(save_directory, state_dict=weights, **options)
+        if held and options.get("is_main_process", True):
+            path = Path(save_directory, LOSS_FILE)
+            path.parent.mkdir(exist_ok=True)
+            save_file(held, path)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        """Load the student's state dict or the model's; with one that Trainer reads, what the loss held beside it.
+
+        Trainer reads the weights of a checkpoint and then passes no path on. So the path of the weights is looked up
+        among the variables of the caller: if it is not found, Trainer warns of missing keys.
+        """
+        for each in sys._getframe(1).f_locals.values():
+            if isinstance(each, str) and Path(each).name.startswith("model.safetensors"):
+                path = Path(each).parent / LOSS_FILE
+                state_dict = {**(load_file(path) if path.is_file() else {}), **state_dict}
+        return super().load_state_dict(state_dict, *args, **options)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode as `nn.Module.train`. The first time for training, warn of weights in half precision."""
+        if mode and not self._masters_checked:
+            self._masters_checked = True
+            for dtype in {each.dtype for each in self.parameters() if each.requires_grad and each.dtype.itemsize == 2}:
+                text = "small updates round away; load its model by from_pretrained(..., dtype=torch.float32)"
+                warnings.warn(f"the student trains weights in {dtype}: {text}", stacklevel=2)
+        return super().train(mode)
 
     @property
     def device(self) -> torch.device:
@@ -194,6 +231,10 @@ class Student(PreTrainedModel):
     ) -> LossOutput:
         """Return the loss to differentiate and the sums to report, for a batch or for its named tensors.
 
+        In evaluation mode the value of the loss is the cross-entropy, as in the validation of a run, and its gradient
+        still that of the objective: `from_pretrained` returns a model in this mode. Without gradients the forward is
+        neither compiled nor quantised then, and an `EvaluationOutput` is returned.
+
         Args:
             batch: B sequences of T + 1 tokens with their targets.
             num_items_in_batch: the divisor of sums over tokens: the unmasked tokens of the whole optimizer step, over
@@ -216,7 +257,8 @@ class Student(PreTrainedModel):
         labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
         mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
         normalizer = mask_N.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        hidden_ND, states = self._hidden(self.backbone, batch)
+        validates = not (self.training or torch.is_grad_enabled())
+        hidden_ND, states = (self.hidden_eager(batch), []) if validates else self._hidden(self.backbone, batch)
         states, balance = states[: len(self.layers)], states[len(self.layers) :]
         output: LossOutput = self.loss(
             hidden_ND,
@@ -228,7 +270,7 @@ class Student(PreTrainedModel):
             normalizer=normalizer,
             compile=self.compile_objective,
         )
-        if self.hidden_loss is not None:
+        if self.hidden_loss is not None and not validates:
             distance = self.hidden_loss(states, batch.states, mask_N)
             loss = output.loss + per_token(self.hidden_weight * distance, normalizer)
             output = output._replace(loss=loss, hidden=distance.detach().to(output.hidden.dtype))
@@ -238,7 +280,18 @@ class Student(PreTrainedModel):
             routing = balance[0].float() * mask_N.sum()
             loss = output.loss + per_token(self.router_weight * routing, normalizer)
             output = output._replace(loss=loss, router=routing.detach().to(output.router.dtype))
-        return output
+        if self.training:
+            return output
+        loss = per_token(output.ce, normalizer)
+        if not validates:
+            return output._replace(loss=loss + (output.loss - output.loss.detach()))
+        size, targets, sums = batch.loss_mask.shape[1], batch.targets, []
+        rows = Supervision(labels_N, mask_N, None if targets is None or targets.parts else targets)
+        for part in (slice(start, start + size) for start in range(0, len(labels_N), size)):
+            own = rows[part].labels, rows[part].mask, rows[part].targets
+            sums.append(measure(hidden_ND[part], self.model.head, *own, vocab_size=self.vocab_size).vector())
+        rows_BM = torch.tensor(sums, dtype=torch.float64, device=loss.device)
+        return EvaluationOutput(*output._replace(loss=loss), rows_BM)  # type: ignore[call-arg,return-value]
 
     def _batch(self, fields: dict[str, Tensor]) -> Batch:
         """The batch of named tensors. UsageError: see `forward`."""

@@ -114,6 +114,18 @@ def summary(metrics: Metrics) -> dict[str, float | None]:
     }
 
 
+def evaluation_metrics(found: Any) -> dict[str, float]:
+    """The `compute_metrics` of `transformers.Trainer` for a `Student`: exact means over the unmasked tokens of a split.
+
+    loss and ce: the cross-entropy, kl: from the teacher, and what else of `summary` the data contain; nats a token.
+    `loss` replaces Trainer's own `eval_loss`, a mean over batches by their rows.
+
+    found: an `EvalPrediction`, whose last prediction has the sums of each sequence.
+    """
+    means = summary(Metrics.from_vector(np.asarray(found.predictions[-1], np.float64).sum(0).tolist()))
+    return {name: each for name, each in {**means, "ce": means["loss"]}.items() if each is not None}
+
+
 def calibration(metrics: Metrics) -> list[dict[str, float]]:
     """Return the reliability diagram: for each bin of confidence its tokens, mean confidence and accuracy.
 

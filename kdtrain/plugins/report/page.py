@@ -241,7 +241,7 @@ def _limits(groups: Sequence[Group]) -> list[str]:
         "Nothing here is a downstream task: no answers, no code that runs and no long text were judged.": True,
         "The training loss of distillation weighs divergence and cross-entropy; compare the validation loss.": True,
         "Every setup has one seed; any difference on this page may be the luck of a seed.": seeds < 2,
-        "The runs read different caches; if their validation text differs, their losses do not compare.": caches > 1,
+        "The runs read different caches: validation losses compare only over the same text.": caches > 1,
         "Steps that a rollback took back are not in the curves, nor in tokens and time.": rolled,
         "Quantised steps on a CPU are emulated: the loss is that of the format, the speed is not.": emulated,
     }

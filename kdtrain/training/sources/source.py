@@ -66,6 +66,16 @@ class Facts:
         return "+".join((self.alignment or {}).get("terms", ())) or divergence
 
     @property
+    def estimator(self) -> str | None:
+        """What the KL of a validation is measured from (`objective.metrics`); None: of several kinds."""
+        if self.members or self.alignment is not None:
+            return None
+        if self.targets != "sparse":
+            return "the whole distribution"
+        rest = f"{self.num_samples} samples" if self.num_samples else "a bucket, a lower bound"
+        return f"{self.top_k} entries and {rest}" if self.top_k else rest
+
+    @property
     def replays(self) -> bool:
         """Whether a mixture has members without a teacher beside others with one."""
         return len({each.facts.targets == "none" for each in self.members.values()}) > 1
