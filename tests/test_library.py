@@ -8,11 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.trainer_utils import load_sharded_checkpoint
 
 import kdtrain as kd
 from kdtrain import errors
@@ -20,6 +23,9 @@ from kdtrain.config import CheckpointConfig, CodecConfig, DataConfig, MonitorCon
 from kdtrain.config.registered import OBSERVERS, SECTIONS
 from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.testing import tiny_model, tiny_tokenizer
+from kdtrain.training.sources.cache import CachedSource
+from kdtrain.training.student import LOSS_FILE
+from kdtrain.training.validate import summary, validate
 from tests.token_kinds import train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -522,9 +528,9 @@ def trained(folder, **options):
     options = {"max_steps": 2, "logging_steps": 1, "report_to": "none", "use_cpu": True, **options}
     options |= {"per_device_train_batch_size": 2, "disable_tqdm": True, "save_steps": 1, "output_dir": str(folder)}
     temperature = kd.LikelihoodTemperature(1.5, (1.0, 4.0))
-    trainer = Trainer(
-        student_of(temperature=temperature), TrainingArguments(**options), kd.collate, kd.Cache(GOLDEN)["train"]
-    )
+    cache = kd.Cache(GOLDEN)
+    student, arguments = student_of(temperature=temperature), TrainingArguments(**options)
+    trainer = Trainer(student, arguments, kd.collate, cache["train"], cache["validation"])
     trainer.train()
     return trainer
 
@@ -542,8 +548,13 @@ def test_what_trainer_or_a_student_saves_is_what_transformers_loads(tmp_path):
     assert student.config is student.model.model.config
     own = student.model.model.state_dict()
     for name in ("by-trainer", "by-student", "run/checkpoint-2"):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        model, info = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
+        loaded = model.state_dict()
         assert loaded.keys() == own.keys() and all(torch.equal(each, own[key]) for key, each in loaded.items())
+        assert not info["unexpected_keys"] and not info["missing_keys"]
+        # what loads every *.safetensors of a folder, as a server does, meets the model alone
+        assert [each.name for each in (tmp_path / name).glob("*.safetensors")] == ["model.safetensors"]
+        assert load_file(tmp_path / name / LOSS_FILE).keys() == {"loss.temperature.theta", "loss.gap.means"}
 
     # a checkpoint of Trainer brings the learned temperature back as well
     fresh = student_of(temperature=kd.LikelihoodTemperature(3.0, (1.0, 4.0)))
@@ -553,6 +564,96 @@ def test_what_trainer_or_a_student_saves_is_what_transformers_loads(tmp_path):
     torch.testing.assert_close(means, student.loss.gap.means, atol=0.1, rtol=0)  # its step at rate 0 moves them
     expected = student.state_dict() | {"loss.gap.means": means}
     assert all(torch.equal(each, expected[key]) for key, each in fresh.state_dict().items())
+
+
+def test_trainer_loads_the_best_students_loss_from_beside_its_weights_and_from_shards_too(tmp_path):
+    best = {"metric_for_best_model": "loss", "greater_is_better": True}  # the first step is kept
+    trainer = trained(tmp_path, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, **best)
+    steps = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert max(steps, key=lambda entry: entry["eval_loss"])["step"] == 1
+    first, last = (load_file(tmp_path / f"checkpoint-{step}" / LOSS_FILE) for step in (1, 2))
+    held = trainer.model.loss.state_dict()
+    assert all(torch.equal(held[name.removeprefix("loss.")], each) for name, each in first.items())
+    assert not torch.equal(first["loss.gap.means"], last["loss.gap.means"])
+
+    trainer.model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    fresh = student_of(temperature=kd.LikelihoodTemperature(3.0, (1.0, 4.0)))
+    load_sharded_checkpoint(fresh, str(tmp_path / "shards"), strict=False)
+    assert all(torch.equal(each, fresh.state_dict()[name]) for name, each in trainer.model.state_dict().items())
+
+
+class Masked(list):
+    """The sequences of a split, of which later ones have fewer unmasked tokens; a source of a run too."""
+
+    def __init__(self, data):
+        super().__init__(dict(data[row]) for row in range(len(data)))
+        for row, each in enumerate(self):
+            each["loss_mask"] = each["loss_mask"].clone()
+            each["loss_mask"][: 4 * row] = False
+            each["labels"] = each["labels"].clone()
+            each["labels"][1:][~each["loss_mask"]] = -100
+        self.collator = kd.Student(tiny_model("llama", 300), kd.DistillationLoss())._batch
+
+    def read(self, rows):
+        return self.collator(kd.collate([self[row] for row in rows]))
+
+
+@pytest.mark.parametrize("kind, loss", [("sparse", {}), ("sparse", {"alpha": 0.0}), ("dense", {"divergence": "jsd"})])
+def test_the_evaluation_of_trainer_is_the_validation_of_the_command(tmp_path, kind, loss):
+    student, cache = student_of(**loss), kd.Cache(GOLDEN.parent / kind)
+    options = {"per_device_eval_batch_size": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    args = TrainingArguments(str(tmp_path), **options)
+
+    def evaluated(split, metrics=None):
+        trainer = Trainer(student, args, kd.collate, eval_dataset=split, compute_metrics=metrics)
+        return trainer.evaluate()
+
+    expected = summary(validate(student.eval(), CachedSource(cache["validation"]), micro=3, batches=None))
+    assert evaluated(cache["validation"])["eval_loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    masked = Masked(cache["train"])
+    assert len({int(each["loss_mask"].sum()) for each in masked}) == len(masked) == 5  # the last batch is smaller
+    expected, found = (
+        summary(validate(student, masked, micro=3, batches=None)),
+        evaluated(masked, kd.evaluation_metrics),
+    )
+    for name, value in {**expected, "ce": expected["loss"]}.items():
+        assert found.get(f"eval_{name}") == (value if value is None else pytest.approx(value, rel=1e-5)), name
+    assert found["eval_tokens"] == expected["tokens"] and {"eval_loss", "eval_ce", "eval_kl"} <= found.keys()
+
+
+def test_without_train_the_value_of_the_loss_is_cross_entropy_and_its_gradient_that_of_distillation():
+    student, batch = student_of(alpha=0.9), batch_of()
+    found = []
+    for mode in (True, False):
+        student.train(mode).zero_grad()
+        output = student(**batch)
+        output.loss.backward()
+        found.append([each.grad.clone() for each in student.parameters()])
+        mean = (output.ce / output.tokens).float()
+        assert (float(output.loss.detach()) == float(mean)) != mode and output.kd > 0
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    with torch.no_grad():
+        evaluated = student(**batch)
+    assert float(evaluated.loss) == float(mean) and evaluated.kd == output.kd and evaluated.rows.shape[0] == 2
+
+
+def test_weights_in_half_precision_that_train_are_warned_of_once_with_the_remedy():
+    def warned(model, mode="fp32"):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            student = kd.Student(model.eval(), kd.DistillationLoss(), mode=mode)
+            with torch.no_grad():
+                student(**batch_of())
+            assert not found  # of evaluation alone
+            for _ in range(2):
+                student.train()
+        return [str(each.message) for each in found]
+
+    for dtype in (torch.bfloat16, torch.float16):
+        [text] = warned(tiny_model("llama", 300).to(dtype))
+        assert str(dtype) in text and "dtype=torch.float32" in text
+    frozen = tiny_model("llama", 300).to(torch.bfloat16).requires_grad_(False)
+    assert warned(frozen) == warned(tiny_model("llama", 300), "bf16") == []
 
 
 def test_the_commands_are_functions_that_return_what_they_made(tmp_path, arguments, caplog):

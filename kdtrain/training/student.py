@@ -282,7 +282,7 @@ class Student(PreTrainedModel):
             output = output._replace(loss=loss, router=routing.detach().to(output.router.dtype))
         if self.training:
             return output
-        loss = per_token(output.ce, normalizer)
+        loss = per_token(output.ce, normalizer).to(output.loss.dtype)
         if not validates:
             return output._replace(loss=loss + (output.loss - output.loss.detach()))
         size, targets, sums = batch.loss_mask.shape[1], batch.targets, []

@@ -104,6 +104,56 @@ def test_csv_and_the_library_hold_the_same_numbers(workbench, arms):
     assert code == 2 and "--json and --format csv exclude each other" in err
 
 
+TOP_K = "8 entries and a bucket, a lower bound"
+
+
+@pytest.mark.parametrize(
+    "caches, estimators, compares",
+    [
+        ("cd", ("24 samples", TOP_K), False),
+        ("cd", (None, None), False),
+        ("cd", (TOP_K, TOP_K), True),
+        ("cc", (None, None), True),
+        ("cc", ("24 samples", "24 samples"), True),
+    ],
+)
+def test_validation_kl_is_compared_within_one_codec_and_test_kl_on_one_cache(
+    workbench, tmp_path, monkeypatch, caches, estimators, compares
+):
+    monkeypatch.setenv("COLUMNS", "200")
+    folders = []
+    for arm, cache, estimator in zip("ab", caches, estimators, strict=True):
+        for seed in range(3):
+            folder = write_run(tmp_path / arm / f"seed-{seed}", 2.0, seed, tail="ghost" if arm == "a" else "drop")
+            environment = json.loads((folder / "environment.json").read_text())
+            environment |= {"cache": 32 * f"{cache}0"} | ({"kl_estimator": estimator} if estimator else {})
+            (folder / "environment.json").write_text(json.dumps(environment))
+            kl = 1.0 + (arm == "b") + seed / 100
+            write_lines(folder / "metrics.jsonl", [{"step": 41, "validation/loss": 2.0, "validation/kl": kl}])
+            write_lines(folder / "evaluations.jsonl", [EVALUATION | {"kl": kl, "loss": kl}])
+            folders.append(folder)
+    _, text, _ = workbench.call("compare", *folders)
+    row = text[text.index("last validation: KL") :].partition("\ntest: ")[0].partition("\nlast validation: next")[0]
+    assert (" *" in row) == compares and all(each is None or f"from {each}" in row for each in estimators)
+    unequal = "Different caches: validation KL is not comparable here; use test KL."
+    assert (unequal in text) == (not compares)
+    assert ("validation losses compare only over the same text" in text) == (caches == "cd")
+    other = workbench.json("compare", *folders)["groups"][1]
+    assert other["kl_estimator"] == estimators[1] and other["numbers"]["test_kl"]["beyond_seeds"]
+    assert (
+        (other["numbers"]["kl"]["difference"] is not None) == bool(other["numbers"]["kl"]["beyond_seeds"]) == compares
+    )
+    _, table, _ = workbench.call("compare", *folders, "--format", "csv")
+    _, second = csv.DictReader(io.StringIO(table))
+    assert (second["kl_beyond_seeds"] == "True") == compares and second["kl_estimator"] == (estimators[1] or "")
+    assert [each["kl_estimator"] for each in kd.runs(folders)] == [each for each in estimators for _ in range(3)]
+
+    for folder in folders[3:]:
+        write_lines(folder / "evaluations.jsonl", [EVALUATION | {"cache": "ef" * 32, "kl": 9.0, "loss": 9.0}])
+    numbers = workbench.json("compare", *folders)["groups"][1]["numbers"]
+    assert numbers["test_kl"]["beyond_seeds"] is numbers["test_loss"]["difference"] is None
+
+
 @pytest.mark.parametrize("ending, begins", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_plot_writes_the_same_bytes_again_and_never_over_a_file_unasked(workbench, folders, tmp_path, ending, begins):
     words = (

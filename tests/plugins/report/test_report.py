@@ -29,7 +29,8 @@ def test_a_real_run_is_compared_plotted_and_reported(workbench, tmp_path):
     terms = ("--divergence", "jsd:0.3", "--alpha-schedule", "linear", "--alpha-end", 0.5)
     _, _, said = workbench.call("distill", *words, "--out", tmp_path / "other", *terms)
     assert "loss = .9 jsd:0.3 + .1 ce, alpha to 0.5 (linear); val = ce" in " ".join(said.split())
-    assert workbench.json("compare", tmp_path / "run")["groups"][0]["numbers"]["kl"]["mean"] > 0
+    found = workbench.json("compare", tmp_path / "run")["groups"][0]
+    assert found["numbers"]["kl"]["mean"] > 0 and found["kl_estimator"] == "12 entries and a bucket, a lower bound"
     workbench.json("plot", tmp_path / "run", "--out", tmp_path / "f.pdf", "--y", "validation/loss,lr")
     workbench.json("report", tmp_path / "run", "--out", tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text()
