@@ -18,7 +18,7 @@ import kdtrain as kd
 def main(cache_folder: str, model_folder: str, steps: int = 10) -> list[float]:
     """Train for `steps` steps; the losses, nats a token, means over the tokens of all ranks."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     layer = type(max((each for each in model.modules() if isinstance(each, torch.nn.ModuleList)), key=len)[0]).__name__
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=[layer]

@@ -20,7 +20,7 @@ def main(cache_folder: str, model_folder: str, steps: int = 20) -> list[float]:
     loader = DataLoader(cache["train"], batch_size=8, shuffle=True, drop_last=True, collate_fn=kd.collate)
     temperature = kd.LikelihoodTemperature(start=1.0, bounds=cache.temperature_range)
     loss = kd.DistillationLoss(divergence="forward-kl", alpha=0.9, temperature=temperature)
-    student = kd.Student(AutoModelForCausalLM.from_pretrained(model_folder), loss).train()
+    student = kd.Student(AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32), loss).train()
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
     losses = []
     for batch in islice((batch for _ in range(steps) for batch in loader), steps):

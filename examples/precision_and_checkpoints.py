@@ -16,7 +16,8 @@ def main(cache_folder: str, model_folder: str, folder: str, steps: int = 20) -> 
     """Train to step `steps`, from the newest checkpoint in `folder`; the losses of this call, nats a token."""
     torch.manual_seed(0)
     data = kd.Cache(cache_folder)["train"]
-    student = kd.Student(AutoModelForCausalLM.from_pretrained(model_folder), kd.DistillationLoss()).train()
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    student = kd.Student(model, kd.DistillationLoss()).train()
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
     switch = kd.quantize_(student, "mxfp4")  # fp8 on a GPU that has it
     controller = kd.PrecisionController(kd.Policy(quantized="mxfp4", rules=("loss",), threshold=4.7, window=2))

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 
+import torch
 from torch.utils.data import Subset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -24,7 +25,8 @@ def main(cache_folder: str, model_folder: str, steps: int = 10) -> list[float]:
     """Train for `steps` steps; the losses, nats a token."""
     data = kd.Cache(cache_folder)["train"]
     rows = [row for step in range(steps) for row in order.batch(SEED, step * BATCH, BATCH, len(data)).tolist()]
-    student = kd.Student(AutoModelForCausalLM.from_pretrained(model_folder), kd.DistillationLoss(alpha=0.9))
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    student = kd.Student(model, kd.DistillationLoss(alpha=0.9))
     options = TrainingArguments(
         **{"output_dir": tempfile.mkdtemp(), "max_steps": steps, "logging_steps": 1, "report_to": "none", "seed": SEED},
         **{"per_device_train_batch_size": BATCH // int(os.environ.get("WORLD_SIZE", 1)), "use_cpu": True},
