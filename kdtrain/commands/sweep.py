@@ -15,7 +15,6 @@ from kdtrain.commands.compare import compare
 from kdtrain.commands.inspect import mib, run_row
 from kdtrain.config import SweepConfig
 from kdtrain.errors import RunError, UsageError
-from kdtrain.files import Lock
 from kdtrain.monitor.progress import bar, console, log, setup_logging
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.runs import Group, grouped, read_runs
@@ -108,30 +107,25 @@ def run(file: Path, out: Path, at_once: int) -> list[Group] | None:
     UsageError, RunError: as `main`.
     """
     sweep = read_sweep(file, out)
-    claim(sweep)
-    lock = Lock(out / ".sweep.lock", f"another process runs the sweep {out}; wait for it, or name another --out")
     ended = dict[str, dict[str, Any]]()
     live: Any = {
         "get_renderable": lambda: Together(*drawn(arms(sweep, at_once, ended), console.width)),
         "refresh_per_second": 0.5,
         "transient": True,
     }
-    try:
-        with Runner(at_once) as runner:
-            for part in (sweep.caches, sweep.runs, sweep.tests()):
-                runner.quiet = console.is_terminal and part is sweep.runs
-                with Live(console=console, **live) if runner.quiet else nullcontext():
-                    for job, error in runner.all(part):
-                        if error and not job.is_run:
-                            raise RunError(f"{job.name}: {error}")
-                        if job.is_run and (row := _row(job)):
-                            ended[job.name] = row
-                        log.info("%s", _ended(sweep, job, error))
-            if runner.stopped is not None:
-                log.info("stopped by %s; the same command resumes", runner.stopped)
-                return None
-    finally:
-        lock.release()
+    with claim(sweep), Runner(at_once) as runner:
+        for part in (sweep.caches, sweep.runs, sweep.tests()):
+            runner.quiet = console.is_terminal and part is sweep.runs
+            with Live(console=console, **live) if runner.quiet else nullcontext():
+                for job, error in runner.all(part):
+                    if error and not job.is_run:
+                        raise RunError(f"{job.name}: {error}")
+                    if job.is_run and (row := _row(job)):
+                        ended[job.name] = row
+                    log.info("%s", _ended(sweep, job, error))
+        if runner.stopped is not None:
+            log.info("stopped by %s; the same command resumes", runner.stopped)
+            return None
     return grouped(read_runs(sweep.folders, most=None))
 
 

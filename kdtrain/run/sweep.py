@@ -33,6 +33,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.config import CacheTeacherConfig, DistillConfig, EvaluateConfig
 from kdtrain.config.values import configured, flag, options_of
 from kdtrain.errors import UsageError, writing
-from kdtrain.files import is_locked, publish_json, read_sealed, read_toml
+from kdtrain.files import Lock, is_locked, make_folder, publish_json, read_sealed, read_toml
 from kdtrain.monitor.record import RunRecord
 from kdtrain.registry import nearest
 from kdtrain.run.path_kind import read_result
@@ -58,6 +59,7 @@ _OURS = {
 _PLAIN = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.+=")
 _MOST = 1000
 """Most runs of a sweep."""
+_LOCK = ".sweep.lock"
 _DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2): the signal that a child gets when its parent is gone."""
 
@@ -342,15 +344,29 @@ class Runner:
             time.sleep(0.2)
 
 
-def claim(sweep: Sweep) -> None:
-    """Note the commands of a sweep in its folder. UsageError: it holds something else, or runs of other options."""
+@contextmanager
+def claim(sweep: Sweep) -> Iterator[None]:
+    """Keep other sweeps out of the folder during the block, and note the commands there.
+
+    UsageError: another process runs a sweep there, or it holds something else, or runs of other options.
+    """
+    make_folder(sweep.out)
+    message = f"another process runs the sweep {sweep.out}; wait for it, or name another --out"
+    lock = Lock(sweep.out / _LOCK, message)
+    try:
+        _note(sweep)
+        yield
+    finally:
+        lock.release()
+
+
+def _note(sweep: Sweep) -> None:
     file = sweep.out / "sweep.json"
     try:
         before = read_sealed(file)
     except FileNotFoundError:
         before = {}
-        others = [] if not sweep.out.is_dir() else [each for each in sweep.out.iterdir() if each.suffix != ".toml"]
-        if (sweep.out.exists() and not sweep.out.is_dir()) or others:
+        if any(each.suffix != ".toml" and each.name != _LOCK for each in sweep.out.iterdir()):
             raise UsageError(f"--out {sweep.out} holds something that is not a sweep; name another folder") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{file}: {error}; name another --out") from None
@@ -364,7 +380,6 @@ def claim(sweep: Sweep) -> None:
             hint = "rename the arm, or name another --out"
             raise UsageError(f"{sweep.out / name} was begun with other options ({changed[:200]}); {hint}")
     with writing(file):
-        sweep.out.mkdir(parents=True, exist_ok=True)
         publish_json(file, before | now, "sweep.record")
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from kdtrain.commands.sweep import arms
-from kdtrain.files import Lock
+from kdtrain.files import Lock, publish_json
 from kdtrain.run.path_kind import LOCK
 from kdtrain.run.sweep import Runner, read_sweep
 from tests.logged_runs import write_lines, write_run
@@ -171,6 +171,20 @@ def test_a_folder_of_something_else_and_an_arm_begun_otherwise_are_refused(workb
     (tmp_path / "mine" / "thesis.tex").write_text("mine")
     code, _, err = workbench.call("sweep", tmp_path / "s.toml", "--out", tmp_path / "mine")
     assert code == 2 and "holds something that is not a sweep" in err and len(list((tmp_path / "mine").iterdir())) == 1
+
+
+def test_a_sweep_that_is_refused_beside_another_leaves_its_record_alone(workbench, tmp_path):
+    (tmp_path / "s.toml").write_text(FILE)
+    sweep, record = read_sweep(tmp_path / "s.toml", tmp_path / "o"), tmp_path / "o/sweep.json"
+    record.parent.mkdir()
+    publish_json(record, {job.name: list(job.words) for job in (*sweep.caches, *sweep.runs)}, "sweep.record")
+    before, lock = record.read_bytes(), Lock(tmp_path / "o/.sweep.lock", "")  # as one whose arm ce has not begun
+    (tmp_path / "s.toml").write_text(FILE.replace("alpha = 0", "alpha = 0.7"))
+    try:
+        code, out, err = workbench.call("sweep", tmp_path / "s.toml", "--out", tmp_path / "o")
+    finally:
+        lock.release()
+    assert (code, out) == (2, "") and "another process runs the sweep" in err and record.read_bytes() == before
 
 
 def test_a_demo_writes_over_nothing_of_the_users(workbench, tmp_path):
