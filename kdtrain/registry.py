@@ -10,20 +10,24 @@ of the registry. The entry point names the module that registers it:
 Entry points are listed once, without importing anything; a package is imported when its name is first used. A built-in
 name always means the built-in. Plugins that come with kdtrain (`kdtrain/plugins`) register in the same way. Their
 modules import nothing heavy, so they are imported for their lines of help; one whose folder was deleted is not listed.
+
+A stranger's package that is broken ends no command: one line names it and it is left out, unless its own name is asked.
 """
 
 import ast
+import contextlib
 import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
-from typing import Any, TypeVar, cast
+from importlib.metadata import EntryPoint, EntryPoints, distributions, entry_points
+from typing import Any, ClassVar, TypeVar, cast
 
 from kdtrain.errors import UsageError
 
@@ -59,6 +63,8 @@ class Registry:
         traits: what an option's checks ask about the built-in names, so that no code asks for a name (`has`).
     """
 
+    all: ClassVar[list["Registry"]] = []
+
     def __init__(
         self,
         option: str,
@@ -74,6 +80,9 @@ class Registry:
         self._help = dict(builtin)
         self.modules: dict[str, str] = {}
         """The module that registered each."""
+        self.left_out: dict[str, str] = {}
+        """Why a package's name is not there, by name."""
+        self.all.append(self)
 
     def add(self, name: str, entry: Any, source: Any, help: str = "", traits: Collection[str] = ()) -> None:
         """Register `entry`, made from the function or class `source`, whose first docstring line is the default help.
@@ -109,6 +118,8 @@ class Registry:
         """
         if not isinstance(name, str):
             raise UsageError(f"{self.option} {name!r} is not a name")
+        if name in self.left_out:
+            raise UsageError(self.left_out[name])
         if name not in self.entries:
             if name in self.builtin:
                 importlib.import_module(self.home)
@@ -140,9 +151,33 @@ class Registry:
                 lines[name] = self._help.get(name, f"from the package {_package(found[0])}")
         return lines
 
+    def every(self) -> dict[str, Any]:
+        """All entries by name, with those of packages, which are imported; a broken package is left out."""
+        for name, found in sorted(self._packages.items(), key=lambda each: not _is_own(each[1][0])):
+            if name not in self.entries:
+                try:
+                    self.get(name)
+                except UsageError as error:
+                    if _is_own(found[0]):
+                        raise
+                    self.leave_out(name, str(error))
+        return dict(sorted(self.entries.items()))
+
+    def leave_out(self, name: str, why: str) -> None:
+        """Go on without a package's name, and print that in one line."""
+        self.left_out[name] = why
+        self.forget(name)
+        _report(why)
+
+    def forget(self, name: str) -> None:
+        """Remove what a package has registered as `name`."""
+        for table in (self.entries, self._help, self.modules, self._traits):
+            table.pop(name, None)  # type: ignore[attr-defined]
+
     @property
     def _packages(self) -> dict[str, list[EntryPoint]]:
-        return _installed(tuple(sys.path)).get(self.group, {})
+        found = _installed(tuple(sys.path)).get(self.group, {})
+        return {name: each for name, each in found.items() if name not in self.left_out}
 
     def _load(self, name: str) -> None:
         found = self._packages.get(name, [])
@@ -150,31 +185,77 @@ class Registry:
             raise UsageError(f"{self.option} {name} is unknown; {nearest(name, self.help())}")
         if len(found) > 1:
             raise UsageError(f"{self.option} {name} is in {' and in '.join(map(_package, found))}; uninstall one")
-        try:
-            found[0].load()
-        except Exception as error:
-            reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
-            raise UsageError(
-                f"{self.option} {name}: the package {_package(found[0])} fails to load: {reason}"
-            ) from error
-        if name not in self.entries:
-            raise UsageError(
-                f"{self.option} {name}: {found[0].value} of the package {_package(found[0])} does not register it"
-            )
+        with _undone_by_errors():
+            try:
+                found[0].load()
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # a module may also exit
+                reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+                raise UsageError(
+                    f"{self.option} {name}: the package {_package(found[0])} fails to load: {reason}"
+                ) from error
+            if name not in self.entries:
+                raise UsageError(
+                    f"{self.option} {name}: {found[0].value} of the package {_package(found[0])} does not register it"
+                )
 
 
 @cache
 def _installed(path: tuple[str, ...]) -> dict[str, dict[str, list[EntryPoint]]]:
     """The entry points for kdtrain of all packages on `path`, by group and name; no plugin whose folder is missing."""
     found: dict[str, dict[str, list[EntryPoint]]] = {}
-    known = cast(EntryPoints, entry_points())
-    for group in (each for each in known.groups if each.startswith("kdtrain.")):
-        names = found.setdefault(group, {})
-        for each in known.select(group=group):
+    for each in _entry_points():
+        if each.group.startswith("kdtrain."):
             with suppress(ModuleNotFoundError):  # its parent is missing
                 if not _is_own(each) or importlib.util.find_spec(each.module) is not None:
-                    names.setdefault(each.name, []).append(each)
+                    found.setdefault(each.group, {}).setdefault(each.name, []).append(each)
+    for names in found.values():
+        for name, points in names.items():
+            if len(points) > 1 and (own := [each for each in points if _is_own(each)]):
+                others = ", ".join(_package(each) for each in points if each not in own)
+                _report(f"{name} of the package {others} has the name of a plugin of kdtrain")
+                names[name] = own
     return found
+
+
+def _entry_points() -> list[EntryPoint]:
+    """Those of all packages; one with a file that cannot be read is left out."""
+    try:
+        known = cast(EntryPoints, entry_points())
+        return [each for group in known.groups for each in known.select(group=group)]
+    except Exception:  # it does not name the package
+        found, seen = list[EntryPoint](), set[str]()
+    for each in distributions():
+        name = each.metadata["Name"] or "without a name"
+        try:
+            points = [] if name in seen else [*each.entry_points]
+        except Exception as error:
+            points = []
+            _report(f"the entry points of the package {name} cannot be read: {type(error).__name__}: {error}")
+        found += points
+        seen.add(name)
+    return found
+
+
+def _report(why: str) -> None:
+    """Print that something is left out, once for all ranks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"kdtrain: {why}; it is left out", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _undone_by_errors() -> Iterator[None]:
+    """A block after whose errors no registry has what a package added in it: half of a package is none."""
+    before = {(each.group, name) for each in Registry.all for name in each.modules}
+    try:
+        yield
+    except UsageError:
+        for each in Registry.all:
+            for name, module in [*each.modules.items()]:  # what it imported of kdtrain stays
+                if (each.group, name) not in before and not module.startswith("kdtrain."):
+                    each.forget(name)
+        raise
 
 
 def _is_own(found: EntryPoint) -> bool:

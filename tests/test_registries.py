@@ -420,6 +420,53 @@ def test_a_name_that_cannot_be_loaded_is_one_line_and_exit_code_2(tmp_path, pack
     assert done.stderr.startswith("kdtrain: --divergence mine") and said in done.stderr
 
 
+SECTION = "from dataclasses import dataclass\nimport kdtrain\nfrom kdtrain.config.registered import register_section\n"
+SECTION += (
+    "from kdtrain.config.values import Options\n\n\n@dataclass(frozen=True, kw_only=True)\nclass More(Options):\n"
+)
+SECTION += (
+    '    """Options."""\n\n    {option}\n    """An option."""\n\n\nregister_section({name!r}, {{"distill": More}})\n'
+)
+FINE = SECTION.format(name="mysec", option="my_option: int = 1")
+BROKEN = {
+    "raises": "raise RuntimeError('boom')",
+    "missing": None,
+    "registers nothing": "x = 1",
+    "another's section": SECTION.format(name="server", option="my_option: int = 1"),
+    "an option's name": SECTION.format(name="mysec", option="lr: float = 1.0"),
+    "the name of --json": SECTION.format(name="mysec", option="json: bool = False"),
+    "no default": SECTION.format(name="mysec", option="my_option: int"),
+    "no type": SECTION.format(name="mysec", option="my_option: 'nothing' = 1"),
+    "a section's name": SECTION.format(name="optimizer", option="my_option: int = 1"),
+    "exits": "import sys\nsys.exit(3)",
+    "half": f"{FINE}kdtrain.register_divergence('hollow')(lambda events, parameter: events)\nraise ValueError('half')",
+    "no package": "=",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_package_is_named_in_one_line_and_ends_no_command(server, tmp_path, kind):
+    code, name = BROKEN[kind], "optimizer" if kind == "a section's name" else "mysec"
+    install(tmp_path / "p", "bad", "sections", name, code or "")
+    if kind == "missing":
+        (tmp_path / "p" / "bad.py").unlink()
+    if kind == "no package":
+        (tmp_path / "p" / "bad-1.0.dist-info" / "entry_points.txt").write_text("[kdtrain.sections]\nmysec bad\n")
+    every = (("--version",), ("--help",), ("completion", "bash")) if kind == "exits" else ()
+    for words in (*every, ("distill", "--help", "all")):
+        done = kdtrain(tmp_path, tmp_path / "p", *words)
+        assert done.returncode == 0 and done.stdout and "it is left out" not in done.stdout, done.stderr
+        assert len(done.stderr.splitlines()) == 1 and "bad" in done.stderr and "it is left out" in done.stderr
+        if words[0] == "distill":
+            assert "--lr " in done.stdout and "--teacher-server " in done.stdout and "hollow" not in done.stdout
+    (tmp_path / "c.toml").write_text("[mysec]\nmy_option = 2\n")
+    argv = ("distill", "--student", "s", "--out", "o", "--data", "stdlib", "--config", "c.toml")
+    done = kdtrain(tmp_path, tmp_path / "p", *argv)
+    assert done.returncode == 2 and "unknown section [mysec]; " in done.stderr and "Traceback" not in done.stderr
+    if name == "mysec" and kind != "no package":
+        assert done.stderr.count("bad") >= 2  # what is left out, and why it cannot be used
+
+
 def test_a_package_adds_a_section_of_options_and_an_observer_whose_values_reach_it(server, bench):
     """In help, in a TOML file, on the command line; and neither a run without them nor a resumed one sees them."""
     (code,) = [

@@ -74,5 +74,8 @@ def sections_of(kind: type) -> dict[str, type]:
     command = getattr(kind, "EXTENDED", "")
     if not command:
         return {}
-    found = {name: SECTIONS.get(name) for name in sorted(SECTIONS.help())}
+    found, fields = SECTIONS.every(), {each.name for each in dataclasses.fields(kind)}
+    for name in found.keys() & fields:
+        SECTIONS.leave_out(name, f"the section [{name}] of {SECTIONS.modules[name]} has the name of a command's own")
+        del found[name]
     return {name: kinds[command] for name, kinds in found.items() if command in kinds}

@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from kdtrain.config.kinds import alternatives, convert, documented
-from kdtrain.config.registered import sections_of
+from kdtrain.config.registered import SECTIONS, sections_of
 from kdtrain.errors import UsageError
 from kdtrain.registry import nearest
 
@@ -129,11 +129,21 @@ def options_of(kind: type, section: str = "run", default: Any = None) -> dict[st
         else:
             found[each.name] = Option(kind, section, each.name, inner, each, value)
     for name, inner in sections_of(kind).items():
-        added = options_of(inner, name)
-        if taken := found.keys() & added.keys():
-            raise UsageError(f"the plugin's section [{name}] has an option '{min(taken)}', which is taken; rename it")
-        found |= added
+        try:
+            found |= _added(name, inner, found)
+        except Exception as error:
+            if inner.__module__.startswith("kdtrain."):
+                raise
+            SECTIONS.leave_out(name, f"the section [{name}] of {inner.__module__}: {error}")
     return found
+
+
+def _added(name: str, inner: type, found: Mapping[str, Option]) -> dict[str, Option]:
+    """The options of a plugin's section. UsageError: a name is taken; other errors: its annotations are not types."""
+    added = options_of(inner, name)
+    if taken := found.keys() & added.keys():
+        raise UsageError(f"its option '{min(taken)}' is taken; rename it")
+    return added
 
 
 def fields_of(kind: type) -> Iterator[tuple[str, dataclasses.Field[Any]]]:

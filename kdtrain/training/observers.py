@@ -87,5 +87,5 @@ class ObserverRequest:
 
 def observers_of(request: ObserverRequest) -> tuple[Observer, ...]:
     """The observers that packages add to a run. UsageError: one of them refuses it."""
-    made = (OBSERVERS.get(name)(request) for name in OBSERVERS.help())
+    made = (make(request) for make in OBSERVERS.every().values())
     return tuple(each for each in made if each is not None)
