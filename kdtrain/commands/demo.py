@@ -17,6 +17,7 @@ from kdtrain.files import publish_text
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.ranks import refuse_many_processes
 from kdtrain.run.folder import make
+from kdtrain.run.sweep import read_sweep
 
 SETTINGS = {"seq_len": 256, "sequences": 3000, "validation": 128, "test": 400, "steps": 300, "eval": 50, "more": ""}
 """Made for four minutes on two cores."""
@@ -77,7 +78,9 @@ def main(config: DemoConfig) -> int:
     with writing(file):
         make(config.out)
         publish_text(file, text, "demo.record")
-    groups = run(file, config.out, at_once=1)
+    sweep = read_sweep(file, config.out)
+    groups = run(sweep, at_once=1)
+    sweep.refuse_missing()
     if groups is None:
         return 0
     compare(groups, config.json, names=SHOWN)

@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -26,15 +25,16 @@ def main(config: SweepConfig) -> int:
     """Make the caches and runs that are missing, and print the table of all runs.
 
     UsageError: the file, or one of its commands, cannot work; the folder holds something else. RunError: a cache cannot
-    be made.
+    be made, or a run has no result, also after a signal.
     """
     setup_logging()
     out = config.out or config.file.with_suffix("")
+    sweep = read_sweep(config.file, out)
     if config.dry_run:
         with suppress(KeyboardInterrupt), Runner(config.at_once, quiet=True) as runner:
-            _show_plan([*planned(read_sweep(config.file, out), runner)], config)
+            _show_plan([*planned(sweep, runner)], config)
         return 0
-    groups = run(config.file, out, config.at_once)
+    groups = run(sweep, config.at_once)
     if groups is not None:
         compare(groups, config.json)
         if not config.json:
@@ -42,6 +42,7 @@ def main(config: SweepConfig) -> int:
             chosen = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
             runs = f"{out}/{chosen}/seed-*"
             print(f"Next: kdtrain compare {runs} --format latex; kdtrain report {runs} --out {out}/report.html")
+    sweep.refuse_missing()
     return 0
 
 
@@ -101,12 +102,11 @@ def _show_plan(commands: list[dict[str, Any]], config: SweepConfig) -> None:
     show(lines, {"commands": commands, "to do": len(left), **total}, config.json)
 
 
-def run(file: Path, out: Path, at_once: int) -> list[Group] | None:
+def run(sweep: Sweep, at_once: int) -> list[Group] | None:
     """Run what is left of a sweep; return its runs by arm, None where a signal stopped it.
 
     UsageError, RunError: as `main`.
     """
-    sweep = read_sweep(file, out)
     ended = dict[str, dict[str, Any]]()
     live: Any = {
         "get_renderable": lambda: Together(*drawn(arms(sweep, at_once, ended), console.width)),

@@ -41,7 +41,7 @@ from typing import Any
 from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.config import CacheTeacherConfig, DistillConfig, EvaluateConfig
 from kdtrain.config.values import configured, flag, options_of
-from kdtrain.errors import UsageError, writing
+from kdtrain.errors import RunError, UsageError, writing
 from kdtrain.files import Lock, is_locked, make_folder, publish_json, read_sealed, read_toml
 from kdtrain.monitor.record import RunRecord
 from kdtrain.registry import nearest
@@ -60,6 +60,10 @@ _PLAIN = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.+
 _MOST = 1000
 """Most runs of a sweep."""
 _LOCK = ".sweep.lock"
+_RESUMED = ("signal", "disk", "oom", "error")
+"""Stop reasons that say nothing about an arm: the next command resumes such a run."""
+_NAMED = 8
+"""Most runs that a message names."""
 _DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2): the signal that a child gets when its parent is gone."""
 
@@ -84,7 +88,7 @@ class SweepJob:
 
     @property
     def is_run(self) -> bool:
-        """Whether it trains a student, so that an error is a result too."""
+        """Whether it trains a student, so that its error does not end the sweep."""
         return self.words[0] == "distill"
 
     @property
@@ -94,13 +98,13 @@ class SweepJob:
 
     @property
     def done(self) -> bool:
-        """Whether it ended: a finished cache, or a run with a result that is not of a stop by a signal."""
+        """Whether it ended: a finished cache, or a run that ended by itself, diverged or by another rule of its own."""
         if self.words[0] == "cache-teacher":
             return (self.config.out / "manifest.json").exists()
         if self.words[0] == "evaluate":
             return False
         result = read_result(self.config.out)
-        return result is not None and result["stop_reason"] != "signal"
+        return result is not None and result["stop_reason"] not in _RESUMED
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,14 @@ class Sweep:
         """The runs that have begun."""
         return [job.config.out for job in self.runs if (job.config.out / "environment.json").exists()]
 
+    def refuse_missing(self) -> None:
+        """Raise a RunError that names the runs without a result that counts, if there are any."""
+        if missing := [job.name for job in self.runs if not job.done]:
+            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            names = ", ".join(missing[:_NAMED]) + more
+            runs = counted(len(self.runs), "run")
+            raise RunError(f"{len(missing)} of {runs} without a result: {names}; the same command resumes")
+
     def tests(self) -> Iterator[SweepJob]:
         """A job that measures the students of finished runs that [test] has not measured; nothing if all are."""
         if self.test is None:
@@ -128,12 +140,9 @@ class Sweep:
         else:
             wanted |= {"data": self.test.config.data.data, "teacher": self.test.config.teacher}
         left = []
-        for folder in self.folders:
-            record = RunRecord.read(folder)
-            best = checkpoint_of(folder, "best").name
-            if record.result and not any(
-                {**wanted, "checkpoint": best}.items() <= each.items() for each in record.evaluations
-            ):
+        for folder in [job.config.out for job in self.runs if job.done]:
+            wanted["checkpoint"] = checkpoint_of(folder, "best").name
+            if not any(wanted.items() <= each.items() for each in RunRecord.read(folder).evaluations):
                 left.append(str(folder))
         if left:
             yield SweepJob(

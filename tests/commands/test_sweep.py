@@ -127,15 +127,51 @@ def test_the_live_table_counts_the_runs_of_each_arm(tmp_path):
     assert set(ended) == {"kd/seed-0", "ce/seed-0"}
 
 
-def test_a_run_with_a_result_is_done_whatever_it_is_and_one_that_a_signal_stopped_is_not(workbench, tmp_path, plans):
-    (tmp_path / "s.toml").write_text(FILE)
-    reasons = {"kd/seed-0": "diverged", "kd/seed-1": "signal", "ce/seed-0": "done"}
-    for name, reason in reasons.items():
-        folder = write_run(tmp_path / "o" / name)
-        result = json.loads((folder / "result.json").read_text()) | {"stop_reason": reason, "error": None}
-        (folder / "result.json").write_text(json.dumps(result))
-    _, out, _ = workbench.call("sweep", tmp_path / "s.toml", "--dry-run", "--out", tmp_path / "o")
-    assert [line[:5].strip() for line in out.splitlines()[:-1]] == ["to do", "done", "done", "to do", "to do"]
+FINAL = ("done", "early-stop", "diverged", "no-progress", "gradient-explosion", "non-finite")
+RESUMED = ("signal", "disk", "oom", "error")
+
+
+def write_end(folder, reason):
+    result = write_run(folder) / "result.json"
+    result.write_text(json.dumps(json.loads(result.read_text()) | {"stop_reason": reason, "error": None}))
+
+
+def test_a_run_that_ended_by_itself_is_done_and_one_that_its_surroundings_ended_is_not(workbench, tmp_path, plans):
+    reasons = (*FINAL, *RESUMED)
+    (tmp_path / "s.toml").write_text(FILE.replace("[0, 1]", str([*range(len(reasons))])))
+    for seed, reason in enumerate(reasons):
+        write_end(tmp_path / f"o/kd/seed-{seed}", reason)
+    plan = workbench.json("sweep", tmp_path / "s.toml", "--dry-run", "--out", tmp_path / "o")
+    done = {each["name"]: each["done"] for each in plan["commands"]}
+    assert [done[f"kd/seed-{seed}"] for seed in range(len(reasons))] == [True] * len(FINAL) + [False] * len(RESUMED)
+
+
+@pytest.mark.parametrize(
+    "reasons, stopped, missing",
+    [
+        (("done", "early-stop"), None, None),
+        (("diverged", "done"), None, None),
+        (("disk", "done"), None, "1 of 2 runs without a result: kd/seed-0; the same command resumes"),
+        (("error", "oom"), None, "2 of 2 runs without a result: kd/seed-0, kd/seed-1; the same command resumes"),
+        (("done", "signal"), "SIGINT", "1 of 2 runs without a result: kd/seed-1; the same command resumes"),
+        (("done", None), "SIGTERM", "1 of 2 runs without a result: kd/seed-1; the same command resumes"),
+    ],
+)
+def test_a_sweep_ends_with_0_only_where_every_run_has_a_result(
+    workbench, tmp_path, monkeypatch, reasons, stopped, missing
+):
+    def run(runner, job):
+        """As if the process of a run ended for its reason."""
+        if job.is_run and reasons[job.config.seed] is not None:
+            write_end(job.config.out, reasons[job.config.seed])
+        runner.stopped = stopped if job.name == "kd/seed-1" else None
+        return ""
+
+    monkeypatch.setattr(Runner, "run", run)
+    (tmp_path / "s.toml").write_text(FILE.partition("[arms.ce]")[0])
+    code, out, err = workbench.call("sweep", tmp_path / "s.toml", "--out", tmp_path / "o")
+    assert (code, bool(out)) == (1 if missing else 0, stopped is None)
+    assert missing is None or err.splitlines()[-1] == f"kdtrain: {missing}"
 
 
 @pytest.mark.parametrize(
