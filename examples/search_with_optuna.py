@@ -41,8 +41,9 @@ def main(cache: str, student: str, out: str, trials: int = 12, steps: int = 300)
         study_name="kdtrain",
         storage=f"sqlite:///{out}/study.db",
         load_if_exists=True,
-        sampler=optuna.samplers.TPESampler(seed=0),
     )
+    # a study that resumes would else draw its first trials again
+    study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
     study.optimize(loss_of, n_trials=trials - len(study.trials))
     print(f"best {study.best_value:.4f} in trial-{study.best_trial.number:03d}: {study.best_params}")
     return study

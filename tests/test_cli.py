@@ -215,6 +215,10 @@ def test_the_file_wins_over_the_defaults_and_flags_win_over_the_file(tmp_path):
         ("zzz = 3\n", ["'zzz' is outside of a section; kdtrain distill --help all lists"]),
         ("[run]\nalpha = 0.5\n", ["unknown key 'alpha' in [run]; put it under [objective]"]),
         ("[checkpoint]\nauto_resume = true\n", ["'auto_resume' in [checkpoint]", "you meant 'resume' = 'latest'"]),
+        *(
+            (f"[{section}]\ngrad_spike_threshold = 9\n", [f"in [{section}]; ", "'explosion_threshold'"])
+            for section in ("stopping", "guards")
+        ),
         ("[run]\nauto-resume = true\n", ["'auto-resume'", "perhaps you meant 'resume' = 'latest' in [checkpoint]"]),
         ("[rum]\nsteps = 5\n", ["unknown section [rum]; perhaps you meant [run]"]),
         ("[run]\nconfig = 'x'\n", ["'config'", "a file cannot name another one"]),

@@ -139,6 +139,7 @@ def test_a_search_with_optuna_finds_a_lower_loss_and_goes_on_where_it_was(run, m
     assert len([*(tmp_path / "study").glob("trial-*")]) == 3
     results = [json.loads(path.read_text()) for path in (tmp_path / "study").glob("trial-*/result.json")]
     assert f"best {min(each['best_validation_loss'] for each in results):.4f}" in printed
+    assert len({each["best_validation_loss"] for each in results}) == 3  # a study that resumes draws other values
 
 
 def test_a_loop_that_switches_its_precision_resumes_with_the_same_losses(run, material, tmp_path):

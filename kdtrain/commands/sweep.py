@@ -14,6 +14,7 @@ from kdtrain.commands.compare import compare
 from kdtrain.commands.inspect import mib, run_row
 from kdtrain.config import SweepConfig
 from kdtrain.errors import RunError, UsageError
+from kdtrain.monitor.facts import ENDED
 from kdtrain.monitor.progress import bar, console, log, setup_logging
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.runs import Group, grouped, read_runs
@@ -54,7 +55,7 @@ def planned(sweep: Sweep, runner: Runner) -> Iterator[dict[str, Any]]:
     """
     known, small, jobs = dict[str, dict[str, Any]](), dict[str, str](), [*sweep.caches, *sweep.runs]
     for job in sweep.runs:
-        if job.done and (row := _row(job)) and row["state"] == "done":
+        if job.done and (row := _row(job)) and row["state"] in ENDED:
             known[job.arm] = {"seconds": row["seconds"], "MiB": mib([job.config.out]), "how": f"as {job.name}"}
     missing = {str(each.config.out): each.name for each in sweep.caches if not each.done}
     most = max(2 * job.config.batch_size for job in sweep.runs)
@@ -143,7 +144,7 @@ def arms(sweep: Sweep, at_once: int, ended: dict[str, dict[str, Any]]) -> Table:
         ]
         waiting = len(others) - len(now)
         left = sum(row["seconds_left"] for row in now) + waiting * statistics.fmean(times or [math.nan])
-        failed = sum(row["state"] != "done" for row in over)
+        failed = sum(row["state"] not in ENDED for row in over)
         counts = [len(over) - failed, len(now), failed, left / at_once]
         every = [sum(each) for each in zip(every, counts, strict=True)]
         step = ", ".join(f"{number(row['step'])}/{number(row['steps'])}" for row in now or over[-1:])

@@ -27,6 +27,8 @@ _MESSAGE = 1000
 """Most characters of a warning on a page; a longer one ends between words."""
 ACTIVE = ("training", "silent", "unknown")
 """The states of a run that may be training. silent: killed, or training on another machine or in another container."""
+ENDED = ("done", "early stop")
+"""Those of a run that ended by itself, and well."""
 
 
 def quoted(path: Path | str) -> str:
@@ -50,7 +52,7 @@ def heading(record: RunRecord) -> str:
 
 
 def state_of(path: Path, record: RunRecord, training: bool | None) -> tuple[str, str]:
-    """In a word (one of `ACTIVE`, or done, failed, stopped, killed) and as a line.
+    """In a word (one of `ACTIVE`, or failed, stopped, killed, or one of `ENDED`) and as a line.
 
     training: whether a process of this machine trains it; None where the system does not report that.
     """
@@ -84,7 +86,7 @@ def ended(result: Mapping[str, Any]) -> tuple[str, str]:
     parts += [f"{duration(seconds)} of training"] if isinstance(seconds := result.get("seconds"), int | float) else []
     parts += [f"{short(tokens)} tokens"] if isinstance(tokens := result.get("tokens"), int) else []
     parts += [f"{short(rate)} tok/s"] if isinstance(rate := result.get("tokens_per_second"), int | float) else []
-    return ("stopped" if stopped else "done"), ", ".join(parts)
+    return ("stopped" if stopped else reason.replace("-", " ")), ", ".join(parts)
 
 
 def watch_line(record: RunRecord, line: str) -> str:

@@ -260,6 +260,11 @@ def test_the_folder_of_a_sweep_lists_its_runs_and_caches_by_arm_and_seed(tmp_pat
     assert main(InspectConfig(path=tmp_path / "s", json=True)) == 0
     found = json.loads(capsys.readouterr().out)
     assert (list(found["runs"]), list(found["caches"])) == (["kd/seed-0"], ["caches/c"])
+    assert found["runs"]["kd/seed-0"]["state"] == "done"
+    result = tmp_path / "s/kd/seed-0/result.json"
+    result.write_text(result.read_text().replace('"done"', '"early-stop"'))
+    assert main(InspectConfig(path=tmp_path / "s")) == 0
+    assert "early stop" in capsys.readouterr().out
     assert found["runs"]["kd/seed-0"]["last_validation_loss"] == 2.0
 
 
