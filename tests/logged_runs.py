@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,17 @@ def write_three(parent: Path) -> list[Path]:
     return found
 
 
-def wandb_records(folder: Path) -> list[list[Any]]:
-    """What the package wandb wrote offline for a run, a list of its records for each start, oldest first."""
-    return [list(_records(path.read_bytes())) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
+def wandb_records(folder: Path, ended: bool = False) -> list[list[Any]]:
+    """What the package wandb wrote offline for a run, a list of its records for each start, oldest first.
+
+    ended: wait until each has its end, which a process of the package writes, later on a busy machine.
+    """
+    for _ in range(200):
+        found = [list(_records(path.read_bytes())) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
+        if not ended or (found and all(any(each.HasField("exit") for each in records) for records in found)):
+            break
+        time.sleep(0.1)
+    return found
 
 
 def wandb_history(records: list[Any]) -> list[dict[str, Any]]:

@@ -242,7 +242,7 @@ def test_wandb_gets_numbers_histograms_texts_events_and_options_by_our_step(tmp_
     writers.rewind(2)
     writers.metrics(3, {"loss": 0.5})
     writers.close()
-    [records] = wandb_records(tmp_path)
+    [records] = wandb_records(tmp_path, ended=True)
     run = next(each.run for each in records if each.HasField("run"))
     assert (run.project, run.display_name) == ("p", "n")
     options = [update for each in records if each.HasField("config") for update in each.config.update]
