@@ -6,7 +6,8 @@ The library, every name of which is imported when it is first used:
     Alignment                     two tokenizers on the same bytes; a cache's split for another one is `aligned`
     CacheWriter                   writes a cache from the logits of any teacher, one sequence after the other
     DistillationLoss              (1 - alpha) CE + alpha T^2 KD, with its temperature: fixed, scheduled or learned
-    Student                       a causal language model and its loss as one module, for any training loop
+    Student, AlphaCallback        a causal language model and its loss as one module, for any training loop; what lets
+                                  its alpha follow withheld text in a Trainer
     evaluation_metrics            cross-entropy and KL of a validation split, for transformers.Trainer
     distillation_loss, Head, DenseTargets   the loss as a function of hidden states, an output head and targets
     CheckpointStore, Keep         checkpoints published whole, verified before they are loaded, pruned by tier
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from kdtrain.teaching.online import Teacher as Teacher
     from kdtrain.teaching.teacher import register_teacher as register_teacher
     from kdtrain.tokenizers.alignment import Alignment as Alignment
+    from kdtrain.training.callback import AlphaCallback as AlphaCallback
     from kdtrain.training.optimizers import register_optimizer as register_optimizer
     from kdtrain.training.sources.source import Facts as Facts
     from kdtrain.training.sources.source import SourceRequest as SourceRequest
@@ -96,6 +98,7 @@ _HOME = {
     ),
     "kdtrain.precision.backends": ("quantize_", "register_backend"),
     "kdtrain.precision.controller": ("Policy", "PrecisionController"),
+    "kdtrain.training.callback": ("AlphaCallback",),
     "kdtrain.training.optimizers": ("register_optimizer",),
     "kdtrain.training.sources.source": ("Facts", "SourceRequest", "register_source"),
     "kdtrain.teaching.online": ("Teacher",),

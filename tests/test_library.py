@@ -560,9 +560,9 @@ def test_what_trainer_or_a_student_saves_is_what_transformers_loads(tmp_path):
     fresh = student_of(temperature=kd.LikelihoodTemperature(3.0, (1.0, 4.0)))
     Trainer(fresh, trainer.args, kd.collate, kd.Cache(GOLDEN)["train"]).train(resume_from_checkpoint=True)
     assert torch.equal(fresh.temperature.value(), student.temperature.value())
-    means = fresh.loss.gap.means
-    torch.testing.assert_close(means, student.loss.gap.means, atol=0.1, rtol=0)  # its step at rate 0 moves them
-    expected = student.state_dict() | {"loss.gap.means": means}
+    means = fresh.loss.alpha.trained
+    torch.testing.assert_close(means, student.loss.alpha.trained, atol=0.1, rtol=0)  # its step at rate 0 moves them
+    expected = student.state_dict() | {"loss.alpha.trained": means}
     assert all(torch.equal(each, expected[key]) for key, each in fresh.state_dict().items())
 
 

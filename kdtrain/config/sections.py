@@ -129,7 +129,7 @@ def _check_divergence(given: str) -> None:
 
 
 FIXED_ALPHA = 0.9
-"""The most that auto takes, and what stands for it where no gap is known, or at the start of a schedule."""
+"""The most that auto takes, and what stands for it where nothing is measured, or at the start of a schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ class ObjectiveConfig(Options):
     """loss = (1 - alpha) * cross-entropy + alpha * T^2 * divergence, means over all unmasked tokens of a step."""
 
     alpha: float | Literal["auto"] = option("auto", least=0, most=1, alone="alpha_schedule", brief=True)
-    """Weight of the divergence from the teacher; 0 to 1 or auto, by the gap to it; cross-entropy has the rest."""
+    """Weight of the divergence from the teacher; 0 to 1 or auto, by withheld text; cross-entropy has the rest."""
     alpha_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How alpha changes from --alpha, by default 0.9, at the first step to --alpha-end at the last."""
     alpha_end: float = option(0.0, least=0, most=1)

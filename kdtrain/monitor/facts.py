@@ -10,9 +10,11 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kdtrain.errors import UsageError
 from kdtrain.monitor.progress import formula
 from kdtrain.monitor.record import RunRecord, as_table
 from kdtrain.monitor.rules import Signs, findings, stalled
@@ -86,6 +88,10 @@ def ended(result: Mapping[str, Any]) -> tuple[str, str]:
     parts += [f"{duration(seconds)} of training"] if isinstance(seconds := result.get("seconds"), int | float) else []
     parts += [f"{short(tokens)} tokens"] if isinstance(tokens := result.get("tokens"), int) else []
     parts += [f"{short(rate)} tok/s"] if isinstance(rate := result.get("tokens_per_second"), int | float) else []
+    mean, last = result.get("alpha_mean"), result.get("alpha_last")
+    if isinstance(mean, float) and isinstance(last, float) and mean != last:
+        plain = ", so half cross-entropy or more" if mean <= 0.5 else ""
+        parts.append(f"alpha {mean:.2f} in the mean and {last:.2f} at the end{plain}")
     return ("stopped" if stopped else reason.replace("-", " ")), ", ".join(parts)
 
 
@@ -144,7 +150,24 @@ def last_numbers(result: Mapping[str, Any], record: RunRecord) -> str:
     others = [f"T {loss_text(temperature)}"] if temperature not in (None, 1.0) else []
     others += [f"peak memory {size(peak)}"] if peak else []
     validated = f"val @{number(last.get('step'))}: {', '.join(parts)}" if parts else ""
-    return "\n".join(filter(None, (validated, ", ".join(others))))
+    return "\n".join(filter(None, (validated, *_alphas(record), ", ".join(others))))
+
+
+def _alphas(record: RunRecord) -> Iterator[str]:
+    """What alpha was measured by last, of each member of a mixture."""
+    line = next((each for each in reversed(record.steps) if any(name.endswith("/share") for name in each)), {})
+    for name in (
+        each.removesuffix("share") for each in line if each.startswith("withheld/") and each.endswith("/share")
+    ):
+        known = {key: number(round(line.get(f"{name}{key}", math.nan), 3)) for key in ("share", "posterior", "gap")}
+        losses = f"student {loss_text(line.get(f'{name}loss'))}, teacher {loss_text(line.get(f'{name}teacher_loss'))}"
+        own = name.removeprefix("withheld/").rstrip("/")
+        of = f" for {own}" if own else ""
+        value = line.get(f"alpha/{own}" if own else "alpha", math.nan)
+        yield (
+            f"alpha {value:.2f}{of} @{number(line['step'])}, by {number(line.get(f'{name}tokens'))} withheld tokens "
+            f"({losses}): labels confirm {known['share']}, best mixture {known['posterior']}, by heart {known['gap']}"
+        )
 
 
 def members(record: RunRecord) -> Iterator[Part]:
@@ -210,6 +233,18 @@ def next_step(path: Path, state: str, exported: Any) -> str:
         chat = (path / "student" / "chat_template.jinja").exists()
         return f'Next: kdtrain generate {word} "{"Say hello." if chat else "def main("}"'
     return f"Next: kdtrain export {word} --out {quoted(path.with_name(path.name + '-student'))}"
+
+
+def alphas(folder: Path, fixed: float | None) -> dict[str, float | None]:
+    """The mean weight of the divergence over the steps of a run, and its last one; None where they are not known.
+
+    fixed: that of every step; None where it moves.
+    """
+    found = (fixed, fixed)
+    if fixed is None:
+        with suppress(OSError, ValueError, UsageError):
+            found = RunRecord.read(folder).alphas or found
+    return dict(zip(("alpha_mean", "alpha_last"), found, strict=True))
 
 
 def closing_page(path: Path, result: Mapping[str, Any]) -> Iterator[Part]:

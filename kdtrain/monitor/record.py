@@ -108,6 +108,12 @@ class RunRecord:
         """What `evaluate` measured last on a test split; empty without one."""
         return next((each for each in reversed(self.evaluations) if each.get("split") == "test"), {})
 
+    @property
+    def alphas(self) -> tuple[float, float] | None:
+        """The mean and the last of the weights that an alpha that moves had; None where none did."""
+        found = [value for _, value in self.curve("alpha")]
+        return (math.fsum(found) / len(found), found[-1]) if found else None
+
     def median_rate(self, name: str = "tok/s_last") -> float | None:
         """The median of a rate, tokens/s, in the later half of the steps: the first ones wait for the compiler."""
         rates = [line[name] for line in self.metrics if line.get(name)]

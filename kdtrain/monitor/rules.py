@@ -69,7 +69,7 @@ class Signs:
     clipped_share: float = 0.0
     """Of the last `CLIPPED` steps."""
     clipped_losses: Sequence[float] = ()
-    """Cross-entropies of these, nats, if all lie after the warm-up."""
+    """Those of these that are `comparable`, nats, if all lie after the warm-up."""
     divergence: float | None = None
     """Mean divergence of the last steps, nats, where targets have samples."""
     samples: int = 0
@@ -81,7 +81,7 @@ class Signs:
     grown_mib: float = 0.0
     """What it holds more than after its warm-up."""
     losses: Sequence[float] = ()
-    """Cross-entropies of the last steps, nats a token: the objective changes with alpha and T."""
+    """Those of the last steps that are `comparable`, nats a token: the objective changes with alpha and T."""
     validations: Sequence[tuple[int, float]] = ()
     """Step and loss, nats a token."""
     teacher_loss: float | None = None
@@ -117,15 +117,26 @@ class Signs:
             data_wait=waited / total if waits and total else None,
             clip=clip if isinstance(clip, int | float) else 0.0,
             clipped_share=as_finite(newest.get("clipped_share")) or 0.0,
-            clipped_losses=[each.get("ce", each["loss"]) for each in steps[-CLIPPED:]] if warm else [],
+            clipped_losses=comparable(steps[-CLIPPED:]) if warm else [],
             held_mib=held or 0.0,
             grown_mib=as_finite(newest.get("memory_growth_mb")) or 0.0,
-            losses=[
-                loss for each in steps if (loss := as_finite(each.get("ce" if "ce" in each else "loss"))) is not None
-            ],
+            losses=[loss for loss in comparable(steps) if math.isfinite(loss)],
             validations=[(step, loss) for step, loss in losses if loss is not None],
             teacher_loss=next(filter(None, taught), None),
         )
+
+
+def comparable(steps: Sequence[Mapping[str, float]]) -> list[float]:
+    """The losses of these steps by which one sees whether training goes well, nats a token; NaN where one is unknown.
+
+    Cross-entropy, which means the same at every T. Where alpha moves it must rise as alpha does, over text that is
+    known by heart: then (1 - alpha) CE + alpha KD, of each step at the newest alpha.
+    """
+    weight = steps[-1].get("alpha") if steps else None
+    if weight is None:
+        return [each.get("ce", each.get("loss", math.nan)) for each in steps]
+    parts = [(each.get("ce", math.nan), each.get("kd_T1", math.nan)) for each in steps]
+    return [(1 - weight) * ce + weight * kd for ce, kd in parts]
 
 
 Test = Callable[[Signs], str | None]
@@ -211,7 +222,7 @@ def flat(signs: Signs) -> str | None:
 
 @Rule("lower --lr, or give it more --warmup-steps")
 def diverging(signs: Signs) -> str | None:
-    """A cross-entropy that rises by more than its own noise, half a window after half a window."""
+    """A training loss that rises by more than its own noise, half a window after half a window."""
     half = WINDOW // 2
     finite = [each for each in signs.losses if math.isfinite(each)]
     means = [math.fsum(finite[end - half : end]) / half for end in range(len(finite), half - 1, -half)][::-1]
@@ -220,7 +231,7 @@ def diverging(signs: Signs) -> str | None:
     noise = statistics.stdev(finite[-4 * half :]) / math.sqrt(half)
     if means[-1] - means[-4] <= max(6 * noise, 0.1 * abs(means[-4])):
         return None
-    return f"the cross-entropy of training rises: {means[-4]:.3f}, then {means[-1]:.3f}, {3 * half} steps later"
+    return f"the loss of training rises: {means[-4]:.3f}, then {means[-1]:.3f}, {3 * half} steps later"
 
 
 @Rule("if it keeps growing there is a memory leak; you can stop and resume the run", each_step=True, once=True)
@@ -316,7 +327,7 @@ class History:
     ) -> None:
         self.clip, self.warmup, self.samples = clip, warmup, samples
         self.clipped: deque[bool] = deque(maxlen=CLIPPED)
-        self.clipped_losses: deque[float] = deque(maxlen=CLIPPED)
+        self.clipped_steps: deque[Mapping[str, float]] = deque(maxlen=CLIPPED)
         self.divergences: deque[float] = deque(maxlen=WINDOW)
         self.waits: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self.unlimited: float = _FIRST if reads_ahead else math.inf
@@ -334,7 +345,7 @@ class History:
         """The signs after a step with these numbers, by the names of metrics.jsonl."""
         self.clipped.append(0 < self.clip < numbers.get("grad_norm", math.nan))
         if step > self.warmup:
-            self.clipped_losses.append(numbers.get("ce", numbers.get("loss", math.nan)))
+            self.clipped_steps.append(numbers)
         if self.samples and math.isfinite(divergence := numbers.get("kd", math.nan)):
             self.divergences.append(divergence)
         if "tok/s_last" in numbers and self.unlimited > 0:
@@ -350,7 +361,7 @@ class History:
             data_wait=math.fsum(waited for waited, _ in self.waits) / total if full else None,
             clip=self.clip,
             clipped_share=sum(self.clipped) / len(self.clipped),
-            clipped_losses=list(self.clipped_losses),
+            clipped_losses=comparable(list(self.clipped_steps)),
             divergence=math.fsum(self.divergences) / WINDOW if len(self.divergences) == WINDOW else None,
             samples=self.samples,
             epochs=round(epochs, 2),

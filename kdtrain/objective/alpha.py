@@ -1,53 +1,215 @@
-"""`--alpha auto`: the teacher's weight, by what the labels confirm of it.
+"""Alpha, the teacher's weight in the loss: fixed, scheduled, or by withheld text (`--alpha auto`).
 
-    alpha = clip((student - teacher) / divergence, 0, MOST)
+Labels that are read for the first time say how far the teacher is right; labels that were read before say little, and
+teach little. So auto asks text that nothing trains on, with its labels y, the teacher p and the student q:
 
-student and teacher are the cross-entropies of both with the labels, divergence is KL(teacher || student) at T = 1, all
-nats a token and averages that move by 1 / `STEPS` of the way to each step's. Were the text drawn from the teacher,
-student - teacher would be the divergence on average, however near the two are; it is 0 where the teacher knows the text
-no better than the student, which then learns from the text alone. docs/objective.md has what was measured.
+    share      clip((S - T) / D, 0, 1): what the labels confirm of the teacher. S and T are the cross-entropies of q and
+               p, D is KL(p || q) at T = 1, nats a token. Of text drawn from the teacher S - T is D in the mean, however
+               near the two are; where the teacher knows no more than the student it is 0.
+    posterior  the a at which mean log(a p(y) + (1 - a) q(y)) is largest: the teacher's weight in the best mixture of
+               both. A student that knows the training labels by heart gets worse here, and the weight rises.
 
-Alpha depends on the steps before alone, so that nothing waits, and no label decides the weight of its own token.
+    alpha = (1 - m) share + m posterior, at most `MOST`, with m = max(1 - exp(-G), 1 - 1 / passes)
+
+G is (S - T) here less (S - T) of the training batches, nats: how far that text is known by heart, with the teacher as
+the ruler of how hard each is. Labels that are fresh have m = 0. No constant is fitted to a text.
+
+Alpha moves by at most `MOVES` a step, so that neither the optimizer's moments nor a guard sees a jump. It depends on
+what was measured before the step alone. docs/objective.md has what was measured, and what others do.
+
+Shape suffix: M members of a mixture (1 without one).
 """
 
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kdtrain.config.sections import FIXED_ALPHA
+from kdtrain.config.sections import ObjectiveConfig
+from kdtrain.errors import UsageError, as_number
+from kdtrain.objective.measured import MOST, Measured
+from kdtrain.objective.temperature import scheduled
 
-MOST = FIXED_ALPHA
-STEPS = 20
+log = logging.getLogger("kdtrain")
+MOVES = 0.02
+LEAST_TOKENS = 2048
+"""Withheld tokens that a measurement needs; of a member with fewer alpha is `MOST`."""
+_AVERAGED = 20
+"""Steps in the averages of the training batches, each of which moves by one part of them."""
 
 
-class GapAlpha(nn.Module):
-    """Alpha of each member of a mixture, or of one data set, and the averages that it follows.
+class Alpha(nn.Module):
+    """A fixed weight, 0 to 1, and the interface of the others."""
 
-    taught: whether a member has a teacher; where it has none, alpha is 0.
+    by_member = False
+    """True where each member of a mixture has a weight of its own."""
+    moves = False
+    """True where it changes from step to step."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        if not 0 <= as_number(start, "--alpha") <= 1:
+            raise UsageError(f"--alpha {start} is not between 0 and 1")
+        self.start, self.step = float(start), 0
+
+    def set_step(self, step: int, passes: Sequence[float] = ()) -> None:
+        """Set the optimizer step, from 0, of the next calls. passes: over the text of each member so far."""
+        self.step = step
+
+    @property
+    def fixed(self) -> float | None:
+        """The weight of every step; None where it moves."""
+        return None if self.moves else self.start
+
+    def value(self) -> float | Tensor:
+        """The weight of the next loss; an fp64 tensor [M] where `by_member`."""
+        return self.start
+
+
+class ScheduledAlpha(Alpha):
+    """A weight from `start` to `end` over `total_steps`, a pure function of the step."""
+
+    moves = True
+
+    def __init__(self, start: float, end: float, total_steps: int, shape: str) -> None:
+        super().__init__(start)
+        self.end, self.total_steps, self.shape = end, total_steps, shape
+
+    def value(self) -> float:
+        return scheduled(self.shape, self.start, self.end, self.step, self.total_steps)
+
+
+class MeasuredAlpha(Alpha):
+    """The weight of each member by withheld text, see the top of the file; `MOST` until something is measured.
+
+    The state is fp64 whatever the module is cast to: a step's move would be rounded away.
+
+    Args:
+        taught: whether each member has a teacher; where it has none, the weight is 0.
     """
 
-    means: Tensor
-    """[M, 3] fp64: student's and teacher's cross-entropy, divergence, nats a token; inf before the first step."""
+    by_member = moves = True
+    present: Tensor
+    """[M] the weight now; -1 before the first measurement."""
+    known: Tensor
+    """[M, 3] share, posterior and G of the last measurement; -1 before it."""
+    trained: Tensor
+    """[M, 2] student's and teacher's cross-entropy of the training batches, averages; inf before the first step."""
     taught: Tensor
 
     def __init__(self, taught: Sequence[bool] = (True,)) -> None:
-        super().__init__()
-        self.register_buffer("means", torch.full((len(taught), 3), torch.inf, dtype=torch.float64))
+        super().__init__(MOST)
+        size = len(taught)
+        self.register_buffer("present", torch.full((size,), -1.0, dtype=torch.float64))
+        self.register_buffer("known", torch.full((size, 3), -1.0, dtype=torch.float64))
+        self.register_buffer("trained", torch.full((size, 2), math.inf, dtype=torch.float64))
         self.register_buffer("taught", torch.tensor(taught), persistent=False)
+        self.passes: tuple[float, ...] = (1.0,) * size
+        self.by_forward = True
+        """Whether each forward in training moves it; a trainer that counts steps clears this, and calls `update`."""
+        self.hinted = False
 
-    def weights(self) -> Tensor:
-        """[M] alpha of the next step; `MOST` before the first."""
-        student_M, teacher_M, divergence_M = self.means.unbind(1)
-        share_M = (student_M - teacher_M) / divergence_M.clamp(min=0)  # an estimate may be below 0
-        return share_M.clamp(0, MOST).nan_to_num(MOST).masked_fill(~self.taught, 0.0)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MeasuredAlpha":
+        """Move the state to where `fn` would move it, and leave it in fp64."""
+        for name, each in self._buffers.items():
+            assert each is not None
+            self._buffers[name] = each.to(fn(each).device)
+        return self
+
+    def set_step(self, step: int, passes: Sequence[float] = ()) -> None:
+        super().set_step(step)
+        self.passes = tuple(passes) or self.passes
+
+    @property
+    def measured(self) -> bool:
+        """Whether something was measured."""
+        return bool((self.known[:, 0] >= 0).any())
+
+    def value(self) -> Tensor:
+        return self.present.masked_fill(self.present < 0, MOST).masked_fill(~self.taught, 0.0)
+
+    def target(self) -> Tensor:
+        """[M] where the weight goes; where it is, if nothing is known."""
+        share_M, posterior_M, gap_M = self.known.unbind(1)
+        # filled on the device: a copy from the host would wait for the work in its queue
+        again_M = torch.stack([gap_M.new_full((), 1 - 1 / max(each, 1.0)) for each in self.passes])
+        heart_M = torch.maximum(1 - torch.exp(-gap_M), again_M)
+        mixed_M = ((1 - heart_M) * share_M + heart_M * posterior_M).clamp(0, MOST)
+        return torch.where(share_M < 0, self.present, mixed_M)
 
     @torch.no_grad()
-    def update(self, sums_M7: Tensor) -> None:
-        """Take `LossOutput.members` of a step over all ranks. A member without tokens, or with NaN, stays as it is."""
-        student_M, _, divergence_M, teacher_M, tokens_M, own_M, theirs_M = sums_M7.double().unbind(1)
+    def observe(self, measured: Sequence[Measured]) -> None:
+        """Take what withheld text says of each member now; the first time the weight begins there.
+
+        A member of which too little is withheld keeps `MOST`, and one whose student cannot be told from its teacher
+        keeps what it had.
+        """
+        was_M3 = torch.where(self.known < 0, torch.tensor([MOST, MOST, 0.0], dtype=torch.float64), self.known.cpu())
+        trained_M = (self.trained[:, 0] - self.trained[:, 1]).nan_to_num(math.inf, math.inf, math.inf)
+        rows = []
+        for each, was, trained in zip(measured, was_M3.tolist(), trained_M.tolist(), strict=True):
+            numbers = (each.student, each.teacher, each.posterior, each.divergence or 0.0)
+            if each.tokens < LEAST_TOKENS or not all(map(math.isfinite, numbers)) or not each.tells:
+                rows.append(was)
+                continue
+            rows.append([each.share, each.posterior, max(each.gap - trained, 0.0)])
+        self.known.copy_(torch.tensor(rows, dtype=torch.float64))
+        self.present.copy_(torch.where(self.present < 0, self.target(), self.present))
+
+    @torch.no_grad()
+    def update(self, sums_M6: Tensor) -> None:
+        """Take `LossOutput.members` of a step over all ranks, and move. A member without tokens, or with NaN, stays."""
+        student_M, _, teacher_M, tokens_M, own_M, theirs_M = sums_M6.double().unbind(1)
         teacher_M = teacher_M * torch.where(theirs_M > 0, own_M / theirs_M.clamp(min=1), 1.0)  # the same bytes
-        now_M3 = torch.stack([student_M, teacher_M, divergence_M], 1) / tokens_M.clamp(min=1)[:, None]
-        known_M3 = torch.where(self.means.isinf(), now_M3, self.means)
-        moved_M3, counts_M = known_M3 + (now_M3 - known_M3) / STEPS, (tokens_M > 0) & self.taught
-        self.means.copy_(torch.where((counts_M & now_M3.isfinite().all(1))[:, None], moved_M3, self.means))
+        now_M2 = torch.stack([student_M, teacher_M], 1) / tokens_M.clamp(min=1)[:, None]
+        begun_M2 = torch.where(self.trained.isinf(), now_M2, self.trained)
+        moved_M2 = begun_M2 + (now_M2 - begun_M2) / _AVERAGED
+        counts_M = (tokens_M > 0) & self.taught & now_M2.isfinite().all(1)
+        self.trained.copy_(torch.where(counts_M[:, None], moved_M2, self.trained))
+        self.advance()
+
+    def follow(self, sums_M6: Tensor) -> None:
+        """`update` by a forward in training; logs once that nothing was measured yet."""
+        if not self.hinted:
+            self.hinted = True
+            if not self.measured:
+                log.warning("alpha is %.2g: it follows withheld text, by Student.measure or AlphaCallback", MOST)
+        self.update(sums_M6)
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Move one step towards the target."""
+        self.present.add_((self.target() - self.present).clamp(-MOVES, MOVES))
+
+    @torch.no_grad()
+    def begin_at_zero(self) -> None:
+        """Begin with the labels alone, until the next measurement says otherwise."""
+        self.present.zero_()
+        self.known.zero_()
+
+
+def build_alpha(options: ObjectiveConfig, total_steps: int, taught: Sequence[bool]) -> Alpha:
+    """The weight that a run with these options trains with. taught: see `MeasuredAlpha`; none True: no teacher."""
+    if not any(taught):
+        return Alpha(0.0)
+    if options.alpha == "auto":
+        return MeasuredAlpha(taught)
+    if options.alpha_schedule == "constant":
+        return Alpha(options.alpha)
+    end = max(total_steps - 1, 1)  # the last step has the end value
+    return ScheduledAlpha(options.alpha, options.alpha_end, end, options.alpha_schedule)
+
+
+def of_before(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The state of a run whose alpha followed its training batches (`PREFIXmeans`) as today's; others unchanged."""
+    name = f"{prefix}means"
+    if name not in tensors:
+        return tensors
+    student_M, teacher_M, divergence_M = tensors[name].double().unbind(1)
+    share_M = ((student_M - teacher_M) / divergence_M.clamp(min=0)).clamp(0, MOST).nan_to_num(MOST)
+    own = {"present": share_M, "known": torch.full((len(share_M), 3), -1.0, dtype=torch.float64)}
+    own["trained"] = torch.stack([student_M, teacher_M], 1)
+    return {key: each for key, each in tensors.items() if key != name} | {f"{prefix}{k}": v for k, v in own.items()}

@@ -17,7 +17,6 @@ Shape suffixes: N tokens (B*T flattened, row-major), R rows of a chunk, D model 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from kdtrain.config.choices import DIVERGENCES, TAILS, resolve_tail
 from kdtrain.errors import UsageError, as_number
 from kdtrain.models.output_head import OutputHead
-from kdtrain.objective.alpha import MOST, GapAlpha
+from kdtrain.objective.alpha import Alpha, MeasuredAlpha
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.objective.engine.dense import DenseStatistics
 from kdtrain.objective.engine.fused import Request, fused_loss
@@ -59,9 +58,9 @@ class LossOutput(NamedTuple):
     teacher_ce: Tensor
     """Sum of the teacher's -log p(label) at T = 1, nats; 0 without targets, at alpha 0, or dense without `at_one`."""
     members: Tensor
-    """[M, 7] fp64 where alpha is measured (`objective.alpha`), else [0, 7]: of each member of a mixture, or of the one
-    data set, the sums of ce, kd, kd_at_one and teacher_ce over rows with a teacher, the number of these rows, and where
-    the teacher has another tokenizer the bytes of their labels, and of those that teacher_ce is over; else 0."""
+    """[M, 6] fp64 where each member of a mixture has an alpha (`objective.alpha`), else [0, 6]: of each, or of the one
+    data set, the sums of ce, kd and teacher_ce over rows with a teacher, the number of these rows, and where the
+    teacher has another tokenizer the bytes of their labels, and of those that teacher_ce is over; else 0."""
 
 
 def joined(ce: Tensor, kd: Tensor, alpha: Tensor | float, kd_weight: Tensor | float) -> Tensor:
@@ -74,10 +73,8 @@ class DistillationLoss(nn.Module):
 
     Args:
         divergence, tail: as `--divergence` (a name, or as jsd:0.3 with its number) and `--tail` take them.
-        alpha: weight of the distillation term, 0 to 1, or `auto`: by the measured gap (`objective.alpha`), which each
-            forward in training mode takes into account, and 0.9 for another divergence than forward KL. It may be
-            changed before any step, also to `gap.weights()`, which the caller then updates.
-        taught: with `auto`, whether each member of a mixture has a teacher.
+        alpha: weight of the distillation term, 0 to 1, or a module of `objective.alpha`, or `auto`: by withheld text
+            that `Student.measure` is given, and 0.9 until then.
         temperature: T > 0, or a module of `objective.temperature`.
     Raises:
         UsageError: there is no such divergence or tail rule, or alpha or the temperature is out of range.
@@ -91,21 +88,19 @@ class DistillationLoss(nn.Module):
         self,
         *,
         divergence: str = "forward-kl",
-        alpha: float | Literal["auto"] = "auto",
+        alpha: Alpha | float | Literal["auto"] = "auto",
         tail: str = "ghost",
         temperature: Temperature | float = 1.0,
-        taught: Sequence[bool] = (True,),
     ) -> None:
         super().__init__()
         parse(divergence)
         TAILS.get(tail)
-        if alpha != "auto" and not 0 <= as_number(alpha, "--alpha") <= 1:
-            raise UsageError(f"--alpha {alpha} is not between 0 and 1")
         self.divergence, self.tail = divergence, tail
-        self.gap = GapAlpha(taught) if (alpha, divergence) == ("auto", "forward-kl") else None
-        self.alpha: float | str | Tensor = MOST if alpha == "auto" and self.gap is None else alpha
+        if not isinstance(alpha, Alpha):
+            alpha = MeasuredAlpha() if alpha == "auto" else Alpha(alpha)
+        self.alpha = alpha
         self.byte_lengths: Tensor | None = None
-        """Bytes of each token, where the teacher has another tokenizer: the gap is then one of bits per byte."""
+        """Bytes of each token, where the teacher has another tokenizer: alpha then compares losses of the same text."""
         if not isinstance(temperature, Temperature):
             temperature = Temperature(as_number(temperature, "--temperature"))
         self.temperature = temperature
@@ -127,15 +122,14 @@ class DistillationLoss(nn.Module):
         UsageError: there are no targets, and alpha is not 0; or these are right at T = 1 only, and the temperature is
             another one.
         """
-        given = self.alpha if isinstance(self.alpha, int | float) else "auto"
-        if targets is None and given != 0:
+        weights = self.alpha.value()
+        if targets is None and (isinstance(weights, Tensor) or weights != 0):
+            given = "auto" if isinstance(weights, Tensor) else weights
             raise UsageError(
                 f"the batch has no targets of a teacher, and --alpha is {given}: give batches of a teacher's "
                 "cache (a collator may have dropped their tensors), or --alpha 0, which is plain cross-entropy"
             )
         options = {"vocab_size": vocab_size, "normalizer": normalizer, "compile": compile}
-        follows = self.gap if isinstance(self.alpha, str) else None
-        weights = self.alpha if follows is None else follows.weights()
         if targets is None or not targets.parts:
             output = self._of_one_kind(targets, mask_N, (hidden_ND, head, labels_N), weights, 0, **options)
         else:
@@ -147,8 +141,8 @@ class DistillationLoss(nn.Module):
                 one = self._of_one_kind(part, mask_R, (hidden_RD, head, labels_R), weights, member, **options)
                 outputs.append(one if part is not None else one._replace(ce_alone=one.ce))
             output = LossOutput(*(torch.stack(each).sum(0) for each in zip(*outputs, strict=True)))
-        if follows is not None and self.training:
-            follows.update(output.members)
+        if isinstance(self.alpha, MeasuredAlpha) and self.alpha.by_forward and self.training:
+            self.alpha.follow(output.members)
         return output
 
     def _of_one_kind(
@@ -177,25 +171,23 @@ class DistillationLoss(nn.Module):
             **options,
         )
         if isinstance(weights, Tensor):
-            output = output._replace(members=self._members(output, targets, mask_N, rows[2], member))
+            sums_6 = self._sums(output, targets, mask_N, rows[2])
+            found = torch.zeros(len(weights), 6, dtype=torch.float64, device=output.ce.device)
+            if targets is not None or len(found) > 1:  # of rows without a teacher only a member of its own counts
+                found[member] = sums_6
+            output = output._replace(members=found)
         normalizer = options["normalizer"]
         extra = None if targets is None else self.temperature.auxiliary_loss(targets, mask_N, normalizer)
         # Its gradient only: the value stays that of the distillation loss.
         return output if extra is None else output._replace(loss=output.loss + (extra - extra.detach()))
 
-    def _members(
-        self, output: LossOutput, targets: Targets | None, mask_N: Tensor, labels_N: Tensor, member: int
-    ) -> Tensor:
-        """See `LossOutput.members`."""
-        assert self.gap is not None
-        sums = [*output[1:4], output.teacher_ce, output.tokens, *[torch.zeros_like(output.ce)] * 2]
+    def _sums(self, output: LossOutput, targets: Targets | None, mask_N: Tensor, labels_N: Tensor) -> Tensor:
+        """One row of `LossOutput.members`."""
+        sums = [output.ce, output.kd, output.teacher_ce, output.tokens, *[torch.zeros_like(output.ce)] * 2]
         if targets is not None and targets.forward_only and (sizes := self.byte_lengths) is not None:
             sizes_N = sizes[labels_N.clamp(0, len(sizes) - 1)]
-            sums[5:] = (x.masked_fill(~mask_N, 0.0).sum() for x in (sizes_N, targets.label_bytes(sizes_N)))
-        found = torch.zeros(len(self.gap.means), 7, dtype=torch.float64, device=output.ce.device)
-        if targets is not None or len(found) > 1:  # of rows without a teacher only a member of its own counts
-            found[member] = torch.stack([each.double() for each in sums])
-        return found
+            sums[4:] = (x.masked_fill(~mask_N, 0.0).sum() for x in (sizes_N, targets.label_bytes(sizes_N)))
+        return torch.stack([each.double() for each in sums])
 
 
 def distillation_loss(
@@ -273,7 +265,7 @@ def distillation_loss(
     loss, sums = fused_loss(hidden_ND, 1.0 / scalar(temperature, hidden_ND.device), request)
     none = torch.zeros_like(sums[0])
     ce, kd, at_one_sum, teacher_ce = sums
-    members = sums.new_zeros(0, 7, dtype=torch.float64)
+    members = sums.new_zeros(0, 6, dtype=torch.float64)
     return LossOutput(loss, ce, kd, at_one_sum, none, none, mask_N.sum(), none, teacher_ce, members)
 
 

@@ -175,6 +175,37 @@ def measure(
     return Metrics.from_vector(total.tolist())
 
 
+@torch.no_grad()
+def token_losses(
+    hidden_ND: Tensor,
+    head: OutputHead,
+    labels_N: Tensor,
+    mask_N: Tensor,
+    targets: Targets,
+    *,
+    vocab_size: int,
+) -> Tensor:
+    """[N, 3] fp32 of each token: -log q(label), -log p(label) and KL(p || q), nats; any number where masked.
+
+    q is the student, p the teacher; the arguments are those of `measure`.
+    """
+    head, rows, found = whole_head(head), Supervision(labels_N, mask_N, targets), []
+    chunk = chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
+    if hidden_ND.is_cuda and head.weight is not None:
+        head = replace(head, weight=head.weight.to(hidden_ND.dtype))
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        for start in range(0, hidden_ND.shape[0], chunk):
+            part = rows[start : start + chunk].harmless(vocab_size)
+            z_RV = chunk_logits(hidden_ND[start : start + chunk], head, vocab_size)
+            own_R = z_RV.gather(1, part.labels[:, None]).squeeze(1)
+            own_R = torch.logsumexp(z_RV, dim=-1) - own_R
+            assert part.targets is not None
+            kept = part.targets.resolved()
+            kl_R = forward_kl(kept.compare(z_RV, part.labels).divergence)
+            found.append(torch.stack([own_R, -kept.label_logprob.to(own_R.dtype), kl_R.to(own_R.dtype)], 1))
+    return torch.cat(found)
+
+
 def _chunk_sums(z_RV: Tensor, rows: Supervision, more: list[Tensor | None]) -> Tensor:
     """The vector of `Metrics` for a chunk, with 0 for unknown sums."""
     top_logit_R, top_R = z_RV.max(dim=-1)

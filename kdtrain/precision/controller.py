@@ -134,6 +134,7 @@ _SPIKE_WINDOW, _SPIKE_LEAST = 128, 16
 _GAP_WINDOW, _GAP_LEAST = 32, 5
 MAD_FACTOR = 6 * 1.4826
 """Factor on the MAD: six standard deviations of normal noise."""
+_WEIGHT_MOVES = 0.1
 _LEAST_SPREAD = 1e-3
 """Share of the loss that counts as noise at least: else any rise of a value that hardly varies is a spike."""
 
@@ -175,6 +176,8 @@ class _Memory:
     """The last step before a decay that began early."""
     taken: int = 0
     """The last step that was taken: its loss and its gradient were finite."""
+    weight: float | None = None
+    """Of the divergence in the losses since the window began, where it moves."""
 
 
 class _State(TypedDict):
@@ -248,6 +251,19 @@ class PrecisionController:
     def begin_decay(self, step: int | None) -> None:
         """Let the learning rate decay early, from the step after `step` on; None: as planned."""
         self._memory.decay_from = step
+
+    def fixed_weight(self, alpha: float) -> float:
+        """The weight of the divergence in the loss to observe, where the run's own, `alpha`, moves.
+
+        It stays until alpha has moved by `_WEIGHT_MOVES`; then it is alpha, and losses before it no longer count.
+        """
+        held = self._memory.weight
+        if held is not None and abs(alpha - held) < _WEIGHT_MOVES:
+            return held
+        self._memory.weight, self._clean = alpha, []
+        for each in self._streaks.values():
+            each.above = each.calm = 0
+        return alpha
 
     def wants_gap(self, step: int) -> bool:
         """True if the gap is to be measured at `step`: it is due, or a decision is near and allowed."""

@@ -34,25 +34,32 @@ class Baselines(NamedTuple):
     beside: tuple[str, float] | None
     """The best run on the same data beside this one, and its validation loss."""
 
-    def tell(self, teacher: float, alpha: float, writers: Writers) -> None:
-        """Log them, and warn of a teacher that the bigram beats. teacher: its validation loss. alpha: the first."""
+    def tell(self, teacher: float, alpha: float, follows: bool, writers: Writers) -> bool:
+        """Log them, and warn of a teacher that the bigram beats; return whether it does.
+
+        teacher: its validation loss. alpha: the first one. follows: whether it moves, and begins at 0 beside such one.
+        """
+        weak = self.bigram is not None and teacher > self.bigram
         train = "" if self.teacher is None else f", {self.teacher:.3f} on train"
         bigram = "" if self.bigram is None else f"; a bigram of the text {self.bigram:.3f}"
         best = "" if self.beside is None else f"; best here {self.beside[0]} {self.beside[1]:.3f}"
-        log.info("teacher %.3f on validation%s; alpha %.2g", teacher, train + bigram + best, alpha)
-        if self.bigram is not None and teacher > self.bigram:
+        first = 0.0 if weak and follows else alpha
+        log.info("teacher %.3f on validation%s; alpha %.2g", teacher, train + bigram + best, first)
+        if weak:
             text = f"the teacher's loss on this text, {teacher:.3f}, is above that of a bigram, {self.bigram:.3f}: is "
             text += "it the right teacher, with the tokenizer and the chat template that it was trained with?"
             writers.warning("weak-teacher", 0, text)
+        return weak
 
 
 def baselines(train: Source, validation: Source, beside: tuple[str, float] | None) -> Baselines:
     """Those of a run over these splits. beside: see `Baselines`.
 
-    Of a mixture, a cache elsewhere or a text in other tokens nothing is measured; what cannot be read is unknown.
+    Of a mixture, a text in other tokens or one that is still being answered nothing is measured; what cannot be read is
+    unknown.
     """
     readers = [getattr(each, "reader", None) for each in (train, validation)]
-    if all(isinstance(each, CacheReader) and each.remote is None for each in readers):
+    if getattr(train, "growing", None) is None and all(isinstance(each, CacheReader) for each in readers):
         with suppress(RunError, OSError):
             return Baselines(bigram_loss(*readers), label_loss(readers[0]), beside)  # type: ignore[arg-type]
     return Baselines(None, None, beside)

@@ -21,6 +21,7 @@ from kdtrain.models.loading import (
 from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.models.tokenizer import digest_of, learn_ends, load_tokenizer
 from kdtrain.monitor.progress import log
+from kdtrain.objective.alpha import build_alpha
 from kdtrain.objective.hidden import HiddenLoss, plan_hidden_loss
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.temperature import build_temperature
@@ -50,7 +51,7 @@ def build(recipe: Recipe) -> Run:
     config, device, plan = recipe.config, recipe.device, recipe.plan
     with raise_on_all_ranks():
         if isinstance(train := recipe.sources["train"], MixtureSource):
-            train.by_member = config.objective.alpha == "auto"
+            train.by_member = recipe.has_teacher and config.objective.alpha == "auto"
         model, teacher = _load_student(recipe), recipe.teacher
         if teacher is not None:
             teacher.meet(model)
@@ -151,6 +152,7 @@ def _student(recipe: Recipe, model: SplitModel, hidden: HiddenLoss | None) -> St
         shape = (recipe.micro, facts.seq_len, head_dtype(formats.high), recipe.device)
         if (chosen := choose_kernel(model.model.config, *shape)) is not None:
             log.info("%s", chosen)
+    taught = [each.facts.targets != "none" for each in facts.members.values()] or [recipe.has_teacher]
     low, high = objective.temperature_min, objective.temperature_max
     temperature = build_temperature(
         objective.temperature_mode,
@@ -164,8 +166,7 @@ def _student(recipe: Recipe, model: SplitModel, hidden: HiddenLoss | None) -> St
         model,
         DistillationLoss(
             divergence=objective.divergence,
-            alpha=objective.alpha if recipe.has_teacher else 0.0,
-            taught=[each.facts.targets != "none" for each in facts.members.values()] or (True,),
+            alpha=build_alpha(objective, recipe.total, taught),
             tail=objective.tail,
             temperature=temperature.to(recipe.device),
         ).to(recipe.device),

@@ -218,7 +218,6 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         objective = with_bounds(given.objective, sources["train"].facts, teacher is not None)
         reasons = {
             "as it began": alpha is not None,
-            "as auto needs the forward KL": objective.divergence != "forward-kl",
             "as its cache lacks log p of labels": not all(each.labels for each in sources["train"].facts.taught),
         }
         alpha_from = next((why for why, holds in reasons.items() if holds and objective.alpha == "auto"), None)

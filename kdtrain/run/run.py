@@ -20,7 +20,7 @@ from kdtrain.models.frozen import whole_size
 from kdtrain.models.head import SplitModel
 from kdtrain.models.spec import is_export
 from kdtrain.models.tokenizer import byte_lengths, load_tokenizer, tokenizer_files
-from kdtrain.monitor.facts import RESULT
+from kdtrain.monitor.facts import RESULT, alphas
 from kdtrain.monitor.progress import end_log, formula, log, setup_logging, warn_early
 from kdtrain.parallel.parallelize import part_of, reshard
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, raise_on_all_ranks, rank, reported, world_size
@@ -345,7 +345,7 @@ class Run:
         if recipe.distils and objective.alpha_schedule != "constant":
             summed += f", alpha to {objective.alpha_end:g} ({objective.alpha_schedule})"
         if recipe.distils and objective.alpha == "auto":
-            summed += ", alpha by the gap to the teacher"
+            summed += ", alpha by withheld text"
         elif recipe.alpha_from is not None and recipe.has_teacher:
             summed += f", {recipe.alpha_from}"
         scale = "" if summed == "ce" else " (compare val with val alone)"
@@ -369,7 +369,8 @@ class Run:
         if is_main() and recipe.distils and loaded is None:
             beside = best_run_beside(self.out, recipe.facts.identity)
             known = baselines(recipe.sources["train"], recipe.sources["validation"], beside)
-            trainer.on_begin = lambda teacher, alpha: known.tell(teacher, alpha, trainer.writers)
+            follows = objective.alpha == "auto"
+            trainer.on_begin = lambda teacher, alpha: known.tell(teacher, alpha, follows, trainer.writers)
         members = recipe.facts.members.items()
         shares: dict[str, Any] = {"caches": {name: each.share for name, each in members}} if members else {}
         trainer.writers.event("start" if loaded is None else "resume", trainer.state.progress.step, **shares)
@@ -474,6 +475,7 @@ class Run:
             "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
             "temperature": float(trainer.student.temperature.value().detach()) if recipe.distils else None,
             "objective": "distillation" if recipe.distils else "cross-entropy",
+            **alphas(self.out, trainer.student.loss.alpha.fixed),
             "first_validation_loss": progress.first_loss,
             "best_validation_loss": best,
             "best_step": progress.best_step,

@@ -36,6 +36,7 @@ from kdtrain.models.head import layers_of
 from kdtrain.models.loading import active_parameters
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.rules import initial_loss
+from kdtrain.objective.alpha import Alpha
 from kdtrain.objective.batch import Batch
 from kdtrain.parallel import parallelize
 from kdtrain.ranks import (
@@ -401,7 +402,7 @@ def check_overfitting(run: Run) -> Verdict:
     optimizer, losses = make_optimizer(student, options, config.objective.temperature_lr), list[float]()
     peaks = [group["lr"] for group in optimizer.param_groups]
     student.eval()
-    student.loss.alpha, student.hidden_loss = 0.0, None
+    student.loss.alpha, student.hidden_loss = Alpha(0.0), None
     while len(losses) <= STEPS and not (losses and losses[-1] - floor < 0.05 * (losses[0] - floor)):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * min(1.0, (len(losses) + 1) / 10)

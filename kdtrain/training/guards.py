@@ -6,9 +6,11 @@ number on the device, 1 where anything is NaN or infinite on any rank, which the
 **Exploding gradients** (`GradientExplosion`) are finite and stay huge: clipping hides them, and the run learns nothing.
 
 **Spikes** (`SpikeDetector`): the training loss jumps. The detector watches each part of the loss on its own:
-cross-entropy, divergence at T = 1, hidden-state loss. These mean the same at every T and alpha, so that neither a
-learned T nor a schedule of alpha looks like a spike; and where the loss doubles, at least one of them doubles. A part
-is spiky above a threshold computed from its earlier clean values:
+cross-entropy, divergence at T = 1, hidden-state loss. These mean the same at every T, so that a learned T does not look
+like a spike; and where the loss doubles, at least one of them doubles. Where alpha moves, cross-entropy must rise as it
+does over text that is known by heart, and the divergence as it falls: both are then watched as one, (1 - alpha) CE +
+alpha KD, the earlier values at today's alpha too. A part is spiky above a threshold computed from its earlier clean
+values:
 
     median + max(6 * 1.4826 * MAD, 0.5 * |median|, 0.1 nats)
 
@@ -36,7 +38,7 @@ an improvement, none of them during the warm-up. A non-finite loss is not an imp
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Generic, TypeVar
@@ -139,12 +141,20 @@ class SpikeDetector(Watcher[_Clean]):
         """The first step of the current series of spiky steps; None after a clean step."""
         return self.memory.suspicious_since
 
-    def update(self, step: int, parts: Mapping[str, float]) -> int | None:
-        """Take the parts of a step's loss, nats; return the first step of a confirmed spike, or None."""
+    def update(self, step: int, parts: Mapping[str, float], alpha: float | None = None) -> int | None:
+        """Take the parts of a step's loss, nats; return the first step of a confirmed spike, or None.
+
+        alpha: the weight of the divergence `kd_T1`, where it moves.
+        """
         if not self.patience or not all(map(math.isfinite, parts.values())) or parts.get("ce") == 0:
             return None
-        if all(value <= self.threshold(name) for name, value in parts.items()):
-            clean = self.memory.clean  # of a part that is not watched for a while, nothing before counts
+        clean = self.memory.clean
+        watched = {name: [*clean.get(name, ()), value] for name, value in parts.items()}
+        if alpha is not None and "kd_T1" in watched:
+            both = zip(reversed(watched["ce"]), reversed(watched.pop("kd_T1")), strict=False)
+            watched["ce"] = [(1 - alpha) * ce + alpha * kd for ce, kd in both][::-1]
+        if all(values[-1] <= self._limit(values[:-1]) for values in watched.values()):
+            # of a part that is not watched for a while, nothing before counts
             self.memory.clean = {name: [*clean.get(name, ()), value][-self.window :] for name, value in parts.items()}
             self.reset()
             return None
@@ -155,7 +165,10 @@ class SpikeDetector(Watcher[_Clean]):
 
     def threshold(self, part: str) -> float:
         """The value above which a part is spiky; infinite while there are too few clean values."""
-        clean = self.memory.clean.get(part, ())
+        return self._limit(self.memory.clean.get(part, ()))
+
+    def _limit(self, clean: Sequence[float]) -> float:
+        """The threshold by these clean values."""
         if len(clean) < self.minimum:
             return math.inf
         middle, spread = median_and_mad(clean)

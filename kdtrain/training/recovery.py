@@ -18,6 +18,7 @@ state, or to an ordinary checkpoint where the recovery buffer has none.
 
 import copy
 import math
+from collections.abc import Mapping
 from enum import Enum
 
 from safetensors import SafetensorError
@@ -127,6 +128,14 @@ class Recovery:
             elif isinstance(action, Recover):
                 recovered = self._restore_good_state(adaptive) or recovered
         return names, recovered
+
+    def judged(self, metrics: Mapping[str, float]) -> float:
+        """The loss of a step that `act` is given, nats a token: where alpha moves one of a fixed weight."""
+        adaptive, alpha = self.state.adaptive, metrics.get("alpha")
+        if adaptive is None or alpha is None:
+            return metrics["loss"]
+        weight = adaptive.controller.fixed_weight(alpha)
+        return (1 - weight) * metrics["ce"] + weight * metrics["kd_T1"]
 
     def restore(self, to: Checkpoint, kind: str, lr_factor: float = 1.0, **fields: int) -> None:
         """Restore an earlier state of this run, leave out the data since then, and publish the result.
@@ -305,9 +314,8 @@ class Recovery:
         """Check the numbers of a step that was taken, and roll back a spike or a divergence; return whether it did."""
         step, guards, metrics = self.state.progress.step, self.state.guards, result.metrics
         cross_entropy = metrics.get("ce", result.loss)  # without other parts the loss is the cross-entropy
-        watched = ("kd_T1", "hidden")[metrics.get("alpha", 1.0) < 0.5 :]  # a divergence that counts for little may rise
-        parts = {name: metrics[name] for name in watched if name in metrics} | {"ce": cross_entropy}
-        if (first := guards.spikes.update(step, parts)) is not None:
+        parts = {name: metrics[name] for name in ("kd_T1", "hidden") if name in metrics} | {"ce": cross_entropy}
+        if (first := guards.spikes.update(step, parts, metrics.get("alpha"))) is not None:
             self._roll_back("spike", f"a loss spike since step {first}, confirmed at step {step}", first, first=first)
             return True
         if guards.divergence.update(cross_entropy):

@@ -25,7 +25,7 @@ from kdtrain.config import DistillConfig
 from kdtrain.errors import first_sentence
 from kdtrain.models.generate import generate
 from kdtrain.monitor.progress import Bar, StepText, Throughput, log
-from kdtrain.monitor.rules import WINDOW, History, Signs, findings, free_mib, initial_loss, newest_mib
+from kdtrain.monitor.rules import WINDOW, History, Signs, comparable, findings, free_mib, initial_loss, newest_mib
 from kdtrain.monitor.writers import SilentWriters, Writers
 from kdtrain.parallel.parallelize import peaks, reshard
 from kdtrain.precision.modes import autocast
@@ -148,7 +148,7 @@ class Reporter:
         self.watches, self.busy = False, False
         self.wrong: dict[str, str] = {}
         """What is wrong now, by the kind of the warning."""
-        self.losses: deque[float] = deque(maxlen=4 * WINDOW)
+        self.steps: deque[Mapping[str, float]] = deque(maxlen=4 * WINDOW)
         self.validations: list[tuple[int, float]] = []
         self.teacher_loss: float | None = None
 
@@ -167,7 +167,7 @@ class Reporter:
         """Forget the steps after `step`, which a rollback undoes."""
         self.writers.rewind(step)
         self.validations = [each for each in self.validations if each[0] <= step]
-        self.losses.clear()
+        self.steps.clear()
         self.text.window.clear()
 
     def open(
@@ -249,7 +249,7 @@ class Reporter:
         self.writers.metrics(number, {**numbers, **share, **held})
         for kind, text, fields in self.history.warnings(signs):
             self.writers.warning(kind, number, text, **fields)
-        self.losses.append(numbers.get("ce", numbers.get("loss", math.nan)))
+        self.steps.append(numbers)
         if self.watches and _due(number, self.config.monitor.log_freq):
             self._check_health(number, numbers, checkpoint)
         parts = self.text.add(numbers)
@@ -270,7 +270,7 @@ class Reporter:
             saved_step=checkpoint,
             free_mib=free_mib(out),
             checkpoint_mib=newest_mib(out / "checkpoints"),
-            losses=self.losses,
+            losses=comparable(list(self.steps)),
             validations=self.validations,
             teacher_loss=self.teacher_loss,
         )

@@ -1,4 +1,4 @@
-"""The learning rate, the weight of the divergence, and the steps of validations, as pure functions of the step.
+"""The learning rate and the steps of validations, as pure functions of the step.
 
 Warm-up is linear from 0, and takes at most half of the run. After it, `cosine` falls to the smallest rate at the last
 step (SGDR, arXiv 1608.03983, one period), `constant` stays, and `wsd` (warm-up, stable, decay: MiniCPM, arXiv
@@ -9,9 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kdtrain.config import DistillConfig, ObjectiveConfig, OptimizerConfig
+from kdtrain.config import DistillConfig, OptimizerConfig
 from kdtrain.config.values import USUAL_STEPS
-from kdtrain.objective.temperature import scheduled
 
 
 def total_steps(config: DistillConfig, sequences: int, length: Mapping[str, Any] | None = None) -> int:
@@ -41,11 +40,6 @@ def learning_rate(step: int, total: int, config: OptimizerConfig, decay_from: in
     if config.lr_schedule == "wsd":
         start = decay_start(total, config) if decay_from is None else decay_from
     return config.min_lr + (config.peak_lr - config.min_lr) * _share(step, total, start, config)
-
-
-def alpha(step: int, total: int, config: ObjectiveConfig) -> float:
-    """The weight of the divergence at optimizer step `step` (1 .. total); the last step has the end value."""
-    return scheduled(config.alpha_schedule, config.first_alpha, config.alpha_end, step - 1, max(total - 1, 1))
 
 
 def warmup_steps(total: int, config: OptimizerConfig) -> int:

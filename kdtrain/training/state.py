@@ -30,6 +30,7 @@ from kdtrain.config import GuardsConfig, StoppingConfig
 from kdtrain.config.choices import Weights
 from kdtrain.errors import RunError
 from kdtrain.files import typed
+from kdtrain.objective.alpha import MeasuredAlpha, of_before
 from kdtrain.parallel.parallelize import cut_like, part_of, reshard
 from kdtrain.precision.controller import Adaptive
 from kdtrain.precision.loss_scale import LossScale
@@ -257,6 +258,8 @@ class TrainState:
         if memory and self.adaptive is not None:
             self.snapshots = unpacked(tensors, numbers.get("snapshots", []))
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(_PREFIX)}
+        if isinstance(self.student.loss.alpha, MeasuredAlpha):
+            tensors = of_before(tensors, "alpha.")
         for part, module in self._parts():
             if part in leave:
                 tensors = {name: each for name, each in tensors.items() if part not in name.split(".")[:2]}
@@ -297,8 +300,13 @@ class TrainState:
     def _parts(self) -> list[tuple[str, nn.Module]]:
         student = self.student
         hidden = nn.Module() if student.hidden_loss is None else student.hidden_loss
-        gap = nn.Module() if student.loss.gap is None else student.loss.gap
-        return [("student", student.model), ("temperature", student.temperature), ("hidden", hidden), ("alpha", gap)]
+        loss = student.loss
+        return [
+            ("student", student.model),
+            ("temperature", loss.temperature),
+            ("hidden", hidden),
+            ("alpha", loss.alpha),
+        ]
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(f"{part}.{name}", each) for part, module in self._parts() for name, each in module.named_parameters()]

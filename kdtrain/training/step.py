@@ -28,8 +28,10 @@ from kdtrain import faults
 from kdtrain.checkpoint.saver import HostCopies
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError
+from kdtrain.objective.alpha import MeasuredAlpha
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
+from kdtrain.objective.measured import figures
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.parallelize import SingleProcess, clip_factor, clip_norm_, total_norm
 from kdtrain.ranks import is_main, local, world_size
@@ -37,11 +39,12 @@ from kdtrain.training.guards import non_finite
 from kdtrain.training.observers import Observer, StepView
 from kdtrain.training.optimizers import Optimizer
 from kdtrain.training.reporter import Reporter
-from kdtrain.training.schedule import alpha, learning_rate, run_length
+from kdtrain.training.schedule import learning_rate, run_length
 from kdtrain.training.signals import StopRequest
-from kdtrain.training.sources.source import Feed, Source, order_of
+from kdtrain.training.sources.source import Feed, Source, order_of, passes_of
 from kdtrain.training.state import TrainState, seed_everything
 from kdtrain.training.student import Student
+from kdtrain.training.withheld import Withheld
 
 FIRST_STEPS = 10
 """Steps of a process after which running out of memory is an error."""
@@ -109,6 +112,8 @@ class Stepper:
     """Whether micro-batches have targets; without them the loss is cross-entropy."""
     observers: list[Observer] = field(default_factory=list)
     """Called around the parts of each step, in this order."""
+    withheld: Withheld | None = None
+    """By which alpha is measured; None where it is not."""
 
     def __post_init__(self) -> None:
         self.order = order_of(self.source, self.config.seed)
@@ -116,10 +121,10 @@ class Stepper:
         """Steps from now on in which running out of memory halves the micro-batch; 0 once it is halved."""
         self.tokens = 0
         """Unmasked tokens that this process trained on."""
+        self.weighed: dict[str, float] = {}
+        """What alpha was measured by since the last step that was taken."""
         self.kept: list[Batch] = []
         """The last step's micro-batches, where the source cannot read them again."""
-        if self.student.loss.gap is not None:
-            self.student.loss.alpha = self.student.loss.gap.weights()
 
     @property
     def student(self) -> Student:
@@ -186,6 +191,8 @@ class Stepper:
             RunError: out of memory, and the micro-batch cannot be halved.
         """
         number = self.state.progress.step + 1
+        if self.withheld is not None and self.withheld.due(number) and not self.weigh(stop):
+            return StepResult(Status.INTERRUPTED)
         rate = self._prepare(number)
         view = StepView(number, self.student, self._run_eagerly)
         for each in self.observers:
@@ -202,9 +209,9 @@ class Stepper:
         if own is None:
             return StepResult(Status.INTERRUPTED)
         tensors = self._all_reduce(own, stop, save_due)
-        compared, gap = tensors.pop("members"), self.student.loss.gap
-        if gap is not None:
-            tensors |= self._weights(compared)
+        compared, measured = tensors.pop("members"), self.student.loss.alpha
+        if isinstance(measured, MeasuredAlpha):
+            tensors |= self._weights(compared, measured)
         self._all_reduce_gradients()
         if self.reporter.gradients_checked or tensors["tokens"] > 0:
             self.reporter.backward(number)
@@ -236,12 +243,28 @@ class Stepper:
             progress.sequences += self.config.batch_size
             progress.tokens += result.tokens
             progress.skips_in_a_row, progress.loss = 0, result.loss
-            if gap is not None:
-                gap.update(compared)
+            if isinstance(measured, MeasuredAlpha):
+                measured.update(compared)
             self.state.guards.scale.update(overflowed=False)
             self.tokens += result.tokens
+            self.weighed = {}
             self.kept.clear()  # only a skipped step is investigated
         return result
+
+    def weigh(self, stop: StopRequest) -> bool:
+        """Measure alpha by withheld text, which the next step logs; False where a stop request prevented it."""
+        alpha = self.student.loss.alpha
+        assert self.withheld is not None and isinstance(alpha, MeasuredAlpha)
+        found = self.withheld.measure(self.student.eval(), self.layout, stop.read)
+        self.wrapper.reshard()
+        if found is None:
+            return False
+        if self.state.progress.step or not alpha.measured:  # else the checkpoint of step 0 has it, and what followed
+            alpha.observe(found)
+        names = [f"withheld/{name}/" for name in self.source.facts.members] or ["withheld/"]
+        rows = [each for each in zip(names, found, alpha.known[:, 2].tolist(), strict=True) if each[1].tokens]
+        self.weighed = {f"{name}{key}": value for name, *each in rows for key, value in figures(*each).items()}
+        return True
 
     def rewound(self, step: int) -> None:
         """Tell the observers that the run continues after `step`."""
@@ -288,11 +311,7 @@ class Stepper:
         for group in self.state.optimizer.param_groups:
             group["lr"] = rate * group["peak"]
         self.student.temperature.set_step(number - 1)
-        if (gap := self.student.loss.gap) is not None:
-            self.student.loss.alpha = gap.weights()
-        else:
-            weight = alpha(number, self.planned, self.config.objective)
-            self.student.loss.alpha = weight if self.has_teacher else 0.0
+        self.student.loss.alpha.set_step(number - 1, passes_of(self.source, progress.sequences))
         self.student.train()
         self.kept.clear()
         return rate
@@ -394,16 +413,15 @@ class Stepper:
             vector, compared = self.layout.sum(torch.cat([scalars, compared])).split([len(scalars), len(compared)])
             first = 2 + len(_SIGNALS)
             due, votes = vector[1], vector[2:first]
-            own = LossOutput._make([*vector[first:], compared.view(-1, 7)])
+            own = LossOutput._make([*vector[first:], compared.view(-1, 6)])
             requested = [(vote > 0).double() * float(each) for vote, each in zip(votes, _SIGNALS, strict=True)]
             loss, signal_ = vector[0] / own.tokens.clamp(min=1), torch.stack(requested).max()
         return {**own._asdict(), "loss": loss, "T": temperature, "signal": signal_, "save_due": due}
 
-    def _weights(self, compared_M7: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _weights(self, compared_M6: torch.Tensor, measured: MeasuredAlpha) -> dict[str, torch.Tensor]:
         """Alpha of this step: its mean over tokens with a teacher, and in a mixture that of each member with one."""
-        gap, alpha_M = self.student.loss.gap, self.student.loss.alpha
-        assert gap is not None and isinstance(alpha_M, torch.Tensor)
-        tokens_M = compared_M7[:, 4] * gap.taught
+        alpha_M = measured.value()
+        tokens_M = compared_M6[:, 3] * measured.taught
         mean = (alpha_M * tokens_M).sum() / tokens_M.sum().clamp(min=1)
         found = {"alpha": mean if len(alpha_M) > 1 else alpha_M[0]}
         own = zip(self.source.facts.members.items(), alpha_M, strict=False)
@@ -455,15 +473,16 @@ class Stepper:
         student, adaptive, count = self.student, self.state.adaptive, max(read["tokens"], 1.0)
         metrics = {"loss": read["loss"]}
         weights = {name: value for name, value in read.items() if name.partition("/")[0] == "alpha"}
-        if weights or student.loss.alpha:
+        weight = student.loss.alpha.value()
+        if weights or weight:
             means = {"ce": read["ce"] / count, "kd": read["kd"] / count, "kd_T1": read["kd_at_one"] / count}
             metrics |= {**means, "T": read["T"]}
             if self.source.facts.replays:
                 metrics["ce_alone"] = read["ce_alone"] / count
             if weights:
                 metrics |= {"teacher_ce": read["teacher_ce"] / count, **weights}
-            elif self.config.objective.alpha_schedule != "constant":
-                metrics["alpha"] = float(student.loss.alpha)
+            elif student.loss.alpha.moves:
+                metrics["alpha"] = float(weight)
         if student.hidden_loss is not None:
             metrics |= {"ce": read["ce"] / count, "hidden": read["hidden"] / count}
         if student.router_weight:
@@ -480,7 +499,7 @@ class Stepper:
             metrics["loss_scale"] = self.state.guards.scale.value
         status = Status.SKIPPED if read["skipped"] else Status.TAKEN
         tokens, save_due = int(read["tokens"]), read["save_due"] > 0
-        return StepResult(status, read["loss"], read["grad_norm"], tokens, save_due, metrics)
+        return StepResult(status, read["loss"], read["grad_norm"], tokens, save_due, metrics | self.weighed)
 
     def _halve_micro_batch(self) -> str:
         """After an out-of-memory error: drop the gradients and halve the micro-batch from now on; return what changed.

@@ -14,7 +14,7 @@ import math
 import sys
 import warnings
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,15 +28,18 @@ from kdtrain.config.sections import QUANTIZED
 from kdtrain.errors import UsageError, as_number, as_whole
 from kdtrain.models.head import SplitModel, layer_widths, router_weight, split
 from kdtrain.models.output_head import refuse_vocabulary
+from kdtrain.objective.alpha import MeasuredAlpha
 from kdtrain.objective.batch import Batch, Collator
 from kdtrain.objective.hidden import HiddenLoss
 from kdtrain.objective.loss import DistillationLoss, LossOutput, joined
+from kdtrain.objective.measured import compared, figures, measured
 from kdtrain.objective.metrics import measure
 from kdtrain.objective.targets import Supervision, per_token
 from kdtrain.objective.temperature import Temperature
 from kdtrain.precision.compiled import CompiledLayers, compiled_whole
 from kdtrain.precision.linear import Switch
 from kdtrain.precision.modes import MODES, autocast, head_dtype
+from kdtrain.ranks import all_reduce_sum, world_size
 
 FIELDS = (
     *("tokens", "loss_mask", "segments", "labels", "ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean"),
@@ -328,8 +331,8 @@ class Student(PreTrainedModel):
 
     def total(self, sums: LossOutput, temperature: Tensor) -> Tensor:
         """The total loss in fp64 of the tokens in `sums`, at this temperature."""
-        alpha: Any = self.loss.alpha
-        if isinstance(alpha, Tensor):  # of each member
+        alpha: Any = self.loss.alpha.value()
+        if self.loss.alpha.by_member:
             ce, kd = sums.members[:, :2].unbind(1)
             loss = joined(ce, kd, alpha, alpha * temperature.double() ** 2).sum()
         else:
@@ -338,6 +341,33 @@ class Student(PreTrainedModel):
         if self.hidden_loss is not None:
             loss = loss + self.hidden_weight * sums.hidden.double()
         return loss + self.router_weight * sums.router.double() if self.router_weight else loss
+
+    def measure(self, batches: Iterable[Batch | Mapping[str, Tensor]], passes: float = 1.0) -> dict[str, float]:
+        """Let text that nothing trains on say what `alpha="auto"` follows (`objective.alpha`), and return it.
+
+        Args:
+            batches: as `forward` takes them, 2,048 unmasked tokens or more; on several ranks each gives a part, or all.
+            passes: how often training went over its text so far.
+
+        Returns:
+            loss, teacher_loss and kl, nats a token, and tokens; share, posterior and gap; and alpha as it is now.
+
+        Raises:
+            UsageError: alpha is fixed.
+        """
+        alpha = self.loss.alpha
+        if not isinstance(alpha, MeasuredAlpha):
+            raise UsageError("measure has no effect at a fixed alpha; make the loss with alpha='auto'")
+        training = self.training
+        self.eval()
+        found = compared(self, (each if isinstance(each, Batch) else self._batch({**each}) for each in batches))
+        self.train(training)
+        assert found is not None
+        rows = measured([found], lambda each: all_reduce_sum(each.to(self.device)).cpu())
+        alpha.trained.copy_(all_reduce_sum(alpha.trained) / world_size())
+        alpha.set_step(alpha.step, [passes])
+        alpha.observe(rows)
+        return figures(rows[0], float(alpha.known[0, 2])) | {"alpha": float(alpha.value()[0])}
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:

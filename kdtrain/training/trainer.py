@@ -12,7 +12,7 @@ validation loss is lowest; one at the end of each epoch; a special one at a stop
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 
@@ -26,11 +26,12 @@ from kdtrain.errors import RunError
 from kdtrain.monitor.progress import log, log_step, members_line, one_line, validation_line
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.writers import Writers
+from kdtrain.objective.alpha import LEAST_TOKENS, MeasuredAlpha
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.metrics import Metrics
+from kdtrain.objective.measured import MOST
 from kdtrain.parallel.parallelize import SingleProcess
 from kdtrain.precision.controller import Adaptive
-from kdtrain.ranks import is_main, reported
+from kdtrain.ranks import is_main, on_main, reported
 from kdtrain.training.checkpoints import Checkpoints
 from kdtrain.training.guards import Guards
 from kdtrain.training.observers import Observer
@@ -44,6 +45,7 @@ from kdtrain.training.state import TrainState
 from kdtrain.training.step import Status, Stepper, StepResult
 from kdtrain.training.student import Student
 from kdtrain.training.validate import calibration, summary, validate_members
+from kdtrain.training.withheld import Withheld
 
 
 class Trainer:
@@ -97,10 +99,14 @@ class Trainer:
             has_teacher=has_teacher,
             observers=[*observers],
         )
+        if isinstance(alpha := student.loss.alpha, MeasuredAlpha):
+            alpha.by_forward = False
+            self.stepper.withheld = Withheld(validation, micro, config.batch_size * seq_len)
         self.recovery = Recovery(config, self.state, self.stepper, self.checkpoints, self.reporter)
         self.byte_lengths: np.ndarray | None = None
-        self.on_begin: Callable[[float, float], None] | None = None
-        """Called with the teacher's validation loss and alpha, before the first step."""
+        self.on_begin: Callable[[float, float], bool] | None = None
+        """Called on rank 0 with the teacher's validation loss and alpha, before the first step; returns whether the
+        labels alone are the better start."""
         self.stopped_by: str | None = None
         """The signal that ended training, or None."""
         # the time of this process is not part of the state
@@ -145,7 +151,7 @@ class Trainer:
         """
         progress, texts = self.state.progress, None
         self.byte_lengths = byte_lengths
-        if byte_lengths is not None and self.student.loss.gap is not None:
+        if byte_lengths is not None and self.student.loss.alpha.by_member:
             self.student.loss.byte_lengths = torch.from_numpy(byte_lengths).float().to(self.student.device)
         if tokenizer is not None:
             texts = partial(sample_texts, self.student, self.validation_source, tokenizer, self.config.seed)
@@ -174,7 +180,9 @@ class Trainer:
             self.saver.asked_to_stop = lambda: stop.received > 0
             stop.compiling = self.student.compile_objective
             self.stepper.settle_buckets()
-            if self.checkpoints.published is None or self._validation_due():
+            if not self.finished():
+                self._begin_alpha(stop)
+            if not stop and (self.checkpoints.published is None or self._validation_due()):
                 self._validate_and_save(stop, None)
             if self.checkpoints.published is None and not stop:  # so that a rollback always finds a checkpoint
                 self.checkpoints.save(tiers.name_of("rolling", self.state.progress.step))
@@ -244,11 +252,8 @@ class Trainer:
         progress.validated_step = progress.step
         if members:
             log.info("%s", members_line(progress.step, numbers, members))
-        self._begin_gap(metrics, members)
         if progress.step == 0:
-            gap = self.student.loss.gap
-            if self.on_begin is not None and (teacher := metrics.teacher_loss()) is not None:
-                self.on_begin(teacher, float(self.student.loss.alpha if gap is None else gap.weights().max()))
+            self._meet_teacher(metrics.teacher_loss())
             self.reporter.initial(loss)
         if not math.isfinite(loss):
             self.writers.warning("validation", progress.step, f"validation at step {progress.step}: loss {loss}")
@@ -271,18 +276,39 @@ class Trainer:
             progress.best_loss, progress.best_step = loss, progress.step
         return diverged, is_best, loss
 
-    def _begin_gap(self, metrics: Metrics, members: Mapping[str, Metrics]) -> None:
-        """Let alpha begin with the losses of a validation, where it follows a gap that is not known yet."""
-        if (gap := self.student.loss.gap) is None:
+    def _begin_alpha(self, stop: StopRequest) -> None:
+        """Measure alpha before the first step, where it follows withheld text; also of a run begun before it did."""
+        alpha, withheld = self.student.loss.alpha, self.stepper.withheld
+        if withheld is None or not isinstance(alpha, MeasuredAlpha) or not withheld.choose(stop.read):
             return
-        if self.state.progress.step == 0:
-            gap.means.fill_(math.inf)
-        rows = [
-            (each.mean("cross_entropy"), 0.0, each.mean("kl"), each.teacher_loss(), 1.0, 0.0, 0.0)
-            for each in members.values() or (metrics,)
-        ]
-        sums_M7 = torch.tensor([(0.0,) * 7 if None in row else row for row in rows], dtype=torch.float64)
-        gap.update(sums_M7.to(gap.means.device) * gap.means.isinf().all(1, keepdim=True))
+        if alpha.measured and self.state.progress.step:
+            return
+        if self.state.progress.step:
+            log.info(
+                "alpha is %.2g, as the run had it, and follows withheld text from now on", float(alpha.value().max())
+            )
+        if not self.stepper.weigh(stop):
+            return
+        if withheld.every:
+            text = "alpha %.2g by withheld text, measured again every %s steps"
+            log.info(text, float(alpha.value().max()), f"{withheld.every:,}")
+        for name, tokens in withheld.counts.items():
+            if tokens < LEAST_TOKENS:
+                text = "alpha stays %.2g%s: %s withheld tokens with a label, and %s are the least that tell"
+                log.info(text, MOST, f" for {name}" * bool(name), f"{tokens:,}", f"{LEAST_TOKENS:,}")
+
+    def _meet_teacher(self, loss: float | None) -> None:
+        """Log what the run has to beat, and begin with the labels alone beside a teacher that knows less than a bigram.
+
+        loss: the teacher's validation loss, nats a token; None: it is not known.
+        """
+        if loss is None:
+            return
+        alpha = self.student.loss.alpha
+        first = float(torch.as_tensor(alpha.value()).max())
+        weak = on_main(lambda: self.on_begin is not None and self.on_begin(loss, first))
+        if weak and isinstance(alpha, MeasuredAlpha):
+            alpha.begin_at_zero()
 
     def _validate_and_save(self, stop: StopRequest, result: StepResult | None) -> Next:
         """Validate, decide on the format of the next step, and save, each where it is due.
@@ -301,8 +327,9 @@ class Trainer:
         ends_epoch, progress.epoch = epoch > progress.epoch, max(epoch, progress.epoch)
         # The names that adaptive quantisation asks for come first: the memory in the checkpoint names those of the
         # recovery buffer, which a run that is killed between two names must find when it goes back.
-        watched = {} if result is None else result.metrics  # of a loss whose alpha moves, its cross-entropy
-        names = self.recovery.act(progress.step, watched["ce" if "alpha" in watched else "loss"])[0] if watched else []
+        names = []
+        if result is not None:
+            names = self.recovery.act(progress.step, self.recovery.judged(result.metrics))[0]
         if improved or progress.step % self.config.checkpoint.checkpoint_freq == 0 or self.finished():
             names.append(tiers.name_of("rolling", progress.step))
         if ends_epoch:

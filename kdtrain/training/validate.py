@@ -1,6 +1,6 @@
 """Validation: measures the student against text and teacher over a split in order, each rank on a part of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -44,23 +44,18 @@ def validate(
         layout: of the ranks; None: data parallelism.
     """
     total, part, layout = Metrics(), part or range(len(source)), layout or RankLayout.of_ranks()
-    own = layout.data_rank * micro
     sizes = None if byte_lengths is None else torch.from_numpy(byte_lengths)
     count = len(part) if batches is None else min(len(part), batches * micro)
-    with torch.no_grad():
-        for start in range(own, count + own, layout.data_size * micro):
-            faults.point("validate.batch")
-            indices = np.arange(start, start + micro)
-            batch = read(partial(source.read, part.start + np.minimum(indices, count - 1)))
-            if batch is None:
-                return None
-            labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
-            mask_BT = batch.loss_mask & torch.as_tensor(indices < count, device=batch.loss_mask.device)[:, None]
+    for batch in own_batches(source, part[:count], micro, read, layout):
+        if batch is None:
+            return None
+        labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
+        with torch.no_grad():
             total = total + measure(
                 student.hidden_eager(batch),
                 student.model.head,
                 labels_N,
-                rearrange(mask_BT, "B T -> (B T)"),
+                rearrange(batch.loss_mask, "B T -> (B T)"),
                 batch.targets,
                 vocab_size=student.vocab_size,
                 bytes_N=None if sizes is None else sizes.to(labels_N.device)[labels_N.clamp(0, len(sizes) - 1)],
@@ -68,6 +63,31 @@ def validate(
     if layout.data_size == 1:
         return total
     return Metrics.from_vector(layout.sum(torch.tensor(total.vector(), dtype=torch.float64)).tolist())
+
+
+def own_batches(
+    source: Source,
+    part: range,
+    micro: int,
+    read: Callable[[Callable[[], Batch]], Batch | None],
+    layout: RankLayout,
+    point: str = "validate.batch",
+) -> Iterator[Batch | None]:
+    """Yield this rank's micro-batches of the sequences `part`, as many as every rank's; None, and end, where `read`
+    returns None. Masked copies fill up the last one.
+
+    point: the fault that each of them is.
+    """
+    own, count = layout.data_rank * micro, len(part)
+    for start in range(own, count + own, layout.data_size * micro):
+        faults.point(point)
+        indices = np.arange(start, start + micro)
+        batch = read(partial(source.read, part.start + np.minimum(indices, count - 1)))
+        if batch is None:
+            yield None
+            return
+        counts_B1 = torch.as_tensor(indices < count, device=batch.loss_mask.device)[:, None]
+        yield replace(batch, loss_mask=batch.loss_mask & counts_B1)
 
 
 def validate_members(student: Student, source: Source, **options: Any) -> tuple[Metrics, dict[str, Metrics]] | None:

@@ -90,7 +90,7 @@ def test_a_run_that_reads_while_a_server_answers_is_the_run_of_a_cache_that_was_
     assert stand_in.url not in (bench.root / "captured" / "config.toml").read_text()
     before = ("cache-teacher", "--teacher", "teacher", "--teacher-server", stand_in.url, *bench.data, *TEXT)
     bench.run(*before, "--top-k", 8, "--out", "before").ok()
-    bench.run("distill", "--cache", "before", *TRAIN, "--lr", 1e-2, *bench.eager, "--out", "plain").ok()
+    bench.run("distill", "--cache", "before", *TRAIN, "--lr", 1e-2, "--alpha", 0.9, *bench.eager, "--out", "plain").ok()
     losses, others = ([step["loss"] for step in bench.metrics(run)] for run in ("captured", "plain"))
     # not to the last bit: each shard codes its tail numbers in steps that its first sequences decide
     assert len(losses) == 40 and losses == pytest.approx(others, abs=1e-3)

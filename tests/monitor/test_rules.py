@@ -53,7 +53,7 @@ ILL = {
     ),
     "diverging": (
         {"losses": [2.0 + step / 100 + 0.1 * (-1) ** step for step in range(4 * WINDOW)]},
-        "the cross-entropy of training rises: ",
+        "the loss of training rises: ",
     ),
 }
 

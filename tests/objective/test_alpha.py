@@ -1,5 +1,6 @@
-"""Alpha by the measured gap: the rule, what it is computed from, and the loss at the alphas of a mixture's members."""
+"""Alpha by withheld text: the rule, what it is computed from, and the loss at the alphas of a mixture's members."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,9 @@ from kdtrain.cache.format.manifest import Manifest
 from kdtrain.config import DistillConfig
 from kdtrain.config.values import configured
 from kdtrain.errors import UsageError
-from kdtrain.objective.alpha import STEPS, GapAlpha
+from kdtrain.objective.alpha import MeasuredAlpha, of_before
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
+from kdtrain.objective.measured import MOST, Measured, _grouped, measured, posteriors
 from kdtrain.objective.mixed import MixedTargets
 
 KINDS = ["dense", "ghost", "sampled", "sampled-headless", "online"]
@@ -28,24 +30,41 @@ def loss_of(p, loss, targets):
     return loss(p.hidden, p.head, p.labels, p.mask, targets, vocab_size=p.vocab_size, normalizer=11.0)
 
 
+def told(student, teacher, divergence=1.0, posterior=0.4, tokens=8192):
+    """What withheld text says of a student with these losses, nats a token."""
+    sums = [each * tokens for each in (student, teacher)]
+    known = None if divergence is None else divergence * tokens
+    return Measured(tokens, *sums, known, 2.0 * tokens, 1.0 * tokens, posterior)
+
+
+def alpha_of(*rows, passes=(1.0,), trained=None):
+    """An alpha that has seen these rows of withheld text, and training batches with this S - T."""
+    alpha = MeasuredAlpha([True] * len(rows))
+    alpha.set_step(0, passes)
+    if trained is not None:
+        alpha.update(torch.tensor([[10 * (3 + trained), 0, 30, 10, 0, 0]] * len(rows)))
+    alpha.observe(rows)
+    return alpha
+
+
 @pytest.mark.parametrize(
-    "student, teacher, divergence, alpha",
+    "row, passes, trained, expected",
     [
-        (7.6, 3.6, 4.0, 0.9),  # a teacher that knows the text
-        (3.9, 3.6, 0.3, 0.9),  # and one whose student is almost as good
-        (4.6, 3.6, 2.0, 0.5),
-        (3.6, 3.6, 1.5, 0.0),
-        (2.0, 3.6, 1.5, 0.0),
-        (3.6, 3.6, 0.0, 0.9),  # the student is the teacher
-        (3.7, 3.6, -0.01, 0.9),  # the estimate of a small divergence
-        (3.5, 3.6, -0.01, 0.0),
+        (told(7.6, 3.6, 4.0), 1, None, 0.9),  # a teacher that knows the text
+        (told(3.9, 3.6, 0.3), 1, 0.3, 0.9),  # and one whose student is almost as good
+        (told(4.6, 3.6, 2.0), 1, 1.0, 0.5),
+        (told(3.6, 3.6, 1.5), 1, 0.0, 0.0),
+        (told(2.0, 3.6, 1.5), 1, -1.6, 0.0),
+        (told(4.6, 3.6, 2.0), 1, 1.7, 0.5),  # the average of the batches lags behind
+        (told(3.6, 3.6, 1.5), 4, 0.0, 0.3),  # labels that were read four times teach little
+        (told(3.6, 3.6, 1.5), 1, -math.log(4), 0.3),  # or a text that holds them four times, or a student that did
+        (told(4.6, 3.6, None), 1, 1.0, 0.4),  # a divergence that is not known: the posterior alone
     ],
 )
-def test_alpha_is_the_share_of_the_divergence_that_the_labels_confirm(student, teacher, divergence, alpha):
-    gap = GapAlpha()
-    assert gap.weights().tolist() == [0.9]  # nothing is measured yet
-    gap.update(torch.tensor([[student * 50, 0.0, divergence * 50, teacher * 50, 50.0, 0, 0]]))
-    assert gap.weights().tolist() == [pytest.approx(alpha)]
+def test_alpha_is_what_fresh_labels_confirm_and_the_best_mixture_where_they_are_known_by_heart(
+    row, passes, trained, expected
+):
+    assert alpha_of(row, passes=(passes,), trained=trained).value().tolist() == [pytest.approx(expected, abs=1e-6)]
 
 
 def test_of_a_text_drawn_from_the_teacher_alpha_stays_at_its_most_however_near_the_student_is():
@@ -55,42 +74,100 @@ def test_of_a_text_drawn_from_the_teacher_alpha_stays_at_its_most_however_near_t
     for distance in (2.0, 0.3):
         student_NV = (teacher_NV + distance * noise).log_softmax(1)
         label_N = torch.multinomial(teacher_NV.exp(), 1, generator=generator)
-        losses = [-each.gather(1, label_N).sum() for each in (student_NV, teacher_NV)]
-        divergence = (teacher_NV.exp() * (teacher_NV - student_NV)).sum()
-        gap = GapAlpha()
-        gap.update(torch.stack([losses[0], divergence, divergence, losses[1], *torch.tensor([2e5, 0.0, 0.0])])[None])
-        assert gap.weights().item() > 0.85
+        losses = [-each.gather(1, label_N).squeeze(1) for each in (student_NV, teacher_NV)]
+        divergence = (teacher_NV.exp() * (teacher_NV - student_NV)).sum(1)
+        rows = measured([torch.stack([torch.ones(200_000).double(), *losses, divergence], 1)], lambda each: each)
+        assert rows[0].tells and alpha_of(*rows).value().item() > 0.85
 
 
-def test_the_averages_move_by_a_share_and_a_member_without_tokens_or_teacher_stays():
-    gap = GapAlpha([True, True, False])
-    first = torch.tensor([[40.0, 0, 5, 30, 10, 0, 0], [0] * 7, [90, 0, 0, 0, 10, 0, 0]], dtype=torch.float64)
-    gap.update(first)
-    gap.update(2 * first * torch.tensor([[1.0], [0], [1]]) / torch.tensor([1.0, 1, 1, 1, 2, 1, 1]))
-    # the second step has as many tokens and twice the sums
-    assert gap.means[0].tolist() == [pytest.approx(each + each / STEPS) for each in (4, 3, 0.5)]
-    assert gap.means[1:].isinf().all()
-    assert gap.weights().tolist()[1:] == [0.9, 0.0]
-    before = gap.means.clone()
-    gap.update(first * torch.nan)  # a step that training skips
-    assert torch.equal(gap.means, before)
+def test_the_posterior_is_the_best_weight_in_a_mixture_on_one_rank_and_on_two():
+    generator = torch.Generator().manual_seed(1)
+    odds = [torch.randn(5000, generator=generator).double() * 3 + shift for shift in (-1.5, 0.3, 9.0, -9.0)]
+    grid = torch.linspace(0, MOST, 901, dtype=torch.float64)
+    best = [float(grid[(torch.log1p(grid[:, None] * each.expm1())).mean(1).argmax()]) for each in odds]
+    assert posteriors(odds, lambda each: each) == [pytest.approx(each, abs=1e-3) for each in best]
+    assert best[2:] == [0.9, 0.0] and 0 < best[0] < best[1] < 0.9
+    halves = [[each[:1000] for each in odds], [each[1000:] for each in odds]]
+    slopes = [[], []]
+    posteriors(halves[0], lambda each: slopes[0].append(each) or each)
+    posteriors(halves[0], lambda each: slopes[1].append(each) or -each)
+    assert torch.equal(slopes[0][0], slopes[1][0])  # one place is looked at first, whatever the sum is
 
 
-def test_at_another_temperature_the_divergence_is_that_at_1_and_another_divergence_has_a_fixed_alpha():
-    p = problem().cast(torch.float64)
-    output = loss_of(p, DistillationLoss(temperature=2.0).eval(), of_kind(p, "dense"))
-    assert output.members[0, 1:3].tolist() == [output.kd.item(), output.kd_at_one.item()]
-    assert output.kd.item() != pytest.approx(output.kd_at_one.item(), rel=0.1)
-    other = DistillationLoss(divergence="jsd:0.3")
-    assert other.gap is None and other.alpha == 0.9
+def test_a_step_moves_alpha_by_a_fiftieth_at_most_and_a_cast_does_not_round_it():
+    for cast in (lambda each: each, lambda each: each.bfloat16(), lambda each: each.half()):
+        alpha = cast(alpha_of(told(7.6, 3.6, 4.0)))
+        alpha.observe([told(3.6, 3.6, 1.5)])
+        seen = []
+        for _ in range(60):
+            alpha.update(torch.zeros(1, 6))
+            seen.append(alpha.value().item())
+        assert seen == [pytest.approx(max(0.9 - 0.02 * step, 0.0), abs=1e-9) for step in range(1, 61)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        told(3.9, 3.6, 0.3, tokens=2000),
+        told(3.6, 3.6, 1e-4)._replace(divergence_squares=2.0),
+        told(3.6, 3.6, None)._replace(evidence=3.0),
+        told(math.nan, 3.6),
+    ],
+    ids=["too few tokens", "a student that is its teacher", "the same across tokenizers", "a broken forward"],
+)
+def test_what_tells_nothing_keeps_what_was(row):
+    assert alpha_of(row).value().tolist() == [0.9]
+    alpha = alpha_of(told(4.6, 3.6, 2.0))
+    alpha.observe([row])
+    alpha.update(torch.zeros(1, 6))
+    assert alpha.value().tolist() == [pytest.approx(0.5)]
+
+
+def test_each_member_has_its_own_passes_and_one_without_a_teacher_has_none():
+    alpha = MeasuredAlpha([True, True, False])
+    alpha.set_step(0, (1.0, 20.0, 3.0))
+    alpha.observe([told(3.6, 3.6, 1.5)] * 3)
+    assert alpha.value().tolist() == [0.0, pytest.approx(0.95 * 0.4), 0.0]
+
+
+def test_alpha_begins_at_zero_beside_a_weak_teacher_until_the_next_measurement():
+    alpha = alpha_of(told(7.6, 4.6, 3.5))
+    assert alpha.value().item() > 0.8
+    alpha.begin_at_zero()
+    alpha.update(torch.zeros(1, 6))
+    assert alpha.value().item() == 0.0
+    alpha.observe([told(5.6, 4.6, 2.0)])
+    alpha.update(torch.zeros(1, 6))
+    assert alpha.value().item() == pytest.approx(0.02)
+
+
+def test_the_averages_of_a_run_begun_before_are_those_it_goes_on_from():
+    means = torch.tensor([[4.0, 3.0, 2.0], [torch.inf] * 3], dtype=torch.float64)
+    alpha = MeasuredAlpha([True, True])
+    alpha.load_state_dict(of_before({"means": means}, ""))
+    assert alpha.value().tolist() == [0.5, 0.9] and not alpha.measured
+    assert alpha.trained.tolist() == [[4.0, 3.0], [math.inf] * 2]
+    alpha.observe([told(3.6, 3.6, 1.5)] * 2)
+    assert alpha.value().tolist() == [0.5, 0.9] and alpha.target().tolist() == [0.0, 0.0]
+
+
+def test_across_tokenizers_what_lies_between_two_common_boundaries_is_compared():
+    losses = torch.arange(1.0, 13).double()[:, None].expand(12, 3)
+    mask, starts = torch.ones(12, dtype=torch.bool), torch.zeros(12, dtype=torch.bool)
+    starts[[0, 1, 3, 7, 10]] = True  # two rows of six: tokens 6, 11 and the ends of the rows are in no whole group
+    found = _grouped(losses, mask, starts, 6)
+    assert found[:, :3].tolist() == [[1, 1, 1], [2, 5, 5], [3, 27, 27]] and found[:, 3].isnan().all()
+    mask[2] = False
+    assert _grouped(losses, mask, starts, 6)[:, 0].tolist() == [1, 3]
+    assert _grouped(losses, mask, None, 6).shape == (11, 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_that_of_a_fixed_alpha_and_knows_the_teachers(kind):
     p = problem().cast(torch.float64)
     targets, loss = of_kind(p, kind), DistillationLoss(alpha="auto")
-    loss.gap.update(torch.tensor([[3.9, 0.0, 1.2, 3.6, 1.0, 0, 0]]))
-    ours, alpha = loss_of(p, loss.eval(), targets), float(loss.gap.weights())
+    loss.alpha.observe([told(3.9, 3.6, 1.2)])
+    ours, alpha = loss_of(p, loss.eval(), targets), float(loss.alpha.value())
     fixed = distillation_loss(
         *(p.hidden, p.head, p.labels, p.mask, targets),
         **{"temperature": 1.0, "alpha": alpha, "vocab_size": p.vocab_size, "normalizer": 11.0},
@@ -98,20 +175,25 @@ def test_the_loss_is_that_of_a_fixed_alpha_and_knows_the_teachers(kind):
     assert ours.loss.item() == fixed.loss.item() and alpha == pytest.approx(0.25, rel=1e-6)
     expected = -targets.label_logprob[p.mask].double().sum().item()
     assert ours.teacher_ce.item() == fixed.teacher_ce.item() == pytest.approx(expected, rel=1e-6)
-    sums = [each.item() for each in (ours.ce, ours.kd, ours.kd_at_one, ours.teacher_ce, p.mask.sum())]
-    assert ours.members.tolist() == [[*sums, 0, 0]] and fixed.members.shape == (0, 7)
+    sums = [each.item() for each in (ours.ce, ours.kd, ours.teacher_ce, p.mask.sum())]
+    assert ours.members.tolist() == [[*sums, 0, 0]] and fixed.members.shape == (0, 6)
 
 
-def test_a_loss_in_training_follows_what_it_sees_and_stores_it():
+def test_a_loss_in_training_averages_what_it_sees_moves_and_stores_both():
     p = problem().cast(torch.float64)
     loss, targets = DistillationLoss(alpha="auto"), targets_for(p, "ghost")
     loss_of(p, loss.eval(), targets)
-    assert loss.gap.means.isinf().all()
+    assert loss.alpha.trained.isinf().all()
     seen = loss_of(p, loss.train(), targets).members[0]
-    assert loss.gap.means.tolist() == [[(seen[at] / seen[4]).item() for at in (0, 3, 2)]]
+    assert loss.alpha.trained.tolist() == [[(seen[at] / seen[3]).item() for at in (0, 2)]]
+    loss.alpha.observe([told(4.6, 3.6, 2.0)])
+    loss.alpha.observe([told(3.6, 3.6, 2.0)])
+    before = loss.alpha.value().item()
+    loss_of(p, loss, targets)
+    assert loss.alpha.value().item() == pytest.approx(before - 0.02)
     other = DistillationLoss(alpha="auto")
     other.load_state_dict(loss.state_dict())
-    assert other.gap.weights().item() == loss.gap.weights().item()
+    assert other.alpha.value().item() == loss.alpha.value().item()
     with pytest.raises(UsageError, match="no targets of a teacher, and --alpha is auto"):
         loss_of(p, loss, None)
     with pytest.raises(UsageError, match="--alpha 'high' is not"):
@@ -125,9 +207,9 @@ def test_each_member_of_a_mixture_has_the_alpha_of_its_own_teacher():
     kinds = [of_kind(p, "ghost")[parts[0]], of_kind(p, "dense")[parts[1]], None]
     counts = [each.stop - each.start for each in parts]
     mixed = MixedTargets(tuple(zip(counts, kinds, strict=True)), (1, 0, 2))
-    loss = DistillationLoss(alpha="auto", taught=[True, True, False])
-    loss.gap.update(torch.tensor([[4.0, 0, 0.5, 3.9, 1, 0, 0], [3.7, 0, 0.2, 3.6, 1, 0, 0], [0] * 7]))
-    ours, weights = loss_of(p, loss.eval(), mixed.where(p.mask)), loss.gap.weights().tolist()
+    loss = DistillationLoss(alpha=MeasuredAlpha([True, True, False]))
+    loss.alpha.observe([told(4.0, 3.9, 0.5), told(3.7, 3.6, 0.2), told(0, 0, tokens=0)])
+    ours, weights = loss_of(p, loss.eval(), mixed.where(p.mask)), loss.alpha.value().tolist()
     assert weights == [pytest.approx(0.2, rel=1e-5), pytest.approx(0.5, rel=1e-5), 0.0]
     total = 0.0
     for part, targets, member in zip(parts, kinds, (1, 0, 2), strict=True):
@@ -135,15 +217,15 @@ def test_each_member_of_a_mixture_has_the_alpha_of_its_own_teacher():
         options = {"temperature": 1.0, "vocab_size": p.vocab_size, "normalizer": 11.0}
         alone = distillation_loss(*rows, **options, alpha=weights[member] if targets is not None else 0.0)
         total += alone.loss.item()
-        found = [each.item() for each in (alone.ce, alone.kd, alone.kd_at_one, alone.teacher_ce, alone.tokens)]
+        found = [each.item() for each in (alone.ce, alone.kd, alone.teacher_ce, alone.tokens)]
         assert ours.members[member].tolist() == [*found, 0, 0]
     assert ours.loss.item() == pytest.approx(total, rel=1e-12)
 
 
 def test_across_tokenizers_both_losses_are_of_the_same_bytes():
-    gap = GapAlpha()
-    gap.update(torch.tensor([[400.0, 0, 150, 190, 100, 500, 475]]))  # the teacher's labels are over 95 % of the bytes
-    assert gap.means.tolist() == [[4.0, pytest.approx(2.0), 1.5]]
+    alpha = MeasuredAlpha()
+    alpha.update(torch.tensor([[400.0, 0, 190, 100, 500, 475]]))  # the teacher's labels are over 95 % of the bytes
+    assert alpha.trained.tolist() == [[4.0, pytest.approx(2.0)]]
 
 
 def test_alpha_auto_excludes_a_schedule_and_needs_the_label_of_an_import():

@@ -143,7 +143,7 @@ def test_a_run_that_is_resumed_in_a_decay_that_a_plateau_began_ends_with_the_sam
 
 
 def test_a_plateau_whose_validation_was_interrupted_begins_the_decay_at_the_same_step(workshop):
-    options = {"steps": 40, "lr_schedule": "wsd", "decay_steps": 8, **FLAT}
+    options = {"steps": 40, "lr_schedule": "wsd", "decay_steps": 8, "alpha": 0.9, **FLAT}
     with workshop.run("whole", **options) as whole:
         whole.fit()
     with workshop.run("cut", validation=ending(workshop, 5, 4), **options) as cut:

@@ -248,12 +248,12 @@ def test_a_stop_in_the_first_validation_trains_nothing(workshop):
 
 
 def test_a_stop_in_the_last_validation_leaves_it_to_the_next_start(workshop):
-    with workshop.run(validation=ending(workshop, 9, 3, once=False), steps=2, eval_freq=2) as run:
+    with workshop.run(validation=ending(workshop, 9, 3, once=False), steps=2, eval_freq=2, alpha=0.9) as run:
         run.fit()
     assert (run.stopped_by, run.state.progress.step, run.state.progress.validated_step) == ("SIGTERM", 2, 0)
     assert run.store.newest_valid()[0] == "step-00000002"
     run.stopped_by, run.validation_source = None, workshop.source(9)
-    with workshop.run(steps=2, eval_freq=2) as later:
+    with workshop.run(steps=2, eval_freq=2, alpha=0.9) as later:
         run.reporter.writers = later.writers
         run.fit()
     assert (run.stopped_by, run.state.progress.validated_step) == (None, 2)
@@ -279,7 +279,7 @@ def test_data_that_cannot_be_read_any_more_end_a_run_whose_last_finished_step_is
 
 def test_a_validation_that_cannot_be_read_any_more_ends_a_run_whose_last_step_is_saved(workshop):
     with (
-        workshop.run(validation=ending(workshop, 5, 3, fails=True), steps=3, eval_freq=2, checkpoint_freq=100) as run,
+        workshop.run(validation=ending(workshop, 5, 3, fails=True), steps=3, eval_freq=2, alpha=0.9) as run,
         pytest.raises(RunError, match="the cache is gone"),
     ):
         run.fit()

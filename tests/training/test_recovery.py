@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors import SafetensorError
-from training_kit import ending, events, lines_of, trained
+from training_kit import ending, events, trained
 
 from kdtrain import faults
 from kdtrain.checkpoint.store import load
 from kdtrain.data import order
 from kdtrain.errors import RunError
-from kdtrain.objective.alpha import MOST, GapAlpha
+from kdtrain.objective.alpha import MeasuredAlpha
+from kdtrain.objective.measured import MOST
 from kdtrain.training import recovery, step, trainer
 from kdtrain.training.recovery import Recovery
 from kdtrain.training.step import Status, StepResult
@@ -54,22 +55,25 @@ def test_a_spike_is_rolled_back_to_the_checkpoint_before_it_its_data_left_out_an
     assert (before.state["progress"]["sequences"], after.state["progress"]["sequences"]) == (96, 4 * confirmed)
 
 
-def test_a_rollback_brings_back_the_gap_that_alpha_follows(workshop, spikes):
+def test_a_rollback_brings_back_what_alpha_follows(workshop, spikes, monkeypatch):
     spikes("26-28")
+    for name in ("objective.alpha", "training.withheld"):
+        monkeypatch.setattr(f"kdtrain.{name}.LEAST_TOKENS", 1)
+    monkeypatch.setattr("kdtrain.training.withheld.TOKENS", 64)
+    monkeypatch.setattr("kdtrain.training.withheld.SHARE", 1.0)  # measured every second or third step
     source = workshop.source(400)
     source.logits += 3 * torch.nn.functional.one_hot(source.tokens[:, 1:], source.vocab_size)  # some better than it
-    with workshop.run(train=source, alpha="auto", **SPIKE) as run:
+    with workshop.run(train=source, validation=source, alpha="auto", **SPIKE) as run:
         run.fit()
     weights = {line["step"]: line["alpha"] for line in trained(run)}
     assert run.state.progress.rollbacks == 1 and len({*weights.values()}) > 15
-    states = [load(run.store.folder / name).tensors["alpha.means"] for name in ("step-00000024", "rollback_1_iter24")]
-    assert torch.equal(*states)
-    gap = GapAlpha()
-    gap.load_state_dict({"means": states[0]})
-    assert weights[25] == gap.weights().item()  # of the step that was taken again
-    first = lines_of(run, "metrics.jsonl")[0]
-    share = (first["validation/loss"] - first["validation/teacher_loss"]) / first["validation/kl"]
-    assert weights[1] == pytest.approx(min(max(share, 0.0), MOST))
+    states = [load(run.store.folder / name).tensors for name in ("step-00000024", "rollback_1_iter24")]
+    own = [{k.removeprefix("alpha."): v for k, v in each.items() if k.startswith("alpha.")} for each in states]
+    assert all(torch.equal(own[0][name], own[1][name]) for name in ("present", "known", "trained"))
+    alpha = MeasuredAlpha()
+    alpha.load_state_dict(own[0])
+    assert weights[25] == alpha.value().item()  # of the step that was taken again
+    assert weights[1] == pytest.approx(min(trained(run)[0]["withheld/share"], MOST))
 
 
 @pytest.mark.parametrize("alpha, found", [(None, 1), (0.9, 1), (0.49, 0)])
@@ -121,7 +125,7 @@ def test_a_loss_that_stays_above_its_beginning_takes_the_run_back_to_its_best_st
 
 
 def test_a_validation_that_was_interrupted_takes_the_run_back_in_the_next_start(workshop, monkeypatch):
-    options = SPIKE | {"steps": 10, "eval_freq": 4}  # a validation takes two reads
+    options = SPIKE | {"steps": 10, "eval_freq": 4, "alpha": 0.9}  # a validation takes two reads
     with workshop.run(train=workshop.source(400), validation=ending(workshop, 5, 4), **options) as run:
         run.fit()
         assert (run.stopped_by, run.state.progress.step, run.state.progress.validated_step) == ("SIGTERM", 8, 4)
@@ -204,7 +208,7 @@ def test_a_rollback_does_not_bring_back_an_early_stop_that_was_put_aside(worksho
         run.saver.wait()
         run.state.progress.stopped = None
         for step in range(1, 25):
-            run.state.guards.spikes.update(step, {"ce": 6.0})
+            run.state.guards.spikes.update(step, {"ce": 6.0, "kd_T1": 3.0})
         run.fit()
     assert (run.state.progress.rollbacks, run.state.progress.stopped, run.state.progress.step) == (1, None, 40)
 

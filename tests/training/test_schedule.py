@@ -1,11 +1,12 @@
-"""The learning rate and alpha at every step."""
+"""The learning rate and a scheduled alpha at every step."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kdtrain.config import ObjectiveConfig, OptimizerConfig
-from kdtrain.training.schedule import alpha, decay_start, decay_steps, learning_rate, validation_interval, warmup_steps
+from kdtrain.objective.alpha import build_alpha
+from kdtrain.training.schedule import decay_start, decay_steps, learning_rate, validation_interval, warmup_steps
 
 SCHEDULES = ("cosine", "wsd", "constant")
 
@@ -88,9 +89,12 @@ def test_the_rate_rises_then_never_rises_again_and_stays_within_its_bounds(sched
 @pytest.mark.parametrize("shape,quarter", [("constant", 0.8), ("linear", 0.65), ("cosine", 0.8 - 0.6 * 0.14644661)])
 def test_alpha_goes_from_its_start_at_the_first_step_to_its_end_at_the_last(shape, quarter):
     config = ObjectiveConfig(alpha=0.8, alpha_end=0.2, alpha_schedule=shape)
-    assert alpha(1, 101, config) == 0.8
-    assert alpha(26, 101, config) == pytest.approx(quarter)
-    assert alpha(101, 101, config) == pytest.approx(0.8 if shape == "constant" else 0.2)
+    alpha, seen = build_alpha(config, 101, [True]), []
+    for step in (0, 25, 100):
+        alpha.set_step(step)
+        seen.append(alpha.value())
+    assert seen == [0.8, pytest.approx(quarter), pytest.approx(0.8 if shape == "constant" else 0.2)]
+    assert build_alpha(config, 101, [False]).value() == 0.0
 
 
 def test_an_objective_distils_if_alpha_is_above_0_at_any_step():

@@ -142,6 +142,13 @@ def order_of(source: Source, seed: int) -> Order:
     return Order.shuffled(seed, len(source)) if own is None else own(seed)
 
 
+def passes_of(source: Source, sequences: int) -> tuple[float, ...]:
+    """How often the first `sequences` of the order went over the text of each member, or of the one that there is."""
+    members = source.facts.members.values()
+    epochs = sequences / len(source)
+    return tuple(epochs * each.quota / len(each.place) for each in members) or (epochs,)
+
+
 class Feed:
     """An endless stream of the micro-batches of each step.
 

@@ -1,0 +1,103 @@
+"""Withheld text, by which `--alpha auto` follows what labels confirm: which sequences, when, and what they say.
+
+The sample is alpha's own: the first validation sequences with `TOKENS` unmasked tokens, of each member of a mixture its
+own. It is fixed, is read at steps that follow from the options and the sample alone, and asks nothing of `--eval-freq`
+or `--eval-batches`, which thus change no bit of a run. What it costs is bounded by `SHARE` of the run's time.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from kdtrain.objective.alpha import LEAST_TOKENS
+from kdtrain.objective.batch import Batch
+from kdtrain.objective.measured import Measured, compared, measured
+from kdtrain.parallel.layout import RankLayout
+from kdtrain.training.sources.source import Member, Source
+from kdtrain.training.student import Student
+from kdtrain.training.validate import own_batches
+
+TOKENS = 8192
+SHARE = 0.02
+_FORWARD, _WITH_TEACHER = 0.6, 1.0
+"""What a token costs here, as a share of what one costs in training: an eager forward of the student beside a forward
+and a backward; with an online teacher's forward in both."""
+_AT_ONCE = 32
+"""Sequences that are read at once, for their masks."""
+_SPARSEST = 8
+"""Sequences are read for at most so many times `TOKENS` positions, where most are masked."""
+
+
+Read = Callable[[Callable[[], Batch]], Batch | None]
+"""Reads a batch, on every rank; None at a stop request. See `StopRequest.read`."""
+
+
+class Withheld:
+    """The sample of a run.
+
+    Args:
+        source: the validation split, as the student reads it.
+        micro: sequences in a forward of one rank.
+        step_tokens: positions that an optimizer step trains on, over all ranks.
+    """
+
+    def __init__(self, source: Source, micro: int, step_tokens: int) -> None:
+        self.source, self.micro, self.step_tokens = source, micro, step_tokens
+        self.parts, self.counts = list[range](), dict[str, int]()
+        """Of each member its sequences, none where they tell nothing; of those with a teacher the unmasked tokens."""
+        self.every = 0
+        """Steps between two measurements; 0 until the sample is chosen: none."""
+
+    def choose(self, read: Read) -> bool:
+        """Choose the sequences, by reading their masks; False when `read` returns None. It reads no teacher."""
+        source, self.parts, self.counts = self.source, [], {}
+        for name, each in (source.facts.members or {"": Member(source.facts, range(len(source)), 1, 1.0)}).items():
+            taught = each.facts.targets != "none"
+            found = _first(source, each.place, read) if taught else (each.place[:0], 0)
+            if found is None:
+                return False
+            self.parts.append(found[0] if found[1] >= LEAST_TOKENS else each.place[:0])
+            self.counts |= {name: found[1]} if taught else {}
+        positions = sum(map(len, self.parts)) * source.facts.seq_len
+        self.every = interval(positions, self.step_tokens, getattr(source, "teacher", None) is not None)
+        return True
+
+    def due(self, number: int) -> bool:
+        """Whether it is measured before step `number`, from 2 on; before the first step it is measured once."""
+        return self.every > 0 and number > 1 and (number - 1) % self.every == 0
+
+    def measure(self, student: Student, layout: RankLayout, read: Read) -> list[Measured] | None:
+        """What each member's part says of the student now, over all ranks; None when `read` returns None."""
+        batches = []
+        for part in self.parts:
+            found = compared(student, own_batches(self.source, part, self.micro, read, layout, "withheld.batch"))
+            if found is None:
+                return None
+            batches.append(found)
+        return measured(batches, layout.sum)
+
+
+def interval(positions: int, step_tokens: int, online: bool = False) -> int:
+    """Steps between two measurements on so many positions, for `SHARE` of the time of steps of `step_tokens`; 0: none.
+
+    online: a teacher answers in both.
+    """
+    cost = _WITH_TEACHER if online else _FORWARD
+    return math.ceil(positions * cost / (SHARE * step_tokens))
+
+
+def _first(source: Source, place: range, read: Read) -> tuple[range, int] | None:
+    """The first of these sequences that have `TOKENS` unmasked tokens together, or all, and how many they have."""
+    own, most = getattr(source, "source", source), _SPARSEST * TOKENS // source.facts.seq_len + 1
+    taken = tokens = 0
+    while tokens < TOKENS and taken < min(len(place), most):
+        rows = place[taken : min(taken + _AT_ONCE, most)]
+        batch = read(partial(own.read, np.array(rows)))
+        if batch is None:
+            return None
+        for count in batch.loss_mask.sum(1).tolist():
+            if tokens < TOKENS:
+                tokens, taken = tokens + count, taken + 1
+    return place[:taken], tokens

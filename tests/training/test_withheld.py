@@ -1,0 +1,122 @@
+"""Alpha by withheld text in a run, in a loop of one's own and in a Trainer: what is read, when, what it changes."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from training_kit import trained
+from transformers import Trainer, TrainingArguments
+
+import kdtrain as kd
+from kdtrain.checkpoint.store import load
+from kdtrain.training.guards import SpikeDetector
+from kdtrain.training.withheld import Withheld, interval
+
+GOLDEN = "tests/golden/cache/sparse"
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Measure on little text, before every second or third step."""
+    for name in ("objective.alpha", "training.withheld"):
+        monkeypatch.setattr(f"kdtrain.{name}.LEAST_TOKENS", 1)
+    monkeypatch.setattr("kdtrain.training.withheld.TOKENS", 64)
+    monkeypatch.setattr("kdtrain.training.withheld.SHARE", 1.0)
+
+
+def known_text(workshop, size=40):
+    """Text that its teacher knows."""
+    source = workshop.source(size)
+    source.logits += 3 * torch.nn.functional.one_hot(source.tokens[:, 1:], source.vocab_size)
+    return source
+
+
+def test_a_run_resumed_between_two_measurements_ends_with_the_same_bits(workshop, small):
+    options = {"steps": 9, "checkpoint_freq": 1, "lr_schedule": "constant", "eval_freq": 100}
+    with workshop.run("whole", known_text(workshop), known_text(workshop), **options) as whole:
+        whole.fit()
+    rows = trained(whole)
+    measured = [each["step"] for each in rows if "withheld/share" in each]
+    assert len(measured) > 3 and len({each["alpha"] for each in rows}) > 3
+    for begin in (measured[1] - 1, measured[1]):  # just before one, and just after
+        with workshop.run(f"from-{begin}", known_text(workshop), known_text(workshop), **options) as again:
+            saved = load(whole.store.path(f"step-{begin:08d}"))
+            again.state.load(saved.tensors, saved.state)
+            again.fit()
+        expected = whole.state.tensors()
+        assert all(torch.equal(each, expected[name]) for name, each in again.state.tensors().items())
+
+
+def test_how_much_and_how_often_a_run_validates_changes_no_bit_of_it(workshop, small):
+    ends = []
+    for eval_freq, eval_batches in ((2, 1), (100, 5)):
+        options = {"steps": 8, "eval_freq": eval_freq, "eval_batches": eval_batches}
+        source = known_text(workshop)
+        with workshop.run(f"every-{eval_freq}", known_text(workshop), source, **options) as run:
+            run.fit()
+        ends.append((run.student.model.state_dict(), [each["alpha"] for each in trained(run)]))
+    assert ends[0][1] == ends[1][1] and len({*ends[0][1]}) > 3
+    assert all(torch.equal(each, ends[1][0][name]) for name, each in ends[0][0].items())
+
+
+def test_the_sample_has_as_many_tokens_that_count_as_it_can_and_none_of_a_member_without_a_teacher(workshop):
+    source = workshop.source(4000)
+    sample = Withheld(source, 4, 24)
+    assert sample.choose(lambda action: action())
+    counts = source.loss_mask.sum(1)
+    taken = len(sample.parts[0])
+    assert sample.counts == {"": int(counts[:taken].sum())} and counts[: taken - 1].sum() < 8192 <= sample.counts[""]
+    assert sample.every == interval(taken * source.facts.seq_len, 24) and not sample.due(1)
+    assert [step for step in range(1, 3 * sample.every) if sample.due(step)] == [sample.every + 1, 2 * sample.every + 1]
+    assert all(len(each) <= 32 for each in source.reads)
+    plain = SimpleNamespace(place=range(2000, 4000), facts=SimpleNamespace(targets="none"))
+    taught = SimpleNamespace(place=range(2000), facts=SimpleNamespace(targets="dense"))
+    source.facts = SimpleNamespace(members={"a": taught, "b": plain}, seq_len=source.facts.seq_len)
+    assert sample.choose(lambda action: action()) and len(sample.parts[1]) == 0 and [*sample.counts] == ["a"]
+    assert not sample.choose(lambda action: None)
+
+
+@pytest.mark.parametrize("broken, found", [(None, None), (90, 90), (30, 30)])
+def test_alpha_that_rises_over_text_known_by_heart_is_no_spike_and_a_doubled_loss_is(broken, found):
+    watch, confirmed, heart = SpikeDetector(), None, 1.0  # the share of the text that is known by heart
+    for step in range(1, 100):
+        alpha = min(0.02 * max(step - 20, 0), 0.9)
+        heart = max(heart - 0.05 * (3.6 * alpha > 2.4 * (1 - alpha)), 0.0)  # as the gradient of both parts has it
+        parts = {"ce": 0.1 + 2.4 * (1 - heart), "kd_T1": 0.4 + 3.6 * heart}
+        factor = 2.5 if broken is not None and step >= broken else 1.0
+        first = watch.update(step, {name: factor * each for name, each in parts.items()}, alpha)
+        confirmed = confirmed or first
+    assert confirmed == found
+
+
+def test_a_student_is_measured_by_the_batches_that_it_is_given(caplog):
+    rows = kd.Cache(GOLDEN)["validation"]
+    batch = kd.collate([rows[place] for place in range(len(rows))])
+    student = kd.Student(kd.testing.tiny_model("llama", 300, seed=3), kd.DistillationLoss()).train()
+    student(**batch)
+    assert "alpha is 0.9: it follows withheld text" in caplog.text and float(student.loss.alpha.value()) == 0.9
+    few = student.measure([batch])
+    assert student.training and few["tokens"] == int(batch["loss_mask"].sum()) < 2048 and few["alpha"] == 0.9
+    many = student.measure([batch] * 100)
+    output = student.eval()(**batch)
+    assert many["loss"] == pytest.approx(float(output.ce / output.tokens), rel=1e-5)
+    assert many["teacher_loss"] == pytest.approx(float(output.teacher_ce / output.tokens), rel=1e-5)
+    assert many["share"] == pytest.approx(np.clip((many["loss"] - many["teacher_loss"]) / many["kl"], 0, 1), rel=1e-5)
+    with pytest.raises(kd.UsageError, match="no effect at a fixed alpha"):
+        kd.Student(kd.testing.tiny_model("llama", 300), kd.DistillationLoss(alpha=0.5)).measure([batch])
+
+
+def test_a_trainer_with_the_callback_measures_before_its_first_step_and_knows_its_passes(tmp_path, small):
+    cache = kd.Cache(GOLDEN)
+    student, seen = kd.Student(kd.testing.tiny_model("llama", 300, seed=3), kd.DistillationLoss()), []
+    measure = student.measure
+    student.measure = lambda batches, passes: seen.append((passes, measure(batches, passes))) or seen[-1][1]
+    options = {"num_train_epochs": 3, "per_device_train_batch_size": 4, "report_to": "none", "use_cpu": True}
+    arguments = TrainingArguments(str(tmp_path), **options, disable_tqdm=True, save_strategy="no")
+    callback = kd.AlphaCallback(cache["validation"], every=3)
+    trainer = Trainer(student, arguments, kd.collate, cache["train"], callbacks=[callback])
+    trainer.train()
+    steps = trainer.state.max_steps
+    assert len(seen) == 1 + (steps - 1) // 3 and seen[0][0] == 0.0 and seen[-1][0] >= 1.5
+    assert abs(float(student.loss.alpha.value()) - seen[-1][1]["alpha"]) <= 0.02 * 3 + 1e-9
