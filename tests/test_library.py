@@ -554,7 +554,10 @@ def test_what_trainer_or_a_student_saves_is_what_transformers_loads(tmp_path):
         assert not info["unexpected_keys"] and not info["missing_keys"]
         # what loads every *.safetensors of a folder, as a server does, meets the model alone
         assert [each.name for each in (tmp_path / name).glob("*.safetensors")] == ["model.safetensors"]
-        assert load_file(tmp_path / name / LOSS_FILE).keys() == {"loss.temperature.theta", "loss.gap.means"}
+        assert load_file(tmp_path / name / LOSS_FILE).keys() == {
+            "loss.temperature.theta",
+            *(f"loss.alpha.{each}" for each in ("known", "present", "trained")),
+        }
 
     # a checkpoint of Trainer brings the learned temperature back as well
     fresh = student_of(temperature=kd.LikelihoodTemperature(3.0, (1.0, 4.0)))
@@ -574,7 +577,7 @@ def test_trainer_loads_the_best_students_loss_from_beside_its_weights_and_from_s
     first, last = (load_file(tmp_path / f"checkpoint-{step}" / LOSS_FILE) for step in (1, 2))
     held = trainer.model.loss.state_dict()
     assert all(torch.equal(held[name.removeprefix("loss.")], each) for name, each in first.items())
-    assert not torch.equal(first["loss.gap.means"], last["loss.gap.means"])
+    assert not torch.equal(first["loss.alpha.trained"], last["loss.alpha.trained"])
 
     trainer.model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     fresh = student_of(temperature=kd.LikelihoodTemperature(3.0, (1.0, 4.0)))

@@ -373,7 +373,7 @@ class PrecisionController:
         for rule, streaks in self._streaks.items():
             value = gap if rule == "gap" else loss
             if streaks.above >= PATIENCE and value is not None:
-                what = "Gap" if rule == "gap" else "Loss"
+                what = "Gap" if rule == "gap" else self._loss_name()
                 bound = f"exceeds threshold {thresholds[rule]:.4f}, switching to {self.policy.fallback}"
                 return self._switch(step, f"[AdaptiveQuantization] {what} {value:.4f} {bound}")
         return []
@@ -386,9 +386,14 @@ class PrecisionController:
             logged, self._memory.spent = self._memory.spent, True
             line = f"[AdaptiveQuantization] {self.switches} switches are used up, staying in {self.policy.fallback}"
             return [] if logged else [LogLine(line)]
-        what, value = ("Gap", gap) if "gap" in self._streaks else ("Loss", loss)
+        what, value = ("Gap", gap) if "gap" in self._streaks else (self._loss_name(), loss)
         stable = f"is stable, switching back to {self.policy.quantized}"
         return self._switch(step, f"[AdaptiveQuantization] {what} {value:.4f} {stable}")
+
+    def _loss_name(self) -> str:
+        """What a line calls the loss that the rules judge: where alpha moves it is not that of a step's line."""
+        weight = self._memory.weight
+        return "Loss" if weight is None else f"Loss at alpha {weight:.2f}"
 
     def _switch(self, step: int, line: str) -> list[Action]:
         """Switch, and log `line`."""

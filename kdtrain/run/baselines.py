@@ -34,7 +34,7 @@ class Baselines(NamedTuple):
     beside: tuple[str, float] | None
     """The best run on the same data beside this one, and its validation loss."""
 
-    def tell(self, teacher: float, alpha: float, follows: bool, writers: Writers) -> bool:
+    def tell(self, writers: Writers, teacher: float, alpha: float, follows: bool) -> bool:
         """Log them, and warn of a teacher that the bigram beats; return whether it does.
 
         teacher: its validation loss. alpha: the first one. follows: whether it moves, and begins at 0 beside such one.

@@ -338,7 +338,7 @@ class Run:
             drawn = (f"{each['share']:.4g} of {each['name']} ({each['sequences']:,})" for each in recipe.members)
             lines.append(f"{len(recipe.members)} caches, of whose sequences a step draws {', '.join(drawn)}")
         objective = config.objective
-        hidden = None if objective.hidden_loss == "none" else objective.hidden_weight
+        hidden = objective.hidden_weight if objective.hidden_loss != "none" else None
         alpha, replays = objective.alpha if recipe.distils else 0.0, recipe.distils and recipe.facts.replays
         term = recipe.facts.term(objective.divergence)
         summed = formula(alpha, term, hidden, replays, trainer.student.router_weight)
@@ -360,8 +360,8 @@ class Run:
                 f"each step {trainer.stepper.micros} micro-batch{several} of {trainer.stepper.micro} sequences on each"
             )
             lines.append(f"{world_size()} ranks, {recipe.plan}: {step}")
-        enabled = "" if trainer.state.adaptive is None else "[TimeResume] Adaptive quantization training enabled"
-        resumed = "" if loaded is None else f"resuming from {loaded}"
+        enabled = "[TimeResume] Adaptive quantization training enabled" if trainer.state.adaptive is not None else ""
+        resumed = f"resuming from {loaded}" if loaded is not None else ""
         anew = config.checkpoint.resume == "latest" and not recipe.resumed
         begins = f"{self.out} holds no run yet: a new one begins" if anew else ""
         for line in filter(None, (*lines, *self.quantised, enabled, self.hidden, begins, resumed, length)):
@@ -369,8 +369,7 @@ class Run:
         if is_main() and recipe.distils and loaded is None:
             beside = best_run_beside(self.out, recipe.facts.identity)
             known = baselines(recipe.sources["train"], recipe.sources["validation"], beside)
-            follows = objective.alpha == "auto"
-            trainer.on_begin = lambda teacher, alpha: known.tell(teacher, alpha, follows, trainer.writers)
+            trainer.on_begin = lambda *of_alpha: known.tell(trainer.writers, *of_alpha)
         members = recipe.facts.members.items()
         shares: dict[str, Any] = {"caches": {name: each.share for name, each in members}} if members else {}
         trainer.writers.event("start" if loaded is None else "resume", trainer.state.progress.step, **shares)

@@ -104,9 +104,9 @@ class Trainer:
             self.stepper.withheld = Withheld(validation, micro, config.batch_size * seq_len)
         self.recovery = Recovery(config, self.state, self.stepper, self.checkpoints, self.reporter)
         self.byte_lengths: np.ndarray | None = None
-        self.on_begin: Callable[[float, float], bool] | None = None
-        """Called on rank 0 with the teacher's validation loss and alpha, before the first step; returns whether the
-        labels alone are the better start."""
+        self.on_begin: Callable[[float, float, bool], bool] | None = None
+        """Called on rank 0 before the first step with the teacher's validation loss, alpha, and whether it is measured;
+        returns whether the labels alone are the better start."""
         self.stopped_by: str | None = None
         """The signal that ended training, or None."""
         # the time of this process is not part of the state
@@ -306,7 +306,7 @@ class Trainer:
             return
         alpha = self.student.loss.alpha
         first = float(torch.as_tensor(alpha.value()).max())
-        weak = on_main(lambda: self.on_begin is not None and self.on_begin(loss, first))
+        weak = on_main(lambda: self.on_begin is not None and self.on_begin(loss, first, alpha.by_member))
         if weak and isinstance(alpha, MeasuredAlpha):
             alpha.begin_at_zero()
 
