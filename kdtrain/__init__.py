@@ -28,6 +28,7 @@ __version__ = "0.3.0"
 if TYPE_CHECKING:
     from kdtrain.cache.read.mixture import Mixture as Mixture
     from kdtrain.cache.read.reader import collate as collate
+    from kdtrain.callback import AlphaCallback as AlphaCallback
     from kdtrain.checkpoint.nested import CheckpointStore as CheckpointStore
     from kdtrain.checkpoint.tiers import Keep as Keep
     from kdtrain.cli import register_command as register_command
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
     from kdtrain.teaching.online import Teacher as Teacher
     from kdtrain.teaching.teacher import register_teacher as register_teacher
     from kdtrain.tokenizers.alignment import Alignment as Alignment
-    from kdtrain.training.callback import AlphaCallback as AlphaCallback
     from kdtrain.training.optimizers import register_optimizer as register_optimizer
     from kdtrain.training.sources.source import Facts as Facts
     from kdtrain.training.sources.source import SourceRequest as SourceRequest
@@ -98,7 +98,7 @@ _HOME = {
     ),
     "kdtrain.precision.backends": ("quantize_", "register_backend"),
     "kdtrain.precision.controller": ("Policy", "PrecisionController"),
-    "kdtrain.training.callback": ("AlphaCallback",),
+    "kdtrain.callback": ("AlphaCallback",),
     "kdtrain.training.optimizers": ("register_optimizer",),
     "kdtrain.training.sources.source": ("Facts", "SourceRequest", "register_source"),
     "kdtrain.teaching.online": ("Teacher",),

@@ -27,7 +27,7 @@ MAX_LINES = 600
 STAIRCASE = (
     *("errors", "imports", "faults", "registry", "files", "sandbox", "process", "tables", "ranks", "config", "net"),
     *("data", "models", "objective", "precision", "cache", "checkpoint", "monitor", "parallel", "teaching"),
-    *("tokenizers", "training", "run", "commands", "cli", "library", "plugins", "testing", "__main__"),
+    *("tokenizers", "training", "run", "commands", "cli", "library", "callback", "plugins", "testing", "__main__"),
 )
 """A floor may import the floors above it in this list, never one below; `kdtrain` itself is the library's face."""
 

@@ -1,7 +1,7 @@
 """Alpha, the teacher's weight in the loss: fixed, scheduled, or by withheld text (`--alpha auto`).
 
-Labels that are read for the first time say how far the teacher is right; labels that were read before say little, and
-teach little. So auto asks text that nothing trains on, with its labels y, the teacher p and the student q:
+Labels that are read for the first time show how far the teacher is right; labels that were read before show little, and
+teach little. So auto takes text that nothing trains on, with its labels y, the teacher p and the student q:
 
     share      clip((S - T) / D, 0, 1): what the labels confirm of the teacher. S and T are the cross-entropies of q and
                p, D is KL(p || q) at T = 1, nats a token. Of text drawn from the teacher S - T is D in the mean, however
@@ -142,17 +142,17 @@ class MeasuredAlpha(Alpha):
 
     @torch.no_grad()
     def observe(self, measured: Sequence[Measured]) -> None:
-        """Take what withheld text says of each member now; the first time the weight begins there.
+        """Take what withheld text shows of each member now; the first time the weight begins there.
 
-        A member of which too little is withheld keeps `MOST`, and one whose student cannot be told from its teacher
-        keeps what it had.
+        A member of which too little is withheld keeps `MOST`, and one whose student is too near its teacher keeps
+        what it had.
         """
         was_M3 = torch.where(self.known < 0, torch.tensor([MOST, MOST, 0.0], dtype=torch.float64), self.known.cpu())
         trained_M = (self.trained[:, 0] - self.trained[:, 1]).nan_to_num(math.inf, math.inf, math.inf)
         rows = []
         for each, was, trained in zip(measured, was_M3.tolist(), trained_M.tolist(), strict=True):
             numbers = (each.student, each.teacher, each.posterior, each.divergence or 0.0)
-            if each.tokens < LEAST_TOKENS or not all(map(math.isfinite, numbers)) or not each.tells:
+            if each.tokens < LEAST_TOKENS or not all(map(math.isfinite, numbers)) or not each.differs:
                 rows.append(was)
                 continue
             rows.append([each.share, each.posterior, max(each.gap - trained, 0.0)])
@@ -186,7 +186,7 @@ class MeasuredAlpha(Alpha):
 
     @torch.no_grad()
     def begin_at_zero(self) -> None:
-        """Begin with the labels alone, until the next measurement says otherwise."""
+        """Begin with the labels alone, until the next measurement shows otherwise."""
         self.present.zero_()
         self.known.zero_()
 

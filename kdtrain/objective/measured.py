@@ -1,4 +1,4 @@
-"""What withheld text says of a student and its teacher: both losses, their divergence, and the best mixture of both.
+"""What withheld text shows of a student and its teacher: both losses, their divergence, and the best mixture of both.
 
 Shape suffixes: M members of a mixture (1 without one), N tokens, R rows of one kind of targets, G groups of tokens.
 """
@@ -18,13 +18,13 @@ from kdtrain.objective.metrics import token_losses
 
 MOST = FIXED_ALPHA
 _LEAST_EVIDENCE = 16.0
-"""Sum of squared log p(y) - log q(y) below which teacher and student cannot be told apart: share and posterior would
+"""Sum of squared log p(y) - log q(y) below which teacher and student hardly differ: share and posterior would
 then have a standard error of more than a half."""
 _HALVINGS = 24
 
 
 class Measured(NamedTuple):
-    """What withheld text says of one member: sums over `tokens`, nats, and the posterior."""
+    """What withheld text shows of one member: sums over `tokens`, nats, and the posterior."""
 
     tokens: float
     student: float
@@ -52,7 +52,7 @@ class Measured(NamedTuple):
         return min(max((self.student - self.teacher) / max(self.divergence, 1e-9), 0.0), 1.0)
 
     @property
-    def tells(self) -> bool:
+    def differs(self) -> bool:
         """Whether teacher and student differ by more than the noise of the measurement."""
         if self.divergence is None:
             return self.evidence >= _LEAST_EVIDENCE
@@ -89,7 +89,7 @@ def _text(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def measured(found: list[Tensor], sum_over_ranks: Callable[[Tensor], Tensor]) -> list[Measured]:
-    """What each member's `compared` tokens say, over all ranks; every rank must call it, and gets the same numbers."""
+    """What each member's `compared` tokens show, over all ranks; every rank must call it, and gets the same numbers."""
     odds = [each_G4[:, 1] - each_G4[:, 2] for each_G4 in found]
     sums = [
         torch.cat([each_G4.sum(0), each_G4[:, 3].square().sum()[None], ratio_G.square().sum()[None]])
@@ -105,7 +105,7 @@ def measured(found: list[Tensor], sum_over_ranks: Callable[[Tensor], Tensor]) ->
 def posteriors(odds: Sequence[Tensor], sum_over_ranks: Callable[[Tensor], Tensor]) -> list[float]:
     """The posterior of each member from its log p(y) - log q(y), [N] nats in fp64: by halvings on the summed slope.
 
-    d/da mean log(a p + (1 - a) q) = mean (p - q) / (a p + (1 - a) q) falls in a, so that its sign tells the side.
+    d/da mean log(a p + (1 - a) q) = mean (p - q) / (a p + (1 - a) q) falls in a, so that its sign shows the side.
     Every rank must call it, and gets the same numbers.
     """
     ratios = [each.clamp(-40, 40).expm1() for each in odds]  # p / q - 1
@@ -120,9 +120,9 @@ def posteriors(odds: Sequence[Tensor], sum_over_ranks: Callable[[Tensor], Tensor
 
 def figures(found: Measured, by_heart: float) -> dict[str, float]:
     """What was measured, by the names of metrics.jsonl, nats a token. by_heart: G of `objective.alpha`."""
-    means = {"loss": found.student, "teacher_loss": found.teacher, "kl": found.divergence}
-    told = {name: each / max(found.tokens, 1.0) for name, each in means.items() if each is not None}
-    return {**told, "tokens": found.tokens, "share": found.share, "posterior": found.posterior, "gap": by_heart}
+    sums = {"loss": found.student, "teacher_loss": found.teacher, "kl": found.divergence}
+    means = {name: each / max(found.tokens, 1.0) for name, each in sums.items() if each is not None}
+    return {**means, "tokens": found.tokens, "share": found.share, "posterior": found.posterior, "gap": by_heart}
 
 
 def _grouped(losses_N3: Tensor, mask_N: Tensor, starts_N: Tensor | None, length: int) -> Tensor:

@@ -141,7 +141,7 @@ class Student(PreTrainedModel):
         self.switch = switch or Switch()
         self.quantized = quantized
         self._collator = Collator.of(data)
-        self._checked = self._masters_checked = False
+        self._checked = set[str]()
         self.compiled = CompiledLayers(self.model, mode=compile_mode) if compile and by_layer else None
         self.backbone = self._backbone
         if self.compiled is not None:
@@ -204,8 +204,8 @@ class Student(PreTrainedModel):
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode as `nn.Module.train`. The first time for training, warn of weights in half precision."""
-        if mode and not self._masters_checked:
-            self._masters_checked = True
+        if mode and "weights" not in self._checked:
+            self._checked.add("weights")
             for dtype in {each.dtype for each in self.parameters() if each.requires_grad and each.dtype.itemsize == 2}:
                 text = "small updates round away; load its model by from_pretrained(..., dtype=torch.float32)"
                 warnings.warn(f"the student trains weights in {dtype}: {text}", stacklevel=2)
@@ -311,7 +311,7 @@ class Student(PreTrainedModel):
 
     def _check_first(self, tokens: Tensor, vocabulary: Tensor | None, temperature_range: Tensor | None) -> None:
         """Compare model and temperature with the data, once: reading a tensor waits for a GPU."""
-        if self._checked:
+        if "data" in self._checked:
             return
         if vocabulary is not None:
             cached, used = vocabulary[0].tolist()
@@ -327,7 +327,7 @@ class Student(PreTrainedModel):
                     f"the temperature ({used}) leaves the cache's range of {low:.3g} to {high:.3g}; choose it, its end "
                     "or its bounds inside"
                 )
-        self._checked = True
+        self._checked.add("data")
 
     def total(self, sums: LossOutput, temperature: Tensor) -> Tensor:
         """The total loss in fp64 of the tokens in `sums`, at this temperature."""
@@ -343,7 +343,7 @@ class Student(PreTrainedModel):
         return loss + self.router_weight * sums.router.double() if self.router_weight else loss
 
     def measure(self, batches: Iterable[Batch | Mapping[str, Tensor]], passes: float = 1.0) -> dict[str, float]:
-        """Let text that nothing trains on say what `alpha="auto"` follows (`objective.alpha`), and return it.
+        """Measure by text that nothing trains on what `alpha="auto"` follows (`objective.alpha`), and return it.
 
         Args:
             batches: as `forward` takes them, 2,048 unmasked tokens or more; on several ranks each gives a part, or all.

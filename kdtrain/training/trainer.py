@@ -294,7 +294,7 @@ class Trainer:
             log.info(text, float(alpha.value().max()), f"{withheld.every:,}")
         for name, tokens in withheld.counts.items():
             if tokens < LEAST_TOKENS:
-                text = "alpha stays %.2g%s: %s withheld tokens with a label, and %s are the least that tell"
+                text = "alpha stays %.2g%s: %s withheld tokens with a label, and %s are needed"
                 log.info(text, MOST, f" for {name}" * bool(name), f"{tokens:,}", f"{LEAST_TOKENS:,}")
 
     def _meet_teacher(self, loss: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Withheld text, by which `--alpha auto` follows what labels confirm: which sequences, when, and what they say.
+"""Withheld text, by which `--alpha auto` follows what labels confirm: which sequences, when, and what they show.
 
 The sample is alpha's own: the first validation sequences with `TOKENS` unmasked tokens, of each member of a mixture its
 own. It is fixed, is read at steps that follow from the options and the sample alone, and asks nothing of `--eval-freq`
@@ -46,7 +46,7 @@ class Withheld:
     def __init__(self, source: Source, micro: int, step_tokens: int) -> None:
         self.source, self.micro, self.step_tokens = source, micro, step_tokens
         self.parts, self.counts = list[range](), dict[str, int]()
-        """Of each member its sequences, none where they tell nothing; of those with a teacher the unmasked tokens."""
+        """Of each member its sequences, none where they are too few; of those with a teacher the unmasked tokens."""
         self.every = 0
         """Steps between two measurements; 0 until the sample is chosen: none."""
 
@@ -69,7 +69,7 @@ class Withheld:
         return self.every > 0 and number > 1 and (number - 1) % self.every == 0
 
     def measure(self, student: Student, layout: RankLayout, read: Read) -> list[Measured] | None:
-        """What each member's part says of the student now, over all ranks; None when `read` returns None."""
+        """What each member's part shows of the student now, over all ranks; None when `read` returns None."""
         batches = []
         for part in self.parts:
             found = compared(student, own_batches(self.source, part, self.micro, read, layout, "withheld.batch"))

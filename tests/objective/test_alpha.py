@@ -77,7 +77,7 @@ def test_of_a_text_drawn_from_the_teacher_alpha_stays_at_its_most_however_near_t
         losses = [-each.gather(1, label_N).squeeze(1) for each in (student_NV, teacher_NV)]
         divergence = (teacher_NV.exp() * (teacher_NV - student_NV)).sum(1)
         rows = measured([torch.stack([torch.ones(200_000).double(), *losses, divergence], 1)], lambda each: each)
-        assert rows[0].tells and alpha_of(*rows).value().item() > 0.85
+        assert rows[0].differs and alpha_of(*rows).value().item() > 0.85
 
 
 def test_the_posterior_is_the_best_weight_in_a_mixture_on_one_rank_and_on_two():
@@ -115,7 +115,7 @@ def test_a_step_moves_alpha_by_a_fiftieth_at_most_and_a_cast_does_not_round_it()
     ],
     ids=["too few tokens", "a student that is its teacher", "the same across tokenizers", "a broken forward"],
 )
-def test_what_tells_nothing_keeps_what_was(row):
+def test_what_shows_nothing_keeps_what_was(row):
     assert alpha_of(row).value().tolist() == [0.9]
     alpha = alpha_of(told(4.6, 3.6, 2.0))
     alpha.observe([row])

@@ -1,4 +1,4 @@
-"""Alpha by withheld text in a `transformers.Trainer`, which knows steps and passes, and not what is withheld."""
+"""Alpha by withheld text in a `transformers.Trainer`, which has no withheld text of its own."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
