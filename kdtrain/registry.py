@@ -15,7 +15,6 @@ A stranger's package that is broken ends no command: one line names it and it is
 """
 
 import ast
-import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -24,7 +23,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import EntryPoint, EntryPoints, distributions, entry_points
 from typing import Any, ClassVar, TypeVar, cast
@@ -244,7 +243,7 @@ def _report(why: str) -> None:
         print(f"kdtrain: {why}; it is left out", file=sys.stderr)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _undone_by_errors() -> Iterator[None]:
     """A block after whose errors no registry has what a package added in it: half of a package is none."""
     before = {(each.group, name) for each in Registry.all for name in each.modules}
