@@ -21,6 +21,7 @@ from kdtrain.config import DistillConfig, GuardsConfig, MonitorConfig, Optimizer
 from kdtrain.errors import RunError
 from kdtrain.models.attention import choose_kernel
 from kdtrain.models.head import SplitModel
+from kdtrain.objective.alpha import Alpha
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import Targets
@@ -138,7 +139,6 @@ class Bench:
             total_steps=total,
             micro=batch,
             seq_len=seq_len,
-            has_teacher=has_teacher,
         )
         folder.mkdir(parents=True, exist_ok=True)
         self.trainer.open(None, init="scratch")
@@ -162,7 +162,7 @@ class Bench:
         at_one = Temperature(1.0).to(self.device) if source.facts.temperature_range == (1.0, 1.0) else None
 
         def step() -> dict[str, float]:
-            self.trainer.stepper.has_teacher = taught  # sides of one bench differ: without targets alpha is 0
+            self.trainer.student.loss.alpha = Alpha(0.9 if taught else 0.0)  # sides of one bench differ
             self.trainer.student.loss.temperature = at_one or self.temperature
             found = self.step(next(batches))
             assert ("kd" in found) == taught, "a side that is not what its name says"

@@ -77,7 +77,6 @@ def build(recipe: Recipe) -> Run:
         total_steps=recipe.total,
         micro=recipe.micro,
         seq_len=recipe.facts.seq_len,
-        has_teacher=recipe.has_teacher,
         wrapper=parallelize(student, plan.student, plan.accumulate),
         adaptive=_adaptive(recipe),
         observers=observers,

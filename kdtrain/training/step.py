@@ -108,8 +108,6 @@ class Stepper:
     """Sequences in a micro-batch of one rank."""
     seq_len: int
     """T, tokens in a sequence."""
-    has_teacher: bool = True
-    """Whether micro-batches have targets; without them the loss is cross-entropy."""
     observers: list[Observer] = field(default_factory=list)
     """Called around the parts of each step, in this order."""
     withheld: Withheld | None = None

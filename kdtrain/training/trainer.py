@@ -55,7 +55,7 @@ class Trainer:
         config: every option.
         student: the model and its loss.
         train, validation: where sequences come from.
-        total_steps, micro, seq_len, has_teacher, wrapper, observers: see `Stepper`; without a wrapper, in one process.
+        total_steps, micro, seq_len, wrapper, observers: see `Stepper`; without a wrapper, in one process.
         adaptive: decides when the student is quantised; None where the mode does not change.
         identity: what a checkpoint belongs to (options, cache, student).
     """
@@ -70,7 +70,6 @@ class Trainer:
         total_steps: int,
         micro: int,
         seq_len: int,
-        has_teacher: bool = True,
         wrapper: SingleProcess | None = None,
         adaptive: Adaptive | None = None,
         observers: Iterable[Observer] = (),
@@ -96,7 +95,6 @@ class Trainer:
             planned=total_steps,
             micro=micro,
             seq_len=seq_len,
-            has_teacher=has_teacher,
             observers=[*observers],
         )
         if isinstance(alpha := student.loss.alpha, MeasuredAlpha):
