@@ -23,8 +23,7 @@ from mkdocs.structure.files import File
 
 from kdtrain import cli
 from kdtrain.config import choices
-from kdtrain.config.registered import sections_of
-from kdtrain.config.values import flag
+from kdtrain.config.values import flag, sections_of
 from kdtrain.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,7 +11,8 @@ Entry points are listed once, without importing anything; a package is imported 
 name always means the built-in. Plugins that come with kdtrain (`kdtrain/plugins`) register in the same way. Their
 modules import nothing heavy, so they are imported for their lines of help; one whose folder was deleted is not listed.
 
-A stranger's package that is broken ends no command: one line names it and it is left out, unless its own name is asked.
+A stranger's package that is broken ends no command: one line names it, and all of it is left out. Where a name of it is
+requested, the reason is the answer.
 """
 
 import ast
@@ -22,13 +23,13 @@ import inspect
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import redirect_stdout, suppress
 from functools import cache
 from importlib.metadata import EntryPoint, EntryPoints, distributions, entry_points
 from typing import Any, ClassVar, TypeVar, cast
 
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, printable
 
 T = TypeVar("T")
 
@@ -63,6 +64,10 @@ class Registry:
     """
 
     all: ClassVar[list["Registry"]] = []
+    left_out: ClassVar[dict[str, str]] = {}
+    """Why a package is left out, by its name."""
+    unreadable: ClassVar[list[str]] = []
+    """Those of them whose entry points cannot be read, by torch neither."""
 
     def __init__(
         self,
@@ -79,8 +84,6 @@ class Registry:
         self._help = dict(builtin)
         self.modules: dict[str, str] = {}
         """The module that registered each."""
-        self.left_out: dict[str, str] = {}
-        """Why a package's name is not there, by name."""
         self.all.append(self)
 
     def add(self, name: str, entry: Any, source: Any, help: str = "", traits: Collection[str] = ()) -> None:
@@ -89,10 +92,14 @@ class Registry:
         traits: of a name that is not built in.
 
         Raises:
-            UsageError: another module has registered this name.
+            UsageError: another module has registered this name, or it is one of kdtrain's.
         """
-        if (other := self.modules.setdefault(name, source.__module__)) != source.__module__:
-            raise UsageError(f"{self.option} {name} is registered by {other} and by {source.__module__}; rename one")
+        module = usual = source.__module__ or "__main__"
+        if not module.startswith("kdtrain.") and (name in self.builtin or self._is_own(name)):
+            usual = "kdtrain"
+        if (other := self.modules.get(name, usual)) != module:
+            raise UsageError(f"{self.option} {name} is registered by {other} and by {module}; rename one")
+        self.modules[name] = module
         self.entries[name] = entry
         if name not in self.builtin:
             self._help[name] = help or first_line(source)
@@ -117,8 +124,6 @@ class Registry:
         """
         if not isinstance(name, str):
             raise UsageError(f"{self.option} {name!r} is not a name")
-        if name in self.left_out:
-            raise UsageError(self.left_out[name])
         if name not in self.entries:
             if name in self.builtin:
                 importlib.import_module(self.home)
@@ -152,31 +157,31 @@ class Registry:
 
     def every(self) -> dict[str, Any]:
         """All entries by name, with those of packages, which are imported; a broken package is left out."""
-        for name, found in sorted(self._packages.items(), key=lambda each: not _is_own(each[1][0])):
-            if name not in self.entries:
+        for name in sorted(self._packages, key=lambda each: (not self._is_own(each), each)):  # others' are the clashes
+            packages = [_package(each) for each in self._packages[name]]
+            if self.left_out.keys().isdisjoint(packages):
                 try:
                     self.get(name)
                 except UsageError as error:
-                    if _is_own(found[0]):
+                    if self._is_own(name):
                         raise
-                    self.leave_out(name, str(error))
+                    _leave_out(packages, str(error))
         return dict(sorted(self.entries.items()))
 
-    def leave_out(self, name: str, why: str) -> None:
-        """Go on without a package's name, and print that in one line."""
-        self.left_out[name] = why
-        self.forget(name)
-        _report(why)
+    def forget(self, package: str, module: str) -> None:
+        """Remove what a package has registered: by one of its entry points, or by a module beside or below `module`."""
+        for name, source in [*self.modules.items()]:
+            root, of = source.partition(".")[0], map(_package, self._packages.get(name, []))
+            if root != "kdtrain" and (root == module.partition(".")[0] or package in of):
+                for table in (self.entries, self._help, self.modules, self._traits):
+                    table.pop(name, None)  # type: ignore[attr-defined]
 
-    def forget(self, name: str) -> None:
-        """Remove what a package has registered as `name`."""
-        for table in (self.entries, self._help, self.modules, self._traits):
-            table.pop(name, None)  # type: ignore[attr-defined]
+    def _is_own(self, name: str) -> bool:
+        return any(map(_is_own, self._packages.get(name, [])))
 
     @property
     def _packages(self) -> dict[str, list[EntryPoint]]:
-        found = _installed(tuple(sys.path)).get(self.group, {})
-        return {name: each for name, each in found.items() if name not in self.left_out}
+        return _installed(tuple(sys.path)).get(self.group, {})
 
     def _load(self, name: str) -> None:
         found = self._packages.get(name, [])
@@ -184,20 +189,24 @@ class Registry:
             raise UsageError(f"{self.option} {name} is unknown; {nearest(name, self.help())}")
         if len(found) > 1:
             raise UsageError(f"{self.option} {name} is in {' and in '.join(map(_package, found))}; uninstall one")
-        with _undone_by_errors():
+        package = _package(found[0])
+        why = self.left_out.get(package, "")
+        if not why:
             try:
-                found[0].load()
+                with redirect_stdout(sys.stderr):  # stdout may be one JSON object
+                    found[0].load()
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # a module may also exit
                 reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
-                raise UsageError(
-                    f"{self.option} {name}: the package {_package(found[0])} fails to load: {reason}"
-                ) from error
-            if name not in self.entries:
-                raise UsageError(
-                    f"{self.option} {name}: {found[0].value} of the package {_package(found[0])} does not register it"
-                )
+                why = f"the package {package} fails to load: {reason}"
+            else:
+                if name not in self.entries:
+                    why = f"{found[0].value} of the package {package} does not register it"
+        if why:
+            for each in self.all:
+                each.forget(package, found[0].value)
+            raise UsageError(f"{self.option} {name}: {why}")
 
 
 @cache
@@ -212,8 +221,8 @@ def _installed(path: tuple[str, ...]) -> dict[str, dict[str, list[EntryPoint]]]:
     for names in found.values():
         for name, points in names.items():
             if len(points) > 1 and (own := [each for each in points if _is_own(each)]):
-                others = ", ".join(_package(each) for each in points if each not in own)
-                _report(f"{name} of the package {others} has the name of a plugin of kdtrain")
+                others = [_package(each) for each in points if each not in own]
+                _leave_out(others, f"{name} of the package {', '.join(others)} has the name of a plugin of kdtrain")
                 names[name] = own
     return found
 
@@ -228,33 +237,20 @@ def _entry_points() -> list[EntryPoint]:
     for each in distributions():
         name = each.metadata["Name"] or "without a name"
         try:
-            points = [] if name in seen else [*each.entry_points]
+            found += [] if name in seen else each.entry_points
         except Exception as error:
-            points = []
-            _report(f"the entry points of the package {name} cannot be read: {type(error).__name__}: {error}")
-        found += points
+            _leave_out([name], f"the entry points of the package {name} cannot be read: {error!r}")
+            Registry.unreadable.append(name)
         seen.add(name)
     return found
 
 
-def _report(why: str) -> None:
-    """Print that something is left out, once for all ranks."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"kdtrain: {why}; it is left out", file=sys.stderr)
-
-
-@contextmanager
-def _undone_by_errors() -> Iterator[None]:
-    """A block after whose errors no registry has what a package added in it: half of a package is none."""
-    before = {(each.group, name) for each in Registry.all for name in each.modules}
-    try:
-        yield
-    except UsageError:
-        for each in Registry.all:
-            for name, module in [*each.modules.items()]:  # what it imported of kdtrain stays
-                if (each.group, name) not in before and not module.startswith("kdtrain."):
-                    each.forget(name)
-        raise
+def _leave_out(packages: list[str], why: str) -> None:
+    """Go on without these packages, and print that in one line, once for all ranks."""
+    new = {each: why for each in packages if each not in Registry.left_out}
+    Registry.left_out |= new
+    if new and os.environ.get("RANK", "0") == "0":
+        print(f"kdtrain: {printable(' '.join(why.split()))}; it is left out", file=sys.stderr)
 
 
 def _is_own(found: EntryPoint) -> bool:

@@ -20,7 +20,8 @@ from transformers.trainer_utils import load_sharded_checkpoint
 import kdtrain as kd
 from kdtrain import errors
 from kdtrain.config import CheckpointConfig, CodecConfig, DataConfig, MonitorConfig, OptimizerConfig, PrecisionConfig
-from kdtrain.config.registered import OBSERVERS, SECTIONS
+from kdtrain.config.registered import OBSERVERS
+from kdtrain.config.values import SECTIONS
 from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.testing import tiny_model, tiny_tokenizer
 from kdtrain.training.sources.cache import CachedSource

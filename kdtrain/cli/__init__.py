@@ -22,10 +22,10 @@ from kdtrain.cli import parsing, paths, words
 from kdtrain.cli.help import help_of, wrapped
 from kdtrain.config import commands
 from kdtrain.config.registered import COMMANDS, Command, Main
-from kdtrain.config.values import options_of
+from kdtrain.config.values import SECTIONS, options_of
 from kdtrain.errors import RunError, UsageError, advice, name_flags, panics_refused, printable
 from kdtrain.imports import quiet_libraries
-from kdtrain.registry import first_line
+from kdtrain.registry import Registry, first_line
 
 _LONGEST = 2000
 """Characters of a message; only a name from a damaged file is longer."""
@@ -54,7 +54,7 @@ def register_command(
     Raises:
         UsageError: another module has registered this name, or a section of the configuration holds a section.
     """
-    options_of(config)
+    options_of(config, sections={})
     return COMMANDS.registers(name, help or first_line(config), lambda main: Command(config, main, models, resumes))
 
 
@@ -81,6 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     if "COLUMNS" in os.environ or width < _NARROWEST:  # no width, or one in which nothing fits; rich reads it
         os.environ["COLUMNS"] = str(max(width, _NARROWEST))
     argv = sys.argv[1:] if argv is None else argv
+    SECTIONS.every()  # names what is broken, whatever the command
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help", *argv[2:]]
     if not argv or argv[0] in ("-h", "--help"):
@@ -105,6 +106,9 @@ def main(argv: list[str] | None = None) -> None:
             raise
         os.environ |= QUIET
         with quiet_libraries(), panics_refused("a tokenizer fails"):  # where its name is known, the message has it
+            if COMMANDS.get(command).models and Registry.unreadable:
+                name = Registry.unreadable[0]
+                raise UsageError(f"torch reads the entry points of the package {name} too, and fails; uninstall it")
             if COMMANDS.get(command).models and sys.flags.optimize > 1:
                 raise UsageError("python -OO removes the docstrings that transformers needs to load a model; use -O")
             code = COMMANDS.get(command).main(config) or 0

@@ -38,6 +38,7 @@ def flags(kind: type) -> dict[str, list[str] | None]:
 
 def _commands() -> Iterator[tuple[str, dict[str, list[str] | None], str]]:
     """Each command, its flags, and the words that may stand without one; not of a package that fails to load."""
+    COMMANDS.every()  # names what is broken
     for name in COMMANDS.help():
         with suppress(UsageError):
             kind = COMMANDS.get(name).config

@@ -5,16 +5,14 @@
 `config.plugins[NAME]`.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kdtrain.errors import UsageError
+from kdtrain.config.values import SECTIONS, Extended, options_of
 from kdtrain.registry import Registry
 
 COMMANDS = Registry("kdtrain", "kdtrain.commands", "kdtrain.cli", {})
-SECTIONS = Registry("the section", "kdtrain.sections", __name__, {})
 OBSERVERS = Registry("the observer", "kdtrain.observers", __name__, {})
 """Functions that make an observer of a run's steps (`kdtrain.training.observers`)."""
 
@@ -51,12 +49,15 @@ def register_section(name: str, kinds: Mapping[str, type]) -> None:
             `CacheTeacherConfig` by which its answers are cached.
 
     Raises:
-        UsageError: another module has registered this name, or an option has no default.
+        UsageError: another module or a command has this name or that of an option, or an option has no default.
     """
-    for kind in kinds.values():
-        for each in dataclasses.fields(kind):
-            if each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING:
-                raise UsageError(f"the section [{name}] of {kind.__module__}: its option '{each.name}' has no default")
+    every = {**SECTIONS.entries, name: kinds}  # this one last, so that a clash is its own
+    for command, kind in kinds.items():
+        beside = {section: each[command] for section, each in every.items() if command in each}
+        for each in Extended.__subclasses__():
+            if command == each.EXTENDED:
+                options_of(each, sections=beside)
+        kind()
     SECTIONS.add(name, dict(kinds), next(iter(kinds.values())))
 
 
@@ -67,15 +68,3 @@ def register_observer(name: str, *, help: str = "") -> Callable[[Maker], Maker]:
     import nothing heavy.
     """
     return OBSERVERS.registers(name, help)
-
-
-def sections_of(kind: type) -> dict[str, type]:
-    """The sections that plugins add to a command, by name; none if `kind` is no configuration that takes any."""
-    command = getattr(kind, "EXTENDED", "")
-    if not command:
-        return {}
-    found, fields = SECTIONS.every(), {each.name for each in dataclasses.fields(kind)}
-    for name in found.keys() & fields:
-        SECTIONS.leave_out(name, f"the section [{name}] of {SECTIONS.modules[name]} has the name of a command's own")
-        del found[name]
-    return {name: kinds[command] for name, kinds in found.items() if command in kinds}

@@ -9,14 +9,15 @@ from numbers import Real
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from kdtrain.config.kinds import alternatives, convert, documented
-from kdtrain.config.registered import SECTIONS, sections_of
 from kdtrain.errors import UsageError
-from kdtrain.registry import nearest
+from kdtrain.registry import Registry, nearest
 
 T = TypeVar("T")
 
 MOST = 2**53
 """The largest count: floats are exact up to it, and no run reaches it."""
+SECTIONS = Registry("the section", "kdtrain.sections", __name__, {})
+"""The sections that plugins add to commands, each with its class by command."""
 Conflicts = Iterable[tuple[object, str]]
 """Conditions, each true where options cannot be together, with the message that then refuses them."""
 USUAL_STEPS = 2000
@@ -112,10 +113,20 @@ class Option:
         return bool(self.field.metadata.get("positional"))
 
 
-def options_of(kind: type, section: str = "run", default: Any = None) -> dict[str, Option]:
-    """The options of a configuration's class, by name. UsageError: a section of it holds another section.
+def sections_of(kind: type) -> dict[str, type]:
+    """The sections that plugins add to a command, by name; none if `kind` is no configuration that takes any."""
+    command = getattr(kind, "EXTENDED", "")
+    found = SECTIONS.every() if command else {}
+    return {name: kinds[command] for name, kinds in found.items() if command in kinds}
+
+
+def options_of(
+    kind: type, section: str = "run", default: Any = None, sections: Mapping[str, type] | None = None
+) -> dict[str, Option]:
+    """The options of a configuration's class, by name. UsageError: its sections cannot stand beside each other.
 
     default: an instance of it, whose values are the defaults.
+    sections: those that plugins add; by default all.
     """
     hints, found = get_type_hints(kind, include_extras=True), dict[str, Option]()
     for each in sorted(dataclasses.fields(kind), key=lambda each: each.name == "json"):  # the last one in help
@@ -128,22 +139,15 @@ def options_of(kind: type, section: str = "run", default: Any = None) -> dict[st
             found |= options_of(inner, each.name, None if value is dataclasses.MISSING else value)  # type: ignore[arg-type]
         else:
             found[each.name] = Option(kind, section, each.name, inner, each, value)
-    for name, inner in sections_of(kind).items():
-        try:
-            found |= _added(name, inner, found)
-        except Exception as error:
-            if inner.__module__.startswith("kdtrain."):
-                raise
-            SECTIONS.leave_out(name, f"the section [{name}] of {inner.__module__}: {error}")
+    own = {each.section for each in found.values()}
+    for name, inner in (sections_of(kind) if sections is None else sections).items():
+        added, whose = options_of(inner, name), f"the section [{name}] of {inner.__module__}"
+        refuse(name in own, f"{whose} has the name of a command's own; rename it")
+        for new in added.values():
+            refuse(new.name in found, f"{whose}: its option '{new.name}' is taken; rename it")
+            refuse(new.required, f"{whose}: its option '{new.name}' has no default")
+        found |= added
     return found
-
-
-def _added(name: str, inner: type, found: Mapping[str, Option]) -> dict[str, Option]:
-    """The options of a plugin's section. UsageError: a name is taken; other errors: its annotations are not types."""
-    added = options_of(inner, name)
-    if taken := found.keys() & added.keys():
-        raise UsageError(f"its option '{min(taken)}' is taken; rename it")
-    return added
 
 
 def fields_of(kind: type) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
@@ -198,9 +202,9 @@ def configured(kind: type[T], config: T | None, options: Mapping[str, Any]) -> T
 
 def default_of(kind: type, name: str) -> Any:
     """The default of an option, or of a section, of a configuration's class; MISSING where there is none."""
-    if name in (added := sections_of(kind)):
-        return added[name]()
-    field = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    field = kind.__dataclass_fields__.get(name)  # type: ignore[attr-defined]
+    if field is None:
+        return sections_of(kind)[name]()
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
