@@ -155,9 +155,10 @@ def arms(sweep: Sweep, at_once: int, ended: dict[str, dict[str, Any]]) -> Table:
 
 
 def _ended(sweep: Sweep, job: SweepJob, error: str) -> str:
-    text = f"{job.name}: {error or 'done'}"
-    if not job.is_run or (row := _row(job)) is None:
-        return text
+    row = _row(job) if job.is_run else None
+    if row is None:
+        return f"{job.name}: {error or 'done'}"
+    text = f"{job.name}: {error or row['state']}"
     loss = row["best_validation_loss"]
     text += "" if loss is None else f", validation {loss_text(loss)} nats a token"
     return f"{text} ({sum(each.done for each in sweep.runs)} of {len(sweep.runs)} runs)"

@@ -92,7 +92,8 @@ def ended(result: Mapping[str, Any]) -> tuple[str, str]:
     if isinstance(mean, float) and isinstance(last, float) and mean != last:
         plain = ", so half cross-entropy or more" if mean <= 0.5 else ""
         parts.append(f"alpha {mean:.2f} in the mean and {last:.2f} at the end{plain}")
-    return ("stopped" if stopped else reason.replace("-", " ")), ", ".join(parts)
+    known = {"signal": "stopped", "early-stop": "early stop"}  # a file may have any other word
+    return known.get(reason, "done"), ", ".join(parts)
 
 
 def watch_line(record: RunRecord, line: str) -> str:
@@ -154,11 +155,10 @@ def last_numbers(result: Mapping[str, Any], record: RunRecord) -> str:
 
 
 def _alphas(record: RunRecord) -> Iterator[str]:
-    """What alpha was measured by last, of each member of a mixture."""
+    """Describe what alpha was measured by last, of each member of a mixture."""
     line = next((each for each in reversed(record.steps) if any(name.endswith("/share") for name in each)), {})
-    for name in (
-        each.removesuffix("share") for each in line if each.startswith("withheld/") and each.endswith("/share")
-    ):
+    shares = [each for each in line if each.startswith("withheld/") and each.endswith("/share")]
+    for name in (each.removesuffix("share") for each in shares):
         known = {key: number(round(line.get(f"{name}{key}", math.nan), 3)) for key in ("share", "posterior", "gap")}
         losses = f"student {loss_text(line.get(f'{name}loss'))}, teacher {loss_text(line.get(f'{name}teacher_loss'))}"
         own = name.removeprefix("withheld/").rstrip("/")
@@ -236,7 +236,7 @@ def next_step(path: Path, state: str, exported: Any) -> str:
 
 
 def alphas(folder: Path, fixed: float | None) -> dict[str, float | None]:
-    """The mean weight of the divergence over the steps of a run, and its last one; None where they are not known.
+    """Return the mean weight of the divergence over the steps of a run, and its last one; None where unknown.
 
     fixed: that of every step; None where it moves.
     """

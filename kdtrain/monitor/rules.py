@@ -127,7 +127,7 @@ class Signs:
 
 
 def comparable(steps: Sequence[Mapping[str, float]]) -> list[float]:
-    """The losses of these steps by which one sees whether training goes well, nats a token; NaN where one is unknown.
+    """Return the losses by which these steps can be compared, nats a token; NaN where one is unknown.
 
     Cross-entropy, which means the same at every T. Where alpha moves it must rise as alpha does, over text that is
     known by heart: then (1 - alpha) CE + alpha KD, of each step at the newest alpha.

@@ -265,6 +265,9 @@ def test_the_folder_of_a_sweep_lists_its_runs_and_caches_by_arm_and_seed(tmp_pat
     result.write_text(result.read_text().replace('"done"', '"early-stop"'))
     assert main(InspectConfig(path=tmp_path / "s")) == 0
     assert "early stop" in capsys.readouterr().out
+    result.write_text(result.read_text().replace('"early-stop"', '"training"'))  # no state in which `--watch` waits
+    assert main(InspectConfig(path=tmp_path / "s", json=True)) == 0
+    assert json.loads(capsys.readouterr().out)["runs"]["kd/seed-0"]["state"] == "done"
     assert found["runs"]["kd/seed-0"]["last_validation_loss"] == 2.0
 
 
