@@ -525,7 +525,7 @@ class QuantizationConfig(Options):
     quant_rule: str | None = option(None, needs="time_resume", check=_check_rule)
     """What triggers the fallback: loss, gap, spike, schedule, or several joined with +; schedule+gap if not given."""
     quant_loss_threshold: float = option(0.1, needs="time_resume", above=0)
-    """Nats: the loss that triggers rule loss; for rule gap the most that quantisation may cost, whatever its noise."""
+    """Nats: the loss that triggers rule loss (docs/precision.md); for rule gap the most that quantisation may cost."""
     quant_window_size: int = option(5, needs="time_resume", least=1)
     """Steps in a window, which ends with a checkpoint; quantisation returns after a whole window without a trigger."""
     quant_checkpoint_interval: int = option(1, needs="time_resume", least=1)

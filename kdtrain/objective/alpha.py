@@ -61,11 +61,11 @@ class Alpha(nn.Module):
 
     @property
     def fixed(self) -> float | None:
-        """The weight of every step; None where it moves."""
+        """Return the weight of every step; None where it moves."""
         return None if self.moves else self.start
 
     def value(self) -> float | Tensor:
-        """The weight of the next loss; an fp64 tensor [M] where `by_member`."""
+        """Return the weight of the next loss; an fp64 tensor [M] where `by_member`."""
         return self.start
 
 
@@ -125,14 +125,14 @@ class MeasuredAlpha(Alpha):
 
     @property
     def measured(self) -> bool:
-        """Whether something was measured."""
+        """Return whether something was measured."""
         return bool((self.known[:, 0] >= 0).any())
 
     def value(self) -> Tensor:
         return self.present.masked_fill(self.present < 0, MOST).masked_fill(~self.taught, 0.0)
 
     def target(self) -> Tensor:
-        """[M] where the weight goes; where it is, if nothing is known."""
+        """Return [M] where the weight goes; where it is, if nothing is known."""
         share_M, posterior_M, gap_M = self.known.unbind(1)
         # filled on the device: a copy from the host would wait for the work in its queue
         again_M = torch.stack([gap_M.new_full((), 1 - 1 / max(each, 1.0)) for each in self.passes])
@@ -147,7 +147,8 @@ class MeasuredAlpha(Alpha):
         A member of which too little is withheld keeps `MOST`, and one whose student is too near its teacher keeps
         what it had.
         """
-        was_M3 = torch.where(self.known < 0, torch.tensor([MOST, MOST, 0.0], dtype=torch.float64), self.known.cpu())
+        known_M3, unknown_3 = self.known.cpu(), torch.tensor([MOST, MOST, 0.0], dtype=torch.float64)
+        was_M3 = torch.where(known_M3 < 0, unknown_3, known_M3)
         trained_M = (self.trained[:, 0] - self.trained[:, 1]).nan_to_num(math.inf, math.inf, math.inf)
         rows = []
         for each, was, trained in zip(measured, was_M3.tolist(), trained_M.tolist(), strict=True):
@@ -172,7 +173,7 @@ class MeasuredAlpha(Alpha):
         self.advance()
 
     def follow(self, sums_M6: Tensor) -> None:
-        """`update` by a forward in training; logs once that nothing was measured yet."""
+        """Call `update` for a forward in training; log once that nothing was measured yet."""
         if not self.hinted:
             self.hinted = True
             if not self.measured:
@@ -192,7 +193,7 @@ class MeasuredAlpha(Alpha):
 
 
 def build_alpha(options: ObjectiveConfig, total_steps: int, taught: Sequence[bool]) -> Alpha:
-    """The weight that a run with these options trains with. taught: see `MeasuredAlpha`; none True: no teacher."""
+    """Make the weight that a run with these options trains with. taught: see `MeasuredAlpha`; none True: no teacher."""
     if not any(taught):
         return Alpha(0.0)
     if options.alpha == "auto":
@@ -204,7 +205,7 @@ def build_alpha(options: ObjectiveConfig, total_steps: int, taught: Sequence[boo
 
 
 def of_before(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """The state of a run whose alpha followed its training batches (`PREFIXmeans`) as today's; others unchanged."""
+    """Turn the state of an alpha that followed its training batches (`PREFIXmeans`) into today's; keep any other."""
     name = f"{prefix}means"
     if name not in tensors:
         return tensors

@@ -41,26 +41,28 @@ class Measured(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """S - T, nats a token."""
+        """Return S - T, nats a token."""
         return (self.student - self.teacher) / max(self.tokens, 1.0)
 
     @property
     def share(self) -> float:
-        """What the labels confirm of the teacher, 0 to 1; the posterior where the divergence is not known."""
+        """Return what the labels confirm of the teacher, 0 to 1; the posterior where the divergence is not known."""
         if self.divergence is None:
             return self.posterior
         return min(max((self.student - self.teacher) / max(self.divergence, 1e-9), 0.0), 1.0)
 
     @property
     def differs(self) -> bool:
-        """Whether teacher and student differ by more than the noise of the measurement."""
+        """Return whether teacher and student differ by more than the noise of the measurement."""
         if self.divergence is None:
             return self.evidence >= _LEAST_EVIDENCE
         return self.evidence >= _LEAST_EVIDENCE and self.divergence > 2 * math.sqrt(max(self.divergence_squares, 0.0))
 
 
 def compared(student: Any, batches: Iterable[Batch | None]) -> Tensor | None:
-    """[G, 4] fp64 on the CPU: of each group of tokens how many, -log q(y), -log p(y) and KL(p || q), nats.
+    """Compare student and teacher on each group of tokens: [G, 4] fp64 on the CPU.
+
+    The columns are the number of tokens, -log q(y), -log p(y) and KL(p || q), nats.
 
     A group is a token; with a teacher of another tokenizer what lies between two common boundaries, whose KL is NaN, as
     it is not known. None, where a batch is None. student: a `training.student.Student`, in evaluation mode or not.
@@ -69,7 +71,8 @@ def compared(student: Any, batches: Iterable[Batch | None]) -> Tensor | None:
     for batch in batches:
         if batch is None:
             return None
-        length, flat = batch.loss_mask.shape[1], (rearrange(each, "B T -> (B T)") for each in _text(batch))
+        length = batch.loss_mask.shape[1]
+        flat = [rearrange(each, "B T -> (B T)") for each in (batch.tokens[:, 1:], batch.loss_mask)]
         with torch.no_grad():
             hidden_ND, head = student.hidden_eager(batch), whole_head(student.model.head)
         parts = () if batch.targets is None else batch.targets.parts or ((len(hidden_ND), batch.targets),)
@@ -83,13 +86,8 @@ def compared(student: Any, batches: Iterable[Batch | None]) -> Tensor | None:
     return torch.cat(found)
 
 
-def _text(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The labels and the mask, each [B, T]."""
-    return batch.tokens[:, 1:], batch.loss_mask
-
-
 def measured(found: list[Tensor], sum_over_ranks: Callable[[Tensor], Tensor]) -> list[Measured]:
-    """What each member's `compared` tokens show, over all ranks; every rank must call it, and gets the same numbers."""
+    """Sum each member's `compared` tokens over all ranks; every rank must call it, and gets the same numbers."""
     odds = [each_G4[:, 1] - each_G4[:, 2] for each_G4 in found]
     sums = [
         torch.cat([each_G4.sum(0), each_G4[:, 3].square().sum()[None], ratio_G.square().sum()[None]])
@@ -103,7 +101,7 @@ def measured(found: list[Tensor], sum_over_ranks: Callable[[Tensor], Tensor]) ->
 
 
 def posteriors(odds: Sequence[Tensor], sum_over_ranks: Callable[[Tensor], Tensor]) -> list[float]:
-    """The posterior of each member from its log p(y) - log q(y), [N] nats in fp64: by halvings on the summed slope.
+    """Find the posterior of each member from its log p(y) - log q(y), [N] nats in fp64, by halvings on the slope.
 
     d/da mean log(a p + (1 - a) q) = mean (p - q) / (a p + (1 - a) q) falls in a, so that its sign shows the side.
     Every rank must call it, and gets the same numbers.
@@ -119,14 +117,14 @@ def posteriors(odds: Sequence[Tensor], sum_over_ranks: Callable[[Tensor], Tensor
 
 
 def figures(found: Measured, by_heart: float) -> dict[str, float]:
-    """What was measured, by the names of metrics.jsonl, nats a token. by_heart: G of `objective.alpha`."""
+    """Return what was measured by the names of metrics.jsonl, nats a token. by_heart: G of `objective.alpha`."""
     sums = {"loss": found.student, "teacher_loss": found.teacher, "kl": found.divergence}
     means = {name: each / max(found.tokens, 1.0) for name, each in sums.items() if each is not None}
     return {**means, "tokens": found.tokens, "share": found.share, "posterior": found.posterior, "gap": by_heart}
 
 
 def _grouped(losses_N3: Tensor, mask_N: Tensor, starts_N: Tensor | None, length: int) -> Tensor:
-    """`compared` of the tokens of some rows of `length` positions.
+    """Sum the tokens of some rows of `length` positions by groups, as `compared` returns them.
 
     starts_N: where both tokenizers have a boundary; a group goes from one to the next of its row, and counts where none
     of its tokens is masked. None: each token is a group.

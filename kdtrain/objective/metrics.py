@@ -185,7 +185,7 @@ def token_losses(
     *,
     vocab_size: int,
 ) -> Tensor:
-    """[N, 3] fp32 of each token: -log q(label), -log p(label) and KL(p || q), nats; any number where masked.
+    """Return [N, 3] fp32 of each token: -log q(label), -log p(label) and KL(p || q), nats; any number where masked.
 
     q is the student, p the teacher; the arguments are those of `measure`.
     """

@@ -292,8 +292,9 @@ class Trainer:
             log.info(text, float(alpha.value().max()), f"{withheld.every:,}")
         for name, tokens in withheld.counts.items():
             if tokens < LEAST_TOKENS:
+                of = f" for {name}" if name else ""
                 text = "alpha stays %.2g%s: %s withheld tokens with a label, and %s are needed"
-                log.info(text, MOST, f" for {name}" * bool(name), f"{tokens:,}", f"{LEAST_TOKENS:,}")
+                log.info(text, MOST, of, f"{tokens:,}", f"{LEAST_TOKENS:,}")
 
     def _meet_teacher(self, loss: float | None) -> None:
         """Log what the run has to beat, and begin with the labels alone beside a teacher that knows less than a bigram.

@@ -65,11 +65,11 @@ class Withheld:
         return True
 
     def due(self, number: int) -> bool:
-        """Whether it is measured before step `number`, from 2 on; before the first step it is measured once."""
+        """Return whether to measure before step `number`, from 2 on; before the first step it is measured once."""
         return self.every > 0 and number > 1 and (number - 1) % self.every == 0
 
     def measure(self, student: Student, layout: RankLayout, read: Read) -> list[Measured] | None:
-        """What each member's part shows of the student now, over all ranks; None when `read` returns None."""
+        """Measure the student on each member's part, over all ranks; None when `read` returns None."""
         batches = []
         for part in self.parts:
             found = compared(student, own_batches(self.source, part, self.micro, read, layout, "withheld.batch"))
@@ -80,16 +80,16 @@ class Withheld:
 
 
 def interval(positions: int, step_tokens: int, online: bool = False) -> int:
-    """Steps between two measurements on so many positions, for `SHARE` of the time of steps of `step_tokens`; 0: none.
+    """Return the steps between two measurements that cost `SHARE` of the time; 0 without positions: none.
 
-    online: a teacher answers in both.
+    positions: of the sample. step_tokens: positions of a step. online: a teacher answers in both.
     """
     cost = _WITH_TEACHER if online else _FORWARD
     return math.ceil(positions * cost / (SHARE * step_tokens))
 
 
 def _first(source: Source, place: range, read: Read) -> tuple[range, int] | None:
-    """The first of these sequences that have `TOKENS` unmasked tokens together, or all, and how many they have."""
+    """Take the first of these sequences with `TOKENS` unmasked tokens together, or all; return how many they have."""
     own, most = getattr(source, "source", source), _SPARSEST * TOKENS // source.facts.seq_len + 1
     taken = tokens = 0
     while tokens < TOKENS and taken < min(len(place), most):

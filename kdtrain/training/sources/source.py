@@ -143,7 +143,7 @@ def order_of(source: Source, seed: int) -> Order:
 
 
 def passes_of(source: Source, sequences: int) -> tuple[float, ...]:
-    """How often the first `sequences` of the order went over the text of each member, or of the one that there is."""
+    """Count the passes that the first `sequences` of the order make over the text of each member, or the only one."""
     members = source.facts.members.values()
     epochs = sequences / len(source)
     return tuple(epochs * each.quota / len(each.place) for each in members) or (epochs,)
