@@ -33,7 +33,7 @@ LONGEST = (
 # Two workers on two cores: a second thread each costs more than it brings.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["WANDB_MODE"] = "offline"  # not a default: what these tests log is nobody's run
+os.environ["WANDB_MODE"] = "offline"  # not a default: what these tests log belongs to no account
 # What is noted of tokenizers that were tried is not the user's; it stays for the next time.
 os.environ.setdefault("KDTRAIN_HOME", str(Path(tempfile.gettempdir(), f"kdtrain-tests-{os.getuid()}")))
 for _name in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR"):  # nor what wandb writes there besides a run

@@ -487,19 +487,8 @@ def test_all_of_a_package_is_left_out_with_its_section_and_a_broken_file_is_no_t
     )
     entries = bench / "half/bad-1.0.dist-info/entry_points.txt"
     entries.write_text("[kdtrain.sections]\nmysec = bad\nother = bad\n[kdtrain.observers]\nmysec = watch\n")
-    words = (
-        "distill",
-        "--cache",
-        "cache",
-        "--student",
-        "student.toml",
-        "--batch-size",
-        4,
-        "--no-compile",
-        "--steps",
-        1,
-    )
-    words += ("--log-to", "none", "--precision", "fp32", "--dry-run", "--out", "left-out")
+    words = ("distill", "--cache", "cache", "--student", "student.toml", "--batch-size", 4, "--steps", 1)
+    words += ("--no-compile", "--log-to", "none", "--precision", "fp32", "--dry-run", "--out", "left-out")
     done = forked(server, bench, bench / "half", *words)
     assert done.returncode == 0 and done.stderr.count("it is left out") == 1, done.stderr
     entries.write_text("[kdtrain.sections]\nmysec bad\n")

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from kdtrain.cli.paths import near_path
 from kdtrain.cli.words import MOST, option_meant, short, word_meant
 from kdtrain.config.kinds import alternatives, choices, convert, metavar, read_words, wanted, words_wanted
-from kdtrain.config.registered import SECTIONS
 from kdtrain.config.removed import answers, renewed
 from kdtrain.config.values import Option, configured, flag, options_of, refuse_value
 from kdtrain.errors import UsageError, refuse_no_path
@@ -296,7 +295,6 @@ def _read_file(
         elif section not in sections:
             like = word_meant(section, sections) if hinted else None
             hint = f"perhaps you meant [{like}]" if like else f"sections are {', '.join(sections)}"
-            hint = SECTIONS.left_out.get(section, hint)
             wrong.append(f"unknown section [{short(section)}]; {hint}")
         for key, value in table.items() if isinstance(table, dict) and section in sections else ():
             name = key.replace("-", "_")
