@@ -82,7 +82,7 @@ def own_batches(
     for start in range(own, count + own, layout.data_size * micro):
         faults.point(point)
         indices = np.arange(start, start + micro)
-        batch = read(partial(source.read, part.start + np.minimum(indices, count - 1)))
+        batch = read(partial(source.read, part.start + part.step * np.minimum(indices, count - 1)))
         if batch is None:
             yield None
             return

@@ -1,8 +1,9 @@
 """Withheld text, by which `--alpha auto` follows what labels confirm: which sequences, when, and what they show.
 
-The sample is alpha's own: the first validation sequences with `TOKENS` unmasked tokens, of each member of a mixture its
-own. It is fixed, is read at steps that follow from the options and the sample alone, and asks nothing of `--eval-freq`
-or `--eval-batches`, which thus change no bit of a run. What it costs is bounded by `SHARE` of the run's time.
+The sample is alpha's own: evenly spaced validation sequences with `TOKENS` unmasked tokens, of each member of a mixture
+its own. It is fixed, is read at steps that follow from the options and the sample alone, and asks nothing of
+`--eval-freq` or `--eval-batches`, which thus change no bit of a run. What it costs is bounded by `SHARE` of the run's
+time.
 """
 
 import math
@@ -27,7 +28,9 @@ and a backward; with an online teacher's forward in both."""
 _AT_ONCE = 32
 """Sequences that are read at once, for their masks."""
 _SPARSEST = 8
-"""Sequences are read for at most so many times `TOKENS` positions, where most are masked."""
+"""The sample has at most so many times `TOKENS` positions, where most are masked."""
+_NEARLY = 0.9
+"""The share of `TOKENS` with which the sample is large enough."""
 
 
 Read = Callable[[Callable[[], Batch]], Batch | None]
@@ -55,7 +58,7 @@ class Withheld:
         source, self.parts, self.counts = self.source, [], {}
         for name, each in (source.facts.members or {"": Member(source.facts, range(len(source)), 1, 1.0)}).items():
             taught = each.facts.targets != "none"
-            found = _first(source, each.place, read) if taught else (each.place[:0], 0)
+            found = _spread(source, each.place, read) if taught else (each.place[:0], 0)
             if found is None:
                 return False
             self.parts.append(found[0] if found[1] >= LEAST_TOKENS else each.place[:0])
@@ -88,16 +91,18 @@ def interval(positions: int, step_tokens: int, online: bool = False) -> int:
     return math.ceil(positions * cost / (SHARE * step_tokens))
 
 
-def _first(source: Source, place: range, read: Read) -> tuple[range, int] | None:
-    """Take the first of these sequences with `TOKENS` unmasked tokens together, or all; return how many they have."""
-    own, most = getattr(source, "source", source), _SPARSEST * TOKENS // source.facts.seq_len + 1
-    taken = tokens = 0
-    while tokens < TOKENS and taken < min(len(place), most):
-        rows = place[taken : min(taken + _AT_ONCE, most)]
-        batch = read(partial(own.read, np.array(rows)))
-        if batch is None:
-            return None
-        for count in batch.loss_mask.sum(1).tolist():
-            if tokens < TOKENS:
-                tokens, taken = tokens + count, taken + 1
-    return place[:taken], tokens
+def _spread(source: Source, place: range, read: Read) -> tuple[range, int] | None:
+    """Take evenly spaced sequences with about `TOKENS` unmasked tokens together, or all; return how many they have."""
+    own, seq_len = getattr(source, "source", source), source.facts.seq_len
+    least = max(len(place) * seq_len // (_SPARSEST * TOKENS), 1)
+    step = max(len(place) * seq_len // TOKENS, 1)
+    while True:
+        part, tokens = place[::step], 0
+        for start in range(0, len(part), _AT_ONCE):
+            batch = read(partial(own.read, np.array(part[start : start + _AT_ONCE])))
+            if batch is None:
+                return None
+            tokens += int(batch.loss_mask.sum())
+        if tokens > _NEARLY * TOKENS or step <= least:
+            return part, tokens
+        step = max(step * tokens // TOKENS, least)

@@ -10,7 +10,9 @@ from transformers import Trainer, TrainingArguments
 
 import kdtrain as kd
 from kdtrain.checkpoint.store import load
+from kdtrain.parallel.layout import RankLayout
 from kdtrain.training.guards import SpikeDetector
+from kdtrain.training.validate import own_batches
 from kdtrain.training.withheld import Withheld, interval
 
 GOLDEN = "tests/golden/cache/sparse"
@@ -33,7 +35,7 @@ def known_text(workshop, size=40):
 
 
 def test_a_run_resumed_between_two_measurements_ends_with_the_same_bits(workshop, small):
-    options = {"steps": 9, "checkpoint_freq": 1, "lr_schedule": "constant", "eval_freq": 100}
+    options = {"steps": 12, "checkpoint_freq": 1, "lr_schedule": "constant", "eval_freq": 100}
     with workshop.run("whole", known_text(workshop), known_text(workshop), **options) as whole:
         whole.fit()
     rows = trained(whole)
@@ -60,21 +62,38 @@ def test_how_much_and_how_often_a_run_validates_changes_no_bit_of_it(workshop, s
     assert all(torch.equal(each, ends[1][0][name]) for name, each in ends[0][0].items())
 
 
-def test_the_sample_has_as_many_tokens_that_count_as_it_can_and_none_of_a_member_without_a_teacher(workshop):
+def test_the_sample_is_spread_over_the_split_and_has_none_of_a_member_without_a_teacher(workshop):
     source = workshop.source(4000)
     sample = Withheld(source, 4, 24)
     assert sample.choose(lambda action: action())
-    counts = source.loss_mask.sum(1)
-    taken = len(sample.parts[0])
-    assert sample.counts == {"": int(counts[:taken].sum())} and counts[: taken - 1].sum() < 8192 <= sample.counts[""]
-    assert sample.every == interval(taken * source.facts.seq_len, 24) and not sample.due(1)
+    (part,), counts = sample.parts, source.loss_mask.sum(1)
+    assert sample.counts == {"": int(counts[part].sum())} and 0.9 * 8192 < sample.counts[""] < 1.4 * 8192
+    assert part.step > 1 and part.start == 0 and part[-1] >= 4000 - part.step
+    assert sample.every == interval(len(part) * source.facts.seq_len, 24) and not sample.due(1)
     assert [step for step in range(1, 3 * sample.every) if sample.due(step)] == [sample.every + 1, 2 * sample.every + 1]
     assert all(len(each) <= 32 for each in source.reads)
+    source.reads.clear()
+    batches = [*own_batches(source, part, 4, lambda action: action(), RankLayout())]
+    assert sum(int(each.loss_mask.sum()) for each in batches) == sample.counts[""]
+    assert [*dict.fromkeys(np.concatenate(source.reads).tolist())] == [*part]
     plain = SimpleNamespace(place=range(2000, 4000), facts=SimpleNamespace(targets="none"))
     taught = SimpleNamespace(place=range(2000), facts=SimpleNamespace(targets="dense"))
     source.facts = SimpleNamespace(members={"a": taught, "b": plain}, seq_len=source.facts.seq_len)
     assert sample.choose(lambda action: action()) and len(sample.parts[1]) == 0 and [*sample.counts] == ["a"]
     assert not sample.choose(lambda action: None)
+
+
+@pytest.mark.parametrize("counted, taken", [(0, 0), (1, 0), (4, 1053), (8, 1053), (32, 257)])
+def test_where_most_tokens_are_masked_the_sample_is_denser_and_has_an_end(counted, taken):
+    facts = SimpleNamespace(members={}, seq_len=64, targets="dense")
+
+    def read(rows):
+        return SimpleNamespace(loss_mask=torch.arange(64).expand(len(rows), -1) < counted)
+
+    source = type("Rows", (), {"facts": facts, "read": staticmethod(read), "__len__": lambda self: 20_000})()
+    sample = Withheld(source, 4, 24)
+    assert sample.choose(lambda action: action())
+    assert len(sample.parts[0]) == taken and sample.counts[""] == counted * (taken or 1053)
 
 
 @pytest.mark.parametrize("broken, found", [(None, None), (90, 90), (30, 30)])
