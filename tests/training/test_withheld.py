@@ -10,6 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 import kdtrain as kd
 from kdtrain.checkpoint.store import load
+from kdtrain.objective.alpha import MeasuredAlpha
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.training.guards import SpikeDetector
 from kdtrain.training.validate import own_batches
@@ -64,9 +65,9 @@ def test_how_much_and_how_often_a_run_validates_changes_no_bit_of_it(workshop, s
 
 def test_the_sample_is_spread_over_the_split_and_has_none_of_a_member_without_a_teacher(workshop):
     source = workshop.source(4000)
-    sample = Withheld(source, 4, 24)
+    sample = Withheld(MeasuredAlpha(), source, 4, 24)
     assert sample.choose(lambda action: action())
-    (part,), counts = sample.parts, source.loss_mask.sum(1)
+    part, counts = sample.parts[""], source.loss_mask.sum(1)
     assert sample.counts == {"": int(counts[part].sum())} and 0.9 * 8192 < sample.counts[""] < 1.4 * 8192
     assert part.step > 1 and part.start == 0 and part[-1] >= 4000 - part.step
     assert sample.every == interval(len(part) * source.facts.seq_len, 24) and not sample.due(1)
@@ -79,7 +80,8 @@ def test_the_sample_is_spread_over_the_split_and_has_none_of_a_member_without_a_
     plain = SimpleNamespace(place=range(2000, 4000), facts=SimpleNamespace(targets="none"))
     taught = SimpleNamespace(place=range(2000), facts=SimpleNamespace(targets="dense"))
     source.facts = SimpleNamespace(members={"a": taught, "b": plain}, seq_len=source.facts.seq_len)
-    assert sample.choose(lambda action: action()) and len(sample.parts[1]) == 0 and [*sample.counts] == ["a"]
+    sample = Withheld(MeasuredAlpha(), source, 4, 24)
+    assert sample.choose(lambda action: action()) and len(sample.parts["b"]) == 0 and [*sample.counts] == ["a"]
     assert not sample.choose(lambda action: None)
 
 
@@ -91,9 +93,9 @@ def test_where_most_tokens_are_masked_the_sample_is_denser_and_has_an_end(counte
         return SimpleNamespace(loss_mask=torch.arange(64).expand(len(rows), -1) < counted)
 
     source = type("Rows", (), {"facts": facts, "read": staticmethod(read), "__len__": lambda self: 20_000})()
-    sample = Withheld(source, 4, 24)
+    sample = Withheld(MeasuredAlpha(), source, 4, 24)
     assert sample.choose(lambda action: action())
-    assert len(sample.parts[0]) == taken and sample.counts[""] == counted * (taken or 1053)
+    assert len(sample.parts[""]) == taken and sample.counts[""] == counted * (taken or 1053)
 
 
 @pytest.mark.parametrize("broken, found", [(None, None), (90, 90), (30, 30)])
