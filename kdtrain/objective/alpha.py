@@ -60,6 +60,11 @@ class Alpha(nn.Module):
         self.passes: Sequence[float] = ()
         """How often training went over the text of each member so far."""
 
+    @property
+    def measured(self) -> bool:
+        """Return whether withheld text was measured."""
+        return False
+
     def set_step(self, step: int, passes: Sequence[float] = ()) -> None:
         """Set `step` and `passes`."""
         self.step, self.passes = step, passes
@@ -113,7 +118,6 @@ class MeasuredAlpha(Alpha):
 
     @property
     def measured(self) -> bool:
-        """Return whether something was measured."""
         return bool((self.known[:, 0] >= 0).any())
 
     def value(self) -> Tensor:
@@ -138,7 +142,7 @@ class MeasuredAlpha(Alpha):
         begun_M3 = torch.where(self.known < 0, self.known.new_tensor([MOST, MOST, 0.0]), self.known)
         rows, trained_M = begun_M3.tolist(), (self.trained[:, 0] - self.trained[:, 1]).tolist()
         for row, each, trained in zip(rows, measured, trained_M, strict=True):
-            if each.tokens >= LEAST_TOKENS and each.differs:
+            if each.differs and not too_few(each.tokens):
                 row[:] = each.share, each.posterior, max(0.0, each.gap - trained)  # 0 before the first step, for NaN
         self.known.copy_(torch.tensor(rows, dtype=torch.float64))
         self.present.copy_(torch.where(self.present < 0, self.target(), self.present))
@@ -167,6 +171,12 @@ class MeasuredAlpha(Alpha):
         """Begin with the labels alone, until the next measurement shows otherwise."""
         self.present.zero_()
         self.known.zero_()
+
+
+def too_few(tokens: float, of: str = "") -> str | None:
+    """Return the line on a member, `of` if it is one of several, of which too few tokens are withheld; None: enough."""
+    needed = f"{tokens:,.0f} withheld tokens with a label, and {LEAST_TOKENS:,} are needed"
+    return f"alpha stays {MOST:.2g}{of and f' for {of}'}: {needed}" if tokens < LEAST_TOKENS else None
 
 
 def build_alpha(options: ObjectiveConfig, total_steps: int, taught: Sequence[bool]) -> Alpha:

@@ -28,7 +28,7 @@ from kdtrain.config.sections import QUANTIZED
 from kdtrain.errors import UsageError, as_number, as_whole
 from kdtrain.models.head import SplitModel, layer_widths, router_weight, split
 from kdtrain.models.output_head import refuse_vocabulary
-from kdtrain.objective.alpha import MeasuredAlpha
+from kdtrain.objective.alpha import MeasuredAlpha, too_few
 from kdtrain.objective.batch import Batch, Collator
 from kdtrain.objective.hidden import HiddenLoss
 from kdtrain.objective.loss import DistillationLoss, LossOutput, joined
@@ -364,6 +364,8 @@ class Student(PreTrainedModel):
         found = measured(self, given, lambda each: all_reduce_sum(each.to(self.device)).cpu())
         self.train(training)
         assert found is not None
+        if (line := too_few(found.tokens)) and not alpha.measured:
+            warnings.warn(line, stacklevel=2)
         alpha.trained.copy_(all_reduce_sum(alpha.trained) / world_size())
         alpha.passes = [passes]
         alpha.observe([found])

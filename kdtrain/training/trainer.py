@@ -26,9 +26,8 @@ from kdtrain.errors import RunError
 from kdtrain.monitor.progress import log, log_step, members_line, one_line, validation_line
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.writers import Writers
-from kdtrain.objective.alpha import LEAST_TOKENS, MeasuredAlpha
+from kdtrain.objective.alpha import MeasuredAlpha, too_few
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.measured import MOST
 from kdtrain.parallel.parallelize import SingleProcess
 from kdtrain.precision.controller import Adaptive
 from kdtrain.ranks import is_main, on_main, reported
@@ -287,10 +286,8 @@ class Trainer:
             text = "alpha %.2g by withheld text, measured again every %s steps"
             log.info(text, withheld.alpha.largest(), f"{withheld.every:,}")
         for name, tokens in withheld.counts.items():
-            if tokens < LEAST_TOKENS:
-                of = f" for {name}" if name else ""
-                text = "alpha stays %.2g%s: %s withheld tokens with a label, and %s are needed"
-                log.info(text, MOST, of, f"{tokens:,}", f"{LEAST_TOKENS:,}")
+            if line := too_few(tokens, name):
+                log.info("%s", line)
 
     def _meet_teacher(self, loss: float | None) -> None:
         """Log what the run has to beat, and begin with the labels alone beside a teacher that knows less than a bigram.

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from kdtrain.objective.alpha import LEAST_TOKENS, MeasuredAlpha
+from kdtrain.objective.alpha import MeasuredAlpha, too_few
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.measured import measured
 from kdtrain.parallel.layout import RankLayout
@@ -65,7 +65,7 @@ class Withheld:
             if (found := _spread(source, each.place, read)) is None:
                 return False
             part, self.counts[name] = found
-            if self.counts[name] >= LEAST_TOKENS:
+            if not too_few(self.counts[name]):
                 self.parts[name] = part
         positions = sum(map(len, self.parts.values())) * source.facts.seq_len
         self.every = interval(positions, self.step_tokens, getattr(source, "teacher", None) is not None)

@@ -57,8 +57,7 @@ def test_a_spike_is_rolled_back_to_the_checkpoint_before_it_its_data_left_out_an
 
 def test_a_rollback_brings_back_what_alpha_follows(workshop, spikes, monkeypatch):
     spikes("26-28")
-    for name in ("objective.alpha", "training.withheld"):
-        monkeypatch.setattr(f"kdtrain.{name}.LEAST_TOKENS", 1)
+    monkeypatch.setattr("kdtrain.objective.alpha.LEAST_TOKENS", 1)
     monkeypatch.setattr("kdtrain.training.withheld.TOKENS", 64)
     monkeypatch.setattr("kdtrain.training.withheld.SHARE", 1.0)  # measured every second or third step
     source = workshop.source(400)

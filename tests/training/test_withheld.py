@@ -22,8 +22,7 @@ GOLDEN = "tests/golden/cache/sparse"
 @pytest.fixture
 def small(monkeypatch):
     """Measure on little text, before every second or third step."""
-    for name in ("objective.alpha", "training.withheld"):
-        monkeypatch.setattr(f"kdtrain.{name}.LEAST_TOKENS", 1)
+    monkeypatch.setattr("kdtrain.objective.alpha.LEAST_TOKENS", 1)
     monkeypatch.setattr("kdtrain.training.withheld.TOKENS", 64)
     monkeypatch.setattr("kdtrain.training.withheld.SHARE", 1.0)
 
@@ -117,7 +116,8 @@ def test_a_student_is_measured_by_the_batches_that_it_is_given(caplog):
     student = kd.Student(kd.testing.tiny_model("llama", 300, seed=3), kd.DistillationLoss()).train()
     student(**batch)
     assert "alpha is 0.9: it follows withheld text" in caplog.text and float(student.loss.alpha.value()) == 0.9
-    few = student.measure([batch])
+    with pytest.warns(match=r"alpha stays 0.9: \d+ withheld tokens with a label, and 2,048 are needed"):
+        few = student.measure([batch])
     assert student.training and few["tokens"] == int(batch["loss_mask"].sum()) < 2048 and few["alpha"] == 0.9
     many = student.measure([batch] * 100)
     output = student.eval()(**batch)
@@ -128,16 +128,24 @@ def test_a_student_is_measured_by_the_batches_that_it_is_given(caplog):
         kd.Student(kd.testing.tiny_model("llama", 300), kd.DistillationLoss(alpha=0.5)).measure([batch])
 
 
-def test_a_trainer_with_the_callback_measures_before_its_first_step_and_knows_its_passes(tmp_path, small):
+def test_a_trainer_with_the_callback_measures_before_its_first_step_knows_its_passes_and_resumes(tmp_path, small):
     cache = kd.Cache(GOLDEN)
-    student, seen = kd.Student(kd.testing.tiny_model("llama", 300, seed=3), kd.DistillationLoss()), []
-    measure = student.measure
-    student.measure = lambda batches, passes: seen.append((passes, measure(batches, passes))) or seen[-1][1]
-    options = {"num_train_epochs": 3, "per_device_train_batch_size": 4, "report_to": "none", "use_cpu": True}
-    arguments = TrainingArguments(str(tmp_path), **options, disable_tqdm=True, save_strategy="no")
-    callback = kd.AlphaCallback(cache["validation"], every=3)
-    trainer = Trainer(student, arguments, kd.collate, cache["train"], callbacks=[callback])
-    trainer.train()
-    steps = trainer.state.max_steps
+
+    def run(folder, **how):
+        student, seen = kd.Student(kd.testing.tiny_model("llama", 300, seed=3), kd.DistillationLoss()), []
+        measure = student.measure
+        student.measure = lambda batches, passes: seen.append((passes, measure(batches, passes))) or seen[-1][1]
+        options = {"num_train_epochs": 3, "per_device_train_batch_size": 2, "report_to": "none", "use_cpu": True}
+        arguments = TrainingArguments(str(tmp_path / folder), **options, disable_tqdm=True, save_steps=4)
+        callback = kd.AlphaCallback(cache["validation"], every=3)
+        trainer = Trainer(student, arguments, kd.collate, cache["train"], callbacks=[callback])
+        trainer.train(**how)
+        return student.loss.alpha, seen, trainer.state.max_steps
+
+    alpha, seen, steps = run("whole")
     assert len(seen) == 1 + (steps - 1) // 3 and seen[0][0] == 0.0 and seen[-1][0] >= 1.5
-    assert abs(float(student.loss.alpha.value()) - seen[-1][1]["alpha"]) <= 0.02 * 3 + 1e-9
+    assert abs(float(alpha.value()) - seen[-1][1]["alpha"]) <= 0.02 * 3 + 1e-9
+    again, later, _ = run("again", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert later == seen[2:] and all(torch.equal(*each) for each in zip(again.buffers(), alpha.buffers(), strict=True))
+    with pytest.raises(kd.UsageError, match="AlphaCallback has no rows"):
+        kd.AlphaCallback([])
