@@ -239,11 +239,16 @@ def next_step(path: Path, state: str, exported: Any) -> str:
     return f"Next: kdtrain export {word} --out {quoted(path.with_name(path.name + '-student'))}"
 
 
-def alphas(folder: Path) -> tuple[float, float] | None:
-    """Return the mean and the last weight of a run whose alpha moves; None where it does not, or is unknown."""
-    with suppress(OSError, ValueError, UsageError):
-        return RunRecord.read(folder).alphas
-    return None
+def alphas(folder: Path, fixed: float | None = None) -> dict[str, float | None]:
+    """Return the mean and the last weight of the divergence in a run; None where unknown.
+
+    fixed: that of every step; None where it moves.
+    """
+    found = None if fixed is None else (fixed, fixed)
+    if found is None:
+        with suppress(OSError, ValueError, UsageError):
+            found = RunRecord.read(folder).alphas
+    return dict(zip(("alpha_mean", "alpha_last"), found or (None, None), strict=True))
 
 
 def closing_page(path: Path, result: Mapping[str, Any]) -> Iterator[Part]:

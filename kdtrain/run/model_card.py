@@ -103,8 +103,9 @@ def card_files(
             f"adapters beside {trained} weights, of which the losses below are; merged they are another model"
         )
     facts |= {"step": f"{progress['step']:,}", "tokens": f"{progress['tokens']:,}"}
-    if weights_of := alphas(run):
-        facts["teacher's weight (alpha)"] = f"{weights_of[0]:.2f} in the mean, {weights_of[1]:.2f} at the end"
+    mean, last = alphas(run).values()
+    if mean is not None and last is not None:
+        facts["teacher's weight (alpha)"] = f"{mean:.2f} in the mean, {last:.2f} at the end"
     for key, words in _LOSSES.items():
         if isinstance(loss := progress.get(key), float):
             size = progress.get("bytes_per_token")

@@ -461,8 +461,6 @@ class Run:
         others = {"start": progress.first_loss, "teacher": progress.teacher_loss, "cross_entropy": plain[1]}
         known = {name: None if best is None or other is None else best < other for name, other in others.items()}
         seconds, tokens = trainer.earlier[0] + trainer.seconds, trainer.earlier[1] + trainer.stepper.tokens
-        fixed = trainer.student.loss.alpha.fixed
-        weights = (fixed, fixed) if fixed is not None else alphas(self.out) or (None, None)
         result: dict[str, Any] = {
             "run": str(self.out),
             "stop_reason": reason,
@@ -476,8 +474,7 @@ class Run:
             "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
             "temperature": float(trainer.student.temperature.value().detach()) if recipe.distils else None,
             "objective": "distillation" if recipe.distils else "cross-entropy",
-            "alpha_mean": weights[0],
-            "alpha_last": weights[1],
+            **alphas(self.out, trainer.student.loss.alpha.fixed),
             "first_validation_loss": progress.first_loss,
             "best_validation_loss": best,
             "best_step": progress.best_step,

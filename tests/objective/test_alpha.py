@@ -93,10 +93,7 @@ def test_a_step_moves_alpha_by_a_fiftieth_at_most_and_a_cast_does_not_round_it()
     for cast in (lambda each: each, lambda each: each.bfloat16(), lambda each: each.half()):
         alpha = cast(alpha_of(told(7.6, 3.6, 4.0)))
         alpha.observe([told(3.6, 3.6, 1.5)])
-        seen = []
-        for _ in range(60):
-            alpha.update(torch.zeros(1, 6))
-            seen.append(alpha.value().item())
+        seen = [alpha.update(torch.zeros(1, 6)) or alpha.value().item() for _ in range(60)]
         assert seen == [pytest.approx(max(0.9 - 0.02 * step, 0.0), abs=1e-9) for step in range(1, 61)]
 
 
@@ -136,11 +133,10 @@ def test_alpha_begins_at_zero_beside_a_weak_teacher_until_the_next_measurement()
     alpha = alpha_of(told(7.6, 4.6, 3.5))
     assert alpha.value().item() > 0.8
     alpha.begin_at_zero()
-    alpha.update(torch.zeros(1, 6))
-    assert alpha.value().item() == 0.0
-    alpha.observe([told(5.6, 4.6, 2.0)])
-    alpha.update(torch.zeros(1, 6))
-    assert alpha.value().item() == pytest.approx(0.02)
+    for row, expected in (None, 0.0), (told(5.6, 4.6, 2.0), 0.02):
+        alpha.observe([row] if row else [told(0, 0, tokens=0)])
+        alpha.update(torch.zeros(1, 6))
+        assert alpha.value().item() == pytest.approx(expected)
 
 
 def test_the_averages_of_a_run_begun_before_are_those_it_goes_on_from():
@@ -242,12 +238,8 @@ def test_alpha_auto_excludes_a_schedule_and_needs_the_label_of_an_import():
     assert configured(DistillConfig, begun, {"alpha": "auto", "alpha_schedule": "constant"}).objective.alpha == "auto"
     found = [configured(DistillConfig, None, {**NEEDED, **each}).objective.alpha for each in ({}, alone)]
     assert found == ["auto", 0.9]
-    known = [{}, {"origin": {"labels_kept": 1.0}}, {"parents": [{"origin": {"labels_kept": 1}}]}]
-    unknown = [
-        {"origin": {"labels_kept": 0.7}},
-        {"origin": {"x": 1}},
-        {"parents": [{"origin": {"labels_kept": "all"}}]},
-    ]
+    one, some, word = ({"origin": {"labels_kept": each}} for each in (1.0, 0.7, "all"))
+    known, unknown = [{}, one, {"parents": [one]}], [some, {"origin": {"x": 1}}, {"parents": [word]}]
     for fields, expected in [*((each, True) for each in known), *((each, False) for each in unknown)]:
         manifest = SimpleNamespace(**{"origin": None, "parents": None, **fields})
         assert Manifest.knows_labels.fget(manifest) is expected

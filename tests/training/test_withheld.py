@@ -19,14 +19,6 @@ from kdtrain.training.withheld import Withheld, interval
 GOLDEN = "tests/golden/cache/sparse"
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """Measure on little text, before every second or third step."""
-    monkeypatch.setattr("kdtrain.objective.alpha.LEAST_TOKENS", 1)
-    monkeypatch.setattr("kdtrain.training.withheld.TOKENS", 64)
-    monkeypatch.setattr("kdtrain.training.withheld.SHARE", 1.0)
-
-
 def known_text(workshop, size=40):
     """Text that its teacher knows."""
     source = workshop.source(size)
@@ -76,9 +68,9 @@ def test_the_sample_is_spread_over_the_split_and_has_none_of_a_member_without_a_
     batches = [*own_batches(source, part, 4, lambda action: action(), RankLayout())]
     assert sum(int(each.loss_mask.sum()) for each in batches) == sample.counts[""]
     assert [*dict.fromkeys(np.concatenate(source.reads).tolist())] == [*part]
-    plain = SimpleNamespace(place=range(2000, 4000), facts=SimpleNamespace(targets="none"))
-    taught = SimpleNamespace(place=range(2000), facts=SimpleNamespace(targets="dense"))
-    source.facts = SimpleNamespace(members={"a": taught, "b": plain}, seq_len=source.facts.seq_len)
+    places = {"a": (range(2000), "dense"), "b": (range(2000, 4000), "none")}
+    members = {k: SimpleNamespace(place=v, facts=SimpleNamespace(targets=kind)) for k, (v, kind) in places.items()}
+    source.facts = SimpleNamespace(members=members, seq_len=source.facts.seq_len)
     sample = Withheld(MeasuredAlpha(), source, 4, 24)
     assert sample.choose(lambda action: action()) and len(sample.parts["b"]) == 0 and [*sample.counts] == ["a"]
     assert not sample.choose(lambda action: None)
@@ -119,10 +111,9 @@ def test_a_student_is_measured_by_the_batches_that_it_is_given(caplog):
     with pytest.warns(match=r"alpha stays 0.9: \d+ withheld tokens with a label, and 2,048 are needed"):
         few = student.measure([batch])
     assert student.training and few["tokens"] == int(batch["loss_mask"].sum()) < 2048 and few["alpha"] == 0.9
-    many = student.measure([batch] * 100)
-    output = student.eval()(**batch)
-    assert many["loss"] == pytest.approx(float(output.ce / output.tokens), rel=1e-5)
-    assert many["teacher_loss"] == pytest.approx(float(output.teacher_ce / output.tokens), rel=1e-5)
+    many, output = student.measure([batch] * 100), student.eval()(**batch)
+    for name, each in (("loss", output.ce), ("teacher_loss", output.teacher_ce)):
+        assert many[name] == pytest.approx(float(each / output.tokens), rel=1e-5)
     assert many["share"] == pytest.approx(np.clip((many["loss"] - many["teacher_loss"]) / many["kl"], 0, 1), rel=1e-5)
     with pytest.raises(kd.UsageError, match="no effect at a fixed alpha"):
         kd.Student(kd.testing.tiny_model("llama", 300), kd.DistillationLoss(alpha=0.5)).measure([batch])
@@ -135,17 +126,16 @@ def test_a_trainer_with_the_callback_measures_before_its_first_step_knows_its_pa
         student, seen = kd.Student(kd.testing.tiny_model("llama", 300, seed=3), kd.DistillationLoss()), []
         measure = student.measure
         student.measure = lambda batches, passes: seen.append((passes, measure(batches, passes))) or seen[-1][1]
-        options = {"num_train_epochs": 3, "per_device_train_batch_size": 2, "report_to": "none", "use_cpu": True}
-        arguments = TrainingArguments(str(tmp_path / folder), **options, disable_tqdm=True, save_steps=4)
-        callback = kd.AlphaCallback(cache["validation"], every=3)
-        trainer = Trainer(student, arguments, kd.collate, cache["train"], callbacks=[callback])
+        options = {"num_train_epochs": 3, "per_device_train_batch_size": 2, "report_to": "none", "save_steps": 4}
+        arguments, more = TrainingArguments(folder, **options, use_cpu=True), [kd.AlphaCallback(cache["validation"], 3)]
+        trainer = Trainer(student, arguments, kd.collate, cache["train"], callbacks=more)
         trainer.train(**how)
         return student.loss.alpha, seen, trainer.state.max_steps
 
-    alpha, seen, steps = run("whole")
+    alpha, seen, steps = run(str(tmp_path))
     assert len(seen) == 1 + (steps - 1) // 3 and seen[0][0] == 0.0 and seen[-1][0] >= 1.5
     assert abs(float(alpha.value()) - seen[-1][1]["alpha"]) <= 0.02 * 3 + 1e-9
-    again, later, _ = run("again", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    again, later, _ = run(str(tmp_path), resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert later == seen[2:] and all(torch.equal(*each) for each in zip(again.buffers(), alpha.buffers(), strict=True))
     with pytest.raises(kd.UsageError, match="AlphaCallback has no rows"):
         kd.AlphaCallback([])
