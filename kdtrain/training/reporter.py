@@ -270,7 +270,7 @@ class Reporter:
             saved_step=checkpoint,
             free_mib=free_mib(out),
             checkpoint_mib=newest_mib(out / "checkpoints"),
-            losses=comparable(list(self.steps)),
+            losses=comparable(self.steps),
             validations=self.validations,
             teacher_loss=self.teacher_loss,
         )
