@@ -299,6 +299,26 @@ class GenerateConfig(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChatConfig(Printed):
+    """Talk to a trained student in its chat template; a terminal, or a turn a line on stdin."""
+
+    student: str = option(positional=True, reads="student spec")
+    """A run (its best student), a checkpoint, an export, a TOML of students/ or teachers/, or a hub id."""
+    beside: str | None = option(None, once=True, reads="teacher spec", shown="TEACHER")
+    """Another model that answers each turn too, in a conversation of its own: the teacher, or any student."""
+    system: str | None = option(None, once=True, text=True, shown="TEXT")
+    """The system prompt, before the first turn."""
+    max_new_tokens: int = option(512, least=1)
+    """At most this many tokens an answer; fewer where the model ends its turn or reads no more."""
+    temperature: float = option(0.8, least=0)
+    """Divides the logits: low is careful, 1 is what the student has learned; 0 takes the most likely token."""
+    seed: int = option(0, least=0)
+    """Of the sampled tokens: the same turns with another one have other answers."""
+    device: str = option("auto", check=check_device)
+    """auto, cpu, cuda or cuda:N."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CompareConfig(Printed):
     """Show runs side by side: options that differ, losses, calibration and cost, held against the seeds' spread."""
 
@@ -364,6 +384,7 @@ COMMANDS = {
     "distill": DistillConfig,
     "evaluate": EvaluateConfig,
     "generate": GenerateConfig,
+    "chat": ChatConfig,
     "inspect": InspectConfig,
     "verify": VerifyConfig,
     "merge": MergeConfig,
@@ -374,4 +395,5 @@ COMMANDS = {
     "plot": PlotConfig,
     "completion": CompletionConfig,
 }
-"""The built-in commands: `kdtrain NAME` runs `main` of the module of that name in `kdtrain.commands`."""
+"""The built-in commands: `kdtrain NAME` runs `main` of the module of that name in `kdtrain.commands`; `chat` is a
+function of that of `generate`."""
