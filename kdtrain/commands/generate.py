@@ -10,9 +10,9 @@ Shape suffixes: B rows, T tokens so far, V vocabulary.
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice, takewhile
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,10 +25,12 @@ from kdtrain.models.generate import decoding, generate
 from kdtrain.models.loading import max_positions
 from kdtrain.models.tokenizer import end_tokens, load_tokenizer
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.precision.modes import autocast, pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
 from kdtrain.run.saved_student import open_student
 from kdtrain.tables import show
+
+Kind = Literal["students", "teachers"]
+"""Whose names ship, for `read_spec`."""
 
 
 def main(config: GenerateConfig) -> int:
@@ -39,7 +41,7 @@ def main(config: GenerateConfig) -> int:
     setup_logging()
     refuse_many_processes()
     with ExitStack() as held:
-        writer, written = _Writer(config.student, config, held), list[int]()
+        writer, written = _Writer(config.student, config, held, "students"), list[int]()
         tokenizer = writer.tokenizer
         _refuse_bytes(config.prompt, "the prompt")
         if chat := bool(tokenizer.chat_template and config.prompt and not config.raw):
@@ -74,9 +76,10 @@ def chat(config: ChatConfig) -> int:
     if terminal:
         with suppress(ImportError):  # of a Python without it, whose lines cannot be edited
             import readline  # noqa: F401
-    names = [config.student, *filter(None, [config.beside])]
     with ExitStack() as held:
-        talkers, turns = [_Talker(name, config, held) for name in names], list[dict[str, Any]]()
+        talkers, turns = [_Talker(config.student, config, held)], list[dict[str, Any]]()
+        if config.beside is not None:
+            talkers.append(_Talker(config.beside, config, held, "teachers"))
         if terminal:
             print("Ctrl-C stops an answer, Ctrl-D ends.")
         while (line := _next_line(terminal)) is not None:
@@ -104,18 +107,18 @@ def chat(config: ChatConfig) -> int:
 class _Writer:
     """A model that continues tokens, with its tokenizer and its end tokens; what it holds ends with `held`."""
 
-    def __init__(self, name: str, config: GenerateConfig | ChatConfig, held: ExitStack) -> None:
+    def __init__(self, name: str, config: GenerateConfig | ChatConfig, held: ExitStack, kind: Kind) -> None:
         self.name, self._device, self._held = name, pick_device(config.device), held
         self._how = config.temperature, config.seed
-        self._student, place, _ = open_student(name, self._device)
+        self._student, place, _ = open_student(name, self._device, kind)
         if place is None:
             raise UsageError(f"{name} comes without a tokenizer; copy that of its student or teacher into it")
         self.tokenizer = load_tokenizer(place)
         self.positions = max_positions(self._student.model)
         self.ends = {*end_tokens(getattr(self._student.model, "generation_config", None), self.tokenizer)}
-        width, mode = min(self._student.vocab_size, len(self.tokenizer)), pick_mode("auto", self._device)
-        inside = partial(autocast, mode, self._device)
-        self._decoder = held.enter_context(decoding(self._student.eval(), width, inside))
+        width = min(self._student.vocab_size, len(self.tokenizer))
+        # in fp32, as the weights are: a step reads each of them once, and autocast would round them all at each step
+        self._decoder = held.enter_context(decoding(self._student.eval(), width))
 
     @cached_property
     def _encoder(self) -> Encoder:
@@ -164,8 +167,8 @@ class _Writer:
 class _Talker(_Writer):
     """A model in a conversation."""
 
-    def __init__(self, name: str, config: ChatConfig, held: ExitStack) -> None:
-        super().__init__(name, config, held)
+    def __init__(self, name: str, config: ChatConfig, held: ExitStack, kind: Kind = "students") -> None:
+        super().__init__(name, config, held, kind)
         if not self.tokenizer.chat_template:
             raise UsageError(f"{name} has no chat template; kdtrain generate {name} 'TEXT' continues a text")
         self._config, self._all_read = config, True

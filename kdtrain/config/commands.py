@@ -304,7 +304,7 @@ class ChatConfig(Printed):
 
     student: str = option(positional=True, reads="student spec")
     """A run (its best student), a checkpoint, an export, a TOML of students/ or teachers/, or a hub id."""
-    beside: str | None = option(None, once=True, reads="teacher spec", shown="TEACHER")
+    beside: str | None = option(None, once=True, reads="model spec", shown="TEACHER")
     """Another model that answers each turn too, in a conversation of its own: the teacher, or any student."""
     system: str | None = option(None, once=True, text=True, shown="TEXT")
     """The system prompt, before the first turn."""

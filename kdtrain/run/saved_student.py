@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -50,15 +50,25 @@ class OpenedStudent(NamedTuple):
     """The checkpoint that it was read from."""
 
 
-def open_student(name: str, device: torch.device) -> OpenedStudent:
+def tokenizer_place(name: str) -> Path | str | None:
+    """The place of the tokenizer of a student as `open_student` names it, which is not loaded; None: it has none."""
+    path, ships = Path(name), name in shipped("students")
+    if not ships and (is_run(path) or is_checkpoint(path.resolve())):
+        return tokenizer_of_run(path if is_run(path) else run_of(path))
+    spec = read_spec(name)
+    return spec.tokenizer or spec.source
+
+
+def open_student(name: str, device: torch.device, kind: Literal["students", "teachers"] = "students") -> OpenedStudent:
     """Load a student.
 
     Args:
         name: a run (its best checkpoint, or the newest where none is best), a checkpoint, or a model spec. A bare name
             that ships is the student that ships, as in `read_spec`; `./NAME` is a folder.
         device: the student's device.
+        kind: whose names ship.
     """
-    path, ships = Path(name), name in shipped("students")
+    path, ships = Path(name), name in shipped(kind)
     if not ships and is_checkpoint(path.resolve()):
 
         def read(found: Path) -> OpenedStudent:
@@ -73,7 +83,7 @@ def open_student(name: str, device: torch.device) -> OpenedStudent:
             lambda: checkpoint_of(path, "best"),
             lambda found: OpenedStudent(student_at(found, device), tokenizer, found),
         )
-    spec = read_spec(name)
+    spec = read_spec(name, kind)
     if spec.init == "scratch":
         log.warning("%s is a spec of fresh weights, which nothing has trained; of a run, name its folder", name)
     loaded = split(load_student(spec, vocab_size=None, seed=0, device=str(device)))
