@@ -1,11 +1,24 @@
-"""`kdtrain generate` continues a text with the student of a run, an export or a spec."""
+"""`kdtrain generate` continues a text with the student of a run, an export or a spec; `kdtrain chat` takes turns."""
 
+import io
 import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
 
-from kdtrain.models.generate import generate
+from kdtrain.commands.generate import _Writer
+from kdtrain.config import GenerateConfig
+from kdtrain.models.attention import CAUSAL
+from kdtrain.models.generate import decoding, generate
+from kdtrain.models.head import split
 from kdtrain.run import saved_student
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
@@ -108,3 +121,190 @@ def test_samples_follow_the_temperature():
     assert drawn(0).tolist() == [0, 0, 1] and drawn(1e-30).tolist() == [0, 0, 1]
     for temperature in (1.0, 3.0):
         assert torch.allclose(drawn(temperature), torch.softmax(logits[0] / temperature, -1), atol=0.04)
+
+
+def opinionated(shape, **config):
+    model = tiny_model(shape, **config).eval()
+    for each in model.parameters():
+        each.data.mul_(4 if each.ndim > 1 else 1)
+    return split(model)
+
+
+def written(next_logits, tokens_BT, tokens=20, **options):
+    return torch.stack([*generate(next_logits, tokens_BT, tokens, 1.0, 3, **options)], 1)
+
+
+@torch.no_grad()
+def whole(model, tokens_BT):
+    return model.logits(tokens_BT)[:, -1]
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen3", "gpt2", "mistral", "gemma2", "bloom"])
+def test_steps_with_a_kv_cache_write_what_whole_forwards_write_and_read_only_what_is_new(shape):
+    model, read = opinionated(shape), []
+    before = model.model.config._attn_implementation
+    first_BT = torch.randint(300, (2, 30), generator=torch.Generator().manual_seed(0))
+    other_BT = torch.cat([first_BT[:, :24], first_BT[:, :6]], 1)  # another turn, of which 24 tokens are known
+    wholes = [written(partial(whole, model), first_BT[:, :5]), whole(model, first_BT), whole(model, other_BT)]
+    with decoding(model, 300) as decoder:
+        assert model.keeps_keys
+        with model.register_forward_pre_hook(lambda _, given: read.append(given[0].shape[1])):
+            assert torch.equal(written(decoder, first_BT[:, :5]), wholes[0])
+            for tokens_BT, logits_BV in ((first_BT, wholes[1]), (other_BT, wholes[2]), (first_BT, wholes[1])):
+                torch.testing.assert_close(decoder(tokens_BT), logits_BV, rtol=0, atol=1e-4 * float(logits_BV.std()))
+    assert read == [5, *[1] * 19, 25, 6, 6]
+    assert model.model.config._attn_implementation == before and (before == CAUSAL) == (shape not in ("gemma2", "bloom"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+def test_a_model_that_ignores_its_cache_is_read_whole_which_is_logged_once(shape, dtype, caplog):
+    model = split(tiny_model(shape).eval().to(dtype))
+
+    def forgets(_, given, named):
+        return given, {**named, "past_key_values": None}
+
+    tokens_BT = torch.randint(300, (2, 7), generator=torch.Generator().manual_seed(0))
+    with decoding(model, 300):
+        assert model.keeps_keys
+    model.keeps_keys = None
+    caplog.set_level("INFO", "kdtrain")
+    with model.model.base_model.register_forward_pre_hook(forgets, with_kwargs=True):
+        for _ in range(2):
+            with decoding(model, 300) as decoder:
+                assert not model.keeps_keys and model.model.config._attn_implementation == CAUSAL
+                assert torch.equal(written(decoder, tokens_BT, 5), written(partial(whole, model), tokens_BT, 5))
+    assert caplog.text.count("no KV cache gives its logits; each token takes a whole forward") == 1
+
+
+def test_a_draw_depends_on_seed_and_row_and_not_on_the_rows_beside_it():
+    both, second = (
+        written(lambda tokens_BT: torch.zeros(len(tokens_BT), 300), torch.zeros(rows, 1, dtype=torch.int64), **first)
+        for rows, first in ((2, {}), (1, {"first_row": 1}))
+    )
+    assert torch.equal(both[1:], second) and not torch.equal(both[:1], second)
+
+
+CHAT = (
+    "{% for each in messages %}<{{ each['role'] }}>{{ each['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def chat(run, tmp_path):
+    """A model with a chat template whose answers end with a token that neither model nor tokenizer calls an end."""
+    tokenizer = tiny_tokenizer(299)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    tokenizer.chat_template = CHAT
+    model = tiny_model("llama", 300, max_position_embeddings=100_000)
+    return write_model_folder(tmp_path / "chat", model, tokenizer), tokenizer
+
+
+def answers_of(run, monkeypatch, text, *argv):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    return run.json("chat", *argv)["turns"]
+
+
+def test_two_turns_through_a_pipe_are_answered_as_the_conversation_that_they_are(chat, run):
+    argv = (sys.executable, "-m", "kdtrain", "chat", chat[0], "--temperature", "0", "--max-new-tokens", "6")
+    argv += ("--system", "be short", "--beside", chat[0])
+    turns, shown = (
+        subprocess.run([*argv, *more], input="one\n\ntwo", capture_output=True, text=True, check=True).stdout
+        for more in (["--json"], [])
+    )
+    conversation, lines = "<system>be short<|end|>", ""
+    for turn, asked in zip(json.loads(turns)["turns"], ("one", "two"), strict=True):
+        conversation += f"<user>{asked}<|end|><assistant>"
+        ids = chat[1](conversation, add_special_tokens=False)["input_ids"]
+        text = chat[1].decode(run_greedily(chat[0], ids))
+        assert turn["user"] == asked and [each["text"] for each in turn["answers"]] == [text, text]
+        conversation += f"{text}<|end|>"
+        lines += f"{chat[0]}: {text}\n" * 2
+    assert [each for each in shown if each.isprintable()] == [each for each in lines if each.isprintable()]
+
+
+def run_greedily(folder, ids, tokens=6):
+    model = saved_student.open_student(str(folder), torch.device("cpu"))[0].eval()
+    return [int(each) for each in generate(partial(whole, model), torch.tensor([ids]), tokens, 0.0, 0)]
+
+
+def test_an_answer_ends_with_the_token_that_the_template_writes_behind_one(chat, run, monkeypatch):
+    end = chat[1].convert_tokens_to_ids("<|end|>")
+    tokens = [*chat[1]("yes")["input_ids"], end, *chat[1]("no")["input_ids"]]
+    monkeypatch.setattr("kdtrain.commands.generate.generate", lambda *_: iter(torch.tensor(tokens)))
+    turns = answers_of(run, monkeypatch, "hello\n", chat[0])
+    assert turns == [{"user": "hello", "answers": [{"by": str(chat[0]), "text": "yes", "tokens": 3}]}]
+
+
+def test_text_is_streamed_as_it_is_whole_and_never_half_a_character(chat):
+    text = "né 🙂 ok"
+    with ExitStack() as held:
+        writer, ids = _Writer(str(chat[0]), GenerateConfig(student="x"), held, "students"), list[int]()
+        tokens = torch.tensor(writer.tokenizer(text, add_special_tokens=False)["input_ids"])
+        pieces = [*writer._whole(iter(tokens), ids)]
+        assert "".join(pieces) == text and len(pieces) >= len(text) and ids == tokens.tolist()
+        cut = [*writer._whole(iter(tokens[:5]), [])]  # the first byte of four
+        assert "".join(cut) == "né \ufffd" and "\ufffd" not in "".join(cut[:-1])
+
+
+def test_the_oldest_turns_of_a_conversation_beyond_the_models_positions_are_left_out(run, tmp_path, monkeypatch, caplog):
+    tokenizer = tiny_tokenizer(300)
+    tokenizer.chat_template = CHAT
+    short = write_model_folder(tmp_path / "short", tiny_model("llama", 300), tokenizer)
+    asked, rendered = [], _Writer.rendered
+    monkeypatch.setattr(_Writer, "rendered", lambda self, each, *_: asked.append([*each]) or rendered(self, each))
+    caplog.set_level("INFO", "kdtrain")
+    text = "".join(f"turn {number} of four\n" for number in range(4))
+    turns = answers_of(run, monkeypatch, text, short, "--max-new-tokens", 8, "--system", "s")
+    assert len(turns) == 4 and all(turn["answers"][0]["tokens"] for turn in turns)
+    assert [each["content"] for each in asked[-1] if each["role"] != "assistant"] == ["s", "turn 2 of four", "turn 3 of four"]
+    assert caplog.text.count("reads 128 tokens: the oldest turns are left out") == 1
+    monkeypatch.setattr(sys, "stdin", io.StringIO("long " * 40))
+    code, _, err = run.call("chat", short)
+    assert code == 2 and "reads 128; shorten it" in err
+
+
+def test_a_model_without_a_chat_template_is_refused_and_generate_named(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    code, _, err = run.call("chat", "teacher")
+    assert code == 2 and "teacher has no chat template; kdtrain generate teacher 'TEXT' continues a text" in err
+
+
+def test_an_interrupt_stops_the_answer_and_a_second_one_ends_well(chat):
+    ours, theirs = pty.openpty()
+    argv = [sys.executable, "-m", "kdtrain", "chat", chat[0], "--temperature", "0", "--max-new-tokens", "1000000"]
+    done = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=_owns)
+    os.close(theirs)
+    try:
+        assert b"> " in until(ours, b"> ", 60)
+        os.write(ours, b"hello\n")
+        assert b"> " not in until(ours, b"> ", 2).split(b"hello", 1)[1], "the answer has not ended"
+        os.write(ours, b"\x03")
+        assert b"> " in until(ours, b"> ", 20)
+        os.write(ours, b"\x03")
+        until(ours, b"Traceback", 10)
+        assert done.wait(20) == 0
+    finally:
+        done.kill()
+        os.close(ours)
+
+
+def _owns():
+    """Make stdin the terminal of this session, whose Ctrl-C is a signal."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def until(terminal, wanted, seconds):
+    """What a terminal shows until it has shown `wanted`, ends, or time is over."""
+    found, stop = b"", time.monotonic() + seconds
+    while wanted not in found and time.monotonic() < stop:
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                found += os.read(terminal, 4096)
+            except OSError:
+                break
+    return found
