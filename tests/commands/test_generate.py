@@ -9,14 +9,12 @@ import select
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from functools import partial
 
 import pytest
 import torch
 
 from kdtrain.commands.generate import _Writer
-from kdtrain.config import GenerateConfig
 from kdtrain.models.attention import CAUSAL
 from kdtrain.models.generate import decoding, generate
 from kdtrain.models.head import split
@@ -236,15 +234,17 @@ def test_an_answer_ends_with_the_token_that_the_template_writes_behind_one(chat,
     ]
 
 
-def test_text_is_streamed_as_it_is_whole_and_never_half_a_character(chat):
-    text = "né 🙂 ok"
-    with ExitStack() as held:
-        writer, ids = _Writer(str(chat[0]), GenerateConfig(student="x"), held, "students"), list[int]()
-        tokens = torch.tensor(writer.tokenizer(text, add_special_tokens=False)["input_ids"])
-        pieces = [*writer._whole(iter(tokens), ids)]
-        assert "".join(pieces) == text and len(pieces) >= len(text) and ids == tokens.tolist()
-        cut = [*writer._whole(iter(tokens[:5]), [])]  # the first byte of four
-        assert "".join(cut) == "né \ufffd" and "\ufffd" not in "".join(cut[:-1])
+def test_text_is_streamed_as_it_is_whole_and_never_half_a_character(chat, run, monkeypatch, capsys):
+    text, said = "né 🙂 ok", []
+    tokens = chat[1](text, add_special_tokens=False)["input_ids"]
+    monkeypatch.setattr(_Writer, "_say", lambda self, text: said.append(text))
+    for number, whole in ((len(tokens), text), (5, "né \ufffd")):  # and the first byte of four
+        drawn = torch.tensor(tokens[:number])
+        monkeypatch.setattr("kdtrain.commands.generate.generate", lambda *_, drawn=drawn: iter(drawn))
+        assert run.call("generate", chat[0], "--raw", "x")[0] == 0
+        assert said.pop(0) == "x" and "".join(said) == f"{whole}\n" and "\ufffd" not in "".join(said[:-1])
+        assert len(said) > len(whole) - 1
+        said.clear()
 
 
 def test_the_oldest_turns_of_a_conversation_beyond_the_models_positions_are_left_out(run, tmp_path, monkeypatch):
