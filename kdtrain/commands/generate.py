@@ -76,21 +76,28 @@ def chat(config: ChatConfig) -> int:
             talkers.append(_Talker(config.beside, config, held, "teachers"))
         if terminal:
             print("Ctrl-C stops an answer, Ctrl-D ends.")
-        while (line := _next_line(terminal)) is not None:
-            if not line.strip():
-                continue
-            turns.append({"user": line, "answers": (answers := [])})
+        while True:
+            answers = None
             try:
-                for each in talkers:
-                    each.answer(line, len(turns) - 1, f"{each.name}: " if config.beside else "")
-                    answers.append({"by": each.name, "text": each.text, "tokens": len(each.tokens)})
+                if (line := input("> " if terminal else "")).strip():
+                    turns.append({"user": line, "answers": (answers := list[dict[str, Any]]())})
+                    for each in talkers:
+                        each.answer(line, len(turns) - 1, f"{each.name}: " if config.beside else "")
+                        answers.append({"by": each.name, "text": each.text, "tokens": len(each.tokens)})
+            except EOFError:
+                break
+            except UnicodeDecodeError:
+                raise UsageError("a turn on stdin is not UTF-8; convert it to UTF-8") from None
             except UsageError as error:
                 if not terminal:
                     raise
                 log.warning("%s", error)
             except KeyboardInterrupt as stop:
-                _refuse_end(stop, terminal)
+                if stop.args or not terminal:  # SIGTERM has its name
+                    raise
                 print()
+                if answers is None:
+                    break
     if config.json:
         show("", {"student": config.student, "system": config.system, "turns": turns}, True)
     return 0
@@ -196,27 +203,6 @@ class _Talker(_Writer):
             self.write(prompt, most, title, row)
         finally:
             self._messages = [*messages, {"role": "assistant", "content": self.text}]
-
-
-def _next_line(terminal: bool) -> str | None:
-    """The user's next turn; None at the end."""
-    try:
-        return input("> " if terminal else "")
-    except UnicodeDecodeError:
-        raise UsageError("a turn on stdin is not UTF-8; convert it to UTF-8") from None
-    except EOFError:
-        pass
-    except KeyboardInterrupt as stop:
-        _refuse_end(stop, terminal)
-    if terminal:
-        print()
-    return None
-
-
-def _refuse_end(stop: KeyboardInterrupt, terminal: bool) -> None:
-    """Raise what is no Ctrl-C at a terminal: SIGTERM, which has its name, or an interrupt of a pipe."""
-    if stop.args or not terminal:
-        raise stop
 
 
 def _refuse_bytes(text: str, what: str) -> None:

@@ -51,8 +51,7 @@ class Decoder:
         if not self._model.keeps_keys:
             return self._logits(tokens_BT)[:, -1]
         past, held_BT = self._past, self._held_BT
-        self._past, self._held_BT = DynamicCache(), held_BT[:, :0]  # if it is interrupted, some layers have new keys
-        same = 0
+        self._held_BT, same = held_BT[:0], 0  # if it is interrupted, some layers have new keys
         if len(held_BT) == len(tokens_BT):
             most = min(held_BT.shape[1], tokens_BT.shape[1] - 1)
             same = int((held_BT[:, :most] == tokens_BT[:, :most]).all(0).int().cumprod(0).sum())

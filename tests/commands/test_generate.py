@@ -1,5 +1,6 @@
 """`kdtrain generate` continues a text with the student of a run, an export or a spec; `kdtrain chat` takes turns."""
 
+import fcntl
 import io
 import json
 import logging
@@ -8,6 +9,7 @@ import pty
 import select
 import subprocess
 import sys
+import termios
 import time
 from functools import partial
 
@@ -20,6 +22,7 @@ from kdtrain.models.generate import decoding, generate
 from kdtrain.models.head import split
 from kdtrain.run import saved_student
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
+from tests.e2e.conftest import opinionated
 
 
 @pytest.fixture
@@ -122,13 +125,6 @@ def test_samples_follow_the_temperature():
         assert torch.allclose(drawn(temperature), torch.softmax(logits[0] / temperature, -1), atol=0.04)
 
 
-def opinionated(shape, **config):
-    model = tiny_model(shape, **config).eval()
-    for each in model.parameters():
-        each.data.mul_(4 if each.ndim > 1 else 1)
-    return split(model)
-
-
 def written(next_logits, tokens_BT, tokens=20, **options):
     return torch.stack([*generate(next_logits, tokens_BT, tokens, 1.0, 3, **options)], 1)
 
@@ -140,8 +136,8 @@ def whole(model, tokens_BT):
 
 @pytest.mark.parametrize("shape", ["llama", "qwen3", "gpt2", "mistral", "gemma2", "bloom"])
 def test_steps_with_a_kv_cache_write_what_whole_forwards_write_and_read_only_what_is_new(shape):
-    model, read = opinionated(shape), []
-    before = model.model.config._attn_implementation
+    model, read = split(opinionated(tiny_model(shape)).eval()), []
+    before, causal = model.model.config._attn_implementation, shape not in ("gemma2", "bloom")
     first_BT = torch.randint(300, (2, 30), generator=torch.Generator().manual_seed(0))
     other_BT = torch.cat([first_BT[:, :24], first_BT[:, :6]], 1)  # another turn, of which 24 tokens are known
     wholes = [written(partial(whole, model), first_BT[:, :5]), whole(model, first_BT), whole(model, other_BT)]
@@ -152,9 +148,7 @@ def test_steps_with_a_kv_cache_write_what_whole_forwards_write_and_read_only_wha
             for tokens_BT, logits_BV in ((first_BT, wholes[1]), (other_BT, wholes[2]), (first_BT, wholes[1])):
                 torch.testing.assert_close(decoder(tokens_BT), logits_BV, rtol=0, atol=1e-4 * float(logits_BV.std()))
     assert read == [5, *[1] * 19, 25, 6, 6]
-    assert model.model.config._attn_implementation == before and (before == CAUSAL) == (
-        shape not in ("gemma2", "bloom")
-    )
+    assert model.model.config._attn_implementation == before and (before == CAUSAL) == causal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -276,8 +270,9 @@ def test_a_model_without_a_chat_template_is_refused_and_generate_named(run, monk
 
 def test_an_interrupt_stops_the_answer_and_a_second_one_ends_well(chat):
     ours, theirs = pty.openpty()
+    owns = partial(fcntl.ioctl, theirs, termios.TIOCSCTTY, 0)  # makes Ctrl-C a signal
     argv = [sys.executable, "-m", "kdtrain", "chat", chat[0], "--temperature", "0", "--max-new-tokens", "1000000"]
-    done = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=_owns)
+    done = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=owns)
     os.close(theirs)
     try:
         assert b"> " in until(ours, b"> ", 60)
@@ -291,14 +286,6 @@ def test_an_interrupt_stops_the_answer_and_a_second_one_ends_well(chat):
     finally:
         done.kill()
         os.close(ours)
-
-
-def _owns():
-    """Make stdin the terminal of this session, whose Ctrl-C is a signal."""
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def until(terminal, wanted, seconds):
