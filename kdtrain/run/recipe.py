@@ -188,7 +188,8 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         theirs = None if facts is None else facts.tokenizer_digest
         if facts is None and teacher is not None:
             theirs = tokenizer_digest(teacher.tokenizer)
-        with allowing(given, "tokenizer", "the ids are taken to mean the same, and the student gets the teacher's"):
+        meaning = "the ids are taken to mean the same, and the student gets the teacher's tokenizer"
+        with allowing(given, "tokenizer", meaning):
             own = digest_of(student if student.tokenizer or student.init == "pretrained" else None)
             refuse_tokenizer(own, theirs)
         masked, compiles = given.data.document_mask if facts is None else facts.document_mask, _compiles(given, device)
