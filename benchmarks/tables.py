@@ -155,16 +155,18 @@ def alpha(record: dict[str, Any]) -> str:
         kind, _, passes = regime.partition("-")
         weight = statistics.mean(each["alpha_mean"] for each in arms["auto"].values())
         cells = [_student(arms.get(name, {})) for name in ("0", "0.5", "0.9", "auto")]
-        apart = f"{regrets[-1]:+.3f} (at most {max(paired):+.3f})"
-        best = means["auto"] - min(each for name, each in means.items() if name != "auto")
-        rows.append([kind, passes, f"{first['teacher']:.3f}", *cells, f"{weight:.2f}", apart, f"{best:+.3f}"])
+        apart = f"{_signed(regrets[-1])}, at most {_signed(max(paired))}"
+        rows.append([kind, passes, f"{first['teacher']:.3f}", *cells, f"{weight:.2f}", apart])
     header = ["teacher", "passes", "its loss", "α = 0", "0.5", "0.9", "auto", "mean α"]
-    header += ["auto less the better of 0 and 0.9", "less the best fixed"]
-    mean = statistics.mean(regrets)
-    text = (
-        f"Auto less the better of 0 and 0.9: {mean:+.3f} nats in the mean of the regimes, {most:+.3f} at most in a run."
-    )
-    return "\n".join([markdown(header, rows), "", f"{text} {_measured(record, 'alpha')}"])
+    header.append("auto less the better of 0 and 0.9")
+    mean = f"{_signed(statistics.mean(regrets))} nats in the mean of the regimes, {_signed(most)} at most in a run"
+    text = f"Auto less the better of 0 and 0.9: {mean}. {_measured(record, 'alpha')}"
+    return "\n".join([markdown(header, rows), "", text])
+
+
+def _signed(value: float) -> str:
+    """A difference in nats; 0 without a minus."""
+    return f"{round(value, 3) + 0.0:+.3f}"
 
 
 def _student(runs: Mapping[int, dict[str, Any]]) -> str:

@@ -40,14 +40,15 @@ def main() -> int:
 
 def _measured(regime: str, folders: list[Path], text: list[str], teacher: str) -> list[dict[str, Any]]:
     """Measure the runs of one regime; nothing where there are none."""
+    results = {each: json.loads((each / "result.json").read_text()) for each in folders}
+    folders = [each for each in folders if results[each]["stop_reason"] == "done"]
     if not folders:
         return []
-    results = {each: json.loads((each / "result.json").read_text()) for each in folders}
     best, newest = ({each: each / "checkpoints" / name for each in folders} for name in ("best", "latest"))
     last = [each for each in folders if best[each].resolve() != newest[each].resolve()]
     students = [str(each) for each in folders] + [str(newest[each]) for each in last]
     found = kdtrain("evaluate", "--student", *students, "--data", *text)["students"]
-    beside = kdtrain("evaluate", "--student", str(folders[0]), "--data", *text, "--teacher", teacher)["students"][0]
+    beside = kdtrain("evaluate", "--student", str(folders[0]), "--data", *text, "--teacher", teacher)
     ends, rows = dict(zip(last, found[len(folders) :], strict=True)), list[dict[str, Any]]()
     for folder, own in zip(folders, found[: len(folders)], strict=True):
         end, result = ends.get(folder, own), results[folder]
