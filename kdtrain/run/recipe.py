@@ -26,6 +26,7 @@ from kdtrain.imports import optional
 from kdtrain.models.adapters import is_adapter, read_adapter
 from kdtrain.models.attention import resolve_attention
 from kdtrain.models.frozen import refuse_weights
+from kdtrain.models.hub import ask_config
 from kdtrain.models.loading import is_model_folder, with_weights_of
 from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.models.tokenizer import digest_of, tokenizer_digest
@@ -189,6 +190,8 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         if facts is None and teacher is not None:
             theirs = tokenizer_digest(teacher.tokenizer)
         meaning = "the ids are taken to mean the same, and the student gets the teacher's tokenizer"
+        if student.init == "pretrained":
+            ask_config(student)  # a model that is refused is not refused for its tokenizer
         with allowing(given, "tokenizer", meaning):
             own = digest_of(student if student.tokenizer or student.init == "pretrained" else None)
             refuse_tokenizer(own, theirs)

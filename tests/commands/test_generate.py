@@ -7,6 +7,7 @@ import logging
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -270,7 +271,11 @@ def test_a_model_without_a_chat_template_is_refused_and_generate_named(run, monk
 
 def test_an_interrupt_stops_the_answer_and_a_second_one_ends_well(chat):
     ours, theirs = pty.openpty()
-    owns = partial(fcntl.ioctl, theirs, termios.TIOCSCTTY, 0)  # makes Ctrl-C a signal
+
+    def owns():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which is ignored below a job in the background
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)  # makes Ctrl-C a signal
+
     argv = [sys.executable, "-m", "kdtrain", "chat", chat[0], "--temperature", "0", "--max-new-tokens", "1000000"]
     done = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=owns)
     os.close(theirs)
