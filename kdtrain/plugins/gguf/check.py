@@ -1,0 +1,181 @@
+"""Whether llama.cpp computes from a GGUF what the student computes: a file that does not is not published.
+
+By cyllama the ids of 200 texts and the logits of all positions are compared, by xllamacpp alone the ids and the log p
+of the likeliest next tokens. llama.cpp runs in a child process (`runner`), on the CPU, with keys and values in fp32.
+
+The bounds lie well above what right files gave (KL in nats of fp16, bf16 and q8_0: the teacher that ships 3e-7, 1.7e-5
+and 3.1e-4) and below what one wrong rule costs: Q and K in the wrong order .034.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdtrain.errors import RunError, printable
+from kdtrain.monitor.progress import log
+from kdtrain.plugins.gguf import runner
+
+Read = Callable[..., bytes]
+"""The next line of the answers, or as many bytes as are asked for."""
+LOGITS = 1e-4
+"""Largest difference of a logit, or of a log p, in fp32."""
+KL = {"F16": 1e-4, "BF16": 1e-3, "Q8_0": 5e-3}
+"""Largest KL(student || file), the mean of all positions, in nats."""
+LOG_P = {"F32": LOGITS, "F16": 0.02, "BF16": 0.1, "Q8_0": 0.3}
+"""Largest difference of the log p of a likely next token."""
+TEXTS = 200
+_WORK = 4e11
+"""Parameters times positions that are computed: about half a minute of a core for each side."""
+_PATIENCE = 600.0
+"""Seconds without an answer until llama.cpp is ended."""
+_PIECES = (
+    *(
+        "The quick brown fox",
+        " don't I'LL they've",
+        " 12 345,678.90",
+        "1e-5",
+        "   ",
+        "\n\n",
+        "\n",
+        "\t\tif x == 1:\r\n",
+    ),
+    *(
+        "naïve café",
+        "привет мир",
+        "日本語の文章",
+        "مرحبا بالعالم",
+        "हिन्दी में",
+        "한국어",
+        "ไทย",
+        "🙂👩‍👩‍👧",
+        "x²½Ⅷ٣",
+        "foo_bar(baz)[0]",
+    ),
+    *(
+        "https://a.b/c?d=e#f",
+        "!!!???...",
+        "\u00a0\u2003",
+        "HelloWorld",
+        "    return {'a': 0x1F}",
+        "a  b   c    d",
+        "-->",
+    ),
+)
+
+
+def probe_texts(tokenizer: Any) -> list[str]:
+    """Texts of digits, runs of spaces, code, other scripts and the tokens that were added to the tokenizer."""
+    pieces, chance = [*_PIECES, *sorted(tokenizer.get_added_vocab())[:8]], random.Random(0)
+    return ["".join(chance.choices(pieces, k=4)) for _ in range(TEXTS)]
+
+
+def check(file: Path, model: Any, tokenizer: Any, kind: str) -> str:
+    """Compare a file whose weights are of `kind` with the model in fp32, and return what was checked, with figures.
+
+    RunError: llama.cpp cannot read it, or computes something else; the message names the largest difference.
+    """
+    texts = probe_texts(tokenizer)
+    ids = [tokenizer(text).input_ids for text in texts]
+    most = max(512.0, _WORK / sum(each.numel() for each in model.parameters()))
+    rows, positions = list[list[int]](), 0
+    for row in filter(None, ids):
+        row = row[: model.config.max_position_embeddings]
+        if (positions := positions + len(row)) <= most:
+            rows.append(row)
+    request = {"file": str(file), "texts": texts, "rows": rows, "threads": torch.get_num_threads()}
+    for library in ("cyllama", "xllamacpp"):
+        if importlib.util.find_spec(library) is None:
+            continue
+        name = f"llama.cpp ({library} {importlib.metadata.version(library)})"
+        with _running(library, request) as read:
+            try:
+                read()
+            except RunError as error:
+                log.warning("%s %s; it is left out", name, printable(str(error)))
+                continue
+            try:
+                for text, ours, theirs in zip(texts, ids, json.loads(read()), strict=True):
+                    if ours != theirs:
+                        raise RunError(f"splits {text!r} into {theirs}, and the tokenizer of the student into {ours}")
+                compare = _compare_logits if library == "cyllama" else _compare_next
+                return f"the same ids of {TEXTS} texts in {name}, and {compare(read, model, rows, kind)}"
+            except RunError as error:
+                raise RunError(f"{file.name} is not published: {name} {printable(str(error))}") from None
+    return "not checked in llama.cpp, which pip install --no-deps cyllama brings"
+
+
+@contextmanager
+def _running(library: str, request: Any) -> Iterator[Read]:
+    """llama.cpp in a process of its own (`runner`), which is ended when it is silent for long; RunError by reading."""
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as printed:
+        asked.write(json.dumps(request).encode())
+        asked.seek(0)
+        words = [sys.executable, "-P", runner.__file__, library]
+        with subprocess.Popen(words, stdin=asked, stdout=subprocess.PIPE, stderr=printed) as child:
+
+            def read(size: int | None = None) -> bytes:
+                out: Any = child.stdout
+                timer = threading.Timer(_PATIENCE, child.kill)
+                timer.start()
+                try:
+                    found: bytes = out.readline() if size is None else out.read(size)
+                finally:
+                    timer.cancel()
+                if len(found) == size or (size is None and found.endswith(b"\n")):
+                    return found
+                code = child.wait()
+                printed.seek(0)
+                last = printed.read().decode(errors="replace").strip().rpartition("\n")[2]
+                raise RunError(f"ended with code {code}: {last[:300]}")
+
+            try:
+                yield read
+            finally:
+                child.kill()
+
+
+@torch.no_grad()
+def _compare_logits(read: Read, model: Any, rows: list[list[int]], kind: str) -> str:
+    """The figures of all positions. RunError: they are beyond the bounds."""
+    gaps, kls = list[Tensor](), list[Tensor]()
+    for row in rows:
+        ours_TV = model(torch.tensor([row])).logits[0].float()
+        theirs_TV = torch.frombuffer(bytearray(read(4 * ours_TV.numel())), dtype=torch.float32).view_as(ours_TV)
+        logp_TV = ours_TV.log_softmax(-1)
+        gaps.append((ours_TV - theirs_TV).abs().max())
+        kls.append((logp_TV.exp() * (logp_TV - theirs_TV.log_softmax(-1))).sum(-1))
+    kl_N, gap = torch.cat(kls), float(torch.stack(gaps).max())  # both keep a NaN
+    kl = float(kl_N.mean())
+    figures = f"logits of {len(kl_N):,} positions with KL {kl:.1e} nats and a largest difference of {gap:.1e}"
+    right, bound = (
+        (kl <= KL[kind], f"KL {KL[kind]:g}") if kind in KL else (gap <= LOGITS, f"a difference of {LOGITS:g}")
+    )
+    if not right:
+        raise RunError(f"computes {figures}; {kind.lower()} may bring {bound}")
+    return figures
+
+
+@torch.no_grad()
+def _compare_next(read: Read, model: Any, rows: list[list[int]], kind: str) -> str:
+    """The figures of the next token after each row. RunError: they are beyond the bounds."""
+    gaps = list[Tensor]()
+    for row in rows:
+        logp_V = model(torch.tensor([row])).logits[0, -1].float().log_softmax(-1)
+        gaps += [(logp_V[token] - logp).abs() for token, logp in json.loads(read())]
+    gap = float(torch.stack(gaps).max())
+    figures = f"log p of likely next tokens after {len(rows)} prompts with a largest difference of {gap:.1e}"
+    if not gap <= LOG_P[kind]:
+        raise RunError(f"computes {figures}; {kind.lower()} may bring {LOG_P[kind]:g}")
+    return figures
