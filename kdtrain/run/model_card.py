@@ -83,8 +83,8 @@ def card_files(
     """README.md and recipe.toml of an export of a checkpoint with this state.
 
     name: of the folder. weights: their number format, in words. license: of the student; None: not stated. adapter: the
-    folder holds adapters alone. base: the spec of the run's student; None: as the recipe names it. library: which reads it, by
-    the hub's name. loading: lines that load it, if it is not a folder for transformers. more: more facts.
+    folder holds adapters alone. base: the spec of the run's student; None: as the recipe names it. library: which
+    reads it, by the hub's name. loading: lines that load it, if not as a folder for transformers. more: more facts.
     """
     recipe = recipe_of(run, state)
     given = recipe.get("run", {})

@@ -136,7 +136,7 @@ def _vocabulary(model: Any, tokenizer: Any) -> dict[str, Any]:
     odd = [key for key in ("byte_fallback", "ignore_merges", "dropout", "end_of_word_suffix") if bpe.get(key)]
     if not found or not plain or odd or bpe["type"] != "BPE":
         raise UsageError(
-            f"--format gguf writes byte-level BPE that splits texts as {', '.join(PRE)} do, and this tokenizer does not "
+            f"--format gguf writes byte-level BPE that splits texts as {', '.join(PRE)} do, and this one does not "
             f"({', '.join([bpe['type'], *odd, printable(json.dumps([content['normalizer'], *parts]))])[:300]})"
         )
     size, added = model.config.vocab_size, content["added_tokens"]
