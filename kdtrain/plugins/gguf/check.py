@@ -29,11 +29,14 @@ from kdtrain.plugins.gguf import runner
 
 Read = Callable[..., bytes]
 """The next line of the answers, or as many bytes as are asked for."""
-LOGITS = 1e-4
-"""Largest difference of a logit, or of a log p, in fp32."""
-KL = {"F16": 1e-4, "BF16": 1e-3, "Q8_0": 5e-3}
+LOGITS, _MOST = 1e-4, 0.99
+"""Largest difference of a logit in fp32 per 10 of the largest logit, and the share of the positions that keep to it.
+
+At a few positions a model amplifies rounding: there torch's own logits of SmolLM2 differ by 1.4e-3 in fp32 and fp64.
+"""
+KL = {"F32": 1e-7, "F16": 1e-4, "BF16": 1e-3, "Q8_0": 5e-3}
 """Largest KL(student || file), the mean of all positions, in nats."""
-LOG_P = {"F32": LOGITS, "F16": 0.02, "BF16": 0.1, "Q8_0": 0.3}
+LOG_P = {"F32": 1e-3, "F16": 0.02, "BF16": 0.1, "Q8_0": 0.3}
 """Largest difference of the log p of a likely next token."""
 TEXTS = 200
 _WORK = 4e11
@@ -149,21 +152,20 @@ def _running(library: str, request: Any) -> Iterator[Read]:
 @torch.no_grad()
 def _compare_logits(read: Read, model: Any, rows: list[list[int]], kind: str) -> str:
     """The figures of all positions. RunError: they are beyond the bounds."""
-    gaps, kls = list[Tensor](), list[Tensor]()
+    gaps, kls, largest = list[Tensor](), list[Tensor](), 1.0
     for row in rows:
         ours_TV = model(torch.tensor([row])).logits[0].float()
         theirs_TV = torch.frombuffer(bytearray(read(4 * ours_TV.numel())), dtype=torch.float32).view_as(ours_TV)
-        logp_TV = ours_TV.log_softmax(-1)
-        gaps.append((ours_TV - theirs_TV).abs().max())
-        kls.append((logp_TV.exp() * (logp_TV - theirs_TV.log_softmax(-1))).sum(-1))
-    kl_N, gap = torch.cat(kls), float(torch.stack(gaps).max())  # both keep a NaN
-    kl = float(kl_N.mean())
-    figures = f"logits of {len(kl_N):,} positions with KL {kl:.1e} nats and a largest difference of {gap:.1e}"
-    right, bound = (
-        (kl <= KL[kind], f"KL {KL[kind]:g}") if kind in KL else (gap <= LOGITS, f"a difference of {LOGITS:g}")
-    )
-    if not right:
-        raise RunError(f"computes {figures}; {kind.lower()} may bring {bound}")
+        logp_TV = ours_TV.double().log_softmax(-1)
+        kls.append((logp_TV.exp() * (logp_TV - theirs_TV.double().log_softmax(-1))).sum(-1))
+        gaps.append((ours_TV - theirs_TV).abs().amax(-1))
+        largest = max(largest, float(ours_TV.abs().max()) / 10)
+    gap_N, kl = torch.cat(gaps), float(torch.cat(kls).mean())  # both keep a NaN
+    figures = f"logits of {len(gap_N):,} positions with KL {kl:.1e} nats and a largest difference of {gap_N.max():.1e}"
+    if not kl <= KL[kind]:
+        raise RunError(f"computes {figures}; a right {kind} has KL under {KL[kind]:g}")
+    if kind == "F32" and not gap_N.quantile(_MOST) <= LOGITS * largest:
+        raise RunError(f"computes {figures}; a right F32 is within {LOGITS * largest:.0e} at 99 of 100 positions")
     return figures
 
 
@@ -177,5 +179,5 @@ def _compare_next(read: Read, model: Any, rows: list[list[int]], kind: str) -> s
     gap = float(torch.stack(gaps).max())
     figures = f"log p of likely next tokens after {len(rows)} prompts with a largest difference of {gap:.1e}"
     if not gap <= LOG_P[kind]:
-        raise RunError(f"computes {figures}; {kind.lower()} may bring {LOG_P[kind]:g}")
+        raise RunError(f"computes {figures}; a right {kind} is within {LOG_P[kind]:g}")
     return figures
