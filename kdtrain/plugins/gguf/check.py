@@ -3,8 +3,9 @@
 By cyllama the ids of 200 texts and the logits of all positions are compared, by xllamacpp alone the ids and the log p
 of the likeliest next tokens. llama.cpp runs in a child process (`runner`), on the CPU, with keys and values in fp32.
 
-The bounds lie well above what right files gave (KL in nats of fp16, bf16 and q8_0: the teacher that ships 3e-7, 1.7e-5
-and 3.1e-4) and below what one wrong rule costs: Q and K in the wrong order .034.
+A wrong rule hides under rounding: a base of the rotation that is wrong by a tenth costs SmolLM2 a KL of 1e-4, and bf16
+itself 1.8e-3. So the student is written in fp32 first, where right files have a KL under 1e-9 and that one fails. Of
+the fewer bits the median is bounded: a few positions amplify rounding, and one of them may decide the mean.
 """
 
 import importlib.metadata
@@ -29,18 +30,20 @@ from kdtrain.plugins.gguf import runner
 
 Read = Callable[..., bytes]
 """The next line of the answers, or as many bytes as are asked for."""
-LOGITS, _MOST = 1e-4, 0.99
+LOGITS, _SHARE = 1e-4, 0.99
 """Largest difference of a logit in fp32 per 10 of the largest logit, and the share of the positions that keep to it.
 
-At a few positions a model amplifies rounding: there torch's own logits of SmolLM2 differ by 1.4e-3 in fp32 and fp64.
+At the others a model amplifies rounding: there torch's own logits of SmolLM2 differ by 1.4e-3 in fp32 and fp64.
 """
-KL = {"F32": 1e-7, "F16": 1e-4, "BF16": 1e-3, "Q8_0": 5e-3}
-"""Largest KL(student || file), the mean of all positions, in nats."""
-LOG_P = {"F32": 1e-3, "F16": 0.02, "BF16": 0.1, "Q8_0": 0.3}
-"""Largest difference of the log p of a likely next token."""
+KL = {"F16": 1e-4, "BF16": 2e-3, "Q8_0": 5e-2}
+"""Largest median of KL(student || file), in nats: ten times what SmolLM2 has."""
+KL_F32 = 1e-7
+"""Largest mean of it in fp32."""
+LOG_P = {"F32": 1e-3, "F16": 0.02, "BF16": 0.1, "Q8_0": 0.5}
+"""Largest difference of the log p of a likely next token, of `_SHARE` in fp32, else the median."""
 TEXTS = 200
-_WORK = 4e11
-"""Parameters times positions that are computed: about half a minute of a core for each side."""
+_WORK = 2e11
+"""Parameters times positions that are computed: about ten seconds of a core for each side."""
 _PATIENCE = 600.0
 """Seconds without an answer until llama.cpp is ended."""
 _PIECES = (
@@ -84,11 +87,15 @@ def probe_texts(tokenizer: Any) -> list[str]:
     return ["".join(chance.choices(pieces, k=4)) for _ in range(TEXTS)]
 
 
-def check(file: Path, model: Any, tokenizer: Any, kind: str) -> str:
-    """Compare a file whose weights are of `kind` with the model in fp32, and return what was checked, with figures.
+def write_checked(file: Path, write: Callable[[str], None], kind: str, model: Any, tokenizer: Any) -> str:
+    """Write a file by `write(KIND)`, compare it with the model in fp32, and return what was checked, with figures.
 
     RunError: llama.cpp cannot read it, or computes something else; the message names the largest difference.
     """
+    library = next(filter(_loads, ("cyllama", "xllamacpp")), None)
+    if library is None:
+        write(kind)
+        return "not checked in llama.cpp, which pip install --no-deps cyllama brings"
     texts = probe_texts(tokenizer)
     ids = [tokenizer(text).input_ids for text in texts]
     most = max(512.0, _WORK / sum(each.numel() for each in model.parameters()))
@@ -98,25 +105,36 @@ def check(file: Path, model: Any, tokenizer: Any, kind: str) -> str:
         if (positions := positions + len(row)) <= most:
             rows.append(row)
     request = {"file": str(file), "texts": texts, "rows": rows, "threads": torch.get_num_threads()}
-    for library in ("cyllama", "xllamacpp"):
-        if importlib.util.find_spec(library) is None:
-            continue
-        name = f"llama.cpp ({library} {importlib.metadata.version(library)})"
-        with _running(library, request) as read:
-            try:
+    name, figures = _named(library), f"the same ids of {TEXTS} texts"
+    compare = {"cyllama": _compare_logits, "xllamacpp": _compare_next}[library]
+    for each in dict.fromkeys(("F32", kind)):
+        write(each)
+        try:
+            with _running(library, request) as read:
                 read()
-            except RunError as error:
-                log.warning("%s %s; it is left out", name, printable(str(error)))
-                continue
-            try:
                 for text, ours, theirs in zip(texts, ids, json.loads(read()), strict=True):
                     if ours != theirs:
-                        raise RunError(f"splits {text!r} into {theirs}, and the tokenizer of the student into {ours}")
-                compare = _compare_logits if library == "cyllama" else _compare_next
-                return f"the same ids of {TEXTS} texts in {name}, and {compare(read, model, rows, kind)}"
-            except RunError as error:
-                raise RunError(f"{file.name} is not published: {name} {printable(str(error))}") from None
-    return "not checked in llama.cpp, which pip install --no-deps cyllama brings"
+                        raise RunError(f"splits {text!r} into {theirs}, and the student's tokenizer into {ours}")
+                figures += f"; in {each} {compare(read, model, rows, each)}"
+        except RunError as error:
+            raise RunError(f"{file.name} is not published: {name} {printable(str(error))}") from None
+    return f"{name}: {figures}"
+
+
+def _named(library: str) -> str:
+    return f"llama.cpp ({library} {importlib.metadata.version(library)})"
+
+
+def _loads(library: str) -> bool:
+    """Whether a library is installed, and can be imported on this machine."""
+    if importlib.util.find_spec(library) is None:
+        return False
+    try:
+        with _running(library, {}) as read:
+            return bool(read())
+    except RunError as error:
+        log.warning("%s is left out: it %s", _named(library), printable(str(error)))
+        return False
 
 
 @contextmanager
@@ -160,12 +178,17 @@ def _compare_logits(read: Read, model: Any, rows: list[list[int]], kind: str) ->
         kls.append((logp_TV.exp() * (logp_TV - theirs_TV.double().log_softmax(-1))).sum(-1))
         gaps.append((ours_TV - theirs_TV).abs().amax(-1))
         largest = max(largest, float(ours_TV.abs().max()) / 10)
-    gap_N, kl = torch.cat(gaps), float(torch.cat(kls).mean())  # both keep a NaN
-    figures = f"logits of {len(gap_N):,} positions with KL {kl:.1e} nats and a largest difference of {gap_N.max():.1e}"
-    if not kl <= KL[kind]:
-        raise RunError(f"computes {figures}; a right {kind} has KL under {KL[kind]:g}")
-    if kind == "F32" and not gap_N.quantile(_MOST) <= LOGITS * largest:
-        raise RunError(f"computes {figures}; a right F32 is within {LOGITS * largest:.0e} at 99 of 100 positions")
+    gap_N, kl_N = torch.cat(gaps), torch.cat(kls)  # both keep a NaN
+    mean, median, most = float(kl_N.mean()), float(kl_N.median()), LOGITS * largest
+    figures = f"logits of {len(kl_N):,} positions with a largest difference of {gap_N.max():.1e}, KL {mean:.1e} nats"
+    right = f"KL {KL_F32:g} and logits within {most:.0e} at 99 of 100 positions"
+    if kind != "F32":
+        figures, right = f"{figures}, its median {median:.1e}", f"a median under {KL[kind]:g}"
+        good = median <= KL[kind]
+    else:
+        good = mean <= KL_F32 and bool(gap_N.quantile(_SHARE) <= most)
+    if not good:
+        raise RunError(f"computes {figures}; a right one has {right}")
     return figures
 
 
@@ -176,8 +199,8 @@ def _compare_next(read: Read, model: Any, rows: list[list[int]], kind: str) -> s
     for row in rows:
         logp_V = model(torch.tensor([row])).logits[0, -1].float().log_softmax(-1)
         gaps += [(logp_V[token] - logp).abs() for token, logp in json.loads(read())]
-    gap = float(torch.stack(gaps).max())
-    figures = f"log p of likely next tokens after {len(rows)} prompts with a largest difference of {gap:.1e}"
-    if not gap <= LOG_P[kind]:
-        raise RunError(f"computes {figures}; a right {kind} is within {LOG_P[kind]:g}")
+    gap_N = torch.stack(gaps)
+    figures = f"log p of likely next tokens after {len(rows)} prompts with a largest difference of {gap_N.max():.1e}"
+    if not gap_N.quantile(_SHARE if kind == "F32" else 0.5) <= LOG_P[kind]:
+        raise RunError(f"computes {figures}; a right one is within {LOG_P[kind]:g}")
     return figures

@@ -13,6 +13,7 @@ Qwen2's tokenizer normalises a text first, and which llama.cpp leaves out.
 """
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ from kdtrain.models.export import complete_generation
 from kdtrain.models.loading import whole_model
 from kdtrain.models.tokenizer import end_tokens, load_tokenizer
 from kdtrain.monitor.progress import log
-from kdtrain.plugins.gguf.check import check
+from kdtrain.plugins.gguf.check import write_checked
 
 BIASES = {"llama": ("_proj.bias",), "qwen2": ("q_proj.bias", "k_proj.bias", "v_proj.bias"), "qwen3": ()}
 """The shapes that are written, each with the biases that llama.cpp reads of it."""
@@ -47,8 +48,9 @@ PRE: dict[str, list[dict[str, Any]]] = {
     ],
 }
 """What splits a text, by llama.cpp's name, as a tokenizer.json has it."""
-_TYPES = {"float32": ("F32", 0), "float16": ("F16", 1), "bfloat16": ("BF16", 32), "q8_0": ("Q8_0", 7)}
-"""Of weights: gguf's name, and the number of such a file."""
+_KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_FILES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}
+"""The number of a file by the kind of its weights."""
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
 
@@ -70,25 +72,30 @@ def export_gguf(of: Exported) -> tuple[dict[str, Any], dict[str, Any]]:
     tokenizer = load_tokenizer(of.tokenizer)
     if model.generation_config is not None:
         complete_generation(model, of.tokenizer)
-    kind, rest = config.quantize or config.torch_dtype, _TYPES[config.torch_dtype][0]
-    entries = {"general.name": name, "general.file_type": _TYPES[kind][1], "general.quantization_version": 2}
+    rest = _KINDS[config.torch_dtype]
+    kind = rest if config.quantize is None else config.quantize.upper()
+    entries = {"general.name": name, "general.quantization_version": 2}
     entries |= {"general.license": config.license} if config.license else {}
     entries |= {f"{shape}.{key}": value for key, value in _shape(model.config).items()}
     entries |= {f"tokenizer.{key}": value for key, value in _vocabulary(model, tokenizer).items()}
     state = merged_state(model)
-    if kind != "q8_0":
-        refuse_overflow(state, getattr(torch, kind))
-    file, shown = f"{name}.gguf", {"next": f"llama-cli -m {shlex.quote(str(config.out / name))}.gguf"}
+    refuse_overflow(state, getattr(torch, config.torch_dtype))
+    file = f"{name}.gguf"
+    shown = {"next": f"llama-cli -m {shlex.quote(str(config.out / file))}"}
 
     def write(folder: Path) -> None:
-        odd = _write(folder / file, shape, entries, _tensors(model, state), _TYPES[kind][0], rest)
+        odd = set[str]()
+
+        def write_as(each: str) -> None:
+            odd.update(_write(folder / file, shape, entries, _tensors(model, state), each, rest))
+
+        shown["checked"] = write_checked(folder / file, write_as, kind, model, tokenizer)
         if odd:
-            log.info("%s, whose rows are no multiple of 32, stay in %s under q8_0", ", ".join(odd), rest)
-        shown["in llama.cpp"] = check(folder / file, model, tokenizer, _TYPES[kind][0])
-        log.info("%s: %s", file, shown["in llama.cpp"])
+            log.info("%s stay in %s: their rows are no multiple of 32", ", ".join(sorted(odd)), rest)
+        log.info("%s: %s", file, shown["checked"])
         loading = ("```bash", f"llama-cli -m {shlex.quote(f'path/to/{name}/{file}')}", "```")
-        facts = {"in llama.cpp": shown["in llama.cpp"]}
-        for each, content in of.card(weights=kind, library="gguf", loading=loading, more=facts).items():
+        more = {"checked": shown["checked"]}
+        for each, content in of.card(weights=kind, library="gguf", loading=loading, more=more).items():
             (folder / each).write_bytes(content)
 
     return {"tokenizer": None, "writer": write}, shown
@@ -196,16 +203,16 @@ def _tensors(model: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Ten
 def _write(
     path: Path, shape: str, entries: Mapping[str, Any], tensors: Iterator[tuple[str, Tensor]], kind: str, rest: str
 ) -> list[str]:
-    """Write the file, and return the names of the tensors that cannot be of `kind` and are of `rest`."""
+    """Write the file, and return the names, `*` for a layer, of tensors that cannot be of `kind` and are of `rest`."""
     import gguf
 
     writer, odd = gguf.GGUFWriter(path, shape), list[str]()
-    for key, value in entries.items():
+    for key, value in {**entries, "general.file_type": _FILES[kind]}.items():
         add = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}[type(value)]
         getattr(writer, f"add_{add}")(key, value)
     for name, tensor in tensors:
         fits = kind != "Q8_0" or tensor.shape[-1] % 32 == 0
-        odd += [] if fits or tensor.ndim == 1 else [name]
+        odd += [] if fits or tensor.ndim == 1 else [re.sub(r"\d+", "*", name)]
         form = kind if fits else rest
         form = gguf.GGMLQuantizationType["F32" if tensor.ndim == 1 else form]
         writer.add_tensor(name, gguf.quantize(tensor.detach().float().contiguous().numpy(), form), raw_dtype=form)
