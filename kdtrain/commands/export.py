@@ -8,7 +8,7 @@ import torch
 
 from kdtrain.checkpoint.sealed import read_checkpoint
 from kdtrain.config import ExportConfig
-from kdtrain.config.choices import FORMATS
+from kdtrain.config.choices import EXPORTS
 from kdtrain.errors import UsageError
 from kdtrain.files import refuse_displacing
 from kdtrain.imports import optional
@@ -102,7 +102,7 @@ class Exported(NamedTuple):
     """`card_files`, which lacks the `weights` and what differs by format."""
 
 
-@FORMATS.registers("safetensors", "")
+@EXPORTS.registers("safetensors", "")
 def _folder(of: Exported) -> tuple[dict[str, Any], dict[str, Any]]:
     """A folder for transformers: the arguments of `export_model`, and what is shown beside them."""
     config = of.config
@@ -127,7 +127,7 @@ def _write(config: ExportConfig, path: Path, student: SplitModel, state: dict[st
     parameters = written_parameters(student, config.adapter)
     about: dict[str, Any] = {"parameters": parameters, "adapter": config.adapter, "license": config.license}
     card = partial(card_files, out.name, run, state, **about)
-    make = FORMATS.get(config.format)
+    make = EXPORTS.get(config.format)
     given, shown = make(Exported(config, student, run, tokenizer_of_run(run), base, card))
     aside = export_model(student, out=out, origin=origin_of(run, state), **given)
     out = out if out.exists() else out.resolve()  # missing/../x

@@ -108,9 +108,9 @@ LOGGERS = Registry(
         "wandb": "wandb:PROJECT, a run of Weights & Biases; needs the package wandb",
     },
 )
-FORMATS = Registry(
+EXPORTS = Registry(
     "--format",
-    "kdtrain.formats",
+    "kdtrain.exports",
     "kdtrain.commands.export",
     {"safetensors": "a folder that transformers loads"},
     {"safetensors": {"--adapter", "--shard-size", "--quantize int8"}},

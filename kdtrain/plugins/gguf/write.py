@@ -32,22 +32,10 @@ from kdtrain.models.loading import whole_model
 from kdtrain.models.tokenizer import end_tokens, load_tokenizer
 from kdtrain.monitor.progress import log
 from kdtrain.plugins.gguf.check import write_checked
+from kdtrain.plugins.gguf.pretokenizers import PRE_TOKENIZERS
 
 BIASES = {"llama": ("_proj.bias",), "qwen2": ("q_proj.bias", "k_proj.bias", "v_proj.bias"), "qwen3": ()}
 """The shapes that are written, each with the biases that llama.cpp reads of it."""
-_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-PRE: dict[str, list[dict[str, Any]]] = {
-    "gpt-2": [_BYTES],
-    "smollm": [{"type": "Digits", "individual_digits": True}, _BYTES],
-    "qwen2": [
-        {"type": "Split", "pattern": {"Regex": _QWEN2}, "behavior": "Isolated", "invert": False},
-        _BYTES | {"use_regex": False},
-    ],
-}
-"""What splits a text, by llama.cpp's name, as a tokenizer.json has it."""
 _KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _FILES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}
 """The number of a file by the kind of its weights."""
@@ -106,15 +94,13 @@ def _shape(config: Any) -> dict[str, Any]:
     rope, heads = config.rope_parameters, config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kinds = ("default", "llama3") if config.model_type == "llama" else ("default",)
-    for wrong, what in (
-        (config.hidden_act != "silu", f"hidden_act = {config.hidden_act}"),
-        (rope["rope_type"] not in kinds, f"rope_type = {rope['rope_type']}"),
-        (rope.get("partial_rotary_factor", 1.0) != 1.0, "a part of each head rotated"),
-        ("sliding_attention" in (getattr(config, "layer_types", None) or ()), "sliding windows"),
-    ):
-        if wrong:
-            known = f"silu, rope_type {' or '.join(kinds)}, whole heads and full attention"
-            raise UsageError(f"--format gguf writes {config.model_type} with {known}, not with {what}")
+    odd = [f"hidden_act = {config.hidden_act}"] if config.hidden_act != "silu" else []
+    odd += [f"rope_type = {rope['rope_type']}"] if rope["rope_type"] not in kinds else []
+    odd += ["a rotated part of each head"] if rope.get("partial_rotary_factor", 1.0) != 1.0 else []
+    odd += ["sliding windows"] if "sliding_attention" in (getattr(config, "layer_types", None) or ()) else []
+    if odd:
+        known = f"silu, full attention and rope_type {' or '.join(kinds)}"
+        raise UsageError(f"--format gguf writes {config.model_type} with {known}; this student has {', '.join(odd)}")
     return {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -133,48 +119,47 @@ def _shape(config: Any) -> dict[str, Any]:
 
 def _vocabulary(model: Any, tokenizer: Any) -> dict[str, Any]:
     """The entries of a tokenizer. UsageError: llama.cpp would split texts otherwise."""
-    content = json.loads(tokenizer.backend_tokenizer.to_str())
-    bpe, splits = content["model"], content["pre_tokenizer"] or {}
-    parts = [
-        {key: each[key] for key in each if key != "trim_offsets"} for each in splits.get("pretokenizers", [splits])
+    spelled = tokenizer.backend_tokenizer.to_str().replace('"trim_offsets":false', '"trim_offsets":true')  # of offsets
+    content = json.loads(spelled)
+    bpe, normalizer, splits = content["model"], content["normalizer"], content["pre_tokenizer"]
+    merging = {
+        key: bpe.get(key) or False for key in ("ignore_merges", "byte_fallback", "dropout", "end_of_word_suffix")
+    }
+    pre = [
+        name
+        for name, each in PRE_TOKENIZERS.items()
+        if (splits, any(merging.values())) == (each.pre_tokenizer, each.ignore_merges)
+        and normalizer in (None, each.normalizer)
     ]
-    found = [name for name, known in PRE.items() if known == parts]
-    plain = content["normalizer"] is None or (found == ["qwen2"] and content["normalizer"] == {"type": "NFC"})
-    odd = [key for key in ("byte_fallback", "ignore_merges", "dropout", "end_of_word_suffix") if bpe.get(key)]
-    if not found or not plain or odd or bpe["type"] != "BPE":
-        raise UsageError(
-            f"--format gguf writes byte-level BPE that splits texts as {', '.join(PRE)} do, and this one does not "
-            f"({', '.join([bpe['type'], *odd, printable(json.dumps([content['normalizer'], *parts]))])[:300]})"
-        )
+    if not pre or bpe["type"] != "BPE" or merging["ignore_merges"] != any(merging.values()):
+        known, shown = ", ".join(PRE_TOKENIZERS), printable(json.dumps([bpe["type"], merging, normalizer, splits]))
+        raise UsageError(f"--format gguf writes byte-level BPE that splits texts as {known}; this one is {shown[:400]}")
     size, added = model.config.vocab_size, content["added_tokens"]
     if (last := max([*bpe["vocab"].values(), *(each["id"] for each in added)])) >= size:
-        raise UsageError(
-            f"the tokenizer has the id {last}, and the student {size} rows; --format gguf needs a row for each"
-        )
+        raise UsageError(f"--format gguf: the tokenizer has the id {last}, and the student {size} rows")
     texts, types = [f"[PAD{number}]" for number in range(size)], [_UNUSED] * size
     for text, number in bpe["vocab"].items():
         texts[number], types[number] = text, _NORMAL
     for each in added:
         if each["lstrip"] or each["rstrip"] or each["single_word"]:
-            raise UsageError(
-                f"the token {printable(each['content'])} takes the text beside it, which a GGUF cannot state"
-            )
+            raise UsageError(f"--format gguf: {printable(each['content'])} takes spaces beside it, or is a word alone")
         texts[each["id"]], types[each["id"]] = each["content"], _CONTROL if each["special"] else _USER_DEFINED
-    merges = [each if isinstance(each, str) else " ".join(each) for each in bpe["merges"]]
-    entries = {"ggml.model": "gpt2", "ggml.pre": found[0], "ggml.tokens": texts, "ggml.token_type": types}
-    settings = model.generation_config
-    first, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
-    ends = sorted(end_tokens(settings, tokenizer), key=lambda each: each != first)
-    special = dict(zip(("eos", "eot", "eom"), ends, strict=False)) | {"bos": bos}
-    special["padding"] = getattr(settings, "pad_token_id", None)
-    entries |= {f"ggml.{name}_token_id": each for name, each in special.items() if each is not None}
+    settings, first, bos = model.generation_config, tokenizer.eos_token_id, tokenizer.bos_token_id
     if (begins := tokenizer("").input_ids) not in ([], [bos]):
-        raise UsageError(
-            f"the tokenizer adds the ids {begins} to a text, and --format gguf writes only a bos before it"
-        )
-    if tokenizer.chat_template:
-        entries["chat_template"] = tokenizer.chat_template
-    return entries | {"ggml.merges": merges, "ggml.add_bos_token": bool(begins), "ggml.add_space_prefix": False}
+        raise UsageError(f"--format gguf: the tokenizer adds the ids {begins} to a text, and not a bos alone")
+    ends = sorted(end_tokens(settings, tokenizer), key=lambda each: each != first)
+    special = {"bos": bos, "padding": getattr(settings, "pad_token_id", None)}
+    special |= dict(zip(("eos", "eot", "eom"), ends, strict=False))
+    return {
+        "ggml.model": "gpt2",
+        "ggml.pre": pre[0],
+        "ggml.tokens": texts,
+        "ggml.token_type": types,
+        "ggml.merges": [each if isinstance(each, str) else " ".join(each) for each in bpe["merges"]],
+        "ggml.add_bos_token": bool(begins),
+        **{f"ggml.{name}_token_id": each for name, each in special.items() if each is not None},
+        **({"chat_template": tokenizer.chat_template} if tokenizer.chat_template else {}),
+    }
 
 
 def _tensors(model: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -213,8 +198,8 @@ def _write(
     for name, tensor in tensors:
         fits = kind != "Q8_0" or tensor.shape[-1] % 32 == 0
         odd += [] if fits or tensor.ndim == 1 else [re.sub(r"\d+", "*", name)]
-        form = kind if fits else rest
-        form = gguf.GGMLQuantizationType["F32" if tensor.ndim == 1 else form]
+        name_of_form = "F32" if tensor.ndim == 1 else rest
+        form = gguf.GGMLQuantizationType[kind if fits and tensor.ndim > 1 else name_of_form]
         writer.add_tensor(name, gguf.quantize(tensor.detach().float().contiguous().numpy(), form), raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
