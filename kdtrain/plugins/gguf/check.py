@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,9 @@ def write_checked(file: Path, write: Callable[[str], None], kind: str, model: An
     texts = probe_texts(tokenizer)
     ids = [tokenizer(text).input_ids for text in texts]
     parameters, size = sum(each.numel() for each in model.parameters()), model.config.vocab_size
-    rows, most = list[list[int]](), max(128.0, min(_WORK / parameters, _NUMBERS / size))
-    for row in filter(None, ids):
-        row = row[: model.config.max_position_embeddings]
-        if sum(map(len, rows)) + len(row) <= most:
-            rows.append(row)
+    most, longest = max(128.0, min(_WORK / parameters, _NUMBERS / size)), model.config.max_position_embeddings
+    ends = accumulate(map(len, ids))
+    rows = [row[:longest] for row, end in zip(ids, ends, strict=True) if row and end <= most]
     if library == "xllamacpp":
         rows = rows[: int(_JSON / size) + 1]
     request = {"file": str(file), "texts": texts, "rows": rows, "threads": torch.get_num_threads()}

@@ -13,9 +13,9 @@ Qwen2's tokenizer normalises a text first, and which llama.cpp leaves out.
 """
 
 import json
-import re
 import shlex
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,6 @@ from kdtrain.plugins.gguf.pretokenizers import PRE_TOKENIZERS
 
 BIASES = {"llama": ("_proj.bias",), "qwen2": ("q_proj.bias", "k_proj.bias", "v_proj.bias"), "qwen3": ()}
 """The shapes that are written, each with the biases that llama.cpp reads of it."""
-_KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_FILES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}
-"""The number of a file by the kind of its weights."""
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
 
@@ -50,40 +47,32 @@ def export_gguf(of: Exported) -> tuple[dict[str, Any], dict[str, Any]]:
     optional("gguf", "gguf", "--format gguf")
     config, name = of.config, of.config.out.resolve().name
     if name.endswith(".gguf"):
-        raise UsageError(f"--out {config.out} becomes a folder, of the file and its card; name it without .gguf")
+        raise UsageError(f"--out {config.out} becomes the folder of the file; name it without .gguf")
     model: Any = whole_model(of.student).eval()
     shape = model.config.model_type
     if shape not in BIASES:
-        raise UsageError(f"--format gguf writes {', '.join(BIASES)}, and this student is {shape}; leave --format out")
+        raise UsageError(f"--format gguf writes {', '.join(BIASES)}, and this student is {shape}")
     if of.tokenizer is None:
-        raise UsageError(f"{of.run} holds no tokenizer, and a GGUF needs it; put its files into {of.run / 'tokenizer'}")
+        raise UsageError(f"{of.run} holds no tokenizer, which a GGUF needs; put its files into {of.run / 'tokenizer'}")
     tokenizer = load_tokenizer(of.tokenizer)
     if model.generation_config is not None:
         complete_generation(model, of.tokenizer)
-    rest = _KINDS[config.torch_dtype]
-    kind = rest if config.quantize is None else config.quantize.upper()
-    entries = {"general.name": name, "general.quantization_version": 2}
-    entries |= {"general.license": config.license} if config.license else {}
-    entries |= {f"{shape}.{key}": value for key, value in _shape(model.config).items()}
-    entries |= {f"tokenizer.{key}": value for key, value in _vocabulary(model, tokenizer).items()}
-    state = merged_state(model)
+    rest = config.torch_dtype.replace("float", "f").upper()
+    kind = (config.quantize or rest).upper()
+    entries = {"general.name": name, **_shape(model.config), **_vocabulary(model, tokenizer)}
+    if config.license:
+        entries["general.license"] = config.license
+    state, file = merged_state(model), f"{name}.gguf"
     refuse_overflow(state, getattr(torch, config.torch_dtype))
-    file = f"{name}.gguf"
     shown = {"next": f"llama-cli -m {shlex.quote(str(config.out / file))}"}
 
     def write(folder: Path) -> None:
-        odd = set[str]()
-
-        def write_as(each: str) -> None:
-            odd.update(_write(folder / file, shape, entries, _tensors(model, state), each, rest))
-
-        shown["checked"] = write_checked(folder / file, write_as, kind, model, tokenizer)
-        if odd:
-            log.info("%s stay in %s: their rows are no multiple of 32", ", ".join(sorted(odd)), rest)
-        log.info("%s: %s", file, shown["checked"])
+        write_as = partial(_write, folder / file, model, state, entries, rest)
+        checked = shown["checked"] = write_checked(folder / file, write_as, kind, model, tokenizer)
+        log.info("%s: %s", file, checked)
         loading = ("```bash", f"llama-cli -m {shlex.quote(f'path/to/{name}/{file}')}", "```")
-        more = {"checked": shown["checked"]}
-        for each, content in of.card(weights=kind, library="gguf", loading=loading, more=more).items():
+        card = of.card(weights=kind, library="gguf", loading=loading, more={"checked": checked})
+        for each, content in card.items():
             (folder / each).write_bytes(content)
 
     return {"tokenizer": None, "writer": write}, shown
@@ -101,7 +90,7 @@ def _shape(config: Any) -> dict[str, Any]:
     if odd:
         known = f"silu, full attention and rope_type {' or '.join(kinds)}"
         raise UsageError(f"--format gguf writes {config.model_type} with {known}; this student has {', '.join(odd)}")
-    return {
+    entries = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
@@ -115,25 +104,23 @@ def _shape(config: Any) -> dict[str, Any]:
         "rope.dimension_count": size,
         "rope.freq_base": float(rope["rope_theta"]),
     }
+    return {f"{config.model_type}.{key}": value for key, value in entries.items()}
 
 
 def _vocabulary(model: Any, tokenizer: Any) -> dict[str, Any]:
     """The entries of a tokenizer. UsageError: llama.cpp would split texts otherwise."""
-    spelled = tokenizer.backend_tokenizer.to_str().replace('"trim_offsets":false', '"trim_offsets":true')  # of offsets
-    content = json.loads(spelled)
-    bpe, normalizer, splits = content["model"], content["normalizer"], content["pre_tokenizer"]
-    merging = {
-        key: bpe.get(key) or False for key in ("ignore_merges", "byte_fallback", "dropout", "end_of_word_suffix")
-    }
+    spelled = tokenizer.backend_tokenizer.to_str()
+    content = json.loads(spelled.replace('"trim_offsets":false', '"trim_offsets":true'))  # which change no id
+    bpe, normalizer = content["model"], content["normalizer"]
+    rule = content["pre_tokenizer"], bpe.get("ignore_merges") or False
     pre = [
         name
         for name, each in PRE_TOKENIZERS.items()
-        if (splits, any(merging.values())) == (each.pre_tokenizer, each.ignore_merges)
-        and normalizer in (None, each.normalizer)
+        if rule == (each.pre_tokenizer, each.ignore_merges) and normalizer in (None, each.normalizer)
     ]
-    if not pre or bpe["type"] != "BPE" or merging["ignore_merges"] != any(merging.values()):
-        known, shown = ", ".join(PRE_TOKENIZERS), printable(json.dumps([bpe["type"], merging, normalizer, splits]))
-        raise UsageError(f"--format gguf writes byte-level BPE that splits texts as {known}; this one is {shown[:400]}")
+    if not pre or bpe["type"] != "BPE":
+        known, found = ", ".join(PRE_TOKENIZERS), printable(json.dumps([bpe["type"], normalizer, *rule]))
+        raise UsageError(f"--format gguf writes BPE that splits texts as {known}; this tokenizer is {found[:400]}")
     size, added = model.config.vocab_size, content["added_tokens"]
     if (last := max([*bpe["vocab"].values(), *(each["id"] for each in added)])) >= size:
         raise UsageError(f"--format gguf: the tokenizer has the id {last}, and the student {size} rows")
@@ -142,24 +129,25 @@ def _vocabulary(model: Any, tokenizer: Any) -> dict[str, Any]:
         texts[number], types[number] = text, _NORMAL
     for each in added:
         if each["lstrip"] or each["rstrip"] or each["single_word"]:
-            raise UsageError(f"--format gguf: {printable(each['content'])} takes spaces beside it, or is a word alone")
+            raise UsageError(f"--format gguf: the token {printable(each['content'])} looks at the text beside it")
         texts[each["id"]], types[each["id"]] = each["content"], _CONTROL if each["special"] else _USER_DEFINED
     settings, first, bos = model.generation_config, tokenizer.eos_token_id, tokenizer.bos_token_id
     if (begins := tokenizer("").input_ids) not in ([], [bos]):
-        raise UsageError(f"--format gguf: the tokenizer adds the ids {begins} to a text, and not a bos alone")
+        raise UsageError(f"--format gguf: the tokenizer adds {begins} to a text, and not a bos alone")
     ends = sorted(end_tokens(settings, tokenizer), key=lambda each: each != first)
     special = {"bos": bos, "padding": getattr(settings, "pad_token_id", None)}
     special |= dict(zip(("eos", "eot", "eom"), ends, strict=False))
-    return {
+    entries = {
         "ggml.model": "gpt2",
         "ggml.pre": pre[0],
         "ggml.tokens": texts,
         "ggml.token_type": types,
         "ggml.merges": [each if isinstance(each, str) else " ".join(each) for each in bpe["merges"]],
         "ggml.add_bos_token": bool(begins),
-        **{f"ggml.{name}_token_id": each for name, each in special.items() if each is not None},
-        **({"chat_template": tokenizer.chat_template} if tokenizer.chat_template else {}),
+        **{f"ggml.{name}_token_id": each for name, each in special.items()},
+        "chat_template": tokenizer.chat_template,
     }
+    return {f"tokenizer.{key}": value for key, value in entries.items() if value is not None}
 
 
 def _tensors(model: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -186,23 +174,27 @@ def _tensors(model: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Ten
 
 
 def _write(
-    path: Path, shape: str, entries: Mapping[str, Any], tensors: Iterator[tuple[str, Tensor]], kind: str, rest: str
-) -> list[str]:
-    """Write the file, and return the names, `*` for a layer, of tensors that cannot be of `kind` and are of `rest`."""
+    path: Path, model: Any, state: Mapping[str, Tensor], entries: Mapping[str, Any], rest: str, kind: str
+) -> None:
+    """Write a file of `kind`; vectors are of F32, and what cannot be of `kind` is of `rest`."""
     import gguf
 
-    writer, odd = gguf.GGUFWriter(path, shape), list[str]()
-    for key, value in {**entries, "general.file_type": _FILES[kind]}.items():
+    writer, odd = gguf.GGUFWriter(path, model.config.model_type), list[str]()
+    number = gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"]
+    settings = {"general.file_type": int(number), "general.quantization_version": 2}
+    for key, value in {**settings, **entries}.items():
         add = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}[type(value)]
         getattr(writer, f"add_{add}")(key, value)
-    for name, tensor in tensors:
-        fits = kind != "Q8_0" or tensor.shape[-1] % 32 == 0
-        odd += [] if fits or tensor.ndim == 1 else [re.sub(r"\d+", "*", name)]
-        name_of_form = "F32" if tensor.ndim == 1 else rest
-        form = gguf.GGMLQuantizationType[kind if fits and tensor.ndim > 1 else name_of_form]
-        writer.add_tensor(name, gguf.quantize(tensor.detach().float().contiguous().numpy(), form), raw_dtype=form)
+    for name, tensor in _tensors(model, state):
+        form = "F32" if tensor.ndim == 1 else kind
+        if form == "Q8_0" and tensor.shape[-1] % 32:
+            odd.append(name)
+            form = rest
+        array, raw = tensor.detach().float().contiguous().numpy(), gguf.GGMLQuantizationType[form]
+        writer.add_tensor(name, gguf.quantize(array, raw), raw_dtype=raw)
+    if odd:
+        log.info("%d tensors stay in %s, as %s: their rows are no multiple of 32", len(odd), rest, odd[0])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return odd
