@@ -93,8 +93,9 @@ def _run(library: str, request: Any, answers: Any) -> None:
     except subprocess.TimeoutExpired as error:
         raise RunError(f"takes more than {error.timeout:.0f} seconds") from None
     if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise RunError(f"ended with code {done.returncode}: {last[:300]}")
+        lines = ["", *done.stderr.decode(errors="replace").strip().splitlines()]
+        why = sorted(lines, key=lambda line: "rror" in line)[-1]  # the last error, else the last line
+        raise RunError(f"ended with code {done.returncode}: {why[:300]}")
     answers.seek(0)
 
 

@@ -62,8 +62,9 @@ def xllamacpp(file: str, texts: list[str], rows: list[list[int]], threads: int) 
         return json.loads(connection.getresponse().read())["tokens"]
 
     yield [ids(text) for text in texts]
+    always = [[ids("a")[-1], 1e9]]  # there are no log p beside an end, or a part of a character; they are without bias
     for row in rows:
-        asked = {"prompt": row, "n_predict": 1, "n_probs": 10**9, "temperature": 0.0, "cache_prompt": False}
+        asked = {"prompt": row, "n_predict": 1, "n_probs": 10**9, "logit_bias": always, "cache_prompt": False}
         (found,) = server.handle_completions(asked)["choices"][0]["logprobs"]["content"]
         entries = {each["id"]: each["logprob"] for each in found["top_logprobs"]}
         yield np.array([[entries[token] for token in range(len(entries))]], np.float32)
