@@ -20,6 +20,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +34,9 @@ LOG_P, _SHARE = 1e-4, 0.99
 
 At the others a model amplifies rounding: there torch's own logits of SmolLM2 differ by 1.4e-3 in fp32 and fp64.
 """
-LIBRARIES, TEXTS = ("cyllama", "xllamacpp"), 200
+LIBRARIES = ("cyllama", "xllamacpp")
+"""Packages with llama.cpp, the better one first."""
+TEXTS = 200
 _WORK, _NUMBERS, _JSON = 2e11, 5e7, 5e6
 """Bounds: parameters times positions, ten seconds of a core for each side; numbers of all answers; of xllamacpp's."""
 _PATIENCE = 1800.0
@@ -58,15 +61,14 @@ def write_checked(file: Path, write: Callable[[str], None], kind: str, model: An
     library = next(filter(importlib.util.find_spec, LIBRARIES), None)
     if library is None:
         write(kind)
-        return "not checked in llama.cpp, which pip install --no-deps cyllama brings"
+        return "not checked in llama.cpp, which pip install cyllama brings"
     texts = probe_texts(tokenizer)
     ids = [tokenizer(text).input_ids for text in texts]
-    parameters, size = sum(each.numel() for each in model.parameters()), model.config.vocab_size
-    most, longest = max(128.0, min(_WORK / parameters, _NUMBERS / size)), model.config.max_position_embeddings
-    ends = accumulate(map(len, ids))
+    size, longest, ends = model.config.vocab_size, model.config.max_position_embeddings, accumulate(map(len, ids))
+    most = max(128.0, min(_WORK / model.num_parameters(), _NUMBERS / size))
     rows = [row[:longest] for row, end in zip(ids, ends, strict=True) if row and end <= most]
     if library == "xllamacpp":
-        rows = rows[: int(_JSON / size) + 1]
+        rows = rows[: 1 + int(_JSON / size)]
     request = {"file": str(file), "texts": texts, "rows": rows, "threads": torch.get_num_threads()}
     figures = name = f"llama.cpp ({library} {importlib.metadata.version(library)})"
     figures += f": the same ids of {TEXTS} texts"
@@ -75,7 +77,7 @@ def write_checked(file: Path, write: Callable[[str], None], kind: str, model: An
         try:
             with tempfile.TemporaryFile() as answers:
                 _run(library, request, answers)
-                for text, ours, theirs in zip(texts, ids, json.loads(answers.readline()), strict=True):
+                for text, ours, theirs in zip(texts, ids, json.loads(str(np.load(answers))), strict=True):
                     if ours != theirs:
                         raise RunError(f"splits {text!r} into {theirs}, and the student's tokenizer into {ours}")
                 figures += f"; in {each} {_compare(answers, model, rows, each)}"
@@ -105,10 +107,8 @@ def _compare(answers: Any, model: Any, rows: list[list[int]], kind: str) -> str:
     gaps, kls, most = list[Tensor](), list[Tensor](), LOG_P
     for row in rows:
         ours_TV = model(torch.tensor([row])).logits[0].double().log_softmax(-1)
-        count = int(answers.readline())
-        found = bytearray(answers.read(count * ours_TV.shape[1] * 4))
-        theirs_TV = torch.frombuffer(found, dtype=torch.float32).view(count, -1)
-        ours_TV, theirs_TV = ours_TV[-count:], theirs_TV.double().log_softmax(-1)
+        theirs_TV = torch.from_numpy(np.load(answers)).double().log_softmax(-1)
+        ours_TV = ours_TV[-len(theirs_TV) :]
         kls.append((ours_TV.exp() * (ours_TV - theirs_TV)).sum(-1))
         gaps.append((ours_TV - theirs_TV).abs().amax(-1))
         most = max(most, LOG_P * float(ours_TV.abs().max()) / 10)

@@ -1,8 +1,8 @@
 """llama.cpp in a process of its own: `python runner.py cyllama|xllamacpp`, a request on stdin, answers on stdout.
 
 It imports nothing of kdtrain. What llama.cpp prints, and a crash of it, stay here. The request is JSON: a file, texts,
-rows of ids, threads. The answers are a line with the ids of each text, then for each row a line with a number of
-positions, the last ones, and their logits as float32 [T, V]: cyllama has all, xllamacpp's server the last one.
+rows of ids, threads. The answers are arrays of numpy one behind the other: the ids of each text, as JSON, and for each
+row the logits of its last positions, [T, V]: of all by cyllama, of one by xllamacpp, which is a server.
 """
 
 import http.client
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 
-def cyllama(file: str, texts: list[str], rows: list[list[int]], threads: int) -> Iterator[Any]:
+def cyllama(package: str, file: str, texts: list[str], rows: list[list[int]], threads: int) -> Iterator[Any]:
     """The answers by cyllama: ids, then logits."""
-    llama: Any = importlib.import_module("cyllama.llama.llama_cpp")
+    llama: Any = importlib.import_module(f"{package}.llama.llama_cpp")
 
     class Model(llama.LlamaModel):  # type: ignore[name-defined]
         """A model with the attribute that `get_logits_ith` reads, and LlamaModel lacks."""
@@ -31,7 +31,7 @@ def cyllama(file: str, texts: list[str], rows: list[list[int]], threads: int) ->
     settings.n_gpu_layers = 0
     model = Model(file, settings)
     vocabulary = model.get_vocab()
-    yield [vocabulary.tokenize(text, True, True) for text in texts]
+    yield json.dumps([vocabulary.tokenize(text, True, True) for text in texts])
     settings = llama.LlamaContextParams()
     settings.n_ctx = settings.n_batch = settings.n_ubatch = max(map(len, rows))
     settings.type_k = settings.type_v = settings.flash_attn_type = 0  # fp32 keys and values
@@ -46,14 +46,14 @@ def cyllama(file: str, texts: list[str], rows: list[list[int]], threads: int) ->
         yield np.array([context.get_logits_ith(place) for place in range(len(row))], np.float32)
 
 
-def xllamacpp(file: str, texts: list[str], rows: list[list[int]], threads: int) -> Iterator[Any]:
+def xllamacpp(package: str, file: str, texts: list[str], rows: list[list[int]], threads: int) -> Iterator[Any]:
     """The answers by xllamacpp, whose server listens on this machine alone: ids, then log p."""
-    llama: Any = importlib.import_module("xllamacpp")
+    llama: Any = importlib.import_module(package)
     settings = llama.CommonParams()
     settings.model.path, settings.warmup, settings.ui, settings.n_gpu_layers = file, False, False, 0
     settings.n_parallel, settings.n_ctx, settings.cpuparams.n_threads = 1, max(map(len, rows)) + 8, threads
     settings.cache_type_k = settings.cache_type_v = llama.ggml_type.GGML_TYPE_F32
-    settings.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    settings.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which rounds
     server = llama.Server(settings)
 
     def ids(text: str) -> Any:
@@ -61,11 +61,11 @@ def xllamacpp(file: str, texts: list[str], rows: list[list[int]], threads: int) 
         connection.request("POST", "/tokenize", json.dumps({"content": text, "add_special": True}))
         return json.loads(connection.getresponse().read())["tokens"]
 
-    yield [ids(text) for text in texts]
+    yield json.dumps([ids(text) for text in texts])
     always = [[ids("a")[-1], 1e9]]  # there are no log p beside an end, or a part of a character; they are without bias
     for row in rows:
-        asked = {"prompt": row, "n_predict": 1, "n_probs": 10**9, "logit_bias": always, "cache_prompt": False}
-        (found,) = server.handle_completions(asked)["choices"][0]["logprobs"]["content"]
+        request = {"prompt": row, "n_predict": 1, "n_probs": 10**9, "logit_bias": always, "cache_prompt": False}
+        (found,) = server.handle_completions(request)["choices"][0]["logprobs"]["content"]
         entries = {each["id"]: each["logprob"] for each in found["top_logprobs"]}
         yield np.array([[entries[token] for token in range(len(entries))]], np.float32)
 
@@ -73,9 +73,7 @@ def xllamacpp(file: str, texts: list[str], rows: list[list[int]], threads: int) 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    for answer in {"cyllama": cyllama, "xllamacpp": xllamacpp}[sys.argv[1]](**json.load(sys.stdin)):
-        line = answer if isinstance(answer, list) else len(answer)
-        answers.write(json.dumps(line).encode() + b"\n")
-        answers.write(b"" if isinstance(answer, list) else answer.tobytes())
+    for answer in {"cyllama": cyllama, "xllamacpp": xllamacpp}[sys.argv[1]](sys.argv[1], **json.load(sys.stdin)):
+        np.save(answers, answer)
     answers.flush()
     os._exit(0)  # a server's threads may not end

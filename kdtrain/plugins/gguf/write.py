@@ -23,7 +23,6 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from kdtrain.commands.export import Exported
 from kdtrain.errors import UsageError, printable
 from kdtrain.imports import optional
 from kdtrain.models.adapters import merged_state, refuse_overflow
@@ -39,8 +38,10 @@ BIASES = {"llama": ("_proj.bias",), "qwen2": ("q_proj.bias", "k_proj.bias", "v_p
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
 
-def export_gguf(of: Exported) -> tuple[dict[str, Any], dict[str, Any]]:
+def export_gguf(of: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Prepare the file and its card: the arguments of `export_model`, and what is shown, which writing completes.
+
+    of: `kdtrain.commands.export.Exported`.
 
     UsageError: the package gguf is missing, or --out, the student or its tokenizer is nothing for this format.
     """
@@ -55,13 +56,11 @@ def export_gguf(of: Exported) -> tuple[dict[str, Any], dict[str, Any]]:
     if of.tokenizer is None:
         raise UsageError(f"{of.run} holds no tokenizer, which a GGUF needs; put its files into {of.run / 'tokenizer'}")
     tokenizer = load_tokenizer(of.tokenizer)
-    if model.generation_config is not None:
-        complete_generation(model, of.tokenizer)
+    complete_generation(model, of.tokenizer)
     rest = config.torch_dtype.replace("float", "f").upper()
     kind = (config.quantize or rest).upper()
-    entries = {"general.name": name, **_shape(model.config), **_vocabulary(model, tokenizer)}
-    if config.license:
-        entries["general.license"] = config.license
+    entries = {"general.name": name, "general.license": config.license}
+    entries |= _shape(model.config) | _vocabulary(model, tokenizer)
     state, file = merged_state(model), f"{name}.gguf"
     refuse_overflow(state, getattr(torch, config.torch_dtype))
     shown = {"next": f"llama-cli -m {shlex.quote(str(config.out / file))}"}
@@ -83,13 +82,16 @@ def _shape(config: Any) -> dict[str, Any]:
     rope, heads = config.rope_parameters, config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kinds = ("default", "llama3") if config.model_type == "llama" else ("default",)
-    odd = [f"hidden_act = {config.hidden_act}"] if config.hidden_act != "silu" else []
-    odd += [f"rope_type = {rope['rope_type']}"] if rope["rope_type"] not in kinds else []
-    odd += ["a rotated part of each head"] if rope.get("partial_rotary_factor", 1.0) != 1.0 else []
-    odd += ["sliding windows"] if "sliding_attention" in (getattr(config, "layer_types", None) or ()) else []
-    if odd:
-        known = f"silu, full attention and rope_type {' or '.join(kinds)}"
-        raise UsageError(f"--format gguf writes {config.model_type} with {known}; this student has {', '.join(odd)}")
+    windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    for what, value, known in (
+        ("hidden_act", config.hidden_act, ("silu",)),
+        ("rope_type", rope["rope_type"], kinds),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,)),
+        ("sliding windows", windows, (False,)),
+    ):
+        if value not in known:
+            right = " or ".join(map(str, known))
+            raise UsageError(f"--format gguf writes {config.model_type} with {what} = {right}, and not {value}")
     entries = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -121,16 +123,14 @@ def _vocabulary(model: Any, tokenizer: Any) -> dict[str, Any]:
     if not pre or bpe["type"] != "BPE":
         known, found = ", ".join(PRE_TOKENIZERS), printable(json.dumps([bpe["type"], normalizer, *rule]))
         raise UsageError(f"--format gguf writes BPE that splits texts as {known}; this tokenizer is {found[:400]}")
-    size, added = model.config.vocab_size, content["added_tokens"]
-    if (last := max([*bpe["vocab"].values(), *(each["id"] for each in added)])) >= size:
-        raise UsageError(f"--format gguf: the tokenizer has the id {last}, and the student {size} rows")
-    texts, types = [f"[PAD{number}]" for number in range(size)], [_UNUSED] * size
-    for text, number in bpe["vocab"].items():
-        texts[number], types[number] = text, _NORMAL
-    for each in added:
+    size, pieces = model.config.vocab_size, {number: (text, _NORMAL) for text, number in bpe["vocab"].items()}
+    for each in content["added_tokens"]:
         if each["lstrip"] or each["rstrip"] or each["single_word"]:
             raise UsageError(f"--format gguf: the token {printable(each['content'])} looks at the text beside it")
-        texts[each["id"]], types[each["id"]] = each["content"], _CONTROL if each["special"] else _USER_DEFINED
+        pieces[each["id"]] = each["content"], _CONTROL if each["special"] else _USER_DEFINED
+    if (last := max(pieces)) >= size:
+        raise UsageError(f"--format gguf: the tokenizer has the id {last}, and the student {size} rows")
+    texts, types = zip(*(pieces.get(id, (f"[PAD{id}]", _UNUSED)) for id in range(size)), strict=True)
     settings, first, bos = model.generation_config, tokenizer.eos_token_id, tokenizer.bos_token_id
     if (begins := tokenizer("").input_ids) not in ([], [bos]):
         raise UsageError(f"--format gguf: the tokenizer adds {begins} to a text, and not a bos alone")
@@ -140,14 +140,14 @@ def _vocabulary(model: Any, tokenizer: Any) -> dict[str, Any]:
     entries = {
         "ggml.model": "gpt2",
         "ggml.pre": pre[0],
-        "ggml.tokens": texts,
-        "ggml.token_type": types,
+        "ggml.tokens": list(texts),
+        "ggml.token_type": list(types),
         "ggml.merges": [each if isinstance(each, str) else " ".join(each) for each in bpe["merges"]],
         "ggml.add_bos_token": bool(begins),
         **{f"ggml.{name}_token_id": each for name, each in special.items()},
         "chat_template": tokenizer.chat_template,
     }
-    return {f"tokenizer.{key}": value for key, value in entries.items() if value is not None}
+    return {f"tokenizer.{key}": value for key, value in entries.items()}
 
 
 def _tensors(model: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -156,16 +156,15 @@ def _tensors(model: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Ten
 
     config, shape = model.config, model.config.model_type
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[shape.upper()], config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in state.items():
         if name == "lm_head.weight" and torch.equal(tensor, state["model.embed_tokens.weight"]):
             continue
         found = names.get_name(name, (".weight", ".bias"))
         if found is None or (name.endswith(".bias") and not name.endswith(BIASES[shape])):
             raise UsageError(f"--format gguf: llama.cpp's {shape} has no place for {name} of this student")
-        layer = name.rpartition(".")[0]
-        if shape == "llama" and layer.endswith(("q_proj", "k_proj")):
-            heads = config.num_attention_heads if layer.endswith("q_proj") else config.num_key_value_heads
-            tensor = rearrange(tensor, "(head half turn) ... -> (head turn half) ...", head=heads, half=2)
+        if shape == "llama" and (layer := name.split(".")[-2]) in heads:
+            tensor = rearrange(tensor, "(head half turn) ... -> (head turn half) ...", head=heads[layer], half=2)
         yield found, tensor
     if config.rope_parameters["rope_type"] == "llama3":
         slowed = model.model.rotary_emb.inv_freq.double()
@@ -183,8 +182,9 @@ def _write(
     number = gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"]
     settings = {"general.file_type": int(number), "general.quantization_version": 2}
     for key, value in {**settings, **entries}.items():
-        add = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}[type(value)]
-        getattr(writer, f"add_{add}")(key, value)
+        if value is not None:
+            add = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}[type(value)]
+            getattr(writer, f"add_{add}")(key, value)
     for name, tensor in _tensors(model, state):
         form = "F32" if tensor.ndim == 1 else kind
         if form == "Q8_0" and tensor.shape[-1] % 32:
