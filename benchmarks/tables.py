@@ -8,6 +8,7 @@ there.
 import argparse
 import importlib
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping
@@ -139,29 +140,41 @@ def prune(record: dict[str, Any]) -> str:
 
 
 def alpha(record: dict[str, Any]) -> str:
-    """Students at fixed alphas and by the measured one, on each text from each kind of targets; then other rules."""
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    """Students at fixed alphas and by withheld text, in each regime, and what auto costs against the better of two."""
+    found: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
     for run in record["runs"]:
-        found.setdefault(run["cell"], {}).setdefault(run["alpha"], []).append((run["loss"], run["ece"]))
+        found.setdefault(run["regime"], {}).setdefault(run["alpha"], {})[run["seed"]] = run
+    rows, regrets, most = list[list[str]](), list[float](), -math.inf
+    for regime, arms in found.items():
+        means = {name: statistics.mean(each["loss"] for each in runs.values()) for name, runs in arms.items()}
+        better = min(("0", "0.9"), key=means.__getitem__)
+        seeds = arms["auto"].keys() & arms[better].keys()
+        paired = [arms["auto"][seed]["loss"] - arms[better][seed]["loss"] for seed in seeds]
+        regrets, most = [*regrets, statistics.mean(paired)], max(most, *paired)
+        first = next(iter(arms["auto"].values()))
+        kind, _, passes = regime.partition("-")
+        weight = statistics.mean(each["alpha_mean"] for each in arms["auto"].values())
+        cells = [_student(arms.get(name, {})) for name in ("0", "0.5", "0.9", "auto")]
+        apart = f"{regrets[-1]:+.3f} (at most {max(paired):+.3f})"
+        best = means["auto"] - min(each for name, each in means.items() if name != "auto")
+        rows.append([kind, passes, f"{first['teacher']:.3f}", *cells, f"{weight:.2f}", apart, f"{best:+.3f}"])
+    header = ["teacher", "passes", "its loss", "α = 0", "0.5", "0.9", "auto", "mean α"]
+    header += ["auto less the better of 0 and 0.9", "less the best fixed"]
+    mean = statistics.mean(regrets)
+    text = (
+        f"Auto less the better of 0 and 0.9: {mean:+.3f} nats in the mean of the regimes, {most:+.3f} at most in a run."
+    )
+    return "\n".join([markdown(header, rows), "", f"{text} {_measured(record, 'alpha')}"])
 
-    def shown(runs: list[tuple[float, float]]) -> str:
-        return f"{_spread([loss for loss, _ in runs])}, {statistics.mean(ece for _, ece in runs):.1%}" if runs else ""
 
-    rows = list[list[str]]()
-    for cell, arms in found.items():
-        if "auto" in arms:
-            better, auto = min(_means(arms[each]) for each in ("0", "0.9") if each in arms), _means(arms["auto"])
-            apart = f"{auto[0] - better[0]:+.3f}, {auto[1] - better[1]:+.1%}".replace("%", " points")
-            rows.append([cell, *(shown(arms.get(each, [])) for each in ("0", "0.5", "0.9", "1", "auto")), apart])
-    header = ["text, targets", "α = 0", "0.5", "0.9", "1", "auto", "auto less the better of 0 and 0.9"]
-    cells = [cell for cell, arms in found.items() if arms.keys() & {*record["rules"]}]
-    others = [[rule, *(shown(found[cell].get(name, [])) for cell in cells)] for name, rule in record["rules"].items()]
-    tables = markdown(header, rows), markdown(["rule", *cells], others)
-    return "\n\n".join([tables[0], "Other rules for α, on some of the cells:", tables[1], _measured(record, "alpha")])
-
-
-def _means(runs: list[tuple[float, float]]) -> tuple[float, float]:
-    return statistics.mean(loss for loss, _ in runs), statistics.mean(ece for _, ece in runs)
+def _student(runs: Mapping[int, dict[str, Any]]) -> str:
+    """Loss of the best students of an arm, that of the last ones where it is higher, and ECE; nothing without runs."""
+    if not runs:
+        return ""
+    best, last = (statistics.mean(each[name] for each in runs.values()) for name in ("loss", "last_loss"))
+    shown = _spread([each["loss"] for each in runs.values()])
+    shown += f", last {last:.3f}" if last > best + 0.005 else ""
+    return f"{shown}; {statistics.mean(each['ece'] for each in runs.values()):.1%}"
 
 
 def lora(record: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from kdtrain.cache.read.reader import collate
-from kdtrain.training.student import Student
+from kdtrain.errors import UsageError
 from kdtrain.training.withheld import TOKENS, interval
 
 
@@ -32,27 +32,23 @@ class AlphaCallback(TrainerCallback):
     ) -> None:
         self.every, self.collate = every, collate
         self.rows, tokens = list[dict[str, Any]](), 0
-        for place in range(len(rows)):
-            if tokens < TOKENS:
-                self.rows.append(rows[place])
-                tokens += int(self.rows[-1]["loss_mask"].sum())
-        self.batches: list[dict[str, Tensor]] = []
+        while tokens < TOKENS and len(self.rows) < len(rows):
+            self.rows.append(rows[len(self.rows)])
+            tokens += int(self.rows[-1]["loss_mask"].sum())
+        if not self.rows:
+            raise UsageError("AlphaCallback has no rows; give it a data set that nothing trains on")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Choose how often to measure, and measure."""
-        length, size = len(self.rows[0]["loss_mask"]), args.per_device_train_batch_size
-        step_tokens = size * args.gradient_accumulation_steps * args.world_size * length
+        """Choose how often to measure, and measure; a run that resumes has its last measurement in the checkpoint."""
+        length, size = len(self.rows[0]["loss_mask"]), args.per_device_eval_batch_size
+        step_tokens = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size * length
         self.every = self.every or interval(len(self.rows) * length, step_tokens)
-        self._measure(args, state, model)
+        made = [self.collate(self.rows[at : at + size]) for at in range(0, len(self.rows), size)]
+        self.batches = [{name: each.to(model.device) for name, each in batch.items()} for batch in made]
+        if not (state.global_step and model.loss.alpha.measured):
+            model.measure(self.batches, passes=state.epoch or 0.0)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Measure, where due."""
         if self.every and state.global_step and state.global_step % self.every == 0:
-            self._measure(args, state, model)
-
-    def _measure(self, args: Any, state: Any, student: Student) -> None:
-        if not self.batches:
-            size = args.per_device_eval_batch_size
-            made = [self.collate(self.rows[at : at + size]) for at in range(0, len(self.rows), size)]
-            self.batches = [{name: each.to(student.device) for name, each in batch.items()} for batch in made]
-        student.measure(self.batches, passes=state.epoch or 0.0)
+            model.measure(self.batches, passes=state.epoch or 0.0)

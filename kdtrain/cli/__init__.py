@@ -59,18 +59,23 @@ def register_command(
 
 
 def register_module(name: str, config: type, module: str, *, models: bool = False, resumes: bool = False) -> None:
-    """Make `main` of a module, which is imported when it runs, the command `kdtrain NAME`; as `register_command`."""
+    """Make `main` of a module, which is imported when it runs, the command `kdtrain NAME`; as `register_command`.
+
+    module: `MODULE:FUNCTION` names another function of it.
+    """
+    path, _, function = module.partition(":")
 
     def main(config: Any) -> int | None:
-        code: int | None = importlib.import_module(module).main(config)
+        code: int | None = getattr(importlib.import_module(path), function or "main")(config)
         return code
 
-    main.__module__ = module
+    main.__module__ = path
     register_command(name, config, models=models, resumes=resumes)(main)
 
 
 for _name, _config in commands.COMMANDS.items():
-    _module = f"kdtrain.commands.{_name.replace('-', '_')}"
+    _module = "generate:chat" if _name == "chat" else _name.replace("-", "_")
+    _module = f"kdtrain.commands.{_module}"
     register_module(_name, _config, _module, models=_name not in _WITHOUT_MODELS, resumes=_name in _RESUMING)
 
 

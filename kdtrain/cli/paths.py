@@ -172,6 +172,7 @@ _LOOKS: dict[str, Callable[[str, Mapping[str, str]], str | None]] = {
     "cache": _cache,
     "spec": _spec,
     "teacher spec": lambda text, texts: None if text == SELF else _spec(text, texts, "teachers"),
+    "model spec": lambda text, texts: None if os.path.isdir(text) else _spec(text, texts, "teachers"),
     "student spec": lambda text, texts: None if os.path.isdir(text) else _spec(text, texts),
     "text": _text,
     "file": lambda text, texts: None if _exists(text) else "there is no such file",

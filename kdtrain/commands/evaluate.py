@@ -38,9 +38,9 @@ from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
-from kdtrain.run.build_cache import build_tokens
+from kdtrain.run.build_cache import build_tokens, refuse_no_rows
 from kdtrain.run.path_kind import is_run
-from kdtrain.run.saved_student import open_student, run_of
+from kdtrain.run.saved_student import open_student, run_of, tokenizer_place
 from kdtrain.run.tokenizer_view import differ, entries
 from kdtrain.tables import show
 from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
@@ -72,11 +72,10 @@ def evaluate(config: EvaluateConfig, name: str) -> dict[str, Any]:
     """
     device = pick_device(config.device)
     mode = pick_mode(config.precision, device)
+    _refuse_text(config, name)
     student, tokenizer, checkpoint = open_student(name, device)
     with _source(config, name, tokenizer, device, mode, student.vocab_size) as (source, text, teacher):
         facts = source.facts
-        if config.cache is not None:
-            refuse_tokenizer(digest_of(tokenizer), facts.tokenizer_digest)
         refuse_vocabulary(student.vocab_size, facts.vocab_size, facts.tokenizer_size)
         check_fits(student, name, facts.seq_len, facts.document_mask)
         measured = Student(
@@ -116,6 +115,24 @@ def evaluate(config: EvaluateConfig, name: str) -> dict[str, Any]:
         found = {"student": name, "checkpoint": checkpoint.name, "step": step, **found, "precision": mode}
         add_evaluation(run, found)
     return found | {"calibration": calibration(metrics)}
+
+
+def _refuse_text(config: EvaluateConfig, name: str) -> None:
+    """UsageError: the tokenizers differ, or the text is too short, which is seen before any weights are loaded."""
+    place, data = tokenizer_place(name), config.data
+    own = None if config.cross_tokenizer else digest_of(place)
+    if config.cache is not None:
+        refuse_tokenizer(own, open_cache(config.cache).manifest.settings.tokenizer_digest)
+        return
+    if config.teacher is not None:
+        spec = read_spec(config.teacher, "teachers")
+        theirs = digest_of(spec)
+        if None not in (own, theirs) and own != theirs:
+            both = f"--student {name} and --teacher {spec.name} have different tokenizers"
+            raise UsageError(f"{both}; add --cross-tokenizer")
+        place = spec.tokenizer or spec.source
+    if place is not None:
+        refuse_no_rows(data, load_tokenizer(place), {"validation": data.num_sequences})
 
 
 def _last_words(
@@ -171,11 +188,7 @@ def _source(
                 teacher.load()
                 teacher.check(config.data.seq_len, config.data.document_mask)
                 teacher.prepare()
-                theirs = digest_of(spec)
-                apart = across and differ(config, own, theirs)
-                if not apart and None not in (own, theirs) and own != theirs:
-                    both = f"--student {name} and --teacher {spec.name} have different tokenizers"
-                    raise UsageError(f"{both}; add --cross-tokenizer")
+                apart = across and differ(config, own, digest_of(spec))
                 tokenizer = tokenizer or spec.tokenizer or spec.source
             if tokenizer is None:
                 raise UsageError(f"--student {name} comes without a tokenizer; give --teacher, or --cache")

@@ -15,6 +15,7 @@ from kdtrain.config.cache_commands import MergeConfig as MergeConfig
 from kdtrain.config.cache_commands import SubsetConfig as SubsetConfig
 from kdtrain.config.cache_commands import check_device as check_device
 from kdtrain.config.choices import Weights as Weights
+from kdtrain.config.commands import ChatConfig as ChatConfig
 from kdtrain.config.commands import CompareConfig as CompareConfig
 from kdtrain.config.commands import DemoConfig as DemoConfig
 from kdtrain.config.commands import DistillConfig as DistillConfig

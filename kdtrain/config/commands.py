@@ -285,23 +285,41 @@ class DemoConfig(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(Printed):
-    """Continue a text with a trained student."""
+class WritingConfig(Printed):
+    """How a student writes."""
 
     student: str = option(positional=True, reads="student spec")
     """A run (its best student), a checkpoint, an export, a TOML of students/ or teachers/, or a hub id."""
-    prompt: str = option("", positional=True, text=True)
-    """What to answer in the student's chat template, or the text to continue; empty: from a document's beginning."""
-    raw: bool = False
-    """Continue the prompt as it stands, also with a student that has a chat template."""
-    max_tokens: int = option(100, least=1)
-    """At most this many tokens; fewer where the student ends the text or reads no more."""
     temperature: float = option(0.8, least=0)
     """Divides the logits: low is careful, 1 is what the student has learned; 0 takes the most likely token."""
     seed: int = option(0, least=0)
     """Of the sampled tokens: another one gives another text."""
     device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(WritingConfig):
+    """Continue a text with a trained student."""
+
+    prompt: str = option("", positional=True, text=True)
+    """What to answer in the student's chat template, or the text to continue; empty: from a document's beginning."""
+    raw: bool = False
+    """Continue the prompt as it stands, also with a student that has a chat template."""
+    max_tokens: int = option(100, least=1)
+    """At most this many tokens; fewer where the student ends the text or reads no more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(WritingConfig):
+    """Talk to a trained student in its chat template; at a terminal, or with a turn a line on stdin."""
+
+    beside: str | None = option(None, once=True, reads="model spec", shown="TEACHER")
+    """Another model that answers each turn too, in a conversation of its own: the teacher, or any student."""
+    system: str | None = option(None, once=True, text=True, shown="TEXT")
+    """The system prompt, before the first turn."""
+    max_new_tokens: int = option(512, least=1)
+    """At most this many tokens an answer; fewer where the model ends its turn or reads no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,6 +388,7 @@ COMMANDS = {
     "distill": DistillConfig,
     "evaluate": EvaluateConfig,
     "generate": GenerateConfig,
+    "chat": ChatConfig,
     "inspect": InspectConfig,
     "verify": VerifyConfig,
     "merge": MergeConfig,
@@ -380,4 +399,5 @@ COMMANDS = {
     "plot": PlotConfig,
     "completion": CompletionConfig,
 }
-"""The built-in commands: `kdtrain NAME` runs `main` of the module of that name in `kdtrain.commands`."""
+"""The built-in commands: `kdtrain NAME` runs `main` of the module of that name in `kdtrain.commands`; `chat` is a
+function of that of `generate`."""

@@ -41,7 +41,7 @@ from kdtrain.models.output_head import OutputHead as OutputHead
 # Largest |difference| / largest |value|: the head is one product, computed twice in the same dtype.
 _HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 _AMPLIFIED_LOGIT = 40.0
-_FAILURES = (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError)
+FAILURES = (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError)
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """How configurations call the number of experts of a layer."""
 
@@ -52,7 +52,8 @@ class SplitModel(nn.Module):
     `model` is the only submodule, so that the keys of the state dict are `model.` and the names of transformers.
     `fused`: whether the head is split off; `reason`: why not. `separates_documents`: whether `segments` work. `frozen`:
     entries of the state dict that are not trained, where that is a part of it; `base`: the digest of these as they were
-    loaded; `lora`: the adapters, if there are any.
+    loaded; `lora`: the adapters, if there are any. `keeps_keys`: whether its steps with a KV cache give the logits of
+    whole forwards; None: `generate.decoding` has not tried yet.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -64,6 +65,7 @@ class SplitModel(nn.Module):
         self.frozen: frozenset[str] = frozenset()
         self.base = ""
         self.lora: LoraConfig | None = None
+        self.keeps_keys: bool | None = None
         self._scale = 1.0
         self._softcap: float | None = None
 
@@ -86,22 +88,25 @@ class SplitModel(nn.Module):
         segments_BT: Tensor | None = None,
         layers: tuple[int, ...] = (),
         balance: bool = False,
+        past: Any = None,
     ) -> Any:
         """Return hidden states [B, T, D], or logits [B, T, V] if the model is not split.
 
         tokens_BT: token ids, int64. segments_BT: number of the document of each position, integers; attention and
         positions then stay within a document. None: plain causal attention. layers: also return a list of the outputs
         [B, T, D] of these, where 0 is the embedding and the last one normed. balance: and the router's loss, a scalar,
-        behind them (`router_loss`).
+        behind them (`router_loss`). past: a cache of transformers with the keys of the tokens before these, which takes
+        theirs.
         """
         if segments_BT is not None and not self.separates_documents:
             raise UsageError(f"{_name(self.model)} cannot keep documents apart; leave --document-mask out")
         more = {"output_hidden_states": True} if layers else {}
         more |= {"output_router_logits": True} if balance else {}
+        more |= {} if past is None else {"past_key_values": past, "use_cache": True}
         output = self._output(tokens_BT, segments_BT, **more)
         # prompt tuning puts positions in front
         result = output.last_hidden_state if self.fused else output.logits[:, -tokens_BT.shape[1] :]
-        if not more:
+        if not (layers or balance):
             return result
         states = [output.hidden_states[layer] for layer in layers]
         return result, states + ([router_loss(self.model, output.router_logits)] if balance else [])
@@ -139,7 +144,7 @@ def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep
             probe = _Probe(pieces, tokens_BT)
         except torch.OutOfMemoryError:
             raise
-        except _FAILURES as error:
+        except FAILURES as error:
             cause = " ".join(str(error).split())[:200]
             raise UsageError(f"{_name(model)} cannot be run as it is configured: {cause}") from error
         if probe.effect(of=slice(probe.cut, None), on=slice(None, probe.cut)) > probe.bound:
@@ -239,7 +244,7 @@ class _Probe:
             return _largest(self.pieces(self.tokens_BT, segments_BT) - expected_BTV) <= self.bound
         except torch.OutOfMemoryError:
             raise
-        except _FAILURES:
+        except FAILURES:
             return False
 
 
@@ -259,7 +264,7 @@ def _fuse(pieces: SplitModel, tokens_BT: Tensor) -> None:
         pieces.fused = _prove_a_form(pieces, tokens_BT)
     except torch.OutOfMemoryError:
         raise
-    except _FAILURES as error:
+    except FAILURES as error:
         pieces.fused = False
         pieces.reason = " ".join(f"{_name(pieces.model)}: {type(error).__name__}: {error}".split())[:200]
     pieces.reason = "" if pieces.fused else pieces.reason

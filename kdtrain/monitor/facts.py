@@ -156,18 +156,22 @@ def last_numbers(result: Mapping[str, Any], record: RunRecord) -> str:
 
 def _alphas(record: RunRecord) -> Iterator[str]:
     """Describe what alpha was measured by last, of each member of a mixture."""
-    line = next((each for each in reversed(record.steps) if any(name.endswith("/share") for name in each)), {})
-    shares = [each for each in line if each.startswith("withheld/") and each.endswith("/share")]
-    for name in (each.removesuffix("share") for each in shares):
-        known = {key: number(round(line.get(f"{name}{key}", math.nan), 3)) for key in ("share", "posterior", "gap")}
-        losses = f"student {loss_text(line.get(f'{name}loss'))}, teacher {loss_text(line.get(f'{name}teacher_loss'))}"
-        own = name.removeprefix("withheld/").rstrip("/")
-        of = f" for {own}" if own else ""
-        value = line.get(f"alpha/{own}" if own else "alpha", math.nan)
-        yield (
-            f"alpha {value:.2f}{of} @{number(line['step'])}, by {number(line.get(f'{name}tokens'))} withheld tokens "
-            f"({losses}): labels confirm {known['share']}, best mixture {known['posterior']}, by heart {known['gap']}"
-        )
+    for line in reversed(record.steps):
+        own = [each for each in line if each.startswith("withheld/")]
+        found = [each.removesuffix("/share") for each in own if each.endswith("/share")]
+        for name in found:
+            member = name.removeprefix("withheld")
+            of = f" for {member[1:]}" if member else ""
+            student, teacher = (loss_text(line.get(f"{name}/{key}")) for key in ("loss", "teacher_loss"))
+            rest = (line.get(f"{name}/{key}", math.nan) for key in ("share", "posterior", "gap"))
+            share, posterior, gap = (number(round(each, 3)) for each in rest)
+            yield (
+                f"alpha {line.get(f'alpha{member}', math.nan):.2f}{of} @{number(line['step'])}, by "
+                f"{number(line.get(f'{name}/tokens'))} withheld tokens (student {student}, teacher {teacher}): "
+                f"labels confirm {share}, best mixture {posterior}, by heart {gap}"
+            )
+        if found:
+            return
 
 
 def members(record: RunRecord) -> Iterator[Part]:
@@ -235,16 +239,16 @@ def next_step(path: Path, state: str, exported: Any) -> str:
     return f"Next: kdtrain export {word} --out {quoted(path.with_name(path.name + '-student'))}"
 
 
-def alphas(folder: Path, fixed: float | None) -> dict[str, float | None]:
-    """Return the mean weight of the divergence over the steps of a run, and its last one; None where unknown.
+def alphas(folder: Path, fixed: float | None = None) -> dict[str, float | None]:
+    """Return the mean and the last weight of the divergence in a run; None where unknown.
 
     fixed: that of every step; None where it moves.
     """
-    found = (fixed, fixed)
-    if fixed is None:
+    found = None if fixed is None else (fixed, fixed)
+    if found is None:
         with suppress(OSError, ValueError, UsageError):
-            found = RunRecord.read(folder).alphas or found
-    return dict(zip(("alpha_mean", "alpha_last"), found, strict=True))
+            found = RunRecord.read(folder).alphas
+    return dict(zip(("alpha_mean", "alpha_last"), found or (None, None), strict=True))
 
 
 def closing_page(path: Path, result: Mapping[str, Any]) -> Iterator[Part]:

@@ -135,8 +135,7 @@ def comparable(steps: Sequence[Mapping[str, float]]) -> list[float]:
     weight = steps[-1].get("alpha") if steps else None
     if weight is None:
         return [each.get("ce", each.get("loss", math.nan)) for each in steps]
-    parts = [(each.get("ce", math.nan), each.get("kd_T1", math.nan)) for each in steps]
-    return [(1 - weight) * ce + weight * kd for ce, kd in parts]
+    return [(1 - weight) * each.get("ce", math.nan) + weight * each.get("kd_T1", math.nan) for each in steps]
 
 
 Test = Callable[[Signs], str | None]
@@ -361,7 +360,7 @@ class History:
             data_wait=math.fsum(waited for waited, _ in self.waits) / total if full else None,
             clip=self.clip,
             clipped_share=sum(self.clipped) / len(self.clipped),
-            clipped_losses=comparable(list(self.clipped_steps)),
+            clipped_losses=comparable(self.clipped_steps),
             divergence=math.fsum(self.divergences) / WINDOW if len(self.divergences) == WINDOW else None,
             samples=self.samples,
             epochs=round(epochs, 2),

@@ -308,6 +308,7 @@ def _measured(record: RunRecord) -> dict[str, float | None]:
     kinds = [each.event for each in record.events]
     steps, quantized = record.steps, [value for _, value in record.curve("quantized")]
     times = record.places("minutes")
+    weights = record.alphas or (result.get("alpha_mean"), result.get("alpha_last"))
 
     def latest(name: str) -> float | None:
         found = record.curve(name)
@@ -324,8 +325,8 @@ def _measured(record: RunRecord) -> dict[str, float | None]:
         "entropy_kept": as_finite(as_table(record.environment.get("alignment")).get("entropy_kept")),
         "last_training_loss": latest("loss_avg"),
         "temperature": latest("T"),
-        "alpha_mean": as_finite(result.get("alpha_mean") if record.alphas is None else record.alphas[0]),
-        "alpha_last": as_finite(result.get("alpha_last") if record.alphas is None else record.alphas[1]),
+        "alpha_mean": as_finite(weights[0]),
+        "alpha_last": as_finite(weights[1]),
         "tokens": as_finite(max(record.places("tokens").values()) if steps else result.get("tokens")),
         "seconds": as_finite(60 * max(times.values())) if len(times) > 1 else as_finite(result.get("seconds")),
         "tokens_per_second": record.median_rate(),

@@ -42,44 +42,43 @@ _AVERAGED = 20
 
 
 class Alpha(nn.Module):
-    """A fixed weight, 0 to 1, and the interface of the others."""
+    """A weight from `start`, 0 to 1, to `end` over `total_steps`, a pure function of the step; or the same throughout.
 
-    by_member = False
-    """True where each member of a mixture has a weight of its own."""
-    moves = False
-    """True where it changes from step to step."""
+    Args:
+        shape: of the way, as `--alpha-schedule` takes it.
+    """
 
-    def __init__(self, start: float) -> None:
+    def __init__(self, start: float, end: float = 0.0, total_steps: int = 0, shape: str = "constant") -> None:
         super().__init__()
         if not 0 <= as_number(start, "--alpha") <= 1:
             raise UsageError(f"--alpha {start} is not between 0 and 1")
-        self.start, self.step = float(start), 0
-
-    def set_step(self, step: int, passes: Sequence[float] = ()) -> None:
-        """Set the optimizer step, from 0, of the next calls. passes: over the text of each member so far."""
-        self.step = step
+        self.start, self.end, self.total_steps, self.shape = float(start), end, total_steps, shape
+        self.fixed = self.start if shape == "constant" else None
+        """The weight of every step; None where it moves."""
+        self.step = 0
+        """The optimizer step, from 0, of the next calls."""
+        self.passes: Sequence[float] = ()
+        """How often training went over the text of each member so far."""
 
     @property
-    def fixed(self) -> float | None:
-        """Return the weight of every step; None where it moves."""
-        return None if self.moves else self.start
+    def measured(self) -> bool:
+        """Return whether withheld text was measured."""
+        return False
+
+    def set_step(self, step: int, passes: Sequence[float] = ()) -> None:
+        """Set `step` and `passes`."""
+        self.step, self.passes = step, passes
 
     def value(self) -> float | Tensor:
-        """Return the weight of the next loss; an fp64 tensor [M] where `by_member`."""
-        return self.start
-
-
-class ScheduledAlpha(Alpha):
-    """A weight from `start` to `end` over `total_steps`, a pure function of the step."""
-
-    moves = True
-
-    def __init__(self, start: float, end: float, total_steps: int, shape: str) -> None:
-        super().__init__(start)
-        self.end, self.total_steps, self.shape = end, total_steps, shape
-
-    def value(self) -> float:
+        """Return the weight of the next loss; where it is measured, an fp64 tensor [M]."""
         return scheduled(self.shape, self.start, self.end, self.step, self.total_steps)
+
+    def largest(self) -> float:
+        """Return the weight of the next loss, in a mixture the largest."""
+        return float(torch.as_tensor(self.value()).max())
+
+    def update(self, sums_M6: Tensor) -> None:
+        """Take `LossOutput.members` of a step over all ranks; here they change nothing."""
 
 
 class MeasuredAlpha(Alpha):
@@ -91,7 +90,6 @@ class MeasuredAlpha(Alpha):
         taught: whether each member has a teacher; where it has none, the weight is 0.
     """
 
-    by_member = moves = True
     present: Tensor
     """[M] the weight now; -1 before the first measurement."""
     known: Tensor
@@ -107,25 +105,19 @@ class MeasuredAlpha(Alpha):
         self.register_buffer("known", torch.full((size, 3), -1.0, dtype=torch.float64))
         self.register_buffer("trained", torch.full((size, 2), math.inf, dtype=torch.float64))
         self.register_buffer("taught", torch.tensor(taught), persistent=False)
-        self.passes: tuple[float, ...] = (1.0,) * size
+        self.fixed, self.passes = None, (1.0,) * size
         self.by_forward = True
         """Whether each forward in training moves it; a trainer that counts steps clears this, and calls `update`."""
         self.hinted = False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MeasuredAlpha":
         """Move the state to where `fn` would move it, and leave it in fp64."""
-        for name, each in self._buffers.items():
-            assert each is not None
-            self._buffers[name] = each.to(fn(each).device)
+        for name, each in self.named_buffers():
+            setattr(self, name, each.to(fn(each).device))
         return self
-
-    def set_step(self, step: int, passes: Sequence[float] = ()) -> None:
-        super().set_step(step)
-        self.passes = tuple(passes) or self.passes
 
     @property
     def measured(self) -> bool:
-        """Return whether something was measured."""
         return bool((self.known[:, 0] >= 0).any())
 
     def value(self) -> Tensor:
@@ -147,16 +139,11 @@ class MeasuredAlpha(Alpha):
         A member of which too little is withheld keeps `MOST`, and one whose student is too near its teacher keeps
         what it had.
         """
-        known_M3, unknown_3 = self.known.cpu(), torch.tensor([MOST, MOST, 0.0], dtype=torch.float64)
-        was_M3 = torch.where(known_M3 < 0, unknown_3, known_M3)
-        trained_M = (self.trained[:, 0] - self.trained[:, 1]).nan_to_num(math.inf, math.inf, math.inf)
-        rows = []
-        for each, was, trained in zip(measured, was_M3.tolist(), trained_M.tolist(), strict=True):
-            numbers = (each.student, each.teacher, each.posterior, each.divergence or 0.0)
-            if each.tokens < LEAST_TOKENS or not all(map(math.isfinite, numbers)) or not each.differs:
-                rows.append(was)
-                continue
-            rows.append([each.share, each.posterior, max(each.gap - trained, 0.0)])
+        begun_M3 = torch.where(self.known < 0, self.known.new_tensor([MOST, MOST, 0.0]), self.known)
+        rows, trained_M = begun_M3.tolist(), (self.trained[:, 0] - self.trained[:, 1]).tolist()
+        for row, each, trained in zip(rows, measured, trained_M, strict=True):
+            if each.differs and not too_few(each.tokens):
+                row[:] = each.share, each.posterior, max(0.0, each.gap - trained)  # 0 before the first step, for NaN
         self.known.copy_(torch.tensor(rows, dtype=torch.float64))
         self.present.copy_(torch.where(self.present < 0, self.target(), self.present))
 
@@ -170,20 +157,14 @@ class MeasuredAlpha(Alpha):
         moved_M2 = begun_M2 + (now_M2 - begun_M2) / _AVERAGED
         counts_M = (tokens_M > 0) & self.taught & now_M2.isfinite().all(1)
         self.trained.copy_(torch.where(counts_M[:, None], moved_M2, self.trained))
-        self.advance()
+        self.present.add_((self.target() - self.present).clamp(-MOVES, MOVES))
 
     def follow(self, sums_M6: Tensor) -> None:
         """Call `update` for a forward in training; log once that nothing was measured yet."""
-        if not self.hinted:
-            self.hinted = True
-            if not self.measured:
-                log.warning("alpha is %.2g: it follows withheld text, by Student.measure or AlphaCallback", MOST)
+        if not (self.hinted or self.measured):
+            log.warning("alpha is %.2g: it follows withheld text, by Student.measure or AlphaCallback", MOST)
+        self.hinted = True
         self.update(sums_M6)
-
-    @torch.no_grad()
-    def advance(self) -> None:
-        """Move one step towards the target."""
-        self.present.add_((self.target() - self.present).clamp(-MOVES, MOVES))
 
     @torch.no_grad()
     def begin_at_zero(self) -> None:
@@ -192,25 +173,28 @@ class MeasuredAlpha(Alpha):
         self.known.zero_()
 
 
+def too_few(tokens: float, of: str = "") -> str | None:
+    """Return the line on a member, `of` if it is one of several, of which too few tokens are withheld; None: enough."""
+    needed = f"{tokens:,.0f} withheld tokens with a label, and {LEAST_TOKENS:,} are needed"
+    return f"alpha stays {MOST:.2g}{of and f' for {of}'}: {needed}" if tokens < LEAST_TOKENS else None
+
+
 def build_alpha(options: ObjectiveConfig, total_steps: int, taught: Sequence[bool]) -> Alpha:
     """Make the weight that a run with these options trains with. taught: see `MeasuredAlpha`; none True: no teacher."""
     if not any(taught):
         return Alpha(0.0)
     if options.alpha == "auto":
         return MeasuredAlpha(taught)
-    if options.alpha_schedule == "constant":
-        return Alpha(options.alpha)
-    end = max(total_steps - 1, 1)  # the last step has the end value
-    return ScheduledAlpha(options.alpha, options.alpha_end, end, options.alpha_schedule)
+    last = max(total_steps - 1, 1)  # the last step has the end value
+    return Alpha(options.alpha, options.alpha_end, last, options.alpha_schedule)
 
 
-def of_before(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Turn the state of an alpha that followed its training batches (`PREFIXmeans`) into today's; keep any other."""
-    name = f"{prefix}means"
-    if name not in tensors:
+def of_before(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Turn the state of an alpha that followed its training batches, `alpha.means`, into today's; keep any other."""
+    if (means_M3 := tensors.get("alpha.means")) is None:
         return tensors
-    student_M, teacher_M, divergence_M = tensors[name].double().unbind(1)
+    student_M, teacher_M, divergence_M = means_M3.double().unbind(1)
     share_M = ((student_M - teacher_M) / divergence_M.clamp(min=0)).clamp(0, MOST).nan_to_num(MOST)
-    own = {"present": share_M, "known": torch.full((len(share_M), 3), -1.0, dtype=torch.float64)}
-    own["trained"] = torch.stack([student_M, teacher_M], 1)
-    return {key: each for key, each in tensors.items() if key != name} | {f"{prefix}{k}": v for k, v in own.items()}
+    own = {"alpha.present": share_M, "alpha.known": torch.full_like(means_M3, -1.0, dtype=torch.float64)}
+    own["alpha.trained"] = torch.stack([student_M, teacher_M], 1)
+    return {name: each for name, each in tensors.items() if name != "alpha.means"} | own

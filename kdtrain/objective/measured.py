@@ -1,10 +1,10 @@
 """What withheld text shows of a student and its teacher: both losses, their divergence, and the best mixture of both.
 
-Shape suffixes: M members of a mixture (1 without one), N tokens, R rows of one kind of targets, G groups of tokens.
+Shape suffixes: N tokens, R rows of one kind of targets, G groups of tokens.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 from kdtrain.config.sections import FIXED_ALPHA
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.logits import whole_head
-from kdtrain.objective.metrics import token_losses
+from kdtrain.objective.metrics import chunks, losses
+from kdtrain.objective.targets import Supervision
 
 MOST = FIXED_ALPHA
 _LEAST_EVIDENCE = 16.0
@@ -31,8 +32,8 @@ class Measured(NamedTuple):
     """Of -log q(y)."""
     teacher: float
     """Of -log p(y)."""
-    divergence: float | None
-    """Of KL(p || q) at T = 1; None where it is not known, as across tokenizers: then the posterior alone counts."""
+    divergence: float
+    """Of KL(p || q) at T = 1; NaN where it is not known, as across tokenizers: then the posterior alone counts."""
     divergence_squares: float
     """Of the squares of the divergence of each token."""
     evidence: float
@@ -47,88 +48,78 @@ class Measured(NamedTuple):
     @property
     def share(self) -> float:
         """Return what the labels confirm of the teacher, 0 to 1; the posterior where the divergence is not known."""
-        if self.divergence is None:
+        if math.isnan(self.divergence):
             return self.posterior
         return min(max((self.student - self.teacher) / max(self.divergence, 1e-9), 0.0), 1.0)
 
     @property
     def differs(self) -> bool:
-        """Return whether teacher and student differ by more than the noise of the measurement."""
-        if self.divergence is None:
-            return self.evidence >= _LEAST_EVIDENCE
-        return self.evidence >= _LEAST_EVIDENCE and self.divergence > 2 * math.sqrt(max(self.divergence_squares, 0.0))
+        """Return whether teacher and student differ by more than the noise of the measurement, in finite numbers."""
+        within_noise = self.divergence <= 2 * math.sqrt(self.divergence_squares)  # False for NaN
+        return _LEAST_EVIDENCE <= self.evidence < math.inf and not within_noise
+
+    def figures(self, by_heart: float) -> dict[str, float]:
+        """Return these by the names of metrics.jsonl, nats a token. by_heart: G of `objective.alpha`."""
+        sums = {"loss": self.student, "teacher_loss": self.teacher}
+        if not math.isnan(self.divergence):
+            sums["kl"] = self.divergence
+        means = {name: each / max(self.tokens, 1.0) for name, each in sums.items()}
+        return {**means, "tokens": self.tokens, "share": self.share, "posterior": self.posterior, "gap": by_heart}
 
 
-def compared(student: Any, batches: Iterable[Batch | None]) -> Tensor | None:
-    """Compare student and teacher on each group of tokens: [G, 4] fp64 on the CPU.
+@torch.no_grad()
+def measured(
+    student: Any, batches: Iterable[Batch | None], sum_over_ranks: Callable[[Tensor], Tensor]
+) -> Measured | None:
+    """Measure a member on its batches over all ranks; None, on every rank, where a batch is None.
 
-    The columns are the number of tokens, -log q(y), -log p(y) and KL(p || q), nats.
-
-    A group is a token; with a teacher of another tokenizer what lies between two common boundaries, whose KL is NaN, as
-    it is not known. None, where a batch is None. student: a `training.student.Student`, in evaluation mode or not.
+    Every rank must call it, and gets the same numbers. student: a `training.student.Student` in evaluation mode.
     """
     found = [torch.zeros(0, 4, dtype=torch.float64)]
     for batch in batches:
         if batch is None:
             return None
-        length = batch.loss_mask.shape[1]
-        flat = [rearrange(each, "B T -> (B T)") for each in (batch.tokens[:, 1:], batch.loss_mask)]
-        with torch.no_grad():
-            hidden_ND, head = student.hidden_eager(batch), whole_head(student.model.head)
+        labels_N, mask_N = (rearrange(each, "B T -> (B T)") for each in (batch.tokens[:, 1:], batch.loss_mask))
+        hidden_ND, head, start = student.hidden_eager(batch), whole_head(student.model.head), 0
         parts = () if batch.targets is None else batch.targets.parts or ((len(hidden_ND), batch.targets),)
-        sizes = [rows for rows, _ in parts]
-        rows = zip(*(each.split(sizes) for each in (hidden_ND, *flat) if parts), (own for _, own in parts), strict=True)
-        for hidden_RD, labels_R, mask_R, targets in rows:
+        for size, targets in parts:
+            part = slice(start, start + size)
+            start += size
             if targets is not None:
-                own = (hidden_RD, head, labels_R, mask_R, targets)
-                losses_R3 = token_losses(*own, vocab_size=student.vocab_size).double().cpu()
-                found.append(_grouped(losses_R3, mask_R.cpu(), targets.common(), length))
-    return torch.cat(found)
+                rows = Supervision(labels_N[part], mask_N[part], targets)
+                pieces = chunks(hidden_ND[part], head, rows, student.vocab_size)
+                losses_R3 = torch.cat([losses(z_RV, own) for _, z_RV, own in pieces])
+                found.append(grouped(losses_R3, rows.mask, targets.common(), batch.loss_mask.shape[1]))
+    return summed(torch.cat(found), sum_over_ranks)
 
 
-def measured(found: list[Tensor], sum_over_ranks: Callable[[Tensor], Tensor]) -> list[Measured]:
-    """Sum each member's `compared` tokens over all ranks; every rank must call it, and gets the same numbers."""
-    odds = [each_G4[:, 1] - each_G4[:, 2] for each_G4 in found]
-    sums = [
-        torch.cat([each_G4.sum(0), each_G4[:, 3].square().sum()[None], ratio_G.square().sum()[None]])
-        for each_G4, ratio_G in zip(found, odds, strict=True)
-    ]
-    sums_M6, weights = sum_over_ranks(torch.stack(sums)).tolist(), posteriors(odds, sum_over_ranks)
-    rows = []
-    for (tokens, student, teacher, kl, squares, evidence), weight in zip(sums_M6, weights, strict=True):
-        rows.append(Measured(tokens, student, teacher, None if math.isnan(kl) else kl, squares, evidence, weight))
-    return rows
-
-
-def posteriors(odds: Sequence[Tensor], sum_over_ranks: Callable[[Tensor], Tensor]) -> list[float]:
-    """Find the posterior of each member from its log p(y) - log q(y), [N] nats in fp64, by halvings on the slope.
+def summed(losses_G4: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> Measured:
+    """Sum the groups of tokens that `grouped` returns over all ranks, and find the posterior.
 
     d/da mean log(a p + (1 - a) q) = mean (p - q) / (a p + (1 - a) q) falls in a, so that its sign shows the side.
-    Every rank must call it, and gets the same numbers.
     """
-    ratios = [each.clamp(-40, 40).expm1() for each in odds]  # p / q - 1
-    low, high = torch.zeros(len(odds), dtype=torch.float64), torch.full((len(odds),), MOST, dtype=torch.float64)
+    odds_G = losses_G4[:, 1] - losses_G4[:, 2]  # log p(y) - log q(y)
+    squares = [each_G.square().sum() for each_G in (losses_G4[:, 3], odds_G)]
+    sums = sum_over_ranks(torch.stack([*losses_G4.sum(0), *squares]))
+    ratio_G, low, high = odds_G.clamp(-40, 40).expm1(), 0.0, MOST  # p / q - 1
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        slopes = [(each / (1 + a * each)).sum() for each, a in zip(ratios, middle, strict=True)]
-        rises = sum_over_ranks(torch.stack(slopes)) > 0
-        low, high = torch.where(rises, middle, low), torch.where(rises, high, middle)
-    return ((low + high) / 2).tolist()
+        if sum_over_ranks((ratio_G / (1 + middle * ratio_G)).sum()) > 0:
+            low = middle
+        else:
+            high = middle
+    return Measured._make([*sums.tolist(), (low + high) / 2])
 
 
-def figures(found: Measured, by_heart: float) -> dict[str, float]:
-    """Return what was measured by the names of metrics.jsonl, nats a token. by_heart: G of `objective.alpha`."""
-    sums = {"loss": found.student, "teacher_loss": found.teacher, "kl": found.divergence}
-    means = {name: each / max(found.tokens, 1.0) for name, each in sums.items() if each is not None}
-    return {**means, "tokens": found.tokens, "share": found.share, "posterior": found.posterior, "gap": by_heart}
+def grouped(losses_N3: Tensor, mask_N: Tensor, starts_N: Tensor | None, length: int) -> Tensor:
+    """Sum the `losses` of some rows of `length` positions by groups: [G, 4] fp64 on the CPU.
 
+    The columns are the number of tokens, -log q(y), -log p(y) and KL(p || q), nats, NaN where it is not known.
 
-def _grouped(losses_N3: Tensor, mask_N: Tensor, starts_N: Tensor | None, length: int) -> Tensor:
-    """Sum the tokens of some rows of `length` positions by groups, as `compared` returns them.
-
-    starts_N: where both tokenizers have a boundary; a group goes from one to the next of its row, and counts where none
-    of its tokens is masked. None: each token is a group.
+    starts_N: of a teacher of another tokenizer, where both have a boundary; a group goes from one to the next of its
+    row, and counts where none of its tokens is masked. None: each token is a group.
     """
+    losses_N3, mask_N = losses_N3.double().cpu(), mask_N.cpu()
     ones_N1 = torch.ones(len(mask_N), 1, dtype=torch.float64)
     if starts_N is None:
         return torch.cat([ones_N1, losses_N3], 1)[mask_N]

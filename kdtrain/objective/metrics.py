@@ -17,6 +17,7 @@ With a teacher of another tokenizer (`tokenizers`) the KL is that of groups of t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -145,11 +146,7 @@ def measure(
             ),
             Metrics(),
         )
-    chunk = chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
-    rows, head = Supervision(labels_N, mask_N, targets), whole_head(head)
-    if hidden_ND.is_cuda and head.weight is not None:
-        # once for all chunks, as in training: operands of two dtypes would be multiplied in fp32, far more slowly
-        head = replace(head, weight=head.weight.to(hidden_ND.dtype))
+    rows = Supervision(labels_N, mask_N, targets)
     # Of each token: its bytes, those that the teacher's log p is over, and whether it is compared.
     of_teacher = None if bytes_N is None or targets is None else targets.label_bytes(bytes_N)
     compared = None if targets is None else targets.common()
@@ -164,46 +161,36 @@ def measure(
     unknown = replace(Metrics(), **{name: None for name, each in known.items() if not each})  # type: ignore[arg-type]
     total = torch.tensor(unknown.vector(), dtype=torch.float64)
     parts = []
-    with torch.autocast(hidden_ND.device.type, enabled=False):
-        for start in range(0, hidden_ND.shape[0], chunk):
-            part = slice(start, start + chunk)
-            own = [None if each is None else each[part] for each in extra.values()]
-            z_RV = chunk_logits(hidden_ND[part], head, vocab_size)
-            parts.append(_chunk_sums(z_RV, rows[part].harmless(vocab_size), own))
+    for part, z_RV, own in chunks(hidden_ND, head, rows, vocab_size, chunk):
+        more = [None if each is None else each[part] for each in extra.values()]
+        parts.append(_chunk_sums(z_RV, own, more))
     if parts:
         total += torch.stack(parts).double().cpu().sum(0)
     return Metrics.from_vector(total.tolist())
 
 
-@torch.no_grad()
-def token_losses(
-    hidden_ND: Tensor,
-    head: OutputHead,
-    labels_N: Tensor,
-    mask_N: Tensor,
-    targets: Targets,
-    *,
-    vocab_size: int,
-) -> Tensor:
-    """Return [N, 3] fp32 of each token: -log q(label), -log p(label) and KL(p || q), nats; any number where masked.
+def losses(z_RV: Tensor, rows: Supervision) -> Tensor:
+    """Return [R, 3] of each row with a teacher: -log q(label), -log p(label) and KL(p || q), nats; q is the student."""
+    own_R = torch.logsumexp(z_RV, dim=-1) - z_RV.gather(1, rows.labels[:, None]).squeeze(1)
+    kl_R, teacher_R, *_ = _teacher_columns(z_RV, None, rows)  # last, as it may write to the logits
+    return torch.stack([own_R, teacher_R, kl_R], 1).to(z_RV.dtype)
 
-    q is the student, p the teacher; the arguments are those of `measure`.
-    """
-    head, rows, found = whole_head(head), Supervision(labels_N, mask_N, targets), []
-    chunk = chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
+
+def chunks(
+    hidden_ND: Tensor, head: OutputHead, rows: Supervision, vocab_size: int, chunk: int | None = None
+) -> Iterator[tuple[slice, Tensor, Supervision]]:
+    """Yield of each chunk its place, its logits [R, V] and its harmless rows, without autocast."""
+    head, chunk = (
+        whole_head(head),
+        chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type),
+    )
     if hidden_ND.is_cuda and head.weight is not None:
+        # once for all chunks, as in training: operands of two dtypes would be multiplied in fp32, far more slowly
         head = replace(head, weight=head.weight.to(hidden_ND.dtype))
     with torch.autocast(hidden_ND.device.type, enabled=False):
-        for start in range(0, hidden_ND.shape[0], chunk):
-            part = rows[start : start + chunk].harmless(vocab_size)
-            z_RV = chunk_logits(hidden_ND[start : start + chunk], head, vocab_size)
-            own_R = z_RV.gather(1, part.labels[:, None]).squeeze(1)
-            own_R = torch.logsumexp(z_RV, dim=-1) - own_R
-            assert part.targets is not None
-            kept = part.targets.resolved()
-            kl_R = forward_kl(kept.compare(z_RV, part.labels).divergence)
-            found.append(torch.stack([own_R, -kept.label_logprob.to(own_R.dtype), kl_R.to(own_R.dtype)], 1))
-    return torch.cat(found)
+        for start in range(0, len(hidden_ND), chunk):
+            part = slice(start, start + chunk)
+            yield part, chunk_logits(hidden_ND[part], head, vocab_size), rows[part].harmless(vocab_size)
 
 
 def _chunk_sums(z_RV: Tensor, rows: Supervision, more: list[Tensor | None]) -> Tensor:
@@ -224,15 +211,15 @@ def _chunk_sums(z_RV: Tensor, rows: Supervision, more: list[Tensor | None]) -> T
     return torch.cat([sums, *binned])
 
 
-def _teacher_columns(z_RV: Tensor, top_R: Tensor, rows: Supervision) -> list[Tensor]:
-    """KL, the teacher's cross-entropy, agreement and acceptance, each [R]."""
+def _teacher_columns(z_RV: Tensor, top_R: Tensor | None, rows: Supervision) -> list[Tensor]:
+    """KL, the teacher's cross-entropy, agreement and acceptance, each [R]; the latter 0 where top_R is None."""
     zero_R = torch.zeros_like(z_RV[:, 0])
     if rows.targets is None:
         return [zero_R] * 4
     targets = rows.targets.resolved()
     known = targets.compare(z_RV, rows.labels)
     columns = [forward_kl(known.divergence), -targets.label_logprob.to(z_RV.dtype)]
-    if known.most_likely is None:
+    if known.most_likely is None or top_R is None:
         return [*columns, zero_R, zero_R]
     agreement_R = (known.most_likely == top_R).to(z_RV.dtype)
     overlap_R = torch.minimum(known.overlap.teacher, known.overlap.student).exp().sum(-1)

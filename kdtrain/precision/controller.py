@@ -26,7 +26,7 @@ stays in the fallback. A checkpoint holds the decision that was made when it was
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
@@ -252,18 +252,19 @@ class PrecisionController:
         """Let the learning rate decay early, from the step after `step` on; None: as planned."""
         self._memory.decay_from = step
 
-    def fixed_weight(self, alpha: float) -> float:
-        """The weight of the divergence in the loss to observe, where the run's own, `alpha`, moves.
+    def judged(self, metrics: Mapping[str, float]) -> float:
+        """Return the loss of a step to observe, nats a token: where alpha moves, one of a fixed weight of `kd_T1`.
 
-        It stays until alpha has moved by `_WEIGHT_MOVES`; then it is alpha, and losses before it no longer count.
+        The weight stays until alpha has moved by `_WEIGHT_MOVES`; then it is alpha, and losses before no longer count.
         """
-        held = self._memory.weight
-        if held is not None and abs(alpha - held) < _WEIGHT_MOVES:
-            return held
-        self._memory.weight, self._clean = alpha, []
-        for each in self._streaks.values():
-            each.above = each.calm = 0
-        return alpha
+        memory, alpha = self._memory, metrics.get("alpha")
+        if alpha is None:
+            return metrics["loss"]
+        if memory.weight is None or abs(alpha - memory.weight) >= _WEIGHT_MOVES:
+            memory.weight, self._clean = alpha, []
+            for each in self._streaks.values():
+                each.above = each.calm = 0
+        return (1 - memory.weight) * metrics["ce"] + memory.weight * metrics["kd_T1"]
 
     def wants_gap(self, step: int) -> bool:
         """True if the gap is to be measured at `step`: it is due, or a decision is near and allowed."""

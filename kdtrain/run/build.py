@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.format.manifest import refuse_tokenizer
 from kdtrain.models.adapters import adapter_parts, frozen_names, restrict
 from kdtrain.models.attention import choose_kernel
 from kdtrain.models.frozen import pack
@@ -19,7 +18,7 @@ from kdtrain.models.loading import (
     vocabulary,
 )
 from kdtrain.models.output_head import refuse_vocabulary
-from kdtrain.models.tokenizer import digest_of, learn_ends, load_tokenizer
+from kdtrain.models.tokenizer import learn_ends, load_tokenizer
 from kdtrain.monitor.progress import log
 from kdtrain.objective.alpha import build_alpha
 from kdtrain.objective.hidden import HiddenLoss, plan_hidden_loss
@@ -88,10 +87,6 @@ def build(recipe: Recipe) -> Run:
 def _load_student(recipe: Recipe) -> SplitModel:
     """Check the student against the data, load it with fp32 weights, and split it into backbone and head."""
     config, spec, facts = recipe.config, recipe.student, recipe.facts
-    meaning = "the ids are taken to mean the same, and the student gets the teacher's tokenizer"
-    with recipe.allowing("tokenizer", meaning):
-        own = digest_of(spec if spec.tokenizer or spec.init == "pretrained" else None)
-        refuse_tokenizer(own, facts.tokenizer_digest)
     if spec.init == "pretrained":
         refuse_vocabulary(vocabulary(spec), facts.vocab_size, facts.tokenizer_size)
     size = None if spec.config is None or "vocab_size" in spec.config else facts.vocab_size

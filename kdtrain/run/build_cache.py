@@ -114,14 +114,12 @@ def begun(
     return replace(settings, sampling=grid_name(offset)), rows
 
 
-def refuse_no_rows(config: CacheTeacherConfig, teacher: Teacher) -> None:
+def refuse_no_rows(data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None]) -> None:
     """UsageError: a split gives no whole sequence, which is seen before any weights are loaded."""
-    data, tokenizer, limits = config.data, teacher.tokenizer, config.splits()
-    if not (config.text.generate and has_prompts(data)):
-        settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=teacher.vocab_size), limits)
-        for split, source in text_sources(data, limits).items():
-            rows = pack(documents_of(data, source), tokenizer, data.seq_len, document_mask=data.document_mask)
-            not_empty(split, rows, settings)
+    settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=len(tokenizer)), limits)
+    for split, source in text_sources(data, limits).items():
+        rows = pack(documents_of(data, source), tokenizer, data.seq_len, document_mask=data.document_mask)
+        not_empty(split, rows, settings)
 
 
 def known_text(folder: Path, data: DataConfig, packed: bool = False) -> dict[str, Any] | None:
@@ -297,6 +295,12 @@ class TextData(DataPlan):
 
     def __init__(self, config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None) -> None:
         self.config, self.student, self.teacher = config, student, teacher
+
+    def refuse_no_rows(self) -> None:
+        data, folder = self.config.data, self.config.out / TEXT
+        if self.teacher is not None and not (folder / MANIFEST).exists():
+            limits = {"train": data.num_sequences, "validation": data.validation_sequences}
+            refuse_no_rows(data, self.teacher.tokenizer, limits)
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
         folder = self.config.out / TEXT

@@ -100,7 +100,8 @@ def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | 
         text = None if config.dry_run else on_main(lambda: known_text(config.out, config.data))
         date = on_main(lambda: pin_date(config.out, config.data, teacher.tokenizer))
         if refined is None:
-            on_main(lambda: None if (config.out / MANIFEST).exists() else refuse_no_rows(config, teacher))
+            there = (config.text.generate and has_prompts(config.data)) or (config.out / MANIFEST).exists()
+            on_main(lambda: None if there else refuse_no_rows(config.data, teacher.tokenizer, config.splits()))
     teacher.tokenizer.date = date  # type: ignore[attr-defined]
     free = free_everywhere(device, config.parallel.device_memory)
     absent = f"the weights of {teacher.name} are not on this machine"

@@ -44,6 +44,9 @@ class DataPlan:
     options: Mapping[str, Any] = {}
     """Options in place of those given, with which the run would read the same data again."""
 
+    def refuse_no_rows(self) -> None:
+        """UsageError: a text gives a split no sequence, which is seen before a teacher is loaded."""
+
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
         """The splits train and validation, and sequences for validation in the teacher's own tokens.
 

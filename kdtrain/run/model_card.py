@@ -10,7 +10,6 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -24,7 +23,7 @@ from kdtrain.config.values import fields_of, marked, options_of
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import read_toml
 from kdtrain.models.spec import ModelSpec, is_hub_id, read_spec
-from kdtrain.monitor.record import RunRecord
+from kdtrain.monitor.facts import alphas
 from kdtrain.run.folder import TOKENIZER, to_toml
 from kdtrain.tables import facts_table, markdown, markdown_text, percent
 from kdtrain.tokenizers.view_format import viewed_settings
@@ -108,9 +107,9 @@ def card_files(
             f"adapters beside {trained} weights, of which the losses below are; merged they are another model"
         )
     facts |= {"step": f"{progress['step']:,}", "tokens": f"{progress['tokens']:,}"}
-    with suppress(OSError, ValueError, UsageError):
-        if alphas := RunRecord.read(run).alphas:
-            facts["teacher's weight (alpha)"] = f"{alphas[0]:.2f} in the mean, {alphas[1]:.2f} at the end"
+    mean, last = alphas(run).values()
+    if mean is not None and last is not None:
+        facts["teacher's weight (alpha)"] = f"{mean:.2f} in the mean, {last:.2f} at the end"
     for key, words in _LOSSES.items():
         if isinstance(loss := progress.get(key), float):
             size = progress.get("bytes_per_token")

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from kdtrain.cache.format.manifest import refuse_tokenizer
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.self_check import look
 from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig
@@ -27,6 +28,7 @@ from kdtrain.models.attention import resolve_attention
 from kdtrain.models.frozen import refuse_weights
 from kdtrain.models.loading import is_model_folder, with_weights_of
 from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
+from kdtrain.models.tokenizer import digest_of, tokenizer_digest
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.net.address import parse_address
 from kdtrain.objective.divergence import parse, refuse
@@ -137,21 +139,22 @@ class Recipe:
         path = self.config.checkpoint.load
         return None if path is None or is_model_folder(path) else path
 
-    @contextmanager
-    def allowing(self, name: str, meaning: str = "") -> Iterator[None]:
-        """Turn a refusal inside into a warning with `--allow-mismatch NAME`, and mention that option without it.
 
-        meaning: what then happens.
-        """
-        try:
-            yield
-        except UsageError as error:
-            if name in self.config.allow_mismatch:
-                warn_early("mismatch", f"--allow-mismatch {name}: {error}{meaning and f'; {meaning}'}")
-            elif name in ("tokenizer", "cache"):
-                raise UsageError(f"{error}; or add --allow-mismatch {name}{meaning and f': {meaning}'}") from None
-            else:
-                raise
+@contextmanager
+def allowing(config: DistillConfig, name: str, meaning: str = "") -> Iterator[None]:
+    """Turn a refusal inside into a warning with `--allow-mismatch NAME`, and mention that option without it.
+
+    meaning: what then happens.
+    """
+    try:
+        yield
+    except UsageError as error:
+        if name in config.allow_mismatch:
+            warn_early("mismatch", f"--allow-mismatch {name}: {error}{meaning and f'; {meaning}'}")
+        elif name in ("tokenizer", "cache"):
+            raise UsageError(f"{error}; or add --allow-mismatch {name}{meaning and f': {meaning}'}") from None
+        else:
+            raise
 
 
 def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier: Path | None = None) -> Recipe:
@@ -182,6 +185,13 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     with raise_on_all_ranks():
         facts = data.facts
         seq_len, size = (given.data.seq_len, None) if facts is None else (facts.seq_len, facts.vocab_size)
+        theirs = None if facts is None else facts.tokenizer_digest
+        if facts is None and teacher is not None:
+            theirs = tokenizer_digest(teacher.tokenizer)
+        meaning = "the ids are taken to mean the same, and the student gets the teacher's tokenizer"
+        with allowing(given, "tokenizer", meaning):
+            own = digest_of(student if student.tokenizer or student.init == "pretrained" else None)
+            refuse_tokenizer(own, theirs)
         masked, compiles = given.data.document_mask if facts is None else facts.document_mask, _compiles(given, device)
         attention = (saved if student.attention == "auto" else None) or student.attention
         attention = resolve_attention(
@@ -210,6 +220,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     on_main(lambda: _look(given))
     resumed = held.enter_context(run_lock(given)) if earlier is None else False
     if teacher is not None:
+        on_main(data.refuse_no_rows)
         with raise_on_all_ranks():  # before its text is packed, which may take hours
             teacher.load(sharded=plan.teacher == "fsdp")
             teacher.check(seq_len, masked)

@@ -39,7 +39,7 @@ from kdtrain.run.folder import (
 )
 from kdtrain.run.model_card import card_files
 from kdtrain.run.path_kind import best_run_beside, count_warnings, read_result
-from kdtrain.run.recipe import PARTS, Recipe
+from kdtrain.run.recipe import PARTS, Recipe, allowing
 from kdtrain.run.saved_student import checkpoint_of, merged_line, origin_of, student_at, written_parameters
 from kdtrain.tables import finite, show
 from kdtrain.training.schedule import learning_rate, warmup_steps
@@ -268,7 +268,7 @@ class Run:
 
     def _refuse_other(self, saved: dict[str, Any], path: Path, parts: tuple[str, ...]) -> None:
         for part in parts:
-            with self.recipe.allowing(part):
+            with allowing(self.recipe.config, part):
                 if saved[part] != self.identity[part]:
                     if part == "student":
                         refuse_other_training(saved[part], self.identity[part], path)

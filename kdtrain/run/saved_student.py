@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -40,6 +40,10 @@ def origin_of(run: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     return {"cache": cache_of(run, state), "step": state["progress"]["step"]} | ({"caches": members} if members else {})
 
 
+Kind = Literal["students", "teachers"]
+"""Whose names ship."""
+
+
 class OpenedStudent(NamedTuple):
     """A student, loaded."""
 
@@ -50,34 +54,43 @@ class OpenedStudent(NamedTuple):
     """The checkpoint that it was read from."""
 
 
-def open_student(name: str, device: torch.device) -> OpenedStudent:
+def tokenizer_place(name: str, kind: Kind = "students") -> Path | str | None:
+    """The place of the tokenizer of a student that is not loaded, as `open_student` names it; None: it has none."""
+    path, ships = Path(name), name in shipped(kind)
+    if not ships and (is_run(path) or is_checkpoint(path.resolve())):
+        return tokenizer_of_run(path if is_run(path) else run_of(path))
+    spec = read_spec(name, kind)
+    return spec.tokenizer or spec.source
+
+
+def open_student(name: str, device: torch.device, kind: Kind = "students") -> OpenedStudent:
     """Load a student.
 
     Args:
         name: a run (its best checkpoint, or the newest where none is best), a checkpoint, or a model spec. A bare name
             that ships is the student that ships, as in `read_spec`; `./NAME` is a folder.
         device: the student's device.
+        kind: whose names ship.
     """
-    path, ships = Path(name), name in shipped("students")
+    path, ships, tokenizer = Path(name), name in shipped(kind), tokenizer_place(name, kind)
     if not ships and is_checkpoint(path.resolve()):
 
         def read(found: Path) -> OpenedStudent:
             if (damage := problem(found)) is not None:
                 raise RunError(f"checkpoint {path} is damaged: {damage}")
-            return OpenedStudent(student_at(found, device), tokenizer_of_run(run_of(path.resolve())), found)
+            return OpenedStudent(student_at(found, device), tokenizer, found)
 
         return read_checkpoint(lambda: checkpoint_at(path), read)
     if not ships and is_run(path):
-        tokenizer = tokenizer_of_run(path)
         return read_checkpoint(
             lambda: checkpoint_of(path, "best"),
             lambda found: OpenedStudent(student_at(found, device), tokenizer, found),
         )
-    spec = read_spec(name)
+    spec = read_spec(name, kind)
     if spec.init == "scratch":
         log.warning("%s is a spec of fresh weights, which nothing has trained; of a run, name its folder", name)
     loaded = split(load_student(spec, vocab_size=None, seed=0, device=str(device)))
-    return OpenedStudent(loaded, spec.tokenizer or spec.source)
+    return OpenedStudent(loaded, tokenizer)
 
 
 def student_at(path: Path, device: torch.device, base: ModelSpec | None = None) -> SplitModel:

@@ -35,6 +35,7 @@ from kdtrain.cache.format.codec import draw_points, encode, grid_offset, uniform
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings, end_tokens
 from kdtrain.errors import UsageError
+from kdtrain.models.generate import draw
 from kdtrain.monitor.progress import log
 from kdtrain.ranks import world_size
 from kdtrain.tables import duration
@@ -207,24 +208,3 @@ def _apart(generate: Generate, score: Callable[[Tensor], Tensor], lengths: tuple
     scored_NV = torch.cat([scored_BTV[rows, places] for rows, places, *_ in blocks])
     stepped_NV = torch.cat([block[3] for block in blocks])
     return not float((stepped_NV - scored_NV).abs().mean()) <= _APART * float(scored_NV.std(-1).mean())
-
-
-def draw(logits_BV: Tensor, chance_B: Tensor, temperature: float, top_p: float) -> Tensor:
-    """Inverse-CDF samples [B] at chances in [0, 1), of the most likely entries that have `top_p` together.
-
-    A row without a distribution gives any id.
-    """
-    if temperature == 0:
-        return logits_BV.argmax(-1)
-    # the largest is 0, so that no temperature overflows
-    scaled_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)).double() / max(temperature, 1e-100)
-    weights_BV, ids_BV = scaled_BV.exp().nan_to_num(), None
-    if top_p < 1:
-        weights_BV, ids_BV = torch.sort(weights_BV, dim=-1, descending=True, stable=True)
-        before_BV = weights_BV.cumsum(-1) - weights_BV
-        weights_BV = weights_BV.where(before_BV < top_p * weights_BV.sum(-1, keepdim=True), 0.0)
-    cdf_BV = weights_BV.cumsum(-1)
-    point_B1 = chance_B.to(cdf_BV.device)[:, None] * cdf_BV[:, -1:]
-    last_B1 = weights_BV.shape[1] - 1 - (weights_BV.flip(-1) > 0).int().argmax(-1, keepdim=True)
-    found_B1 = torch.searchsorted(cdf_BV, point_B1, right=True).minimum(last_B1)
-    return (found_B1 if ids_BV is None else ids_BV.gather(1, found_B1))[:, 0]

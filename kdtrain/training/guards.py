@@ -149,11 +149,11 @@ class SpikeDetector(Watcher[_Clean]):
         if not self.patience or not all(map(math.isfinite, parts.values())) or parts.get("ce") == 0:
             return None
         clean = self.memory.clean
-        watched = {name: [*clean.get(name, ()), value] for name, value in parts.items()}
-        if alpha is not None and "kd_T1" in watched:
-            both = zip(reversed(watched["ce"]), reversed(watched.pop("kd_T1")), strict=False)
-            watched["ce"] = [(1 - alpha) * ce + alpha * kd for ce, kd in both][::-1]
-        if all(values[-1] <= self._limit(values[:-1]) for values in watched.values()):
+        watched = {name: [value, *reversed(clean.get(name, ()))] for name, value in parts.items()}  # the newest first
+        if alpha is not None:
+            both = zip(watched["ce"], watched.pop("kd_T1"), strict=False)
+            watched["ce"] = [(1 - alpha) * ce + alpha * kd for ce, kd in both]
+        if all(value <= self.threshold(before) for value, *before in watched.values()):
             # of a part that is not watched for a while, nothing before counts
             self.memory.clean = {name: [*clean.get(name, ()), value][-self.window :] for name, value in parts.items()}
             self.reset()
@@ -163,12 +163,8 @@ class SpikeDetector(Watcher[_Clean]):
         self.memory.spiky += 1
         return self.memory.suspicious_since if self.memory.spiky >= self.patience else None
 
-    def threshold(self, part: str) -> float:
-        """The value above which a part is spiky; infinite while there are too few clean values."""
-        return self._limit(self.memory.clean.get(part, ()))
-
-    def _limit(self, clean: Sequence[float]) -> float:
-        """The threshold by these clean values."""
+    def threshold(self, clean: Sequence[float]) -> float:
+        """The value above which a part with these clean values is spiky; infinite while there are too few of them."""
         if len(clean) < self.minimum:
             return math.inf
         middle, spread = median_and_mad(clean)

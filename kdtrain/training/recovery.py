@@ -18,7 +18,6 @@ state, or to an ordinary checkpoint where the recovery buffer has none.
 
 import copy
 import math
-from collections.abc import Mapping
 from enum import Enum
 
 from safetensors import SafetensorError
@@ -128,14 +127,6 @@ class Recovery:
             elif isinstance(action, Recover):
                 recovered = self._restore_good_state(adaptive) or recovered
         return names, recovered
-
-    def judged(self, metrics: Mapping[str, float]) -> float:
-        """The loss of a step that `act` is given, nats a token: where alpha moves one of a fixed weight."""
-        adaptive, alpha = self.state.adaptive, metrics.get("alpha")
-        if adaptive is None or alpha is None:
-            return metrics["loss"]
-        weight = adaptive.controller.fixed_weight(alpha)
-        return (1 - weight) * metrics["ce"] + weight * metrics["kd_T1"]
 
     def restore(self, to: Checkpoint, kind: str, lr_factor: float = 1.0, **fields: int) -> None:
         """Restore an earlier state of this run, leave out the data since then, and publish the result.

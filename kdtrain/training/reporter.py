@@ -13,7 +13,8 @@ Shape suffixes: B rows, T tokens so far, D width.
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.config import DistillConfig
 from kdtrain.errors import first_sentence
-from kdtrain.models.generate import generate
+from kdtrain.models.generate import decoding, generate
 from kdtrain.monitor.progress import Bar, StepText, Throughput, log
 from kdtrain.monitor.rules import WINDOW, History, Signs, comparable, findings, free_mib, initial_loss, newest_mib
 from kdtrain.monitor.writers import SilentWriters, Writers
@@ -98,13 +99,14 @@ def sample_texts(
     prompts_BT, training = tokens_BT[:, :prompt], student.training
     student.eval()
 
-    def next_logits(tokens_BT: torch.Tensor) -> torch.Tensor:
+    @contextmanager
+    def inside() -> Iterator[None]:
         with student.switch.at("high"), autocast(student.mode, student.device):
-            hidden_BTD = student.model(tokens_BT)
-        return student.model.head(hidden_BTD[:, -1])[:, : student.vocab_size]
+            yield
 
     try:
-        with student.eager():  # each length would compile a graph of its own
+        # each length would compile a graph of its own
+        with student.eager(), decoding(student.model, student.vocab_size, inside) as next_logits:
             count = max(1, min(NEW_TOKENS, seq_len - prompt))
             continuations = [
                 torch.stack([*generate(next_logits, prompts_BT, count, temperature, seed)], 1)
@@ -270,7 +272,7 @@ class Reporter:
             saved_step=checkpoint,
             free_mib=free_mib(out),
             checkpoint_mib=newest_mib(out / "checkpoints"),
-            losses=comparable(list(self.steps)),
+            losses=comparable(self.steps),
             validations=self.validations,
             teacher_loss=self.teacher_loss,
         )

@@ -259,7 +259,7 @@ class TrainState:
             self.snapshots = unpacked(tensors, numbers.get("snapshots", []))
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(_PREFIX)}
         if isinstance(self.student.loss.alpha, MeasuredAlpha):
-            tensors = of_before(tensors, "alpha.")
+            tensors = of_before(tensors)
         for part, module in self._parts():
             if part in leave:
                 tensors = {name: each for name, each in tensors.items() if part not in name.split(".")[:2]}

@@ -31,7 +31,6 @@ from kdtrain.errors import RunError
 from kdtrain.objective.alpha import MeasuredAlpha
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
-from kdtrain.objective.measured import figures
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.parallelize import SingleProcess, clip_factor, clip_norm_, total_norm
 from kdtrain.ranks import is_main, local, world_size
@@ -207,9 +206,9 @@ class Stepper:
         if own is None:
             return StepResult(Status.INTERRUPTED)
         tensors = self._all_reduce(own, stop, save_due)
-        compared, measured = tensors.pop("members"), self.student.loss.alpha
-        if isinstance(measured, MeasuredAlpha):
-            tensors |= self._weights(compared, measured)
+        compared, alpha = tensors.pop("members"), self.student.loss.alpha
+        if isinstance(alpha, MeasuredAlpha):
+            tensors |= self._weights(compared, alpha)
         self._all_reduce_gradients()
         if self.reporter.gradients_checked or tensors["tokens"] > 0:
             self.reporter.backward(number)
@@ -241,8 +240,7 @@ class Stepper:
             progress.sequences += self.config.batch_size
             progress.tokens += result.tokens
             progress.skips_in_a_row, progress.loss = 0, result.loss
-            if isinstance(measured, MeasuredAlpha):
-                measured.update(compared)
+            alpha.update(compared)
             self.state.guards.scale.update(overflowed=False)
             self.tokens += result.tokens
             self.weighed = {}
@@ -251,18 +249,11 @@ class Stepper:
 
     def weigh(self, stop: StopRequest) -> bool:
         """Measure alpha by withheld text, which the next step logs; False where a stop request prevented it."""
-        alpha = self.student.loss.alpha
-        assert self.withheld is not None and isinstance(alpha, MeasuredAlpha)
-        found = self.withheld.measure(self.student.eval(), self.layout, stop.read)
+        assert self.withheld is not None
+        found = self.withheld.measure(self.student, self.layout, stop.read, self.state.progress.step)
         self.wrapper.reshard()
-        if found is None:
-            return False
-        if self.state.progress.step or not alpha.measured:  # else the checkpoint of step 0 has it, and what followed
-            alpha.observe(found)
-        names = [f"withheld/{name}/" for name in self.source.facts.members] or ["withheld/"]
-        rows = [each for each in zip(names, found, alpha.known[:, 2].tolist(), strict=True) if each[1].tokens]
-        self.weighed = {f"{name}{key}": value for name, *each in rows for key, value in figures(*each).items()}
-        return True
+        self.weighed = found or {}
+        return found is not None
 
     def rewound(self, step: int) -> None:
         """Tell the observers that the run continues after `step`."""
@@ -479,7 +470,7 @@ class Stepper:
                 metrics["ce_alone"] = read["ce_alone"] / count
             if weights:
                 metrics |= {"teacher_ce": read["teacher_ce"] / count, **weights}
-            elif student.loss.alpha.moves:
+            elif student.loss.alpha.fixed is None:
                 metrics["alpha"] = float(weight)
         if student.hidden_loss is not None:
             metrics |= {"ce": read["ce"] / count, "hidden": read["hidden"] / count}

@@ -28,11 +28,11 @@ from kdtrain.config.sections import QUANTIZED
 from kdtrain.errors import UsageError, as_number, as_whole
 from kdtrain.models.head import SplitModel, layer_widths, router_weight, split
 from kdtrain.models.output_head import refuse_vocabulary
-from kdtrain.objective.alpha import MeasuredAlpha
+from kdtrain.objective.alpha import MeasuredAlpha, too_few
 from kdtrain.objective.batch import Batch, Collator
 from kdtrain.objective.hidden import HiddenLoss
 from kdtrain.objective.loss import DistillationLoss, LossOutput, joined
-from kdtrain.objective.measured import compared, figures, measured
+from kdtrain.objective.measured import measured
 from kdtrain.objective.metrics import measure
 from kdtrain.objective.targets import Supervision, per_token
 from kdtrain.objective.temperature import Temperature
@@ -332,7 +332,7 @@ class Student(PreTrainedModel):
     def total(self, sums: LossOutput, temperature: Tensor) -> Tensor:
         """The total loss in fp64 of the tokens in `sums`, at this temperature."""
         alpha: Any = self.loss.alpha.value()
-        if self.loss.alpha.by_member:
+        if isinstance(alpha, Tensor):  # of each member
             ce, kd = sums.members[:, :2].unbind(1)
             loss = joined(ce, kd, alpha, alpha * temperature.double() ** 2).sum()
         else:
@@ -360,14 +360,16 @@ class Student(PreTrainedModel):
             raise UsageError("measure has no effect at a fixed alpha; make the loss with alpha='auto'")
         training = self.training
         self.eval()
-        found = compared(self, (each if isinstance(each, Batch) else self._batch({**each}) for each in batches))
+        given = (each if isinstance(each, Batch) else self._batch({**each}) for each in batches)
+        found = measured(self, given, lambda each: all_reduce_sum(each.to(self.device)).cpu())
         self.train(training)
         assert found is not None
-        rows = measured([found], lambda each: all_reduce_sum(each.to(self.device)).cpu())
+        if (line := too_few(found.tokens)) and not alpha.measured:
+            warnings.warn(line, stacklevel=2)
         alpha.trained.copy_(all_reduce_sum(alpha.trained) / world_size())
-        alpha.set_step(alpha.step, [passes])
-        alpha.observe(rows)
-        return figures(rows[0], float(alpha.known[0, 2])) | {"alpha": float(alpha.value()[0])}
+        alpha.passes = [passes]
+        alpha.observe([found])
+        return found.figures(float(alpha.known[0, 2])) | {"alpha": alpha.largest()}
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:

@@ -26,9 +26,8 @@ from kdtrain.errors import RunError
 from kdtrain.monitor.progress import log, log_step, members_line, one_line, validation_line
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.writers import Writers
-from kdtrain.objective.alpha import LEAST_TOKENS, MeasuredAlpha
+from kdtrain.objective.alpha import MeasuredAlpha, too_few
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.measured import MOST
 from kdtrain.parallel.parallelize import SingleProcess
 from kdtrain.precision.controller import Adaptive
 from kdtrain.ranks import is_main, on_main, reported
@@ -98,8 +97,7 @@ class Trainer:
             observers=[*observers],
         )
         if isinstance(alpha := student.loss.alpha, MeasuredAlpha):
-            alpha.by_forward = False
-            self.stepper.withheld = Withheld(validation, micro, config.batch_size * seq_len)
+            self.stepper.withheld = Withheld(alpha, validation, micro, config.batch_size * seq_len)
         self.recovery = Recovery(config, self.state, self.stepper, self.checkpoints, self.reporter)
         self.byte_lengths: np.ndarray | None = None
         self.on_begin: Callable[[float, float, bool], bool] | None = None
@@ -149,7 +147,7 @@ class Trainer:
         """
         progress, texts = self.state.progress, None
         self.byte_lengths = byte_lengths
-        if byte_lengths is not None and self.student.loss.alpha.by_member:
+        if byte_lengths is not None and isinstance(self.student.loss.alpha, MeasuredAlpha):
             self.student.loss.byte_lengths = torch.from_numpy(byte_lengths).float().to(self.student.device)
         if tokenizer is not None:
             texts = partial(sample_texts, self.student, self.validation_source, tokenizer, self.config.seed)
@@ -276,25 +274,20 @@ class Trainer:
 
     def _begin_alpha(self, stop: StopRequest) -> None:
         """Measure alpha before the first step, where it follows withheld text; also of a run begun before it did."""
-        alpha, withheld = self.student.loss.alpha, self.stepper.withheld
-        if withheld is None or not isinstance(alpha, MeasuredAlpha) or not withheld.choose(stop.read):
+        withheld, begun = self.stepper.withheld, self.state.progress.step > 0
+        if withheld is None or not withheld.choose(stop.read) or (begun and withheld.alpha.measured):
             return
-        if alpha.measured and self.state.progress.step:
-            return
-        if self.state.progress.step:
-            log.info(
-                "alpha is %.2g, as the run had it, and follows withheld text from now on", float(alpha.value().max())
-            )
+        if begun:
+            text = "alpha is %.2g, as the run had it, and follows withheld text from now on"
+            log.info(text, withheld.alpha.largest())
         if not self.stepper.weigh(stop):
             return
         if withheld.every:
             text = "alpha %.2g by withheld text, measured again every %s steps"
-            log.info(text, float(alpha.value().max()), f"{withheld.every:,}")
+            log.info(text, withheld.alpha.largest(), f"{withheld.every:,}")
         for name, tokens in withheld.counts.items():
-            if tokens < LEAST_TOKENS:
-                of = f" for {name}" if name else ""
-                text = "alpha stays %.2g%s: %s withheld tokens with a label, and %s are needed"
-                log.info(text, MOST, of, f"{tokens:,}", f"{LEAST_TOKENS:,}")
+            if line := too_few(tokens, name):
+                log.info("%s", line)
 
     def _meet_teacher(self, loss: float | None) -> None:
         """Log what the run has to beat, and begin with the labels alone beside a teacher that knows less than a bigram.
@@ -304,8 +297,8 @@ class Trainer:
         if loss is None:
             return
         alpha = self.student.loss.alpha
-        first = float(torch.as_tensor(alpha.value()).max())
-        weak = on_main(lambda: self.on_begin is not None and self.on_begin(loss, first, alpha.by_member))
+        first, follows = alpha.largest(), isinstance(alpha, MeasuredAlpha)
+        weak = on_main(lambda: self.on_begin is not None and self.on_begin(loss, first, follows))
         if weak and isinstance(alpha, MeasuredAlpha):
             alpha.begin_at_zero()
 
@@ -326,9 +319,9 @@ class Trainer:
         ends_epoch, progress.epoch = epoch > progress.epoch, max(epoch, progress.epoch)
         # The names that adaptive quantisation asks for come first: the memory in the checkpoint names those of the
         # recovery buffer, which a run that is killed between two names must find when it goes back.
-        names = []
-        if result is not None:
-            names = self.recovery.act(progress.step, self.recovery.judged(result.metrics))[0]
+        names, adaptive = [], self.state.adaptive
+        if result is not None and adaptive is not None:
+            names = self.recovery.act(progress.step, adaptive.controller.judged(result.metrics))[0]
         if improved or progress.step % self.config.checkpoint.checkpoint_freq == 0 or self.finished():
             names.append(tiers.name_of("rolling", progress.step))
         if ends_epoch:

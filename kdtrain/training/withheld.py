@@ -12,9 +12,9 @@ from functools import partial
 
 import numpy as np
 
-from kdtrain.objective.alpha import LEAST_TOKENS
+from kdtrain.objective.alpha import MeasuredAlpha, too_few
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.measured import Measured, compared, measured
+from kdtrain.objective.measured import measured
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.training.sources.source import Member, Source
 from kdtrain.training.student import Student
@@ -41,29 +41,33 @@ class Withheld:
     """The sample of a run.
 
     Args:
+        alpha: what is measured by it, and from now on moved by steps alone.
         source: the validation split, as the student reads it.
         micro: sequences in a forward of one rank.
         step_tokens: positions that an optimizer step trains on, over all ranks.
     """
 
-    def __init__(self, source: Source, micro: int, step_tokens: int) -> None:
-        self.source, self.micro, self.step_tokens = source, micro, step_tokens
-        self.parts, self.counts = list[range](), dict[str, int]()
+    def __init__(self, alpha: MeasuredAlpha, source: Source, micro: int, step_tokens: int) -> None:
+        self.alpha, self.source, self.micro, self.step_tokens = alpha, source, micro, step_tokens
+        alpha.by_forward = False
+        self.parts, self.counts = dict[str, range](), dict[str, int]()
         """Of each member its sequences, none where they are too few; of those with a teacher the unmasked tokens."""
         self.every = 0
         """Steps between two measurements; 0 until the sample is chosen: none."""
 
     def choose(self, read: Read) -> bool:
         """Choose the sequences, by reading their masks; False when `read` returns None. It reads no teacher."""
-        source, self.parts, self.counts = self.source, [], {}
+        source = self.source
         for name, each in (source.facts.members or {"": Member(source.facts, range(len(source)), 1, 1.0)}).items():
-            taught = each.facts.targets != "none"
-            found = _spread(source, each.place, read) if taught else (each.place[:0], 0)
-            if found is None:
+            self.parts[name] = each.place[:0]
+            if each.facts.targets == "none":
+                continue
+            if (found := _spread(source, each.place, read)) is None:
                 return False
-            self.parts.append(found[0] if found[1] >= LEAST_TOKENS else each.place[:0])
-            self.counts |= {name: found[1]} if taught else {}
-        positions = sum(map(len, self.parts)) * source.facts.seq_len
+            part, self.counts[name] = found
+            if not too_few(self.counts[name]):
+                self.parts[name] = part
+        positions = sum(map(len, self.parts.values())) * source.facts.seq_len
         self.every = interval(positions, self.step_tokens, getattr(source, "teacher", None) is not None)
         return True
 
@@ -71,15 +75,19 @@ class Withheld:
         """Return whether to measure before step `number`, from 2 on; before the first step it is measured once."""
         return self.every > 0 and number > 1 and (number - 1) % self.every == 0
 
-    def measure(self, student: Student, layout: RankLayout, read: Read) -> list[Measured] | None:
-        """Measure the student on each member's part, over all ranks; None when `read` returns None."""
-        batches = []
-        for part in self.parts:
-            found = compared(student, own_batches(self.source, part, self.micro, read, layout, "withheld.batch"))
-            if found is None:
+    def measure(self, student: Student, layout: RankLayout, read: Read, step: int) -> dict[str, float] | None:
+        """Measure alpha after `step`, over all ranks; return what was measured, None when `read` returns None."""
+        found = []
+        for part in self.parts.values():
+            batches = own_batches(self.source, part, self.micro, read, layout, "withheld.batch")
+            if (each := measured(student.eval(), batches, layout.sum)) is None:
                 return None
-            batches.append(found)
-        return measured(batches, layout.sum)
+            found.append(each)
+        if step or not self.alpha.measured:  # else the checkpoint of step 0 has it, and what followed
+            self.alpha.observe(found)
+        rows = zip(self.parts, found, self.alpha.known[:, 2].tolist(), strict=True)
+        known = {name and f"{name}/": each.figures(gap) for name, each, gap in rows if each.tokens}
+        return {f"withheld/{name}{key}": value for name, each in known.items() for key, value in each.items()}
 
 
 def interval(positions: int, step_tokens: int, online: bool = False) -> int:

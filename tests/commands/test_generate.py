@@ -1,13 +1,28 @@
-"""`kdtrain generate` continues a text with the student of a run, an export or a spec."""
+"""`kdtrain generate` continues a text with the student of a run, an export or a spec; `kdtrain chat` takes turns."""
 
+import fcntl
+import io
 import json
+import logging
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+import time
+from functools import partial
 
 import pytest
 import torch
 
-from kdtrain.models.generate import generate
+from kdtrain.commands.generate import _Writer
+from kdtrain.models.attention import CAUSAL
+from kdtrain.models.generate import decoding, generate
+from kdtrain.models.head import split
 from kdtrain.run import saved_student
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
+from tests.e2e.conftest import opinionated
 
 
 @pytest.fixture
@@ -108,3 +123,180 @@ def test_samples_follow_the_temperature():
     assert drawn(0).tolist() == [0, 0, 1] and drawn(1e-30).tolist() == [0, 0, 1]
     for temperature in (1.0, 3.0):
         assert torch.allclose(drawn(temperature), torch.softmax(logits[0] / temperature, -1), atol=0.04)
+
+
+def written(next_logits, tokens_BT, tokens=20, **options):
+    return torch.stack([*generate(next_logits, tokens_BT, tokens, 1.0, 3, **options)], 1)
+
+
+@torch.no_grad()
+def whole(model, tokens_BT):
+    return model.logits(tokens_BT)[:, -1]
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen3", "gpt2", "mistral", "gemma2", "bloom"])
+def test_steps_with_a_kv_cache_write_what_whole_forwards_write_and_read_only_what_is_new(shape):
+    model, read = split(opinionated(tiny_model(shape)).eval()), []
+    before, causal = model.model.config._attn_implementation, shape not in ("gemma2", "bloom")
+    first_BT = torch.randint(300, (2, 30), generator=torch.Generator().manual_seed(0))
+    other_BT = torch.cat([first_BT[:, :24], first_BT[:, :6]], 1)  # another turn, of which 24 tokens are known
+    wholes = [written(partial(whole, model), first_BT[:, :5]), whole(model, first_BT), whole(model, other_BT)]
+    with decoding(model, 300) as decoder:
+        assert model.keeps_keys
+        with model.register_forward_pre_hook(lambda _, given: read.append(given[0].shape[1])):
+            assert torch.equal(written(decoder, first_BT[:, :5]), wholes[0])
+            for tokens_BT, logits_BV in ((first_BT, wholes[1]), (other_BT, wholes[2]), (first_BT, wholes[1])):
+                torch.testing.assert_close(decoder(tokens_BT), logits_BV, rtol=0, atol=1e-4 * float(logits_BV.std()))
+    assert read == [5, *[1] * 19, 25, 6, 6]
+    assert model.model.config._attn_implementation == before and (before == CAUSAL) == causal
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+def test_a_model_that_ignores_its_cache_is_read_whole_which_is_logged_once(shape, dtype, monkeypatch):
+    model, said = split(tiny_model(shape).eval().to(dtype)), []
+    monkeypatch.setattr(logging.getLogger("kdtrain"), "info", lambda text, *values: said.append(text % values))
+
+    def forgets(_, given, named):
+        return given, {**named, "past_key_values": None}
+
+    tokens_BT = torch.randint(300, (2, 7), generator=torch.Generator().manual_seed(0))
+    with decoding(model, 300):
+        assert model.keeps_keys
+    model.keeps_keys = None
+    with model.model.base_model.register_forward_pre_hook(forgets, with_kwargs=True):
+        for _ in range(2):
+            with decoding(model, 300) as decoder:
+                assert not model.keeps_keys and model.model.config._attn_implementation == CAUSAL
+                assert torch.equal(written(decoder, tokens_BT, 5), written(partial(whole, model), tokens_BT, 5))
+    assert said == [f"{type(model.model).__name__}: no KV cache gives its logits; each token takes a whole forward"]
+
+
+def test_a_draw_depends_on_seed_and_row_and_not_on_the_rows_beside_it():
+    both, second = (
+        written(lambda tokens_BT: torch.zeros(len(tokens_BT), 300), torch.zeros(rows, 1, dtype=torch.int64), **first)
+        for rows, first in ((2, {}), (1, {"first_row": 1}))
+    )
+    assert torch.equal(both[1:], second) and not torch.equal(both[:1], second)
+
+
+CHAT = (
+    "{% for each in messages %}<{{ each['role'] }}>{{ each['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def chat(run, tmp_path):
+    """A model with a chat template whose answers end with a token that neither model nor tokenizer calls an end."""
+    tokenizer = tiny_tokenizer(299)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    tokenizer.chat_template = CHAT
+    model = tiny_model("llama", 300, max_position_embeddings=100_000)
+    return write_model_folder(tmp_path / "chat", model, tokenizer), tokenizer
+
+
+def test_two_turns_through_a_pipe_are_answered_as_the_conversation_that_they_are(chat, run, monkeypatch):
+    argv = (sys.executable, "-m", "kdtrain", "chat", chat[0], "--temperature", "0", "--max-new-tokens", "6")
+    argv += ("--system", "be short", "--beside", chat[0])
+    shown = subprocess.run(argv, input="one\n\ntwo", capture_output=True, text=True, check=True).stdout
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo"))
+    turns = run.json(*argv[3:])["turns"]
+    conversation, lines = "<system>be short<|end|>", ""
+    for turn, asked in zip(turns, ("one", "two"), strict=True):
+        conversation += f"<user>{asked}<|end|><assistant>"
+        ids = chat[1](conversation, add_special_tokens=False)["input_ids"]
+        text = chat[1].decode(run_greedily(chat[0], ids))
+        assert turn["user"] == asked and [each["text"] for each in turn["answers"]] == [text, text]
+        conversation += f"{text}<|end|>"
+        lines += f"{chat[0]}: {text}\n" * 2
+    assert [each for each in shown if each.isprintable()] == [each for each in lines if each.isprintable()]
+
+
+def run_greedily(folder, ids, tokens=6):
+    model = saved_student.open_student(str(folder), torch.device("cpu"))[0].eval()
+    return [int(each) for each in generate(partial(whole, model), torch.tensor([ids]), tokens, 0.0, 0)]
+
+
+def test_an_answer_ends_with_the_token_that_the_template_writes_behind_one(chat, run, monkeypatch):
+    end = chat[1].convert_tokens_to_ids("<|end|>")
+    tokens = [*chat[1]("yes")["input_ids"], end, *chat[1]("no")["input_ids"]]
+    monkeypatch.setattr("kdtrain.commands.generate.generate", lambda *_: iter(torch.tensor(tokens)))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert run.json("chat", chat[0])["turns"] == [
+        {"user": "hello", "answers": [{"by": str(chat[0]), "text": "yes", "tokens": 3}]}
+    ]
+
+
+def test_text_is_streamed_as_it_is_whole_and_never_half_a_character(chat, run, monkeypatch, capsys):
+    text, said = "né 🙂 ok", []
+    tokens = chat[1](text, add_special_tokens=False)["input_ids"]
+    monkeypatch.setattr(_Writer, "_say", lambda self, text: said.append(text))
+    for number, whole in ((len(tokens), text), (5, "né \ufffd")):  # and the first byte of four
+        drawn = torch.tensor(tokens[:number])
+        monkeypatch.setattr("kdtrain.commands.generate.generate", lambda *_, drawn=drawn: iter(drawn))
+        assert run.call("generate", chat[0], "--raw", "x")[0] == 0
+        assert said.pop(0) == "x" and "".join(said) == f"{whole}\n" and "\ufffd" not in "".join(said[:-1])
+        assert len(said) > len(whole) - 1
+        said.clear()
+
+
+def test_the_oldest_turns_of_a_conversation_beyond_the_models_positions_are_left_out(run, tmp_path, monkeypatch):
+    tokenizer = tiny_tokenizer(300)
+    tokenizer.chat_template = CHAT
+    short = write_model_folder(tmp_path / "short", tiny_model("llama", 300), tokenizer)
+    asked, rendered = [], _Writer.rendered
+    monkeypatch.setattr(_Writer, "rendered", lambda self, each, *_: asked.append([*each]) or rendered(self, each))
+    text = "".join(f"turn {number} of four\n" for number in range(4))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    code, out, err = run.call("chat", short, "--max-new-tokens", 8, "--system", "s", "--json")
+    assert code == 0 and len(json.loads(out)["turns"]) == 4
+    assert [each["content"] for each in asked[-1] if each["role"] != "assistant"] == [
+        "s",
+        "turn 2 of four",
+        "turn 3 of four",
+    ]
+    assert err.count("reads 128 tokens: the oldest turns are left out") == 1
+    monkeypatch.setattr(sys, "stdin", io.StringIO("long " * 40))
+    code, _, err = run.call("chat", short)
+    assert code == 2 and "reads 128; shorten it" in err
+
+
+def test_a_model_without_a_chat_template_is_refused_and_generate_named(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    code, _, err = run.call("chat", "teacher")
+    assert code == 2 and "teacher has no chat template; kdtrain generate teacher 'TEXT' continues a text" in err
+
+
+def test_an_interrupt_stops_the_answer_and_a_second_one_ends_well(chat):
+    ours, theirs = pty.openpty()
+    owns = partial(fcntl.ioctl, theirs, termios.TIOCSCTTY, 0)  # makes Ctrl-C a signal
+    argv = [sys.executable, "-m", "kdtrain", "chat", chat[0], "--temperature", "0", "--max-new-tokens", "1000000"]
+    done = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=owns)
+    os.close(theirs)
+    try:
+        assert b"> " in until(ours, b"> ", 200)
+        os.write(ours, b"hello\n")
+        assert b"hello\r\n" in until(ours, b"hello\r\n", 200)
+        assert select.select([ours], [], [], 200)[0], "the answer has begun"
+        assert b"> " not in until(ours, b"> ", 1), "and has not ended"
+        os.write(ours, b"\x03")
+        assert b"> " in until(ours, b"> ", 200)
+        os.write(ours, b"\x03")
+        until(ours, b"Traceback", 2)
+        assert done.wait(200) == 0
+    finally:
+        done.kill()
+        os.close(ours)
+
+
+def until(terminal, wanted, seconds):
+    """What a terminal shows until it has shown `wanted`, ends, or time is over."""
+    found, stop = b"", time.monotonic() + seconds
+    while wanted not in found and time.monotonic() < stop:
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                found += os.read(terminal, 4096)
+            except OSError:
+                break
+    return found

@@ -14,6 +14,7 @@ from kdtrain.files import temporary_name
 from kdtrain.models import spec
 from kdtrain.run.build import build
 from kdtrain.run.recipe import resolve
+from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 STUDENT = ("--student", "student.toml")
 
@@ -91,7 +92,33 @@ def test_a_build_that_was_refused_is_not_called_unfinished(workbench):
 
 
 def test_a_teacher_that_cannot_take_the_text_is_refused_before_the_text_is_packed(workbench):
-    run = ("distill", "--teacher", "teacher", "--data", "text.txt", "--seq-len", 4096, *STUDENT, "--out", "long")
+    run = ("distill", "--teacher", "teacher", "--data", "text.txt", "--seq-len", 256, *STUDENT, "--out", "long")
     code, _, err = workbench.call(*run)
     assert code == 2 and "positions of teacher" in err
     assert not (workbench.root / "long").exists()
+
+
+def test_a_short_text_and_another_tokenizer_are_refused_before_any_model_is_loaded(workbench, monkeypatch):
+    (workbench.root / "short.txt").write_text("".join(f"{n}\n" for n in range(9)))
+    tiny_tokenizer(301).save_pretrained(workbench.root / "other")
+    (workbench.root / "stranger.toml").write_text(
+        (workbench.root / "student.toml").read_text().replace("'teacher'", "'other'")
+    )
+    write_model_folder(workbench.root / "strange", tiny_model("llama", 301), tiny_tokenizer(301))
+    for module in ("teaching.local", "run.build", "run.saved_student"):
+        name = "load_teacher" if module == "teaching.local" else "load_student"
+        monkeypatch.setattr(f"kdtrain.{module}.{name}", lambda *_, **__: pytest.fail("a model is loaded"))
+    short, whole = ("--data", "short.txt", "--seq-len", 100), workbench.text
+    taught, few = ("--teacher", "teacher"), "give no whole sequence of 100 tokens"
+    for argv, reason in (
+        (("distill", *taught, *short, *STUDENT, "--out", "x"), few),
+        (("distill", *taught, *whole, "--student", "stranger.toml", "--out", "x"), "add --allow-mismatch tokenizer"),
+        (("distill", "--cache", "cache", "--student", "stranger.toml", "--out", "x"), "add --allow-mismatch tokenizer"),
+        (("evaluate", *taught, *short, "--student", "teacher"), few),
+        (("evaluate", *short, "--student", "teacher"), few),
+        (("evaluate", *taught, *whole[:4], "--student", "strange"), "different tokenizers; add --cross-tokenizer"),
+        (("evaluate", "--cache", "cache", "--student", "strange"), "another tokenizer"),
+    ):
+        code, _, err = workbench.call(*argv)
+        assert code == 2 and reason in err.splitlines()[-1], (argv, err)
+    assert not (workbench.root / "x").exists()

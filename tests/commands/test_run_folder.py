@@ -237,11 +237,16 @@ def test_on_a_terminal_the_user_confirms_that_an_earlier_run_resumes(run, monkey
     else:
         with pytest.raises(UsageError, match="name another folder"):
             distill.main(config_of(run))
-    assert b"Resume it?" in os.read(person, 4096)
+    shown = b""
+    while b"Resume it?" not in shown:  # the terminal's echo, and what the command writes, come in parts
+        assert select.select([person], [], [], 10)[0], shown
+        shown += os.read(person, 4096)
+    while select.select([person], [], [], 0.2)[0]:
+        os.read(person, 4096)
     distill.main(config_of(run, checkpoint=CheckpointConfig(resume="latest")))
     monkeypatch.setenv("RANK", "0")
     distill.main(config_of(run))
-    assert select.select([person], [], [], 0)[0] == [], "nothing more is asked"
+    assert select.select([person], [], [], 0.2)[0] == [], "nothing more is asked"
 
 
 def test_an_option_that_decides_the_result_may_not_change_and_is_named():

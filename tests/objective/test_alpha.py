@@ -15,7 +15,7 @@ from kdtrain.config.values import configured
 from kdtrain.errors import UsageError
 from kdtrain.objective.alpha import MeasuredAlpha, of_before
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
-from kdtrain.objective.measured import MOST, Measured, _grouped, measured, posteriors
+from kdtrain.objective.measured import MOST, Measured, grouped, summed
 from kdtrain.objective.mixed import MixedTargets
 
 KINDS = ["dense", "ghost", "sampled", "sampled-headless", "online"]
@@ -33,8 +33,7 @@ def loss_of(p, loss, targets):
 def told(student, teacher, divergence=1.0, posterior=0.4, tokens=8192):
     """What withheld text says of a student with these losses, nats a token."""
     sums = [each * tokens for each in (student, teacher)]
-    known = None if divergence is None else divergence * tokens
-    return Measured(tokens, *sums, known, 2.0 * tokens, 1.0 * tokens, posterior)
+    return Measured(tokens, *sums, divergence * tokens, 2.0 * tokens, 1.0 * tokens, posterior)
 
 
 def alpha_of(*rows, passes=(1.0,), trained=None):
@@ -58,7 +57,7 @@ def alpha_of(*rows, passes=(1.0,), trained=None):
         (told(4.6, 3.6, 2.0), 1, 1.7, 0.5),  # the average of the batches lags behind
         (told(3.6, 3.6, 1.5), 4, 0.0, 0.3),  # labels that were read four times teach little
         (told(3.6, 3.6, 1.5), 1, -math.log(4), 0.3),  # or a text that holds them four times, or a student that did
-        (told(4.6, 3.6, None), 1, 1.0, 0.4),  # a divergence that is not known: the posterior alone
+        (told(4.6, 3.6, math.nan), 1, 1.0, 0.4),  # a divergence that is not known: the posterior alone
     ],
 )
 def test_alpha_is_what_fresh_labels_confirm_and_the_best_mixture_where_they_are_known_by_heart(
@@ -76,32 +75,25 @@ def test_of_a_text_drawn_from_the_teacher_alpha_stays_at_its_most_however_near_t
         label_N = torch.multinomial(teacher_NV.exp(), 1, generator=generator)
         losses = [-each.gather(1, label_N).squeeze(1) for each in (student_NV, teacher_NV)]
         divergence = (teacher_NV.exp() * (teacher_NV - student_NV)).sum(1)
-        rows = measured([torch.stack([torch.ones(200_000).double(), *losses, divergence], 1)], lambda each: each)
-        assert rows[0].differs and alpha_of(*rows).value().item() > 0.85
+        row = summed(torch.stack([torch.ones(200_000).double(), *losses, divergence], 1), lambda each: each)
+        assert row.differs and alpha_of(row).value().item() > 0.85
 
 
-def test_the_posterior_is_the_best_weight_in_a_mixture_on_one_rank_and_on_two():
-    generator = torch.Generator().manual_seed(1)
-    odds = [torch.randn(5000, generator=generator).double() * 3 + shift for shift in (-1.5, 0.3, 9.0, -9.0)]
-    grid = torch.linspace(0, MOST, 901, dtype=torch.float64)
-    best = [float(grid[(torch.log1p(grid[:, None] * each.expm1())).mean(1).argmax()]) for each in odds]
-    assert posteriors(odds, lambda each: each) == [pytest.approx(each, abs=1e-3) for each in best]
-    assert best[2:] == [0.9, 0.0] and 0 < best[0] < best[1] < 0.9
-    halves = [[each[:1000] for each in odds], [each[1000:] for each in odds]]
-    slopes = [[], []]
-    posteriors(halves[0], lambda each: slopes[0].append(each) or each)
-    posteriors(halves[0], lambda each: slopes[1].append(each) or -each)
-    assert torch.equal(slopes[0][0], slopes[1][0])  # one place is looked at first, whatever the sum is
+@pytest.mark.parametrize("shift", [-1.5, 0.3, 9.0, -9.0])
+def test_the_posterior_is_the_best_weight_in_a_mixture_on_one_rank_and_on_two(shift):
+    odds = torch.randn(5000, generator=torch.Generator().manual_seed(1)).double() * 3 + shift
+    losses, grid = odds[:, None] * torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.linspace(0, MOST, 901).double()
+    best = float(grid[torch.log1p(grid[:, None] * odds.expm1()).mean(1).argmax()])
+    assert summed(losses, lambda each: each).posterior == pytest.approx(best, abs=1e-3)
+    assert summed(losses, lambda each: 2 * each).posterior == pytest.approx(best, abs=1e-3)  # two with the same text
+    assert (0.001 < best < MOST - 0.001) == (abs(shift) < 2)
 
 
 def test_a_step_moves_alpha_by_a_fiftieth_at_most_and_a_cast_does_not_round_it():
     for cast in (lambda each: each, lambda each: each.bfloat16(), lambda each: each.half()):
         alpha = cast(alpha_of(told(7.6, 3.6, 4.0)))
         alpha.observe([told(3.6, 3.6, 1.5)])
-        seen = []
-        for _ in range(60):
-            alpha.update(torch.zeros(1, 6))
-            seen.append(alpha.value().item())
+        seen = [alpha.update(torch.zeros(1, 6)) or alpha.value().item() for _ in range(60)]
         assert seen == [pytest.approx(max(0.9 - 0.02 * step, 0.0), abs=1e-9) for step in range(1, 61)]
 
 
@@ -110,10 +102,17 @@ def test_a_step_moves_alpha_by_a_fiftieth_at_most_and_a_cast_does_not_round_it()
     [
         told(3.9, 3.6, 0.3, tokens=2000),
         told(3.6, 3.6, 1e-4)._replace(divergence_squares=2.0),
-        told(3.6, 3.6, None)._replace(evidence=3.0),
-        told(math.nan, 3.6),
+        told(3.6, 3.6, math.nan)._replace(evidence=3.0),
+        summed(torch.tensor([[8192.0, math.nan, 2.0, 1.0]]).double(), lambda each: each),
+        summed(torch.tensor([[8192.0, math.inf, 2.0, 1.0]]).double(), lambda each: each),
     ],
-    ids=["too few tokens", "a student that is its teacher", "the same across tokenizers", "a broken forward"],
+    ids=[
+        "too few tokens",
+        "a student that is its teacher",
+        "the same across tokenizers",
+        "a broken forward",
+        "an infinite loss",
+    ],
 )
 def test_what_shows_nothing_keeps_what_was(row):
     assert alpha_of(row).value().tolist() == [0.9]
@@ -134,17 +133,18 @@ def test_alpha_begins_at_zero_beside_a_weak_teacher_until_the_next_measurement()
     alpha = alpha_of(told(7.6, 4.6, 3.5))
     assert alpha.value().item() > 0.8
     alpha.begin_at_zero()
-    alpha.update(torch.zeros(1, 6))
-    assert alpha.value().item() == 0.0
-    alpha.observe([told(5.6, 4.6, 2.0)])
-    alpha.update(torch.zeros(1, 6))
-    assert alpha.value().item() == pytest.approx(0.02)
+    for row, expected in (None, 0.0), (told(5.6, 4.6, 2.0), 0.02):
+        alpha.observe([row] if row else [told(0, 0, tokens=0)])
+        alpha.update(torch.zeros(1, 6))
+        assert alpha.value().item() == pytest.approx(expected)
 
 
 def test_the_averages_of_a_run_begun_before_are_those_it_goes_on_from():
     means = torch.tensor([[4.0, 3.0, 2.0], [torch.inf] * 3], dtype=torch.float64)
     alpha = MeasuredAlpha([True, True])
-    alpha.load_state_dict(of_before({"means": means}, ""))
+    alpha.load_state_dict(
+        {name.removeprefix("alpha."): each for name, each in of_before({"alpha.means": means}).items()}
+    )
     assert alpha.value().tolist() == [0.5, 0.9] and not alpha.measured
     assert alpha.trained.tolist() == [[4.0, 3.0], [math.inf] * 2]
     alpha.observe([told(3.6, 3.6, 1.5)] * 2)
@@ -155,11 +155,11 @@ def test_across_tokenizers_what_lies_between_two_common_boundaries_is_compared()
     losses = torch.arange(1.0, 13).double()[:, None].expand(12, 3)
     mask, starts = torch.ones(12, dtype=torch.bool), torch.zeros(12, dtype=torch.bool)
     starts[[0, 1, 3, 7, 10]] = True  # two rows of six: tokens 6, 11 and the ends of the rows are in no whole group
-    found = _grouped(losses, mask, starts, 6)
+    found = grouped(losses, mask, starts, 6)
     assert found[:, :3].tolist() == [[1, 1, 1], [2, 5, 5], [3, 27, 27]] and found[:, 3].isnan().all()
     mask[2] = False
-    assert _grouped(losses, mask, starts, 6)[:, 0].tolist() == [1, 3]
-    assert _grouped(losses, mask, None, 6).shape == (11, 4)
+    assert grouped(losses, mask, starts, 6)[:, 0].tolist() == [1, 3]
+    assert grouped(losses, mask, None, 6).shape == (11, 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -238,12 +238,8 @@ def test_alpha_auto_excludes_a_schedule_and_needs_the_label_of_an_import():
     assert configured(DistillConfig, begun, {"alpha": "auto", "alpha_schedule": "constant"}).objective.alpha == "auto"
     found = [configured(DistillConfig, None, {**NEEDED, **each}).objective.alpha for each in ({}, alone)]
     assert found == ["auto", 0.9]
-    known = [{}, {"origin": {"labels_kept": 1.0}}, {"parents": [{"origin": {"labels_kept": 1}}]}]
-    unknown = [
-        {"origin": {"labels_kept": 0.7}},
-        {"origin": {"x": 1}},
-        {"parents": [{"origin": {"labels_kept": "all"}}]},
-    ]
+    one, some, word = ({"origin": {"labels_kept": each}} for each in (1.0, 0.7, "all"))
+    known, unknown = [{}, one, {"parents": [one]}], [some, {"origin": {"x": 1}}, {"parents": [word]}]
     for fields, expected in [*((each, True) for each in known), *((each, False) for each in unknown)]:
         manifest = SimpleNamespace(**{"origin": None, "parents": None, **fields})
         assert Manifest.knows_labels.fget(manifest) is expected

@@ -332,7 +332,7 @@ def test_a_state_of_other_rules_does_not_change_the_rules_of_a_run():
 def test_a_line_names_the_weight_of_the_loss_it_judges_where_alpha_moves(alpha, name):
     made = PrecisionController(Policy(quantized="mxfp4", rules=("loss",), threshold=0.1, window=2))
     if alpha is not None:
-        made.fixed_weight(alpha)
+        made.judged({"alpha": alpha, "ce": 1.0, "kd_T1": 1.0})
     first = [made.observe(step, 0.15) for step in (1, 2, 3)][-1][0]
     back = [made.observe(step, 0.05) for step in range(4, 14)][-1][0]
     assert first == LogLine(f"{SAID}{name} 0.1500 exceeds threshold 0.1000, switching to bf16")
@@ -341,5 +341,5 @@ def test_a_line_names_the_weight_of_the_loss_it_judges_where_alpha_moves(alpha, 
 
 def test_losses_are_of_one_weight_until_alpha_has_moved_by_a_tenth():
     made = PrecisionController(Policy(quantized="mxfp4", rules=("spike",), window=2))
-    weights = [made.fixed_weight(round(0.02 * step, 2)) for step in range(12)]
+    weights = [made.judged({"alpha": round(0.02 * step, 2), "ce": 0.0, "kd_T1": 1.0}) for step in range(12)]
     assert weights == [0.0] * 5 + [0.1] * 5 + [0.2] * 2

@@ -19,6 +19,7 @@ from kdtrain.config import CacheParallelConfig, CacheTeacherConfig, DataConfig, 
 from kdtrain.data.corpus import has_prompts
 from kdtrain.data.packing import prompt_rows
 from kdtrain.errors import UsageError
+from kdtrain.models.generate import draw
 from kdtrain.models.head import split
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import end_tokens, ends_of, filler_token, learn_ends
@@ -26,7 +27,7 @@ from kdtrain.run import build_cache
 from kdtrain.teaching import writing
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.teaching.teacher import Writing
-from kdtrain.teaching.writing import BLOCK, continued, draw
+from kdtrain.teaching.writing import BLOCK, continued
 from kdtrain.testing import tiny_model, tiny_tokenizer
 from tests.e2e.conftest import opinionated
 

@@ -167,3 +167,11 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], set[str]]
     yield plant
     monkeypatch.delenv("KDTRAIN_FAULT", raising=False)
     faults.read()
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Measure on little text, before every second or third step."""
+    monkeypatch.setattr("kdtrain.objective.alpha.LEAST_TOKENS", 1)
+    monkeypatch.setattr("kdtrain.training.withheld.TOKENS", 64)
+    monkeypatch.setattr("kdtrain.training.withheld.SHARE", 1.0)

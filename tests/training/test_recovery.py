@@ -55,12 +55,8 @@ def test_a_spike_is_rolled_back_to_the_checkpoint_before_it_its_data_left_out_an
     assert (before.state["progress"]["sequences"], after.state["progress"]["sequences"]) == (96, 4 * confirmed)
 
 
-def test_a_rollback_brings_back_what_alpha_follows(workshop, spikes, monkeypatch):
+def test_a_rollback_brings_back_what_alpha_follows(workshop, spikes, small):
     spikes("26-28")
-    for name in ("objective.alpha", "training.withheld"):
-        monkeypatch.setattr(f"kdtrain.{name}.LEAST_TOKENS", 1)
-    monkeypatch.setattr("kdtrain.training.withheld.TOKENS", 64)
-    monkeypatch.setattr("kdtrain.training.withheld.SHARE", 1.0)  # measured every second or third step
     source = workshop.source(400)
     source.logits += 3 * torch.nn.functional.one_hot(source.tokens[:, 1:], source.vocab_size)  # some better than it
     with workshop.run(train=source, validation=source, alpha="auto", **SPIKE) as run:

@@ -13,6 +13,10 @@ from kdtrain.training.guards import SpikeDetector
 STEPS, SPIKE = 600, 400
 
 
+def limit(detector):
+    return detector.threshold(detector.memory.clean.get("ce", []))
+
+
 def falling(seed, noise=0.06):
     """A loss that falls from 7.6 towards 2.2 as a small language model's does, with noise in proportion."""
     draw = random.Random(seed)
@@ -78,7 +82,7 @@ def test_a_slow_drift_upwards_is_not_a_spike(seed):
 def test_outliers_shorter_than_the_patience_are_not_a_spike_and_do_not_hide_the_next_one(length):
     detector, losses = SpikeDetector(), with_spike(falling(0), 30, length)
     assert confirmed(detector, losses) is None
-    assert detector.threshold("ce") < 4 * 2.2
+    assert limit(detector) < 4 * 2.2
     assert detector.suspicious_since is None
 
 
@@ -105,15 +109,15 @@ def test_a_non_finite_loss_is_neither_clean_nor_spiky(bad):
         detector.update(step, {"ce": loss}) for step, loss in enumerate([1.0, bad, 1.0, 9.0, bad, 9.0, bad, 9.0], 1)
     ]
     assert found == [None] * 7 + [4]
-    assert detector.threshold("ce") == 1.5
+    assert limit(detector) == 1.5
 
 
 def test_nothing_is_judged_before_there_are_enough_clean_losses():
     detector = SpikeDetector(minimum=20)
     assert confirmed(detector, [1.0] * 19) is None
-    assert detector.threshold("ce") == math.inf
+    assert limit(detector) == math.inf
     detector.update(20, {"ce": 1.0})
-    assert detector.threshold("ce") == 1.5
+    assert limit(detector) == 1.5
 
 
 def test_losses_that_hardly_vary_do_not_make_a_small_rise_a_spike():
@@ -163,9 +167,9 @@ def test_a_patience_of_0_never_finds_anything():
 def test_a_reset_forgets_the_spike_and_keeps_the_clean_values():
     detector = SpikeDetector()
     confirmed(detector, with_spike(falling(0), 30, 200))
-    threshold = detector.threshold("ce")
+    threshold = limit(detector)
     detector.reset()
-    assert (detector.suspicious_since, detector.threshold("ce")) == (None, threshold)
+    assert (detector.suspicious_since, limit(detector)) == (None, threshold)
 
 
 @given(st.lists(st.floats(0, 100), max_size=60), st.integers(0, 60))
@@ -174,7 +178,7 @@ def test_a_detector_restored_from_json_finds_the_same_spikes(losses, cut):
         return SpikeDetector(patience=2, window=8, minimum=3)
 
     def feed(detector, part):
-        return [(detector.update(step, {"ce": loss}), detector.threshold("ce")) for step, loss in part]
+        return [(detector.update(step, {"ce": loss}), limit(detector)) for step, loss in part]
 
     whole, first, second, numbered = make(), make(), make(), list(enumerate(losses))
     found = feed(first, numbered[:cut])

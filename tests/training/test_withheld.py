@@ -10,21 +10,13 @@ from transformers import Trainer, TrainingArguments
 
 import kdtrain as kd
 from kdtrain.checkpoint.store import load
+from kdtrain.objective.alpha import MeasuredAlpha
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.training.guards import SpikeDetector
 from kdtrain.training.validate import own_batches
 from kdtrain.training.withheld import Withheld, interval
 
 GOLDEN = "tests/golden/cache/sparse"
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Measure on little text, before every second or third step."""
-    for name in ("objective.alpha", "training.withheld"):
-        monkeypatch.setattr(f"kdtrain.{name}.LEAST_TOKENS", 1)
-    monkeypatch.setattr("kdtrain.training.withheld.TOKENS", 64)
-    monkeypatch.setattr("kdtrain.training.withheld.SHARE", 1.0)
 
 
 def known_text(workshop, size=40):
@@ -64,9 +56,9 @@ def test_how_much_and_how_often_a_run_validates_changes_no_bit_of_it(workshop, s
 
 def test_the_sample_is_spread_over_the_split_and_has_none_of_a_member_without_a_teacher(workshop):
     source = workshop.source(4000)
-    sample = Withheld(source, 4, 24)
+    sample = Withheld(MeasuredAlpha(), source, 4, 24)
     assert sample.choose(lambda action: action())
-    (part,), counts = sample.parts, source.loss_mask.sum(1)
+    part, counts = sample.parts[""], source.loss_mask.sum(1)
     assert sample.counts == {"": int(counts[part].sum())} and 0.9 * 8192 < sample.counts[""] < 1.4 * 8192
     assert part.step > 1 and part.start == 0 and part[-1] >= 4000 - part.step
     assert sample.every == interval(len(part) * source.facts.seq_len, 24) and not sample.due(1)
@@ -76,10 +68,11 @@ def test_the_sample_is_spread_over_the_split_and_has_none_of_a_member_without_a_
     batches = [*own_batches(source, part, 4, lambda action: action(), RankLayout())]
     assert sum(int(each.loss_mask.sum()) for each in batches) == sample.counts[""]
     assert [*dict.fromkeys(np.concatenate(source.reads).tolist())] == [*part]
-    plain = SimpleNamespace(place=range(2000, 4000), facts=SimpleNamespace(targets="none"))
-    taught = SimpleNamespace(place=range(2000), facts=SimpleNamespace(targets="dense"))
-    source.facts = SimpleNamespace(members={"a": taught, "b": plain}, seq_len=source.facts.seq_len)
-    assert sample.choose(lambda action: action()) and len(sample.parts[1]) == 0 and [*sample.counts] == ["a"]
+    places = {"a": (range(2000), "dense"), "b": (range(2000, 4000), "none")}
+    members = {k: SimpleNamespace(place=v, facts=SimpleNamespace(targets=kind)) for k, (v, kind) in places.items()}
+    source.facts = SimpleNamespace(members=members, seq_len=source.facts.seq_len)
+    sample = Withheld(MeasuredAlpha(), source, 4, 24)
+    assert sample.choose(lambda action: action()) and len(sample.parts["b"]) == 0 and [*sample.counts] == ["a"]
     assert not sample.choose(lambda action: None)
 
 
@@ -91,9 +84,9 @@ def test_where_most_tokens_are_masked_the_sample_is_denser_and_has_an_end(counte
         return SimpleNamespace(loss_mask=torch.arange(64).expand(len(rows), -1) < counted)
 
     source = type("Rows", (), {"facts": facts, "read": staticmethod(read), "__len__": lambda self: 20_000})()
-    sample = Withheld(source, 4, 24)
+    sample = Withheld(MeasuredAlpha(), source, 4, 24)
     assert sample.choose(lambda action: action())
-    assert len(sample.parts[0]) == taken and sample.counts[""] == counted * (taken or 1053)
+    assert len(sample.parts[""]) == taken and sample.counts[""] == counted * (taken or 1053)
 
 
 @pytest.mark.parametrize("broken, found", [(None, None), (90, 90), (30, 30)])
@@ -115,27 +108,34 @@ def test_a_student_is_measured_by_the_batches_that_it_is_given(caplog):
     student = kd.Student(kd.testing.tiny_model("llama", 300, seed=3), kd.DistillationLoss()).train()
     student(**batch)
     assert "alpha is 0.9: it follows withheld text" in caplog.text and float(student.loss.alpha.value()) == 0.9
-    few = student.measure([batch])
+    with pytest.warns(match=r"alpha stays 0.9: \d+ withheld tokens with a label, and 2,048 are needed"):
+        few = student.measure([batch])
     assert student.training and few["tokens"] == int(batch["loss_mask"].sum()) < 2048 and few["alpha"] == 0.9
-    many = student.measure([batch] * 100)
-    output = student.eval()(**batch)
-    assert many["loss"] == pytest.approx(float(output.ce / output.tokens), rel=1e-5)
-    assert many["teacher_loss"] == pytest.approx(float(output.teacher_ce / output.tokens), rel=1e-5)
+    many, output = student.measure([batch] * 100), student.eval()(**batch)
+    for name, each in (("loss", output.ce), ("teacher_loss", output.teacher_ce)):
+        assert many[name] == pytest.approx(float(each / output.tokens), rel=1e-5)
     assert many["share"] == pytest.approx(np.clip((many["loss"] - many["teacher_loss"]) / many["kl"], 0, 1), rel=1e-5)
     with pytest.raises(kd.UsageError, match="no effect at a fixed alpha"):
         kd.Student(kd.testing.tiny_model("llama", 300), kd.DistillationLoss(alpha=0.5)).measure([batch])
 
 
-def test_a_trainer_with_the_callback_measures_before_its_first_step_and_knows_its_passes(tmp_path, small):
+def test_a_trainer_with_the_callback_measures_before_its_first_step_knows_its_passes_and_resumes(tmp_path, small):
     cache = kd.Cache(GOLDEN)
-    student, seen = kd.Student(kd.testing.tiny_model("llama", 300, seed=3), kd.DistillationLoss()), []
-    measure = student.measure
-    student.measure = lambda batches, passes: seen.append((passes, measure(batches, passes))) or seen[-1][1]
-    options = {"num_train_epochs": 3, "per_device_train_batch_size": 4, "report_to": "none", "use_cpu": True}
-    arguments = TrainingArguments(str(tmp_path), **options, disable_tqdm=True, save_strategy="no")
-    callback = kd.AlphaCallback(cache["validation"], every=3)
-    trainer = Trainer(student, arguments, kd.collate, cache["train"], callbacks=[callback])
-    trainer.train()
-    steps = trainer.state.max_steps
+
+    def run(folder, **how):
+        student, seen = kd.Student(kd.testing.tiny_model("llama", 300, seed=3), kd.DistillationLoss()), []
+        measure = student.measure
+        student.measure = lambda batches, passes: seen.append((passes, measure(batches, passes))) or seen[-1][1]
+        options = {"num_train_epochs": 3, "per_device_train_batch_size": 2, "report_to": "none", "save_steps": 4}
+        arguments, more = TrainingArguments(folder, **options, use_cpu=True), [kd.AlphaCallback(cache["validation"], 3)]
+        trainer = Trainer(student, arguments, kd.collate, cache["train"], callbacks=more)
+        trainer.train(**how)
+        return student.loss.alpha, seen, trainer.state.max_steps
+
+    alpha, seen, steps = run(str(tmp_path))
     assert len(seen) == 1 + (steps - 1) // 3 and seen[0][0] == 0.0 and seen[-1][0] >= 1.5
-    assert abs(float(student.loss.alpha.value()) - seen[-1][1]["alpha"]) <= 0.02 * 3 + 1e-9
+    assert abs(float(alpha.value()) - seen[-1][1]["alpha"]) <= 0.02 * 3 + 1e-9
+    again, later, _ = run(str(tmp_path), resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert later == seen[2:] and all(torch.equal(*each) for each in zip(again.buffers(), alpha.buffers(), strict=True))
+    with pytest.raises(kd.UsageError, match="AlphaCallback has no rows"):
+        kd.AlphaCallback([])
