@@ -66,10 +66,15 @@ def _name(option: Option) -> str:
     return f"{option.flag} {option.field.metadata.get('shown') or metavar(option.kind)}"
 
 
+def _names(option: Option) -> dict[str, str]:
+    """The names that packages can add to, with their help; of an option with words of its own none."""
+    return {} if choices(option.kind) else registered(option.flag)
+
+
 def _brief(option: Option) -> str:
     """The beginning of an option's docstring, with the words that it takes where its name does not show them."""
     text = option.text.partition(";")[0].rstrip(".")
-    words = list(registered(option.flag)) or (choices(option.kind) if len(_name(option)) >= _COLUMN - 2 else [])
+    words = list(_names(option)) or (choices(option.kind) if len(_name(option)) >= _COLUMN - 2 else [])
     words = [each for each in words if each != option.default]
     room = 78 - _COLUMN - len(option.default_text)
     return f"{text}." if not words else textwrap.shorten(f"{text}: {', '.join(words)}", room, placeholder=" ...")
@@ -78,7 +83,7 @@ def _brief(option: Option) -> str:
 def _long(option: Option) -> list[str]:
     """An option with its docstring, its default, and the names that packages can add to."""
     lines = _row(_name(option), f"{option.text}{option.default_text}")
-    for name, text in registered(option.flag).items():
+    for name, text in _names(option).items():
         lines += wrapped(text, f"  {name:<18} ", indent=21, before=4)
     return lines
 

@@ -1,12 +1,14 @@
 """`kdtrain export`: writes a trained student as a folder that `transformers.AutoModelForCausalLM` loads."""
 
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kdtrain.checkpoint.sealed import read_checkpoint
 from kdtrain.config import ExportConfig
+from kdtrain.config.choices import EXPORTS
 from kdtrain.errors import UsageError
 from kdtrain.files import refuse_displacing
 from kdtrain.imports import optional
@@ -44,7 +46,7 @@ def main(config: ExportConfig) -> int:
 
     def export() -> dict[str, Any]:
         refuse_no_folder(config.out)
-        if config.quantize is not None:
+        if config.quantize == "int8":
             optional("torchao", "fp8", "--quantize int8")
         with export_lock(config.out):
             return _write(config, *_read(config))
@@ -86,30 +88,54 @@ def _read(config: ExportConfig) -> tuple[Path, SplitModel, dict[str, Any], str]:
     return path, student, state, found
 
 
+class Exported(NamedTuple):
+    """What a format makes the arguments of `export_model` of."""
+
+    config: ExportConfig
+    student: SplitModel
+    run: Path
+    tokenizer: Path | None
+    """The folder of its tokenizer."""
+    base: str
+    """The base of adapters that are written alone."""
+    card: Any
+    """`card_files`, which lacks the `weights` and what differs by format."""
+
+
+@EXPORTS.registers("safetensors", "")
+def _folder(of: Exported) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A folder for transformers: the arguments of `export_model`, and what is shown beside them."""
+    config = of.config
+    if of.tokenizer is None:
+        text = "exported without a tokenizer: %s holds none; copy that of its student or teacher into %s"
+        log.warning(text, of.run, config.out)
+    weights = config.torch_dtype if config.quantize is None else f"int8, the rest {config.torch_dtype}"
+    given: dict[str, Any] = {"tokenizer": None if of.tokenizer is None else tokenizer_files(of.tokenizer)}
+    given |= {"dtype": config.torch_dtype, "beside": of.card(weights=weights)}
+    more = {"base": of.base} if config.adapter else {"shard_gb": config.shard_size, "int8": config.quantize is not None}
+    return given | more, {}
+
+
 def _write(config: ExportConfig, path: Path, student: SplitModel, state: dict[str, Any], base: str) -> dict[str, Any]:
     """Write the folder, and return what is shown. What comes after `config` is of `_read`."""
     out = config.out
     run = run_of(path)
-    folder = tokenizer_of_run(run)
-    if folder is None:
-        text = "exported without a tokenizer: %s holds none; copy that of its student or teacher into %s"
-        log.warning(text, run, out)
-    tokenizer = None if folder is None else tokenizer_files(folder)
     step = state["progress"]["step"]
     result = read_result(run)
     if result is not None and result["error"] is not None:
         log.warning("%s ended with an error (%s): this is its student of step %d", run, result["stop_reason"], step)
     parameters = written_parameters(student, config.adapter)
-    weights = config.torch_dtype if config.quantize is None else f"int8, the rest {config.torch_dtype}"
-    about: dict[str, Any] = {"parameters": parameters, "weights": weights, "adapter": config.adapter}
-    card = card_files(out.name, run, state, license=config.license, **about)
-    given: dict[str, Any] = {"dtype": config.torch_dtype, "origin": origin_of(run, state), "beside": card}
-    given |= {"base": base} if config.adapter else {"shard_gb": config.shard_size, "int8": config.quantize is not None}
-    aside = export_model(student, tokenizer, out, **given)
+    about: dict[str, Any] = {"parameters": parameters, "adapter": config.adapter, "license": config.license}
+    card = partial(card_files, out.name, run, state, **about)
+    make = EXPORTS.get(config.format)
+    given, shown = make(Exported(config, student, run, tokenizer_of_run(run), base, card))
+    aside = export_model(student, out=out, origin=origin_of(run, state), **given)
     out = out if out.exists() else out.resolve()  # missing/../x
     if aside:
         log.warning("%s held more than an export, and is now %s", out, aside)
-    found = {"student": str(out), "checkpoint": path.name, "step": step, "parameters": parameters}
+    found = {"student": str(out), "checkpoint": path.name, "step": step, "parameters": parameters, **shown}
+    if "next" in shown:
+        log.info("Next: %s", shown["next"])
     if (kind := state["student"].get("weights")) is None:
         return found
     progress, merged = state["progress"], None

@@ -108,6 +108,14 @@ LOGGERS = Registry(
         "wandb": "wandb:PROJECT, a run of Weights & Biases; needs the package wandb",
     },
 )
+EXPORTS = Registry(
+    "--format",
+    "kdtrain.exports",
+    "kdtrain.commands.export",
+    {"safetensors": "a folder that transformers loads"},
+    {"safetensors": {"--adapter", "--shard-size", "--quantize int8"}},
+)
+"""Of an export; its traits are the options that it takes."""
 
 
 def resolve_tail(tail: str, num_samples: int) -> str:

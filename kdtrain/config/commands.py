@@ -10,7 +10,7 @@ from kdtrain.config.cache_commands import (
     SubsetConfig,
     check_device,
 )
-from kdtrain.config.choices import SOURCES, Weights
+from kdtrain.config.choices import EXPORTS, SOURCES, Weights
 from kdtrain.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -240,8 +240,10 @@ class ExportConfig(Printed):
     """best, latest, or the name of a checkpoint."""
     dtype: Literal["fp32", "bf16", "fp16", "float32", "bfloat16", "float16"] = "fp32"
     """Number format of the written weights."""
-    quantize: Literal["int8"] | None = None
-    """Keep the weights of linear layers in int8, by torchao, for transformers; the rest as --dtype."""
+    format: str = option("safetensors", check=EXPORTS.check)
+    """What is written."""
+    quantize: Literal["int8", "q8_0"] | None = None
+    """Keep the weights of linear layers in 8 bits: int8 by torchao, or q8_0 of --format gguf; the rest as --dtype."""
     shard_size: float = option(5.0, above=0)
     """Largest file of weights, in GB."""
     adapter: bool = False
@@ -254,8 +256,12 @@ class ExportConfig(Printed):
     """Replace a folder that is already there."""
 
     def conflicts(self) -> Conflicts:
-        for name, given in (("--quantize", self.quantize is not None), ("--shard-size", self.shard_size != 5.0)):
+        whole = {f"--quantize {self.quantize}": self.quantize is not None, "--shard-size": self.shard_size != 5.0}
+        for name, given in whole.items():
             yield self.adapter and given, f"{name} is for whole models; leave it or --adapter out"
+        for name, given in (whole | {"--adapter": self.adapter}).items():
+            if given and not EXPORTS.has(self.format, name):
+                yield True, f"--format {self.format} does not take {name}; leave it out, or name another --format"
 
     @property
     def torch_dtype(self) -> str:

@@ -1,7 +1,7 @@
 """Export: a model or its adapters as a folder that transformers loads, published whole."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ def export_model(
     int8: bool = False,
     beside: Mapping[str, bytes] | None = None,
     base: str | None = None,
+    writer: Callable[[Path], None] | None = None,
 ) -> Path | None:
     """Write a folder that `transformers.AutoModelForCausalLM` and `AutoTokenizer` load, and publish it whole.
 
@@ -55,13 +56,16 @@ def export_model(
     `export_lock`, if another process may export there. dtype: of the written weights; by default the model's own.
     origin: entries for `kdtrain.json`, which also holds the sealed digests of all files. shard_gb: the largest file of
     weights. int8: quantise the weights (`kdtrain.models.frozen`). beside: more files, by name. base: write the adapters
-    alone, as `peft` loads them over this folder or hub id. An earlier export is replaced; if it holds anything that was
-    not exported, it is moved aside, and its new path returned.
+    alone, as `peft` loads them over this folder or hub id. writer: writes the model into a folder in a format of its
+    own. An earlier export is replaced; if it holds anything that was not exported, it is moved aside, and its new path
+    returned.
 
     UsageError: `out` holds what kdtrain did not write. RunError: the disk is full or refuses the write.
     """
 
     def write(partial: Path) -> None:
+        if writer is not None:
+            return writer(partial)
         most = f"{max(1, round(shard_gb * 1e6))}KB"
         if base is not None:
             assert isinstance(model, SplitModel) and model.lora is not None
@@ -139,7 +143,7 @@ def _write_model(model: nn.Module, out: Path, dtype: str | None, most: str, toke
     """Write configurations and weights, in files of at most `most`; `tokenizer`: the folder with its files."""
     whole: Any = whole_model(model)
     if tokenizer is not None and whole.generation_config is not None:
-        _complete_generation(whole, tokenizer)
+        complete_generation(whole, tokenizer)
     kind, state = None if dtype is None else getattr(torch, dtype), None
     if adapted(whole):
         state = merged_state(whole)
@@ -154,7 +158,7 @@ def _write_model(model: nn.Module, out: Path, dtype: str | None, most: str, toke
     whole.save_pretrained(out, state_dict=state, max_shard_size=most)
 
 
-def _complete_generation(model: Any, folder: Path) -> None:
+def complete_generation(model: Any, folder: Path) -> None:
     """Give a model what it lacks of special tokens and generation settings, from the tokenizer's files in `folder`.
 
     Settings that came with the weights stay. Fresh weights have only those that transformers derives from their

@@ -9,7 +9,7 @@ options that a file cannot set, or that name a place on this machine, are left o
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -75,11 +75,15 @@ def card_files(
     license: str | None = None,
     adapter: bool = False,
     base: ModelSpec | None = None,
+    library: str = "transformers",
+    loading: Sequence[str] = (),
+    more: Mapping[str, str] | None = None,
 ) -> dict[str, bytes]:
     """README.md and recipe.toml of an export of a checkpoint with this state.
 
     name: of the folder. weights: their number format, in words. license: of the student; None: not stated. adapter: the
-    folder holds adapters alone. base: the spec of the run's student; None: as the recipe names it.
+    folder holds adapters alone. base: the spec of the run's student; None: as the recipe names it. library: which
+    reads it, by the hub's name. loading: lines that load it, if not as a folder for transformers. more: more facts.
     """
     recipe = recipe_of(run, state)
     given = recipe.get("run", {})
@@ -111,6 +115,7 @@ def card_files(
             size = progress.get("bytes_per_token")
             bits = f", {loss / size / math.log(2):.4f} bits a byte" if size else ""
             facts[words.format(progress["validated_step"])] = f"{loss:.4f} nats a token{bits}"
+    facts |= more or {}
     made = f"distilled from {' and '.join(map(markdown_text, teachers))}" if teachers else "trained by cross-entropy"
     hub_id, version, known = _hub_id(given.get("student"), base), kdtrain.__version__, options_of(DistillConfig).items()
     usual = {name: written(each.field, each.default) for name, each in known}
@@ -118,13 +123,15 @@ def card_files(
         part: {name: table[name] for name in table if table[name] != usual[name]} for part, table in recipe.items()
     }
     changed = to_toml({part: table for part, table in tables.items() if table}).rstrip()
+    library = "peft" if adapter else library
+    loading = loading or ("```python", *_loading(name, run, adapter), "```")
     licence = "The licence is not stated" if license is None else f"The student's licence is {markdown_text(license)}"
     lines = [
-        *("---", *_head(given, recipe, list(manifests.values()), license, hub_id, adapter), "---", ""),
+        *("---", *_head(given, recipe, list(manifests.values()), license, hub_id, library), "---", ""),
         *(f"# {markdown_text(name)}", ""),
         f"{'Adapters of a' if adapter else 'A'} language model, {made} with kdtrain {version}.",
         *("", *markdown(facts_table(facts)), ""),
-        *("```python", *_loading(name, run, adapter), "```", ""),
+        *(*loading, ""),
         *("## Recipe", ""),
         f"What differs from the defaults of kdtrain {version}; {RECIPE} has every option.",
         *("", "```toml", changed, "```", ""),
@@ -174,14 +181,14 @@ def _head(
     manifests: list[Manifest],
     license: str | None,
     base: str | None,
-    adapter: bool,
+    library: str,
 ) -> Iterator[str]:
-    yield f"library_name: {'peft' if adapter else 'transformers'}"
+    yield f"library_name: {library}"
     yield "pipeline_tag: text-generation"
     yield "tags: [kdtrain, knowledge-distillation]"
     if base is not None:
         yield f"base_model: {json.dumps(base)}"
-        yield f"base_model_relation: {'adapter' if adapter else 'finetune'}"
+        yield f"base_model_relation: {'adapter' if library == 'peft' else 'finetune'}"
     cache = given.get("cache")
     texts = [*(each.settings.data.get("source") for each in manifests), recipe.get("data", {}).get("data")]
     texts += [cache] if isinstance(cache, str) else cache or []
