@@ -2,11 +2,10 @@
 
 A spec is a TOML file, a model folder (one with a `config.json`), a model's file of a registered format (`.gguf`) or a
 folder with one, a run folder with an exported student, the name of a teacher or student that ships with kdtrain, or a
-hub id `org/name`. A bare shipped name means what ships; a folder of
-that name is `./NAME`. A TOML holds either `source` (a folder, a model's file or a hub id; `gguf` names a file of that format,
-`package` an installed package with one) or a table `[config]` (a `transformers` configuration); its paths are relative
-to the TOML. Reading a spec loads no model and makes no request to
-the hub; loading the model does.
+hub id `org/name`. A bare shipped name means what ships; a folder of that name is `./NAME`. A TOML holds either `source`
+(a folder, a model's file or a hub id; `gguf` names a file of that format, `package` an installed package with one) or a
+table `[config]` (a `transformers` configuration); its paths are relative to the TOML. Reading a spec loads no model and
+makes no request to the hub; loading the model does.
 """
 
 import dataclasses
@@ -272,7 +271,8 @@ def _from_toml(path: Path) -> ModelSpec:
                 continue
             file = model_file(Path(values[key]))
             if file is None and (where not in ("source", "tokenizer") or Path(values[key]).is_file()):
-                raise UsageError(f"{line} = '{text}' is not a model's file; name a folder or a hub id as source")
+                what = "a file; name a folder or a hub id" if Path(values[key]).is_file() else "not a model's file"
+                raise UsageError(f"{line} = '{text}' is {what}")
             values[key] = file or values[key]
     if isinstance(values.get("layers"), list):
         values["layers"] = tuple(values["layers"])

@@ -41,7 +41,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a file. UsageError: it is not GGUF, is cut short, or cannot be as it says."""
+    """Read the header of a file. UsageError: it is not GGUF, is cut short, or its parts do not fit."""
     kinds = optional("gguf", "gguf", str(path)).GGML_QUANT_SIZES
     try:
         with open_regular(path) as file:

@@ -69,6 +69,7 @@ class GGUFFile:
             parts = {"config": configuration(self._header), **tokenizer_parts(self._header)}
         except ValueError as error:
             raise UsageError(f"{path}: {error}") from None
+        self._generation = parts["generation_config"]
         self._made = tempfile.TemporaryDirectory(prefix="kdtrain-gguf-")
         self.folder = Path(self._made.name)
         for name, table in parts.items():
@@ -83,15 +84,22 @@ class GGUFFile:
     def load(self, config: PreTrainedConfig, **options: Any) -> tuple[Any, dict[str, Any]]:
         """The model with dequantised weights, as if it had never been quantised, and transformers' account."""
         optional("accelerate", "gguf", str(self.path))
+        auto: Any = AutoModelForCausalLM
         # An absolute path: transformers looks for a name in the current folder first.
-        options |= {"config": config, "gguf_file": str(self.path.resolve()), "trust_remote_code": False}
         with redirect_stderr(StringIO()):  # a bar that no setting of transformers turns off
-            model, found = AutoModelForCausalLM.from_pretrained(self.folder, output_loading_info=True, **options)
+            model, found = auto.from_pretrained(
+                self.folder,
+                config=config,
+                gguf_file=str(self.path.resolve()),
+                trust_remote_code=False,
+                output_loading_info=True,
+                **options,
+            )
         for each in ("quantization_config", "_pre_quantization_dtype"):  # with which save_pretrained and to(dtype) fail
             vars(model.config).pop(each, None)
         for each in ("hf_quantizer", "is_quantized", "quantization_method"):
             vars(model).pop(each, None)
-        model.generation_config = GenerationConfig.from_pretrained(self.folder)
+        model.generation_config = GenerationConfig(**self._generation)
         return model, found
 
 
@@ -107,7 +115,7 @@ def configuration(header: Header) -> dict[str, Any]:
         known = name in _REQUIRED or name in _READ or (name in _NEUTRAL and value == _NEUTRAL[name])
         if name != key and not known:
             raise ValueError(f"{key[:80]} = {str(value)[:40]} changes the model, and transformers does not read it")
-    found = {ours: _number(header, f"{kind}.{key}") for key, ours in _REQUIRED.items()}
+    found: dict[str, Any] = {ours: _number(header, f"{kind}.{key}") for key, ours in _REQUIRED.items()}
     heads = found["num_attention_heads"]
     size = _number(header, f"{kind}.attention.key_length", found["hidden_size"] // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -127,16 +135,17 @@ def configuration(header: Header) -> dict[str, Any]:
         **({"mlp_bias": "blk.0.ffn_up.bias" in header.shapes} if kind == "llama" else {}),
         **{f"{name}_token_id": _id(header, name) for name in ("bos", "eos")},
     }
-    if (given := _number(header, f"{kind}.vocab_size", found["vocab_size"])) != found["vocab_size"]:
-        raise ValueError(f"{kind}.vocab_size = {given}, and its embedding has {found['vocab_size']} rows")
     if found["num_hidden_layers"] > len(header.shapes):
         raise ValueError(f"it has {len(header.shapes)} tensors for {found['num_hidden_layers']:,} layers")
     wanted = dict(_tensors(found, biased))
     for name in sorted(header.shapes.keys() - wanted.keys()):
         raise ValueError(f"its tensor {name[:80]} changes the model, and transformers does not read it")
     for name, shape in wanted.items():
-        if (given := header.shapes.get(name)) != shape:
-            raise ValueError(f"its tensor {name} is {'missing' if given is None else list(given)}; {list(shape)} fits")
+        if header.shapes.get(name) != shape:
+            there = list(header.shapes.get(name, ())) or "missing"
+            raise ValueError(f"its tensor {name} is {there}, and its keys need {list(shape)}")
+    if (given := _number(header, f"{kind}.vocab_size", found["vocab_size"])) != found["vocab_size"]:
+        raise ValueError(f"{kind}.vocab_size = {given}, and its embedding has {found['vocab_size']} rows")
     return found
 
 
@@ -194,9 +203,8 @@ def tokenizer_parts(header: Header) -> dict[str, Any]:
     unset = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
     bpe = {"type": "BPE", **unset, "fuse_unk": False, "byte_fallback": False, "ignore_merges": rule.ignore_merges}
     special = {name: _id(header, name, most=len(tokens)) for name in ("bos", "eos", "eot", "eom", "pad", "unk")}
-    config: dict[str, Any] = {
-        f"{name}_token": tokens[special[name]] for name in ("bos", "eos", "pad", "unk") if special[name] is not None
-    }
+    config: dict[str, Any] = {f"{name}_token": tokens[at] for name, at in special.items() if at is not None}
+    config = {key: token for key, token in config.items() if key not in ("eot_token", "eom_token")}
     config |= {"tokenizer_class": "TokenizersBackend", "clean_up_tokenization_spaces": False}
     if "tokenizer.chat_template" in header.values:
         config["chat_template"] = _text(header, "tokenizer.chat_template")
