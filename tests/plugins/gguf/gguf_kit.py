@@ -13,9 +13,9 @@ TOKENIZER = Path(__file__).resolve().parents[3] / "teachers/stdlib-5m"
 SPECIAL = 3
 
 
-def tiny(kind="llama", **config):
-    """A random model of 2,048 entries; its biases and norms are random too, where transformers makes them 0 and 1."""
-    model = tiny_model(kind, 2048, seed=3, **config).eval()
+def tiny(kind="llama", vocab_size=2048, **config):
+    """A random model; its biases and norms are random too, where transformers makes them 0 and 1."""
+    model = tiny_model(kind, vocab_size, seed=3, **config).eval()
     rng = np.random.default_rng(0)
     for parameter in model.parameters():
         if parameter.ndim == 1:
@@ -24,7 +24,7 @@ def tiny(kind="llama", **config):
 
 
 def write_gguf(path, model, *, values=(), without=(), tensors=(), kind=gguf.GGMLQuantizationType.F32, pre="gpt-2"):
-    """Write a model as llama.cpp's converter does. values, tensors: of further keys and tensors; without: of left out."""
+    """Write a model as llama.cpp's converter does; `values` and `tensors` are added, keys `without` left out."""
     config, name = model.config, model.config.model_type
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     tokenizer = json.loads(load_tokenizer(TOKENIZER).backend_tokenizer.to_str())["model"]
