@@ -203,21 +203,7 @@ def test_every_command_takes_a_file_where_it_takes_a_model(bench, file):
     facts = json.loads((bench.root / "c/manifest.json").read_text())["teacher"]
     assert facts["file_digest"] == file_digest(file) and "F32" in facts["quantised"]
     assert facts["file_digest"] in (bench.root / "c/README.md").read_text()
-    words = (
-        "--cache",
-        "c",
-        *bench.eager,
-        "--lr",
-        5e-5,
-        "--alpha",
-        0,
-        "--warmup-steps",
-        0,
-        "--steps",
-        2,
-        "--eval-freq",
-        1,
-    )
+    words = ("--cache", "c", *bench.eager, "--alpha", 0, "--warmup-steps", 0, "--steps", 2, "--eval-freq", 1)
     for student, rate in (("m/small.gguf", 5e-5), ("layers.toml", 5e-5), ("lora.toml", 1e-3)):
         bench.run("distill", "--lr", rate, "--student", student, "--out", f"runs/{student}", *words).ok()
         assert "Converting" not in bench.run("export", f"runs/{student}", "--out", f"out/{student}").ok().stderr
