@@ -42,7 +42,7 @@ test-oldest: .venv-oldest/.installed ## every test but the slow ones, on the old
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt
 	@if [ -f $@ ] && .venv-oldest/bin/python -c ''; then rm $@; else $(PYTHON) -m venv --clear .venv-oldest; fi
 	PIP_CONSTRAINT=constraints-oldest.txt .venv-oldest/bin/python -m pip install --disable-pip-version-check \
-		-e '.[data,fp8,lora,plot,tensorboard,wandb]' accelerate hypothesis packaging pytest pytest-timeout pytest-xdist setuptools
+		-e '.[data,fp8,gguf,lora,plot,tensorboard,wandb]' accelerate hypothesis packaging pytest pytest-timeout pytest-xdist setuptools
 	@touch $@
 
 lint: venv ## ruff and mypy

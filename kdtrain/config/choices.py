@@ -84,6 +84,8 @@ TEACHERS = Registry(
         "self": "the student without its adapters",
     },
 )
+FORMATS = Registry("the format of a model's file", "kdtrain.formats", __name__, {})
+"""By the ending of a file that is a whole model: what makes a `kdtrain.models.hub.ModelFile` of its path."""
 SOURCES = Registry(
     "--source",
     "kdtrain.sources",

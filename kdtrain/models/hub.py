@@ -22,7 +22,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import tokenizers
 import torch
@@ -49,6 +49,7 @@ from transformers.utils import (
     is_flash_attn_2_available,
 )
 
+from kdtrain.config.choices import FORMATS
 from kdtrain.errors import UsageError, first_sentence, panics_refused
 from kdtrain.files import (
     LARGE,
@@ -60,7 +61,7 @@ from kdtrain.files import (
     refuse_leading_out,
     typed,
 )
-from kdtrain.models.spec import ATTENTIONS, LOCAL, ModelSpec, is_hub_id
+from kdtrain.models.spec import ATTENTIONS, LOCAL, ModelSpec, is_hub_id, model_file
 from kdtrain.models.tokenizer_limits import entries_of, refuse_endless
 from kdtrain.net.address import no_network
 from kdtrain.sandbox import LimitExceeded, try_once
@@ -95,6 +96,32 @@ _DROPOUT = re.compile("(?:dropout|pdrop)(?:_prob|_rate|_p)?$")
 _AT_LEAST_ONE = re.compile(
     "vocab_size|hidden_size|intermediate_size|num_hidden_layers|num_(?:attention|key_value)_heads|head_dim|n_(?:embd|layer|head)"
 )
+
+
+class ModelFile(Protocol):
+    """A file that is a whole model, opened; a package registers what opens those of an ending (`FORMATS`)."""
+
+    folder: Path
+    """What transformers saves of a model but its weights: configuration, tokenizer, settings for sampling."""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a manifest states of it: `file_digest` (SHA-256) and `quantised`."""
+
+    def load(self, config: PreTrainedConfig, **options: Any) -> tuple[Any, dict[str, Any]]:
+        """The model, and transformers' account of the load; `options` as `from_pretrained` has them."""
+
+
+def opened(source: str | None) -> ModelFile | None:
+    """A model's file of a registered format; None for a folder or hub id. UsageError: it cannot be read."""
+    file = None if source is None else model_file(Path(source))
+    return None if file is None else FORMATS.get(Path(file).suffix[1:])(file)
+
+
+def _folder_of(source: str) -> str:
+    """Where the configuration and the tokenizer of a source lie."""
+    file = opened(source)
+    return source if file is None else str(file.folder)
 
 
 def refuse_impossible(source: str, table: dict[str, Any]) -> None:
@@ -171,7 +198,7 @@ def refuse_foreign_weights(source: str, revision: str) -> None:
 
 def has_weights(spec: ModelSpec) -> bool:
     """Whether the weights of a spec are on this machine, for which nothing is fetched; fresh ones always are."""
-    if spec.kind != LOCAL or spec.init != "pretrained":
+    if spec.kind != LOCAL or spec.init != "pretrained" or opened(spec.source):
         return True
 
     def here() -> bool:
@@ -353,12 +380,13 @@ def ask_config(spec: ModelSpec) -> PreTrainedConfig:
     source, revision = cast(str, spec.source), revision_of(spec)
 
     def load() -> PreTrainedConfig:
-        refuse_odd_files(source)
-        table, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+        folder = _folder_of(source)
+        refuse_odd_files(folder)
+        table, _ = PreTrainedConfig.get_config_dict(folder, revision=revision)
         if not spec.trust_remote_code:
             refuse_code(source, table)
         refuse_impossible(source, table)
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=spec.trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=spec.trust_remote_code)
         return cast(PreTrainedConfig, config)
 
     return ask(source, load)
@@ -379,11 +407,12 @@ def ask_tokenizer(source: str, *, revision: str = "main", trust_remote_code: boo
     """Load a fast tokenizer from a folder or the hub. Raises `UsageError`."""
 
     def load() -> Any:
-        refuse_odd_files(source)
+        folder = _folder_of(source)
+        refuse_odd_files(folder)
         if not trust_remote_code:
-            refuse_foreign_tokenizer(source, revision)
-        refuse_slow_tokenizer(source, revision)
-        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+            refuse_foreign_tokenizer(folder, revision)
+        refuse_slow_tokenizer(folder, revision)
+        return AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=trust_remote_code)
 
     tokenizer = ask(source, load)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -416,8 +445,9 @@ def ask_generation(source: str, revision: str = "main") -> dict[str, Any] | None
     """
 
     def load() -> Any:
-        refuse_odd_files(source)
-        path = _file(source, GENERATION_CONFIG_NAME, revision)
+        folder = _folder_of(source)
+        refuse_odd_files(folder)
+        path = _file(folder, GENERATION_CONFIG_NAME, revision)
         table = None if path is None else typed(parse_json(read_bytes(path, MOST_JSON).decode()), dict[str, Any])
         return None if table is None or table.get("_from_model_config") else table
 

@@ -29,6 +29,7 @@ from kdtrain.models.hub import (
     ask_config,
     attention_option,
     config_of,
+    opened,
     refuse_foreign_weights,
     refuse_large_generation,
     revision_of,
@@ -219,6 +220,8 @@ def _pretrained(spec: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
     options = {"revision": revision_of(spec), "dtype": dtype, "attn_implementation": attention}
 
     def load() -> Any:
+        if (file := opened(source)) is not None:
+            return file.load(config, dtype=dtype, attn_implementation=attention)
         refuse_large_generation(source, revision_of(spec))
         if not trusted:
             refuse_foreign_weights(source, revision_of(spec))

