@@ -346,7 +346,7 @@ class Student(PreTrainedModel):
         """Measure by text that nothing trains on what `alpha="auto"` follows (`objective.alpha`), and return it.
 
         Args:
-            batches: as `forward` takes them, 2,048 unmasked tokens or more; on several ranks each gives a part, or all.
+            batches: as `forward` takes them, 2,048 unmasked tokens or more; of several ranks each gives its part.
             passes: how often training went over its text so far.
 
         Returns:

@@ -62,7 +62,7 @@ class Withheld:
             self.parts[name] = each.place[:0]
             if each.facts.targets == "none":
                 continue
-            if (found := _spread(source, each.place, read)) is None:
+            if (found := spread(each.place, source.facts.seq_len, partial(self._tokens, read))) is None:
                 return False
             part, self.counts[name] = found
             if not too_few(self.counts[name]):
@@ -70,6 +70,16 @@ class Withheld:
         positions = sum(map(len, self.parts.values())) * source.facts.seq_len
         self.every = interval(positions, self.step_tokens, getattr(source, "teacher", None) is not None)
         return True
+
+    def _tokens(self, read: Read, part: range) -> int | None:
+        """Return how many unmasked tokens some sequences have; None when `read` returns None."""
+        own, tokens = getattr(self.source, "source", self.source), 0
+        for start in range(0, len(part), _AT_ONCE):
+            batch = read(partial(own.read, np.array(part[start : start + _AT_ONCE])))
+            if batch is None:
+                return None
+            tokens += int(batch.loss_mask.sum())
+        return tokens
 
     def due(self, number: int) -> bool:
         """Return whether to measure before step `number`, from 2 on; before the first step it is measured once."""
@@ -99,18 +109,15 @@ def interval(positions: int, step_tokens: int, online: bool = False) -> int:
     return math.ceil(positions * cost / (SHARE * step_tokens))
 
 
-def _spread(source: Source, place: range, read: Read) -> tuple[range, int] | None:
-    """Take evenly spaced sequences with about `TOKENS` unmasked tokens together, or all; return how many they have."""
-    own, seq_len = getattr(source, "source", source), source.facts.seq_len
+def spread(place: range, seq_len: int, count: Callable[[range], int | None]) -> tuple[range, int] | None:
+    """Take evenly spaced sequences with about `TOKENS` unmasked tokens together, or all, and how many they have.
+
+    count: of some sequences the unmasked tokens; where it returns None, so does this.
+    """
     least = max(len(place) * seq_len // (_SPARSEST * TOKENS), 1)
     step = max(len(place) * seq_len // TOKENS, 1)
-    while True:
-        part, tokens = place[::step], 0
-        for start in range(0, len(part), _AT_ONCE):
-            batch = read(partial(own.read, np.array(part[start : start + _AT_ONCE])))
-            if batch is None:
-                return None
-            tokens += int(batch.loss_mask.sum())
+    while (tokens := count(place[::step])) is not None:
         if tokens > _NEARLY * TOKENS or step <= least:
-            return part, tokens
+            return place[::step], tokens
         step = max(step * tokens // TOKENS, least)
+    return None

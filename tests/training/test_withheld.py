@@ -139,3 +139,8 @@ def test_a_trainer_with_the_callback_measures_before_its_first_step_knows_its_pa
     assert later == seen[2:] and all(torch.equal(*each) for each in zip(again.buffers(), alpha.buffers(), strict=True))
     with pytest.raises(kd.UsageError, match="AlphaCallback has no rows"):
         kd.AlphaCallback([])
+
+
+def test_the_callback_takes_evenly_spaced_rows():
+    many = [{"loss_mask": torch.ones(128), "at": at} for at in range(640)]
+    assert [each["at"] for each in kd.AlphaCallback(many).rows] == [*range(0, 640, 10)]
