@@ -32,6 +32,8 @@ TORCHRUN = {
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),
 }
 ELSEWHERE = {
+    "--kl-divergence",
+    "--no-deps",
     "--seeds",
     "--model",
     "--upgrade",

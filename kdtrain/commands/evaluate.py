@@ -106,6 +106,8 @@ def evaluate(config: EvaluateConfig, name: str) -> dict[str, Any]:
         if loss is not None and not math.isfinite(loss):
             raise RunError(f"--student {name} has a loss of {loss}; look at its weights")
         found = {"student": name, **text, "sequences": len(source), **summary(metrics)}
+        if (error := metrics.divergence_error()) is not None:
+            found["kl_error"] = error
         if config.last_word:
             found |= _last_words(config, student, load_tokenizer(tokenizer or facts.tokenizer or name), teacher)
         aligned = {name: each for name, each in (facts.alignment or {}).items() if each is not None}

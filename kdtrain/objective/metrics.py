@@ -26,6 +26,7 @@ from torch import Tensor
 from kdtrain.models.output_head import OutputHead
 from kdtrain.objective.divergence import forward_kl
 from kdtrain.objective.logits import chunk_logits, chunk_rows, whole_head
+from kdtrain.objective.statistics import Events
 from kdtrain.objective.targets import Supervision, Targets
 
 BINS = 15
@@ -40,6 +41,8 @@ class Metrics:
     correct: float = 0.0
     """Tokens whose label is the student's most likely token."""
     kl: float | None = 0.0
+    kl_variance: float | None = 0.0
+    """Of the estimate from each token's samples alone, as independent ones have it: systematic ones have less."""
     teacher_cross_entropy: float | None = 0.0
     agreement: float | None = 0.0
     """Tokens for which teacher and student have the same most likely token."""
@@ -90,6 +93,10 @@ class Metrics:
         if self.kl is None or self.compared is None:
             return self.mean("kl")
         return self.kl / self.compared if self.compared else math.nan
+
+    def divergence_error(self) -> float | None:
+        """The standard error, at most, of `divergence` as an estimate from samples of the teacher, nats."""
+        return None if self.kl_variance is None or not self.tokens else math.sqrt(self.kl_variance) / self.tokens
 
     def bits_per_byte(self) -> float | None:
         """The student's; None where the bytes are unknown, or there are none."""
@@ -153,6 +160,7 @@ def measure(
     extra = {"bytes": bytes_N, "teacher_bytes": of_teacher, "compared": compared}
     known = {
         "kl": targets is not None,
+        "kl_variance": targets is not None and _sampled(targets),
         "teacher_cross_entropy": targets is not None,
         "agreement": targets is not None and targets.has_top,
         "acceptance": targets is not None and targets.has_top,
@@ -172,7 +180,7 @@ def measure(
 def losses(z_RV: Tensor, rows: Supervision) -> Tensor:
     """Return [R, 3] of each row with a teacher: -log q(label), -log p(label) and KL(p || q), nats; q is the student."""
     own_R = torch.logsumexp(z_RV, dim=-1) - z_RV.gather(1, rows.labels[:, None]).squeeze(1)
-    kl_R, teacher_R, *_ = _teacher_columns(z_RV, None, rows)  # last, as it may write to the logits
+    kl_R, _, teacher_R, *_ = _teacher_columns(z_RV, None, rows)  # last, as it may write to the logits
     return torch.stack([own_R, teacher_R, kl_R], 1).to(z_RV.dtype)
 
 
@@ -212,15 +220,32 @@ def _chunk_sums(z_RV: Tensor, rows: Supervision, more: list[Tensor | None]) -> T
 
 
 def _teacher_columns(z_RV: Tensor, top_R: Tensor | None, rows: Supervision) -> list[Tensor]:
-    """KL, the teacher's cross-entropy, agreement and acceptance, each [R]; the latter 0 where top_R is None."""
+    """KL, its variance, the teacher's cross-entropy, agreement and acceptance, each [R]; 0 where it is not known."""
     zero_R = torch.zeros_like(z_RV[:, 0])
     if rows.targets is None:
-        return [zero_R] * 4
+        return [zero_R] * 5
     targets = rows.targets.resolved()
     known = targets.compare(z_RV, rows.labels)
-    columns = [forward_kl(known.divergence), -targets.label_logprob.to(z_RV.dtype)]
+    variance_R = _sample_variance(known.divergence, targets) if _sampled(targets) else zero_R
+    columns = [forward_kl(known.divergence), variance_R, -targets.label_logprob.to(z_RV.dtype)]
     if known.most_likely is None or top_R is None:
         return [*columns, zero_R, zero_R]
     agreement_R = (known.most_likely == top_R).to(z_RV.dtype)
     overlap_R = torch.minimum(known.overlap.teacher, known.overlap.student).exp().sum(-1)
     return [*columns, agreement_R, overlap_R]
+
+
+def _sampled(targets: Targets) -> bool:
+    """Whether samples alone stand for the teacher, whose own tokens they are."""
+    return targets.num_samples > 0 and not targets.has_top and targets.common() is None
+
+
+def _sample_variance(events: Events, targets: Targets) -> Tensor:
+    """The variance [R] of forward KL's estimate: of what a sample adds to it, by the number of samples.
+
+    Of the samples at T = 1 alone E[log p] is known, so that a sample adds its -log q only.
+    """
+    assert events.weight is not None
+    each_RE = events.student if targets.only_at_one else events.teacher - events.student
+    mean_R1 = (events.weight * each_RE).sum(-1, keepdim=True)
+    return (events.weight * (each_RE - mean_R1).square()).sum(-1) / max(targets.num_samples - 1, 1)

@@ -73,6 +73,20 @@ def test_samples_give_an_estimate_of_kl_and_a_top_k_besides_the_rest():
     assert got.agreement == pytest.approx(exact(p)["agreement"].item())
 
 
+@pytest.mark.parametrize("knots", [(1.0,), (1.0, 0.5)])
+def test_samples_alone_give_the_variance_of_their_estimate(knots):
+    p = problem(n=40)
+    targets = sparse(p.energies, p.labels, top_k=0, num_samples=30, knots=knots)
+    each = torch.log_softmax(p.logits(), -1) - (0 if targets.only_at_one else p.energies)
+    samples = [torch.repeat_interleave(*row) for row in zip(targets.ids, targets.counts.long(), strict=True)]
+    total = sum(float(each[at, drawn].var()) / 30 for at, drawn in enumerate(samples) if p.mask[at])
+    got = run(p, targets)
+    assert got.kl_variance == pytest.approx(total, rel=1e-6)
+    assert got.divergence_error() == pytest.approx(total**0.5 / int(p.mask.sum()), rel=1e-6)
+    for other in (sparse(p.energies, p.labels, top_k=4, num_samples=30), dense(p.energies, p.labels), None):
+        assert run(p, other).divergence_error() is None
+
+
 def test_without_targets_only_the_student_is_measured():
     p = problem(n=50)
     got = run(p, None)

