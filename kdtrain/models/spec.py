@@ -337,6 +337,10 @@ def _relative_to(folder: Path, source: str, where: str) -> str:
     if path.exists():
         found = os.path.normpath(path)
         return f"./{found}" if found in ours else found
+    if source in shipped("teachers"):
+        named = read_spec(source, "teachers")
+        place = named.source if where.endswith(": source") else named.tokenizer or named.source
+        return place or source
     if not is_hub_id(source):
         raise UsageError(f"{where} = '{source}': no such path beside this file, and not a hub id of the form org/name")
     return source

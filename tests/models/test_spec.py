@@ -1,6 +1,7 @@
 """Specs: the names of models, their paths, and the line of each refusal."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +92,15 @@ def test_a_shipped_name_wins_over_a_folder_of_that_name_which_is_found_by_its_pa
         (tmp_path / "spec.toml").write_text(f"{layers}'{name}'\n")
         sources.append(read_spec(read_spec("spec.toml").teacher, "teachers").source)
     assert sources == [read_spec("stdlib-5m", "teachers").source, "stdlib-5m"]
+
+
+def test_a_toml_names_what_ships_where_nothing_of_that_name_lies_beside_it(tmp_path):
+    ships = read_spec("stdlib-5m", "teachers").source
+    named = read_spec(str(write(tmp_path, "tokenizer = 'stdlib-5m'\nsource = 'stdlib-5m'")))
+    assert (named.tokenizer, named.source) == (ships, ships) and Path(ships, "tokenizer.json").is_file()
+    (tmp_path / "stdlib-5m").mkdir()
+    beside = read_spec(str(write(tmp_path, "source = 'stdlib-5m'")))
+    assert Path(beside.source) == tmp_path / "stdlib-5m"
 
 
 def test_a_hub_id_is_a_spec_and_is_not_looked_up():
