@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -287,9 +288,13 @@ def test_an_interrupt_stops_the_answer_and_a_second_one_ends_well(chat):
         assert b"> " not in until(ours, b"> ", 1), "and has not ended"
         os.write(ours, b"\x03")
         assert b"> " in until(ours, b"> ", 200)
-        os.write(ours, b"\x03")
-        until(ours, b"Traceback", 2)
-        assert done.wait(200) == 0
+        for _ in range(10):  # readline sees one that comes between its prompt and its wait with the next key only
+            os.write(ours, b"\x03")
+            assert b"Traceback" not in until(ours, b"Traceback", 20)
+            with suppress(subprocess.TimeoutExpired):
+                assert done.wait(2) == 0
+                break
+        assert done.returncode == 0
     finally:
         done.kill()
         os.close(ours)
