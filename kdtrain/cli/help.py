@@ -67,7 +67,7 @@ def _name(option: Option) -> str:
 
 
 def _names(option: Option) -> dict[str, str]:
-    """The names that packages can add to, with their help; of an option with words of its own none."""
+    """Return the names that packages can add to, with their help; of an option with words of its own none."""
     return {} if choices(option.kind) else registered(option.flag)
 
 

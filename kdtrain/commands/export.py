@@ -104,7 +104,7 @@ class Exported(NamedTuple):
 
 @EXPORTS.registers("safetensors", "")
 def _folder(of: Exported) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A folder for transformers: the arguments of `export_model`, and what is shown beside them."""
+    """Prepare a folder for transformers: the arguments of `export_model`, and what is shown beside them."""
     config = of.config
     if of.tokenizer is None:
         text = "exported without a tokenizer: %s holds none; copy that of its student or teacher into %s"
@@ -127,8 +127,7 @@ def _write(config: ExportConfig, path: Path, student: SplitModel, state: dict[st
     parameters = written_parameters(student, config.adapter)
     about: dict[str, Any] = {"parameters": parameters, "adapter": config.adapter, "license": config.license}
     card = partial(card_files, out.name, run, state, **about)
-    make = EXPORTS.get(config.format)
-    given, shown = make(Exported(config, student, run, tokenizer_of_run(run), base, card))
+    given, shown = EXPORTS.get(config.format)(Exported(config, student, run, tokenizer_of_run(run), base, card))
     aside = export_model(student, out=out, origin=origin_of(run, state), **given)
     out = out if out.exists() else out.resolve()  # missing/../x
     if aside:

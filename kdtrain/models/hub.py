@@ -106,20 +106,20 @@ class ModelFile(Protocol):
 
     @property
     def facts(self) -> dict[str, str]:
-        """What a manifest states of it: `file_digest` (SHA-256) and `quantised`."""
+        """Return what a manifest states of it: `file_digest` (SHA-256) and `quantised`."""
 
     def load(self, config: PreTrainedConfig, **options: Any) -> tuple[Any, dict[str, Any]]:
-        """The model, and transformers' account of the load; `options` as `from_pretrained` has them."""
+        """Load the model, with `options` as `from_pretrained` has them; return it with transformers' account."""
 
 
 def opened(source: str | None) -> ModelFile | None:
-    """A model's file of a registered format; None for a folder or hub id. UsageError: it cannot be read."""
+    """Open a model's file of a registered format; None for a folder or hub id. UsageError: it cannot be read."""
     file = None if source is None else model_file(Path(source))
     return None if file is None else FORMATS.get(Path(file).suffix[1:])(file)
 
 
 def _folder_of(source: str) -> str:
-    """Where the configuration and the tokenizer of a source lie."""
+    """Return where the configuration and the tokenizer of a source lie."""
     file = opened(source)
     return source if file is None else str(file.folder)
 

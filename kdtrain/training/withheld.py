@@ -75,8 +75,7 @@ class Withheld:
         """Return how many unmasked tokens some sequences have; None when `read` returns None."""
         own, tokens = getattr(self.source, "source", self.source), 0
         for start in range(0, len(part), _AT_ONCE):
-            batch = read(partial(own.read, np.array(part[start : start + _AT_ONCE])))
-            if batch is None:
+            if (batch := read(partial(own.read, np.array(part[start : start + _AT_ONCE])))) is None:
                 return None
             tokens += int(batch.loss_mask.sum())
         return tokens

@@ -47,7 +47,7 @@ _PIECES = """The quick brown fox| don't I'LL they've| 12 345,678.90|1e-5|   |\n\
 
 
 def probe_texts(tokenizer: Any) -> list[str]:
-    """Texts of digits, runs of spaces, code, other scripts and the tokens that were added to the tokenizer."""
+    """Make texts of digits, runs of spaces, code, other scripts and the tokens that were added to the tokenizer."""
     pieces = [*_PIECES.split("|"), *sorted(tokenizer.get_added_vocab())[:8]]
     chance = random.Random(0)
     return ["".join(chance.choices(pieces, k=4)) for _ in range(TEXTS)]
@@ -103,7 +103,7 @@ def _run(library: str, request: Any, answers: Any) -> None:
 
 @torch.no_grad()
 def _compare(answers: Any, model: Any, rows: list[list[int]], kind: str) -> str:
-    """The figures of all positions. RunError: they are beyond the bounds."""
+    """Return the figures of all positions. RunError: they are beyond the bounds."""
     gaps, kls, most = list[Tensor](), list[Tensor](), LOG_P
     for row in rows:
         ours_TV = model(torch.tensor([row])).logits[0].double().log_softmax(-1)

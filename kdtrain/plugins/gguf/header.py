@@ -26,6 +26,8 @@ _NUMBERS = {
     **{0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 }
 _TEXT, _ARRAY = 8, 9
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+"""Types of tokens."""
 
 
 @dataclass(frozen=True)

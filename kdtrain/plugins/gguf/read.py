@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from kdtrain.errors import UsageError
 from kdtrain.files import file_digest, refuse_leading_out
 from kdtrain.imports import optional
-from kdtrain.plugins.gguf.header import Header, read_header
+from kdtrain.plugins.gguf.header import CONTROL, UNUSED, USER_DEFINED, Header, read_header
 from kdtrain.plugins.gguf.pretokenizers import PRE_TOKENIZERS
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -41,8 +41,6 @@ _READ = {
 }
 _NEUTRAL = {"attention.causal": True, "expert_count": 0, "expert_used_count": 0, "rope.scaling.type": "none"}
 """Keys that change nothing with this value."""
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
-"""Types of tokens."""
 
 
 @lru_cache(maxsize=4)
@@ -77,12 +75,12 @@ class GGUFFile:
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """The SHA-256 of the file, and how many tensors it has of each type."""
+        """Return the SHA-256 of the file, and how many tensors it has of each type."""
         types = ", ".join(f"{count} {kind}" for kind, count in self._header.types.most_common())
         return {"file_digest": file_digest(self.path), "quantised": f"GGUF, {types}"}
 
     def load(self, config: PreTrainedConfig, **options: Any) -> tuple[Any, dict[str, Any]]:
-        """The model with dequantised weights, as if it had never been quantised, and transformers' account."""
+        """Load the model, dequantised, as if it had never been quantised; return it with transformers' account."""
         optional("accelerate", "gguf", str(self.path))
         auto: Any = AutoModelForCausalLM
         # An absolute path: transformers looks for a name in the current folder first.
@@ -104,7 +102,7 @@ class GGUFFile:
 
 
 def configuration(header: Header) -> dict[str, Any]:
-    """The configuration of transformers (config.json). ValueError: what of the file it would leave out."""
+    """Return the configuration of transformers (config.json). ValueError: what of the file it would leave out."""
     values, kind = header.values, _text(header, "general.architecture")
     if kind not in ARCHITECTURES:
         raise ValueError(f"its architecture is {kind[:80]!r}; {', '.join(ARCHITECTURES)} are read")
@@ -150,7 +148,7 @@ def configuration(header: Header) -> dict[str, Any]:
 
 
 def _tensors(config: dict[str, Any], biased: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names and shapes of the tensors of a configuration."""
+    """Yield the names and shapes of the tensors of a configuration."""
     width, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     yield "token_embd.weight", (config["vocab_size"], width)
@@ -171,7 +169,7 @@ def _tensors(config: dict[str, Any], biased: bool) -> Iterator[tuple[str, tuple[
 
 
 def tokenizer_parts(header: Header) -> dict[str, Any]:
-    """The tables of tokenizer.json, tokenizer_config.json and generation_config.json, by name.
+    """Return the tables of tokenizer.json, tokenizer_config.json and generation_config.json, by name.
 
     ValueError: the tokenizer is of another kind than is read, or does not agree with itself.
     """
@@ -188,15 +186,13 @@ def tokenizer_parts(header: Header) -> dict[str, Any]:
         raise ValueError(
             f"its {len(tokens):,} tokens are not as many types, different from each other, and {rows:,} rows"
         )
-    while tokens and types[-1] == _UNUSED and re.fullmatch(r"\[PAD\d+\]", tokens[-1]):  # of rows without a token
+    while tokens and types[-1] == UNUSED and re.fullmatch(r"\[PAD\d+\]", tokens[-1]):  # of rows without a token
         tokens, types = tokens[:-1], types[:-1]
-    extra = [number for number, each in enumerate(types) if each in (_CONTROL, _USER_DEFINED)]
+    extra = [number for number, each in enumerate(types) if each in (CONTROL, USER_DEFINED)]
     # Special tokens behind all others are no part of the BPE itself, as tokenizers are written.
-    end = max(
-        (number + 1 for number in range(len(tokens)) if types[number] not in (_CONTROL, _USER_DEFINED)), default=0
-    )
+    end = max((number + 1 for number in range(len(tokens)) if types[number] not in (CONTROL, USER_DEFINED)), default=0)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [{"id": each, "content": tokens[each], **flags, "special": types[each] == _CONTROL} for each in extra]
+    added = [{"id": each, "content": tokens[each], **flags, "special": types[each] == CONTROL} for each in extra]
     vocabulary = {token: number for number, token in enumerate(tokens[:end])}
     if any(len(each) != 2 or not {*each, "".join(each)} <= vocabulary.keys() for each in merges):
         raise ValueError("a merge of its tokenizer is not of two tokens into one")
@@ -224,7 +220,7 @@ def tokenizer_parts(header: Header) -> dict[str, Any]:
 
 
 def _around(header: Header, tokens: list[str], special: dict[str, int | None]) -> dict[str, Any]:
-    """The post-processor: the tokens that the file wants before and behind a text."""
+    """Return the post-processor: the tokens that the file wants before and behind a text."""
     wanted = [name for name in ("bos", "eos") if header.values.get(f"tokenizer.ggml.add_{name}_token") is True]
     if missing := [name for name in wanted if special[name] is None]:
         raise ValueError(f"tokenizer.ggml.add_{missing[0]}_token is true, and there is no such token")
@@ -261,7 +257,7 @@ def _number(header: Header, key: str, default: Any = _MISSING) -> int:
 
 
 def _real(header: Header, key: str, default: Any = _MISSING) -> float:
-    """A number stored in float32, as the shortest decimal: 1e-05, not 9.999999747378752e-06."""
+    """Return a number stored in float32, as the shortest decimal: 1e-05, not 9.999999747378752e-06."""
     found = float(str(np.float32(_value(header, key, float, default))))
     if not 0 < found < float("inf"):
         raise ValueError(f"{key} = {found} is not a finite number above 0")

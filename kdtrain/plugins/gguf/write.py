@@ -31,11 +31,11 @@ from kdtrain.models.loading import whole_model
 from kdtrain.models.tokenizer import end_tokens, load_tokenizer
 from kdtrain.monitor.progress import log
 from kdtrain.plugins.gguf.check import write_checked
+from kdtrain.plugins.gguf.header import CONTROL, NORMAL, UNUSED, USER_DEFINED
 from kdtrain.plugins.gguf.pretokenizers import PRE_TOKENIZERS
 
 BIASES = {"llama": ("_proj.bias",), "qwen2": ("q_proj.bias", "k_proj.bias", "v_proj.bias"), "qwen3": ()}
 """The shapes that are written, each with the biases that llama.cpp reads of it."""
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
 
 def export_gguf(of: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -78,7 +78,7 @@ def export_gguf(of: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _shape(config: Any) -> dict[str, Any]:
-    """The entries of a configuration. UsageError: llama.cpp cannot compute with it."""
+    """Return the entries of a configuration. UsageError: llama.cpp cannot compute with it."""
     rope, heads = config.rope_parameters, config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kinds = ("default", "llama3") if config.model_type == "llama" else ("default",)
@@ -110,7 +110,7 @@ def _shape(config: Any) -> dict[str, Any]:
 
 
 def _vocabulary(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """The entries of a tokenizer. UsageError: llama.cpp would split texts otherwise."""
+    """Return the entries of a tokenizer. UsageError: llama.cpp would split texts otherwise."""
     spelled = tokenizer.backend_tokenizer.to_str()
     content = json.loads(spelled.replace('"trim_offsets":false', '"trim_offsets":true'))  # which change no id
     bpe, normalizer = content["model"], content["normalizer"]
@@ -123,14 +123,14 @@ def _vocabulary(model: Any, tokenizer: Any) -> dict[str, Any]:
     if not pre or bpe["type"] != "BPE":
         known, found = ", ".join(PRE_TOKENIZERS), printable(json.dumps([bpe["type"], normalizer, *rule]))
         raise UsageError(f"--format gguf writes BPE that splits texts as {known}; this tokenizer is {found[:400]}")
-    size, pieces = model.config.vocab_size, {number: (text, _NORMAL) for text, number in bpe["vocab"].items()}
+    size, pieces = model.config.vocab_size, {number: (text, NORMAL) for text, number in bpe["vocab"].items()}
     for each in content["added_tokens"]:
         if each["lstrip"] or each["rstrip"] or each["single_word"]:
             raise UsageError(f"--format gguf: the token {printable(each['content'])} looks at the text beside it")
-        pieces[each["id"]] = each["content"], _CONTROL if each["special"] else _USER_DEFINED
+        pieces[each["id"]] = each["content"], CONTROL if each["special"] else USER_DEFINED
     if (last := max(pieces)) >= size:
         raise UsageError(f"--format gguf: the tokenizer has the id {last}, and the student {size} rows")
-    texts, types = zip(*(pieces.get(id, (f"[PAD{id}]", _UNUSED)) for id in range(size)), strict=True)
+    texts, types = zip(*(pieces.get(id, (f"[PAD{id}]", UNUSED)) for id in range(size)), strict=True)
     settings, first, bos = model.generation_config, tokenizer.eos_token_id, tokenizer.bos_token_id
     if (begins := tokenizer("").input_ids) not in ([], [bos]):
         raise UsageError(f"--format gguf: the tokenizer adds {begins} to a text, and not a bos alone")
@@ -151,7 +151,7 @@ def _vocabulary(model: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 def _tensors(model: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors by llama.cpp's names, in its order of rows. UsageError: llama.cpp has no place for one."""
+    """Yield the tensors by llama.cpp's names, in its order of rows. UsageError: llama.cpp has no place for one."""
     import gguf
 
     config, shape = model.config, model.config.model_type
