@@ -46,7 +46,7 @@ test-oldest: .venv-oldest/.installed ## every test but the slow ones, on the old
 	@touch $@
 
 real: build/real/.installed ## the tests of a real model, SmolLM2, and of exports in llama.cpp (144 MB; eight minutes)
-	PYTHONPATH=build/real $(PY) -m pytest tests/plugins/gguf
+	PYTHONPATH=$(CURDIR)/build/real $(PY) -m pytest tests/plugins/gguf
 
 # In a folder of their own: without them `make test` leaves those tests out, and says so.
 build/real/.installed: $(STAMP)
