@@ -58,6 +58,9 @@ def test_a_record_names_a_command_that_exists_or_the_commit_whose_command_made_i
     if words.startswith("kdtrain sweep "):
         assert (ROOT / words.removeprefix("kdtrain sweep ")).exists(), words
         return
+    if words.startswith("make "):
+        assert f"\n{words.removeprefix('make ')}:" in (ROOT / "Makefile").read_text(), words
+        return
     found = re.fullmatch(r"python (?:-m ([\w.]+)|(\S+\.py))(?: (\S+))?(?: \S+)?(?: of commit ([0-9a-f]{8}))?", words)
     assert found, words
     place = found[2] or found[1].replace(".", "/")
