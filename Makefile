@@ -11,7 +11,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs test test-oldest real lint fuzz bench torture teacher clean
+.PHONY: help venv demo docs test test-oldest real real-quick lint fuzz bench torture teacher clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
@@ -47,6 +47,11 @@ test-oldest: .venv-oldest/.installed ## every test but the slow ones, on the old
 
 real: build/real/.installed ## the tests of a real model, SmolLM2, and of exports in llama.cpp (144 MB; six minutes)
 	PYTHONPATH=$(CURDIR)/build/real $(PY) -m pytest tests/plugins/gguf
+
+real-quick: build/real/.installed ## from SmolLM2 to a pruned student that llama.cpp runs (docs/first-real-model.md)
+	rm -rf build/real-quick && mkdir build/real-quick && ln -s $(CURDIR)/docs build/real-quick/docs
+	sed -n '/^```sh/,/^```$$/{/^kdtrain/p}' docs/first-real-model.md > build/real-quick/commands
+	cd build/real-quick && PATH=$(dir $(abspath $(PY))):$$PATH PYTHONPATH=$(CURDIR)/build/real bash -ex commands
 
 # In a folder of their own: without them `make test` leaves those tests out, and says so.
 build/real/.installed: $(STAMP)

@@ -74,7 +74,7 @@ def commands(pages: list[Path] = PAGES) -> list[str]:
     """The commands in blocks of code, fenced or indented, that can be typed as they stand."""
     lines = []
     for page in pages:
-        lines += [line for block in blocks(page) for line in block.replace("\\\n", " ").splitlines()]
+        lines += [line for block in blocks(page, "(?:sh)?") for line in block.replace("\\\n", " ").splitlines()]
         lines += re.findall(r"^    ((?:kdtrain|torchrun) .*)", page.read_text().replace("\\\n", " "), re.MULTILINE)
     lines = [re.sub(r"^torchrun .*? -m kdtrain ", "kdtrain ", line) for line in lines]
     return [line for line in lines if line.startswith("kdtrain ") and " ... " not in line]

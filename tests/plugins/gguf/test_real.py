@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+import shlex
 import unicodedata
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -28,6 +30,7 @@ from kdtrain.plugins.gguf.pretokenizers import PRE_TOKENIZERS
 from tests.plugins.gguf.gguf_kit import tiny, write_gguf
 
 pytestmark = pytest.mark.real
+ROOT = Path(__file__).resolve().parents[3]
 
 WHOLE = (
     *("In 2024, 1234567 people paid $3.50 (or 12%) for 1,000 kg.", "a1b2c3 3.14159 1e10 0x1F ½ ² Ⅷ ① 五", "   leading"),
@@ -166,3 +169,27 @@ def test_a_cache_of_samples_scores_quantised_files_as_whole_distributions_do(ben
         assert guess["tokens"] == truth["tokens"] >= 512 and "kl_error" not in truth
         assert (truth["kl"] < 1e-6) == (name == "q4_1") and 0 < guess["kl_error"] < 0.02
         assert abs(guess["kl"] - truth["kl"]) < 3 * guess["kl_error"], (name, guess["kl"], truth["kl"])
+
+
+LESS = {"--num-sequences": "--num-sequences 8", "--seq-len": "--seq-len 64", "--max-new-tokens": "--max-new-tokens 16"}
+LESS["--epochs"] = "--steps 2 --warmup-steps 0 --eval-batches 1 --no-compile"
+MORE = {"cache-teacher": "--validation-sequences 2 --num-workers 0"}
+
+
+def test_each_command_of_the_page_runs_with_less_text(bench):
+    page = (ROOT / "docs/first-real-model.md").read_text().replace("\\\n", " ")
+    (bench.root / "docs").symlink_to("corpus")
+    for name, text in re.findall(r"^```toml\n# (\S+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        (bench.root / name).write_text(text)
+    prompt, talk = re.findall(r"^```json\n(.*)\n```", page, re.MULTILINE)
+    for name, row, word in (("prompts", prompt, "France"), ("chats", talk, "cache")):
+        rows = [row.replace(word, f"{word} {n}") for n in range(24)]
+        (bench.root / f"{name}.jsonl").write_text("\n".join(rows))
+    commands = re.findall(r"^kdtrain (.*)", page, re.MULTILINE)
+    for command in commands:
+        for flag, less in LESS.items():
+            command = re.sub(rf"{flag} \d+", less, command)
+        more = MORE.get(command.split()[0], "")
+        done = bench.run(*shlex.split(f"{command} {more}")).ok()
+    assert len(commands) > 10 and done.command[1] == "chat"
+    assert "| checked | llama.cpp" in (bench.root / "pruned-gguf/README.md").read_text()
