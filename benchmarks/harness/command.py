@@ -26,7 +26,7 @@ def options(kind: type) -> Any:
         print(help_of(script, kind, "all"))
         raise SystemExit(0)
     try:
-        return parse(script, kind, argv, {})
+        return parse(script, kind, argv, dict)
     except UsageError as error:
         stop(2, str(error))
 

@@ -172,7 +172,7 @@ def test_a_cache_of_samples_scores_quantised_files_as_whole_distributions_do(ben
 
 
 LESS = {"--num-sequences": "--num-sequences 8", "--seq-len": "--seq-len 64", "--max-new-tokens": "--max-new-tokens 16"}
-LESS["--epochs"] = "--steps 2 --warmup-steps 0 --eval-batches 1 --no-compile"
+LESS["--epochs"] = "--steps 6 --lr 1e-3 --warmup-steps 2 --eval-batches 1 --no-compile"
 MORE = {"cache-teacher": "--validation-sequences 2 --num-workers 0"}
 
 
