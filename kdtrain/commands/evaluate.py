@@ -134,7 +134,7 @@ def _refuse_text(config: EvaluateConfig, name: str) -> None:
             raise UsageError(f"{both}; add --cross-tokenizer")
         place = spec.tokenizer or spec.source
     if place is not None:
-        refuse_no_rows(data, load_tokenizer(place), {"validation": data.num_sequences})
+        refuse_no_rows(None, data, load_tokenizer(place), {"validation": data.num_sequences})
 
 
 def _last_words(

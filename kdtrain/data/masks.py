@@ -115,7 +115,7 @@ class Masks:
             return
         line = f"{self._split}: {self.learned:,} of {self.tokens:,} tokens in {self.documents:,} documents count"
         if self.long:
-            line += f"; {self.long:,} are longer than --seq-len {self._seq_len} and go on in the next sequence"
+            line += f"; {self.long:,} are longer than --seq-len {self._seq_len} and are cut"
         if self.refused:
             line += f"; left out {self.refused:,} conversations (first: {self._first['refused']})"
         few = self.learned * 10 < self.tokens

@@ -24,10 +24,10 @@ from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.read.rows import stored_rows
 from kdtrain.config import CacheTeacherConfig, DataConfig, DistillConfig
 from kdtrain.config.sections import DEFAULT_PROMPT
-from kdtrain.data.corpus import documents_of, has_prompts, stated_text
+from kdtrain.data.corpus import has_prompts, stated_text
 from kdtrain.data.masks import Counts, Masks
-from kdtrain.data.packed import PackedRow
-from kdtrain.data.packing import pack, packed_rows, prompt_rows
+from kdtrain.data.packed import WHOLE, PackedRow
+from kdtrain.data.packing import packed_rows, prompt_rows
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import read_sealed, set_aside
 from kdtrain.models.spec import ModelSpec
@@ -114,12 +114,14 @@ def begun(
     return replace(settings, sampling=grid_name(offset)), rows
 
 
-def refuse_no_rows(data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None]) -> None:
+def refuse_no_rows(
+    folder: Path | None, data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None]
+) -> None:
     """UsageError: a split gives no whole sequence, which is seen before any weights are loaded."""
+    tokenizer.pinned = pin_text(folder, data, tokenizer)  # type: ignore[attr-defined]
     settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=len(tokenizer)), limits)
     for split, source in text_sources(data, limits).items():
-        rows = pack(documents_of(data, source), tokenizer, data.seq_len, document_mask=data.document_mask)
-        not_empty(split, rows, settings)
+        not_empty(split, packed_rows(data, source, tokenizer, None, Masks("", data.seq_len)), settings)
 
 
 def known_text(folder: Path, data: DataConfig, packed: bool = False) -> dict[str, Any] | None:
@@ -144,22 +146,30 @@ def known_text(folder: Path, data: DataConfig, packed: bool = False) -> dict[str
     return now
 
 
-def pin_date(folder: Path, data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """When the cache in `folder` was begun, or now, for a chat template that shows the date; None for others.
+def pin_text(folder: Path | None, data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
+    """How conversations become rows, as the cache in `folder` was begun, or as of now; empty for plain text.
 
-    It is set as `date` of a tokenizer: templates then show it, and `data` of the settings holds it for a resume. Where
-    the template shows no time of day, it is the day: the same command gives the same settings until midnight.
+    It is set as `pinned` of a tokenizer, and `data` of the settings holds it for a resume. `packing`: whole, which
+    earlier releases did not have. `date`: when the cache was begun, for a chat template that shows it. Where the
+    template shows no time of day, it is the day: the same command gives the same settings until midnight.
     """
-    if "strftime_now" not in (template := str(tokenizer.chat_template)) or not has_prompts(data):
-        return None
+    if not has_prompts(data):
+        return {}
+    template = str(tokenizer.chat_template)
     try:
-        return datetime.fromisoformat(_stored(folder).data["date"]).isoformat()
-    except KeyError:  # begun by an earlier release
-        return None
+        there = {} if folder is None else _stored(folder).data
+        pinned = {name: there[name] for name in ("packing", "date") if name in there}
+        datetime.fromisoformat(pinned.get("date", "2000-01-01"))
+        if folder is not None:
+            return pinned
     except (OSError, ValueError, TypeError):  # not begun, or refused by the builder
+        pass
+    pinned = {"packing": WHOLE}
+    if "strftime_now" in template:
         now = datetime.now()
         timed = "strftime_now" in re.sub(_DAY, "", template)
-        return (now if timed else now.replace(hour=0, minute=0, second=0)).isoformat(timespec="seconds")
+        pinned["date"] = (now if timed else now.replace(hour=0, minute=0, second=0)).isoformat(timespec="seconds")
+    return pinned
 
 
 def begun_with(folder: Path) -> dict[str, Any] | None:
@@ -277,7 +287,7 @@ def build_tokens(
     None: train and validation as in `data`.
     """
     limits = splits or {"train": data.num_sequences, "validation": data.validation_sequences}
-    tokenizer.date = pin_date(folder, data, tokenizer)  # type: ignore[attr-defined]
+    tokenizer.pinned = pin_text(folder, data, tokenizer)  # type: ignore[attr-defined]
     settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=vocab_size), limits)
     counts: Counts = {}
     rows = _text(data, tokenizer, limits, counts)
@@ -300,7 +310,7 @@ class TextData(DataPlan):
         data, folder = self.config.data, self.config.out / TEXT
         if self.teacher is not None and not (folder / MANIFEST).exists():
             limits = {"train": data.num_sequences, "validation": data.validation_sequences}
-            refuse_no_rows(data, self.teacher.tokenizer, limits)
+            refuse_no_rows(folder, data, self.teacher.tokenizer, limits)
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
         folder = self.config.out / TEXT
@@ -344,7 +354,7 @@ def _settings(
         "messages_column": data.messages_column,
         **({} if data.format == "auto" else {"format": data.format}),
         **({"parse_special_tokens": True} if data.parse_special_tokens else {}),
-        **({} if (date := getattr(tokenizer, "date", None)) is None else {"date": date}),
+        **getattr(tokenizer, "pinned", {}),
     }
     return CacheSettings(
         codec=codec,

@@ -39,7 +39,7 @@ from kdtrain.run.build_cache import (
     begun_with,
     build_cache,
     known_text,
-    pin_date,
+    pin_text,
     refined_cache,
     refuse_no_rows,
     refuse_other_teacher,
@@ -95,14 +95,16 @@ def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | 
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
         if refined is not None:
             refuse_other_teacher(refined, teacher, loaded=False)
-    text = date = None
+    text, pinned = None, dict[str, str]()
     if config.data.data is not None and live is None:
         text = None if config.dry_run else on_main(lambda: known_text(config.out, config.data))
-        date = on_main(lambda: pin_date(config.out, config.data, teacher.tokenizer))
+        pinned = on_main(lambda: pin_text(config.out, config.data, teacher.tokenizer))
         if refined is None:
             there = (config.text.generate and has_prompts(config.data)) or (config.out / MANIFEST).exists()
-            on_main(lambda: None if there else refuse_no_rows(config.data, teacher.tokenizer, config.splits()))
-    teacher.tokenizer.date = date  # type: ignore[attr-defined]
+            on_main(lambda: None if there else refuse_no_rows(config.out, config.data, teacher.tokenizer, config.splits()))
+    if config.text.generate:
+        pinned.pop("packing", None)  # a prompt has a row of its own
+    teacher.tokenizer.pinned = pinned  # type: ignore[attr-defined]
     free = free_everywhere(device, config.parallel.device_memory)
     absent = f"the weights of {teacher.name} are not on this machine"
     why = absent if config.dry_run and not on_main(lambda: has_weights(spec)) else ""
@@ -202,7 +204,9 @@ def _count(config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | N
 
     for split, source in text_sources(data, config.splits()).items():
         limit, text, until = config.splits()[split], pieces(source), time.monotonic() + _SECONDS
-        packed = pack(text, teacher.tokenizer, data.seq_len, parse_special_tokens=data.parse_special_tokens)
+        whole = "packing" in teacher.tokenizer.pinned  # type: ignore[attr-defined]
+        how_packed = {"parse_special_tokens": data.parse_special_tokens, "whole": whole}
+        packed = pack(text, teacher.tokenizer, data.seq_len, **how_packed)
         found[split] = read = seen = 0
         for _ in islice(text if prompts else packed, limit):
             if read > seen > 0 and time.monotonic() > until:  # the rows so far are those of the characters seen
