@@ -227,7 +227,26 @@ def test_a_template_that_shows_the_day_alone_is_of_the_day_and_any_other_of_the_
     monkeypatch.setattr(build_cache, "datetime", clock)
     tokenizer = tiny_tokenizer(300)
     tokenizer.chat_template = template
-    assert build_cache.pin_date(Path("c"), DataConfig(data="chats.jsonl"), tokenizer) == date
+    assert build_cache.pin_text(Path("c"), DataConfig(data="chats.jsonl"), tokenizer).get("date") == date
+
+
+def test_eight_conversations_are_cached_and_a_cache_that_was_begun_before_keeps_its_rows(
+    teacher: Path, monkeypatch: pytest.MonkeyPatch
+):
+    turns = [{"role": role, "content": f"{role} {n}"} for n in range(2) for role in ("user", "assistant")]
+    talks = [{"messages": [*turns, {"role": "user", "content": f"{n}"}, turns[1]]} for n in range(8)]
+    Path("chats.jsonl").write_text("".join(json.dumps(each) + "\n" for each in talks))
+    found = capture(teacher, "chats.jsonl", seq_len=128)
+    assert found.manifest.settings.data["packing"] == "whole" and found.manifest.splits["validation"]["sequences"] == 1
+    counted = found["validation"][0]["loss_mask"]
+    assert 0 < counted.sum() < 64 and not counted[-8:].any()  # what fills the row is not learned
+    with monkeypatch.context() as before:
+        before.setattr(build_cache, "pin_text", lambda *_: {})
+        before.setattr(run_capture, "pin_text", lambda *_: {})
+        joined = capture(teacher, "chats.jsonl", seq_len=16, out=Path("old")).manifest
+    assert "packing" not in joined.settings.data
+    assert capture(teacher, "chats.jsonl", seq_len=16, out=Path("old")).manifest.digest == joined.digest
+    assert capture(teacher, "chats.jsonl", seq_len=16, out=Path("new")).manifest.digest != joined.digest
 
 
 def test_a_cache_that_a_run_captures_states_the_text_and_the_date_of_what_the_run_packed(teacher: Path):
