@@ -42,10 +42,14 @@ class Masks:
         self.counts: Counts = {} if counts is None else counts
         self._lock = threading.Lock()
         self.documents = self.tokens = self.learned = self.long = self.refused = self.short = self.wide = 0
+        self.begun = self.read = 0
+        """Documents and tokens of the stream."""
         self._first: dict[str, str] = {}
 
     def counted(self, stream: _Array, found: Counter[str]) -> _Array:
         """The stream of a batch, of which `found` is counted."""
+        self.begun += int(stream["start"].sum())
+        self.read += len(stream)
         if +found:
             self.counts[self._split] = Counter(self.counts.get(self._split, {})) + found
         return stream

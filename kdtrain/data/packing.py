@@ -81,12 +81,22 @@ def pack(
 def packed_rows(
     data: DataConfig, split: str, tokenizer: "PreTrainedTokenizerFast", limit: int | None, masks: Masks | None = None
 ) -> Iterator[PackedRow]:
-    """Yield the first `limit` packed rows of a split; log what counts in the loss."""
+    """Yield the first `limit` packed rows of a split; log what counts in the loss. UsageError: there are none."""
     options = {name: getattr(data, name) for name in ("num_workers", "document_mask", "parse_special_tokens")}
     options["whole"] = getattr(tokenizer, "pinned", {}).get("packing") == WHOLE  # see `build_cache.pin_text`
     masks = masks or Masks(split, data.seq_len)
     packed = pack(corpus.documents_of(data, split), tokenizer, data.seq_len, masks=masks, **options)
-    return itertools.islice(packed, limit)
+
+    def some() -> Iterator[PackedRow]:
+        if (first := next(packed, None)) is None:
+            raise UsageError(
+                f"{data.data}: the {split} data give no whole sequence of {data.seq_len} tokens ({masks.begun:,} "
+                f"documents, {masks.read:,} tokens); use more data, a smaller --seq-len, or another --split"
+            )
+        yield first
+        yield from packed
+
+    return itertools.islice(some(), limit)
 
 
 def prompt_rows(

@@ -190,7 +190,7 @@ def test_a_resume_renders_the_date_of_the_first_command_and_keeps_its_shards(
 
     write_chats(Path("chats.jsonl"))
     at("2031-01-02T03:04:05")
-    whole = capture(teacher, "chats.jsonl", seq_len=16).manifest
+    whole = capture(teacher, "chats.jsonl", seq_len=32).manifest
     assert whole.settings.data["date"] == "2031-01-02T03:04:05"
     shown = tiny_tokenizer(300).decode([each for row in (0, 1) for each in kd.Cache("c")["train"][row]["tokens"][:-1]])
     assert "[2031 03 04]" in shown
@@ -199,10 +199,10 @@ def test_a_resume_renders_the_date_of_the_first_command_and_keeps_its_shards(
         Path("c", name).unlink()
     kept = Path("c/shards/train-00000.h5").stat().st_ino
     at("2032-05-06T07:08:09")
-    assert capture(teacher, "chats.jsonl", seq_len=16).manifest.digest == whole.digest
+    assert capture(teacher, "chats.jsonl", seq_len=32).manifest.digest == whole.digest
     assert Path("c/shards/train-00000.h5").stat().st_ino == kept and not any("made again" in each for each in said)
     shutil.rmtree("c")
-    assert capture(teacher, "chats.jsonl", seq_len=16).manifest.settings.data["date"] == "2032-05-06T07:08:09"
+    assert capture(teacher, "chats.jsonl", seq_len=32).manifest.settings.data["date"] == "2032-05-06T07:08:09"
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_split_without_a_whole_sequence_is_refused_before_the_model_is_loaded(
 ):
     refuse_loading(monkeypatch)
     write_rows(Path("a.jsonl"), rows=20)
-    with pytest.raises(UsageError, match="the validation data give no whole sequence of 128 tokens; use more data"):
+    with pytest.raises(UsageError, match=r"the validation data give no whole sequence of 128 tokens \(1 documents, 29 tokens\)"):
         capture(teacher, "a.jsonl", seq_len=128)
 
 
