@@ -69,8 +69,9 @@ def pack(
     """Yield `documents` as rows of `seq_len` + 1 tokens, the same rows for any `num_workers`.
 
     With `document_mask` the first token of a document is not a label, since no visible position precedes it. `whole`:
-    see `whole_rows`. `masks` counts the documents of which only a part is learned. Raises UsageError for a tokenizer without eos or without
-    fast backend, and for conversations if the chat template renders none, or finds the assistant's turns in none.
+    see `whole_rows`. `masks` counts the documents of which only a part is learned. Raises UsageError for a tokenizer
+    without eos or without fast backend, and for conversations if the chat template renders none, or finds the
+    assistant's turns in none.
     """
     if seq_len < 1 or num_workers < 0:
         raise UsageError(f"seq-len {seq_len} with num-workers {num_workers}: use at least 1 and at least 0")

@@ -2,10 +2,12 @@
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from fractions import Fraction
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from kdtrain.data.packed import WHOLE, PackedRow
 from kdtrain.data.packing import packed_rows, prompt_rows
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import read_sealed, set_aside
+from kdtrain.models.loading import check_student
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import (
     ChatTokenizer,
@@ -114,11 +117,32 @@ def begun(
     return replace(settings, sampling=grid_name(offset)), rows
 
 
+def decided(data: DataConfig, folder: Path | None, *checks: Callable[[int, bool], None]) -> DataConfig:
+    """`data` with `--document-mask auto` decided: as the cache in `folder` was begun, else on for conversations.
+
+    checks: refuse, as `check_fits`, a mask that a model cannot apply; then it is off.
+    """
+    if data.document_mask != "auto" or data.data is None:
+        return data
+    if folder is not None:
+        with suppress(OSError, ValueError, TypeError):  # not begun, or refused by the builder
+            return replace(data, document_mask=_stored(folder).document_mask)
+    if mask := has_prompts(data):
+        try:
+            for check in checks:
+                check(data.seq_len, True)
+        except UsageError as error:
+            log.info("--document-mask auto is off: %s", error)
+            mask = False
+    return replace(data, document_mask=mask)
+
+
 def refuse_no_rows(
     folder: Path | None, data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None]
 ) -> None:
     """UsageError: a split gives no whole sequence, which is seen before any weights are loaded."""
     tokenizer.pinned = pin_text(folder, data, tokenizer)  # type: ignore[attr-defined]
+    data = decided(data, folder)
     settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=len(tokenizer)), limits)
     for split, source in text_sources(data, limits).items():
         not_empty(split, packed_rows(data, source, tokenizer, None, Masks("", data.seq_len)), settings)
@@ -158,7 +182,7 @@ def pin_text(folder: Path | None, data: DataConfig, tokenizer: PreTrainedTokeniz
     template = str(tokenizer.chat_template)
     try:
         there = {} if folder is None else _stored(folder).data
-        pinned = {name: there[name] for name in ("packing", "date") if name in there}
+        pinned: dict[str, str] = {name: there[name] for name in ("packing", "date") if name in there}
         datetime.fromisoformat(pinned.get("date", "2000-01-01"))
         if folder is not None:
             return pinned
@@ -306,6 +330,11 @@ class TextData(DataPlan):
     def __init__(self, config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None) -> None:
         self.config, self.student, self.teacher = config, student, teacher
 
+    def masked(self) -> bool:
+        """As `DataPlan.masked`, where both models can; `prepare` asks them."""
+        data = self.config.data
+        return super().masked() if data.data is None else bool(decided(data, self.config.out / TEXT).document_mask)
+
     def refuse_no_rows(self) -> None:
         data, folder = self.config.data, self.config.out / TEXT
         if self.teacher is not None and not (folder / MANIFEST).exists():
@@ -315,20 +344,23 @@ class TextData(DataPlan):
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
         folder = self.config.out / TEXT
 
-        def pack() -> None:
+        def pack() -> DataConfig:
             tokenizer = load_tokenizer(self.student) if self.teacher is None else self.teacher.tokenizer
             width = len(tokenizer) if self.teacher is None else self.teacher.vocab_size
             if not resumed and own_data(folder) == "view":  # of an earlier attempt across tokenizers
                 set_aside(self.config.out, folder.name, "left")
+            checks = [] if self.teacher is None else [self.teacher.check]
+            data = decided(self.config.data, folder if resumed else None, *checks, partial(check_student, self.student))
             try:
-                build_tokens(folder, self.config.data, tokenizer, width)
+                build_tokens(folder, data, tokenizer, width)
             except UsageError:
                 if resumed or own_data(folder) not in ("tokens", "nothing"):
                     raise
                 set_aside(self.config.out, folder.name, "left")
-                build_tokens(folder, self.config.data, tokenizer, width)
+                build_tokens(folder, data, tokenizer, width)
+            return data
 
-        on_main(pack)
+        self.options = {"data": on_main(pack)}
         with raise_on_all_ranks():
             sources = open_sources(self.config, [folder])
         return sources, sources["validation"]
@@ -362,7 +394,7 @@ def _settings(
         tokenizer_size=len(tokenizer),
         tokenizer_digest=tokenizer_digest(tokenizer),
         data=text,
-        document_mask=data.document_mask,
+        document_mask=bool(data.document_mask),
         sequences=limits,
     )
 

@@ -290,7 +290,9 @@ def test_a_split_without_a_whole_sequence_is_refused_before_the_model_is_loaded(
 ):
     refuse_loading(monkeypatch)
     write_rows(Path("a.jsonl"), rows=20)
-    with pytest.raises(UsageError, match=r"the validation data give no whole sequence of 128 tokens \(1 documents, 29 tokens\)"):
+    with pytest.raises(
+        UsageError, match=r"the validation data give no whole sequence of 128 tokens \(1 documents, 25 tokens\)"
+    ):
         capture(teacher, "a.jsonl", seq_len=128)
 
 

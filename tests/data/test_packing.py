@@ -495,7 +495,8 @@ def test_a_tokenizer_that_panics_at_the_first_word_is_refused(tokenizer):
 
 def test_whole_conversations_fill_rows_as_a_table_made_by_hand_and_are_cut_at_turns_alone(tokenizer):
     tokenizer.chat_template = _PLAIN.replace("<{{ m.role }}>", "{{ m.role[0] }}").replace("<assistant>", "a")
-    turns = [[("user", "x"), ("assistant", letter * size)] for letter, size in zip("bcdefg", (3, 1, 4, 2, 1, 12))]
+    turns = zip("bcdefg", (3, 1, 4, 2, 1, 12), strict=True)
+    turns = [[("user", "x"), ("assistant", letter * size)] for letter, size in turns]
     turns.append([("user", "x"), ("assistant", "hhh"), ("user", "y"), ("assistant", "iiii")])
     talks = [[{"role": role, "content": text} for role, text in each] for each in turns]
     documents = [Document(f"talk {n}", messages=talk) for n, talk in enumerate(talks)]
