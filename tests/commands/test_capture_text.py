@@ -4,6 +4,8 @@ import json
 import logging
 import re
 import shutil
+import tomllib
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,12 +18,14 @@ from kdtrain.cache.build.live_capture import Capture, LiveCache
 from kdtrain.cache.format.manifest import Manifest
 from kdtrain.cli.parsing import parse
 from kdtrain.cli.paths import problem
-from kdtrain.config import CodecConfig, DataConfig, TextConfig
+from kdtrain.config import CodecConfig, DataConfig, MonitorConfig, PrecisionConfig, TextConfig
 from kdtrain.data import corpus
 from kdtrain.errors import UsageError
 from kdtrain.files import file_digest, publish_json, read_sealed
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.run import build_cache
 from kdtrain.run import capture as run_capture
+from kdtrain.run.folder import changes
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
@@ -55,8 +59,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def configuration(teacher: Path, data: str, seq_len: int = 8, **options: object) -> kd.CacheTeacherConfig:
+    given = DataConfig(data=data, seq_len=seq_len, num_sequences=12, validation_sequences=2, num_workers=0)
     words: dict[str, object] = {
-        "data": DataConfig(data=data, seq_len=seq_len, num_sequences=12, validation_sequences=2, num_workers=0),
+        "data": replace(given, document_mask=options.pop("document_mask", "auto")),
         "codec": CodecConfig(top_k=2),
         "sequences_per_shard": 4,
         "precision": "fp32",
@@ -68,6 +73,13 @@ def configuration(teacher: Path, data: str, seq_len: int = 8, **options: object)
 
 def capture(teacher: Path, data: str, seq_len: int = 8, **options: object) -> kd.Cache:
     return kd.cache_teacher(configuration(teacher, data, seq_len, **options))
+
+
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack conversations as releases did that neither kept them whole nor apart."""
+    monkeypatch.setattr(build_cache, "pin_text", lambda *_: {})
+    monkeypatch.setattr(run_capture, "pin_text", lambda *_: {})
+    monkeypatch.setattr(build_cache, "has_prompts", lambda _: False)
 
 
 def write_rows(path: Path, word: str = "why", rows: int = 30) -> None:
@@ -240,13 +252,78 @@ def test_eight_conversations_are_cached_and_a_cache_that_was_begun_before_keeps_
     assert found.manifest.settings.data["packing"] == "whole" and found.manifest.splits["validation"]["sequences"] == 1
     counted = found["validation"][0]["loss_mask"]
     assert 0 < counted.sum() < 64 and not counted[-8:].any()  # what fills the row is not learned
-    with monkeypatch.context() as before:
-        before.setattr(build_cache, "pin_text", lambda *_: {})
-        before.setattr(run_capture, "pin_text", lambda *_: {})
+    with monkeypatch.context() as patched:
+        as_before(patched)
         joined = capture(teacher, "chats.jsonl", seq_len=16, out=Path("old")).manifest
-    assert "packing" not in joined.settings.data
+    assert "packing" not in joined.settings.data and not joined.settings.document_mask
     assert capture(teacher, "chats.jsonl", seq_len=16, out=Path("old")).manifest.digest == joined.digest
     assert capture(teacher, "chats.jsonl", seq_len=16, out=Path("new")).manifest.digest != joined.digest
+
+
+def test_a_cache_keeps_conversations_apart_where_the_teacher_can_and_no_other_text(teacher: Path, said: list[str]):
+    bloom = write_model_folder(Path("bloom"), tiny_model("bloom", 300), load_tokenizer(teacher))
+    write_chats(Path("chats.jsonl"))
+    write_rows(Path("a.jsonl"))
+    written: dict[str, object] = {"text": TextConfig(generate=True, max_new_tokens=2), "batch_size": 4}
+
+    def apart(by: Path, data: str, **options: object) -> bool:
+        shutil.rmtree("c", ignore_errors=True)
+        return capture(by, data, seq_len=32, **options).manifest.settings.document_mask
+
+    assert apart(teacher, "chats.jsonl") and not apart(teacher, "a.jsonl")
+    assert not apart(teacher, "chats.jsonl", **written) and not apart(bloom, "chats.jsonl")
+    assert apart(teacher, "a.jsonl", document_mask=True) and not apart(teacher, "chats.jsonl", document_mask=False)
+    assert [each for each in said if "auto is off" in each] == [
+        "--document-mask auto is off: bloom cannot keep packed documents apart; use --no-document-mask"
+    ]
+
+
+@pytest.mark.parametrize("taught", [True, False])
+def test_a_run_keeps_conversations_apart_where_both_models_can_and_one_of_before_goes_on_without(
+    teacher: Path, taught: bool, monkeypatch: pytest.MonkeyPatch
+):
+    bloom = write_model_folder(Path("bloom"), tiny_model("bloom", 300), load_tokenizer(teacher))
+    write_chats(Path("chats.jsonl"))
+
+    def train(student: Path, out: str, steps: int, by: Path = teacher) -> tuple[object, bool]:
+        given = configuration(teacher, "chats.jsonl", seq_len=32).data
+        kd.distill(
+            kd.DistillConfig(
+                student=str(student),
+                teacher=str(by) if taught else None,
+                data=given,
+                out=Path(out),
+                steps=steps,
+                batch_size=2,
+                precision=PrecisionConfig(precision="fp32", compile=False),
+                monitor=MonitorConfig(log_to="none"),
+            )
+        )
+        held = tomllib.loads(Path(out, "config.toml").read_text())["data"]["document_mask"]
+        return held, kd.Cache(Path(out, "data")).manifest.settings.document_mask
+
+    assert train(teacher, "apart", 1) == train(teacher, "apart", 2) == (True, True)
+    assert train(bloom, "together", 1) == (False, False)
+    if taught:
+        assert train(teacher, "beside", 1, by=bloom) == (False, False)
+    with monkeypatch.context() as patched:
+        as_before(patched)
+        assert train(teacher, "old", 1) == (False, False)
+    assert train(teacher, "old", 2) == (False, False)
+
+
+def test_a_document_mask_is_a_switch_that_also_takes_auto():
+    for words, mask in (
+        ([], "auto"),
+        (["--document-mask"], True),
+        (["--no-document-mask"], False),
+        (["--document-mask", "auto"], "auto"),
+        (["--document-mask=auto"], "auto"),
+    ):
+        given = ["--teacher", "stdlib-5m", "--data", "stdlib", "--out", "c", *words]
+        assert parse("kdtrain cache-teacher", kd.CacheTeacherConfig, given, {}).data.document_mask == mask
+    config = kd.DistillConfig(student="a", cache="c", out=Path("r"))
+    assert not changes({"data": {"document_mask": False}}, config, only="data")
 
 
 def test_a_cache_that_a_run_captures_states_the_text_and_the_date_of_what_the_run_packed(teacher: Path):
