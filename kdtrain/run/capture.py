@@ -254,13 +254,13 @@ def served_data(
 ) -> CachedData:
     """Begin to capture what a server answers into a cache in the run's folder; a finished one requests nothing."""
     on_main(lambda: _refuse_moving(config))
-    data = on_main(lambda: decided(config.data, config.out / TEXT, partial(check_student, student)))
-    config = replace(config, data=data)
     per_shard = (4 if trial else _STEPS) * min(config.batch_size, _MOST // _STEPS)
     capture_config = config.remote.capture(config, out=config.out / SERVED, sequences_per_shard=per_shard)
     objective, codec = config.objective, capture_config.codec
     if objective.distils:  # several ranks capture all before they train
         refuse(objective.divergence, objective.tail, top_k=codec.top_k, num_samples=codec.samples)
+    text = on_main(lambda: decided(config.data, config.out / TEXT, partial(check_student, student)))
+    capture_config = replace(capture_config, data=text)
 
     def capture_all(live: LiveCache) -> None:
         capture(capture_config, device, live)
