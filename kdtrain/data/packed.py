@@ -1,6 +1,5 @@
 """A packed row, and the cut of a stream of tokens into rows."""
 
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,13 +61,10 @@ def whole_rows(stream: Iterable[_Array], seq_len: int, filler: int) -> Iterator[
         return sum(map(len, row))
 
     def filled(parts: list[_Array]) -> PackedRow:
-        row = np.zeros(seq_len + 1, parts[0].dtype)
-        row["token"], at = filler, 0
-        for part in parts:
-            row[at : at + len(part)] = part
-            row["start"][at], at = True, at + len(part)
-        row["start"][at : at + 1] = True
-        return _row(row, document_mask=True)
+        row, text = np.zeros(seq_len + 2, parts[0].dtype), np.concatenate(parts)
+        row["token"], row[: len(text)] = filler, text
+        row["start"][np.cumsum([0, *map(len, parts)])] = True
+        return _row(row[:-1], document_mask=True)
 
     for part in _parts(stream, seq_len + 1):
         room = [row for row in rows if size(row) + len(part) <= seq_len + 1]
@@ -77,7 +73,8 @@ def whole_rows(stream: Iterable[_Array], seq_len: int, filler: int) -> Iterator[
         else:
             rows.append([part])
         if len(rows) > _OPEN:
-            yield filled(rows.pop(max(range(len(rows)), key=lambda at: size(rows[at]))))
+            rows.sort(key=size)
+            yield filled(rows.pop())
     yield from map(filled, rows)
 
 
@@ -85,27 +82,22 @@ def _parts(stream: Iterable[_Array], most: int) -> Iterator[_Array]:
     """The documents of a stream, those of more than `most` tokens in parts, where a token counts."""
     for document in _documents(stream):
         while len(document):
-            turns = np.flatnonzero(document["turn"][1 : most + 1]) + 1
             stop = rest = min(len(document), most)
-            if len(document) > most and len(turns):
-                stop = rest = int(turns[-1])
-            elif len(document) > most:
-                rest -= 1
+            if stop < len(document):
+                turns = np.flatnonzero(document["turn"][1 : most + 1]) + 1
+                stop, rest = (turns[-1], turns[-1]) if len(turns) else (most, most - 1)
             if document["label"][1:stop].any():
                 yield document[:stop]
             document = document[rest:]
 
 
 def _documents(stream: Iterable[_Array]) -> Iterator[_Array]:
-    left: list[_Array] = []
+    left = np.empty(0, STREAM)
     for part in stream:
-        edges = [*np.flatnonzero(part["start"]), len(part)]
-        left.append(part[: edges[0]])
-        for start, stop in itertools.pairwise(edges):
-            yield np.concatenate(left)
-            left = [part[start:stop]]
-    if left:
-        yield np.concatenate(left)
+        left = np.concatenate([left, part])
+        *whole, left = np.split(left, np.flatnonzero(left["start"]))
+        yield from whole
+    yield left
 
 
 def _row(row: _Array, document_mask: bool) -> PackedRow:

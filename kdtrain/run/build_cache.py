@@ -180,14 +180,11 @@ def pin_text(folder: Path | None, data: DataConfig, tokenizer: PreTrainedTokeniz
     if not has_prompts(data):
         return {}
     template = str(tokenizer.chat_template)
-    try:
-        there = {} if folder is None else _stored(folder).data
-        pinned: dict[str, str] = {name: there[name] for name in ("packing", "date") if name in there}
-        datetime.fromisoformat(pinned.get("date", "2000-01-01"))
-        if folder is not None:
-            return pinned
-    except (OSError, ValueError, TypeError):  # not begun, or refused by the builder
-        pass
+    if folder is not None:
+        with suppress(OSError, ValueError, TypeError):  # not begun, or refused by the builder
+            there = _stored(folder).data
+            datetime.fromisoformat(there.get("date", "2000-01-01"))
+            return {name: there[name] for name in ("packing", "date") if name in there}
     pinned = {"packing": WHOLE}
     if "strftime_now" in template:
         now = datetime.now()
