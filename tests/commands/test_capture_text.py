@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from kdtrain.cache.build.live_capture import Capture, LiveCache
 from kdtrain.cache.format.manifest import Manifest
 from kdtrain.cli.parsing import parse
 from kdtrain.cli.paths import problem
-from kdtrain.config import CodecConfig, DataConfig, MonitorConfig, PrecisionConfig, TextConfig
+from kdtrain.commands.evaluate import evaluate
+from kdtrain.config import CodecConfig, DataConfig, EvaluateConfig, MonitorConfig, PrecisionConfig, TextConfig
 from kdtrain.data import corpus
 from kdtrain.errors import UsageError
 from kdtrain.files import file_digest, publish_json, read_sealed
@@ -33,6 +35,10 @@ DATED = (
     "[{{ strftime_now('%Y %H %M') }}]{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}[a]{% endif %}"
 )
+PLAIN: dict[str, Any] = {
+    "precision": PrecisionConfig(precision="fp32", compile=False),
+    "monitor": MonitorConfig(log_to="none"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +258,9 @@ def test_eight_conversations_are_cached_and_a_cache_that_was_begun_before_keeps_
     assert found.manifest.settings.data["packing"] == "whole" and found.manifest.splits["validation"]["sequences"] == 1
     counted = found["validation"][0]["loss_mask"]
     assert 0 < counted.sum() < 64 and not counted[-8:].any()  # what fills the row is not learned
+    config = kd.DistillConfig(student=str(teacher), cache="c", out=Path("r"), steps=1, batch_size=2, **PLAIN)
+    assert kd.distill(config)["steps"] == 1
+    assert evaluate(EvaluateConfig(student="r", cache="c"), "r")["tokens"] == counted.sum()
     with monkeypatch.context() as patched:
         as_before(patched)
         joined = capture(teacher, "chats.jsonl", seq_len=16, out=Path("old")).manifest
@@ -295,8 +304,7 @@ def test_a_run_keeps_conversations_apart_where_both_models_can_and_one_of_before
                 out=Path(out),
                 steps=steps,
                 batch_size=2,
-                precision=PrecisionConfig(precision="fp32", compile=False),
-                monitor=MonitorConfig(log_to="none"),
+                **PLAIN,
             )
         )
         held = tomllib.loads(Path(out, "config.toml").read_text())["data"]["document_mask"]
