@@ -149,7 +149,7 @@ def test_the_help_of_a_section_shows_its_options_with_their_defaults_and_no_othe
 def test_the_help_of_everything_shows_every_option(capsys, monkeypatch):
     text = help_of(capsys, monkeypatch, "distill", "--help", "all")
     for name, option in cli.options_of(cli.COMMANDS.get("distill").config).items():
-        assert f"  --{'[no-]' * (option.field.default is True)}{name.replace('_', '-')}" in text
+        assert f"  --{'[no-]' * (option.switch and option.field.default is not False)}{name.replace('_', '-')}" in text
     assert "None" not in text.replace("None: ", "")
 
 

@@ -141,6 +141,9 @@ class _Line:
         if option is None:
             return self._no_option(word, values)
         if option.switch:
+            if on and values and values[0] in choices(option.kind):
+                self._add(option.name, values[0])
+                return 1
             if values and (equals or (not wanting and values[0].lower() in _SWITCHED)):
                 meant = option.name if on == _SWITCHED.get(values[0].lower(), True) else f"no_{option.name}"
                 self.mistakes.append(f"{word} {short(values[0])}: it takes no value, use {flag(meant)}")

@@ -30,7 +30,7 @@ def flags(kind: type) -> dict[str, list[str] | None]:
     found: dict[str, list[str] | None] = {}
     for each in options_of(kind).values():
         if each.switch:
-            found |= {each.flag: [], flag(f"no_{each.name}"): []}
+            found |= {each.flag: words_of(each.kind), flag(f"no_{each.name}"): []}
         elif not each.positional:
             found[each.flag] = words_of(each.kind) or names.get(each.flag)
     return found | {"--help": []}

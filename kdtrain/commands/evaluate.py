@@ -38,7 +38,7 @@ from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
-from kdtrain.run.build_cache import build_tokens, refuse_no_rows
+from kdtrain.run.build_cache import build_tokens, decided, refuse_no_rows
 from kdtrain.run.path_kind import is_run
 from kdtrain.run.saved_student import open_student, run_of, tokenizer_place
 from kdtrain.run.tokenizer_view import differ, entries
@@ -74,7 +74,7 @@ def evaluate(config: EvaluateConfig, name: str) -> dict[str, Any]:
     mode = pick_mode(config.precision, device)
     _refuse_text(config, name)
     student, tokenizer, checkpoint = open_student(name, device)
-    with _source(config, name, tokenizer, device, mode, student.vocab_size) as (source, text, teacher):
+    with _source(config, name, tokenizer, device, mode, student) as (source, text, teacher):
         facts = source.facts
         refuse_vocabulary(student.vocab_size, facts.vocab_size, facts.tokenizer_size)
         check_fits(student, name, facts.seq_len, facts.document_mask)
@@ -134,7 +134,7 @@ def _refuse_text(config: EvaluateConfig, name: str) -> None:
             raise UsageError(f"{both}; add --cross-tokenizer")
         place = spec.tokenizer or spec.source
     if place is not None:
-        refuse_no_rows(data, load_tokenizer(place), {"validation": data.num_sequences})
+        refuse_no_rows(None, data, load_tokenizer(place), {"validation": data.num_sequences})
 
 
 def _last_words(
@@ -159,10 +159,12 @@ def _source(
     tokenizer: Path | str | None,
     device: torch.device,
     mode: str,
-    vocab_size: int,
+    student: SplitModel,
 ) -> Iterator[tuple[Source, dict[str, Any], OnlineTeacher | None]]:
     """Yield what to measure on, a split of a cache or text packed into a temporary folder, its name and its teacher."""
     teacher: OnlineTeacher | None = None
+    vocab_size = student.vocab_size
+    checks: list[Callable[[int, bool], None]] = [partial(check_fits, student, name)]
     across, own = config.cross_tokenizer, digest_of(tokenizer)
     if across:
         if tokenizer is None or own is None:
@@ -188,7 +190,8 @@ def _source(
                 spec = read_spec(config.teacher, "teachers")
                 teacher = open_online_teacher(spec, device, mode)
                 teacher.load()
-                teacher.check(config.data.seq_len, config.data.document_mask)
+                checks.append(teacher.check)
+                teacher.check(config.data.seq_len, config.data.document_mask is True)
                 teacher.prepare()
                 apart = across and differ(config, own, digest_of(spec))
                 tokenizer = tokenizer or spec.tokenizer or spec.source
@@ -197,7 +200,8 @@ def _source(
             loaded = teacher.tokenizer if teacher is not None and apart else load_tokenizer(tokenizer)
             width = len(loaded) if teacher is None else teacher.vocab_size
             packed, split = Path(folder) / "data", "train" if apart else "validation"  # where cells are merged from
-            build_tokens(packed, config.data, loaded, width, {split: config.data.num_sequences})
+            data = decided(config.data, packed, *checks)
+            build_tokens(packed, data, loaded, width, {split: config.data.num_sequences})
             cache = LocalCache(packed)
         if apart and tokenizer is not None:
             how: dict[str, Any] = {"events": partners(config.special_tokens), "splits": (split,)}

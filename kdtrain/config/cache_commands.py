@@ -79,7 +79,7 @@ class CacheTeacherConfig(Extended):
         data, given = self.data, self.text.prompt_tokens
         yield self.refine is not None, "--generate: --refine takes its text from its cache; leave one out"
         mask = "--document-mask has no effect with --generate: a sequence is one prompt and its answer; leave it out"
-        yield data.document_mask, mask
+        yield data.document_mask is True, mask
         yield (
             self.parallel.teacher_parallel == "fsdp",
             "--generate needs the whole teacher on each rank; leave --teacher-parallel fsdp out, or serve the teacher",

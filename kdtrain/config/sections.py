@@ -46,8 +46,8 @@ class DataConfig(Options):
     """Column of conversations, lists of messages."""
     parse_special_tokens: bool = False
     """Take a special token that the text spells, such as <|im_end|>, for the token, and not for text."""
-    document_mask: bool = False
-    """Keep documents packed into one sequence from attending to each other."""
+    document_mask: bool | Literal["auto"] = option("auto", free=True)
+    """Keep documents of one sequence from attending to each other; auto: conversations, where the models can."""
     streaming: bool = option(False, free=True)
     """Stream hub data instead of downloading it first."""
     num_workers: int = option(2, free=True, per_rank=True, least=0, with_cache=True)

@@ -82,8 +82,8 @@ class Option:
 
     @property
     def switch(self) -> bool:
-        """True if the flag takes no value: `--json`, `--no-compile`."""
-        return alternatives(self.kind) == [bool]
+        """True if the flag needs no value: `--json`, `--no-compile`; it may take a word that its kind names."""
+        return alternatives(self.kind)[:1] == [bool]
 
     @property
     def required(self) -> bool:
@@ -96,7 +96,7 @@ class Option:
         default = self.default
         if self.required:
             return " (required)"
-        if self.switch or default is None or default in ("", (), []):
+        if isinstance(default, bool) or default is None or default in ("", (), []):
             return " [on]" if default is True else ""
         if isinstance(default, float):
             return f" [{f'{default:.0e}'.replace('e-0', 'e-') if 0 < default < 0.01 else f'{default:g}'}]"

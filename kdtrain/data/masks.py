@@ -42,10 +42,14 @@ class Masks:
         self.counts: Counts = {} if counts is None else counts
         self._lock = threading.Lock()
         self.documents = self.tokens = self.learned = self.long = self.refused = self.short = self.wide = 0
+        self.begun = self.read = 0
+        """Documents and tokens of the stream."""
         self._first: dict[str, str] = {}
 
     def counted(self, stream: _Array, found: Counter[str]) -> _Array:
         """The stream of a batch, of which `found` is counted."""
+        self.begun += int(stream["start"].sum())
+        self.read += len(stream)
         if +found:
             self.counts[self._split] = Counter(self.counts.get(self._split, {})) + found
         return stream
@@ -115,7 +119,7 @@ class Masks:
             return
         line = f"{self._split}: {self.learned:,} of {self.tokens:,} tokens in {self.documents:,} documents count"
         if self.long:
-            line += f"; {self.long:,} are longer than --seq-len {self._seq_len} and go on in the next sequence"
+            line += f"; {self.long:,} are longer than --seq-len {self._seq_len} and are cut"
         if self.refused:
             line += f"; left out {self.refused:,} conversations (first: {self._first['refused']})"
         few = self.learned * 10 < self.tokens

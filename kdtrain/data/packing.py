@@ -39,7 +39,7 @@ from kdtrain.config import DataConfig
 from kdtrain.data import corpus, rendering
 from kdtrain.data.formats import Document, Messages
 from kdtrain.data.masks import SPELLED, Masks
-from kdtrain.data.packed import STREAM, PackedRow, rows_of
+from kdtrain.data.packed import STREAM, WHOLE, PackedRow, rows_of, whole_rows
 from kdtrain.errors import UsageError, panics_refused
 
 if TYPE_CHECKING:
@@ -64,27 +64,40 @@ def pack(
     document_mask: bool = False,
     masks: Masks | None = None,
     parse_special_tokens: bool = False,
+    whole: bool = False,
 ) -> Iterator[PackedRow]:
     """Yield `documents` as rows of `seq_len` + 1 tokens, the same rows for any `num_workers`.
 
-    With `document_mask` the first token of a document is not a label, since no visible position precedes it. `masks`
-    counts the documents of which only a part is learned. Raises UsageError for a tokenizer without eos or without
-    fast backend, and for conversations if the chat template renders none, or finds the assistant's turns in none.
+    With `document_mask` the first token of a document is not a label, since no visible position precedes it. `whole`:
+    see `whole_rows`. `masks` counts the documents of which only a part is learned. Raises UsageError for a tokenizer
+    without eos or without fast backend, and for conversations if the chat template renders none, or finds the
+    assistant's turns in none.
     """
     if seq_len < 1 or num_workers < 0:
         raise UsageError(f"seq-len {seq_len} with num-workers {num_workers}: use at least 1 and at least 0")
     encoder = Encoder(tokenizer, Masks("", seq_len) if masks is None else masks, parse=parse_special_tokens)
-    return _packed(encoder, _batches(documents), num_workers, seq_len, document_mask)
+    return _packed(encoder, _batches(documents), num_workers, seq_len, document_mask, whole)
 
 
 def packed_rows(
     data: DataConfig, split: str, tokenizer: "PreTrainedTokenizerFast", limit: int | None, masks: Masks | None = None
 ) -> Iterator[PackedRow]:
-    """Yield the first `limit` packed rows of a split; log what counts in the loss."""
+    """Yield the first `limit` packed rows of a split; log what counts in the loss. UsageError: there are none."""
     options = {name: getattr(data, name) for name in ("num_workers", "document_mask", "parse_special_tokens")}
+    options["whole"] = getattr(tokenizer, "pinned", {}).get("packing") == WHOLE  # see `build_cache.pin_text`
     masks = masks or Masks(split, data.seq_len)
     packed = pack(corpus.documents_of(data, split), tokenizer, data.seq_len, masks=masks, **options)
-    return itertools.islice(packed, limit)
+
+    def some() -> Iterator[PackedRow]:
+        if (first := next(packed, None)) is None:
+            raise UsageError(
+                f"{data.data}: the {split} data give no whole sequence of {data.seq_len} tokens ({masks.begun:,} "
+                f"documents, {masks.read:,} tokens); use more data, a smaller --seq-len, or another --split"
+            )
+        yield first
+        yield from packed
+
+    return itertools.islice(some(), limit)
 
 
 def prompt_rows(
@@ -140,11 +153,20 @@ def _before_answers(data: DataConfig, split_name: str, tokenizer: "PreTrainedTok
 
 
 def _packed(
-    encoder: "Encoder", batches: Iterator[list["_Piece"]], num_workers: int, seq_len: int, document_mask: bool
+    encoder: "Encoder",
+    batches: Iterator[list["_Piece"]],
+    num_workers: int,
+    seq_len: int,
+    document_mask: bool,
+    whole: bool,
 ) -> Iterator[PackedRow]:
     try:
         encoded = _in_order(encoder, batches, num_workers)
-        yield from rows_of((encoder.masks.counted(*each) for each in encoded), seq_len, document_mask)
+        stream = (encoder.masks.counted(*each) for each in encoded)
+        if whole:
+            yield from whole_rows(stream, seq_len, encoder.filler)
+        else:
+            yield from rows_of(stream, seq_len, document_mask)
         encoder.masks.refuse_none()
     finally:
         encoder.close()
@@ -250,6 +272,7 @@ class Encoder:
             written = self._backend.encode("a").ids[:1]
         self._bos = written if written == [tokenizer.bos_token_id] else []
         self._eos, self._end = [tokenizer.eos_token_id], str(tokenizer.eos_token)
+        self.filler: int = tokenizer.eos_token_id
         special = {token: each.content for token, each in tokenizer.added_tokens_decoder.items() if each.special}
         self._special = np.array(list(special), dtype=np.int64)
         self._quotable = [] if parse else sorted(special.values(), key=len, reverse=True)
@@ -257,7 +280,7 @@ class Encoder:
         self._literal = copy.deepcopy(self._backend)
         self._literal.encode_special_tokens = not parse
         render = functools.partial(rendering.render, tokenizer, opening)
-        date: str | None = getattr(tokenizer, "date", None)  # see `build_cache.pin_date`
+        date: str | None = getattr(tokenizer, "pinned", {}).get("date")  # see `build_cache.pin_text`
         self._render = rendering.Renderer(
             render if date is None else functools.partial(rendering.at_date, date, render)
         )
@@ -301,8 +324,8 @@ class Encoder:
         messages, quoted = self._without_special(document.messages)
         try:
             with self._render_lock:
-                text, spans = self._render(key, messages)
-            spans = _after(spans, messages, prompt, key)
+                text, turns = self._render(key, messages)
+            spans = _after(turns, messages, prompt, key)
         except rendering.RowRefused as error:
             self.masks.leave_out(error)
             counts["conversations left out that the chat template does not render as they are"] += 1
@@ -312,6 +335,11 @@ class Encoder:
         stream = _stream(ids, label=False)
         for span_start, span_stop in spans:
             stream["label"] |= (starts < span_stop) & (stops > span_start)
+        for _, turn_stop in turns:
+            place = int(np.searchsorted(starts, turn_stop))
+            while place < len(ids) and (ids[place] in self._eos or text[starts[place] : stops[place]].isspace()):
+                place += 1
+            stream["turn"][place : place + 1] = True
         label = stream["label"]
         learned = starts[label], stops[label]
         ends = stops[stream["token"] == self._eos[0]]

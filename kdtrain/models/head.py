@@ -99,7 +99,7 @@ class SplitModel(nn.Module):
         theirs.
         """
         if segments_BT is not None and not self.separates_documents:
-            raise UsageError(f"{_name(self.model)} cannot keep documents apart; leave --document-mask out")
+            raise UsageError(f"{_name(self.model)} cannot keep documents apart; use --no-document-mask")
         more = {"output_hidden_states": True} if layers else {}
         more |= {"output_router_logits": True} if balance else {}
         more |= {} if past is None else {"past_key_values": past, "use_cache": True}

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from kdtrain.errors import UsageError
-from kdtrain.models.head import SplitModel, experts_of, state_ties
+from kdtrain.models.head import SplitModel, experts_of, split, state_ties
 from kdtrain.models.hub import (
     ask,
     ask_config,
@@ -189,7 +189,14 @@ def check_fits(model: SplitModel, name: str, seq_len: int, document_mask: bool) 
     if longest is not None and seq_len > longest:
         raise UsageError(f"--seq-len {seq_len} is beyond the {longest} positions of {name}; choose at most {longest}")
     if document_mask and not model.separates_documents:
-        raise UsageError(f"{name} cannot keep packed documents apart; leave --document-mask out")
+        raise UsageError(f"{name} cannot keep packed documents apart; use --no-document-mask")
+
+
+def check_student(spec: ModelSpec, seq_len: int, document_mask: bool) -> None:
+    """`check_fits` of a student that is loaded for it."""
+    size = None if spec.config is None or "vocab_size" in spec.config else 512
+    model = split(load_student(spec, vocab_size=size, seed=0, device="cpu"))
+    check_fits(model, spec.name, seq_len, document_mask)
 
 
 def whole_model(model: nn.Module) -> PreTrainedModel:

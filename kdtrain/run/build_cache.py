@@ -2,10 +2,12 @@
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from fractions import Fraction
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,13 @@ from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.read.rows import stored_rows
 from kdtrain.config import CacheTeacherConfig, DataConfig, DistillConfig
 from kdtrain.config.sections import DEFAULT_PROMPT
-from kdtrain.data.corpus import documents_of, has_prompts, stated_text
+from kdtrain.data.corpus import has_prompts, stated_text
 from kdtrain.data.masks import Counts, Masks
-from kdtrain.data.packed import PackedRow
-from kdtrain.data.packing import pack, packed_rows, prompt_rows
+from kdtrain.data.packed import WHOLE, PackedRow
+from kdtrain.data.packing import packed_rows, prompt_rows
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import read_sealed, set_aside
+from kdtrain.models.loading import check_student
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import (
     ChatTokenizer,
@@ -114,12 +117,35 @@ def begun(
     return replace(settings, sampling=grid_name(offset)), rows
 
 
-def refuse_no_rows(data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None]) -> None:
+def decided(data: DataConfig, folder: Path | None, *checks: Callable[[int, bool], None]) -> DataConfig:
+    """`data` with `--document-mask auto` decided: as the cache in `folder` was begun, else on for conversations.
+
+    checks: refuse, as `check_fits`, a mask that a model cannot apply; then it is off.
+    """
+    if data.document_mask != "auto" or data.data is None:
+        return data
+    if folder is not None:
+        with suppress(OSError, ValueError, TypeError):  # not begun, or refused by the builder
+            return replace(data, document_mask=_stored(folder).document_mask)
+    if mask := has_prompts(data):
+        try:
+            for check in checks:
+                check(data.seq_len, True)
+        except UsageError as error:
+            log.info("--document-mask auto is off: %s", error)
+            mask = False
+    return replace(data, document_mask=mask)
+
+
+def refuse_no_rows(
+    folder: Path | None, data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None]
+) -> None:
     """UsageError: a split gives no whole sequence, which is seen before any weights are loaded."""
+    tokenizer.pinned = pin_text(folder, data, tokenizer)  # type: ignore[attr-defined]
+    data = decided(data, folder)
     settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=len(tokenizer)), limits)
     for split, source in text_sources(data, limits).items():
-        rows = pack(documents_of(data, source), tokenizer, data.seq_len, document_mask=data.document_mask)
-        not_empty(split, rows, settings)
+        not_empty(split, packed_rows(data, source, tokenizer, None, Masks("", data.seq_len)), settings)
 
 
 def known_text(folder: Path, data: DataConfig, packed: bool = False) -> dict[str, Any] | None:
@@ -144,22 +170,27 @@ def known_text(folder: Path, data: DataConfig, packed: bool = False) -> dict[str
     return now
 
 
-def pin_date(folder: Path, data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """When the cache in `folder` was begun, or now, for a chat template that shows the date; None for others.
+def pin_text(folder: Path | None, data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
+    """How conversations become rows, as the cache in `folder` was begun, or as of now; empty for plain text.
 
-    It is set as `date` of a tokenizer: templates then show it, and `data` of the settings holds it for a resume. Where
-    the template shows no time of day, it is the day: the same command gives the same settings until midnight.
+    It is set as `pinned` of a tokenizer, and `data` of the settings holds it for a resume. `packing`: whole, which
+    earlier releases did not have. `date`: when the cache was begun, for a chat template that shows it. Where the
+    template shows no time of day, it is the day: the same command gives the same settings until midnight.
     """
-    if "strftime_now" not in (template := str(tokenizer.chat_template)) or not has_prompts(data):
-        return None
-    try:
-        return datetime.fromisoformat(_stored(folder).data["date"]).isoformat()
-    except KeyError:  # begun by an earlier release
-        return None
-    except (OSError, ValueError, TypeError):  # not begun, or refused by the builder
+    if not has_prompts(data):
+        return {}
+    template = str(tokenizer.chat_template)
+    if folder is not None:
+        with suppress(OSError, ValueError, TypeError):  # not begun, or refused by the builder
+            there = _stored(folder).data
+            datetime.fromisoformat(there.get("date", "2000-01-01"))
+            return {name: there[name] for name in ("packing", "date") if name in there}
+    pinned = {"packing": WHOLE}
+    if "strftime_now" in template:
         now = datetime.now()
         timed = "strftime_now" in re.sub(_DAY, "", template)
-        return (now if timed else now.replace(hour=0, minute=0, second=0)).isoformat(timespec="seconds")
+        pinned["date"] = (now if timed else now.replace(hour=0, minute=0, second=0)).isoformat(timespec="seconds")
+    return pinned
 
 
 def begun_with(folder: Path) -> dict[str, Any] | None:
@@ -277,7 +308,7 @@ def build_tokens(
     None: train and validation as in `data`.
     """
     limits = splits or {"train": data.num_sequences, "validation": data.validation_sequences}
-    tokenizer.date = pin_date(folder, data, tokenizer)  # type: ignore[attr-defined]
+    tokenizer.pinned = pin_text(folder, data, tokenizer)  # type: ignore[attr-defined]
     settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=vocab_size), limits)
     counts: Counts = {}
     rows = _text(data, tokenizer, limits, counts)
@@ -296,29 +327,37 @@ class TextData(DataPlan):
     def __init__(self, config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None) -> None:
         self.config, self.student, self.teacher = config, student, teacher
 
+    def masked(self) -> bool:
+        """As `DataPlan.masked`, where both models can; `prepare` asks them."""
+        data = self.config.data
+        return super().masked() if data.data is None else bool(decided(data, self.config.out / TEXT).document_mask)
+
     def refuse_no_rows(self) -> None:
         data, folder = self.config.data, self.config.out / TEXT
         if self.teacher is not None and not (folder / MANIFEST).exists():
             limits = {"train": data.num_sequences, "validation": data.validation_sequences}
-            refuse_no_rows(data, self.teacher.tokenizer, limits)
+            refuse_no_rows(folder, data, self.teacher.tokenizer, limits)
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
         folder = self.config.out / TEXT
 
-        def pack() -> None:
+        def pack() -> DataConfig:
             tokenizer = load_tokenizer(self.student) if self.teacher is None else self.teacher.tokenizer
             width = len(tokenizer) if self.teacher is None else self.teacher.vocab_size
             if not resumed and own_data(folder) == "view":  # of an earlier attempt across tokenizers
                 set_aside(self.config.out, folder.name, "left")
+            checks = [] if self.teacher is None else [self.teacher.check]
+            data = decided(self.config.data, folder if resumed else None, *checks, partial(check_student, self.student))
             try:
-                build_tokens(folder, self.config.data, tokenizer, width)
+                build_tokens(folder, data, tokenizer, width)
             except UsageError:
                 if resumed or own_data(folder) not in ("tokens", "nothing"):
                     raise
                 set_aside(self.config.out, folder.name, "left")
-                build_tokens(folder, self.config.data, tokenizer, width)
+                build_tokens(folder, data, tokenizer, width)
+            return data
 
-        on_main(pack)
+        self.options = {"data": on_main(pack)}
         with raise_on_all_ranks():
             sources = open_sources(self.config, [folder])
         return sources, sources["validation"]
@@ -344,7 +383,7 @@ def _settings(
         "messages_column": data.messages_column,
         **({} if data.format == "auto" else {"format": data.format}),
         **({"parse_special_tokens": True} if data.parse_special_tokens else {}),
-        **({} if (date := getattr(tokenizer, "date", None)) is None else {"date": date}),
+        **getattr(tokenizer, "pinned", {}),
     }
     return CacheSettings(
         codec=codec,
@@ -352,7 +391,7 @@ def _settings(
         tokenizer_size=len(tokenizer),
         tokenizer_digest=tokenizer_digest(tokenizer),
         data=text,
-        document_mask=data.document_mask,
+        document_mask=bool(data.document_mask),
         sequences=limits,
     )
 

@@ -4,9 +4,10 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -28,7 +29,8 @@ from kdtrain.data.formats import Document
 from kdtrain.data.packing import pack, split_text
 from kdtrain.errors import UsageError
 from kdtrain.models.hub import has_weights
-from kdtrain.models.spec import read_spec, with_weights
+from kdtrain.models.loading import check_student
+from kdtrain.models.spec import ModelSpec, read_spec, with_weights
 from kdtrain.monitor.progress import log
 from kdtrain.objective.divergence import refuse
 from kdtrain.parallel.memory_plan import ModelFootprint, free_everywhere, shards_teacher
@@ -38,8 +40,9 @@ from kdtrain.run.build_cache import (
     begun,
     begun_with,
     build_cache,
+    decided,
     known_text,
-    pin_date,
+    pin_text,
     refined_cache,
     refuse_no_rows,
     refuse_other_teacher,
@@ -49,7 +52,7 @@ from kdtrain.run.build_cache import (
 from kdtrain.run.data_plan import CachedData
 from kdtrain.run.folder import check_out, existing_parent, refuse_no_folder, restarted, trial_folder
 from kdtrain.teaching.teacher import MEASURED, Teacher, open_teacher
-from kdtrain.tokenizers.view_format import SERVED
+from kdtrain.tokenizers.view_format import SERVED, TEXT
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import asked_to_stop
 
@@ -77,9 +80,7 @@ def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | 
     on_main(lambda: refuse_no_folder(config.out))
     with raise_on_all_ranks():
         refined = None if config.refine is None else refined_cache(config.refine)
-        seq_len, document_mask = config.data.seq_len, config.data.document_mask
-        if refined is not None:
-            seq_len, document_mask = refined.manifest.settings.seq_len, refined.manifest.settings.document_mask
+        seq_len = config.data.seq_len if refined is None else refined.manifest.settings.seq_len
         spec = read_spec(config.teacher, "teachers")
         if (remote := config.remote) is not None:
             spec = replace(spec, kind=remote.teacher_kind, weights=None)
@@ -95,14 +96,18 @@ def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | 
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
         if refined is not None:
             refuse_other_teacher(refined, teacher, loaded=False)
-    text = date = None
+    text, pinned = None, dict[str, str]()
     if config.data.data is not None and live is None:
         text = None if config.dry_run else on_main(lambda: known_text(config.out, config.data))
-        date = on_main(lambda: pin_date(config.out, config.data, teacher.tokenizer))
+        pinned = on_main(lambda: pin_text(config.out, config.data, teacher.tokenizer))
         if refined is None:
             there = (config.text.generate and has_prompts(config.data)) or (config.out / MANIFEST).exists()
-            on_main(lambda: None if there else refuse_no_rows(config.data, teacher.tokenizer, config.splits()))
-    teacher.tokenizer.date = date  # type: ignore[attr-defined]
+            limits = config.splits()
+            on_main(lambda: None if there else refuse_no_rows(config.out, config.data, teacher.tokenizer, limits))
+    if config.text.generate:
+        pinned.pop("packing", None)  # a prompt has a row of its own
+        config = replace(config, data=replace(config.data, document_mask=False))
+    teacher.tokenizer.pinned = pinned  # type: ignore[attr-defined]
     free = free_everywhere(device, config.parallel.device_memory)
     absent = f"the weights of {teacher.name} are not on this machine"
     why = absent if config.dry_run and not on_main(lambda: has_weights(spec)) else ""
@@ -114,10 +119,17 @@ def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | 
             if not config.dry_run or config.parallel.teacher_parallel == "fsdp":
                 raise
             why = why or str(error)
+
+    def with_mask(*checks: Callable[[int, bool], None]) -> CacheTeacherConfig:
+        return replace(config, data=on_main(lambda: decided(config.data, config.out, *checks)))
+
     if why:
-        return _plan(config, teacher, refined, model, why)
+        return _plan(with_mask(), teacher, refined, model, why)
     with raise_on_all_ranks():
         teacher.load(sharded)
+    config = with_mask(teacher.check)
+    document_mask = bool(config.data.document_mask) if refined is None else refined.manifest.settings.document_mask
+    with raise_on_all_ranks():
         teacher.check(seq_len, document_mask)
         measured = spec.weights is not None and is_main() and not (config.dry_run or (config.out / MANIFEST).exists())
         rows = validation_rows(config, teacher, refined, MEASURED) if measured else ()
@@ -202,7 +214,10 @@ def _count(config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | N
 
     for split, source in text_sources(data, config.splits()).items():
         limit, text, until = config.splits()[split], pieces(source), time.monotonic() + _SECONDS
-        packed = pack(text, teacher.tokenizer, data.seq_len, parse_special_tokens=data.parse_special_tokens)
+        whole = "packing" in teacher.tokenizer.pinned  # type: ignore[attr-defined]
+        packed = pack(
+            text, teacher.tokenizer, data.seq_len, parse_special_tokens=data.parse_special_tokens, whole=whole
+        )
         found[split] = read = seen = 0
         for _ in islice(text if prompts else packed, limit):
             if read > seen > 0 and time.monotonic() > until:  # the rows so far are those of the characters seen
@@ -234,7 +249,9 @@ def computed_bytes(codec: CodecSpec) -> float:
     return few + entry * (codec.top_k - 12) + (both - few + 4 * entry) / 24 * codec.num_samples
 
 
-def served_data(config: DistillConfig, device: torch.device, held: ExitStack, trial: bool) -> CachedData:
+def served_data(
+    config: DistillConfig, student: ModelSpec, device: torch.device, held: ExitStack, trial: bool
+) -> CachedData:
     """Begin to capture what a server answers into a cache in the run's folder; a finished one requests nothing."""
     on_main(lambda: _refuse_moving(config))
     per_shard = (4 if trial else _STEPS) * min(config.batch_size, _MOST // _STEPS)
@@ -242,6 +259,8 @@ def served_data(config: DistillConfig, device: torch.device, held: ExitStack, tr
     objective, codec = config.objective, capture_config.codec
     if objective.distils:  # several ranks capture all before they train
         refuse(objective.divergence, objective.tail, top_k=codec.top_k, num_samples=codec.samples)
+    text = on_main(lambda: decided(config.data, config.out / TEXT, partial(check_student, student)))
+    capture_config = replace(capture_config, data=text)
 
     def capture_all(live: LiveCache) -> None:
         capture(capture_config, device, live)

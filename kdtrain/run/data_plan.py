@@ -44,6 +44,10 @@ class DataPlan:
     options: Mapping[str, Any] = {}
     """Options in place of those given, with which the run would read the same data again."""
 
+    def masked(self) -> bool:
+        """Whether documents are kept apart."""
+        return self.facts is not None and self.facts.document_mask
+
     def refuse_no_rows(self) -> None:
         """UsageError: a text gives a split no sequence, which is seen before a teacher is loaded."""
 
@@ -84,7 +88,7 @@ def plan_data(
     """
     plan: DataPlan | None = None
     if config.remote is not None:
-        plan = resolve_name(PLANS["served"])(config, device, held, trial)
+        plan = resolve_name(PLANS["served"])(config, student, device, held, trial)
     with raise_on_all_ranks():
         if plan is None and config.cross_tokenizer:
             plan = resolve_name(PLANS["aligned"])(config, student, teacher)

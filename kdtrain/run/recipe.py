@@ -183,6 +183,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
             spec = with_weights(spec, given.teacher_weights, "--teacher-weights", given.parallel.teacher_parallel)
             teacher = open_online_teacher(spec, device, formats.high)
     data = plan_data(given, student, teacher, device, held, trial=earlier is not None)
+    masked = on_main(data.masked)
     with raise_on_all_ranks():
         facts = data.facts
         seq_len, size = (given.data.seq_len, None) if facts is None else (facts.seq_len, facts.vocab_size)
@@ -195,7 +196,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         with allowing(given, "tokenizer", meaning):
             own = digest_of(student if student.tokenizer or student.init == "pretrained" else None)
             refuse_tokenizer(own, theirs)
-        masked, compiles = given.data.document_mask if facts is None else facts.document_mask, _compiles(given, device)
+        compiles = _compiles(given, device)
         attention = (saved if student.attention == "auto" else None) or student.attention
         attention = resolve_attention(
             attention, device, formats.high, compiled=compiles, length=seq_len, document_mask=masked
@@ -226,7 +227,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         on_main(data.refuse_no_rows)
         with raise_on_all_ranks():  # before its text is packed, which may take hours
             teacher.load(sharded=plan.teacher == "fsdp")
-            teacher.check(seq_len, masked)
+            teacher.check(seq_len, given.data.document_mask is True)  # of auto `TextData` decides
     sources, rows = data.prepare(resumed)
     with raise_on_all_ranks():
         objective = with_bounds(given.objective, sources["train"].facts, teacher is not None)

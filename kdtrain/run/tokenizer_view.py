@@ -72,7 +72,7 @@ def aligned_data(config: DistillConfig, student: ModelSpec, teacher: OnlineTeach
     if teacher is not None:
         name, codec = str(data.data), _TOKENS
         theirs: str | None = tokenizer_digest(teacher.tokenizer)
-        seq_len, document_mask = data.seq_len, data.document_mask
+        seq_len, document_mask = data.seq_len, data.document_mask is True
     else:
         cache = open_cache(config.cache[0])
         name, stated = cache.name, cache.manifest.settings

@@ -4,9 +4,12 @@ import json
 import logging
 import re
 import shutil
+import tomllib
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +19,15 @@ from kdtrain.cache.build.live_capture import Capture, LiveCache
 from kdtrain.cache.format.manifest import Manifest
 from kdtrain.cli.parsing import parse
 from kdtrain.cli.paths import problem
-from kdtrain.config import CodecConfig, DataConfig, TextConfig
+from kdtrain.commands.evaluate import evaluate
+from kdtrain.config import CodecConfig, DataConfig, EvaluateConfig, MonitorConfig, PrecisionConfig, TextConfig
 from kdtrain.data import corpus
 from kdtrain.errors import UsageError
 from kdtrain.files import file_digest, publish_json, read_sealed
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.run import build_cache
 from kdtrain.run import capture as run_capture
+from kdtrain.run.folder import changes
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
@@ -29,6 +35,10 @@ DATED = (
     "[{{ strftime_now('%Y %H %M') }}]{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}[a]{% endif %}"
 )
+PLAIN: dict[str, Any] = {
+    "precision": PrecisionConfig(precision="fp32", compile=False),
+    "monitor": MonitorConfig(log_to="none"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +65,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def configuration(teacher: Path, data: str, seq_len: int = 8, **options: object) -> kd.CacheTeacherConfig:
+    given = DataConfig(data=data, seq_len=seq_len, num_sequences=12, validation_sequences=2, num_workers=0)
     words: dict[str, object] = {
-        "data": DataConfig(data=data, seq_len=seq_len, num_sequences=12, validation_sequences=2, num_workers=0),
+        "data": replace(given, document_mask=options.pop("document_mask", "auto")),
         "codec": CodecConfig(top_k=2),
         "sequences_per_shard": 4,
         "precision": "fp32",
@@ -68,6 +79,13 @@ def configuration(teacher: Path, data: str, seq_len: int = 8, **options: object)
 
 def capture(teacher: Path, data: str, seq_len: int = 8, **options: object) -> kd.Cache:
     return kd.cache_teacher(configuration(teacher, data, seq_len, **options))
+
+
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack conversations as releases did that neither kept them whole nor apart."""
+    monkeypatch.setattr(build_cache, "pin_text", lambda *_: {})
+    monkeypatch.setattr(run_capture, "pin_text", lambda *_: {})
+    monkeypatch.setattr(build_cache, "has_prompts", lambda _: False)
 
 
 def write_rows(path: Path, word: str = "why", rows: int = 30) -> None:
@@ -190,7 +208,7 @@ def test_a_resume_renders_the_date_of_the_first_command_and_keeps_its_shards(
 
     write_chats(Path("chats.jsonl"))
     at("2031-01-02T03:04:05")
-    whole = capture(teacher, "chats.jsonl", seq_len=16).manifest
+    whole = capture(teacher, "chats.jsonl", seq_len=32).manifest
     assert whole.settings.data["date"] == "2031-01-02T03:04:05"
     shown = tiny_tokenizer(300).decode([each for row in (0, 1) for each in kd.Cache("c")["train"][row]["tokens"][:-1]])
     assert "[2031 03 04]" in shown
@@ -199,10 +217,10 @@ def test_a_resume_renders_the_date_of_the_first_command_and_keeps_its_shards(
         Path("c", name).unlink()
     kept = Path("c/shards/train-00000.h5").stat().st_ino
     at("2032-05-06T07:08:09")
-    assert capture(teacher, "chats.jsonl", seq_len=16).manifest.digest == whole.digest
+    assert capture(teacher, "chats.jsonl", seq_len=32).manifest.digest == whole.digest
     assert Path("c/shards/train-00000.h5").stat().st_ino == kept and not any("made again" in each for each in said)
     shutil.rmtree("c")
-    assert capture(teacher, "chats.jsonl", seq_len=16).manifest.settings.data["date"] == "2032-05-06T07:08:09"
+    assert capture(teacher, "chats.jsonl", seq_len=32).manifest.settings.data["date"] == "2032-05-06T07:08:09"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +245,93 @@ def test_a_template_that_shows_the_day_alone_is_of_the_day_and_any_other_of_the_
     monkeypatch.setattr(build_cache, "datetime", clock)
     tokenizer = tiny_tokenizer(300)
     tokenizer.chat_template = template
-    assert build_cache.pin_date(Path("c"), DataConfig(data="chats.jsonl"), tokenizer) == date
+    assert build_cache.pin_text(Path("c"), DataConfig(data="chats.jsonl"), tokenizer).get("date") == date
+
+
+def test_eight_conversations_are_cached_and_a_cache_that_was_begun_before_keeps_its_rows(
+    teacher: Path, monkeypatch: pytest.MonkeyPatch
+):
+    turns = [{"role": role, "content": f"{role} {n}"} for n in range(2) for role in ("user", "assistant")]
+    talks = [{"messages": [*turns, {"role": "user", "content": f"{n}"}, turns[1]]} for n in range(8)]
+    Path("chats.jsonl").write_text("".join(json.dumps(each) + "\n" for each in talks))
+    found = capture(teacher, "chats.jsonl", seq_len=128)
+    assert found.manifest.settings.data["packing"] == "whole" and found.manifest.splits["validation"]["sequences"] == 1
+    counted = found["validation"][0]["loss_mask"]
+    assert 0 < counted.sum() < 64 and not counted[-8:].any()  # what fills the row is not learned
+    config = kd.DistillConfig(student=str(teacher), cache="c", out=Path("r"), steps=1, batch_size=2, **PLAIN)
+    assert kd.distill(config)["steps"] == 1
+    assert evaluate(EvaluateConfig(student="r", cache="c"), "r")["tokens"] == counted.sum()
+    with monkeypatch.context() as patched:
+        as_before(patched)
+        joined = capture(teacher, "chats.jsonl", seq_len=16, out=Path("old")).manifest
+    assert "packing" not in joined.settings.data and not joined.settings.document_mask
+    assert capture(teacher, "chats.jsonl", seq_len=16, out=Path("old")).manifest.digest == joined.digest
+    assert capture(teacher, "chats.jsonl", seq_len=16, out=Path("new")).manifest.digest != joined.digest
+
+
+def test_a_cache_keeps_conversations_apart_where_the_teacher_can_and_no_other_text(teacher: Path, said: list[str]):
+    bloom = write_model_folder(Path("bloom"), tiny_model("bloom", 300), load_tokenizer(teacher))
+    write_chats(Path("chats.jsonl"))
+    write_rows(Path("a.jsonl"))
+    written: dict[str, object] = {"text": TextConfig(generate=True, max_new_tokens=2), "batch_size": 4}
+
+    def apart(by: Path, data: str, **options: object) -> bool:
+        shutil.rmtree("c", ignore_errors=True)
+        return capture(by, data, seq_len=32, **options).manifest.settings.document_mask
+
+    assert apart(teacher, "chats.jsonl") and not apart(teacher, "a.jsonl")
+    assert not apart(teacher, "chats.jsonl", **written) and not apart(bloom, "chats.jsonl")
+    assert apart(teacher, "a.jsonl", document_mask=True) and not apart(teacher, "chats.jsonl", document_mask=False)
+    assert [each for each in said if "auto is off" in each] == [
+        "--document-mask auto is off: bloom cannot keep packed documents apart; use --no-document-mask"
+    ]
+
+
+@pytest.mark.parametrize("taught", [True, False])
+def test_a_run_keeps_conversations_apart_where_both_models_can_and_one_of_before_goes_on_without(
+    teacher: Path, taught: bool, monkeypatch: pytest.MonkeyPatch
+):
+    bloom = write_model_folder(Path("bloom"), tiny_model("bloom", 300), load_tokenizer(teacher))
+    write_chats(Path("chats.jsonl"))
+
+    def train(student: Path, out: str, steps: int, by: Path = teacher) -> tuple[object, bool]:
+        given = configuration(teacher, "chats.jsonl", seq_len=32).data
+        kd.distill(
+            kd.DistillConfig(
+                student=str(student),
+                teacher=str(by) if taught else None,
+                data=given,
+                out=Path(out),
+                steps=steps,
+                batch_size=2,
+                **PLAIN,
+            )
+        )
+        held = tomllib.loads(Path(out, "config.toml").read_text())["data"]["document_mask"]
+        return held, kd.Cache(Path(out, "data")).manifest.settings.document_mask
+
+    assert train(teacher, "apart", 1) == train(teacher, "apart", 2) == (True, True)
+    assert train(bloom, "together", 1) == (False, False)
+    if taught:
+        assert train(teacher, "beside", 1, by=bloom) == (False, False)
+    with monkeypatch.context() as patched:
+        as_before(patched)
+        assert train(teacher, "old", 1) == (False, False)
+    assert train(teacher, "old", 2) == (False, False)
+
+
+def test_a_document_mask_is_a_switch_that_also_takes_auto():
+    for words, mask in (
+        ([], "auto"),
+        (["--document-mask"], True),
+        (["--no-document-mask"], False),
+        (["--document-mask", "auto"], "auto"),
+        (["--document-mask=auto"], "auto"),
+    ):
+        given = ["--teacher", "stdlib-5m", "--data", "stdlib", "--out", "c", *words]
+        assert parse("kdtrain cache-teacher", kd.CacheTeacherConfig, given, {}).data.document_mask == mask
+    config = kd.DistillConfig(student="a", cache="c", out=Path("r"))
+    assert not changes({"data": {"document_mask": False}}, config, only="data")
 
 
 def test_a_cache_that_a_run_captures_states_the_text_and_the_date_of_what_the_run_packed(teacher: Path):
@@ -271,7 +375,9 @@ def test_a_split_without_a_whole_sequence_is_refused_before_the_model_is_loaded(
 ):
     refuse_loading(monkeypatch)
     write_rows(Path("a.jsonl"), rows=20)
-    with pytest.raises(UsageError, match="the validation data give no whole sequence of 128 tokens; use more data"):
+    with pytest.raises(
+        UsageError, match=r"the validation data give no whole sequence of 128 tokens \(1 documents, 25 tokens\)"
+    ):
         capture(teacher, "a.jsonl", seq_len=128)
 
 

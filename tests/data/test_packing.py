@@ -491,3 +491,26 @@ def test_a_tokenizer_that_panics_at_the_first_word_is_refused(tokenizer):
     broken = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), eos_token="<|endoftext|>")
     with pytest.raises(UsageError, match=r"the tokenizer cannot take this text .*; use another tokenizer"):
         pack([], broken, 8)
+
+
+def test_whole_conversations_fill_rows_as_a_table_made_by_hand_and_are_cut_at_turns_alone(tokenizer):
+    tokenizer.chat_template = _PLAIN.replace("<{{ m.role }}>", "{{ m.role[0] }}").replace("<assistant>", "a")
+    turns = zip("bcdefg", (3, 1, 4, 2, 1, 12), strict=True)
+    turns = [[("user", "x"), ("assistant", letter * size)] for letter, size in turns]
+    turns.append([("user", "x"), ("assistant", "hhh"), ("user", "y"), ("assistant", "iiii")])
+    talks = [[{"role": role, "content": text} for role, text in each] for each in turns]
+    documents = [Document(f"talk {n}", messages=talk) for n, talk in enumerate(talks)]
+    rows = list(pack(documents, tokenizer, 11, whole=True, document_mask=True))
+    end = tokenizer.eos_token_id
+    shown = ["".join("■" if each == end else tokenizer.decode([each]) for each in row.tokens) for row in rows]
+    masks = ["".join("01"[int(each)] for each in row.loss_mask) for row in rows]
+    segments = ["".join(map(str, row.segments)) for row in rows]
+    table = [  # 12 tokens; the label of position t is token t + 1; ■ ends a conversation, or fills the row
+        ("uxabbb■uxac■", "00111100011", "00000001111"),
+        ("uxadddd■■■■■", "00111110000", "00000000111"),
+        ("uxaee■uxaf■■", "00111000110", "00000011111"),
+        ("uxaggggggggg", "00111111111", "00000000000"),
+        ("gggg■uxahhh■", "11110001110", "00000111111"),
+        ("uyaiiii■■■■■", "00111110000", "00000000111"),
+    ]
+    assert [*zip(shown, masks, segments, strict=True)] == table

@@ -383,7 +383,8 @@ class CacheBuilder:
                 self.rounds.meet(more=True)
             return logits(tokens_BT, segments_BT)
 
-        how = {"document_mask": self.settings.document_mask, "counted": self.answers.writes}
+        counted = self.answers.writes or "packing" in self.settings.data  # not what fills a row
+        how = {"document_mask": self.settings.document_mask, "counted": counted}
         found, span = fidelity.measure(batch, requested, positions=positions, **how)
         if self.answers.sharded:
             self._finish_rounds()
