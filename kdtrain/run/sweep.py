@@ -40,9 +40,12 @@ from typing import Any
 
 from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.config import CacheTeacherConfig, DistillConfig, EvaluateConfig
+from kdtrain.config.choices import TEACHERS, TEXTS
 from kdtrain.config.values import configured, flag, options_of
 from kdtrain.errors import RunError, UsageError, writing
 from kdtrain.files import Lock, is_locked, make_folder, publish_json, read_sealed, read_toml
+from kdtrain.models.spec import read_spec
+from kdtrain.monitor.progress import log
 from kdtrain.monitor.record import RunRecord
 from kdtrain.registry import nearest
 from kdtrain.run.path_kind import read_result
@@ -63,7 +66,7 @@ _LOCK = ".sweep.lock"
 _RESUMED = ("signal", "disk", "oom", "error")
 """Stop reasons that say nothing about an arm: the next command resumes such a run."""
 _NAMED = 8
-"""Most runs that a message names."""
+"""Most runs and tables that a message names."""
 _DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2): the signal that a child gets when its parent is gone."""
 
@@ -125,10 +128,8 @@ class Sweep:
     def refuse_missing(self) -> None:
         """Raise a RunError that names the runs without a result that counts, if there are any."""
         if missing := [job.name for job in self.runs if not job.done]:
-            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-            names = ", ".join(missing[:_NAMED]) + more
             runs = counted(len(self.runs), "run")
-            raise RunError(f"{len(missing)} of {runs} without a result: {names}; the same command resumes")
+            raise RunError(f"{len(missing)} of {runs} without a result: {_first(missing)}; the same command resumes")
 
     def tests(self) -> Iterator[SweepJob]:
         """A job that measures the students of finished runs that [test] has not measured; nothing if all are."""
@@ -211,7 +212,47 @@ def read_sweep(file: Path, out: Path) -> Sweep:
         for name, options in named["caches"].items()
     ]
     test = job("", "test", "evaluate", _flat(file, "test", tables["test"]), student="-") if "test" in tables else None
+    _refuse_absent(file, [*caches, *runs, *([test] if test else [])])
     return Sweep(out, caches, runs, test)
+
+
+def _refuse_absent(file: Path, jobs: list[SweepJob]) -> None:
+    """Refuse specs that cannot be read and files that are not there, all of them at once, a line each."""
+    wrong, made = dict[str, dict[str, None]](), {str(job.config.out) for job in jobs if job.words[0] == "cache-teacher"}
+    for job in (each for each in jobs if not each.done):
+        for line in _absent(job.config, made):
+            wrong.setdefault(line, {})[f"[{'arms.' if job.is_run else ''}{job.arm or 'test'}]"] = None
+    for line, places in wrong.items():
+        log.error("%s: %s %s", file, _first([*places], " "), line)
+    if wrong:
+        raise UsageError(f"{file} names what is not there, {counted(len(wrong), 'time')}, see above; nothing was begun")
+
+
+def _absent(config: Any, made: set[str]) -> Iterator[str]:
+    """What a command names and cannot find. made: the caches that come first."""
+    caches = getattr(config, "cache", None) or []
+    for each in [caches] if isinstance(caches, str | Path) else caches:
+        if str(each) not in made and ":" not in str(each) and not Path(each).exists():
+            yield f"--cache {each}: it does not exist"
+    for name, kind in (("teacher", "teachers"), ("student", "students")):
+        spec = getattr(config, name, None)
+        if isinstance(spec, str) and spec not in TEACHERS.names():
+            try:
+                read_spec(spec, kind)  # type: ignore[arg-type]
+            except UsageError as error:
+                yield f"--{name}: {error}"
+    if (path := getattr(getattr(config, "checkpoint", None), "load", None)) is not None and not path.exists():
+        yield f"--load {path}: it does not exist"
+    text = config.data.data
+    name, colon, _ = (text or "stdlib").partition(":")
+    if name != "stdlib" and not (colon and name in TEXTS.help()) and not Path(text).exists():
+        yield f"--data {text}: it does not exist"
+
+
+def _first(names: list[str], between: str = ", ") -> str:
+    """The first `_NAMED` names, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return between.join(names[:_NAMED]) + more
 
 
 def _named(file: Path, kind: str, tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -98,7 +98,7 @@ def test_a_run_that_is_to_do_takes_what_one_of_its_arm_took_and_what_is_unknown_
     assert 20.0 <= plan["disk (MiB)"] < 20.2  # of the run's few files
 
 
-def test_the_live_table_counts_the_runs_of_each_arm(tmp_path):
+def test_the_live_table_counts_the_runs_of_each_arm(workbench, tmp_path):
     (tmp_path / "s.toml").write_text(FILE.replace("[0, 1]", "[0, 1, 2]"))
     write_run(tmp_path / "o/kd/seed-0")
     result = write_run(tmp_path / "o/ce/seed-0") / "result.json"
@@ -199,6 +199,25 @@ def test_what_cannot_be_is_refused_by_its_table_and_changes_nothing(workbench, t
     code, out, err = workbench.call("sweep", tmp_path / "s.toml", "--out", tmp_path / "o")
     assert re.search(message, err), err
     assert (code, out, err.count("\n")) == (2, "", 1) and not (tmp_path / "o").exists()
+
+
+def test_all_that_the_commands_of_a_sweep_cannot_find_is_named_at_once_before_any_of_them(workbench, tmp_path, plans):
+    text = FILE.replace('"student.toml"', '"students.toml"').replace('"text.txt"', '"texts.txt"')
+    text = text.replace('cache = ["c", "cache"]', 'cache = ["c", "./gone"]').replace("alpha = 0", 'load = "lost"')
+    text = text.replace('cache = "c"\nsplit = "test"', 'data = "tests.txt"')
+    (tmp_path / "s.toml").write_text(text)
+    code, out, err = workbench.call("sweep", tmp_path / "s.toml", "--out", tmp_path / "o", "--dry-run")
+    assert (code, out, plans) == (2, "", []) and not (tmp_path / "o").exists()
+    *lines, last = err.splitlines()
+    assert "names what is not there, 5 times" in last
+    found = [line.partition("s.toml: ")[2] for line in lines]
+    assert [each.partition(": ")[0] for each in found] == [
+        "[caches/c] --data texts.txt",
+        "[arms.kd] [arms.ce] --student",
+        "[arms.ce] --cache ./gone",
+        "[arms.ce] --load lost",
+        "[test] --data tests.txt",
+    ]
 
 
 def test_a_folder_of_something_else_and_an_arm_begun_otherwise_are_refused(workbench, tmp_path):
