@@ -18,7 +18,7 @@ from kdtrain.monitor.facts import ENDED
 from kdtrain.monitor.progress import bar, console, log, setup_logging
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.runs import Group, grouped, read_runs
-from kdtrain.run.sweep import Runner, Sweep, SweepJob, claim, read_sweep
+from kdtrain.run.sweep import Runner, Sweep, SweepJob, claim, note, read_sweep
 from kdtrain.tables import Table, columns, drawn, duration, loss_text, number, show, size
 
 
@@ -29,7 +29,7 @@ def main(config: SweepConfig) -> int:
     be made, or a run has no result, also after a signal.
     """
     setup_logging()
-    out = config.out or config.file.with_suffix("")
+    out = config.out or config.file.parent / config.file.stem
     sweep = read_sweep(config.file, out)
     if config.dry_run:
         with suppress(KeyboardInterrupt), Runner(config.at_once, quiet=True) as runner:
@@ -80,6 +80,10 @@ def planned(sweep: Sweep, runner: Runner) -> Iterator[dict[str, Any]]:
                 words = (*job.words, "--num-sequences", f"{count}", "--out", f"{folder}/{number}")
                 small |= {} if "error" in runner.report(words) else {str(job.config.out): words[-1]}
             yield {"name": job.name, "command": job.line, "done": job.done} | ({} if job.done else known[job.arm])
+        for job in sweep.trial:
+            found = [small.get(each, each) for each in job.words]
+            if not {*missing} & {*found} and "error" in (plan := runner.report(found)):
+                raise UsageError(f"{job.name}: {plan['error']}")
 
 
 def _row(job: SweepJob) -> dict[str, Any] | None:
@@ -114,16 +118,21 @@ def run(sweep: Sweep, at_once: int) -> list[Group] | None:
         "refresh_per_second": 0.5,
         "transient": True,
     }
-    with claim(sweep), Runner(at_once) as runner:
-        for part in (sweep.caches, sweep.runs, sweep.tests()):
+    first = [sweep.caches, sweep.trial]
+    if sweep.test is not None and sweep.test.config.cache is None:
+        first.reverse()
+    with claim(sweep) as unknown, Runner(at_once) as runner:
+        for part in (*first, sweep.runs, sweep.tests()):
             runner.quiet = console.is_terminal and part is sweep.runs
             with Live(console=console, **live) if runner.quiet else nullcontext():
-                for job, error in runner.all(part):
+                for job, error in runner.all(part, unknown):
                     if error and not job.is_run:
                         raise RunError(f"{job.name}: {error}")
                     if job.is_run and (row := _row(job)):
                         ended[job.name] = row
                     log.info("%s", _ended(sweep, job, error))
+            if part is sweep.caches and unknown and runner.stopped is None:
+                note(sweep, unknown)
         if runner.stopped is not None:
             log.info("stopped by %s; the same command resumes", runner.stopped)
             return None

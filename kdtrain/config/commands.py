@@ -191,6 +191,8 @@ class EvaluateConfig(Printed):
     """Number format of the forwards."""
     device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
+    dry_run: bool = False
+    """Look at students, tokenizers and text, and measure nothing."""
     data: DataConfig = field(default_factory=lambda: DataConfig(split="validation"))
 
     def conflicts(self) -> Conflicts:

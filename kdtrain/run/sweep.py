@@ -31,19 +31,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kdtrain import files
 from kdtrain.cache.format.manifest import read_manifest
-from kdtrain.config import CacheTeacherConfig, DistillConfig, EvaluateConfig
+from kdtrain.config import CacheTeacherConfig, DistillConfig, EvaluateConfig, sections
 from kdtrain.config.choices import TEACHERS, TEXTS
 from kdtrain.config.values import configured, flag, options_of
-from kdtrain.errors import RunError, UsageError, writing
-from kdtrain.files import Lock, is_locked, make_folder, publish_json, read_sealed, read_toml
+from kdtrain.errors import RunError, UsageError, refuse_no_path, writing
+from kdtrain.files import Lock, is_locked, make_folder, publish_json, read_sealed, read_toml, typed
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log
 from kdtrain.monitor.record import RunRecord
@@ -62,9 +63,11 @@ _OURS = {
 _PLAIN = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.+=")
 _MOST = 1000
 """Most runs of a sweep."""
-_LOCK = ".sweep.lock"
+_LOCK, _RECORD = ".sweep.lock", "sweep.json"
 _RESUMED = ("signal", "disk", "oom", "error")
 """Stop reasons that say nothing about an arm: the next command resumes such a run."""
+_WELL = ("done", "early-stop")
+"""Those of a run that ended well."""
 _NAMED = 8
 """Most runs and tables that a message names."""
 _DEATH_SIGNAL = 1
@@ -126,10 +129,23 @@ class Sweep:
         return [job.config.out for job in self.runs if (job.config.out / "environment.json").exists()]
 
     def refuse_missing(self) -> None:
-        """Raise a RunError that names the runs without a result that counts, if there are any."""
+        """Raise a RunError that names the runs without a result that counts, or all if none ended well."""
+        runs = counted(len(self.runs), "run")
         if missing := [job.name for job in self.runs if not job.done]:
-            runs = counted(len(self.runs), "run")
             raise RunError(f"{len(missing)} of {runs} without a result: {_first(missing)}; the same command resumes")
+        reasons = {job.name: read_result(job.config.out)["stop_reason"] for job in self.runs}  # type: ignore[index]
+        if not {*_WELL} & {*reasons.values()}:
+            named = _first([f"{name} ({reason})" for name, reason in reasons.items()])
+            raise RunError(f"none of {runs} ended well: {named}; look at kdtrain inspect {self.out}")
+
+    @property
+    def trial(self) -> list[SweepJob]:
+        """A job that looks at [test] and the students of runs that are to do; nothing if there is none."""
+        students = dict.fromkeys(job.config.student for job in self.runs if not job.done)
+        if self.test is None or not students:
+            return []
+        words = (*self.test.words, "--student", *students, "--dry-run")
+        return [SweepJob("dry run of [test]", words, self.test.config)]
 
     def tests(self) -> Iterator[SweepJob]:
         """A job that measures the students of finished runs that [test] has not measured; nothing if all are."""
@@ -142,9 +158,16 @@ class Sweep:
             wanted |= {"data": self.test.config.data.data, "teacher": self.test.config.teacher}
         left = []
         for folder in [job.config.out for job in self.runs if job.done]:
-            wanted["checkpoint"] = checkpoint_of(folder, "best").name
-            if not any(wanted.items() <= each.items() for each in RunRecord.read(folder).evaluations):
-                left.append(str(folder))
+            why = None
+            try:
+                best = {"checkpoint": checkpoint_of(folder, "best").name}
+            except (UsageError, RunError) as error:  # removed, to save disk
+                best, why = {}, error
+            if not any((wanted | best).items() <= each.items() for each in RunRecord.read(folder).evaluations):
+                if why is None:
+                    left.append(str(folder))
+                else:
+                    log.warning("%s is not tested: %s", folder, why)
         if left:
             yield SweepJob(
                 f"test of {counted(len(left), 'student')}", (*self.test.words, "--student", *left), self.test.config
@@ -175,30 +198,23 @@ def read_sweep(file: Path, out: Path) -> Sweep:
     named = {kind: _named(file, kind, tables.get(kind, {})) for kind in ("caches", "arms")}
     if not named["arms"]:
         raise UsageError(f"{file} has no arm; add [arms.NAME] with the options in which it differs from [common]")
-    if "caches" in named["arms"]:
-        raise UsageError(f"{file}: an arm cannot be called caches, which is the folder of the caches")
+    for name in {"caches", _RECORD} & named["arms"].keys():
+        raise UsageError(f"{file}: an arm cannot be called {name}, which is a name of the sweep's own")
     if (count := len(named["arms"]) * len(seeds)) > _MOST:
         raise UsageError(f"{file}: {count:,} runs are more than the {_MOST:,} that a sweep takes")
 
+    places = {name: str(out / "caches" / name) for name in named["caches"]}
+
     def job(name: str, where: str, command: str, options: Mapping[str, Any], **own: Any) -> SweepJob:
-        options = dict(options)
-        if taken := [each for each in options if each in _OURS[command]]:
-            hint = "list them in seeds" if taken[0] == "seed" else "leave it out"
-            raise UsageError(f"{file}: [{where}] the sweep sets {taken[0]} itself; {hint}")
-        if "cache" in options and isinstance(named_caches := options["cache"], str | list):
-            places = [named_caches] if isinstance(named_caches, str) else named_caches
-            options["cache"] = [str(out / "caches" / each) if each in named["caches"] else each for each in places]
-            for each in places:  # a plain word is a name
-                if each not in named["caches"] and not set(each) & set("/:") and not Path(each).exists():
-                    raise UsageError(f"{file}: [{where}] no cache {each}; {nearest(each, named['caches'])}")
-            if command == "evaluate":
-                options["cache"] = options["cache"][0]
         try:
-            config: Any = configured(_KINDS[command], None, options | own)
+            return _read(name, command, options, own, places)
         except UsageError as error:
-            raise UsageError(f"{file}: [{where}] {error}") from None
-        own.pop("student", None)
-        return SweepJob(name, (command, *_words(_KINDS[command], options | own)), config)
+            wrong = str(error)
+        try:
+            _read(name, command, common, own, places)
+        except UsageError as error:
+            where = "common" if str(error) == wrong and command == "distill" else where
+        raise UsageError(f"{file}: [{where}] {wrong}")
 
     common = _flat(file, "common", tables.get("common", {}))
     arms = [(name, {**common, **options}) for name, options in named["arms"].items()]
@@ -214,6 +230,33 @@ def read_sweep(file: Path, out: Path) -> Sweep:
     test = job("", "test", "evaluate", _flat(file, "test", tables["test"]), student="-") if "test" in tables else None
     _refuse_absent(file, [*caches, *runs, *([test] if test else [])])
     return Sweep(out, caches, runs, test)
+
+
+def _read(
+    name: str, command: str, options: Mapping[str, Any], own: Mapping[str, Any], caches: Mapping[str, str]
+) -> SweepJob:
+    """The job of a command. own: options that the sweep sets. caches: their places. UsageError: it cannot work."""
+    kind, given = _KINDS[command], dict(options)
+    if taken := [each for each in given if each in _OURS[command]]:
+        hint = "list them in seeds" if taken[0] == "seed" else "leave it out"
+        raise UsageError(f"the sweep sets {taken[0]} itself; {hint}")
+    for each, value in given.items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                refuse_no_path(text, flag(each))
+    config: Any = configured(kind, None, {**given, **own})  # type: ignore[arg-type]
+    if "cache" in given:
+        places = [given["cache"]] if isinstance(given["cache"], str) else given["cache"]
+        for each in places:  # a plain word is a name
+            if each not in caches and not set(each) & set("/:") and not Path(each).exists():
+                raise UsageError(f"no cache {each}; {nearest(each, caches)}")
+        given["cache"] = [caches.get(each, each) for each in places]
+        if command == "evaluate":
+            [given["cache"]] = given["cache"]
+        config = configured(kind, config, given)
+    words = {**given, **own}
+    words.pop("student" if command == "evaluate" else "", None)
+    return SweepJob(name, (command, *_words(kind, words)), config)
 
 
 def _refuse_absent(file: Path, jobs: list[SweepJob]) -> None:
@@ -241,8 +284,10 @@ def _absent(config: Any, made: set[str]) -> Iterator[str]:
                 read_spec(spec, kind)  # type: ignore[arg-type]
             except UsageError as error:
                 yield f"--{name}: {error}"
-    if (path := getattr(getattr(config, "checkpoint", None), "load", None)) is not None and not path.exists():
-        yield f"--load {path}: it does not exist"
+    load = getattr(getattr(config, "checkpoint", None), "load", None)
+    for name, path in (("load", load), ("config", config.config)):
+        if path is not None and not path.exists():
+            yield f"--{name} {path}: it does not exist"
     text = config.data.data
     name, colon, _ = (text or "stdlib").partition(":")
     if name != "stdlib" and not (colon and name in TEXTS.help()) and not Path(text).exists():
@@ -332,10 +377,13 @@ class Runner:
         for child in [*self._children]:
             child.send_signal(number)
 
-    def all(self, jobs: Iterable[SweepJob]) -> Iterator[tuple[SweepJob, str]]:
-        """Run the jobs that are not done; yield each as it ends, with the error that ended it, empty without one."""
+    def all(self, jobs: Iterable[SweepJob], again: Collection[str] = ()) -> Iterator[tuple[SweepJob, str]]:
+        """Run the jobs that are not done; yield each as it ends, with the error that ended it, empty without one.
+
+        again: those that are done and run too.
+        """
         with ThreadPoolExecutor(self.at_once) as pool:
-            begun = {pool.submit(self.run, job): job for job in jobs if not job.done}
+            begun = {pool.submit(self.run, job): job for job in jobs if not job.done or job.name in again}
             try:
                 for each in as_completed(begun):
                     if self.stopped is None:
@@ -395,8 +443,10 @@ class Runner:
 
 
 @contextmanager
-def claim(sweep: Sweep) -> Iterator[None]:
+def claim(sweep: Sweep) -> Iterator[set[str]]:
     """Keep other sweeps out of the folder during the block, and note the commands there.
+
+    Yields the caches whose commands are not recorded; these compare, and then `note` takes them.
 
     UsageError: another process runs a sweep there, or it holds something else, or runs of other options.
     """
@@ -404,42 +454,68 @@ def claim(sweep: Sweep) -> Iterator[None]:
     message = f"another process runs the sweep {sweep.out}; wait for it, or name another --out"
     lock = Lock(sweep.out / _LOCK, message)
     try:
-        _note(sweep)
-        yield
+        yield note(sweep)
     finally:
         lock.release()
 
 
-def _note(sweep: Sweep) -> None:
-    file = sweep.out / "sweep.json"
+def note(sweep: Sweep, compared: Collection[str] = ()) -> set[str]:
+    """Note the commands of a sweep in its folder; return the caches there of which none is noted, nor `compared`.
+
+    UsageError: as `claim`.
+    """
+    file, jobs, unknown = sweep.out / _RECORD, [*sweep.caches, *sweep.runs], set[str]()
+    before, begun = dict[str, list[str]](), [job for job in jobs if job.config.out.exists()]
+    files.sweep(sweep.out, _RECORD)
     try:
-        before = read_sealed(file)
+        before = typed(read_sealed(file) | {"digest": []}, dict[str, list[str]])
     except FileNotFoundError:
-        before = {}
-        if any(each.suffix != ".toml" and each.name != _LOCK for each in sweep.out.iterdir()):
+        if not begun and any(each.suffix != ".toml" and each.name != _LOCK for each in sweep.out.iterdir()):
             raise UsageError(f"--out {sweep.out} holds something that is not a sweep; name another folder") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{file}: {error}; name another --out") from None
-    now = {job.name: list(job.words) for job in (*sweep.caches, *sweep.runs)}
-    for name, words in now.items():
-        if name in before and before[name] != words and (sweep.out / name).exists():
-            old, new = _options_in(before[name]), _options_in(words)
-            changed = ", ".join(
-                f"{each} was {old.get(each, 'not given')}" for each in {**old, **new} if old.get(each) != new.get(each)
-            )
+        if not begun:
+            raise UsageError(f"{file}: {error}; name another --out") from None
+        log.warning("%s: %s; it was moved to %s", file, error, files.set_aside(sweep.out, _RECORD, "damaged"))
+    for job in begun:
+        old, new = before.get(job.name, []), list(job.words)
+        if not old and job.is_run:
+            old, new = _as_begun(job)
+        elif not old:
+            unknown |= {job.name} - {*compared}
+            continue
+        was, now = _options_in(old, job.name), _options_in(new, job.name)
+        changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+        if changed:
+            text = ", ".join(f"{name} was {was.get(name, 'not given')}" for name in changed)[:200]
             hint = "rename the arm, or name another --out"
-            raise UsageError(f"{sweep.out / name} was begun with other options ({changed[:200]}); {hint}")
+            raise UsageError(f"{job.config.out} was begun with other options ({text}); {hint}")
+    known = {job.name: list(job.words) for job in jobs if job.name not in unknown}
     with writing(file):
-        publish_json(file, before | now, "sweep.record")
+        publish_json(file, {**before, **known}, "sweep.record")
+    return unknown
 
 
-def _options_in(words: Iterable[str]) -> dict[str, str]:
-    """The values of each flag of a command line."""
-    found, name = dict[str, str](), ""
+def _as_begun(job: SweepJob) -> tuple[list[str], list[str]]:
+    """The options of a run in its config.toml, and those of the sweep, as words, without those that a run fills in."""
+    was, now = dict[str, Any](), dict[str, Any]()
+    with suppress(OSError, ValueError):  # it had not begun
+        for table in typed(read_toml(job.config.out / "config.toml"), dict[str, dict[str, Any]]).values():
+            was |= table
+    for table in sections(job.config).values():
+        now |= {name: each for name, each in table.items() if each is not None and (each != "auto" or name == "alpha")}
+    same = was.keys() & now.keys()
+    old, new = ([*_words(DistillConfig, {name: each[name] for name in sorted(same)})] for each in (was, now))
+    return old, new
+
+
+def _options_in(words: list[str], name: str) -> dict[str, str]:
+    """The values of each flag of the command called `name`; paths in the folder of its sweep begin there."""
+    out = words[words.index("--out") + 1].removesuffix(name) if "--out" in words[:-1] else ""
+    found, last = dict[str, str](), ""
     for word in words:
         if word.startswith("--"):
-            name = word
-            found.setdefault(name, "")
-        elif name:
-            found[name] = f"{found[name]} {word}".strip()
+            last = word
+            found.setdefault(last, "")
+        elif last:
+            found[last] = f"{found[last]} {word.removeprefix(out)}".strip()
     return found
