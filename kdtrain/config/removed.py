@@ -21,11 +21,19 @@ class Removed(NamedTuple):
     """The commands that had it; empty: all that took it."""
     becomes: Mapping[str, Any] | None = None
     """Of a value: the options of today that say the same, by which a file is read; None: it is refused."""
+    beside: Mapping[str, Any] = {}
+    """What a file has beside such a value; without it the value has no effect, and says nothing of today."""
 
 
 _RUNS = ("distill", "find-lr")
 _IMPORT = "kdtrain import FILE --layout prompt-logprobs --teacher NAME --tokenizer SPEC --out FOLDER"
 _CELLS = Removed("is now --cross-tokenizer alone: cells are the one term", becomes={"cross_tokenizer": True})
+_COSINE, _CONSTANT = (
+    Removed(
+        f"is now --temperature-mode {mode}", None, _RUNS, {"temperature_mode": mode}, {"temperature_mode": "schedule"}
+    )
+    for mode in ("cosine", "fixed")
+)
 _CHUNKS = Removed(
     "is gone: version 0.2.0 (commit ab61eace) is the last that trains chunks; use --cross-tokenizer alone"
 )
@@ -36,6 +44,8 @@ REMOVED: dict[str, Removed] = {
     "temperature_schedule": Removed(
         "is gone: --temperature-mode schedule is linear, --temperature-mode cosine a cosine", "linear", _RUNS
     ),
+    "temperature_schedule cosine": _COSINE,
+    "temperature_schedule constant": _CONSTANT,
     **dict.fromkeys(("teacher", "rows", "seed", "device"), _AUDIT),
     "histogram_freq": Removed("is gone: histograms are logged with each validation; use --eval-freq", 250, _RUNS),
     "push": Removed("is a command: kdtrain push OUT hf:ORG/NAME publishes what export has written", of=("export",)),
@@ -60,8 +70,9 @@ def removed_from(command: str) -> dict[str, Removed]:
 def answers(command: str, given: Iterable[tuple[str, Any]]) -> list[str]:
     """What replaces those options of a command line, each with its value, that are gone."""
     known = removed_from(command)
-    keys = [key for name, value in given for key in (name, name.removeprefix("no_"), f"{name} {value}")]
-    return [f"{flag(key)} {known[key].answer}" for key in dict.fromkeys(keys) if key in known]
+    names = ((f"{name} {value}", name, name.removeprefix("no_")) for name, value in given)
+    keys = dict.fromkeys(key for each in names for key in [key for key in each if key in known][:1])
+    return [f"{flag(key)} {known[key].answer}" for key in keys]
 
 
 class Renewed(NamedTuple):
@@ -83,6 +94,8 @@ def renewed(command: str, table: Mapping[str, Any]) -> Renewed:
         entry = known.get(f"{name} {value}") or known.get(name)
         if entry is None:
             result.table[key] = value
+        elif not entry.beside.items() <= {each.replace("-", "_"): table[each] for each in table}.items():
+            result.changed.append(f"{name} = {value}: {flag(name)} {entry.answer}")
         elif entry.becomes is not None or (entry.default is not None and value == entry.default):
             result.table.update(entry.becomes or {})
             result.changed.append(f"{name} = {value}: {flag(name)} {entry.answer}")
