@@ -18,7 +18,7 @@ from kdtrain.monitor.facts import ENDED
 from kdtrain.monitor.progress import bar, console, log, setup_logging
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.runs import Group, grouped, read_runs
-from kdtrain.run.sweep import Runner, Sweep, SweepJob, claim, note, read_sweep
+from kdtrain.run.sweep import Runner, Sweep, SweepJob, claim, read_sweep
 from kdtrain.tables import Table, columns, drawn, duration, loss_text, number, show, size
 
 
@@ -121,18 +121,16 @@ def run(sweep: Sweep, at_once: int) -> list[Group] | None:
     first = [sweep.caches, sweep.trial]
     if sweep.test is not None and sweep.test.config.cache is None:
         first.reverse()
-    with claim(sweep) as unknown, Runner(at_once) as runner:
+    with Runner(at_once) as runner, claim(sweep, runner):
         for part in (*first, sweep.runs, sweep.tests()):
             runner.quiet = console.is_terminal and part is sweep.runs
             with Live(console=console, **live) if runner.quiet else nullcontext():
-                for job, error in runner.all(part, unknown):
+                for job, error in runner.all(part):
                     if error and not job.is_run:
                         raise RunError(f"{job.name}: {error}")
                     if job.is_run and (row := _row(job)):
                         ended[job.name] = row
                     log.info("%s", _ended(sweep, job, error))
-            if part is sweep.caches and unknown and runner.stopped is None:
-                note(sweep, unknown)
         if runner.stopped is not None:
             log.info("stopped by %s; the same command resumes", runner.stopped)
             return None

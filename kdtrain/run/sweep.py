@@ -31,9 +31,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from kdtrain.files import Lock, is_locked, make_folder, publish_json, read_seale
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log
 from kdtrain.monitor.record import RunRecord
+from kdtrain.process import handling
 from kdtrain.registry import nearest
 from kdtrain.run.path_kind import read_result
 from kdtrain.run.saved_student import checkpoint_of
@@ -351,7 +352,7 @@ class Runner:
 
     _CHILD = (
         "import ctypes, os, sys; ctypes.CDLL(None).prctl({}, {}); os.getppid() == {} or sys.exit(1); "
-        "from kdtrain.cli import main; main()"
+        "from kdtrain.__main__ import main; main()"
     )
 
     def __init__(self, at_once: int = 1, quiet: bool = False) -> None:
@@ -359,31 +360,26 @@ class Runner:
         self.stopped: str | None = None
         """The signal that stopped it."""
         self._children: set[subprocess.Popen[str]] = set()
-        self._before: dict[int, Any] = {}
+        self._held = ExitStack()
         share = max(len(os.sched_getaffinity(0)) // at_once, 1)
         self._env = {"OMP_NUM_THREADS": f"{share}"} | os.environ
 
     def __enter__(self) -> "Runner":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._stop)
+        self._held.enter_context(handling(self._stop))
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._held.close()
 
     def _stop(self, number: int, frame: object) -> None:
         self.stopped = signal.Signals(number).name
         for child in [*self._children]:
             child.send_signal(number)
 
-    def all(self, jobs: Iterable[SweepJob], again: Collection[str] = ()) -> Iterator[tuple[SweepJob, str]]:
-        """Run the jobs that are not done; yield each as it ends, with the error that ended it, empty without one.
-
-        again: those that are done and run too.
-        """
+    def all(self, jobs: Iterable[SweepJob]) -> Iterator[tuple[SweepJob, str]]:
+        """Run the jobs that are not done; yield each as it ends, with the error that ended it, empty without one."""
         with ThreadPoolExecutor(self.at_once) as pool:
-            begun = {pool.submit(self.run, job): job for job in jobs if not job.done or job.name in again}
+            begun = {pool.submit(self.run, job): job for job in jobs if not job.done}
             try:
                 for each in as_completed(begun):
                     if self.stopped is None:
@@ -443,28 +439,25 @@ class Runner:
 
 
 @contextmanager
-def claim(sweep: Sweep) -> Iterator[set[str]]:
+def claim(sweep: Sweep, runner: Runner) -> Iterator[None]:
     """Keep other sweeps out of the folder during the block, and note the commands there.
 
-    Yields the caches whose commands are not recorded; these compare, and then `note` takes them.
+    runner: runs the command of a finished cache that is not noted, which compares.
 
-    UsageError: another process runs a sweep there, or it holds something else, or runs of other options.
+    UsageError: another process runs a sweep there, or it holds something else, or caches or runs of other options.
     """
     make_folder(sweep.out)
     message = f"another process runs the sweep {sweep.out}; wait for it, or name another --out"
     lock = Lock(sweep.out / _LOCK, message)
     try:
-        yield note(sweep)
+        _note(sweep, runner)
+        yield
     finally:
         lock.release()
 
 
-def note(sweep: Sweep, compared: Collection[str] = ()) -> set[str]:
-    """Note the commands of a sweep in its folder; return the caches there of which none is noted, nor `compared`.
-
-    UsageError: as `claim`.
-    """
-    file, jobs, unknown = sweep.out / _RECORD, [*sweep.caches, *sweep.runs], set[str]()
+def _note(sweep: Sweep, runner: Runner) -> None:
+    file, jobs = sweep.out / _RECORD, [*sweep.caches, *sweep.runs]
     before, begun = dict[str, list[str]](), [job for job in jobs if job.config.out.exists()]
     files.sweep(sweep.out, _RECORD)
     try:
@@ -481,7 +474,10 @@ def note(sweep: Sweep, compared: Collection[str] = ()) -> set[str]:
         if not old and job.is_run:
             old, new = _as_begun(job)
         elif not old:
-            unknown |= {job.name} - {*compared}
+            if error := runner.run(job):
+                raise RunError(f"{job.name}: {error}")
+            if runner.stopped is not None:
+                return
             continue
         was, now = _options_in(old, job.name), _options_in(new, job.name)
         changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
@@ -489,10 +485,8 @@ def note(sweep: Sweep, compared: Collection[str] = ()) -> set[str]:
             text = ", ".join(f"{name} was {was.get(name, 'not given')}" for name in changed)[:200]
             hint = "rename the arm, or name another --out"
             raise UsageError(f"{job.config.out} was begun with other options ({text}); {hint}")
-    known = {job.name: list(job.words) for job in jobs if job.name not in unknown}
     with writing(file):
-        publish_json(file, {**before, **known}, "sweep.record")
-    return unknown
+        publish_json(file, {**before, **{job.name: list(job.words) for job in jobs}}, "sweep.record")
 
 
 def _as_begun(job: SweepJob) -> tuple[list[str], list[str]]:

@@ -36,7 +36,6 @@ from kdtrain.run.recipe import student_spec, table_rate
 from kdtrain.run.run import Run
 from kdtrain.tables import columns, duration, finite, show
 from kdtrain.training.schedule import total_steps
-from kdtrain.training.signals import interruptible
 from kdtrain.training.validate import validate
 
 RECORD, FIGURE, LOCK = "find-lr.json", "find-lr.png", ".find-lr"
@@ -96,7 +95,7 @@ def main(config: FindLrConfig) -> int:
     """
     refuse_many_processes()
     setup_logging()
-    with interruptible(), ExitStack() as stack:
+    with ExitStack() as stack:
         _claim(config, stack)
         result = find_lr(config, stack)
     show(_page(config.out, result), result, config.json)
