@@ -21,19 +21,11 @@ class Removed(NamedTuple):
     """The commands that had it; empty: all that took it."""
     becomes: Mapping[str, Any] | None = None
     """Of a value: the options of today that say the same, by which a file is read; None: it is refused."""
-    beside: Mapping[str, Any] = {}
-    """What a file has beside such a value; without it the value has no effect, and says nothing of today."""
 
 
 _RUNS = ("distill", "find-lr")
 _IMPORT = "kdtrain import FILE --layout prompt-logprobs --teacher NAME --tokenizer SPEC --out FOLDER"
 _CELLS = Removed("is now --cross-tokenizer alone: cells are the one term", becomes={"cross_tokenizer": True})
-_COSINE, _CONSTANT = (
-    Removed(
-        f"is now --temperature-mode {mode}", None, _RUNS, {"temperature_mode": mode}, {"temperature_mode": "schedule"}
-    )
-    for mode in ("cosine", "fixed")
-)
 _CHUNKS = Removed(
     "is gone: version 0.2.0 (commit ab61eace) is the last that trains chunks; use --cross-tokenizer alone"
 )
@@ -44,8 +36,12 @@ REMOVED: dict[str, Removed] = {
     "temperature_schedule": Removed(
         "is gone: --temperature-mode schedule is linear, --temperature-mode cosine a cosine", "linear", _RUNS
     ),
-    "temperature_schedule cosine": _COSINE,
-    "temperature_schedule constant": _CONSTANT,
+    **{
+        f"temperature_schedule {each}": Removed(
+            f"is now --temperature-mode {mode}", None, _RUNS, {"temperature_mode": mode}
+        )
+        for each, mode in (("cosine", "cosine"), ("constant", "fixed"))
+    },
     **dict.fromkeys(("teacher", "rows", "seed", "device"), _AUDIT),
     "histogram_freq": Removed("is gone: histograms are logged with each validation; use --eval-freq", 250, _RUNS),
     "push": Removed("is a command: kdtrain push OUT hf:ORG/NAME publishes what export has written", of=("export",)),
@@ -88,17 +84,16 @@ class Renewed(NamedTuple):
 
 def renewed(command: str, table: Mapping[str, Any]) -> Renewed:
     """`table`, a section of a file or of a checkpoint, as today's version reads it."""
-    known, result = removed_from(command), Renewed({}, [], [])
+    known, result, successors = removed_from(command), Renewed({}, [], []), dict[str, Any]()
     for key, value in table.items():
         name = key.replace("-", "_")
         entry = known.get(f"{name} {value}") or known.get(name)
         if entry is None:
             result.table[key] = value
-        elif not entry.beside.items() <= {each.replace("-", "_"): table[each] for each in table}.items():
-            result.changed.append(f"{name} = {value}: {flag(name)} {entry.answer}")
         elif entry.becomes is not None or (entry.default is not None and value == entry.default):
-            result.table.update(entry.becomes or {})
+            successors |= entry.becomes or {}
             result.changed.append(f"{name} = {value}: {flag(name)} {entry.answer}")
         else:
             result.refused.append(f"{flag(f'{name} {value}' if f'{name} {value}' in known else name)} {entry.answer}")
+    result.table.update(successors)  # in place of what stands beside them
     return result

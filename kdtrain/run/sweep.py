@@ -31,6 +31,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
@@ -40,12 +41,11 @@ from typing import Any
 
 from kdtrain import files
 from kdtrain.cache.format.manifest import read_manifest
+from kdtrain.cli.paths import problem
 from kdtrain.config import CacheTeacherConfig, DistillConfig, EvaluateConfig, sections
-from kdtrain.config.choices import TEACHERS, TEXTS
 from kdtrain.config.values import configured, flag, options_of
 from kdtrain.errors import RunError, UsageError, refuse_no_path, writing
 from kdtrain.files import Lock, is_locked, make_folder, publish_json, read_sealed, read_toml, typed
-from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log
 from kdtrain.monitor.record import RunRecord
 from kdtrain.process import handling
@@ -67,8 +67,6 @@ _MOST = 1000
 _LOCK, _RECORD = ".sweep.lock", "sweep.json"
 _RESUMED = ("signal", "disk", "oom", "error")
 """Stop reasons that say nothing about an arm: the next command resumes such a run."""
-_WELL = ("done", "early-stop")
-"""Those of a run that ended well."""
 _NAMED = 8
 """Most runs and tables that a message names."""
 _DEATH_SIGNAL = 1
@@ -130,14 +128,10 @@ class Sweep:
         return [job.config.out for job in self.runs if (job.config.out / "environment.json").exists()]
 
     def refuse_missing(self) -> None:
-        """Raise a RunError that names the runs without a result that counts, or all if none ended well."""
-        runs = counted(len(self.runs), "run")
+        """Raise a RunError that names the runs without a result that counts, if there are any."""
         if missing := [job.name for job in self.runs if not job.done]:
+            runs = counted(len(self.runs), "run")
             raise RunError(f"{len(missing)} of {runs} without a result: {_first(missing)}; the same command resumes")
-        reasons = {job.name: read_result(job.config.out)["stop_reason"] for job in self.runs}  # type: ignore[index]
-        if not {*_WELL} & {*reasons.values()}:
-            named = _first([f"{name} ({reason})" for name, reason in reasons.items()])
-            raise RunError(f"none of {runs} ended well: {named}; look at kdtrain inspect {self.out}")
 
     @property
     def trial(self) -> list[SweepJob]:
@@ -159,16 +153,13 @@ class Sweep:
             wanted |= {"data": self.test.config.data.data, "teacher": self.test.config.teacher}
         left = []
         for folder in [job.config.out for job in self.runs if job.done]:
-            why = None
             try:
-                best = {"checkpoint": checkpoint_of(folder, "best").name}
+                wanted["checkpoint"] = checkpoint_of(folder, "best").name
             except (UsageError, RunError) as error:  # removed, to save disk
-                best, why = {}, error
-            if not any((wanted | best).items() <= each.items() for each in RunRecord.read(folder).evaluations):
-                if why is None:
-                    left.append(str(folder))
-                else:
-                    log.warning("%s is not tested: %s", folder, why)
+                log.warning("%s is not tested again: %s", folder, error)
+                continue
+            if not any(wanted.items() <= each.items() for each in RunRecord.read(folder).evaluations):
+                left.append(str(folder))
         if left:
             yield SweepJob(
                 f"test of {counted(len(left), 'student')}", (*self.test.words, "--student", *left), self.test.config
@@ -229,7 +220,7 @@ def read_sweep(file: Path, out: Path) -> Sweep:
         for name, options in named["caches"].items()
     ]
     test = job("", "test", "evaluate", _flat(file, "test", tables["test"]), student="-") if "test" in tables else None
-    _refuse_absent(file, [*caches, *runs, *([test] if test else [])])
+    _refuse_absent(file, [*caches, *runs, *([test] if test else [])], {"-", *places.values()})
     return Sweep(out, caches, runs, test)
 
 
@@ -243,8 +234,7 @@ def _read(
         raise UsageError(f"the sweep sets {taken[0]} itself; {hint}")
     for each, value in given.items():
         for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str):
-                refuse_no_path(text, flag(each))
+            refuse_no_path(str(text), flag(each))
     config: Any = configured(kind, None, {**given, **own})  # type: ignore[arg-type]
     if "cache" in given:
         places = [given["cache"]] if isinstance(given["cache"], str) else given["cache"]
@@ -260,11 +250,11 @@ def _read(
     return SweepJob(name, (command, *_words(kind, words)), config)
 
 
-def _refuse_absent(file: Path, jobs: list[SweepJob]) -> None:
+def _refuse_absent(file: Path, jobs: list[SweepJob], made: set[str]) -> None:
     """Refuse specs that cannot be read and files that are not there, all of them at once, a line each."""
-    wrong, made = dict[str, dict[str, None]](), {str(job.config.out) for job in jobs if job.words[0] == "cache-teacher"}
+    wrong = dict[str, dict[str, None]]()
     for job in (each for each in jobs if not each.done):
-        for line in _absent(job.config, made):
+        for line in _absent(job, made):
             wrong.setdefault(line, {})[f"[{'arms.' if job.is_run else ''}{job.arm or 'test'}]"] = None
     for line, places in wrong.items():
         log.error("%s: %s %s", file, _first([*places], " "), line)
@@ -272,27 +262,14 @@ def _refuse_absent(file: Path, jobs: list[SweepJob]) -> None:
         raise UsageError(f"{file} names what is not there, {counted(len(wrong), 'time')}, see above; nothing was begun")
 
 
-def _absent(config: Any, made: set[str]) -> Iterator[str]:
+def _absent(job: SweepJob, made: set[str]) -> Iterator[str]:
     """What a command names and cannot find. made: the caches that come first."""
-    caches = getattr(config, "cache", None) or []
-    for each in [caches] if isinstance(caches, str | Path) else caches:
-        if str(each) not in made and ":" not in str(each) and not Path(each).exists():
-            yield f"--cache {each}: it does not exist"
-    for name, kind in (("teacher", "teachers"), ("student", "students")):
-        spec = getattr(config, name, None)
-        if isinstance(spec, str) and spec not in TEACHERS.names():
-            try:
-                read_spec(spec, kind)  # type: ignore[arg-type]
-            except UsageError as error:
-                yield f"--{name}: {error}"
-    load = getattr(getattr(config, "checkpoint", None), "load", None)
-    for name, path in (("load", load), ("config", config.config)):
-        if path is not None and not path.exists():
-            yield f"--{name} {path}: it does not exist"
-    text = config.data.data
-    name, colon, _ = (text or "stdlib").partition(":")
-    if name != "stdlib" and not (colon and name in TEXTS.help()) and not Path(text).exists():
-        yield f"--data {text}: it does not exist"
+    tables, options = sections(job.config).values(), options_of(_KINDS[job.words[0]])
+    given = {name: each for table in tables for name, each in table.items() if each not in (None, False)}
+    for name, value in given.items():
+        for text in value if isinstance(value, list) else [value]:
+            if text not in made and (wrong := problem(options[name], str(text), given)):
+                yield wrong
 
 
 def _first(names: list[str], between: str = ", ") -> str:
@@ -491,14 +468,13 @@ def _note(sweep: Sweep, runner: Runner) -> None:
 
 def _as_begun(job: SweepJob) -> tuple[list[str], list[str]]:
     """The options of a run in its config.toml, and those of the sweep, as words, without those that a run fills in."""
-    was, now = dict[str, Any](), dict[str, Any]()
+    tables = dict[str, dict[str, Any]]()
     with suppress(OSError, ValueError):  # it had not begun
-        for table in typed(read_toml(job.config.out / "config.toml"), dict[str, dict[str, Any]]).values():
-            was |= table
-    for table in sections(job.config).values():
-        now |= {name: each for name, each in table.items() if each is not None and (each != "auto" or name == "alpha")}
-    same = was.keys() & now.keys()
-    old, new = ([*_words(DistillConfig, {name: each[name] for name in sorted(same)})] for each in (was, now))
+        tables = typed(read_toml(job.config.out / "config.toml"), dict[str, dict[str, Any]])
+    was, now = (dict(ChainMap(*each.values())) for each in (tables, sections(job.config)))
+    filled = {name for name, each in now.items() if each is None or (each == "auto" and name != "alpha")}
+    same = sorted((was.keys() & now.keys()) - filled)
+    old, new = ([*_words(DistillConfig, {name: each[name] for name in same})] for each in (was, now))
     return old, new
 
 

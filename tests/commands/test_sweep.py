@@ -163,7 +163,6 @@ def test_a_run_that_ended_by_itself_is_done_and_one_that_its_surroundings_ended_
         (("error", "oom"), None, "2 of 2 runs without a result: kd/seed-0, kd/seed-1; the same command resumes"),
         (("done", "signal"), "SIGINT", "1 of 2 runs without a result: kd/seed-1; the same command resumes"),
         (("done", None), "SIGTERM", "1 of 2 runs without a result: kd/seed-1; the same command resumes"),
-        (("non-finite", "diverged"), None, "none of 2 runs ended well: kd/seed-0 (non-finite), kd/seed-1 (diverged); "),
     ],
 )
 def test_a_sweep_ends_with_0_only_where_every_run_has_a_result(
@@ -180,7 +179,7 @@ def test_a_sweep_ends_with_0_only_where_every_run_has_a_result(
     (tmp_path / "s.toml").write_text(FILE.partition("[arms.ce]")[0])
     code, out, err = workbench.call("sweep", tmp_path / "s.toml", "--out", tmp_path / "o")
     assert (code, bool(out)) == (1 if missing else 0, stopped is None)
-    assert missing is None or err.splitlines()[-1].startswith(f"kdtrain: {missing}")
+    assert missing is None or err.splitlines()[-1] == f"kdtrain: {missing}"
 
 
 @pytest.mark.parametrize(
@@ -327,7 +326,7 @@ def test_checkpoints_that_were_removed_do_not_block_a_finished_sweep(finished, m
     (finished.out / "kd/seed-1/evaluations.jsonl").unlink()
     code, out, err = finished.call()
     assert (code, finished.begun) == (0, []) and "Next: kdtrain compare" in out
-    assert "o/kd/seed-1 is not tested: " in err and "holds no checkpoint" in err and "seed-0 is not" not in err
+    assert "o/kd/seed-1 is not tested again: " in err and "holds no checkpoint" in err
 
 
 def test_a_sweep_is_the_same_by_another_spelling_of_its_path_and_after_a_move(finished, tmp_path):
