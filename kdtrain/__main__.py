@@ -27,9 +27,10 @@ def main() -> None:
             from kdtrain import cli  # under the `try`, for an interrupt while it is imported
 
             cli.main()
-        finally:  # a second signal ends the process
+        finally:  # all is written and told: a signal ends the process at once
+            code = getattr(sys.exc_info()[1], "code", 1)
             for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
+                signal.signal(number, lambda *_: os._exit(code))
     except BaseException as failure:
         # a refusal by the only process: nothing is left to do, and a slow end would have code 1 below
         if isinstance(failure, SystemExit) and failure.code == 2 and "RANK" not in os.environ:

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, TypeVar
 
 from kdtrain.errors import UsageError
@@ -18,13 +17,13 @@ from kdtrain.errors import UsageError
 E = TypeVar("E", bound=Exception)
 
 
-def interrupt(number: int, frame: FrameType | None) -> None:
+def interrupt(number: int, frame: object) -> None:
     """The handler of a signal that ends what runs at once. KeyboardInterrupt: always, with the name of the signal."""
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 @contextmanager
-def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handling(handler: Callable[..., None]) -> Iterator[None]:
     """Have `handler` called at SIGINT and SIGTERM during the block."""
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

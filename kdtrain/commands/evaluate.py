@@ -64,7 +64,7 @@ def main(config: EvaluateConfig) -> int:
     if config.dry_run:
         for name in config.student:
             _refuse_text(config, name)
-        show("evaluate, dry run", {"students": list(config.student), "split": config.data.split}, config.json)
+        show("evaluate, dry run", {"students": list(config.student)}, config.json)
         return 0
     results = [evaluate(config, name) for name in config.student]
     show(evaluations(results), results[0] if len(results) == 1 else {"students": results}, config.json)

@@ -36,12 +36,9 @@ REMOVED: dict[str, Removed] = {
     "temperature_schedule": Removed(
         "is gone: --temperature-mode schedule is linear, --temperature-mode cosine a cosine", "linear", _RUNS
     ),
-    **{
-        f"temperature_schedule {each}": Removed(
-            f"is now --temperature-mode {mode}", None, _RUNS, {"temperature_mode": mode}
-        )
-        for each, mode in (("cosine", "cosine"), ("constant", "fixed"))
-    },
+    "temperature_schedule cosine": Removed(
+        "is now --temperature-mode cosine", None, _RUNS, {"temperature_mode": "cosine"}
+    ),
     **dict.fromkeys(("teacher", "rows", "seed", "device"), _AUDIT),
     "histogram_freq": Removed("is gone: histograms are logged with each validation; use --eval-freq", 250, _RUNS),
     "push": Removed("is a command: kdtrain push OUT hf:ORG/NAME publishes what export has written", of=("export",)),

@@ -244,11 +244,9 @@ class Run:
             return None
         before = factor * learning_rate(step, max(planned, step), options, progress.decay_from)
         after = factor * learning_rate(step + 1, self.trainer.total, options, progress.decay_from)
-        warmup, earlier = (warmup_steps(length, options) for length in (now, planned))
-        longer = f"warm-up is {warmup} steps, not {earlier}, " if warmup != earlier else ""
         return (
             f"the run now has {now} steps, not {planned}, and its schedules follow the new length: the rate goes from "
-            f"{before:.2e} at step {step} to {after:.2e} at the next, {longer}"
+            f"{before:.2e} at step {step} to {after:.2e} at the next, warm-up is {warmup_steps(now, options)} steps, "
             f"and the run validates every {self.trainer.eval_freq} steps"
         )
 

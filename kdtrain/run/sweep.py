@@ -196,32 +196,42 @@ def read_sweep(file: Path, out: Path) -> Sweep:
         raise UsageError(f"{file}: {count:,} runs are more than the {_MOST:,} that a sweep takes")
 
     places = {name: str(out / "caches" / name) for name in named["caches"]}
+    wrong = dict[str, dict[str, None]]()
 
-    def job(name: str, where: str, command: str, options: Mapping[str, Any], **own: Any) -> SweepJob:
+    def job(name: str, where: str, command: str, options: Mapping[str, Any], **own: Any) -> list[SweepJob]:
+        found, lines = list[SweepJob](), list[str]()
         try:
-            return _read(name, command, options, own, places)
+            found.append(_read(name, command, options, own, places))
+            lines += _absent(found[0], {"-", *places.values()})
         except UsageError as error:
-            wrong = str(error)
-        try:
-            _read(name, command, common, own, places)
-        except UsageError as error:
-            where = "common" if str(error) == wrong and command == "distill" else where
-        raise UsageError(f"{file}: [{where}] {wrong}")
+            lines.append(str(error))
+        for line in lines:
+            about = line.replace("-", "_")
+            shared = command == "distill" and not any(each in about for each in named["arms"][where[5:]])
+            wrong.setdefault(line, {})["common" if shared else where] = None
+        return found
 
+    caches = [
+        each
+        for name, options in named["caches"].items()
+        for each in job(f"caches/{name}", f"caches.{name}", "cache-teacher", options, out=places[name])
+    ]
     common = _flat(file, "common", tables.get("common", {}))
     arms = [(name, {**common, **options}) for name, options in named["arms"].items()]
     runs = [
-        job(f"{arm}/seed-{seed}", f"arms.{arm}", "distill", options, out=out / arm / f"seed-{seed}", seed=seed)
+        each
         for seed in seeds
         for arm, options in arms
+        for name in [f"{arm}/seed-{seed}"]
+        for each in job(name, f"arms.{arm}", "distill", options, out=out / name, seed=seed)
     ]
-    caches = [
-        job(f"caches/{name}", f"caches.{name}", "cache-teacher", options, out=out / "caches" / name)
-        for name, options in named["caches"].items()
-    ]
-    test = job("", "test", "evaluate", _flat(file, "test", tables["test"]), student="-") if "test" in tables else None
-    _refuse_absent(file, [*caches, *runs, *([test] if test else [])], {"-", *places.values()})
-    return Sweep(out, caches, runs, test)
+    test = job("", "test", "evaluate", _flat(file, "test", tables["test"]), student="-") if "test" in tables else []
+    lines = [f"{file}: {_first([f'[{each}]' for each in found])} {line}" for line, found in wrong.items()]
+    for line in lines[:-1]:
+        log.error("%s", line)
+    if lines:
+        raise UsageError(lines[-1])
+    return Sweep(out, caches, runs, test[0] if test else None)
 
 
 def _read(
@@ -250,20 +260,10 @@ def _read(
     return SweepJob(name, (command, *_words(kind, words)), config)
 
 
-def _refuse_absent(file: Path, jobs: list[SweepJob], made: set[str]) -> None:
-    """Refuse specs that cannot be read and files that are not there, all of them at once, a line each."""
-    wrong = dict[str, dict[str, None]]()
-    for job in (each for each in jobs if not each.done):
-        for line in _absent(job, made):
-            wrong.setdefault(line, {})[f"[{'arms.' if job.is_run else ''}{job.arm or 'test'}]"] = None
-    for line, places in wrong.items():
-        log.error("%s: %s %s", file, _first([*places], " "), line)
-    if wrong:
-        raise UsageError(f"{file} names what is not there, {counted(len(wrong), 'time')}, see above; nothing was begun")
-
-
 def _absent(job: SweepJob, made: set[str]) -> Iterator[str]:
-    """What a command names and cannot find. made: the caches that come first."""
+    """What a command that is to do names and cannot find. made: the caches that come first."""
+    if job.done:
+        return
     tables, options = sections(job.config).values(), options_of(_KINDS[job.words[0]])
     given = {name: each for table in tables for name, each in table.items() if each not in (None, False)}
     for name, value in given.items():
@@ -272,10 +272,10 @@ def _absent(job: SweepJob, made: set[str]) -> Iterator[str]:
                 yield wrong
 
 
-def _first(names: list[str], between: str = ", ") -> str:
+def _first(names: list[str]) -> str:
     """The first `_NAMED` names, and how many more there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return between.join(names[:_NAMED]) + more
+    return ", ".join(names[:_NAMED]) + more
 
 
 def _named(file: Path, kind: str, tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -434,7 +434,7 @@ def claim(sweep: Sweep, runner: Runner) -> Iterator[None]:
 
 
 def _note(sweep: Sweep, runner: Runner) -> None:
-    file, jobs = sweep.out / _RECORD, [*sweep.caches, *sweep.runs]
+    file, jobs = sweep.out / _RECORD, [*sweep.runs, *sweep.caches]
     before, begun = dict[str, list[str]](), [job for job in jobs if job.config.out.exists()]
     files.sweep(sweep.out, _RECORD)
     try:

@@ -280,8 +280,7 @@ def test_the_options_of_an_earlier_version_resume_unless_one_that_is_fixed_now_h
     saved["objective"] |= {"temperature_mode": "schedule", "temperature_end": 2.0, "temperature_schedule": "cosine"}
     cosine = ObjectiveConfig(temperature_mode="cosine", temperature_end=2.0)
     refuse_changes(saved, config_of("o", objective=cosine), Path("o"), "step-00000004")
-    saved["objective"] |= {"temperature_mode": "fixed", "temperature_end": 1.0}
-    refuse_changes(saved, config_of("o"), Path("o"), "step-00000004")
+    saved["objective"] |= {"temperature_mode": "fixed", "temperature_end": 1.0, "temperature_schedule": "linear"}
     saved["guards"]["spike_rule"] = "none"
     with pytest.raises(UsageError, match=r"other options: --spike-rule is gone: .*--spike-patience 0.* \(in step"):
         refuse_changes(saved, config_of("o"), Path("o"), "step-00000004")
