@@ -192,7 +192,7 @@ class EvaluateConfig(Printed):
     device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
     dry_run: bool = False
-    """Look at students, tokenizers and text, and measure nothing."""
+    """Look at students and text, and measure nothing."""
     data: DataConfig = field(default_factory=lambda: DataConfig(split="validation"))
 
     def conflicts(self) -> Conflicts:

@@ -68,7 +68,7 @@ _LOCK, _RECORD = ".sweep.lock", "sweep.json"
 _RESUMED = ("signal", "disk", "oom", "error")
 """Stop reasons that say nothing about an arm: the next command resumes such a run."""
 _NAMED = 8
-"""Most runs and tables that a message names."""
+"""Most names in a message."""
 _DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2): the signal that a child gets when its parent is gone."""
 
@@ -198,13 +198,13 @@ def read_sweep(file: Path, out: Path) -> Sweep:
     places = {name: str(out / "caches" / name) for name in named["caches"]}
     wrong = dict[str, dict[str, None]]()
 
-    def job(name: str, where: str, command: str, options: Mapping[str, Any], **own: Any) -> list[SweepJob]:
-        found, lines = list[SweepJob](), list[str]()
+    def job(name: str, where: str, command: str, options: Mapping[str, Any], **own: Any) -> Any:
+        found = None
         try:
-            found.append(_read(name, command, options, own, places))
-            lines += _absent(found[0], {"-", *places.values()})
+            found = _read(name, command, options, own, places)
+            lines = [*_absent(found, {"-", *places.values()})]
         except UsageError as error:
-            lines.append(str(error))
+            lines = [str(error)]
         for line in lines:
             about = line.replace("-", "_")
             shared = command == "distill" and not any(each in about for each in named["arms"][where[5:]])
@@ -212,26 +212,23 @@ def read_sweep(file: Path, out: Path) -> Sweep:
         return found
 
     caches = [
-        each
+        job(f"caches/{name}", f"caches.{name}", "cache-teacher", options, out=places[name])
         for name, options in named["caches"].items()
-        for each in job(f"caches/{name}", f"caches.{name}", "cache-teacher", options, out=places[name])
     ]
     common = _flat(file, "common", tables.get("common", {}))
     arms = [(name, {**common, **options}) for name, options in named["arms"].items()]
     runs = [
-        each
+        job(f"{arm}/seed-{seed}", f"arms.{arm}", "distill", options, out=out / arm / f"seed-{seed}", seed=seed)
         for seed in seeds
         for arm, options in arms
-        for name in [f"{arm}/seed-{seed}"]
-        for each in job(name, f"arms.{arm}", "distill", options, out=out / name, seed=seed)
     ]
-    test = job("", "test", "evaluate", _flat(file, "test", tables["test"]), student="-") if "test" in tables else []
+    test = job("", "test", "evaluate", _flat(file, "test", tables["test"]), student="-") if "test" in tables else None
     lines = [f"{file}: {_first([f'[{each}]' for each in found])} {line}" for line, found in wrong.items()]
     for line in lines[:-1]:
         log.error("%s", line)
     if lines:
         raise UsageError(lines[-1])
-    return Sweep(out, caches, runs, test[0] if test else None)
+    return Sweep(out, caches, runs, test)
 
 
 def _read(
@@ -451,8 +448,8 @@ def _note(sweep: Sweep, runner: Runner) -> None:
         if not old and job.is_run:
             old, new = _as_begun(job)
         elif not old:
-            if error := runner.run(job):
-                raise RunError(f"{job.name}: {error}")
+            if why := runner.run(job):
+                raise RunError(f"{job.name}: {why}")
             if runner.stopped is not None:
                 return
             continue
@@ -466,16 +463,15 @@ def _note(sweep: Sweep, runner: Runner) -> None:
         publish_json(file, {**before, **{job.name: list(job.words) for job in jobs}}, "sweep.record")
 
 
-def _as_begun(job: SweepJob) -> tuple[list[str], list[str]]:
+def _as_begun(job: SweepJob) -> list[list[str]]:
     """The options of a run in its config.toml, and those of the sweep, as words, without those that a run fills in."""
     tables = dict[str, dict[str, Any]]()
     with suppress(OSError, ValueError):  # it had not begun
         tables = typed(read_toml(job.config.out / "config.toml"), dict[str, dict[str, Any]])
     was, now = (dict(ChainMap(*each.values())) for each in (tables, sections(job.config)))
-    filled = {name for name, each in now.items() if each is None or (each == "auto" and name != "alpha")}
+    filled = {name for name, each in now.items() if each in (None, "auto") and name != "alpha"}
     same = sorted((was.keys() & now.keys()) - filled)
-    old, new = ([*_words(DistillConfig, {name: each[name] for name in same})] for each in (was, now))
-    return old, new
+    return [[*_words(DistillConfig, {name: each[name] for name in same})] for each in (was, now)]
 
 
 def _options_in(words: list[str], name: str) -> dict[str, str]:

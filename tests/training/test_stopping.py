@@ -68,7 +68,7 @@ __main__.main()
 
 
 def command(body, *then):
-    """The exit code and stderr of a command whose `main` is `body`; `then` are signals after each line of its stdout."""
+    """The exit code and stderr of a command whose `main` is `body`. then: signals, after each line of its stdout."""
     program = [sys.executable, "-c", MAIN.format(body.replace("\n", "\n    "))]
     child = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for number in then:

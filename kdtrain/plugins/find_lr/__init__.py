@@ -16,8 +16,8 @@ class FindLrConfig(DistillConfig):
     """
 
     rung_steps: int | None = option(None, least=2, brief=True)
-    """Steps of the first rung; by default a twentieth of the run, 20 to 200, fewer of a run below 340. The best go on to
-    three times."""
+    """Steps of the first rung; by default a twentieth of the run, 20 to 200, or a seventeenth of a short one. The best
+    go on to three times."""
 
     EXAMPLES = ("kdtrain find-lr --cache cache/t --student stdlib-1m --out runs/lr --steps 2500",)
 
