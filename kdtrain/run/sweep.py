@@ -206,8 +206,9 @@ def read_sweep(file: Path, out: Path) -> Sweep:
         except UsageError as error:
             lines = [str(error)]
         for line in lines:
-            about = line.replace("-", "_")
-            shared = command == "distill" and not any(each in about for each in named["arms"][where[5:]])
+            shared = command == "distill" and not any(
+                each in line.replace("-", "_") for each in named["arms"][where[5:]]
+            )
             wrong.setdefault(line, {})["common" if shared else where] = None
         return found
 
