@@ -5,7 +5,8 @@ import faulthandler
 import os
 import signal
 import sys
-from types import FrameType
+
+from kdtrain import process
 
 LIMIT = 10.0
 """Seconds that a process may take to end after its command has failed."""
@@ -17,13 +18,19 @@ cores from a second run, and a thousand cost one alone some 3 % (docs/performanc
 def main() -> None:
     """Run the command; after a failure the process ends even if one of its threads does not."""
     if "RANK" not in os.environ:  # a launcher ends the ranks of a job that failed, and their lines would hide its own
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, process.interrupt)
+    sys.unraisablehook = process.send_again
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is loaded
     try:
-        from kdtrain import cli  # under the `try`, for an interrupt while it is imported
+        try:
+            from kdtrain import cli  # under the `try`, for an interrupt while it is imported
 
-        cli.main()
+            cli.main()
+        finally:  # all is written and told: a signal ends the process at once
+            code = getattr(sys.exc_info()[1], "code", 1)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda *_: os._exit(code))
     except BaseException as failure:
         # a refusal by the only process: nothing is left to do, and a slow end would have code 1 below
         if isinstance(failure, SystemExit) and failure.code == 2 and "RANK" not in os.environ:
@@ -37,10 +44,6 @@ def main() -> None:
             print("kdtrain: interrupted", file=sys.stderr)
             raise SystemExit(1) from None
         raise
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,44 @@
-"""Which process of a run this is, as its launcher states in the environment; `ranks` has what they exchange.
+"""Which process of a run this is, as its launcher states in the environment, and what its signals do.
 
-Commands that only read files use these alone, and import no torch.
+`ranks` has what the processes exchange. Commands that only read files use these alone, and import no torch.
 """
 
 import os
 import re
-from typing import TypeVar
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from kdtrain.errors import UsageError
 
 E = TypeVar("E", bound=Exception)
+
+
+def interrupt(number: int, frame: object) -> None:
+    """The handler of a signal that ends what runs at once. KeyboardInterrupt: always, with the name of the signal."""
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+@contextmanager
+def handling(handler: Callable[..., None]) -> Iterator[None]:
+    """Have `handler` called at SIGINT and SIGTERM during the block."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def send_again(ignored: Any) -> None:
+    """The hook for exceptions that nobody can take: a signal that fell into a callback is sent again, after it."""
+    if isinstance(ignored.exc_value, KeyboardInterrupt):
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    else:
+        sys.__unraisablehook__(ignored)
 
 
 def rank() -> int:

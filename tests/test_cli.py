@@ -286,6 +286,12 @@ def test_a_file_with_a_removed_option_at_its_default_is_read_and_a_dry_run_lists
     )
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_cosine_of_t_of_an_earlier_version_is_read_as_the_mode_that_replaced_it(tmp_path, order):
+    text = "\n".join(["temperature-mode = 'schedule'", "temperature-schedule = 'cosine'"][::order])
+    assert parsed(tmp_path, f"[objective]\ntemperature_end = 2.0\n{text}\n").objective.temperature_mode == "cosine"
+
+
 def test_all_removed_options_of_a_file_at_other_values_are_named_at_once(tmp_path):
     with pytest.raises(UsageError) as caught:
         parsed(
@@ -419,12 +425,10 @@ def test_threads_wait_as_the_user_sets_it_and_briefly_by_default(monkeypatch, gi
         monkeypatch.setenv(name, given.get(name, ""))
         if name not in given:
             monkeypatch.delenv(name)
-    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     monkeypatch.setattr(cli, "main", lambda: None)
-    try:
-        __main__.main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    __main__.main()
     assert tuple(map(os.environ.get, both)) == found
 
 

@@ -45,7 +45,9 @@ def problem(option: Option, text: str, texts: Mapping[str, str]) -> str | None:
     wrong = look(text, texts)
     if wrong is None:
         return None
-    near = None if _exists(text) or _ADDRESS.match(text) else near_path(text, _HOMES.get(reads.split()[-1], []))
+    near = None
+    if not (reads == "checkpoint" or _exists(text) or _ADDRESS.match(text)):
+        near = near_path(text, _HOMES.get(reads.split()[-1], []))
     text = shown_address(text) if _ADDRESS.match(text) else text
     name = text if option.positional else f"{flag(option.name)} {text}"
     return f"{name}: {wrong.split('; ')[0]}; perhaps you meant {near}" if near else f"{name}: {wrong}"

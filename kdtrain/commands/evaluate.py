@@ -20,15 +20,16 @@ import torch
 from kdtrain.cache.format.manifest import refuse_tokenizer
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.remote import open_cache
-from kdtrain.checkpoint.sealed import entry_of
+from kdtrain.checkpoint.sealed import entry_of, is_checkpoint
 from kdtrain.config import EvaluateConfig
 from kdtrain.config.commands import partners
 from kdtrain.data.corpus import documents_of
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import SplitModel
 from kdtrain.models.last_word import is_right, passages
-from kdtrain.models.loading import check_fits
+from kdtrain.models.loading import check_fits, refuse_long
 from kdtrain.models.output_head import refuse_vocabulary
+from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import byte_lengths, digest_of, load_tokenizer
 from kdtrain.monitor.progress import bar, log, setup_logging
@@ -60,6 +61,11 @@ def main(config: EvaluateConfig) -> int:
     """
     setup_logging()
     refuse_many_processes()
+    if config.dry_run:
+        for name in config.student:
+            _refuse_text(config, name)
+        show("evaluate, dry run", {"students": list(config.student)}, config.json)
+        return 0
     results = [evaluate(config, name) for name in config.student]
     show(evaluations(results), results[0] if len(results) == 1 else {"students": results}, config.json)
     return 0
@@ -120,11 +126,18 @@ def evaluate(config: EvaluateConfig, name: str) -> dict[str, Any]:
 
 
 def _refuse_text(config: EvaluateConfig, name: str) -> None:
-    """UsageError: the tokenizers differ, or the text is too short, which is seen before any weights are loaded."""
+    """UsageError: the tokenizers differ, the text is too short, or its rows are longer than a spec's positions or of
+    another split, which is seen before any weights are loaded."""
     place, data = tokenizer_place(name), config.data
     own = None if config.cross_tokenizer else digest_of(place)
-    if config.cache is not None:
-        refuse_tokenizer(own, open_cache(config.cache).manifest.settings.tokenizer_digest)
+    settings = None if config.cache is None else open_cache(config.cache).manifest.settings
+    if not (is_run(Path(name)) or is_checkpoint(Path(name).resolve())):
+        refuse_long(configuration(read_spec(name), 2), name, data.seq_len if settings is None else settings.seq_len)
+    if settings is not None:
+        refuse_tokenizer(own, settings.tokenizer_digest)
+        if data.split == "test" != settings.data.get("split"):
+            hint = "make one with cache-teacher --split test, or give --data and --teacher"
+            raise UsageError(f"--cache {config.cache} holds no test split; {hint}")
         return
     if config.teacher is not None:
         spec = read_spec(config.teacher, "teachers")
@@ -177,9 +190,6 @@ def _source(
             made_of = cache.manifest.settings.data.get("split")  # its train split may be another split of the source
             text = {"split": split, "cache": cache.manifest.digest}
             if split == "test":
-                if made_of != "test":
-                    hint = "make one with cache-teacher --split test, or give --data and --teacher"
-                    raise UsageError(f"--cache {config.cache} holds no test split; {hint}")
                 split = "train"
             elif split == "train" and made_of in ("validation", "test"):
                 text["split"] = made_of

@@ -29,7 +29,7 @@ def main(config: SweepConfig) -> int:
     be made, or a run has no result, also after a signal.
     """
     setup_logging()
-    out = config.out or config.file.with_suffix("")
+    out = config.out or config.file.parent / config.file.stem
     sweep = read_sweep(config.file, out)
     if config.dry_run:
         with suppress(KeyboardInterrupt), Runner(config.at_once, quiet=True) as runner:
@@ -39,7 +39,7 @@ def main(config: SweepConfig) -> int:
     if groups is not None:
         compare(groups, config.json)
         if not config.json:
-            names = [group.name for group in groups]  # in the order of the file, not of the shell's *
+            names = [*dict.fromkeys(job.arm for job in sweep.runs)]  # in the order of the file, not of the shell's *
             chosen = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
             runs = f"{out}/{chosen}/seed-*"
             print(f"Next: kdtrain compare {runs} --format latex; kdtrain report {runs} --out {out}/report.html")
@@ -80,6 +80,10 @@ def planned(sweep: Sweep, runner: Runner) -> Iterator[dict[str, Any]]:
                 words = (*job.words, "--num-sequences", f"{count}", "--out", f"{folder}/{number}")
                 small |= {} if "error" in runner.report(words) else {str(job.config.out): words[-1]}
             yield {"name": job.name, "command": job.line, "done": job.done} | ({} if job.done else known[job.arm])
+        for job in sweep.trial:
+            found = [small.get(each, each) for each in job.words]
+            if not {*missing} & {*found} and "error" in (plan := runner.report(found)):
+                raise UsageError(f"{job.name}: {plan['error']}")
 
 
 def _row(job: SweepJob) -> dict[str, Any] | None:
@@ -114,8 +118,11 @@ def run(sweep: Sweep, at_once: int) -> list[Group] | None:
         "refresh_per_second": 0.5,
         "transient": True,
     }
-    with claim(sweep), Runner(at_once) as runner:
-        for part in (sweep.caches, sweep.runs, sweep.tests()):
+    first = [sweep.caches, sweep.trial]
+    if sweep.test is not None and sweep.test.config.cache is None:
+        first.reverse()
+    with Runner(at_once) as runner, claim(sweep, runner):
+        for part in (*first, sweep.runs, sweep.tests()):
             runner.quiet = console.is_terminal and part is sweep.runs
             with Live(console=console, **live) if runner.quiet else nullcontext():
                 for job, error in runner.all(part):

@@ -33,7 +33,7 @@ class CacheTeacherConfig(Extended):
     """The folder of the cache."""
     refine: str | None = option(None, once=True, reads="cache", brief=True)
     """A cache to draw between, instead of --data; of this teacher's samples, with as many more, for kdtrain merge."""
-    config: Path | None = option(None, per_rank=True, once=True, brief=True)
+    config: Path | None = option(None, per_rank=True, once=True, brief=True, reads="file")
     """TOML file with these options, in sections; a flag wins over it."""
     teacher_weights: Weights | None = option(None, brief=True)
     """Hold the teacher in fewer bits; what that costs is measured and stored (on a GPU, docs/lora.md)."""

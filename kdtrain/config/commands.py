@@ -80,7 +80,7 @@ class DistillConfig(Extended):
     """Hold the online teacher's weights in bf16, int8 or nf4 (a GPU); what that costs is measured (docs/lora.md)."""
     source: str = option("cache", check=SOURCES.check)
     """What reads the sequences of --cache or of the packed --data; listed below."""
-    config: Path | None = option(None, free=True, per_rank=True, once=True, brief=True)
+    config: Path | None = option(None, free=True, per_rank=True, once=True, brief=True, reads="file")
     """TOML file with these options, in sections; a flag wins over it."""
     steps: int | None = option(None, free=True, least=1, brief=True)
     """Optimizer steps; 2,000 if neither this nor --epochs is given."""
@@ -183,7 +183,7 @@ class EvaluateConfig(Printed):
     """What a special token of the teacher is for the student, as '<|eot_id|>=<|im_end|>'."""
     last_word: bool = False
     """Also measure how often the last word of each document of --data is written greedily, given the rest (LAMBADA)."""
-    config: Path | None = option(None, per_rank=True, once=True)
+    config: Path | None = option(None, per_rank=True, once=True, reads="file")
     """TOML file with these options, in sections; a flag wins over it."""
     batch_size: int = option(16, least=1)
     """Sequences in one forward."""
@@ -191,6 +191,8 @@ class EvaluateConfig(Printed):
     """Number format of the forwards."""
     device: str = option("auto", check=check_device)
     """auto, cpu, cuda or cuda:N."""
+    dry_run: bool = False
+    """Look at students and text, and measure nothing."""
     data: DataConfig = field(default_factory=lambda: DataConfig(split="validation"))
 
     def conflicts(self) -> Conflicts:

@@ -36,6 +36,9 @@ REMOVED: dict[str, Removed] = {
     "temperature_schedule": Removed(
         "is gone: --temperature-mode schedule is linear, --temperature-mode cosine a cosine", "linear", _RUNS
     ),
+    "temperature_schedule cosine": Removed(
+        "is now --temperature-mode cosine", None, _RUNS, {"temperature_mode": "cosine"}
+    ),
     **dict.fromkeys(("teacher", "rows", "seed", "device"), _AUDIT),
     "histogram_freq": Removed("is gone: histograms are logged with each validation; use --eval-freq", 250, _RUNS),
     "push": Removed("is a command: kdtrain push OUT hf:ORG/NAME publishes what export has written", of=("export",)),
@@ -60,8 +63,9 @@ def removed_from(command: str) -> dict[str, Removed]:
 def answers(command: str, given: Iterable[tuple[str, Any]]) -> list[str]:
     """What replaces those options of a command line, each with its value, that are gone."""
     known = removed_from(command)
-    keys = [key for name, value in given for key in (name, name.removeprefix("no_"), f"{name} {value}")]
-    return [f"{flag(key)} {known[key].answer}" for key in dict.fromkeys(keys) if key in known]
+    names = ((f"{name} {value}", name, name.removeprefix("no_")) for name, value in given)
+    keys = dict.fromkeys(key for each in names for key in [key for key in each if key in known][:1])
+    return [f"{flag(key)} {known[key].answer}" for key in keys]
 
 
 class Renewed(NamedTuple):
@@ -77,15 +81,16 @@ class Renewed(NamedTuple):
 
 def renewed(command: str, table: Mapping[str, Any]) -> Renewed:
     """`table`, a section of a file or of a checkpoint, as today's version reads it."""
-    known, result = removed_from(command), Renewed({}, [], [])
+    known, result, successors = removed_from(command), Renewed({}, [], []), dict[str, Any]()
     for key, value in table.items():
         name = key.replace("-", "_")
         entry = known.get(f"{name} {value}") or known.get(name)
         if entry is None:
             result.table[key] = value
         elif entry.becomes is not None or (entry.default is not None and value == entry.default):
-            result.table.update(entry.becomes or {})
+            successors |= entry.becomes or {}
             result.changed.append(f"{name} = {value}: {flag(name)} {entry.answer}")
         else:
             result.refused.append(f"{flag(f'{name} {value}' if f'{name} {value}' in known else name)} {entry.answer}")
+    result.table.update(successors)  # in place of what stands beside them
     return result

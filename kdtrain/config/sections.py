@@ -140,7 +140,7 @@ class ObjectiveConfig(Options):
     """Weight of the divergence from the teacher; 0 to 1 or auto, by withheld text; cross-entropy has the rest."""
     alpha_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How alpha changes from --alpha, by default 0.9, at the first step to --alpha-end at the last."""
-    alpha_end: float = option(0.0, least=0, most=1)
+    alpha_end: float = option(0.0, needs="alpha_schedule", least=0, most=1)
     """Alpha at the end of its schedule."""
     divergence: str = option("forward-kl", check=_check_divergence, brief=True)
     """What is minimised; NAME or NAME:NUMBER, listed below (docs/objective.md)."""

@@ -240,7 +240,9 @@ class Options:
             value, needs = getattr(self, each.name), each.metadata.get("needs")
             try:
                 refuse(
-                    needs is not None and value != each.default and getattr(self, needs) in (None, False, "none", ()),
+                    needs is not None
+                    and value != each.default
+                    and getattr(self, needs) in (None, False, "none", "constant", ()),
                     f"{flag(each.name)} has no effect without {flag(needs or '')}; "
                     f"add it, or leave {flag(each.name)} out",
                 )

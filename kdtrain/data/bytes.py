@@ -228,9 +228,9 @@ class ByteTokenizer:
         """The message for a text whose tokens have other bytes."""
         same = next((n for n, (a, b) in enumerate(zip(text, joined, strict=False)) if a != b), len(joined))
         start = max(0, same - 8)
-        before, after = (printable(each[start : same + 12].decode("utf-8", "replace")) for each in (text, joined))
+        before, after = (each[start : same + 12].decode("utf-8", "replace") for each in (text, joined))
         return (
-            f"{self.bytes.name} rewrites a text before it cuts it: '{before}' comes back as '{after}'; use one "
+            f"{self.bytes.name} rewrites a text before it cuts it: {before!a} comes back as {after!a}; use one "
             "that keeps the bytes (no lower case, no normal form, no added space), or leave such texts out"
         )
 

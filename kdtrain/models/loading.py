@@ -170,10 +170,18 @@ def model_digest(model: nn.Module, *dtypes: torch.dtype) -> str:
     return digest.hexdigest()
 
 
-def max_positions(model: nn.Module) -> int | None:
-    """Return the longest sequence that the model's configuration allows, in tokens; None without a bound."""
-    positions = getattr(whole_model(model).config.get_text_config(), "max_position_embeddings", None)
+def max_positions(model: nn.Module | PreTrainedConfig) -> int | None:
+    """Return the longest sequence that a model's configuration allows, in tokens; None without a bound."""
+    config = model if isinstance(model, PreTrainedConfig) else whole_model(model).config
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def refuse_long(model: nn.Module | PreTrainedConfig, name: str, seq_len: int) -> None:
+    """Refuse sequences longer than a model's positions."""
+    longest = max_positions(model)
+    if longest is not None and seq_len > longest:
+        raise UsageError(f"--seq-len {seq_len} is beyond the {longest} positions of {name}; choose at most {longest}")
 
 
 def active_parameters(model: nn.Module) -> int:
@@ -185,9 +193,7 @@ def active_parameters(model: nn.Module) -> int:
 
 def check_fits(model: SplitModel, name: str, seq_len: int, document_mask: bool) -> None:
     """Refuse sequences longer than a model's positions, and a document mask that it cannot apply."""
-    longest = max_positions(model)
-    if longest is not None and seq_len > longest:
-        raise UsageError(f"--seq-len {seq_len} is beyond the {longest} positions of {name}; choose at most {longest}")
+    refuse_long(model, name, seq_len)
     if document_mask and not model.separates_documents:
         raise UsageError(f"{name} cannot keep packed documents apart; use --no-document-mask")
 

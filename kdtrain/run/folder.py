@@ -25,6 +25,7 @@ from kdtrain.config import DataConfig, DistillConfig, LoraConfig, sections, shar
 from kdtrain.config.choices import registered
 from kdtrain.config.kinds import choices, metavar
 from kdtrain.config.removed import renewed
+from kdtrain.config.sections import FIXED_ALPHA
 from kdtrain.config.values import fields_of, flag, marked, options_of
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import (
@@ -129,7 +130,7 @@ def restarted(config: DistillConfig) -> bool:
 
 
 def saved_choices(config: DistillConfig, out: Path) -> tuple[str | None, float | None, float | None]:
-    """The attention, the peak learning rate and a fixed alpha that a run keeps which `--resume` finds in `out`.
+    """The attention, the peak learning rate and the earlier default of alpha that a run keeps which `--resume` finds.
 
     The rate is else that of the run whose schedule `--load` continues. None: there is none, or it cannot be read.
     """
@@ -142,7 +143,7 @@ def saved_choices(config: DistillConfig, out: Path) -> tuple[str | None, float |
     return (
         attention if attention in ATTENTIONS else None,
         float(rate) if type(rate) in (int, float) and 0 < rate < math.inf else None,
-        float(alpha) if type(alpha) in (int, float) and 0 <= alpha <= 1 else None,
+        alpha if alpha == FIXED_ALPHA else None,
     )
 
 

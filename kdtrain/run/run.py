@@ -247,7 +247,7 @@ class Run:
         return (
             f"the run now has {now} steps, not {planned}, and its schedules follow the new length: the rate goes from "
             f"{before:.2e} at step {step} to {after:.2e} at the next, warm-up is {warmup_steps(now, options)} steps, "
-            f"not {warmup_steps(planned, options)}, and the run validates every {self.trainer.eval_freq} steps"
+            f"and the run validates every {self.trainer.eval_freq} steps"
         )
 
     def same(self, saved: dict[str, Any]) -> set[str]:

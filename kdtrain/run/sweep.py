@@ -31,19 +31,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kdtrain import files
 from kdtrain.cache.format.manifest import read_manifest
-from kdtrain.config import CacheTeacherConfig, DistillConfig, EvaluateConfig
+from kdtrain.cli.paths import problem
+from kdtrain.config import CacheTeacherConfig, DistillConfig, EvaluateConfig, sections
 from kdtrain.config.values import configured, flag, options_of
-from kdtrain.errors import RunError, UsageError, writing
-from kdtrain.files import Lock, is_locked, make_folder, publish_json, read_sealed, read_toml
+from kdtrain.errors import RunError, UsageError, refuse_no_path, writing
+from kdtrain.files import Lock, is_locked, make_folder, publish_json, read_sealed, read_toml, typed
+from kdtrain.monitor.progress import log
 from kdtrain.monitor.record import RunRecord
+from kdtrain.process import handling
 from kdtrain.registry import nearest
 from kdtrain.run.path_kind import read_result
 from kdtrain.run.saved_student import checkpoint_of
@@ -59,11 +64,11 @@ _OURS = {
 _PLAIN = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.+=")
 _MOST = 1000
 """Most runs of a sweep."""
-_LOCK = ".sweep.lock"
+_LOCK, _RECORD = ".sweep.lock", "sweep.json"
 _RESUMED = ("signal", "disk", "oom", "error")
 """Stop reasons that say nothing about an arm: the next command resumes such a run."""
 _NAMED = 8
-"""Most runs that a message names."""
+"""Most names in a message."""
 _DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2): the signal that a child gets when its parent is gone."""
 
@@ -125,10 +130,17 @@ class Sweep:
     def refuse_missing(self) -> None:
         """Raise a RunError that names the runs without a result that counts, if there are any."""
         if missing := [job.name for job in self.runs if not job.done]:
-            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-            names = ", ".join(missing[:_NAMED]) + more
             runs = counted(len(self.runs), "run")
-            raise RunError(f"{len(missing)} of {runs} without a result: {names}; the same command resumes")
+            raise RunError(f"{len(missing)} of {runs} without a result: {_first(missing)}; the same command resumes")
+
+    @property
+    def trial(self) -> list[SweepJob]:
+        """A job that looks at [test] and the students of runs that are to do; nothing if there is none."""
+        students = dict.fromkeys(job.config.student for job in self.runs if not job.done)
+        if self.test is None or not students:
+            return []
+        words = (*self.test.words, "--student", *students, "--dry-run")
+        return [SweepJob("dry run of [test]", words, self.test.config)]
 
     def tests(self) -> Iterator[SweepJob]:
         """A job that measures the students of finished runs that [test] has not measured; nothing if all are."""
@@ -141,7 +153,11 @@ class Sweep:
             wanted |= {"data": self.test.config.data.data, "teacher": self.test.config.teacher}
         left = []
         for folder in [job.config.out for job in self.runs if job.done]:
-            wanted["checkpoint"] = checkpoint_of(folder, "best").name
+            try:
+                wanted["checkpoint"] = checkpoint_of(folder, "best").name
+            except (UsageError, RunError) as error:  # removed, to save disk
+                log.warning("%s is not tested again: %s", folder, error)
+                continue
             if not any(wanted.items() <= each.items() for each in RunRecord.read(folder).evaluations):
                 left.append(str(folder))
         if left:
@@ -174,31 +190,32 @@ def read_sweep(file: Path, out: Path) -> Sweep:
     named = {kind: _named(file, kind, tables.get(kind, {})) for kind in ("caches", "arms")}
     if not named["arms"]:
         raise UsageError(f"{file} has no arm; add [arms.NAME] with the options in which it differs from [common]")
-    if "caches" in named["arms"]:
-        raise UsageError(f"{file}: an arm cannot be called caches, which is the folder of the caches")
+    for name in {"caches", _RECORD} & named["arms"].keys():
+        raise UsageError(f"{file}: an arm cannot be called {name}, which is a name of the sweep's own")
     if (count := len(named["arms"]) * len(seeds)) > _MOST:
         raise UsageError(f"{file}: {count:,} runs are more than the {_MOST:,} that a sweep takes")
 
-    def job(name: str, where: str, command: str, options: Mapping[str, Any], **own: Any) -> SweepJob:
-        options = dict(options)
-        if taken := [each for each in options if each in _OURS[command]]:
-            hint = "list them in seeds" if taken[0] == "seed" else "leave it out"
-            raise UsageError(f"{file}: [{where}] the sweep sets {taken[0]} itself; {hint}")
-        if "cache" in options and isinstance(named_caches := options["cache"], str | list):
-            places = [named_caches] if isinstance(named_caches, str) else named_caches
-            options["cache"] = [str(out / "caches" / each) if each in named["caches"] else each for each in places]
-            for each in places:  # a plain word is a name
-                if each not in named["caches"] and not set(each) & set("/:") and not Path(each).exists():
-                    raise UsageError(f"{file}: [{where}] no cache {each}; {nearest(each, named['caches'])}")
-            if command == "evaluate":
-                options["cache"] = options["cache"][0]
-        try:
-            config: Any = configured(_KINDS[command], None, options | own)
-        except UsageError as error:
-            raise UsageError(f"{file}: [{where}] {error}") from None
-        own.pop("student", None)
-        return SweepJob(name, (command, *_words(_KINDS[command], options | own)), config)
+    places = {name: str(out / "caches" / name) for name in named["caches"]}
+    wrong = dict[str, dict[str, None]]()
 
+    def job(name: str, where: str, command: str, options: Mapping[str, Any], **own: Any) -> Any:
+        found = None
+        try:
+            found = _read(name, command, options, own, places)
+            lines = [*_absent(found, {"-", *places.values()})]
+        except UsageError as error:
+            lines = [str(error)]
+        for line in lines:
+            shared = command == "distill" and not any(
+                each in line.replace("-", "_") for each in named["arms"][where[5:]]
+            )
+            wrong.setdefault(line, {})["common" if shared else where] = None
+        return found
+
+    caches = [
+        job(f"caches/{name}", f"caches.{name}", "cache-teacher", options, out=places[name])
+        for name, options in named["caches"].items()
+    ]
     common = _flat(file, "common", tables.get("common", {}))
     arms = [(name, {**common, **options}) for name, options in named["arms"].items()]
     runs = [
@@ -206,12 +223,57 @@ def read_sweep(file: Path, out: Path) -> Sweep:
         for seed in seeds
         for arm, options in arms
     ]
-    caches = [
-        job(f"caches/{name}", f"caches.{name}", "cache-teacher", options, out=out / "caches" / name)
-        for name, options in named["caches"].items()
-    ]
     test = job("", "test", "evaluate", _flat(file, "test", tables["test"]), student="-") if "test" in tables else None
+    lines = [f"{file}: {_first([f'[{each}]' for each in found])} {line}" for line, found in wrong.items()]
+    for line in lines[:-1]:
+        log.error("%s", line)
+    if lines:
+        raise UsageError(lines[-1])
     return Sweep(out, caches, runs, test)
+
+
+def _read(
+    name: str, command: str, options: Mapping[str, Any], own: Mapping[str, Any], caches: Mapping[str, str]
+) -> SweepJob:
+    """The job of a command. own: options that the sweep sets. caches: their places. UsageError: it cannot work."""
+    kind, given = _KINDS[command], dict(options)
+    if taken := [each for each in given if each in _OURS[command]]:
+        hint = "list them in seeds" if taken[0] == "seed" else "leave it out"
+        raise UsageError(f"the sweep sets {taken[0]} itself; {hint}")
+    for each, value in given.items():
+        for text in value if isinstance(value, list) else [value]:
+            refuse_no_path(str(text), flag(each))
+    config: Any = configured(kind, None, {**given, **own})  # type: ignore[arg-type]
+    if "cache" in given:
+        places = [given["cache"]] if isinstance(given["cache"], str) else given["cache"]
+        for each in places:  # a plain word is a name
+            if each not in caches and not set(each) & set("/:") and not Path(each).exists():
+                raise UsageError(f"no cache {each}; {nearest(each, caches)}")
+        given["cache"] = [caches.get(each, each) for each in places]
+        if command == "evaluate":
+            [given["cache"]] = given["cache"]
+        config = configured(kind, config, given)
+    words = {**given, **own}
+    words.pop("student" if command == "evaluate" else "", None)
+    return SweepJob(name, (command, *_words(kind, words)), config)
+
+
+def _absent(job: SweepJob, made: set[str]) -> Iterator[str]:
+    """What a command that is to do names and cannot find. made: the caches that come first."""
+    if job.done:
+        return
+    tables, options = sections(job.config).values(), options_of(_KINDS[job.words[0]])
+    given = {name: each for table in tables for name, each in table.items() if each not in (None, False)}
+    for name, value in given.items():
+        for text in value if isinstance(value, list) else [value]:
+            if text not in made and (wrong := problem(options[name], str(text), given)):
+                yield wrong
+
+
+def _first(names: list[str]) -> str:
+    """The first `_NAMED` names, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def _named(file: Path, kind: str, tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -265,7 +327,7 @@ class Runner:
 
     _CHILD = (
         "import ctypes, os, sys; ctypes.CDLL(None).prctl({}, {}); os.getppid() == {} or sys.exit(1); "
-        "from kdtrain.cli import main; main()"
+        "from kdtrain.__main__ import main; main()"
     )
 
     def __init__(self, at_once: int = 1, quiet: bool = False) -> None:
@@ -273,18 +335,16 @@ class Runner:
         self.stopped: str | None = None
         """The signal that stopped it."""
         self._children: set[subprocess.Popen[str]] = set()
-        self._before: dict[int, Any] = {}
+        self._held = ExitStack()
         share = max(len(os.sched_getaffinity(0)) // at_once, 1)
         self._env = {"OMP_NUM_THREADS": f"{share}"} | os.environ
 
     def __enter__(self) -> "Runner":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._stop)
+        self._held.enter_context(handling(self._stop))
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._held.close()
 
     def _stop(self, number: int, frame: object) -> None:
         self.stopped = signal.Signals(number).name
@@ -354,51 +414,75 @@ class Runner:
 
 
 @contextmanager
-def claim(sweep: Sweep) -> Iterator[None]:
+def claim(sweep: Sweep, runner: Runner) -> Iterator[None]:
     """Keep other sweeps out of the folder during the block, and note the commands there.
 
-    UsageError: another process runs a sweep there, or it holds something else, or runs of other options.
+    runner: runs the command of a finished cache that is not noted, which compares.
+
+    UsageError: another process runs a sweep there, or it holds something else, or caches or runs of other options.
     """
     make_folder(sweep.out)
     message = f"another process runs the sweep {sweep.out}; wait for it, or name another --out"
     lock = Lock(sweep.out / _LOCK, message)
     try:
-        _note(sweep)
+        _note(sweep, runner)
         yield
     finally:
         lock.release()
 
 
-def _note(sweep: Sweep) -> None:
-    file = sweep.out / "sweep.json"
+def _note(sweep: Sweep, runner: Runner) -> None:
+    file, jobs = sweep.out / _RECORD, [*sweep.runs, *sweep.caches]
+    before, begun = dict[str, list[str]](), [job for job in jobs if job.config.out.exists()]
+    files.sweep(sweep.out, _RECORD)
     try:
-        before = read_sealed(file)
+        before = typed(read_sealed(file) | {"digest": []}, dict[str, list[str]])
     except FileNotFoundError:
-        before = {}
-        if any(each.suffix != ".toml" and each.name != _LOCK for each in sweep.out.iterdir()):
+        if not begun and any(each.suffix != ".toml" and each.name != _LOCK for each in sweep.out.iterdir()):
             raise UsageError(f"--out {sweep.out} holds something that is not a sweep; name another folder") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{file}: {error}; name another --out") from None
-    now = {job.name: list(job.words) for job in (*sweep.caches, *sweep.runs)}
-    for name, words in now.items():
-        if name in before and before[name] != words and (sweep.out / name).exists():
-            old, new = _options_in(before[name]), _options_in(words)
-            changed = ", ".join(
-                f"{each} was {old.get(each, 'not given')}" for each in {**old, **new} if old.get(each) != new.get(each)
-            )
+        if not begun:
+            raise UsageError(f"{file}: {error}; name another --out") from None
+        log.warning("%s: %s; it was moved to %s", file, error, files.set_aside(sweep.out, _RECORD, "damaged"))
+    for job in begun:
+        old, new = before.get(job.name, []), list(job.words)
+        if not old and job.is_run:
+            old, new = _as_begun(job)
+        elif not old:
+            if why := runner.run(job):
+                raise RunError(f"{job.name}: {why}")
+            if runner.stopped is not None:
+                return
+            continue
+        was, now = _options_in(old, job.name), _options_in(new, job.name)
+        changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+        if changed:
+            text = ", ".join(f"{name} was {was.get(name, 'not given')}" for name in changed)[:200]
             hint = "rename the arm, or name another --out"
-            raise UsageError(f"{sweep.out / name} was begun with other options ({changed[:200]}); {hint}")
+            raise UsageError(f"{job.config.out} was begun with other options ({text}); {hint}")
     with writing(file):
-        publish_json(file, before | now, "sweep.record")
+        publish_json(file, {**before, **{job.name: list(job.words) for job in jobs}}, "sweep.record")
 
 
-def _options_in(words: Iterable[str]) -> dict[str, str]:
-    """The values of each flag of a command line."""
-    found, name = dict[str, str](), ""
+def _as_begun(job: SweepJob) -> list[list[str]]:
+    """The options of a run in its config.toml, and those of the sweep, as words, without those that a run fills in."""
+    tables = dict[str, dict[str, Any]]()
+    with suppress(OSError, ValueError):  # it had not begun
+        tables = typed(read_toml(job.config.out / "config.toml"), dict[str, dict[str, Any]])
+    was, now = (dict(ChainMap(*each.values())) for each in (tables, sections(job.config)))
+    filled = {name for name, each in now.items() if each in (None, "auto") and name != "alpha"}
+    same = sorted((was.keys() & now.keys()) - filled)
+    return [[*_words(DistillConfig, {name: each[name] for name in same})] for each in (was, now)]
+
+
+def _options_in(words: list[str], name: str) -> dict[str, str]:
+    """The values of each flag of the command called `name`; paths in the folder of its sweep begin there."""
+    out = words[words.index("--out") + 1].removesuffix(name) if "--out" in words[:-1] else ""
+    found, last = dict[str, str](), ""
     for word in words:
         if word.startswith("--"):
-            name = word
-            found.setdefault(name, "")
-        elif name:
-            found[name] = f"{found[name]} {word}".strip()
+            last = word
+            found.setdefault(last, "")
+        elif last:
+            found[last] = f"{found[last]} {word.removeprefix(out)}".strip()
     return found

@@ -5,15 +5,16 @@ that cannot read its data also requests a stop, so that all ranks save the last 
 run.
 """
 
-import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kdtrain.errors import RunError
+from kdtrain.process import handling, interrupt
 from kdtrain.ranks import all_reduce_max, is_main, raise_on_all_ranks, stop_when_joined, world_size
 
 T = TypeVar("T")
@@ -30,8 +31,7 @@ _FAILED = signal.NSIG
 """The request of a rank that could not read; larger than every signal, so that it wins the reduction."""
 
 
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible() -> AbstractContextManager[None]:
     """Make SIGINT and SIGTERM end the block at once: outside of training there is no step to finish.
 
     One of several ranks stops as soon as it has met the others, which would wait for it in vain; at a second signal at
@@ -41,16 +41,11 @@ def interruptible() -> Iterator[None]:
         KeyboardInterrupt: with the name of the signal as its message.
     """
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         if not stop_when_joined(number):
-            raise KeyboardInterrupt(signal.Signals(number).name)
+            interrupt(number, frame)
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handling(handle)
 
 
 class StopRequest:
@@ -69,7 +64,7 @@ class StopRequest:
         self.failed = False
         """Whether a rank could not read its data; `raise_failed` ends the run."""
         self._error: RunError | None = None
-        self._before: dict[int, Any] = {}
+        self._held = ExitStack()
 
     def __bool__(self) -> bool:
         return self.name is not None
@@ -114,11 +109,9 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         _asked.clear()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._handle)
+        self._held.enter_context(handling(self._handle))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         _asked.clear()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._held.close()

@@ -41,6 +41,15 @@ def test_a_dry_run_measures_two_batches_of_the_cache_that_the_same_command_makes
     assert code == 2 and "holds an unfinished cache with other settings (seed: 0 there" in err
 
 
+def test_a_vocabulary_that_no_cache_holds_is_refused(workbench):
+    shutil.copytree("teacher", "vast")
+    settings = json.loads(Path("vast/config.json").read_text())
+    Path("vast/config.json").write_text(json.dumps(settings | {"vocab_size": 2**32}))
+    code, out, err = workbench.call(*BUILD, "of-vast", "--teacher", "vast", *workbench.text, "--dry-run")
+    assert (code, out) == (2, "") and "a vocabulary of 4294967296 cannot be cached; it must be 2 to " in err, err
+    assert err.splitlines()[-1].startswith("kdtrain: ") and "Traceback" not in err
+
+
 def test_without_weights_or_room_for_them_the_numbers_are_computed_and_marked(workbench):
     shutil.copytree("teacher", "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     (workbench.root / "sharded").mkdir()

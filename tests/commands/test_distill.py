@@ -54,7 +54,11 @@ def test_latest_begins_a_run_where_there_is_none_and_a_missing_checkpoint_or_a_f
     workbench, command
 ):
     argv, latest = (*command, "--cache", "cache", "--out", "unattended"), ("--resume", "latest")
-    for wanted, words in (("best", "no checkpoint 'best'"), ("step-00000001", "has no such checkpoint")):
+    for wanted, words in (
+        ("best", "no checkpoint 'best'"),
+        ("step-00000001", "has no such checkpoint"),
+        (f"../{workbench.root.name}x", "has no such checkpoint; there are latest, best"),
+    ):
         code, said = line(workbench.call(*argv, "--resume", wanted))
         assert code == 2 and words in said
         assert not (workbench.root / "unattended").exists()

@@ -277,6 +277,10 @@ def test_the_options_of_an_earlier_version_resume_unless_one_that_is_fixed_now_h
     saved["guards"] |= {"spike_rule": "mad"}
     saved["objective"] |= {"temperature_schedule": "linear"}
     refuse_changes(saved, config_of("o"), Path("o"), "step-00000004")
+    saved["objective"] |= {"temperature_mode": "schedule", "temperature_end": 2.0, "temperature_schedule": "cosine"}
+    cosine = ObjectiveConfig(temperature_mode="cosine", temperature_end=2.0)
+    refuse_changes(saved, config_of("o", objective=cosine), Path("o"), "step-00000004")
+    saved["objective"] |= {"temperature_mode": "fixed", "temperature_end": 1.0, "temperature_schedule": "linear"}
     saved["guards"]["spike_rule"] = "none"
     with pytest.raises(UsageError, match=r"other options: --spike-rule is gone: .*--spike-patience 0.* \(in step"):
         refuse_changes(saved, config_of("o"), Path("o"), "step-00000004")
@@ -307,6 +311,9 @@ def test_a_run_that_began_with_a_fixed_alpha_keeps_it_when_it_is_resumed(
         assert saved["objective"]["alpha"] == kept
     code, _, err = workbench.call(*run, "--steps", 4, "--alpha", 0.5, "--out", "fixed")
     assert code == 2 and "--alpha (was 0.9, now 0.5)" in err
+    workbench.json(*run, "--steps", 2, "--alpha", 0.5, "--out", "half")
+    code, _, err = workbench.call(*run, "--steps", 3, "--alpha", "auto", "--out", "half")
+    assert code == 2 and "--alpha (was 0.5, now auto)" in err
 
 
 def test_the_options_of_text_are_not_written_where_a_cache_brings_its_own(tmp_path):

@@ -1,12 +1,19 @@
 """`sweep`: the commands of a file, and what it refuses before any of them runs. `tests/e2e/test_sweep.py` runs one."""
 
 import json
+import os
 import re
+import shutil
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.commands.sweep import arms
-from kdtrain.files import Lock, publish_json
+from kdtrain.errors import UsageError
+from kdtrain.files import Lock, publish_json, read_sealed, temporary_name
+from kdtrain.run.folder import to_toml, used
 from kdtrain.run.path_kind import LOCK
 from kdtrain.run.sweep import Runner, read_sweep
 from tests.logged_runs import write_lines, write_run
@@ -76,7 +83,8 @@ def test_a_dry_run_lists_each_command_once_and_runs_none(workbench, tmp_path, pl
         *[measured] * 4,
     ]
     assert out.endswith("\n5 commands to do, about 6 hours and 60 MiB\n")
-    assert [words[0] for words in plans] == ["cache-teacher", "cache-teacher", "distill", "distill"]  # one of an arm
+    commands = ["cache-teacher", "cache-teacher", "distill", "distill", "evaluate"]  # one of an arm
+    assert [words[0] for words in plans] == commands and plans[-1][-1] == "--dry-run"
     *_, count, _, small = plans[1]
     assert count == "32" and all(small in words for words in plans[2:])
 
@@ -98,7 +106,7 @@ def test_a_run_that_is_to_do_takes_what_one_of_its_arm_took_and_what_is_unknown_
     assert 20.0 <= plan["disk (MiB)"] < 20.2  # of the run's few files
 
 
-def test_the_live_table_counts_the_runs_of_each_arm(tmp_path):
+def test_the_live_table_counts_the_runs_of_each_arm(workbench, tmp_path):
     (tmp_path / "s.toml").write_text(FILE.replace("[0, 1]", "[0, 1, 2]"))
     write_run(tmp_path / "o/kd/seed-0")
     result = write_run(tmp_path / "o/ce/seed-0") / "result.json"
@@ -186,6 +194,13 @@ def test_a_sweep_ends_with_0_only_where_every_run_has_a_result(
         ("[arms.ce]", "[arms.ce-0.5]", r"\[arms.ce-0.5\] is no section of options; quote names with dots"),
         ("[arms.ce]", '[arms."../ce"]', r"\[arms.../ce\] names a folder; use letters"),
         ("[arms.ce]", "[arms.caches]", "an arm cannot be called caches"),
+        ("[arms.ce]", '[arms."sweep.json"]', "an arm cannot be called sweep.json"),
+        ("[common]", "[common]\nstepz = 3", r"\[common\] unknown option 'stepz'; perhaps you meant 'steps'"),
+        ('cache = "c"\nopt', "cache = [1]\nopt", r"\[common\] --cache \(1,\): text is wanted"),
+        ('cache = "c"\nopt', "cache = [[1]]\nopt", r"\[common\] --cache \(\[1\],\): text is wanted"),
+        ('cache = "c"\nopt', f'cache = "{"c" * 300}"\nopt', r"\[common\] --cache 'c+...' is longer than a path can be"),
+        ('cache = "c"\nsplit', "cache = []\nsplit", r"\[test\] --cache \[\]: "),
+        ('data = "text.txt"', r'refine = "a\u0000b"', r"\[caches.c\] --refine 'a\\x00b' holds a NUL"),
         ("seeds = [0, 1]", "seeds = 2", r"seeds is not a list of whole numbers; write seeds = \[0, 1, 2\]"),
         ("seeds = [0, 1]", "seeds = [1, 1]", "a seed stands twice in seeds"),
         ("seeds = [0, 1]", f"seeds = {list(range(600))}", "1,200 runs are more than the 1,000"),
@@ -199,6 +214,168 @@ def test_what_cannot_be_is_refused_by_its_table_and_changes_nothing(workbench, t
     code, out, err = workbench.call("sweep", tmp_path / "s.toml", "--out", tmp_path / "o")
     assert re.search(message, err), err
     assert (code, out, err.count("\n")) == (2, "", 1) and not (tmp_path / "o").exists()
+
+
+def test_all_that_the_commands_of_a_sweep_cannot_find_is_named_at_once_before_any_of_them(workbench, tmp_path, plans):
+    text = FILE.replace('"student.toml"', '"students.toml"').replace('"text.txt"', '"texts.txt"')
+    text = text.replace('cache = ["c", "cache"]', 'cache = ["c", "./gone"]').replace(
+        "alpha = 0", 'load = "lost"\nconfig = "no.toml"'
+    )
+    text = text.replace('cache = "c"\nsplit = "test"', 'data = "tests.txt"')
+    (tmp_path / "s.toml").write_text(text)
+    code, out, err = workbench.call("sweep", tmp_path / "s.toml", "--out", tmp_path / "o", "--dry-run")
+    assert (code, out, plans) == (2, "", []) and not (tmp_path / "o").exists()
+    found = [line.partition("s.toml: ")[2] for line in err.splitlines()]
+    assert [each.partition(": ")[0] for each in found] == [
+        "[caches.c] --data texts.txt",
+        "[common] --student students.toml",
+        "[arms.ce] --cache ./gone",
+        "[arms.ce] --load lost",
+        "[arms.ce] --config no.toml",
+        "[test] --data tests.txt",
+    ]
+
+
+def test_a_folder_is_not_a_file_of_a_sweep(workbench, tmp_path):
+    for folder in (".", "/", tmp_path):
+        assert workbench.call("sweep", folder)[::2] == (2, f"kdtrain: {folder} is not TOML: it is not a regular file\n")
+
+
+def test_a_wrong_test_ends_a_sweep_before_it_trains_or_is_planned(workbench, tmp_path, monkeypatch, plans):
+    """As `evaluate --dry-run` refuses it: with text of its own at once, else after the cache that it waits for."""
+    order = []
+
+    def child(runner, words, stdout=0):
+        order.append(words[0])
+        done = words[0] != "evaluate"
+        if words[0] == "cache-teacher":
+            (tmp_path / "o/caches/c").mkdir(parents=True)
+            (tmp_path / "o/caches/c/manifest.json").touch()
+        return (0, "", "") if done else (2, "no test split", "")
+
+    monkeypatch.setattr(Runner, "_child", child)
+    for text, begun in (('data = "text.txt"', ["evaluate"]), ('cache = "c"', ["cache-teacher", "evaluate"])):
+        (tmp_path / "s.toml").write_text(FILE.replace('cache = "c"\nsplit', f"{text}\nsplit"))
+        code, out, err = workbench.call("sweep", tmp_path / "s.toml", "--out", tmp_path / "o")
+        assert (code, out, order) == (2, "", begun) and err.endswith("kdtrain: dry run of [test]: no test split\n")
+        order.clear()
+    monkeypatch.setattr(
+        Runner, "report", lambda runner, words: {"error": "no test split"} if words[0] == "evaluate" else {}
+    )
+    assert workbench.call("sweep", tmp_path / "s.toml", "--dry-run")[::2] == (2, err.splitlines()[-1] + "\n")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--cache", "cache", "--split", "test"), "--cache cache holds no test split; make one with cache-teacher"),
+        (("--teacher", "teacher", "--data", "text.txt", "--seq-len", 4000), "is beyond the 128 positions of student"),
+        (
+            ("--teacher", "stdlib-5m", "--data", "text.txt", "--seq-len", 32),
+            "have different tokenizers; add --cross-tokenizer",
+        ),
+        (("--teacher", "teacher", "--data", "texts.txt"), "texts.txt"),
+    ],
+)
+def test_a_dry_run_of_evaluate_looks_at_students_and_text_and_measures_nothing(workbench, options, message):
+    sound = ("evaluate", "--student", "student.toml", "--dry-run")
+    assert workbench.json(*sound, "--cache", "cache") == {"students": ["student.toml"]}
+    code, out, err = workbench.call(*sound, *options)
+    assert (code, out, err.count("\n")) == (2, "", 1) and message in err
+
+
+@pytest.fixture
+def finished(workbench, tmp_path, monkeypatch):
+    """A sweep whose runs are those of a `Runner` that trains nothing; `call`: the sweep again, `begun`: its jobs."""
+
+    class Finished:
+        begun: ClassVar[list[str]] = []
+        file, out = tmp_path / "s.toml", tmp_path / "o"
+
+        def call(self, *words):
+            self.begun.clear()
+            return workbench.call("sweep", *(words or (self.file, "--out", self.out)))
+
+    def run(runner, job):
+        Finished.begun.append(job.name)
+        if job.is_run:
+            write_end(job.config.out, "done")
+            (job.config.out / "config.toml").write_text(to_toml(used(job.config)))
+        elif job.words[0] == "cache-teacher" and not job.config.out.exists():
+            shutil.copytree("cache", job.config.out)
+        return ""
+
+    monkeypatch.setattr(Runner, "run", run)
+    found = Finished()
+    found.file.write_text(FILE)
+    monkeypatch.setattr("kdtrain.run.sweep.checkpoint_of", lambda run, wanted: Path("step-00000040"))
+    code, _, err = found.call()
+    assert code == 0, err
+    assert found.begun[-1] == "test of 4 students"
+    for each in ("kd/seed-0", "kd/seed-1", "ce/seed-0", "ce/seed-1"):
+        digest = read_manifest(found.out / "caches/c").digest
+        line = {"step": 40, "split": "test", "cache": digest, "checkpoint": "step-00000040"}
+        write_lines(found.out / each / "evaluations.jsonl", [line])
+    return found
+
+
+def test_checkpoints_that_were_removed_do_not_block_a_finished_sweep(finished, monkeypatch):
+    monkeypatch.undo()
+    (finished.out / "kd/seed-1/evaluations.jsonl").unlink()
+    code, out, err = finished.call()
+    assert (code, finished.begun) == (0, []) and "Next: kdtrain compare" in out
+    assert "o/kd/seed-1 is not tested again: " in err and "holds no checkpoint" in err
+
+
+def test_a_sweep_is_the_same_by_another_spelling_of_its_path_and_after_a_move(finished, tmp_path):
+    assert finished.call(finished.file, "--out", os.path.relpath(finished.out))[0] == 0 and finished.begun == []
+    moved = finished.out.rename(tmp_path / "moved")
+    assert finished.call(finished.file, "--out", moved)[0] == 0 and finished.begun == []
+    finished.file.write_text(FILE.replace("alpha = 0", "alpha = 1"))
+    refused = finished.call(finished.file, "--out", os.path.relpath(moved))[2]
+    assert "moved/ce/seed-0 was begun with other options (--alpha was 0)" in refused
+
+
+@pytest.mark.parametrize("damage", ["lost", "damaged"])
+def test_a_sweep_without_its_record_compares_its_runs_and_has_its_caches_compared(finished, damage):
+    record = finished.out / "sweep.json"
+    whole, text = read_sealed(record), record.read_text()
+
+    def lose():
+        record.unlink(missing_ok=True) if damage == "lost" else record.write_text(text.replace("0.01", "0.02"))
+
+    lose()
+    (finished.out / "report.html").touch()
+    code, _, err = finished.call()
+    assert (code, finished.begun, read_sealed(record)) == (0, ["caches/c"], whole), err
+    assert (finished.out / "sweep.json.damaged-1").exists() == (damage == "damaged")
+    for old, new, message in (("lr = 1e-2", "lr = 2e-2", "--lr was 0.01"), ("alpha = 0\n", "", "--alpha was 0.0")):
+        lose()
+        finished.file.write_text(FILE.replace(old, new))
+        assert f"was begun with other options ({message}" in finished.call()[2] and finished.begun == []
+
+
+def test_a_cache_that_another_command_made_is_refused_and_not_recorded(finished, monkeypatch):
+    whole = read_sealed(finished.out / "sweep.json")
+    (finished.out / "sweep.json").unlink()
+
+    def run(runner, job):
+        raise UsageError("caches/c: it has other settings")
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(Runner, "run", run)
+        finished.file.write_text(FILE.replace('data = "text.txt"', 'data = "text.txt"\ntop_k = 3'))
+        assert finished.call()[0] == 2
+    finished.file.write_text(FILE)
+    assert finished.call()[0] == 0 and read_sealed(finished.out / "sweep.json") == whole
+
+
+def test_a_kill_before_the_first_record_does_not_block(finished, tmp_path):
+    finished.out = tmp_path / "killed"
+    finished.out.mkdir()
+    temporary_name(finished.out / "sweep.json").touch()
+    assert finished.call()[0] == 0 and len(finished.begun) == 7
+    assert sorted(each.name for each in finished.out.iterdir()) == ["caches", "ce", "kd", "sweep.json"]
 
 
 def test_a_folder_of_something_else_and_an_arm_begun_otherwise_are_refused(workbench, tmp_path):

@@ -70,7 +70,7 @@ def test_nfc_is_refused_on_a_text_that_it_changes_and_on_no_other():
     tokenizer = ByteTokenizer(train("qwen"))
     composed = unicodedata.normalize("NFC", "été")
     tokenizer.encode([composed])
-    with pytest.raises(UsageError, match="rewrites a text"):
+    with pytest.raises(UsageError, match=r"'e\\u0301te\\u0301' comes back as '\\xe9t\\xe9'"):  # not alike on a terminal
         tokenizer.encode(["plain", unicodedata.normalize("NFD", composed)])
 
 

@@ -263,7 +263,7 @@ def test_a_run_that_is_extended_logs_what_changes(forks):
     assert "warm-up of 4 steps, half of the run, not 10" in first.stderr
     start(forks, "longer", *rate, steps=16).ok()
     log = (forks.root / "longer/train.log").read_text()
-    assert "the run now has 16 steps, not 8" in log and "warm-up is 8 steps, not 4" in log
+    assert "the run now has 16 steps, not 8" in log and "warm-up is 8 steps, and" in log
     lines = {line["step"]: line["lr"] for line in forks.metrics("longer")}
     assert f"the rate goes from {lines[8]:.2e} at step 8 to {lines[9]:.2e} at the next" in log
     validated = [line["step"] for line in forks.lines("longer") if "validation/loss" in line]

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdtrain.config import ObjectiveConfig, OptimizerConfig
+from kdtrain.errors import UsageError
 from kdtrain.objective.alpha import build_alpha
 from kdtrain.training.schedule import decay_start, decay_steps, learning_rate, validation_interval, warmup_steps
 
@@ -88,7 +89,8 @@ def test_the_rate_rises_then_never_rises_again_and_stays_within_its_bounds(sched
 
 @pytest.mark.parametrize("shape,quarter", [("constant", 0.8), ("linear", 0.65), ("cosine", 0.8 - 0.6 * 0.14644661)])
 def test_alpha_goes_from_its_start_at_the_first_step_to_its_end_at_the_last(shape, quarter):
-    config = ObjectiveConfig(alpha=0.8, alpha_end=0.2, alpha_schedule=shape)
+    end = {} if shape == "constant" else {"alpha_end": 0.2}
+    config = ObjectiveConfig(alpha=0.8, alpha_schedule=shape, **end)
     alpha, seen = build_alpha(config, 101, [True]), []
     for step in (0, 25, 100):
         alpha.set_step(step)
@@ -100,4 +102,5 @@ def test_alpha_goes_from_its_start_at_the_first_step_to_its_end_at_the_last(shap
 def test_an_objective_distils_if_alpha_is_above_0_at_any_step():
     assert ObjectiveConfig(alpha=0.5).distils
     assert ObjectiveConfig(alpha=0.0, alpha_end=0.5, alpha_schedule="linear").distils
-    assert not ObjectiveConfig(alpha=0.0, alpha_end=0.5).distils
+    with pytest.raises(UsageError, match="alpha-end has no effect without --alpha-schedule"):
+        ObjectiveConfig(alpha=0.0, alpha_end=0.5)

@@ -53,3 +53,50 @@ def test_sigterm_outside_of_training_is_an_interrupt_and_the_handler_comes_back(
     with pytest.raises(KeyboardInterrupt), interruptible():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+MAIN = """
+import os, signal, threading, time, weakref
+from kdtrain import __main__, cli
+
+def command():
+    {}
+
+cli.main = command
+__main__.main()
+"""
+
+
+def command(body, *then):
+    """The exit code and stderr of a command whose `main` is `body`. then: signals, after each line of its stdout."""
+    program = [sys.executable, "-c", MAIN.format(body.replace("\n", "\n    "))]
+    child = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for number in then:
+        child.stdout.readline()
+        child.send_signal(number)
+    return child.wait(60), child.communicate()[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_falls_into_a_callback_is_not_lost(number):
+    body = f"""
+class Thing: pass
+thing = Thing()
+held = weakref.ref(thing, lambda _: signal.raise_signal({number:d}))
+del thing
+time.sleep(20)
+"""
+    assert command(body) == (1, "kdtrain: interrupted\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_while_a_command_ends_ends_it_at_once_without_a_traceback(number):
+    body = """
+threading.Thread(target=time.sleep, args=(20,)).start()
+try:
+    print(flush=True), time.sleep(20)
+except KeyboardInterrupt:
+    threading.Timer(0.5, print, (), {"flush": True}).start()
+    raise
+"""
+    assert command(body, signal.SIGINT, number) == (1, "kdtrain: interrupted\n")

@@ -264,10 +264,7 @@ class CacheWriter:
             raise UsageError(
                 f"the tokenizer has {len(self.tokenizer)} entries and the logits {width}; give the teacher's own"
             )
-        try:
-            codec = CodecSpec.requested(self.codec, width)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        codec = CodecSpec.requested(self.codec, width)
         settings = CacheSettings(
             codec=codec,
             seq_len=seq_len,

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from kdtrain.cache.format.names import FORMAT_VERSION
+from kdtrain.errors import UsageError
 
 _DENSE_CHUNK_BYTES = 2**21
 _BLOCK = 2**17  # numbers in a block of the bit shuffle at most: 256 KiB
@@ -154,10 +155,13 @@ class CodecSpec:
 
     @classmethod
     def requested(cls, given: Any, vocab_size: int) -> "CodecSpec":
-        """The codec that options name (`config.CodecConfig`)."""
-        if given.dense:
-            return cls(kind="dense", vocab_size=vocab_size)
-        return cls(kind="sparse", vocab_size=vocab_size, top_k=given.top_k, num_samples=given.samples)
+        """The codec that options name (`config.CodecConfig`). UsageError: it cannot be."""
+        try:
+            if given.dense:
+                return cls(kind="dense", vocab_size=vocab_size)
+            return cls(kind="sparse", vocab_size=vocab_size, top_k=given.top_k, num_samples=given.samples)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
 
     def __post_init__(self) -> None:
         if self.kind not in CODECS:

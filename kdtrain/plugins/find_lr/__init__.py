@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kdtrain.cli import register_module
 from kdtrain.config import DistillConfig
-from kdtrain.config.values import USUAL_STEPS, option, refuse
+from kdtrain.config.values import option, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,8 @@ class FindLrConfig(DistillConfig):
     """
 
     rung_steps: int | None = option(None, least=2, brief=True)
-    """Steps of the first rung; by default a twentieth of the run, 20 to 200. The best go on to three times."""
+    """Steps of the first rung; by default a twentieth of the run, 20 to 200, or a seventeenth of a short one. The best
+    go on to three times."""
 
     EXAMPLES = ("kdtrain find-lr --cache cache/t --student stdlib-1m --out runs/lr --steps 2500",)
 
@@ -33,10 +34,9 @@ class FindLrConfig(DistillConfig):
             "find-lr resumes its own short runs; leave --resume and --overwrite out, or name another --out",
         )
 
-    @property
-    def first_steps(self) -> int:
-        """Steps of the first rung."""
-        return self.rung_steps or min(max((self.steps or USUAL_STEPS) // 20, 20), 200)
+    def first_steps(self, whole: int) -> int:
+        """Steps of the first rung, for a run of `whole` steps: all rungs, at most 26 of it, cost no more than 1.6."""
+        return self.rung_steps or min(max(whole // 20, min(20, whole // 17), 2), 200)
 
 
 register_module("find-lr", FindLrConfig, "kdtrain.plugins.find_lr.command", models=True, resumes=True)

@@ -36,7 +36,6 @@ from kdtrain.run.recipe import student_spec, table_rate
 from kdtrain.run.run import Run
 from kdtrain.tables import columns, duration, finite, show
 from kdtrain.training.schedule import total_steps
-from kdtrain.training.signals import interruptible
 from kdtrain.training.validate import validate
 
 RECORD, FIGURE, LOCK = "find-lr.json", "find-lr.png", ".find-lr"
@@ -96,7 +95,7 @@ def main(config: FindLrConfig) -> int:
     """
     refuse_many_processes()
     setup_logging()
-    with interruptible(), ExitStack() as stack:
+    with ExitStack() as stack:
         _claim(config, stack)
         result = find_lr(config, stack)
     show(_page(config.out, result), result, config.json)
@@ -162,7 +161,8 @@ def _resumed(config: FindLrConfig) -> _Record | None:
         for name, value in table.items()
         if name != "rung_steps" and found.options.get(section, {}).get(name) != value
     ]
-    changed += [f"--rung-steps was {found.rungs[0]}"] if found.rungs[0] != config.first_steps else []
+    first = config.first_steps(config.steps or found.whole)
+    changed += [f"--rung-steps was {found.rungs[0]}"] if found.rungs[0] != first else []
     if changed:
         raise UsageError(f"--out {config.out} holds another search ({', '.join(changed)}); name another --out")
     return found
@@ -183,8 +183,9 @@ def _begun(config: FindLrConfig) -> _Record:
         guess, source = table_rate(config, student, None if train is None else train.facts.vocab_size)
     known_length = train is not None or config.epochs is None
     planned = total_steps(config, len(train) if train is not None else 0) if known_length else None
-    rungs = [config.first_steps * LONGER**rung for rung in range(RUNGS)]
-    return _Record(finite(deciding(config)), guess, source, rungs, planned or USUAL_STEPS, planned, None, {})
+    whole = planned or USUAL_STEPS
+    rungs = [config.first_steps(whole) * LONGER**rung for rung in range(RUNGS)]
+    return _Record(finite(deciding(config)), guess, source, rungs, whole, planned, None, {})
 
 
 def _train(config: FindLrConfig, record: _Record, exponent: int, rung: int) -> None:

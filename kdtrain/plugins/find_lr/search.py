@@ -63,8 +63,11 @@ def next_run(losses: Losses) -> tuple[int, int] | None:
 
 
 def _missing(alive: Sequence[int], rung: int, losses: Losses) -> int | None:
-    """A neighbour of the best rate that is not of this rung, and did not diverge at one before."""
-    if not alive:
+    """A neighbour of the best rate that is not of this rung, and did not diverge at one before.
+
+    None: there is none, or a later rung has as many rates as the first begins with.
+    """
+    if not alive or (rung > 0 and len(alive) == len(FIRST)):  # all rungs are at most 26 first ones
         return None
     best = min(alive, key=lambda each: (losses[each][rung].loss, each))  # the lowest where all diverged
     around = (each for each in (best - 1, best + 1) if each not in alive and abs(each) <= REACH)

@@ -64,7 +64,8 @@ def try_sample(files: Sequence[SourceFile], cutter: Cutter) -> DetectedShift:
             batches.append(Batch(tokens.long(), mask, segments.long(), targets))
     tried = tally["counted"] + tally["no_distribution"] + tally["too_few"]
     for name, what in {
-        "too_few": f"have fewer than {cutter.codec.top_k} entries; choose a smaller --top-k",
+        "too_few": f"have fewer than {cutter.codec.top_k} entries; choose a smaller --top-k, or the "
+        "--mask-column of padded rows",
         "no_distribution": "are no distributions: their entries are NaN, above 0, sum to more than 1, or have an id "
         "twice or beyond the vocabulary; they must be natural logarithms of probabilities, coded as the options say",
     }.items():

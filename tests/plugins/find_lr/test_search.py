@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kdtrain.plugins.find_lr import FindLrConfig
 from kdtrain.plugins.find_lr.search import FIRST, LONGER, REACH, RUNGS, Trained, next_run, suggest
 
 
@@ -68,6 +69,13 @@ def test_the_suggestion_is_within_a_factor_of_two_of_the_best_rate_wherever_that
     losses, order = searched(bowl(at, depth))
     assert abs(suggest(losses).at - at) <= 0.5 + 1e-9
     assert steps(order) <= 14 + 4 * 6
+
+
+@given(st.randoms(use_true_random=False), st.integers(34, 10**6))
+def test_a_search_costs_at_most_160_percent_of_the_run_whatever_the_losses_are(tmp_path_factory, random, whole):
+    _, order = searched(lambda rate, rung: random.random())
+    first = FindLrConfig(cache=("c",), student="s", out=tmp_path_factory.getbasetemp() / "lr").first_steps(whole)
+    assert first * steps(order) <= 1.6 * whole
 
 
 @given(st.floats(-4, 4), st.integers(0, 12))
