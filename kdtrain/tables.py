@@ -5,6 +5,7 @@ and a report's template makes HTML of it. Facts are tables of two columns, label
 come from strangers: each renderer escapes them.
 """
 
+import itertools
 import json
 import math
 import re
@@ -35,6 +36,12 @@ class Table:
     """Rows and columns of cells that stand out."""
     kept: int = 1
     """Columns that are repeated where the table is too wide for a terminal, and is shown in parts."""
+
+    def transposed(self) -> "Table":
+        """Return the table with its rows as columns."""
+        (_, *names), *columns = zip(self.header, *self.rows, strict=True)
+        rows = [[name.replace("\n", " "), *cells] for name, *cells in columns]
+        return Table(("", *names), rows, ("",), {(at - 1, row + 1) for row, at in self.bold})
 
 
 _FOLDED = 20
@@ -104,7 +111,8 @@ def drawn(table: Table, width: int) -> Iterator[RichTable]:
 
 def markdown(table: Table) -> Iterator[str]:
     """The lines of a table in Markdown."""
-    yield "|" + "|".join(f" {name} " if name else " " for name in table.header) + "|"
+    names = [name.replace("\n", " ") for name in table.header]
+    yield "|" + "|".join(f" {name} " if name else " " for name in names) + "|"
     yield "|---" * len(table.header) + "|"
     for place, row in enumerate(table.rows):
         cells = (markdown_text(each) for each in row)
@@ -117,19 +125,32 @@ def markdown_text(value: Any) -> str:
     return re.sub(r"([\\|<>`\[\]])", r"\\\1", text)
 
 
-def latex(table: Table) -> Iterator[str]:
-    """The lines of a table in LaTeX, with the rules of its package booktabs."""
+def latex(table: Table, notes: Iterable[str], caption: str | None, label: str | None) -> Iterator[str]:
+    """The lines of a table in LaTeX, with the rules of its package booktabs, and of the notes below it.
+
+    With a caption, which is LaTeX, it floats.
+    """
+    if caption:
+        yield from (r"\begin{table}", r"\centering", rf"\caption{{{caption}}}")
+    if label:
+        yield rf"\label{{{label}}}"
     kinds = ("l" if name in table.left or not place else "r" for place, name in enumerate(table.header))
-    yield rf"\begin{{tabular}}{{{''.join(kinds)}}}"
+    yield rf"{{\small\noindent\begin{{tabular}}{{@{{}}{''.join(kinds)}@{{}}}}"
     yield r"\toprule"
     for place, row in enumerate([table.header, *table.rows], start=-1):
-        cells = (latex_text(each) for each in row)
-        bold = (rf"\textbf{{{each}}}" if (place, at) in table.bold else each for at, each in enumerate(cells))
-        yield " & ".join(bold) + r" \\"
+        for line in itertools.zip_longest(*(each.split("\n") for each in row), fillvalue=""):
+            cells = (latex_text(each) for each in line)
+            bold = (rf"\textbf{{{each}}}" if (place, at) in table.bold else each for at, each in enumerate(cells))
+            yield " & ".join(bold) + r" \\"
         if place < 0:
             yield r"\midrule"
     yield r"\bottomrule"
-    yield r"\end{tabular}"
+    yield r"\end{tabular}\par}"
+    yield r"{\footnotesize\raggedright\smallskip"
+    yield from (rf"{latex_text(each)}\par" for each in notes)
+    yield "}"
+    if caption:
+        yield r"\end{table}"
 
 
 _LATEX = {each: rf"\{each}" for each in "&%$#_{}"} | {
@@ -141,6 +162,11 @@ _LATEX = {each: rf"\{each}" for each in "&%$#_{}"} | {
     "|": r"\textbar{}",
     '"': r"\textquotedbl{}",
     "±": r"$\pm$",
+    "↓": r"$\downarrow$",
+    "↑": r"$\uparrow$",
+    "[": "{[}",  # an argument of the \\ before
+    "*": "{*}",
+    "/": r"/\allowbreak{}",
     "α": r"$\alpha$",
     "β": r"$\beta$",
 }
@@ -151,6 +177,12 @@ def latex_text(value: Any) -> str:
     text = "" if value is None else printable(str(value))[:500]
     known = (_LATEX.get(each) or (each if " " <= each <= "~" or "À" <= each <= "ÿ" else "?") for each in text)
     return "".join(known)
+
+
+def csv_cell(value: Any) -> Any:
+    """Return `value` for CSV; a text that a spreadsheet would read as a formula begins with an apostrophe."""
+    formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{value}" if formula else value
 
 
 def number(value: Any) -> str:

@@ -2,12 +2,15 @@
 
 import csv
 import sys
+import textwrap
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from kdtrain.config import CompareConfig
+from kdtrain.errors import UsageError, printable
 from kdtrain.monitor.runs import (
     MEASURES,
+    USUAL,
     Group,
     best_of,
     caution,
@@ -19,35 +22,45 @@ from kdtrain.monitor.runs import (
     notes,
     outcome,
     read_runs,
+    teacher_cell,
 )
-from kdtrain.tables import Table, latex, markdown, show
+from kdtrain.tables import Table, csv_cell, latex, markdown, show
+
+_HEAD = 14
+"""Characters of a line of a paper's head: a mean with its deviation is as wide."""
 
 
 def main(config: CompareConfig) -> int:
     """Print the table.
 
     Raises:
-        UsageError: a folder is not a run.
+        UsageError: a folder is not a run, or a column has no such name.
     """
-    compare(grouped(read_runs(config.runs)), config.json, config.format)
+    for name in config.columns:
+        if name not in MEASURES:
+            raise UsageError(f"--columns: there is no '{name}'; known are {', '.join(MEASURES)}")
+    groups = grouped(read_runs(config.runs))
+    if config.json or config.format == "text":
+        compare(groups, config.json, config.columns, config.digits, config.transpose)
+    elif config.format == "csv":
+        csv.writer(sys.stdout).writerows(map(csv_cell, row) for row in csv_rows(groups, config.columns))  # RFC 4180
+    else:
+        names = config.columns or usual_columns(groups)
+        table = paper_table(groups, names, config.digits)
+        below = paper_notes(groups, names, bool(table.bold))
+        table = table.transposed() if config.transpose else table
+        tex = config.format == "latex"
+        print("\n".join(latex(table, below, config.caption, config.label) if tex else [*markdown(table), "", *below]))
     return 0
 
 
-def compare(groups: list[Group], as_json: bool, format: str = "text", names: Collection[str] = tuple(MEASURES)) -> None:
-    """Print the comparison as text, of the numbers `names`, or as a table for a paper: markdown, latex or csv."""
-    if as_json or format == "text":
-        show([full_table(groups, names), "", *outcome(groups), *notes(groups)], as_record(groups), as_json)
-    elif format == "csv":
-        csv.writer(sys.stdout).writerows(csv_rows(groups))  # RFC 4180
-    else:
-        table, lead = paper_table(groups), "% " if format == "latex" else ""
-        seeds, others = sorted({len(group.runs) for group in groups}), len(groups) - 1
-        found = [] if seeds == [1] else [f"mean ± standard deviation over {' to '.join(map(str, seeds))} seeds"]
-        corrected = f", corrected for {others} comparisons (Bonferroni)" if others > 1 else ""
-        means = f"bold: better than each other row by more than the 95 % interval of runs with the same seed{corrected}"
-        found += [*([means] if table.bold else []), *caution(groups)]
-        parts = [*(latex if lead else markdown)(table), *([] if lead else [""])]
-        print("\n".join([*parts, *(f"{lead}{each}" for each in found)]))
+def compare(
+    groups: list[Group], as_json: bool, names: Collection[str] = (), digits: int = 4, transpose: bool = False
+) -> None:
+    """Print the comparison of the numbers `names`, or of all."""
+    table = full_table(groups, names or USUAL, digits)
+    page = [table.transposed() if transpose else table, "", *outcome(groups), *notes(groups)]
+    show(page, as_record(groups, names or MEASURES), as_json)
 
 
 def _numbers_of(group: Group, groups: list[Group], name: str) -> dict[str, Any]:
@@ -64,11 +77,11 @@ def _numbers_of(group: Group, groups: list[Group], name: str) -> dict[str, Any]:
     }
 
 
-def as_record(groups: list[Group]) -> dict[str, Any]:
+def as_record(groups: list[Group], names: Collection[str]) -> dict[str, Any]:
     """The comparison as one record; losses in nats a token, times in seconds."""
     rows = []
     for group in groups:
-        numbers = {name: _numbers_of(group, groups, name) for name in MEASURES}
+        numbers = {name: _numbers_of(group, groups, name) for name in names}
         first = group.runs[0]
         options = {name: first.options[name] for name in differing(groups)}
         runs = [{"run": str(run.folder), "seed": run.seed, "status": run.status} for run in group.runs]
@@ -77,29 +90,51 @@ def as_record(groups: list[Group]) -> dict[str, Any]:
     return {"groups": rows, "differs": differing(groups), "notes": caution(groups)}
 
 
-def csv_rows(groups: list[Group]) -> Iterator[list[Any]]:
+def csv_rows(groups: list[Group], names: Collection[str] = ()) -> Iterator[list[Any]]:
     """A row a group: the options in which they differ, and of each number its mean, deviation and difference.
 
     Empty for what is none, numbers with all their digits.
     """
-    options, shown = differing(groups), [name for name in MEASURES if any(group.values(name) for group in groups)]
+    options = differing(groups)
+    shown = names or [name for name in MEASURES if any(group.values(name) for group in groups)]
     parts = {name: [*(_numbers_of(groups[0], groups, name))] if MEASURES[name].tested else ["mean"] for name in shown}
     yield ["name", *options, "kl_estimator", *(f"{name}_{part}" for name, each in parts.items() for part in each)]
     for group in groups:
         numbers = {name: _numbers_of(group, groups, name) for name in shown}
-        first = [*(group.runs[0].shown(option) for option in options), group.runs[0].estimator]
+        run = group.runs[0]
+        plain = {each: value for each in options if isinstance(value := run.options[each], int | float | None)}
+        first = [*(plain.get(each, run.shown(each)) for each in options), run.estimator]
         yield [group.name, *first, *(numbers[name][part] for name, each in parts.items() for part in each)]
 
 
-def paper_table(groups: list[Group]) -> Table:
-    """A row a group, a column a number by which students are judged; the best is bold where seeds do not explain it."""
-    shown = [name for name, each in MEASURES.items() if each.best and any(group.values(name) for group in groups)]
-    if any(name.startswith("test_") for name in shown):
-        shown = [name for name in shown if name.startswith("test_")]
-    seeds = len({len(group.runs) for group in groups}) > 1
-    counts = [[str(len(group.runs))] * seeds for group in groups]
-    cells = [[cell(groups, group, name)[0] for name in shown] for group in groups]
-    rows = [[group.name, *count, *row] for group, count, row in zip(groups, counts, cells, strict=True)]
-    best = {(groups.index(found), at) for at, name in enumerate(shown, 1 + seeds) if (found := best_of(groups, name))}
-    header = ("", *["seeds"] * seeds, *(MEASURES[name].label for name in shown))
-    return Table(header, rows, left=("",), bold=best)
+def usual_columns(groups: list[Group]) -> list[str]:
+    """The numbers by which students are judged; of the test alone if there are any of it."""
+    shown = [name for name in USUAL if MEASURES[name].best and any(group.values(name) for group in groups)]
+    return [name for name in shown if name.startswith("test_")] or shown
+
+
+def paper_table(groups: list[Group], names: Collection[str], digits: int) -> Table:
+    """A row a group and one of the teacher, a column a number; the best is bold where seeds do not explain it."""
+    rows = [[group.name] for group in groups] + [["teacher"]]
+    heads, best = [""], set()
+    for at, name in enumerate(names, 1):
+        cells = [cell(groups, group, name, digits)[0].partition("\n")[0] for group in groups]
+        for row, each in zip(rows, [*cells, teacher_cell(groups, name, digits)], strict=True):
+            row.append(each)
+        if found := best_of(groups, name):
+            best.add((groups.index(found), at))
+        heads.append(textwrap.fill(MEASURES[name].head, _HEAD).replace("\xa0", " "))
+    return Table(heads, rows if any(rows[-1][1:]) else rows[:-1], left=("",), bold=best)
+
+
+def paper_notes(groups: list[Group], names: Collection[str], bold: bool) -> Iterator[str]:
+    """The lines below a paper's table: seeds, marks, heads, and what to be careful about."""
+    seeds = dict.fromkeys(printable(str(run.seed)) for each in groups for run in each.runs)
+    yield ("mean ± standard deviation over seeds " if len(seeds) > 1 else "seed ") + ", ".join(seeds)
+    if bold:
+        others = len(groups) - 1
+        corrected = f", corrected for {others} comparisons (Bonferroni)" if others > 1 else ""
+        yield f"bold: better than each other by more than the 95 % interval of runs with the same seed{corrected}"
+    meant = {each.short: each.label for each in map(MEASURES.__getitem__, names) if each.short}
+    yield from (f"{short}: {label}" for short, label in meant.items())
+    yield from caution(groups)

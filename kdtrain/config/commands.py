@@ -327,13 +327,26 @@ class CompareConfig(Printed):
     """Show runs side by side: options that differ, losses, calibration and cost, held against the seeds' spread."""
 
     runs: tuple[Path, ...] = option((), positional=True, reads="path")
-    """Folders of runs; the others are compared with the first."""
+    """Folders of runs, or of sweeps; the others are compared with the first."""
     format: Literal["text", "markdown", "latex", "csv"] = "text"
     """text: everything; markdown, latex (with booktabs): a paper's table; csv: all numbers with their intervals."""
+    columns: tuple[str, ...] = option((), several=",", shown="NAME,NAME")
+    """The numbers to show, by their names in csv, such as test_loss,test_kl; a wrong name lists all."""
+    digits: int = option(4, least=0, most=12)
+    """Digits of losses behind the point; percentages have two fewer."""
+    transpose: bool = False
+    """Rows as columns, columns as rows."""
+    caption: str | None = option(None, text=True)
+    """The caption of a latex table, which then floats; as LaTeX."""
+    label: str | None = option(None, needs="caption")
+    """What \\ref calls the table."""
 
     def conflicts(self) -> Conflicts:
         yield not self.runs, "no run to compare; give the folders of runs, such as runs/*"
         yield self.json and self.format != "text", f"--json and --format {self.format} exclude each other; give one"
+        for_people = "--digits and --transpose have no effect with --json and --format csv; leave them out"
+        yield (self.json or self.format == "csv") and (self.transpose or self.digits != 4), for_people
+        yield self.caption is not None and self.format != "latex", "--caption is for --format latex; leave it out"
 
 
 @dataclass(frozen=True, kw_only=True)

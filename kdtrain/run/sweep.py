@@ -43,7 +43,7 @@ from kdtrain.config import CacheTeacherConfig, DistillConfig, EvaluateConfig
 from kdtrain.config.values import configured, flag, options_of
 from kdtrain.errors import RunError, UsageError, writing
 from kdtrain.files import Lock, is_locked, make_folder, publish_json, read_sealed, read_toml
-from kdtrain.monitor.record import RunRecord
+from kdtrain.monitor.record import SWEEP, RunRecord
 from kdtrain.registry import nearest
 from kdtrain.run.path_kind import read_result
 from kdtrain.run.saved_student import checkpoint_of
@@ -370,7 +370,7 @@ def claim(sweep: Sweep) -> Iterator[None]:
 
 
 def _note(sweep: Sweep) -> None:
-    file = sweep.out / "sweep.json"
+    file = sweep.out / SWEEP
     try:
         before = read_sealed(file)
     except FileNotFoundError:
@@ -389,7 +389,7 @@ def _note(sweep: Sweep) -> None:
             hint = "rename the arm, or name another --out"
             raise UsageError(f"{sweep.out / name} was begun with other options ({changed[:200]}); {hint}")
     with writing(file):
-        publish_json(file, before | now, "sweep.record")
+        publish_json(file, now | before | now, "sweep.record")  # in the order of the file
 
 
 def _options_in(words: Iterable[str]) -> dict[str, str]:
