@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,13 +40,14 @@ class Table:
 
     def transposed(self) -> "Table":
         """Return the table with its rows as columns."""
-        (_, *names), *columns = zip(self.header, *self.rows, strict=True)
-        rows = [[name.replace("\n", " "), *cells] for name, *cells in columns]
-        return Table(("", *names), rows, ("",), {(at - 1, row + 1) for row, at in self.bold})
+        header, *rows = zip(self.header, *self.rows, strict=True)
+        return Table(header, rows, header[:1], {(at - 1, row + 1) for row, at in self.bold})
 
 
 _FOLDED = 20
 """Columns of a terminal that a column of text has at least; with less a table is shown in parts."""
+_HEAD = 14
+"""Characters of a line of a paper's head: a mean with its deviation is as wide."""
 Part = str | Table
 """A line of a page, or a table."""
 
@@ -111,8 +113,7 @@ def drawn(table: Table, width: int) -> Iterator[RichTable]:
 
 def markdown(table: Table) -> Iterator[str]:
     """The lines of a table in Markdown."""
-    names = [name.replace("\n", " ") for name in table.header]
-    yield "|" + "|".join(f" {name} " if name else " " for name in names) + "|"
+    yield "|" + "|".join(f" {markdown_text(name)} " if name else " " for name in table.header) + "|"
     yield "|---" * len(table.header) + "|"
     for place, row in enumerate(table.rows):
         cells = (markdown_text(each) for each in row)
@@ -137,13 +138,13 @@ def latex(table: Table, notes: Iterable[str], caption: str | None, label: str | 
     kinds = ("l" if name in table.left or not place else "r" for place, name in enumerate(table.header))
     yield rf"{{\small\noindent\begin{{tabular}}{{@{{}}{''.join(kinds)}@{{}}}}"
     yield r"\toprule"
-    for place, row in enumerate([table.header, *table.rows], start=-1):
-        for line in itertools.zip_longest(*(each.split("\n") for each in row), fillvalue=""):
-            cells = (latex_text(each) for each in line)
-            bold = (rf"\textbf{{{each}}}" if (place, at) in table.bold else each for at, each in enumerate(cells))
-            yield " & ".join(bold) + r" \\"
-        if place < 0:
+    heads = [*itertools.zip_longest(*(textwrap.wrap(each, _HEAD) for each in table.header), fillvalue="")]
+    for place, row in enumerate([*heads, *table.rows], start=-len(heads)):
+        if place == 0:
             yield r"\midrule"
+        cells = (latex_text(each) for each in row)
+        bold = (rf"\textbf{{{each}}}" if (place, at) in table.bold else each for at, each in enumerate(cells))
+        yield " & ".join(bold) + r" \\"
     yield r"\bottomrule"
     yield r"\end{tabular}\par}"
     yield r"{\footnotesize\raggedright\smallskip"

@@ -2,7 +2,6 @@
 
 import csv
 import sys
-import textwrap
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -10,7 +9,6 @@ from kdtrain.config import CompareConfig
 from kdtrain.errors import UsageError, printable
 from kdtrain.monitor.runs import (
     MEASURES,
-    USUAL,
     Group,
     best_of,
     caution,
@@ -26,9 +24,6 @@ from kdtrain.monitor.runs import (
 )
 from kdtrain.tables import Table, csv_cell, latex, markdown, show
 
-_HEAD = 14
-"""Characters of a line of a paper's head: a mean with its deviation is as wide."""
-
 
 def main(config: CompareConfig) -> int:
     """Print the table.
@@ -41,26 +36,30 @@ def main(config: CompareConfig) -> int:
             raise UsageError(f"--columns: there is no '{name}'; known are {', '.join(MEASURES)}")
     groups = grouped(read_runs(config.runs))
     if config.json or config.format == "text":
-        compare(groups, config.json, config.columns, config.digits, config.transpose)
+        compare(groups, config.json, config.columns or tuple(MEASURES), config.digits, config.transpose)
     elif config.format == "csv":
         csv.writer(sys.stdout).writerows(map(csv_cell, row) for row in csv_rows(groups, config.columns))  # RFC 4180
     else:
         names = config.columns or usual_columns(groups)
         table = paper_table(groups, names, config.digits)
         below = paper_notes(groups, names, bool(table.bold))
-        table = table.transposed() if config.transpose else table
+        table = table if config.transpose else table.transposed()
         tex = config.format == "latex"
         print("\n".join(latex(table, below, config.caption, config.label) if tex else [*markdown(table), "", *below]))
     return 0
 
 
 def compare(
-    groups: list[Group], as_json: bool, names: Collection[str] = (), digits: int = 4, transpose: bool = False
+    groups: list[Group],
+    as_json: bool,
+    names: Collection[str] = tuple(MEASURES),
+    digits: int = 4,
+    transpose: bool = False,
 ) -> None:
-    """Print the comparison of the numbers `names`, or of all."""
-    table = full_table(groups, names or USUAL, digits)
+    """Print the comparison of the numbers `names`."""
+    table = full_table(groups, names, digits)
     page = [table.transposed() if transpose else table, "", *outcome(groups), *notes(groups)]
-    show(page, as_record(groups, names or MEASURES), as_json)
+    show(page, as_record(groups, names), as_json)
 
 
 def _numbers_of(group: Group, groups: list[Group], name: str) -> dict[str, Any]:
@@ -102,29 +101,27 @@ def csv_rows(groups: list[Group], names: Collection[str] = ()) -> Iterator[list[
     for group in groups:
         numbers = {name: _numbers_of(group, groups, name) for name in shown}
         run = group.runs[0]
-        plain = {each: value for each in options if isinstance(value := run.options[each], int | float | None)}
-        first = [*(plain.get(each, run.shown(each)) for each in options), run.estimator]
-        yield [group.name, *first, *(numbers[name][part] for name, each in parts.items() for part in each)]
+        values = ((each, run.options[each]) for each in options)
+        first = [value if isinstance(value, int | float | None) else run.shown(each) for each, value in values]
+        found = (numbers[name][part] for name, each in parts.items() for part in each)
+        yield [group.name, *first, run.estimator, *found]
 
 
 def usual_columns(groups: list[Group]) -> list[str]:
     """The numbers by which students are judged; of the test alone if there are any of it."""
-    shown = [name for name in USUAL if MEASURES[name].best and any(group.values(name) for group in groups)]
+    shown = [name for name, each in MEASURES.items() if each.best and any(group.values(name) for group in groups)]
     return [name for name in shown if name.startswith("test_")] or shown
 
 
 def paper_table(groups: list[Group], names: Collection[str], digits: int) -> Table:
-    """A row a group and one of the teacher, a column a number; the best is bold where seeds do not explain it."""
-    rows = [[group.name] for group in groups] + [["teacher"]]
-    heads, best = [""], set()
-    for at, name in enumerate(names, 1):
-        cells = [cell(groups, group, name, digits)[0].partition("\n")[0] for group in groups]
-        for row, each in zip(rows, [*cells, teacher_cell(groups, name, digits)], strict=True):
-            row.append(each)
-        if found := best_of(groups, name):
-            best.add((groups.index(found), at))
-        heads.append(textwrap.fill(MEASURES[name].head, _HEAD).replace("\xa0", " "))
-    return Table(heads, rows if any(rows[-1][1:]) else rows[:-1], left=("",), bold=best)
+    """A row a number, a column a group and one of the teacher; the best is bold where seeds do not explain it."""
+    lines = [["", *(group.name for group in groups), "teacher"]]
+    for name in names:
+        cells = (cell(groups, group, name, digits)[0].partition("\n")[0] for group in groups)
+        lines.append([MEASURES[name].head, *cells, teacher_cell(groups, name, digits)])
+    best = {(row, groups.index(each) + 1) for row, name in enumerate(names) if (each := best_of(groups, name))}
+    header, *rows = lines if any(line[-1] for line in lines[1:]) else [line[:-1] for line in lines]
+    return Table(header, rows, left=("",), bold=best)
 
 
 def paper_notes(groups: list[Group], names: Collection[str], bold: bool) -> Iterator[str]:

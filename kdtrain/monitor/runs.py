@@ -31,7 +31,6 @@ MARKS = {"rollback": "v", "recovery": "^", "switch": "D", "resume": ">", "skip":
 """The interventions that a curve shows, each with its marker."""
 MOST_RUNS = 64
 """Most runs of one comparison."""
-GAP = "test_gap_closed"
 
 
 @dataclass(frozen=True)
@@ -48,23 +47,21 @@ class Measure:
     """Whether it is of tokens, so that those of two tokenizers do not compare."""
     best: Callable[[Iterable[float]], float] | None = None
     """`min` or `max`: of which the best is marked."""
-    split: str = ""
-    """The validation or test that it is of."""
     short: str = ""
     """What a paper calls it, where that is not `label`."""
 
     @property
     def title(self) -> str:
-        """Its label, with its split and unit."""
-        return (f"{self.split}: " if self.split else "") + self.label + (f", {self.unit}" if self.unit else "")
+        """Its label and unit."""
+        return f"{self.label}, {self.unit}" if self.unit else self.label
 
     @property
     def head(self) -> str:
         """Its name at the head of a paper's column: with its split but for test, its unit and the better way."""
-        split = "" if self.split == "test" else self.split
+        split, _, label = self.label.rpartition(": ")
         unit = f"({self.unit})" if self.unit else ""
-        arrow = {min: "\xa0↓", max: "\xa0↑", None: ""}[self.best]  # type: ignore[index]
-        return f"{split} {self.short or self.label} {unit}{arrow}".strip().replace(" \xa0", "\xa0")
+        arrow = {min: "↓", max: "↑"}.get(self.best, "")  # type: ignore[arg-type]
+        return " ".join(f"{split.removeprefix('test')} {self.short or label} {unit} {arrow}".split())
 
     def shown(self, value: float, digits: int = 4) -> str:
         """A value without its unit; `digits` are those of a loss behind the point, a percentage has two fewer."""
@@ -94,7 +91,7 @@ EVALUATED = {
 
 def _of(split: str, name: str, best: Callable[[Iterable[float]], float] | None = None) -> Measure:
     """A number of `EVALUATED` of a validation; of the last one unless it is that by which students are judged."""
-    return replace(EVALUATED[name], split=split, best=best)
+    return replace(EVALUATED[name], label=f"{split}: {EVALUATED[name].label}", best=best)
 
 
 _LAST = {"last_validation_loss": "loss", "teacher_validation_loss": "teacher_loss"} | {
@@ -106,9 +103,7 @@ MEASURES = {
     **{key: _of("last validation", name) for key, name in _LAST.items()},
     "entropy_kept": EVALUATED["entropy_kept"],
     **{f"test_{name}": _of("test", name, EVALUATED[name].best) for name in EVALUATED},
-    GAP: Measure(
-        "gap in loss from the first to the teacher that is closed", "%", best=max, split="test", short="gap closed"
-    ),
+    "test_gap_closed": Measure("test: gap in loss to the teacher closed", "%", best=max, short="gap closed"),
     "last_training_loss": Measure("training loss (average), last", "nats", tested=False, by_token=True),
     "temperature": Measure("temperature T, last", text=lambda value: f"{value:.3f}", tested=False),
     "alpha_mean": Measure("alpha, mean", text=lambda value: f"{value:.2f}", tested=False),
@@ -118,15 +113,13 @@ MEASURES = {
     "seconds": Measure("time of its steps", text=duration, tested=False),
     "tokens_per_second": Measure("tokens/s (median)", text=short, tested=False),
     "peak_memory_mb": Measure("peak memory", text=size, tested=False),
-    "quantized_share": Measure("steps quantised", "%", lambda value: f"{100 * value:.0f}", tested=False),
+    "quantized_share": Measure("steps quantised", "%", tested=False),
     **{
         name: Measure(name.replace("_", " "), text=short, tested=False)
         for name in ("rollbacks", "skipped_steps", "switches", "resumes", "warnings")
     },
 }
 """The numbers of a run, in the order of a table."""
-USUAL = [name for name in MEASURES if name not in (GAP, "parameters")]
-"""Those that are shown without being asked for."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +132,7 @@ class LoggedRun:
     options: dict[str, Any]
     """Every option, by name; the default where config.toml has none."""
     numbers: dict[str, float | None]
-    """By the names of `MEASURES`; `GAP` is known in a group."""
+    """By the names of `MEASURES`; the gap that is closed is known among groups."""
 
     @property
     def seed(self) -> Any:
@@ -246,9 +239,10 @@ class Group:
 def runs(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
     """Flat records of every run of a pattern such as `runs/*`, or of a list of folders, for `pandas.DataFrame`.
 
-    A record has `run`, `arm` (that of a sweep, else the name that `compare` gives its row), `seed`, `status`, `student`,
-    `cache`, `kl_estimator` (what the KL of a validation is measured from: two of them do not compare), the numbers by
-    name (losses in nats a token; None where there is none), and each option as `options/NAME`. The curves are `kd.RunRecord.read(record["run"]).metrics`.
+    A record has `run`, `arm` (that of a sweep, else the name that `compare` gives its group), `seed`, `status`,
+    `student`, `cache`, `kl_estimator` (what the KL of a validation is measured from: two of them do not compare), the
+    numbers by name (losses in nats a token; None where there is none), and each option as `options/NAME`. The curves
+    are `kd.RunRecord.read(record["run"]).metrics`.
 
     Raises:
         UsageError: a folder of the list is not a run, or the pattern finds no run.
@@ -282,9 +276,9 @@ def read_runs(folders: Sequence[Path], most: int | None = MOST_RUNS) -> list[Log
     Raises:
         UsageError: a folder holds no run or one that cannot be read, one is named twice, or they are too many.
     """
+    folders = [run for folder in folders for run in _runs_in(folder)]
     if most is not None and len(folders) > most:
         raise UsageError(f"{len(folders)} runs are more than can be shown side by side; name at most {most}")
-    folders = [run for folder in folders for run in _runs_in(folder)]
     records = [_read(folder) for folder in folders]
     real = [os.path.realpath(folder) for folder in folders]
     twice = [folder for place, folder in enumerate(folders) if real[place] in real[:place]]
@@ -357,7 +351,7 @@ def _measured(record: RunRecord) -> dict[str, float | None]:
     best = as_finite(result.get("best_validation_loss"))
     bits = [value for _, value in record.curve("validation/bits_per_byte") if as_finite(value) is not None]
     found: dict[str, float | None] = {
-        GAP: None,
+        "test_gap_closed": None,
         **{f"test_{name}": as_finite(record.test.get(name)) for name in EVALUATED},
         **{key: as_finite(last.get(f"validation/{name}")) for key, name in _LAST.items()},
         "best_validation_loss": min(losses, default=None) if best is None else best,
@@ -394,9 +388,9 @@ def grouped(found: Sequence[LoggedRun]) -> list[Group]:
         name if name and names.count(name) == 1 else each[0].name
         for name, each in zip(names, groups.values(), strict=True)
     ]
-    named = [Group(each, name) for name, each in zip(shared, groups.values(), strict=True)]
-    close_gap(named)
-    return named
+    found_groups = [Group(each, name) for name, each in zip(shared, groups.values(), strict=True)]
+    _close_gap(found_groups)
+    return found_groups
 
 
 def _shared(runs: Sequence[LoggedRun]) -> str:
@@ -407,15 +401,15 @@ def _shared(runs: Sequence[LoggedRun]) -> str:
     return os.path.commonpath([run.name for run in runs]) if len(runs) > 1 else ""
 
 
-def close_gap(groups: Sequence[Group]) -> None:
-    """Add to each run which share it closes of the gap in test loss from the first group's run of its seed to the
-    teacher; to none where their texts or tokenizers differ, or there is no gap."""
+def _close_gap(groups: Sequence[Group]) -> None:
+    """Add to each run which share of the gap in test loss it closes, from the first group's run of its seed to the
+    teacher; to none where texts or tokenizers differ, or there is no gap."""
     begin = groups[0].by_seed("test_loss") if groups else {}
-    for group in groups:
-        for run in [] if _apart([groups[0], group], "test_loss") else group.runs:
-            first, own, teacher = begin.get(str(run.seed)), run.numbers["test_loss"], run.numbers["test_teacher_loss"]
-            if first is not None and own is not None and teacher is not None and teacher < first:
-                run.numbers[GAP] = (first - own) / (first - teacher)
+    for run in (run for each in groups if not _apart([groups[0], each], "test_loss") for run in each.runs):
+        own, teacher = run.numbers["test_loss"], run.numbers["test_teacher_loss"]
+        first = begin.get(str(run.seed), -math.inf)
+        if own is not None and teacher is not None and teacher < first:
+            run.numbers["test_gap_closed"] = (first - own) / (first - teacher)
 
 
 def differing(groups: Sequence[Group]) -> list[str]:
@@ -508,12 +502,12 @@ def teacher_cell(groups: Sequence[Group], name: str, digits: int) -> str:
     """A number of the teacher; empty where there is none, or where it is not the same beside each run."""
     known = {"best_validation_loss": "teacher_validation_loss", "bits_per_byte": "teacher_bits_per_byte"}
     own = known.get(name, name.replace("test_", "test_teacher_"))
-    values = [value for each in groups for run in each.runs if (value := run.numbers.get(own)) is not None]
-    texts = {MEASURES[name].shown(value, digits) for value in values if own != name}
+    values = (run.numbers.get(own) for each in groups for run in each.runs if own != name)
+    texts = {MEASURES[name].shown(value, digits) for value in values if value is not None}
     return texts.pop() if len(texts) == 1 else ""
 
 
-def full_table(groups: Sequence[Group], names: Collection[str] = USUAL, digits: int = 4) -> Table:
+def full_table(groups: Sequence[Group], names: Collection[str] = tuple(MEASURES), digits: int = 4) -> Table:
     """A column a group, a row an option in which they differ, or a number, and how far it is from the first group's."""
     rows = [
         ("how it ended", *("\n".join(dict.fromkeys(run.status for run in group.runs)) for group in groups)),
