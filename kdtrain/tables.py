@@ -46,8 +46,6 @@ class Table:
 
 _FOLDED = 20
 """Columns of a terminal that a column of text has at least; with less a table is shown in parts."""
-_HEAD = 14
-"""Characters of a line of a paper's head: a mean with its deviation is as wide."""
 Part = str | Table
 """A line of a page, or a table."""
 
@@ -132,13 +130,12 @@ def latex(table: Table, notes: Iterable[str], caption: str | None, label: str | 
     With a caption, which is LaTeX, it floats.
     """
     if caption:
-        yield from (r"\begin{table}", r"\centering", rf"\caption{{{caption}}}")
-    if label:
-        yield rf"\label{{{label}}}"
+        yield rf"\begin{{table}}\centering\caption{{{caption}}}" + (rf"\label{{{label}}}" if label else "")
     kinds = ("l" if name in table.left or not place else "r" for place, name in enumerate(table.header))
     yield rf"{{\small\noindent\begin{{tabular}}{{@{{}}{''.join(kinds)}@{{}}}}"
     yield r"\toprule"
-    heads = [*itertools.zip_longest(*(textwrap.wrap(each, _HEAD) for each in table.header), fillvalue="")]
+    folded = (textwrap.wrap(each, 14) for each in table.header)  # a mean with its deviation is as wide
+    heads = [*itertools.zip_longest(*folded, fillvalue="")]
     for place, row in enumerate([*heads, *table.rows], start=-len(heads)):
         if place == 0:
             yield r"\midrule"
@@ -146,8 +143,7 @@ def latex(table: Table, notes: Iterable[str], caption: str | None, label: str | 
         bold = (rf"\textbf{{{each}}}" if (place, at) in table.bold else each for at, each in enumerate(cells))
         yield " & ".join(bold) + r" \\"
     yield r"\bottomrule"
-    yield r"\end{tabular}\par}"
-    yield r"{\footnotesize\raggedright\smallskip"
+    yield r"\end{tabular}\par}{\footnotesize\raggedright\smallskip"
     yield from (rf"{latex_text(each)}\par" for each in notes)
     yield "}"
     if caption:
@@ -178,12 +174,6 @@ def latex_text(value: Any) -> str:
     text = "" if value is None else printable(str(value))[:500]
     known = (_LATEX.get(each) or (each if " " <= each <= "~" or "À" <= each <= "ÿ" else "?") for each in text)
     return "".join(known)
-
-
-def csv_cell(value: Any) -> Any:
-    """Return `value` for CSV; a text that a spreadsheet would read as a formula begins with an apostrophe."""
-    formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
-    return f"'{value}" if formula else value
 
 
 def number(value: Any) -> str:

@@ -22,7 +22,7 @@ from kdtrain.monitor.runs import (
     read_runs,
     teacher_cell,
 )
-from kdtrain.tables import Table, csv_cell, latex, markdown, show
+from kdtrain.tables import Table, latex, markdown, show
 
 
 def main(config: CompareConfig) -> int:
@@ -38,11 +38,10 @@ def main(config: CompareConfig) -> int:
     if config.json or config.format == "text":
         compare(groups, config.json, config.columns or tuple(MEASURES), config.digits, config.transpose)
     elif config.format == "csv":
-        csv.writer(sys.stdout).writerows(map(csv_cell, row) for row in csv_rows(groups, config.columns))  # RFC 4180
+        csv.writer(sys.stdout).writerows(csv_rows(groups, config.columns))  # RFC 4180
     else:
-        names = config.columns or usual_columns(groups)
-        table = paper_table(groups, names, config.digits)
-        below = paper_notes(groups, names, bool(table.bold))
+        table = paper_table(groups, config.columns, config.digits)
+        below = paper_notes(groups, bool(table.bold))
         table = table if config.transpose else table.transposed()
         tex = config.format == "latex"
         print("\n".join(latex(table, below, config.caption, config.label) if tex else [*markdown(table), "", *below]))
@@ -58,8 +57,8 @@ def compare(
 ) -> None:
     """Print the comparison of the numbers `names`."""
     table = full_table(groups, names, digits)
-    page = [table.transposed() if transpose else table, "", *outcome(groups), *notes(groups)]
-    show(page, as_record(groups, names), as_json)
+    table = table.transposed() if transpose else table
+    show([table, "", *outcome(groups), *notes(groups)], as_record(groups, names), as_json)
 
 
 def _numbers_of(group: Group, groups: list[Group], name: str) -> dict[str, Any]:
@@ -92,7 +91,7 @@ def as_record(groups: list[Group], names: Collection[str]) -> dict[str, Any]:
 def csv_rows(groups: list[Group], names: Collection[str] = ()) -> Iterator[list[Any]]:
     """A row a group: the options in which they differ, and of each number its mean, deviation and difference.
 
-    Empty for what is none, numbers with all their digits.
+    Empty for what is none, numbers with all their digits. Before a text that a spreadsheet would run is an apostrophe.
     """
     options = differing(groups)
     shown = names or [name for name in MEASURES if any(group.values(name) for group in groups)]
@@ -101,20 +100,20 @@ def csv_rows(groups: list[Group], names: Collection[str] = ()) -> Iterator[list[
     for group in groups:
         numbers = {name: _numbers_of(group, groups, name) for name in shown}
         run = group.runs[0]
-        values = ((each, run.options[each]) for each in options)
-        first = [value if isinstance(value, int | float | None) else run.shown(each) for each, value in values]
+        values = {name: run.options[name] for name in options}
+        first = [run.shown(name) if isinstance(value, str | list) else value for name, value in values.items()]
         found = (numbers[name][part] for name, each in parts.items() for part in each)
-        yield [group.name, *first, run.estimator, *found]
-
-
-def usual_columns(groups: list[Group]) -> list[str]:
-    """The numbers by which students are judged; of the test alone if there are any of it."""
-    shown = [name for name, each in MEASURES.items() if each.best and any(group.values(name) for group in groups)]
-    return [name for name in shown if name.startswith("test_")] or shown
+        row = [group.name, *first, run.estimator, *found]
+        yield [f"'{each}" if isinstance(each, str) and each.startswith(("=", "+", "-", "@")) else each for each in row]
 
 
 def paper_table(groups: list[Group], names: Collection[str], digits: int) -> Table:
-    """A row a number, a column a group and one of the teacher; the best is bold where seeds do not explain it."""
+    """A row a number, a column a group and one of the teacher; the best is bold where seeds do not explain it.
+
+    Without `names` the numbers by which students are judged, of the test alone if there are any of it.
+    """
+    known = [name for name, each in MEASURES.items() if each.best and any(group.values(name) for group in groups)]
+    names = names or [name for name in known if name.startswith("test_")] or known
     lines = [["", *(group.name for group in groups), "teacher"]]
     for name in names:
         cells = (cell(groups, group, name, digits)[0].partition("\n")[0] for group in groups)
@@ -124,14 +123,12 @@ def paper_table(groups: list[Group], names: Collection[str], digits: int) -> Tab
     return Table(header, rows, left=("",), bold=best)
 
 
-def paper_notes(groups: list[Group], names: Collection[str], bold: bool) -> Iterator[str]:
-    """The lines below a paper's table: seeds, marks, heads, and what to be careful about."""
+def paper_notes(groups: list[Group], bold: bool) -> Iterator[str]:
+    """The lines below a paper's table: seeds, marks, and what to be careful about."""
     seeds = dict.fromkeys(printable(str(run.seed)) for each in groups for run in each.runs)
     yield ("mean ± standard deviation over seeds " if len(seeds) > 1 else "seed ") + ", ".join(seeds)
     if bold:
         others = len(groups) - 1
         corrected = f", corrected for {others} comparisons (Bonferroni)" if others > 1 else ""
         yield f"bold: better than each other by more than the 95 % interval of runs with the same seed{corrected}"
-    meant = {each.short: each.label for each in map(MEASURES.__getitem__, names) if each.short}
-    yield from (f"{short}: {label}" for short, label in meant.items())
     yield from caution(groups)

@@ -331,22 +331,25 @@ class CompareConfig(Printed):
     format: Literal["text", "markdown", "latex", "csv"] = "text"
     """text: everything; markdown, latex (with booktabs): a paper's table; csv: all numbers with their intervals."""
     columns: tuple[str, ...] = option((), several=",", shown="NAME,NAME")
-    """The numbers to show, by their names in csv, such as test_loss,test_kl; a wrong name lists all."""
+    """Numbers to show, such as test_loss,test_kl; a wrong name lists them."""
     digits: int = option(4, least=0, most=12)
     """Digits of losses behind the point; percentages have two fewer."""
     transpose: bool = False
-    """Rows as columns, columns as rows."""
+    """Swap rows and columns."""
     caption: str | None = option(None, text=True)
-    """The caption of a latex table, which then floats; as LaTeX."""
+    """Caption, in LaTeX, of a table that floats."""
     label: str | None = option(None, needs="caption")
-    """What \\ref calls the table."""
+    """What \\ref calls it."""
 
     def conflicts(self) -> Conflicts:
         yield not self.runs, "no run to compare; give the folders of runs, such as runs/*"
         yield self.json and self.format != "text", f"--json and --format {self.format} exclude each other; give one"
-        for_people = "--digits and --transpose have no effect with --json and --format csv; leave them out"
-        yield (self.json or self.format == "csv") and (self.transpose or self.digits != 4), for_people
-        yield self.caption is not None and self.format != "latex", "--caption is for --format latex; leave it out"
+        shaped = self.transpose or self.digits != 4
+        yield (
+            shaped and (self.json or self.format == "csv"),
+            "--digits and --transpose are for tables, not --json or csv",
+        )
+        yield self.caption and self.format != "latex", "--caption is for --format latex; leave it out"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,6 @@ _FARTHEST = 1e30
 """No place on an axis is as far; what lies beyond was not written by a run."""
 EVALUATIONS = "evaluations.jsonl"
 SWEEP = "sweep.json"
-"""The commands of a sweep, in its folder."""
 _MOST_BINS = 100
 _LARGEST = 2**53
 """The largest step; beyond it floats do not count."""

@@ -10,11 +10,13 @@ import glob
 import json
 import math
 import os
+import re
 import statistics
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,53 +40,45 @@ class Measure:
     """How a number of a run is shown."""
 
     label: str
-    unit: str = ""
+    """With its unit at the end."""
     text: Callable[[float], str] | None = None
-    """None: a loss, or a percentage where `unit` is one."""
+    """None: with digits, a share in %."""
     tested: bool = True
     """Whether differences are held against the spread of seeds."""
     by_token: bool = False
     """Whether it is of tokens, so that those of two tokenizers do not compare."""
     best: Callable[[Iterable[float]], float] | None = None
     """`min` or `max`: of which the best is marked."""
-    short: str = ""
-    """What a paper calls it, where that is not `label`."""
-
-    @property
-    def title(self) -> str:
-        """Its label and unit."""
-        return f"{self.label}, {self.unit}" if self.unit else self.label
 
     @property
     def head(self) -> str:
         """Its name at the head of a paper's column: with its split but for test, its unit and the better way."""
-        split, _, label = self.label.rpartition(": ")
-        unit = f"({self.unit})" if self.unit else ""
-        arrow = {min: "↓", max: "↑"}.get(self.best, "")  # type: ignore[arg-type]
-        return " ".join(f"{split.removeprefix('test')} {self.short or label} {unit} {arrow}".split())
+        arrow = {min: " ↓", max: " ↑"}.get(self.best, "")  # type: ignore[arg-type]
+        return self.label.removeprefix("test: ").replace(":", "") + arrow
 
     def shown(self, value: float, digits: int = 4) -> str:
         """A value without its unit; `digits` are those of a loss behind the point, a percentage has two fewer."""
         if self.text is not None:
             return self.text(value)
-        return loss_text(100 * value, max(digits - 2, 0)) if self.unit == "%" else loss_text(value, digits)
+        share = self.label.endswith("%")
+        return loss_text(100 * value, max(digits - 2, 0)) if share else loss_text(value, digits)
 
 
 EVALUATED = {
-    "loss": Measure("loss", "nats", by_token=True, best=min),
+    "loss": Measure("loss, nats", by_token=True, best=min),
     "bits_per_byte": Measure("bits per byte", best=min),
-    "teacher_loss": Measure("the teacher's loss", "nats", tested=False, by_token=True),
+    "teacher_loss": Measure("the teacher's loss, nats", tested=False, by_token=True),
     "teacher_bits_per_byte": Measure("the teacher's bits per byte", tested=False),
-    "kl": Measure("KL to the teacher", "nats", by_token=True, best=min, short="KL"),
-    "kl_error": Measure("standard error of that KL by samples, at most", "nats", tested=False, short="KL error"),
-    "agreement": Measure("same most likely token as the teacher", "%", by_token=True, best=max, short="agreement"),
-    "acceptance": Measure("acceptance by the teacher", "%", by_token=True, best=max, short="acceptance"),
-    "accuracy": Measure("next token right", "%", by_token=True, best=max, short="accuracy"),
-    "ece": Measure("calibration error (ECE, 15 bins)", "%", best=min, short="ECE"),
-    "last_word": Measure("last word right", "%", best=max),
-    "teacher_last_word": Measure("the teacher's last word right", "%", tested=False),
-    "compared": Measure("tokens compared with the teacher's", "%", tested=False),
-    "entropy_kept": Measure("entropy that the cells keep", "%", tested=False),
+    "kl": Measure("KL to the teacher, nats", by_token=True, best=min),
+    "kl_error": Measure("standard error of that KL, at most, nats", tested=False),
+    "agreement": Measure("agreement with the teacher, %", by_token=True, best=max),
+    "acceptance": Measure("acceptance by the teacher, %", by_token=True, best=max),
+    "accuracy": Measure("accuracy, %", by_token=True, best=max),
+    "ece": Measure("ECE (15 bins), %", best=min),
+    "last_word": Measure("last word right, %", best=max),
+    "teacher_last_word": Measure("the teacher's last word right, %", tested=False),
+    "compared": Measure("tokens compared with the teacher's, %", tested=False),
+    "entropy_kept": Measure("entropy that the cells keep, %", tested=False),
 }
 """What `evaluate` measures, by its names."""
 
@@ -103,19 +97,19 @@ MEASURES = {
     **{key: _of("last validation", name) for key, name in _LAST.items()},
     "entropy_kept": EVALUATED["entropy_kept"],
     **{f"test_{name}": _of("test", name, EVALUATED[name].best) for name in EVALUATED},
-    "test_gap_closed": Measure("test: gap in loss to the teacher closed", "%", best=max, short="gap closed"),
-    "last_training_loss": Measure("training loss (average), last", "nats", tested=False, by_token=True),
-    "temperature": Measure("temperature T, last", text=lambda value: f"{value:.3f}", tested=False),
-    "alpha_mean": Measure("alpha, mean", text=lambda value: f"{value:.2f}", tested=False),
-    "alpha_last": Measure("alpha, last", text=lambda value: f"{value:.2f}", tested=False),
-    "parameters": Measure("parameters", text=short, tested=False),
-    "tokens": Measure("tokens", text=short, tested=False),
-    "seconds": Measure("time of its steps", text=duration, tested=False),
-    "tokens_per_second": Measure("tokens/s (median)", text=short, tested=False),
-    "peak_memory_mb": Measure("peak memory", text=size, tested=False),
-    "quantized_share": Measure("steps quantised", "%", tested=False),
+    "test_gap_closed": Measure("test: gap to the teacher closed, %", best=max),
+    "last_training_loss": Measure("training loss (average), last, nats", tested=False, by_token=True),
+    "temperature": Measure("temperature T, last", tested=False),
+    "alpha_mean": Measure("alpha, mean", tested=False),
+    "alpha_last": Measure("alpha, last", tested=False),
+    "parameters": Measure("parameters", short, tested=False),
+    "tokens": Measure("tokens", short, tested=False),
+    "seconds": Measure("time of its steps", duration, tested=False),
+    "tokens_per_second": Measure("tokens/s (median)", short, tested=False),
+    "peak_memory_mb": Measure("peak memory", size, tested=False),
+    "quantized_share": Measure("steps quantised, %", tested=False),
     **{
-        name: Measure(name.replace("_", " "), text=short, tested=False)
+        name: Measure(name.replace("_", " "), short, tested=False)
         for name in ("rollbacks", "skipped_steps", "switches", "resumes", "warnings")
     },
 }
@@ -132,7 +126,7 @@ class LoggedRun:
     options: dict[str, Any]
     """Every option, by name; the default where config.toml has none."""
     numbers: dict[str, float | None]
-    """By the names of `MEASURES`; the gap that is closed is known among groups."""
+    """By the names of `MEASURES`."""
 
     @property
     def seed(self) -> Any:
@@ -249,8 +243,8 @@ def runs(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
     """
     if isinstance(pattern, str | os.PathLike):
         records: dict[Path, RunRecord] = {}
-        places = map(Path, sorted(glob.glob(os.path.expanduser(os.fspath(pattern)))))
-        for path in (run for place in places for run in _runs_in(place)):
+        places = sorted(glob.glob(os.path.expanduser(os.fspath(pattern))))
+        for path in (run for place in places for run in _runs_in(Path(place))):
             with suppress(UsageError):  # a pattern may match anything
                 records[path] = _read(path)
         if not records:
@@ -289,10 +283,10 @@ def read_runs(folders: Sequence[Path], most: int | None = MOST_RUNS) -> list[Log
 
 def _runs_in(folder: Path) -> list[Path]:
     """The runs that have begun of the sweep in `folder`; itself where there is none."""
+    names: Iterable[str] = ()
     with suppress(OSError, ValueError):
         names = read_sealed(folder / SWEEP)
-        return [folder / name for name in names if (folder / name / "environment.json").is_file()] or [folder]
-    return [folder]
+    return [folder / name for name in names if (folder / name / "environment.json").is_file()] or [folder]
 
 
 def _named(folders: Sequence[Path], records: list[RunRecord]) -> list[LoggedRun]:
@@ -351,7 +345,6 @@ def _measured(record: RunRecord) -> dict[str, float | None]:
     best = as_finite(result.get("best_validation_loss"))
     bits = [value for _, value in record.curve("validation/bits_per_byte") if as_finite(value) is not None]
     found: dict[str, float | None] = {
-        "test_gap_closed": None,
         **{f"test_{name}": as_finite(record.test.get(name)) for name in EVALUATED},
         **{key: as_finite(last.get(f"validation/{name}")) for key, name in _LAST.items()},
         "best_validation_loss": min(losses, default=None) if best is None else best,
@@ -374,7 +367,7 @@ def _measured(record: RunRecord) -> dict[str, float | None]:
         "resumes": float(kinds.count("resume")),
         "warnings": float(sum(each.level == "warning" for each in record.events)),
     }
-    return {name: found[name] for name in MEASURES}
+    return {name: found.get(name) for name in MEASURES}  # the gap is closed among groups
 
 
 def grouped(found: Sequence[LoggedRun]) -> list[Group]:
@@ -388,9 +381,9 @@ def grouped(found: Sequence[LoggedRun]) -> list[Group]:
         name if name and names.count(name) == 1 else each[0].name
         for name, each in zip(names, groups.values(), strict=True)
     ]
-    found_groups = [Group(each, name) for name, each in zip(shared, groups.values(), strict=True)]
-    _close_gap(found_groups)
-    return found_groups
+    named = [Group(each, name) for name, each in zip(shared, groups.values(), strict=True)]
+    _close_gap(named)
+    return named
 
 
 def _shared(runs: Sequence[LoggedRun]) -> str:
@@ -486,23 +479,23 @@ def cell(groups: Sequence[Group], group: Group, name: str, digits: int = 4) -> t
     mean, measure = group.mean(name), MEASURES[name]
     if mean is None:
         return "-", "", False
-    shown = measure.shown(mean, digits)
+    show = partial(measure.shown, digits=digits)
+    shown = show(mean)
     if measure.tested and (own := group.deviation(name)) is not None:
-        shown += f" ± {measure.shown(own, digits)}"
+        shown += f" ± {show(own)}"
     if name == "kl" and (estimator := group.runs[0].estimator):
         shown += f"\nfrom {estimator}"
     off = difference(groups, group, name)
     if off is None or not measure.tested:
         return shown, "", False
-    half = "" if off.half is None else f" ± {measure.shown(off.half, digits)}"
-    return shown, f"{'+' if off.mean >= 0 else '-'}{measure.shown(abs(off.mean), digits)}{half}", bool(off.beyond)
+    half = "" if off.half is None else f" ± {show(off.half)}"
+    return shown, f"{'+' if off.mean >= 0 else '-'}{show(abs(off.mean))}{half}", bool(off.beyond)
 
 
 def teacher_cell(groups: Sequence[Group], name: str, digits: int) -> str:
     """A number of the teacher; empty where there is none, or where it is not the same beside each run."""
-    known = {"best_validation_loss": "teacher_validation_loss", "bits_per_byte": "teacher_bits_per_byte"}
-    own = known.get(name, name.replace("test_", "test_teacher_"))
-    values = (run.numbers.get(own) for each in groups for run in each.runs if own != name)
+    own = re.sub("(test_)?(best_)?", r"\1teacher_", name, count=1)
+    values = (run.numbers.get(own) for each in groups for run in each.runs)
     texts = {MEASURES[name].shown(value, digits) for value in values if value is not None}
     return texts.pop() if len(texts) == 1 else ""
 
@@ -518,7 +511,7 @@ def full_table(groups: Sequence[Group], names: Collection[str] = tuple(MEASURES)
         if any(group.mean(name) for group in groups):  # a count that is 0 everywhere tells nothing
             cells = [cell(groups, group, name, digits) for group in groups]
             row = (f"{own}\n{off}{' *' * far}" if off else own for own, off, far in cells)
-            rows.append((MEASURES[name].title, *row))
+            rows.append((MEASURES[name].label, *row))
     header = ("", *(f"{group.name}\n{group.seeds}" for group in groups))
     return Table(header, rows, left=header, kept=2)
 
@@ -547,7 +540,7 @@ def outcome(groups: Sequence[Group]) -> Iterator[str]:
                 verdict = "not distinguished from" if off.beyond is False else verdict
                 unknown = ", of too few seeds" if off.beyond is None else ""
                 parts.append(f"{each.name} is {verdict} {first.name} ({cell(groups, each, name)[1]}{unknown})")
-            yield f"by {MEASURES[name].title.replace(':', '')}: {', '.join(parts)}"
+            yield f"by {MEASURES[name].label.replace(':', '')}: {', '.join(parts)}"
             return
 
 
@@ -616,8 +609,8 @@ def evaluations(found: Iterable[Mapping[str, Any]]) -> Iterator[Part]:
     known = {name for each in last for name, value in each.items() if isinstance(value, str | int | float)} - {"step"}
     lines = []
     for name in (each for each in (*order, *sorted(known - {*order})) if each in known):
-        measure, cut = EVALUATED.get(name, Measure(name.replace("_", " "), text=number)), 12 if name == "cache" else 60
-        lines.append([measure.title])
+        measure, cut = EVALUATED.get(name, Measure(name.replace("_", " "), number)), 12 if name == "cache" else 60
+        lines.append([measure.label])
         for value in (each.get(name) for each in last):
             text = "-" if (finite := as_finite(value)) is None else measure.shown(finite)
             lines[-1].append(printable(value[:cut]) if isinstance(value, str) else text)

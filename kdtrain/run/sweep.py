@@ -16,6 +16,9 @@ A file names arms, each a set of options of `distill` over a common base, and th
     [arms.cross-entropy]
     alpha = 0
 
+    [arms.grid]               # an arm for each value of a list, of several lists for each combination
+    alpha = [0.5, 0.9]
+
     [test]                    # options of evaluate, for every student of the sweep
     cache = "text"
 
@@ -24,6 +27,7 @@ is stored but the words of these commands (`OUT/sweep.json`): what is done is re
 sweep is resumed by the same command, and a run that it makes is the one that its command makes by hand.
 """
 
+import itertools
 import json
 import os
 import shlex
@@ -176,8 +180,10 @@ def read_sweep(file: Path, out: Path) -> Sweep:
         raise UsageError(f"{file} has no arm; add [arms.NAME] with the options in which it differs from [common]")
     if "caches" in named["arms"]:
         raise UsageError(f"{file}: an arm cannot be called caches, which is the folder of the caches")
-    if (count := len(named["arms"]) * len(seeds)) > _MOST:
-        raise UsageError(f"{file}: {count:,} runs are more than the {_MOST:,} that a sweep takes")
+    grid = (each for name, options in named["arms"].items() for each in _grid(name, options))
+    named["arms"] = _named(file, "arms", dict(itertools.islice(grid, _MOST + 1)))
+    if len(named["arms"]) * len(seeds) > _MOST:
+        raise UsageError(f"{file}: more than the {_MOST:,} runs that a sweep takes")
 
     def job(name: str, where: str, command: str, options: Mapping[str, Any], **own: Any) -> SweepJob:
         options = dict(options)
@@ -222,6 +228,15 @@ def _named(file: Path, kind: str, tables: Mapping[str, Any]) -> dict[str, dict[s
         if not name or set(name) - _PLAIN or name.startswith((".", "-")):
             raise UsageError(f"{file}: [{kind}.{name}] names a folder; use letters, digits and - _ . + =")
     return {name: _flat(file, f"{kind}.{name}", table) for name, table in tables.items()}
+
+
+def _grid(arm: str, options: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The arms of an arm: one for each combination of the values of options that take one and have a list."""
+    single = {each.name for each in options_of(DistillConfig).values() if not isinstance(each.default, tuple)}
+    lists = {name: value for name, value in options.items() if name in single and isinstance(value, list) and value}
+    for values in itertools.product(*lists.values()):
+        chosen = dict(zip(lists, values, strict=True))
+        yield "-".join([arm, *(f"{name}={value}" for name, value in chosen.items())]), options | chosen
 
 
 def _flat(file: Path, where: str, table: Mapping[str, Any]) -> dict[str, Any]:
