@@ -33,7 +33,7 @@ def main(config: CompareConfig) -> int:
     """
     for name in config.columns:
         if name not in MEASURES:
-            raise UsageError(f"--columns: there is no '{name}'; known are {', '.join(MEASURES)}")
+            raise UsageError(f"--columns {name} is none of {', '.join(MEASURES)}")
     groups = grouped(read_runs(config.runs))
     if config.json or config.format == "text":
         compare(groups, config.json, config.columns or tuple(MEASURES), config.digits, config.transpose)
@@ -66,7 +66,7 @@ def _numbers_of(group: Group, groups: list[Group], name: str) -> dict[str, Any]:
     low, high = (None, None) if off is None or off.half is None else (off.mean - off.half, off.mean + off.half)
     return {
         "mean": group.mean(name),
-        "deviation": group.deviation(name) if MEASURES[name].tested else None,
+        "deviation": group.deviation(name) if MEASURES[name].best else None,
         "seeds": len(group.values(name)),
         "difference": off and off.mean,
         "low": low,
@@ -95,7 +95,7 @@ def csv_rows(groups: list[Group], names: Collection[str] = ()) -> Iterator[list[
     """
     options = differing(groups)
     shown = names or [name for name in MEASURES if any(group.values(name) for group in groups)]
-    parts = {name: [*(_numbers_of(groups[0], groups, name))] if MEASURES[name].tested else ["mean"] for name in shown}
+    parts = {name: [*(_numbers_of(groups[0], groups, name))] if MEASURES[name].best else ["mean"] for name in shown}
     yield ["name", *options, "kl_estimator", *(f"{name}_{part}" for name, each in parts.items() for part in each)]
     for group in groups:
         numbers = {name: _numbers_of(group, groups, name) for name in shown}
@@ -112,7 +112,8 @@ def paper_table(groups: list[Group], names: Collection[str], digits: int) -> Tab
 
     Without `names` the numbers by which students are judged, of the test alone if there are any of it.
     """
-    known = [name for name, each in MEASURES.items() if each.best and any(group.values(name) for group in groups)]
+    judged = [name for name, each in MEASURES.items() if each.best and not each.label.startswith("last ")]
+    known = [name for name in judged if any(group.values(name) for group in groups)]
     names = names or [name for name in known if name.startswith("test_")] or known
     lines = [["", *(group.name for group in groups), "teacher"]]
     for name in names:

@@ -345,10 +345,7 @@ class CompareConfig(Printed):
         yield not self.runs, "no run to compare; give the folders of runs, such as runs/*"
         yield self.json and self.format != "text", f"--json and --format {self.format} exclude each other; give one"
         shaped = self.transpose or self.digits != 4
-        yield (
-            shaped and (self.json or self.format == "csv"),
-            "--digits and --transpose are for tables, not --json or csv",
-        )
+        yield shaped and (self.json or self.format == "csv"), "--digits and --transpose are for tables; leave them out"
         yield self.caption and self.format != "latex", "--caption is for --format latex; leave it out"
 
 

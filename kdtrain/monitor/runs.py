@@ -43,12 +43,10 @@ class Measure:
     """With its unit at the end."""
     text: Callable[[float], str] | None = None
     """None: with digits, a share in %."""
-    tested: bool = True
-    """Whether differences are held against the spread of seeds."""
     by_token: bool = False
     """Whether it is of tokens, so that those of two tokenizers do not compare."""
     best: Callable[[Iterable[float]], float] | None = None
-    """`min` or `max`: of which the best is marked."""
+    """`min` or `max`: differences are held against the spread of seeds, and the best is marked."""
 
     @property
     def head(self) -> str:
@@ -67,49 +65,49 @@ class Measure:
 EVALUATED = {
     "loss": Measure("loss, nats", by_token=True, best=min),
     "bits_per_byte": Measure("bits per byte", best=min),
-    "teacher_loss": Measure("the teacher's loss, nats", tested=False, by_token=True),
-    "teacher_bits_per_byte": Measure("the teacher's bits per byte", tested=False),
+    "teacher_loss": Measure("the teacher's loss, nats", by_token=True),
+    "teacher_bits_per_byte": Measure("the teacher's bits per byte"),
     "kl": Measure("KL to the teacher, nats", by_token=True, best=min),
-    "kl_error": Measure("standard error of that KL, at most, nats", tested=False),
+    "kl_error": Measure("standard error of that KL, at most, nats"),
     "agreement": Measure("agreement with the teacher, %", by_token=True, best=max),
     "acceptance": Measure("acceptance by the teacher, %", by_token=True, best=max),
     "accuracy": Measure("accuracy, %", by_token=True, best=max),
     "ece": Measure("ECE (15 bins), %", best=min),
     "last_word": Measure("last word right, %", best=max),
-    "teacher_last_word": Measure("the teacher's last word right, %", tested=False),
-    "compared": Measure("tokens compared with the teacher's, %", tested=False),
-    "entropy_kept": Measure("entropy that the cells keep, %", tested=False),
+    "teacher_last_word": Measure("the teacher's last word right, %"),
+    "compared": Measure("tokens compared with the teacher's, %"),
+    "entropy_kept": Measure("entropy that the cells keep, %"),
 }
 """What `evaluate` measures, by its names."""
 
 
-def _of(split: str, name: str, best: Callable[[Iterable[float]], float] | None = None) -> Measure:
-    """A number of `EVALUATED` of a validation; of the last one unless it is that by which students are judged."""
-    return replace(EVALUATED[name], label=f"{split}: {EVALUATED[name].label}", best=best)
+def _of(split: str, name: str) -> Measure:
+    """A number of `EVALUATED` of a validation or test."""
+    return replace(EVALUATED[name], label=f"{split}: {EVALUATED[name].label}")
 
 
 _LAST = {"last_validation_loss": "loss", "teacher_validation_loss": "teacher_loss"} | {
     name: name for name in ("teacher_bits_per_byte", "kl", "compared", "accuracy", "ece")
 }
 MEASURES = {
-    "best_validation_loss": _of("best validation", "loss", min),
-    "bits_per_byte": _of("best validation", "bits_per_byte", min),
+    "best_validation_loss": _of("best validation", "loss"),
+    "bits_per_byte": _of("best validation", "bits_per_byte"),
     **{key: _of("last validation", name) for key, name in _LAST.items()},
     "entropy_kept": EVALUATED["entropy_kept"],
-    **{f"test_{name}": _of("test", name, EVALUATED[name].best) for name in EVALUATED},
+    **{f"test_{name}": _of("test", name) for name in EVALUATED},
     "test_gap_closed": Measure("test: gap to the teacher closed, %", best=max),
-    "last_training_loss": Measure("training loss (average), last, nats", tested=False, by_token=True),
-    "temperature": Measure("temperature T, last", tested=False),
-    "alpha_mean": Measure("alpha, mean", tested=False),
-    "alpha_last": Measure("alpha, last", tested=False),
-    "parameters": Measure("parameters", short, tested=False),
-    "tokens": Measure("tokens", short, tested=False),
-    "seconds": Measure("time of its steps", duration, tested=False),
-    "tokens_per_second": Measure("tokens/s (median)", short, tested=False),
-    "peak_memory_mb": Measure("peak memory", size, tested=False),
-    "quantized_share": Measure("steps quantised, %", tested=False),
+    "last_training_loss": Measure("training loss (average), last, nats", by_token=True),
+    "temperature": Measure("temperature T, last"),
+    "alpha_mean": Measure("alpha, mean"),
+    "alpha_last": Measure("alpha, last"),
+    "parameters": Measure("parameters", short),
+    "tokens": Measure("tokens", short),
+    "seconds": Measure("time of its steps", duration),
+    "tokens_per_second": Measure("tokens/s (median)", short),
+    "peak_memory_mb": Measure("peak memory", size),
+    "quantized_share": Measure("steps quantised, %"),
     **{
-        name: Measure(name.replace("_", " "), short, tested=False)
+        name: Measure(name.replace("_", " "), short)
         for name in ("rollbacks", "skipped_steps", "switches", "resumes", "warnings")
     },
 }
@@ -437,7 +435,7 @@ def difference(groups: Sequence[Group], group: Group, name: str, first: Group | 
         return None
     if _apart([group, first], name):
         return None
-    if len(both := own.keys() & other.keys()) < 2 or not MEASURES[name].tested:
+    if len(both := own.keys() & other.keys()) < 2 or not MEASURES[name].best:
         return Difference(statistics.fmean(own.values()) - statistics.fmean(other.values()), None)
     pairs = [own[seed] - other[seed] for seed in sorted(both)]
     quantile = t_quantile(0.05 / max(len(groups) - 1, 1), len(pairs) - 1)
@@ -481,12 +479,12 @@ def cell(groups: Sequence[Group], group: Group, name: str, digits: int = 4) -> t
         return "-", "", False
     show = partial(measure.shown, digits=digits)
     shown = show(mean)
-    if measure.tested and (own := group.deviation(name)) is not None:
+    if measure.best and (own := group.deviation(name)) is not None:
         shown += f" ± {show(own)}"
     if name == "kl" and (estimator := group.runs[0].estimator):
         shown += f"\nfrom {estimator}"
     off = difference(groups, group, name)
-    if off is None or not measure.tested:
+    if off is None or not measure.best:
         return shown, "", False
     half = "" if off.half is None else f" ± {show(off.half)}"
     return shown, f"{'+' if off.mean >= 0 else '-'}{show(abs(off.mean))}{half}", bool(off.beyond)
