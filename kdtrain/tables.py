@@ -132,7 +132,7 @@ def latex(table: Table, notes: Iterable[str], caption: str | None, label: str | 
     if caption:
         yield rf"\begin{{table}}\centering\caption{{{caption}}}" + (rf"\label{{{label}}}" if label else "")
     kinds = ("l" if name in table.left or not place else "r" for place, name in enumerate(table.header))
-    yield rf"{{\small\noindent\begin{{tabular}}{{@{{}}{''.join(kinds)}@{{}}}}"
+    yield rf"{{\footnotesize\noindent\begin{{tabular}}{{@{{}}{''.join(kinds)}@{{}}}}"
     yield r"\toprule"
     folded = (textwrap.wrap(each, 14) for each in table.header)  # a mean with its deviation is as wide
     heads = [*itertools.zip_longest(*folded, fillvalue="")]
@@ -143,7 +143,7 @@ def latex(table: Table, notes: Iterable[str], caption: str | None, label: str | 
         bold = (rf"\textbf{{{each}}}" if (place, at) in table.bold else each for at, each in enumerate(cells))
         yield " & ".join(bold) + r" \\"
     yield r"\bottomrule"
-    yield r"\end{tabular}\par}{\footnotesize\raggedright\smallskip"
+    yield r"\end{tabular}\par\raggedright\smallskip"
     yield from (rf"{latex_text(each)}\par" for each in notes)
     yield "}"
     if caption:
