@@ -180,10 +180,13 @@ def read_sweep(file: Path, out: Path) -> Sweep:
         raise UsageError(f"{file} has no arm; add [arms.NAME] with the options in which it differs from [common]")
     if "caches" in named["arms"]:
         raise UsageError(f"{file}: an arm cannot be called caches, which is the folder of the caches")
-    grid = (each for name, options in named["arms"].items() for each in _grid(name, options))
-    named["arms"] = _named(file, "arms", dict(itertools.islice(grid, _MOST + 1)))
-    if len(named["arms"]) * len(seeds) > _MOST:
+    every = (each for name, options in named["arms"].items() for each in _grid(name, options))
+    grid = [*itertools.islice(every, _MOST + 1)]
+    if len(grid) * len(seeds) > _MOST:
         raise UsageError(f"{file}: more than the {_MOST:,} runs that a sweep takes")
+    named["arms"] = _named(file, "arms", dict(grid))
+    if len(named["arms"]) < len(grid):
+        raise UsageError(f"{file}: an arm stands twice")
 
     def job(name: str, where: str, command: str, options: Mapping[str, Any], **own: Any) -> SweepJob:
         options = dict(options)

@@ -81,7 +81,9 @@ def test_a_table_for_a_paper_has_a_row_an_arm_escaped_and_the_best_in_bold_where
 ):
     _, out, _ = workbench.call("compare", *arms, "--format", "latex")
     lines = out.splitlines()
-    assert lines[:2] == [r"{\footnotesize\noindent\begin{tabular}{@{}lrrr@{}}", r"\toprule"] and "%" not in {*out} - {*r"\%"}
+    assert lines[:2] == [r"{\footnotesize\noindent\begin{tabular}{@{}lrrr@{}}", r"\toprule"] and "%" not in {*out} - {
+        *r"\%"
+    }
     rows = [line for line in lines if line.endswith(r"\\")]
     assert {line.count(" & ") for line in rows} == {3} and out.count("{") == out.count("}")
     heads = [" ".join(cell).split() for cell in zip(*(row.rstrip("\\").split(" & ") for row in rows[:-3]), strict=True)]
@@ -158,7 +160,7 @@ def test_a_paper_has_the_columns_digits_and_way_round_that_are_asked_for(workben
     assert "| loss, nats ↓ | 5.050 ± 0.071 | **4.050 ± 0.071** | 4.550 ± 0.071 | 1.667 |" in out.splitlines()
     _, out, _ = workbench.call("compare", sweep, "--columns", "parameters,alpha_mean,test_loss", "--digits", "2")
     assert (
-        re.search("\nparameters +1.05M", out) and re.search(r"test: loss, nats +5.05 ± 0.07 ", out) and "KL" not in out
+        re.search("\nparameters +1.05 M", out) and re.search(r"test: loss, nats +5.05 ± 0.07 ", out) and "KL" not in out
     )
     _, out, _ = workbench.call("compare", sweep, "--columns", "test_loss", "--transpose")
     assert re.search(r"\nb +.* 4.0500 ± 0.0707\n", out)
