@@ -1,14 +1,15 @@
 """`kdtrain compare`: runs side by side, marking differences beyond the spread over seeds."""
 
 import csv
+import re
 import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from kdtrain.config import CompareConfig
 from kdtrain.errors import UsageError, printable
+from kdtrain.monitor.measures import MEASURES
 from kdtrain.monitor.runs import (
-    MEASURES,
     Group,
     best_of,
     caution,
@@ -20,7 +21,6 @@ from kdtrain.monitor.runs import (
     notes,
     outcome,
     read_runs,
-    teacher_cell,
 )
 from kdtrain.tables import Table, latex, markdown, show
 
@@ -105,6 +105,14 @@ def csv_rows(groups: list[Group], names: Collection[str] = ()) -> Iterator[list[
         found = (numbers[name][part] for name, each in parts.items() for part in each)
         row = [group.name, *first, run.estimator, *found]
         yield [f"'{each}" if isinstance(each, str) and each.startswith(("=", "+", "-", "@")) else each for each in row]
+
+
+def teacher_cell(groups: list[Group], name: str, digits: int) -> str:
+    """A number of the teacher; empty where there is none, or where it is not the same beside each run."""
+    own = re.sub("(test_)?(best_)?", r"\1teacher_", name, count=1)
+    values = (run.numbers.get(own) for each in groups for run in each.runs)
+    texts = {MEASURES[name].shown(value, digits) for value in values if value is not None}
+    return texts.pop() if len(texts) == 1 else ""
 
 
 def paper_table(groups: list[Group], names: Collection[str], digits: int) -> Table:

@@ -346,7 +346,7 @@ class CompareConfig(Printed):
         yield self.json and self.format != "text", f"--json and --format {self.format} exclude each other; give one"
         shaped = self.transpose or self.digits != 4
         yield shaped and (self.json or self.format == "csv"), "--digits and --transpose are for tables; leave them out"
-        yield self.caption and self.format != "latex", "--caption is for --format latex; leave it out"
+        yield self.caption and self.format != "latex", "--caption is for --format latex"
 
 
 @dataclass(frozen=True, kw_only=True)

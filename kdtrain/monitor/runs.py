@@ -10,12 +10,11 @@ import glob
 import json
 import math
 import os
-import re
 import statistics
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,9 @@ from kdtrain.config import DistillConfig, written
 from kdtrain.config.values import fields_of, flag
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import read_sealed
+from kdtrain.monitor.measures import EVALUATED, LAST, MEASURES, Measure
 from kdtrain.monitor.record import SWEEP, Event, RunRecord, arm_of, as_finite, as_table
-from kdtrain.tables import Part, Table, duration, loss_text, number, short, size
+from kdtrain.tables import Part, Table, number, short
 
 NOT_COMPARED = {"out", "seed", "json", "yes", "resume", "overwrite", "config", "dry_run", "write_config", "sanity"}
 """Options in which runs of a group may differ: where a run lies, and how it was started."""
@@ -33,85 +33,6 @@ MARKS = {"rollback": "v", "recovery": "^", "switch": "D", "resume": ">", "skip":
 """The interventions that a curve shows, each with its marker."""
 MOST_RUNS = 64
 """Most runs of one comparison."""
-
-
-@dataclass(frozen=True)
-class Measure:
-    """How a number of a run is shown."""
-
-    label: str
-    """With its unit at the end."""
-    text: Callable[[float], str] | None = None
-    """None: with digits, a share in %."""
-    by_token: bool = False
-    """Whether it is of tokens, so that those of two tokenizers do not compare."""
-    best: Callable[[Iterable[float]], float] | None = None
-    """`min` or `max`: differences are held against the spread of seeds, and the best is marked."""
-
-    @property
-    def head(self) -> str:
-        """Its name at the head of a paper's column: with its split but for test, its unit and the better way."""
-        arrow = {min: " ↓", max: " ↑"}.get(self.best, "")  # type: ignore[arg-type]
-        return self.label.removeprefix("test: ").replace(":", "") + arrow
-
-    def shown(self, value: float, digits: int = 4) -> str:
-        """A value without its unit; `digits` are those of a loss behind the point, a percentage has two fewer."""
-        if self.text is not None:
-            return self.text(value)
-        share = self.label.endswith("%")
-        return loss_text(100 * value, max(digits - 2, 0)) if share else loss_text(value, digits)
-
-
-EVALUATED = {
-    "loss": Measure("loss, nats", by_token=True, best=min),
-    "bits_per_byte": Measure("bits per byte", best=min),
-    "teacher_loss": Measure("the teacher's loss, nats", by_token=True),
-    "teacher_bits_per_byte": Measure("the teacher's bits per byte"),
-    "kl": Measure("KL to the teacher, nats", by_token=True, best=min),
-    "kl_error": Measure("standard error of that KL, at most, nats"),
-    "agreement": Measure("agreement with the teacher, %", by_token=True, best=max),
-    "acceptance": Measure("acceptance by the teacher, %", by_token=True, best=max),
-    "accuracy": Measure("accuracy, %", by_token=True, best=max),
-    "ece": Measure("ECE (15 bins), %", best=min),
-    "last_word": Measure("last word right, %", best=max),
-    "teacher_last_word": Measure("the teacher's last word right, %"),
-    "compared": Measure("tokens compared with the teacher's, %"),
-    "entropy_kept": Measure("entropy that the cells keep, %"),
-}
-"""What `evaluate` measures, by its names."""
-
-
-def _of(split: str, name: str) -> Measure:
-    """A number of `EVALUATED` of a validation or test."""
-    return replace(EVALUATED[name], label=f"{split}: {EVALUATED[name].label}")
-
-
-_LAST = {"last_validation_loss": "loss", "teacher_validation_loss": "teacher_loss"} | {
-    name: name for name in ("teacher_bits_per_byte", "kl", "compared", "accuracy", "ece")
-}
-MEASURES = {
-    "best_validation_loss": _of("best validation", "loss"),
-    "bits_per_byte": _of("best validation", "bits_per_byte"),
-    **{key: _of("last validation", name) for key, name in _LAST.items()},
-    "entropy_kept": EVALUATED["entropy_kept"],
-    **{f"test_{name}": _of("test", name) for name in EVALUATED},
-    "test_gap_closed": Measure("test: gap to the teacher closed, %", best=max),
-    "last_training_loss": Measure("training loss (average), last, nats", by_token=True),
-    "temperature": Measure("temperature T, last"),
-    "alpha_mean": Measure("alpha, mean"),
-    "alpha_last": Measure("alpha, last"),
-    "parameters": Measure("parameters", short),
-    "tokens": Measure("tokens", short),
-    "seconds": Measure("time of its steps", duration),
-    "tokens_per_second": Measure("tokens/s (median)", short),
-    "peak_memory_mb": Measure("peak memory", size),
-    "quantized_share": Measure("steps quantised, %"),
-    **{
-        name: Measure(name.replace("_", " "), short)
-        for name in ("rollbacks", "skipped_steps", "switches", "resumes", "warnings")
-    },
-}
-"""The numbers of a run, in the order of a table."""
 
 
 @dataclass(frozen=True)
@@ -344,7 +265,7 @@ def _measured(record: RunRecord) -> dict[str, float | None]:
     bits = [value for _, value in record.curve("validation/bits_per_byte") if as_finite(value) is not None]
     found: dict[str, float | None] = {
         **{f"test_{name}": as_finite(record.test.get(name)) for name in EVALUATED},
-        **{key: as_finite(last.get(f"validation/{name}")) for key, name in _LAST.items()},
+        **{key: as_finite(last.get(f"validation/{name}")) for key, name in LAST.items()},
         "best_validation_loss": min(losses, default=None) if best is None else best,
         "last_validation_loss": losses[-1] if losses else as_finite(result.get("last_validation_loss")),
         "bits_per_byte": min(bits, default=as_finite(result.get("best_bits_per_byte"))),
@@ -365,11 +286,15 @@ def _measured(record: RunRecord) -> dict[str, float | None]:
         "resumes": float(kinds.count("resume")),
         "warnings": float(sum(each.level == "warning" for each in record.events)),
     }
-    return {name: found.get(name) for name in MEASURES}  # the gap is closed among groups
+    return {name: found.get(name) for name in MEASURES}  # the gap that is closed is known among groups
 
 
 def grouped(found: Sequence[LoggedRun]) -> list[Group]:
-    """Gather runs that differ in the seed alone, in the order of their first runs."""
+    """Gather runs that differ in the seed alone, in the order of their first runs.
+
+    Each run is given the share that it closes of the gap in test loss from the first group's run of its seed to the
+    teacher; none where texts or tokenizers differ, or there is no gap.
+    """
     groups: dict[str, list[LoggedRun]] = {}
     for run in found:
         key = json.dumps([run.identity(name) for name in sorted(run.options) if name not in NOT_COMPARED])
@@ -380,7 +305,12 @@ def grouped(found: Sequence[LoggedRun]) -> list[Group]:
         for name, each in zip(names, groups.values(), strict=True)
     ]
     named = [Group(each, name) for name, each in zip(shared, groups.values(), strict=True)]
-    _close_gap(named)
+    begin = named[0].by_seed("test_loss") if named else {}
+    for run in (run for each in named if not _apart([named[0], each], "test_loss") for run in each.runs):
+        own, teacher = run.numbers["test_loss"], run.numbers["test_teacher_loss"]
+        first = begin.get(str(run.seed), -math.inf)
+        if own is not None and teacher is not None and teacher < first:
+            run.numbers["test_gap_closed"] = (first - own) / (first - teacher)
     return named
 
 
@@ -390,17 +320,6 @@ def _shared(runs: Sequence[LoggedRun]) -> str:
     if arm and not others:
         return arm[-1]
     return os.path.commonpath([run.name for run in runs]) if len(runs) > 1 else ""
-
-
-def _close_gap(groups: Sequence[Group]) -> None:
-    """Add to each run which share of the gap in test loss it closes, from the first group's run of its seed to the
-    teacher; to none where texts or tokenizers differ, or there is no gap."""
-    begin = groups[0].by_seed("test_loss") if groups else {}
-    for run in (run for each in groups if not _apart([groups[0], each], "test_loss") for run in each.runs):
-        own, teacher = run.numbers["test_loss"], run.numbers["test_teacher_loss"]
-        first = begin.get(str(run.seed), -math.inf)
-        if own is not None and teacher is not None and teacher < first:
-            run.numbers["test_gap_closed"] = (first - own) / (first - teacher)
 
 
 def differing(groups: Sequence[Group]) -> list[str]:
@@ -488,14 +407,6 @@ def cell(groups: Sequence[Group], group: Group, name: str, digits: int = 4) -> t
         return shown, "", False
     half = "" if off.half is None else f" ± {show(off.half)}"
     return shown, f"{'+' if off.mean >= 0 else '-'}{show(abs(off.mean))}{half}", bool(off.beyond)
-
-
-def teacher_cell(groups: Sequence[Group], name: str, digits: int) -> str:
-    """A number of the teacher; empty where there is none, or where it is not the same beside each run."""
-    own = re.sub("(test_)?(best_)?", r"\1teacher_", name, count=1)
-    values = (run.numbers.get(own) for each in groups for run in each.runs)
-    texts = {MEASURES[name].shown(value, digits) for value in values if value is not None}
-    return texts.pop() if len(texts) == 1 else ""
 
 
 def full_table(groups: Sequence[Group], names: Collection[str] = tuple(MEASURES), digits: int = 4) -> Table:
