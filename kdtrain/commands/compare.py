@@ -107,18 +107,11 @@ def csv_rows(groups: list[Group], names: Collection[str] = ()) -> Iterator[list[
         yield [f"'{each}" if isinstance(each, str) and each.startswith(("=", "+", "-", "@")) else each for each in row]
 
 
-def teacher_cell(groups: list[Group], name: str, digits: int) -> str:
-    """A number of the teacher; empty where there is none, or where it is not the same beside each run."""
-    own = re.sub("(test_)?(best_)?", r"\1teacher_", name, count=1)
-    values = (run.numbers.get(own) for each in groups for run in each.runs)
-    texts = {MEASURES[name].shown(value, digits) for value in values if value is not None}
-    return texts.pop() if len(texts) == 1 else ""
-
-
 def paper_table(groups: list[Group], names: Collection[str], digits: int) -> Table:
     """A row a number, a column a group and one of the teacher; the best is bold where seeds do not explain it.
 
-    Without `names` the numbers by which students are judged, of the test alone if there are any of it.
+    The teacher has a number where it is the same beside each run. Without `names` the numbers are those by which
+    students are judged, of the test alone if there are any of it.
     """
     judged = [name for name, each in MEASURES.items() if each.best and not each.label.startswith("last ")]
     known = [name for name in judged if any(group.values(name) for group in groups)]
@@ -126,7 +119,10 @@ def paper_table(groups: list[Group], names: Collection[str], digits: int) -> Tab
     lines = [["", *(group.name for group in groups), "teacher"]]
     for name in names:
         cells = (cell(groups, group, name, digits)[0].partition("\n")[0] for group in groups)
-        lines.append([MEASURES[name].head, *cells, teacher_cell(groups, name, digits)])
+        own = re.sub("(test_)?(best_)?", r"\1teacher_", name, count=1)
+        teachers = (run.numbers.get(own) for each in groups for run in each.runs)
+        texts = {MEASURES[name].shown(value, digits) for value in teachers if value is not None}
+        lines.append([MEASURES[name].head, *cells, texts.pop() if len(texts) == 1 else ""])
     best = {(row, groups.index(each) + 1) for row, name in enumerate(names) if (each := best_of(groups, name))}
     header, *rows = lines if any(line[-1] for line in lines[1:]) else [line[:-1] for line in lines]
     return Table(header, rows, left=("",), bold=best)

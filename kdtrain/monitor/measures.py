@@ -60,7 +60,6 @@ def _of(split: str, name: str) -> Measure:
 LAST = {"last_validation_loss": "loss", "teacher_validation_loss": "teacher_loss"} | {
     name: name for name in ("teacher_bits_per_byte", "kl", "compared", "accuracy", "ece")
 }
-"""Those of a run's last validation."""
 MEASURES = {
     "best_validation_loss": _of("best validation", "loss"),
     "bits_per_byte": _of("best validation", "bits_per_byte"),
