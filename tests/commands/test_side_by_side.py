@@ -226,12 +226,17 @@ def test_a_name_is_neither_an_argument_in_latex_nor_a_formula_in_a_spreadsheet(w
 
 
 def test_no_column_of_numbers_in_csv_has_another_sign_for_none(workbench, tmp_path):
-    runs = [write_run(tmp_path / f"{steps}", 2.0, steps=steps, patience=steps) for steps in (4, 123_456)]
-    runs.append(write_run(tmp_path / "none", 2.0))
+    epochs = {"epochs": 123_456}
+    runs = [write_run(tmp_path / f"{alpha}", 2.0, alpha=alpha, **epochs) for alpha in (0.123456, 1e-5)]
+    runs.append(write_run(tmp_path / "none", 2.0, alpha=0))
+    _, out, _ = workbench.call("compare", *runs, "--format", "csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert [(row["epochs"], row["alpha"]) for row in rows] == [("123456", "0.123456"), ("123456", "1e-05"), ("", "0")]
     _, out, _ = workbench.call("compare", *runs, "--format", "csv", "--columns", "test_loss,tokens")
     header, *rows = csv.reader(io.StringIO(out))
-    assert header[:2] == ["name", "steps"] and header[-2:] == ["test_loss_beyond_seeds", "tokens_mean"]
-    assert [row[1] for row in rows] == ["4", "123456", "40"] and not {"-"} & {cell for row in rows for cell in row}
+    assert header[-2:] == ["test_loss_beyond_seeds", "tokens_mean"] and not {"-"} & {
+        each for row in rows for each in row
+    }
 
 
 def test_copies_of_one_seed_are_one_seed_below_a_paper(workbench, tmp_path):
@@ -368,7 +373,7 @@ def test_a_quantised_stretch_is_drawn_at_its_own_steps_where_others_are_missing(
         (("compare", "{run}", "--digits", "3", "--json"), "--digits and --transpose are for tables"),
         (("compare", "{run}", "--transpose", "--format", "csv"), "--digits and --transpose are for tables"),
         (("compare", "{run}", "--caption", "c"), "--caption is for --format latex"),
-        (("compare", "{run}", "--format", "latex", "--label", "l"), "--label"),
+        (("compare", "{run}", "--format", "latex", "--label", "l"), "--label has no effect without --caption"),
         (("plot", "{run}", "--out", "f.gif"), "ends in none of .png, .svg and .pdf"),
         (("plot", "{run}", "--out", "f.png", "--y", "validation/los"), "perhaps you meant 'validation/loss'"),
         (("plot", "{run}", "--out", "none/f.png"), "the folder none does not exist"),
