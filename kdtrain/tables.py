@@ -134,7 +134,7 @@ def latex(table: Table, notes: Iterable[str], caption: str | None, label: str | 
     kinds = ("l" if name in table.left or not place else "r" for place, name in enumerate(table.header))
     yield rf"{{\footnotesize\noindent\begin{{tabular}}{{@{{}}{''.join(kinds)}@{{}}}}"
     yield r"\toprule"
-    folded = (textwrap.wrap(each, 14) for each in table.header)  # a mean with its deviation is as wide
+    folded = (textwrap.wrap(each, 16) for each in table.header)  # a mean with its deviation is as wide
     heads = [*itertools.zip_longest(*folded, fillvalue="")]
     for place, row in enumerate([*heads, *table.rows], start=-len(heads)):
         if place == 0:
