@@ -5,9 +5,11 @@ and a report's template makes HTML of it. Facts are tables of two columns, label
 come from strangers: each renderer escapes them.
 """
 
+import itertools
 import json
 import math
 import re
+import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,11 @@ class Table:
     """Rows and columns of cells that stand out."""
     kept: int = 1
     """Columns that are repeated where the table is too wide for a terminal, and is shown in parts."""
+
+    def transposed(self) -> "Table":
+        """Return the table with its rows as columns."""
+        header, *rows = zip(self.header, *self.rows, strict=True)
+        return Table(header, rows, header[:1], {(at - 1, row + 1) for row, at in self.bold})
 
 
 _FOLDED = 20
@@ -104,7 +111,7 @@ def drawn(table: Table, width: int) -> Iterator[RichTable]:
 
 def markdown(table: Table) -> Iterator[str]:
     """The lines of a table in Markdown."""
-    yield "|" + "|".join(f" {name} " if name else " " for name in table.header) + "|"
+    yield "|" + "|".join(f" {markdown_text(name)} " if name else " " for name in table.header) + "|"
     yield "|---" * len(table.header) + "|"
     for place, row in enumerate(table.rows):
         cells = (markdown_text(each) for each in row)
@@ -117,19 +124,30 @@ def markdown_text(value: Any) -> str:
     return re.sub(r"([\\|<>`\[\]])", r"\\\1", text)
 
 
-def latex(table: Table) -> Iterator[str]:
-    """The lines of a table in LaTeX, with the rules of its package booktabs."""
+def latex(table: Table, notes: Iterable[str], caption: str | None, label: str | None) -> Iterator[str]:
+    """The lines of a table in LaTeX, with the rules of its package booktabs, and of the notes below it.
+
+    With a caption, which is LaTeX, it floats.
+    """
+    if caption:
+        yield rf"\begin{{table}}\centering\caption{{{caption}}}" + (rf"\label{{{label}}}" if label else "")
     kinds = ("l" if name in table.left or not place else "r" for place, name in enumerate(table.header))
-    yield rf"\begin{{tabular}}{{{''.join(kinds)}}}"
+    yield rf"{{\footnotesize\noindent\begin{{tabular}}{{@{{}}{''.join(kinds)}@{{}}}}"
     yield r"\toprule"
-    for place, row in enumerate([table.header, *table.rows], start=-1):
+    folded = (textwrap.wrap(each, 16) for each in table.header)  # a mean with its deviation is as wide
+    heads = [*itertools.zip_longest(*folded, fillvalue="")]
+    for place, row in enumerate([*heads, *table.rows], start=-len(heads)):
+        if place == 0:
+            yield r"\midrule"
         cells = (latex_text(each) for each in row)
         bold = (rf"\textbf{{{each}}}" if (place, at) in table.bold else each for at, each in enumerate(cells))
         yield " & ".join(bold) + r" \\"
-        if place < 0:
-            yield r"\midrule"
     yield r"\bottomrule"
-    yield r"\end{tabular}"
+    yield r"\end{tabular}\par\raggedright\smallskip"
+    yield from (rf"{latex_text(each)}\par" for each in notes)
+    yield "}"
+    if caption:
+        yield r"\end{table}"
 
 
 _LATEX = {each: rf"\{each}" for each in "&%$#_{}"} | {
@@ -141,6 +159,11 @@ _LATEX = {each: rf"\{each}" for each in "&%$#_{}"} | {
     "|": r"\textbar{}",
     '"': r"\textquotedbl{}",
     "±": r"$\pm$",
+    "↓": r"$\downarrow$",
+    "↑": r"$\uparrow$",
+    "[": "{[}",  # an argument of the \\ before
+    "*": "{*}",
+    "/": r"/\allowbreak{}",
     "α": r"$\alpha$",
     "β": r"$\beta$",
 }

@@ -25,7 +25,7 @@ QUICK = SETTINGS | {"seq_len": 128, "sequences": 800, "validation": 64, "test": 
 QUICK["more"] = "compile = false\n"
 """Under two minutes on two cores; so few steps do not repay a compilation."""
 SHOWN = (
-    *("best_validation_loss", "kl", "teacher_validation_loss", "test_loss", "test_teacher_loss", "test_kl"),
+    *("best_validation_loss", "teacher_validation_loss", "kl", "test_loss", "test_teacher_loss", "test_kl"),
     *("test_agreement", "test_acceptance", "test_accuracy", "test_ece", "tokens", "tokens_per_second"),
 )
 """The numbers of its table."""

@@ -39,10 +39,7 @@ def main(config: SweepConfig) -> int:
     if groups is not None:
         compare(groups, config.json)
         if not config.json:
-            names = [*dict.fromkeys(job.arm for job in sweep.runs)]  # in the order of the file, not of the shell's *
-            chosen = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
-            runs = f"{out}/{chosen}/seed-*"
-            print(f"Next: kdtrain compare {runs} --format latex; kdtrain report {runs} --out {out}/report.html")
+            print(f"Next: kdtrain compare {out} --format latex; kdtrain report {out} --out {out}/report.html")
     sweep.refuse_missing()
     return 0
 

@@ -329,13 +329,26 @@ class CompareConfig(Printed):
     """Show runs side by side: options that differ, losses, calibration and cost, held against the seeds' spread."""
 
     runs: tuple[Path, ...] = option((), positional=True, reads="path")
-    """Folders of runs; the others are compared with the first."""
+    """Folders of runs, or of sweeps; the others are compared with the first."""
     format: Literal["text", "markdown", "latex", "csv"] = "text"
     """text: everything; markdown, latex (with booktabs): a paper's table; csv: all numbers with their intervals."""
+    columns: tuple[str, ...] = option((), several=",", shown="NAME,NAME")
+    """Numbers to show, such as test_loss,test_kl; a wrong name lists them."""
+    digits: int = option(4, least=0, most=12)
+    """Digits of losses behind the point; percentages have two fewer."""
+    transpose: bool = False
+    """Swap rows and columns."""
+    caption: str | None = option(None, text=True)
+    """Caption, in LaTeX, of a table that floats."""
+    label: str | None = option(None, needs="caption")
+    """What \\ref calls it."""
 
     def conflicts(self) -> Conflicts:
         yield not self.runs, "no run to compare; give the folders of runs, such as runs/*"
         yield self.json and self.format != "text", f"--json and --format {self.format} exclude each other; give one"
+        shaped = self.transpose or self.digits != 4
+        yield shaped and (self.json or self.format == "csv"), "--digits and --transpose are for tables; leave them out"
+        yield self.caption and self.format != "latex", "--caption is for --format latex"
 
 
 @dataclass(frozen=True, kw_only=True)

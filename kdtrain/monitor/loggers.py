@@ -26,6 +26,7 @@ from kdtrain.config.choices import LOGGERS
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import publish_text, read_json
 from kdtrain.imports import optional
+from kdtrain.monitor.record import arm_of
 from kdtrain.ranks import agreed_max, all_reduce_sum, copies, local
 
 _MAGNITUDES = torch.pow(2.0, torch.arange(-60, 21) / 2.0)
@@ -217,6 +218,7 @@ class WeightsAndBiases(Logger):
     def __init__(self, folder: Path, text: str, resume_step: int) -> None:
         self.wandb: Any = importlib.import_module("wandb")
         identity = folder / "wandb.json"
+        sweep = arm_of(folder)
         known = None
         if resume_step:
             with suppress(OSError, ValueError, KeyError):  # without an id, W&B makes a new one
@@ -224,7 +226,9 @@ class WeightsAndBiases(Logger):
         try:
             self.run = self.wandb.init(
                 project=text or None,  # W&B reads WANDB_PROJECT then
-                name=os.environ.get("WANDB_NAME") or folder.resolve().name,
+                name=os.environ.get("WANDB_NAME") or "/".join([*sweep[1:], folder.resolve().name]),
+                group=os.environ.get("WANDB_RUN_GROUP") or "/".join(sweep) or None,
+                tags=None if "WANDB_TAGS" in os.environ else [each[:64] for each in sweep],
                 id=known,
                 resume="allow",
                 dir=str(folder),

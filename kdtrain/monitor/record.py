@@ -26,6 +26,7 @@ MOST_BYTES = 2**30
 _FARTHEST = 1e30
 """No place on an axis is as far; what lies beyond was not written by a run."""
 EVALUATIONS = "evaluations.jsonl"
+SWEEP = "sweep.json"
 _MOST_BINS = 100
 _LARGEST = 2**53
 """The largest step; beyond it floats do not count."""
@@ -159,6 +160,12 @@ def add_evaluation(folder: Path, found: Mapping[str, Any]) -> None:
     line = json.dumps(finite({"date": time.strftime("%Y-%m-%d"), **found})) + "\n"
     with writing(folder / EVALUATIONS), open(folder / EVALUATIONS, "a", encoding="utf-8") as file:
         file.write(line)
+
+
+def arm_of(folder: Path) -> tuple[str, ...]:
+    """Return the names of the sweep and of its arm to which the run in `folder` belongs; nothing outside a sweep."""
+    arm = folder.resolve().parent
+    return (arm.parent.name, arm.name) if (arm.parent / SWEEP).is_file() else ()
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:

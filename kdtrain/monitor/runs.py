@@ -12,17 +12,20 @@ import math
 import os
 import statistics
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kdtrain.config import DistillConfig, written
 from kdtrain.config.values import fields_of, flag
 from kdtrain.errors import UsageError, printable
-from kdtrain.monitor.record import Event, RunRecord, as_finite, as_table
-from kdtrain.tables import Part, Table, duration, loss_text, number, short, size
+from kdtrain.files import read_sealed
+from kdtrain.monitor.measures import EVALUATED, LAST, MEASURES, Measure
+from kdtrain.monitor.record import SWEEP, Event, RunRecord, arm_of, as_finite, as_table
+from kdtrain.tables import Part, Table, number, short
 
 NOT_COMPARED = {"out", "seed", "json", "yes", "resume", "overwrite", "config", "dry_run", "write_config", "sanity"}
 """Options in which runs of a group may differ: where a run lies, and how it was started."""
@@ -30,78 +33,6 @@ MARKS = {"rollback": "v", "recovery": "^", "switch": "D", "resume": ">", "skip":
 """The interventions that a curve shows, each with its marker."""
 MOST_RUNS = 64
 """Most runs of one comparison."""
-
-
-@dataclass(frozen=True)
-class Measure:
-    """How a number of a run is shown."""
-
-    label: str
-    text: Callable[[float], str]
-    tested: bool = True
-    """Whether differences are held against the spread of seeds."""
-    by_token: bool = False
-    """Whether it is of tokens, so that those of two tokenizers do not compare."""
-    best: Callable[[Iterable[float]], float] | None = None
-    """`min` or `max`: of which the best is marked."""
-
-
-def _loss(value: float) -> str:
-    return loss_text(value, 4)
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.2f} %"
-
-
-EVALUATED = {
-    "loss": Measure("loss, nats", _loss, by_token=True, best=min),
-    "bits_per_byte": Measure("bits per byte", _loss, best=min),
-    "teacher_loss": Measure("the teacher's loss, nats", _loss, tested=False, by_token=True),
-    "teacher_bits_per_byte": Measure("the teacher's bits per byte", _loss, tested=False),
-    "kl": Measure("KL to the teacher, nats", _loss, by_token=True, best=min),
-    "kl_error": Measure("standard error of that KL by samples, at most", _loss, tested=False),
-    "agreement": Measure("same most likely token as the teacher", _share, by_token=True, best=max),
-    "acceptance": Measure("acceptance by the teacher", _share, by_token=True, best=max),
-    "accuracy": Measure("next token right", _share, by_token=True, best=max),
-    "ece": Measure("calibration error (ECE)", _share, best=min),
-    "last_word": Measure("last word right", _share, best=max),
-    "teacher_last_word": Measure("the teacher's last word right", _share, tested=False),
-    "compared": Measure("tokens compared with the teacher's", _share, tested=False),
-    "entropy_kept": Measure("entropy that the cells keep", _share, tested=False),
-}
-"""What `evaluate` measures, by its names."""
-
-
-def _of(split: str, name: str, best: Callable[[Iterable[float]], float] | None = None) -> Measure:
-    """A number of `EVALUATED` of a validation; of the last one unless it is that by which students are judged."""
-    return replace(EVALUATED[name], label=f"{split}: {EVALUATED[name].label}", best=best)
-
-
-_LAST = {"last_validation_loss": "loss", "teacher_validation_loss": "teacher_loss"} | {
-    name: name for name in ("teacher_bits_per_byte", "kl", "compared", "accuracy", "ece")
-}
-MEASURES = {
-    "best_validation_loss": _of("best validation", "loss", min),
-    "bits_per_byte": _of("best validation", "bits_per_byte", min),
-    **{key: _of("last validation", name) for key, name in _LAST.items()},
-    "entropy_kept": EVALUATED["entropy_kept"],
-    **{f"test_{name}": _of("test", name, EVALUATED[name].best) for name in EVALUATED},
-    "last_training_loss": Measure("training loss (average), last", _loss, tested=False, by_token=True),
-    "temperature": Measure("temperature T, last", lambda value: f"{value:.3f}", tested=False),
-    "alpha_mean": Measure("alpha, mean", lambda value: f"{value:.2f}", tested=False),
-    "alpha_last": Measure("alpha, last", lambda value: f"{value:.2f}", tested=False),
-    "tokens": Measure("tokens", short, tested=False),
-    "seconds": Measure("time of its steps", duration, tested=False),
-    "tokens_per_second": Measure("tokens/s (median)", short, tested=False),
-    "peak_memory_mb": Measure("peak memory", size, tested=False),
-    "quantized_share": Measure("steps quantised", lambda value: f"{100 * value:.0f} %", tested=False),
-    **{
-        name: Measure(name.replace("_", " "), short, tested=False)
-        for name in ("rollbacks", "skipped_steps", "switches", "resumes", "warnings")
-    },
-}
-"""The numbers of a run, in the order of a table."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +66,7 @@ class LoggedRun:
     def student(self) -> str:
         """Name and size of the student."""
         named = as_table(self.record.environment.get("student"))
-        parameters = as_finite(named.get("parameters"))
+        parameters = self.numbers["parameters"]
         name = printable(str(named.get("name") or self.options.get("student")))[:80]
         return f"{name} ({short(parameters)})" if parameters else name
 
@@ -221,16 +152,18 @@ class Group:
 def runs(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
     """Flat records of every run of a pattern such as `runs/*`, or of a list of folders, for `pandas.DataFrame`.
 
-    A record has `run`, `status`, `student`, `cache`, `kl_estimator` (what the KL of a validation is measured from: two
-    of them do not compare), the numbers by name (losses in nats a token; None where there is none), and each option as
-    `options/NAME`. The curves are `kd.RunRecord.read(record["run"]).metrics`.
+    A record has `run`, `arm` (that of a sweep, else the name that `compare` gives its group), `seed`, `status`,
+    `student`, `cache`, `kl_estimator` (what the KL of a validation is measured from: two of them do not compare), the
+    numbers by name (losses in nats a token; None where there is none), and each option as `options/NAME`. The curves
+    are `kd.RunRecord.read(record["run"]).metrics`.
 
     Raises:
         UsageError: a folder of the list is not a run, or the pattern finds no run.
     """
     if isinstance(pattern, str | os.PathLike):
         records: dict[Path, RunRecord] = {}
-        for path in map(Path, sorted(glob.glob(os.path.expanduser(os.fspath(pattern))))):
+        places = sorted(glob.glob(os.path.expanduser(os.fspath(pattern))))
+        for path in (run for place in places for run in _runs_in(Path(place))):
             with suppress(UsageError):  # a pattern may match anything
                 records[path] = _read(path)
         if not records:
@@ -238,8 +171,10 @@ def runs(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
         found = _named(list(records), list(records.values()))
     else:
         found = read_runs([Path(each) for each in pattern], most=None)
+    arms = {run.folder: group.name for group in grouped(found) for run in group.runs}
     return [
-        {"run": str(run.folder), "status": run.status, "student": run.student, "cache": run.cache}
+        {"run": str(run.folder), "arm": arms[run.folder], "seed": run.seed, "status": run.status}
+        | {"student": run.student, "cache": run.cache}
         | {"kl_estimator": run.estimator, **run.numbers}
         | {f"options/{name}": value for name, value in run.options.items()}
         for run in found
@@ -249,9 +184,12 @@ def runs(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
 def read_runs(folders: Sequence[Path], most: int | None = MOST_RUNS) -> list[LoggedRun]:
     """Read the runs in `folders`, which are named by the ends of their paths that tell them apart.
 
+    A folder of a sweep stands for its runs, in the order of its file.
+
     Raises:
         UsageError: a folder holds no run or one that cannot be read, one is named twice, or they are too many.
     """
+    folders = [run for folder in folders for run in _runs_in(folder)]
     if most is not None and len(folders) > most:
         raise UsageError(f"{len(folders)} runs are more than can be shown side by side; name at most {most}")
     records = [_read(folder) for folder in folders]
@@ -260,6 +198,14 @@ def read_runs(folders: Sequence[Path], most: int | None = MOST_RUNS) -> list[Log
     if twice:
         raise UsageError(f"{twice[0]} is named twice; name each run once")
     return _named(folders, records)
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The runs that have begun of the sweep in `folder`; itself where there is none."""
+    names: Iterable[str] = ()
+    with suppress(OSError, ValueError):
+        names = read_sealed(folder / SWEEP)
+    return [folder / name for name in names if (folder / name / "environment.json").is_file()] or [folder]
 
 
 def _named(folders: Sequence[Path], records: list[RunRecord]) -> list[LoggedRun]:
@@ -319,11 +265,12 @@ def _measured(record: RunRecord) -> dict[str, float | None]:
     bits = [value for _, value in record.curve("validation/bits_per_byte") if as_finite(value) is not None]
     found: dict[str, float | None] = {
         **{f"test_{name}": as_finite(record.test.get(name)) for name in EVALUATED},
-        **{key: as_finite(last.get(f"validation/{name}")) for key, name in _LAST.items()},
+        **{key: as_finite(last.get(f"validation/{name}")) for key, name in LAST.items()},
         "best_validation_loss": min(losses, default=None) if best is None else best,
         "last_validation_loss": losses[-1] if losses else as_finite(result.get("last_validation_loss")),
         "bits_per_byte": min(bits, default=as_finite(result.get("best_bits_per_byte"))),
         "entropy_kept": as_finite(as_table(record.environment.get("alignment")).get("entropy_kept")),
+        "parameters": as_finite(as_table(record.environment.get("student")).get("parameters")),
         "last_training_loss": latest("loss_avg"),
         "temperature": latest("T"),
         "alpha_mean": as_finite(weights[0]),
@@ -339,21 +286,40 @@ def _measured(record: RunRecord) -> dict[str, float | None]:
         "resumes": float(kinds.count("resume")),
         "warnings": float(sum(each.level == "warning" for each in record.events)),
     }
-    return {name: found[name] for name in MEASURES}
+    return {name: found.get(name) for name in MEASURES}  # the gap that is closed is known among groups
 
 
 def grouped(found: Sequence[LoggedRun]) -> list[Group]:
-    """Gather runs that differ in the seed alone, in the order of their first runs."""
+    """Gather runs that differ in the seed alone, in the order of their first runs.
+
+    Each run is given the share that it closes of the gap in test loss from the first group's run of its seed to the
+    teacher; none where texts or tokenizers differ, or there is no gap.
+    """
     groups: dict[str, list[LoggedRun]] = {}
     for run in found:
         key = json.dumps([run.identity(name) for name in sorted(run.options) if name not in NOT_COMPARED])
         groups.setdefault(key, []).append(run)
-    names = [os.path.commonpath([run.name for run in each]) if len(each) > 1 else "" for each in groups.values()]
+    names = [_shared(each) for each in groups.values()]
     shared = [
         name if name and names.count(name) == 1 else each[0].name
         for name, each in zip(names, groups.values(), strict=True)
     ]
-    return [Group(each, name) for name, each in zip(shared, groups.values(), strict=True)]
+    named = [Group(each, name) for name, each in zip(shared, groups.values(), strict=True)]
+    begin = named[0].by_seed("test_loss") if named else {}
+    for run in (run for each in named if not _apart([named[0], each], "test_loss") for run in each.runs):
+        own, teacher = run.numbers["test_loss"], run.numbers["test_teacher_loss"]
+        first = begin.get(str(run.seed), -math.inf)
+        if own is not None and teacher is not None and teacher < first:
+            run.numbers["test_gap_closed"] = (first - own) / (first - teacher)
+    return named
+
+
+def _shared(runs: Sequence[LoggedRun]) -> str:
+    """The arm of the sweep that all runs belong to, or else the folder that they share; empty for a run alone."""
+    [arm, *others] = {arm_of(run.folder) for run in runs}
+    if arm and not others:
+        return arm[-1]
+    return os.path.commonpath([run.name for run in runs]) if len(runs) > 1 else ""
 
 
 def differing(groups: Sequence[Group]) -> list[str]:
@@ -388,7 +354,7 @@ def difference(groups: Sequence[Group], group: Group, name: str, first: Group | 
         return None
     if _apart([group, first], name):
         return None
-    if len(both := own.keys() & other.keys()) < 2 or not MEASURES[name].tested:
+    if len(both := own.keys() & other.keys()) < 2 or not MEASURES[name].best:
         return Difference(statistics.fmean(own.values()) - statistics.fmean(other.values()), None)
     pairs = [own[seed] - other[seed] for seed in sorted(both)]
     quantile = t_quantile(0.05 / max(len(groups) - 1, 1), len(pairs) - 1)
@@ -424,35 +390,37 @@ def best_of(groups: Sequence[Group], name: str) -> Group | None:
     return group if all(each is not None and each.beyond for each in off) else None
 
 
-def cell(groups: Sequence[Group], group: Group, name: str) -> tuple[str, str, bool]:
+def cell(groups: Sequence[Group], group: Group, name: str, digits: int = 4) -> tuple[str, str, bool]:
     """A number of a group: its mean with the deviation over seeds, how far it is from the first group, and whether
     that is beyond what seeds explain."""
     mean, measure = group.mean(name), MEASURES[name]
     if mean is None:
         return "-", "", False
-    shown = measure.text(mean)
-    if measure.tested and (own := group.deviation(name)) is not None:
-        shown += f" ± {measure.text(own)}"
+    show = partial(measure.shown, digits=digits)
+    shown = show(mean)
+    if measure.best and (own := group.deviation(name)) is not None:
+        shown += f" ± {show(own)}"
     if name == "kl" and (estimator := group.runs[0].estimator):
         shown += f"\nfrom {estimator}"
     off = difference(groups, group, name)
-    if off is None or not measure.tested:
+    if off is None or not measure.best:
         return shown, "", False
-    half = "" if off.half is None else f" ± {measure.text(off.half)}"
-    return shown, f"{'+' if off.mean >= 0 else '-'}{measure.text(abs(off.mean))}{half}", bool(off.beyond)
+    half = "" if off.half is None else f" ± {show(off.half)}"
+    return shown, f"{'+' if off.mean >= 0 else '-'}{show(abs(off.mean))}{half}", bool(off.beyond)
 
 
-def full_table(groups: Sequence[Group], names: Collection[str] = tuple(MEASURES)) -> Table:
+def full_table(groups: Sequence[Group], names: Collection[str] = tuple(MEASURES), digits: int = 4) -> Table:
     """A column a group, a row an option in which they differ, or a number, and how far it is from the first group's."""
     rows = [
         ("how it ended", *("\n".join(dict.fromkeys(run.status for run in group.runs)) for group in groups)),
         ("student", *(group.runs[0].student for group in groups)),
     ]
     rows += [(flag(option), *(group.runs[0].shown(option) for group in groups)) for option in differing(groups)]
-    for name, measure in MEASURES.items():
-        if name in names and any(group.mean(name) for group in groups):  # a count that is 0 everywhere tells nothing
-            cells = [cell(groups, group, name) for group in groups]
-            rows.append((measure.label, *(f"{own}\n{off}{' *' * far}" if off else own for own, off, far in cells)))
+    for name in names:
+        if any(group.mean(name) for group in groups):  # a count that is 0 everywhere tells nothing
+            cells = [cell(groups, group, name, digits) for group in groups]
+            row = (f"{own}\n{off}{' *' * far}" if off else own for own, off, far in cells)
+            rows.append((MEASURES[name].label, *row))
     header = ("", *(f"{group.name}\n{group.seeds}" for group in groups))
     return Table(header, rows, left=header, kept=2)
 
@@ -553,7 +521,7 @@ def evaluations(found: Iterable[Mapping[str, Any]]) -> Iterator[Part]:
         measure, cut = EVALUATED.get(name, Measure(name.replace("_", " "), number)), 12 if name == "cache" else 60
         lines.append([measure.label])
         for value in (each.get(name) for each in last):
-            text = "-" if (finite := as_finite(value)) is None else measure.text(finite)
+            text = "-" if (finite := as_finite(value)) is None else measure.shown(finite)
             lines[-1].append(printable(value[:cut]) if isinstance(value, str) else text)
     if lines and len(last) > 3:
         same = [line for line in lines[1:] if len({*line[1:]}) == 1]

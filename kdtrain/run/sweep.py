@@ -16,6 +16,9 @@ A file names arms, each a set of options of `distill` over a common base, and th
     [arms.cross-entropy]
     alpha = 0
 
+    [arms.grid]               # an arm for each value of a list, of several lists for each combination
+    alpha = [0.5, 0.9]
+
     [test]                    # options of evaluate, for every student of the sweep
     cache = "text"
 
@@ -24,6 +27,7 @@ is stored but the words of these commands (`OUT/sweep.json`): what is done is re
 sweep is resumed by the same command, and a run that it makes is the one that its command makes by hand.
 """
 
+import itertools
 import json
 import os
 import shlex
@@ -47,7 +51,7 @@ from kdtrain.config.values import configured, flag, options_of
 from kdtrain.errors import RunError, UsageError, refuse_no_path, writing
 from kdtrain.files import Lock, is_locked, make_folder, publish_json, read_sealed, read_toml, typed
 from kdtrain.monitor.progress import log
-from kdtrain.monitor.record import RunRecord
+from kdtrain.monitor.record import SWEEP, RunRecord
 from kdtrain.process import handling
 from kdtrain.registry import nearest
 from kdtrain.run.path_kind import read_result
@@ -64,7 +68,7 @@ _OURS = {
 _PLAIN = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.+=")
 _MOST = 1000
 """Most runs of a sweep."""
-_LOCK, _RECORD = ".sweep.lock", "sweep.json"
+_LOCK = ".sweep.lock"
 _RESUMED = ("signal", "disk", "oom", "error")
 """Stop reasons that say nothing about an arm: the next command resumes such a run."""
 _NAMED = 8
@@ -190,10 +194,15 @@ def read_sweep(file: Path, out: Path) -> Sweep:
     named = {kind: _named(file, kind, tables.get(kind, {})) for kind in ("caches", "arms")}
     if not named["arms"]:
         raise UsageError(f"{file} has no arm; add [arms.NAME] with the options in which it differs from [common]")
-    for name in {"caches", _RECORD} & named["arms"].keys():
+    for name in {"caches", SWEEP} & named["arms"].keys():
         raise UsageError(f"{file}: an arm cannot be called {name}, which is a name of the sweep's own")
-    if (count := len(named["arms"]) * len(seeds)) > _MOST:
-        raise UsageError(f"{file}: {count:,} runs are more than the {_MOST:,} that a sweep takes")
+    every = (each for name, options in named["arms"].items() for each in _grid(name, options))
+    grid = [*itertools.islice(every, _MOST + 1)]
+    if len(grid) * len(seeds) > _MOST:
+        raise UsageError(f"{file}: more than the {_MOST:,} runs that a sweep takes")
+    named["arms"] = _named(file, "arms", dict(grid))
+    if len(named["arms"]) < len(grid):
+        raise UsageError(f"{file}: an arm stands twice")
 
     places = {name: str(out / "caches" / name) for name in named["caches"]}
     wrong = dict[str, dict[str, None]]()
@@ -284,6 +293,15 @@ def _named(file: Path, kind: str, tables: Mapping[str, Any]) -> dict[str, dict[s
         if not name or set(name) - _PLAIN or name.startswith((".", "-")):
             raise UsageError(f"{file}: [{kind}.{name}] names a folder; use letters, digits and - _ . + =")
     return {name: _flat(file, f"{kind}.{name}", table) for name, table in tables.items()}
+
+
+def _grid(arm: str, options: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The arms of an arm: one for each combination of the values of options that take one and have a list."""
+    single = {each.name for each in options_of(DistillConfig).values() if not isinstance(each.default, tuple)}
+    lists = {name: value for name, value in options.items() if name in single and isinstance(value, list) and value}
+    for values in itertools.product(*lists.values()):
+        chosen = dict(zip(lists, values, strict=True))
+        yield "-".join([arm, *(f"{name}={value}" for name, value in chosen.items())]), options | chosen
 
 
 def _flat(file: Path, where: str, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -432,9 +450,9 @@ def claim(sweep: Sweep, runner: Runner) -> Iterator[None]:
 
 
 def _note(sweep: Sweep, runner: Runner) -> None:
-    file, jobs = sweep.out / _RECORD, [*sweep.runs, *sweep.caches]
+    file, jobs = sweep.out / SWEEP, [*sweep.runs, *sweep.caches]
     before, begun = dict[str, list[str]](), [job for job in jobs if job.config.out.exists()]
-    files.sweep(sweep.out, _RECORD)
+    files.sweep(sweep.out, SWEEP)
     try:
         before = typed(read_sealed(file) | {"digest": []}, dict[str, list[str]])
     except FileNotFoundError:
@@ -443,7 +461,7 @@ def _note(sweep: Sweep, runner: Runner) -> None:
     except (OSError, ValueError) as error:
         if not begun:
             raise UsageError(f"{file}: {error}; name another --out") from None
-        log.warning("%s: %s; it was moved to %s", file, error, files.set_aside(sweep.out, _RECORD, "damaged"))
+        log.warning("%s: %s; it was moved to %s", file, error, files.set_aside(sweep.out, SWEEP, "damaged"))
     for job in begun:
         old, new = before.get(job.name, []), list(job.words)
         if not old and job.is_run:
@@ -461,7 +479,8 @@ def _note(sweep: Sweep, runner: Runner) -> None:
             hint = "rename the arm, or name another --out"
             raise UsageError(f"{job.config.out} was begun with other options ({text}); {hint}")
     with writing(file):
-        publish_json(file, {**before, **{job.name: list(job.words) for job in jobs}}, "sweep.record")
+        now = {job.name: list(job.words) for job in (*sweep.caches, *sweep.runs)}
+        publish_json(file, now | before | now, "sweep.record")  # in the order of the file
 
 
 def _as_begun(job: SweepJob) -> list[list[str]]:

@@ -235,7 +235,7 @@ def test_the_page_of_a_run_says_what_is_trained_and_the_routers_part_of_the_loss
     out = capsys.readouterr().out
     rows = {line[0]: line[1:] for each in out.splitlines() if (line := re.split("  +", each.strip()))}
     assert rows["checkpoint"] == ["best-test", "best-validation"] and rows["split"] == ["test", "validation"]
-    assert rows["calibration error (ECE)"] == ["50.00 %", "1.25 %"] and rows["cache"] == ["cdcdcdcdcdcd"] * 2
+    assert rows["ECE (15 bins), %"] == ["50.00", "1.25"] and rows["cache"] == ["cdcdcdcdcdcd"] * 2
     assert not rows.keys() & {"KL to the teacher, nats", "x", "step"} and rows["odd"] == ["\\x1b"] * 2
     assert "val @40: KL to the teacher 1.000" in out and main(InspectConfig(path=path.parents[1])) == 0
     listed = capsys.readouterr().out

@@ -6,10 +6,13 @@ import json
 import re
 import statistics
 import sys
+from pathlib import Path
 
+import matplotlib
 import pytest
 
 import kdtrain as kd
+from kdtrain.files import publish_json
 from kdtrain.monitor import figures
 from kdtrain.monitor.runs import grouped, read_runs
 from tests.logged_runs import write_lines, write_run, write_three
@@ -78,16 +81,23 @@ def test_a_table_for_a_paper_has_a_row_an_arm_escaped_and_the_best_in_bold_where
 ):
     _, out, _ = workbench.call("compare", *arms, "--format", "latex")
     lines = out.splitlines()
-    assert lines[:2] == [r"\begin{tabular}{lrrrr}", r"\toprule"] and r"\end{tabular}" in lines
+    assert lines[:2] == [r"{\footnotesize\noindent\begin{tabular}{@{}lrrr@{}}", r"\toprule"] and "%" not in {*out} - {
+        *r"\%"
+    }
     rows = [line for line in lines if line.endswith(r"\\")]
-    assert {line.count(" & ") for line in rows} == {4} and out.count("{") == out.count("}")
-    assert [line.split(" & ")[0] for line in rows[1:]] == ["kd", r"c\_e \& 50\%", "few"]
-    assert r"\textbf{2.1100 $\pm$ 0.0100}" in rows[1] and "textbf" not in rows[2] + rows[3]
-    assert r"1.25 \% $\pm$ 0.00 \%" in rows[1], "what is equal has no best"
-    assert "% mean ± standard deviation over 2 to 3 seeds" in lines
+    assert {line.count(" & ") for line in rows} == {3} and out.count("{") == out.count("}")
+    heads = [" ".join(cell).split() for cell in zip(*(row.rstrip("\\").split(" & ") for row in rows[:-3]), strict=True)]
+    down = r"nats $\downarrow$"
+    units = ["", f"loss, {down}", f"KL to the teacher, {down}", r"ECE (15 bins), \% $\downarrow$"]
+    assert [" ".join(head) for head in heads] == units and lines[lines.index(rows[-3]) - 1] == r"\midrule"
+    assert [line.split(" & ")[0] for line in rows[-3:]] == ["kd", r"c\_e \& 50\%", "few"]
+    assert r"\textbf{2.1100 $\pm$ 0.0100}" in rows[-3] and "textbf" not in rows[-2] + rows[-1]
+    assert r" & 1.25 $\pm$ 0.00 \\" in rows[-3], "what is equal has no best"
+    below = "\n".join(lines[lines.index(r"\bottomrule") :])
+    assert r"mean $\pm$ standard deviation over seeds 0, 1, 2\par" in below and "of the test split of" in below
 
     _, out, _ = workbench.call("compare", *arms, "--format", "markdown")
-    assert "| kd | 3 | **2.1100 ± 0.0100** |" in out and "corrected for 2 comparisons" in out
+    assert "| kd | **2.1100 ± 0.0100** |" in out and "corrected for 2 comparisons" in out
 
 
 def test_csv_and_the_library_hold_the_same_numbers(workbench, arms):
@@ -102,6 +112,137 @@ def test_csv_and_the_library_hold_the_same_numbers(workbench, arms):
             assert float(row[f"{name}_deviation"]) == statistics.stdev(values)
     code, _, err = workbench.call("compare", *arms, "--format", "csv", "--json")
     assert code == 2 and "--json and --format csv exclude each other" in err
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """A finished sweep of three arms, of which the first in its file is the last by name, tested beside a teacher."""
+    names = [f"{arm}/seed-{seed}" for seed in (1, 0) for arm in ("cross-entropy", "b", "*a")]
+    for name in names:
+        arm, seed = name.split("/")[0], int(name[-1])
+        folder = write_run(tmp_path / "paper" / name, 2.0, seed, alpha={"cross-entropy": 0, "b": 0.5, "*a": 0.75}[arm])
+        loss = {"cross-entropy": 5.0, "b": 4.0, "*a": 4.5}[arm] + seed / 10
+        found = EVALUATION | {
+            "data": "stdlib",
+            "teacher": "t",
+            "cache": None,
+            "loss": loss,
+            "teacher_loss": 1.0 + 2 / 3,
+        }
+        write_lines(folder / "evaluations.jsonl", [found | {"kl": loss - 2 / 3, "agreement": 0.123456}])
+    publish_json(tmp_path / "paper/sweep.json", {each: ["distill"] for each in ("caches/c", *names, "d/seed-0")}, "s")
+    return tmp_path / "paper"
+
+
+def test_the_folder_of_a_sweep_stands_for_its_runs_in_the_order_of_the_file_by_the_names_of_its_arms(workbench, sweep):
+    found = workbench.json("compare", sweep)["groups"]
+    assert [each["name"] for each in found] == ["cross-entropy", "b", "*a"]
+    assert [[run["seed"] for run in each["runs"]] for each in found] == [[1, 0]] * 3
+    assert workbench.json("compare", sweep / "b/seed-0", sweep / "*a/seed-0")["groups"][0]["name"] == "b"
+    for runs in (kd.runs([sweep]), kd.runs(sweep), kd.runs(f"{sweep}/*/seed-*")):
+        assert len(runs) == 6 and {(each["arm"], each["seed"]) for each in runs} >= {("cross-entropy", 0), ("b", 1)}
+    (sweep / "sweep.json").write_text("{}")
+    code, _, err = workbench.call("compare", sweep)
+    assert code == 2 and "paper is not a run" in err
+    assert kd.runs(f"{sweep}/b/*")[0]["arm"] == "b"
+
+
+def test_a_paper_has_the_columns_digits_and_way_round_that_are_asked_for(workbench, sweep):
+    words = ("compare", sweep, "--format", "markdown", "--columns", "test_agreement,test_loss,tokens", "--digits", "3")
+    _, out, _ = workbench.call(*words)
+    assert out.splitlines()[0] == "| | agreement with the teacher, % ↑ | loss, nats ↓ | tokens |"
+    assert out.splitlines()[2:4] == [
+        "| cross-entropy | 12.3 ± 0.0 | 5.050 ± 0.071 | 4.0k |",
+        "| b | 12.3 ± 0.0 | **4.050 ± 0.071** | 4.0k |",
+    ]
+    _, out, _ = workbench.call(*words, "--transpose")
+    assert out.splitlines()[0] == "| | cross-entropy | b | *a | teacher |"
+    assert "| loss, nats ↓ | 5.050 ± 0.071 | **4.050 ± 0.071** | 4.550 ± 0.071 | 1.667 |" in out.splitlines()
+    _, out, _ = workbench.call("compare", sweep, "--columns", "parameters,alpha_mean,test_loss", "--digits", "2")
+    assert (
+        re.search("\nparameters +1.05 M", out) and re.search(r"test: loss, nats +5.05 ± 0.07 ", out) and "KL" not in out
+    )
+    _, out, _ = workbench.call("compare", sweep, "--columns", "test_loss", "--transpose")
+    assert re.search(r"\nb +.* 4.0500 ± 0.0707\n", out)
+    assert [*workbench.json("compare", sweep, "--columns", "test_kl")["groups"][0]["numbers"]] == ["test_kl"]
+
+
+def test_a_paper_has_the_teachers_row_and_the_share_of_the_gap_that_each_arm_closes(workbench, sweep):
+    _, out, _ = workbench.call("compare", sweep, "--format", "markdown", "--columns", "test_loss,test_gap_closed")
+    *_, first, b, _, teacher = out.partition("\n\n")[0].splitlines()
+    assert teacher == "| teacher | 1.6667 |  |" and first.endswith("| 0.00 ± 0.00 |")
+    # by seed: 1.0 of 5.0 - 1.6667 and of 5.1 - 1.6667
+    assert b.endswith(f"**{100 * (1 / (10 / 3) + 1 / (10 / 3 + 0.1)) / 2:.2f} ± 0.62** |")
+    gap = "test_gap_closed"
+    assert [each[gap] for each in kd.runs([sweep])][1] == pytest.approx(1 / (10 / 3 + 0.1))
+    for folder in sweep.glob("b/*"):  # a test on another text
+        write_lines(folder / "evaluations.jsonl", [EVALUATION | {"loss": 4.0, "teacher_loss": 1.0}])
+    first, b, a = workbench.json("compare", sweep)["groups"]
+    assert b["numbers"][gap]["mean"] is None and a["numbers"][gap]["mean"] > 0.1
+    _, out, _ = workbench.call("compare", sweep, "--format", "markdown")
+    assert "teacher |" not in out, "of two texts it has two losses"
+
+
+def width(text):
+    """Points of a cell in 8 pt Computer Modern, by the widths of its letters at 10 pt, than which it is 6 % wider."""
+    metrics = Path(matplotlib.get_data_path(), "fonts/afm/cmr10.afm").read_text()
+    known = {int(code): float(wide) for code, wide in re.findall(r"^C (\d+) ; WX ([\d.]+)", metrics, re.MULTILINE)}
+    bold = 1.15 if "textbf" in text else 1.0
+    plain = re.sub(r"\$\\\w+\$", "M", re.sub(r"\\textbf|\\(?=[%&_])|[{}]", "", text))
+    return bold * sum(333.3 if each == " " else known[ord(each)] for each in plain) * 8 / 1000 * 1.0625
+
+
+def test_two_numbers_over_seeds_fit_a_column_of_a_paper_and_a_caption_makes_a_table_of_them(workbench, sweep):
+    words = ("compare", sweep, "--format", "latex", "--columns", "test_loss,test_kl")
+    _, out, _ = workbench.call(*words, "--caption", r"The $\alpha$ & 5\%", "--label", "tab:a")
+    lines = out.splitlines()
+    assert (
+        lines[0] == r"\begin{table}\centering\caption{The $\alpha$ & 5\%}\label{tab:a}" and lines[-1] == r"\end{table}"
+    )
+    rows = [line.removesuffix(r" \\").split(" & ") for line in lines if line.endswith(r"\\")]
+    columns = [max(map(width, column)) for column in zip(*rows, strict=True)]
+    assert all(55 < each < 75 for each in columns[1:]) and len(columns) == 3
+    assert sum(columns) + 2 * 2 * 6 <= 219, (
+        "points: a column of ACL, the narrowest of the usual ones; 6 beside each cell"
+    )
+
+
+def test_a_name_is_neither_an_argument_in_latex_nor_a_formula_in_a_spreadsheet(workbench, sweep, tmp_path):
+    _, out, _ = workbench.call("compare", sweep, "--format", "latex")
+    assert "\n{*}a & " in out
+    strange = write_run(tmp_path / "[1cm] x", 2.0, alpha=0.25)
+    formulas = [
+        write_run(tmp_path / name, 2.0, alpha=alpha) for name, alpha in (("=1+1", 0.1), ("-2", 0.2), ("@x", 0.4))
+    ]
+    _, out, _ = workbench.call("compare", strange, *formulas, "--format", "latex")
+    assert "\n{[}1cm] x & " in out and "\\\\\n[" not in out
+    _, out, _ = workbench.call("compare", *formulas, "--format", "csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert [each["name"] for each in rows] == ["'=1+1", "'-2", "'@x"] and [each["alpha"] for each in rows] == [
+        "0.1",
+        "0.2",
+        "0.4",
+    ]
+
+
+def test_no_column_of_numbers_in_csv_has_another_sign_for_none(workbench, tmp_path):
+    epochs = {"epochs": 123_456}
+    runs = [write_run(tmp_path / f"{alpha}", 2.0, alpha=alpha, **epochs) for alpha in (0.123456, 1e-5)]
+    runs.append(write_run(tmp_path / "none", 2.0, alpha=0))
+    _, out, _ = workbench.call("compare", *runs, "--format", "csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert [(row["epochs"], row["alpha"]) for row in rows] == [("123456", "0.123456"), ("123456", "1e-05"), ("", "0")]
+    _, out, _ = workbench.call("compare", *runs, "--format", "csv", "--columns", "test_loss,tokens")
+    header, *rows = csv.reader(io.StringIO(out))
+    assert header[-2:] == ["test_loss_beyond_seeds", "tokens_mean"] and not {"-"} & {
+        each for row in rows for each in row
+    }
+
+
+def test_copies_of_one_seed_are_one_seed_below_a_paper(workbench, tmp_path):
+    runs = [write_run(tmp_path / str(copy), 2.0) for copy in range(3)]
+    _, out, _ = workbench.call("compare", *runs, "--format", "markdown")
+    assert "\nseed 0\none seed only" in out
 
 
 TOP_K = "8 entries and a bucket, a lower bound"
@@ -228,6 +369,11 @@ def test_a_quantised_stretch_is_drawn_at_its_own_steps_where_others_are_missing(
         (("compare", "nowhere"), "nowhere: it does not exist"),
         (("compare", "text.txt"), "text.txt is a file; name the folder of a run"),
         (("compare", "cache"), "cache is not a run"),
+        (("compare", "{run}", "--columns", "los"), "--columns los is none of best_validation_loss, bits_per_byte"),
+        (("compare", "{run}", "--digits", "3", "--json"), "--digits and --transpose are for tables"),
+        (("compare", "{run}", "--transpose", "--format", "csv"), "--digits and --transpose are for tables"),
+        (("compare", "{run}", "--caption", "c"), "--caption is for --format latex"),
+        (("compare", "{run}", "--format", "latex", "--label", "l"), "--label has no effect without --caption"),
         (("plot", "{run}", "--out", "f.gif"), "ends in none of .png, .svg and .pdf"),
         (("plot", "{run}", "--out", "f.png", "--y", "validation/los"), "perhaps you meant 'validation/loss'"),
         (("plot", "{run}", "--out", "none/f.png"), "the folder none does not exist"),

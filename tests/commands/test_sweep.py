@@ -15,7 +15,7 @@ from kdtrain.errors import UsageError
 from kdtrain.files import Lock, publish_json, read_sealed, temporary_name
 from kdtrain.run.folder import to_toml, used
 from kdtrain.run.path_kind import LOCK
-from kdtrain.run.sweep import Runner, read_sweep
+from kdtrain.run.sweep import Runner, claim, read_sweep
 from tests.logged_runs import write_lines, write_run
 
 FILE = """
@@ -87,6 +87,27 @@ def test_a_dry_run_lists_each_command_once_and_runs_none(workbench, tmp_path, pl
     assert [words[0] for words in plans] == commands and plans[-1][-1] == "--dry-run"
     *_, count, _, small = plans[1]
     assert count == "32" and all(small in words for words in plans[2:])
+
+
+def test_an_option_with_a_list_is_a_grid_of_arms_unless_it_takes_several_values(tmp_path):
+    grid = "alpha = [0, 0.5]\noptimizer = { lr = [1e-3, 3], betas = [0.8, 0.9] }"
+    (tmp_path / "s.toml").write_text(FILE.replace("alpha = 0", grid))
+    jobs = read_sweep(tmp_path / "s.toml", tmp_path / "o").runs
+    names = ["kd", *(f"ce-alpha={alpha}-lr={lr}" for alpha in (0, 0.5) for lr in (0.001, 3))]
+    assert [job.name for job in jobs] == [f"{name}/seed-{seed}" for seed in (0, 1) for name in names]
+    tried = [(job.config.objective.alpha, job.config.optimizer.lr, job.config.optimizer.betas) for job in jobs[1:5]]
+    assert tried == [(alpha, lr, (0.8, 0.9)) for alpha in (0.0, 0.5) for lr in (0.001, 3.0)]
+    assert jobs[1].config.cache == (str(tmp_path / "o/caches/c"), "cache") and jobs[1].arm == names[1]
+
+
+def test_the_record_of_a_sweep_is_in_the_order_of_its_file_also_after_arms_were_added(tmp_path):
+    for text in (FILE, FILE.replace("[arms.kd]", "[arms.first]\nalpha = 0.1\n[arms.kd]")):
+        (tmp_path / "s.toml").write_text(text)
+        sweep = read_sweep(tmp_path / "s.toml", tmp_path / "o")
+        with claim(sweep):
+            pass
+    names = [job.name for job in (*sweep.caches, *sweep.runs)]
+    assert [*read_sealed(tmp_path / "o/sweep.json")][: len(names)] == names
 
 
 def test_a_run_that_is_to_do_takes_what_one_of_its_arm_took_and_what_is_unknown_is_not_added(
@@ -203,7 +224,11 @@ def test_a_sweep_ends_with_0_only_where_every_run_has_a_result(
         ('data = "text.txt"', r'refine = "a\u0000b"', r"\[caches.c\] --refine 'a\\x00b' holds a NUL"),
         ("seeds = [0, 1]", "seeds = 2", r"seeds is not a list of whole numbers; write seeds = \[0, 1, 2\]"),
         ("seeds = [0, 1]", "seeds = [1, 1]", "a seed stands twice in seeds"),
-        ("seeds = [0, 1]", f"seeds = {list(range(600))}", "1,200 runs are more than the 1,000"),
+        ("seeds = [0, 1]", f"seeds = {list(range(600))}", "more than the 1,000 runs that a sweep takes"),
+        ("alpha = 0", f"alpha = {[*range(90)]}\nlr = {[*range(99)]}", "more than the 1,000 runs"),
+        ("alpha = 0", 'student = ["a/b", "c"]', r"\[arms.ce-student=a/b\] names a folder; use letters"),
+        ("alpha = 0", "alpha = [0, 0.5, 0]", "an arm stands twice"),
+        ("alpha = 0", "alpha = []", r"\[arms.ce\] --alpha"),
         ("[test]", "[tests]", "perhaps you meant 'test'"),
         ('split = "test"', 'split = "tset"', r"\[test\] --split 'tset'"),
         ("teacher = ", "teacher ", "is not TOML"),

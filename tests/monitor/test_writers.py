@@ -256,6 +256,29 @@ def test_wandb_gets_numbers_histograms_texts_events_and_options_by_our_step(tmp_
     assert [(each["step"], each.get("train/loss")) for each in again] == [(2, None), (3, 0.5)]
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_run_of_a_sweep_has_its_name_group_and_tags_in_wandb_unless_the_user_names_them(
+    tmp_path, wandb, monkeypatch, own
+):
+    for name in ("WANDB_NAME", "WANDB_RUN_GROUP", "WANDB_TAGS"):
+        monkeypatch.setenv(name, "mine") if own else monkeypatch.delenv(name, raising=False)
+    wandb.teardown()  # it reads the environment when it starts
+    folder = tmp_path / "paper/kd/seed-1"
+    folder.mkdir(parents=True)
+    (tmp_path / "paper/sweep.json").write_text("{}")
+    for path in (folder, tmp_path):
+        Writers(path, 0, None, WANDB).close()
+    found = []
+    for path in (folder, tmp_path):
+        [records] = wandb_records(path, ended=True)
+        run = next(each.run for each in records if each.HasField("run"))
+        found.append((run.display_name, run.run_group, [*run.tags]))
+    if own:
+        assert found == [("mine", "mine", ["mine"])] * 2
+    else:
+        assert found == [("kd/seed-1", "paper/kd", ["paper", "kd"]), (tmp_path.name, "", [])]
+
+
 def test_a_resume_continues_the_run_of_wandb_and_a_new_start_does_not(tmp_path, wandb):
     ids = []
     for resumed in (0, 3, 0):

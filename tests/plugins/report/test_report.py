@@ -77,9 +77,9 @@ def test_a_report_has_every_section_and_loads_nothing(workbench, folders, tmp_pa
         *("From which cache", "Interventions and warnings", "What this page does not show"),
     ]
     top = page[page.index("<h2>Result") : page.index("<h2>Curves")]
-    assert top.index("by best validation loss, nats: b is worse than a0") < top.index("last validation: calibration")
+    assert top.index("by best validation loss, nats: b is worse than a0") < top.index("last validation: ECE")
     evaluated = dict(re.findall("<tr><th>(.*?)</th><td[^>]*>(.*?)</td>", top.partition("<h2>Evaluations")[2]))
-    assert evaluated["calibration error (ECE)"] == "7.00 %" and evaluated["checkpoint"] == "step-00000040"
+    assert evaluated["ECE (15 bins), %"] == "7.00" and evaluated["checkpoint"] == "step-00000040"
     assert (evaluated["split"], evaluated["cache"]) == ("validation", "cdcdcdcdcdcd")
     assert "b at 40" in page and "a0 at 40" in page and "at 20<" not in page
     assert "rolled back to step-00000020" in page and "mode bf16" in page
