@@ -89,7 +89,7 @@ def test_a_dry_run_lists_each_command_once_and_runs_none(workbench, tmp_path, pl
     assert count == "32" and all(small in words for words in plans[2:])
 
 
-def test_an_option_with_a_list_is_a_grid_of_arms_unless_it_takes_several_values(tmp_path):
+def test_an_option_with_a_list_is_a_grid_of_arms_unless_it_takes_several_values(workbench, tmp_path):
     grid = "alpha = [0, 0.5]\noptimizer = { lr = [1e-3, 3], betas = [0.8, 0.9] }"
     (tmp_path / "s.toml").write_text(FILE.replace("alpha = 0", grid))
     jobs = read_sweep(tmp_path / "s.toml", tmp_path / "o").runs
@@ -100,11 +100,11 @@ def test_an_option_with_a_list_is_a_grid_of_arms_unless_it_takes_several_values(
     assert jobs[1].config.cache == (str(tmp_path / "o/caches/c"), "cache") and jobs[1].arm == names[1]
 
 
-def test_the_record_of_a_sweep_is_in_the_order_of_its_file_also_after_arms_were_added(tmp_path):
+def test_the_record_of_a_sweep_is_in_the_order_of_its_file_also_after_arms_were_added(workbench, tmp_path):
     for text in (FILE, FILE.replace("[arms.kd]", "[arms.first]\nalpha = 0.1\n[arms.kd]")):
         (tmp_path / "s.toml").write_text(text)
         sweep = read_sweep(tmp_path / "s.toml", tmp_path / "o")
-        with claim(sweep):
+        with Runner(1) as runner, claim(sweep, runner):
             pass
     names = [job.name for job in (*sweep.caches, *sweep.runs)]
     assert [*read_sealed(tmp_path / "o/sweep.json")][: len(names)] == names
