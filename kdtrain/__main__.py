@@ -27,7 +27,7 @@ def main() -> None:
             from kdtrain import cli  # under the `try`, for an interrupt while it is imported
 
             cli.main()
-        finally:  # all is written and told: a signal ends the process at once
+        finally:  # all is written: a signal ends the process at once
             code = getattr(sys.exc_info()[1], "code", 1)
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: os._exit(code))

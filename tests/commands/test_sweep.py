@@ -255,8 +255,8 @@ def test_all_that_the_commands_of_a_sweep_cannot_find_is_named_at_once_before_an
         "[caches.c] --data texts.txt",
         "[common] --student students.toml",
         "[arms.ce] --cache ./gone",
-        "[arms.ce] --load lost",
         "[arms.ce] --config no.toml",
+        "[arms.ce] --load lost",
         "[test] --data tests.txt",
     ]
 
