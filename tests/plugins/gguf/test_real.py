@@ -176,6 +176,7 @@ LESS["--epochs"] = "--steps 6 --lr 1e-3 --warmup-steps 2 --eval-batches 1 --no-c
 MORE = {"cache-teacher": "--validation-sequences 2 --num-workers 0"}
 
 
+@pytest.mark.timeout(1800)
 def test_each_command_of_the_page_runs_with_less_text(bench):
     page = (ROOT / "docs/first-real-model.md").read_text().replace("\\\n", " ")
     (bench.root / "docs").symlink_to("corpus")
@@ -190,6 +191,6 @@ def test_each_command_of_the_page_runs_with_less_text(bench):
         for flag, less in LESS.items():
             command = re.sub(rf"{flag} \d+", less, command)
         more = MORE.get(command.split()[0], "")
-        done = bench.run(*shlex.split(f"{command} {more}")).ok()
-    assert len(commands) > 10 and done.command[1] == "chat"
+        bench.run(*shlex.split(f"{command} {more}")).ok()
+    assert len(commands) > 10
     assert "| checked | llama.cpp" in (bench.root / "pruned-gguf/README.md").read_text()
