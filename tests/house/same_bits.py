@@ -158,7 +158,6 @@ CASES: dict[str, tuple[Step, ...]] = {
     ),
 }
 SWEEP = """
-seeds = [3]
 [caches.c]
 teacher = "teacher"
 data = "corpus"
@@ -174,7 +173,6 @@ steps = 4
 batch_size = 6
 alpha = 0.9
 warmup_steps = 0
-lr = 1e-2
 compile = false
 precision = "fp32"
 log_to = "none"
@@ -306,13 +304,10 @@ def contents(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in sorted(folder.glob("**/shards/*.h5")):
         with h5py.File(path) as file:
-            file.visititems(
-                lambda name, each, path=path: (
-                    found.__setitem__(f"{path.relative_to(folder)}:{name}", each[()].tobytes())
-                    if isinstance(each, h5py.Dataset)
-                    else None
-                )
-            )
+            names: list[str] = []
+            file.visit(names.append)
+            arrays = {f"{path.relative_to(folder)}:{name}": file[name] for name in names}
+            found |= {name: each[()].tobytes() for name, each in arrays.items() if isinstance(each, h5py.Dataset)}
     compared = [each.parent / "manifest.json" for each in folder.glob("**/index.h5")]
     for checkpoints in folder.glob("**/checkpoints"):
         run = checkpoints.parent
@@ -327,8 +322,7 @@ def contents(folder: Path) -> dict[str, Any]:
         elif path.suffix == ".jsonl":
             found |= {f"{name}:{place}": json.loads(line) for place, line in enumerate(text.splitlines())}
         elif path.suffix == ".json":
-            written = json.loads(text)
-            found |= {f"{name}: {key}": {key: each} for key, each in written.items()}
+            found |= {f"{name}: {key}": {key: each} for key, each in json.loads(text).items()}
         elif path.suffix == ".toml":
             found[name] = tomllib.loads(text.decode())  # its comment has the version
         else:
@@ -353,22 +347,10 @@ def code_of(checkout: Path) -> dict[str, bytes]:
     return {str(each.relative_to(checkout)): each.read_bytes() for each in paths}
 
 
-def checked_out(commit: str, folder: Path) -> Path:
-    """The tree of a commit in `folder`, or `commit` itself where it is the folder of one."""
-    if (Path(commit) / "kdtrain").is_dir():
-        return Path(commit).resolve()
-    archive = subprocess.run(["git", "archive", commit], cwd=HERE, stdout=subprocess.PIPE)
-    if archive.returncode:
-        sys.exit(archive.returncode)
-    folder.mkdir(parents=True)
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
-    return folder.resolve()
-
-
 def main() -> int:
     """Run the cases, print a line for each, and return 1 if one differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("before", nargs="?", help="the other commit, or a checkout of it")
+    parser.add_argument("before", type=Path, nargs="?", help="a checkout of the other commit")
     parser.add_argument("--only", default="", help="cases with these words in their names, comma separated")
     parser.add_argument("--keep", type=Path, help="a folder for what BEFORE makes, used again if it is there")
     parser.add_argument("--after", type=Path, default=HERE, help="the checkout to compare; this one by default")
@@ -378,14 +360,14 @@ def main() -> int:
         worker()
         return 0
     if options.before is None:
-        parser.error("name the commit to compare with")
+        parser.error("name a checkout of the commit to compare with")
     sys.path.insert(0, str(options.after))
     work = Path(tempfile.mkdtemp())
-    checkouts = {"before": checked_out(options.before, work / "tree"), "after": options.after.resolve()}
-    if code_of(checkouts["before"]) == code_of(checkouts["after"]):
+    checkouts = {"before": options.before.resolve(), "after": options.after.resolve()}
+    codes = [code_of(each) for each in checkouts.values()]
+    if codes[0] == codes[1]:
         parser.error(f"{options.before} has the code of this tree: name a commit from before the change")
-    starts = [(each / "kdtrain/__init__.py").read_text() for each in checkouts.values()]
-    versions = {re.findall(r'^__version__ = "(.*)"$', each, re.M)[0] for each in starts}
+    versions = {re.findall(rb"__version__ = .*", each["kdtrain/__init__.py"])[0] for each in codes}
     left_out = {*MEASURED, CARD, *(OF_A_VERSION if len(versions) > 1 else ())}
     kept = options.keep or work / "before"
     trees = {side: Tree(checkout, old=side == "before") for side, checkout in checkouts.items()}

@@ -1,14 +1,23 @@
 """The house keeps the size that bounds.toml allows it."""
 
 import importlib.util
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-_SPEC = importlib.util.spec_from_file_location("house_counts", Path(__file__).parent / "counts.py")
-assert _SPEC and _SPEC.loader
-house = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(house)
+
+def _loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"house_{name}", Path(__file__).parent / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # for its dataclasses
+    spec.loader.exec_module(module)
+    return module
+
+
+house, same_bits = _loaded("counts"), _loaded("same_bits")
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +81,17 @@ def test_no_class_and_no_function_is_larger_than_its_bound_but_those_that_are_na
 
 def test_no_two_classes_share_a_name_but_those_that_are_named():
     assert house.shared_names().keys() == set(house.BOUNDS["larger"]["names"])
+
+
+def test_two_trees_with_the_same_code_are_not_compared(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["same_bits.py", str(house.ROOT)])
+    with pytest.raises(SystemExit, match="2"):
+        same_bits.main()
+    assert "has the code of this tree" in capsys.readouterr().err
+
+
+def test_a_key_is_left_out_by_its_whole_name_alone():
+    before = {"a": {"seconds": 1.0, "generated": 5, "rows": [{"tok/s": 2.0}]}, "b": {"generated": 5}}
+    after = {"a": {"seconds": 3.0, "generated": 5, "rows": [{"tok/s": 4.0}]}, "b": {"generated": 6}}
+    assert same_bits.different(before, after, same_bits.MEASURED) == ["b"]
+    assert same_bits.different(before, {}, same_bits.MEASURED) == ["a", "b"]
