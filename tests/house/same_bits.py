@@ -341,12 +341,6 @@ def different(before: dict[str, Any], after: dict[str, Any], left_out: set[str])
     return [name for name in sorted({*before, *after}) if steady(before.get(name)) != steady(after.get(name))]
 
 
-def code_of(checkout: Path) -> dict[str, bytes]:
-    """The files of a checkout's kdtrain."""
-    paths = [each for each in (checkout / "kdtrain").rglob("*") if each.suffix in (".py", ".toml", ".json")]
-    return {str(each.relative_to(checkout)): each.read_bytes() for each in paths}
-
-
 def main() -> int:
     """Run the cases, print a line for each, and return 1 if one differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
@@ -364,10 +358,13 @@ def main() -> int:
     sys.path.insert(0, str(options.after))
     work = Path(tempfile.mkdtemp())
     checkouts = {"before": options.before.resolve(), "after": options.after.resolve()}
-    codes = [code_of(each) for each in checkouts.values()]
+    codes = [
+        {path.relative_to(each): path.read_bytes() for path in each.glob("kdtrain/**/*.py")}
+        for each in checkouts.values()
+    ]
     if codes[0] == codes[1]:
         parser.error(f"{options.before} has the code of this tree: name a commit from before the change")
-    versions = {re.findall(rb"__version__ = .*", each["kdtrain/__init__.py"])[0] for each in codes}
+    versions = {re.findall(rb"__version__ = .*", each[Path("kdtrain/__init__.py")])[0] for each in codes}
     left_out = {*MEASURED, CARD, *(OF_A_VERSION if len(versions) > 1 else ())}
     kept = options.keep or work / "before"
     trees = {side: Tree(checkout, old=side == "before") for side, checkout in checkouts.items()}

@@ -41,7 +41,6 @@ def test_an_import_or_a_run_that_fails_is_no_count(monkeypatch, what):
 @pytest.mark.parametrize(
     "line, used",
     [
-        ("from kdtrain.inner import f", {("kdtrain.inner", "f")}),
         ("from kdtrain import f", {("kdtrain.inner", "f")}),
         ("from kdtrain import outer\nouter.g()", {("kdtrain.inner", "f")}),
         ("import kdtrain as kd\nkd.outer.g()\nkd.inner.h", {("kdtrain.inner", "f"), ("kdtrain.inner", "h")}),
