@@ -398,7 +398,7 @@ def main() -> int:
             wrong = different(*found, left_out) or ([] if len(found[0]) > 5 else ["nothing to compare"])
         failed += bool(wrong)
         print(f"{'DIFFERS' if wrong else 'same   '} {name} ({time.monotonic() - started:.0f} s)", flush=True)
-        for line in wrong[:8]:
+        for line in {each.partition(":")[0]: each for each in reversed(wrong)}.values():  # the first of each file
             print("   ", line, flush=True)
         if not wrong:
             shutil.rmtree(folders["after"])
