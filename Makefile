@@ -11,7 +11,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs test test-oldest real real-quick lint fuzz bench torture teacher clean
+.PHONY: help venv demo docs test test-oldest real real-quick lint same-bits fuzz bench torture teacher clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
@@ -64,6 +64,12 @@ lint: venv ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+same-bits: venv ## whether BEFORE=COMMIT and this tree end the same commands with the same bits (ONLY=CASE,...)
+	rm -rf build/before && mkdir -p build/before
+	git archive -o build/before.tar $(or $(BEFORE),$(error name a commit: make same-bits BEFORE=COMMIT))
+	tar -xf build/before.tar -C build/before && rm build/before.tar
+	$(PY) tests/house/same_bits.py build/before --only "$(ONLY)"
 
 fuzz: venv ## generated test cases, other ones at each run
 	OMP_NUM_THREADS=1 $(PY) -m pytest --hypothesis-profile fuzz -n $(TEST_WORKERS) $(FUZZED)

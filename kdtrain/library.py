@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from kdtrain.cache.build.sequences import CacheWriter
 from kdtrain.cache.read import reader
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.verify import verify_cache
+from kdtrain.cache.write.sequences import CacheWriter
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.config.values import configured, refuse
 from kdtrain.models.tokenizer import load_tokenizer

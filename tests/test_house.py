@@ -120,6 +120,7 @@ def circles(imports: dict[str, set[str]]) -> set[frozenset[str]]:
 def test_every_module_lies_in_a_room_of_the_house(path):
     assert room_of(name_of(path)) in ("kdtrain", *STAIRCASE)
     assert (path.parent / "__init__.py").exists(), f"{path.parent} is no package and would not be installed"
+    assert not {"build", "dist"} & {*path.relative_to(PACKAGE).parts[:-1]}, "tools take such a folder for output"
 
 
 @each_module

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from benchmarks.harness.record import Options
-from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.read.reader import CacheReader
+from kdtrain.cache.write.writer import write_cache
 from kdtrain.config import DistillConfig, GuardsConfig, MonitorConfig, OptimizerConfig, PrecisionConfig, StoppingConfig
 from kdtrain.errors import RunError
 from kdtrain.models.attention import choose_kernel

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.harness import TEACHER
 from benchmarks.harness.models import packed, teacher_logits, token_tensor
-from kdtrain.cache.build.fidelity import Teacher
+from kdtrain.cache.write.fidelity import Teacher
 from kdtrain.data.packed import PackedRow
 
 HEAD = 12

@@ -36,9 +36,9 @@ import torch
 
 from benchmarks.harness import RESULTS, write, write_spec
 from kdtrain import cli
-from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.write.writer import write_cache
 from kdtrain.data.packed import PackedRow
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import ModelSpec, read_spec

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from kdtrain.cache.build.folder import claim_folder
-from kdtrain.cache.build.live_capture import Capture, LiveCache
-from kdtrain.cache.build.writer import CacheBuilder, not_empty
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import read_sidecar, weights_line
 from kdtrain.cache.format.names import DICTIONARY, MANIFEST
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.tools.facts import contents
 from kdtrain.cache.tools.unfinished import progress
+from kdtrain.cache.write.folder import claim_folder
+from kdtrain.cache.write.live_capture import Capture, LiveCache
+from kdtrain.cache.write.writer import CacheBuilder, not_empty
 from kdtrain.config import CacheTeacherConfig, DataConfig, DistillConfig
 from kdtrain.data.corpus import documents_of, has_prompts
 from kdtrain.data.formats import Document

@@ -2,7 +2,7 @@
 
 A run without a cache packs its text once into a cache of bare tokens in its own folder: all runs read in the same way
 and the same order, in constant memory, and a resumed run does not tokenize again. A run whose teacher is behind a
-server reads a cache in its own folder too, which is captured while the student trains (`cache.build.live_capture`):
+server reads a cache in its own folder too, which is captured while the student trains (`cache.write.live_capture`):
 there is one way to train from a server's answers, and they can be resumed, reused and audited as any cache.
 
 What makes data is in `PLANS`, by name: a run that reads a finished cache imports none of it.

@@ -14,9 +14,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import kdtrain
-from kdtrain.cache.build.card import CARD, license_lines
 from kdtrain.cache.format.manifest import Manifest, read_manifest
 from kdtrain.cache.tools.facts import cache_facts
+from kdtrain.cache.write.card import CARD, license_lines
 from kdtrain.config import DistillConfig, written
 from kdtrain.config.choices import resolve_tail
 from kdtrain.config.values import fields_of, marked, options_of

@@ -20,8 +20,8 @@ from einops import rearrange
 from torch import Tensor
 from transformers import GenerationConfig
 
-from kdtrain.cache.build.answers import ShardAnswers
 from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
+from kdtrain.cache.write.answers import ShardAnswers
 from kdtrain.errors import UsageError
 from kdtrain.models.adapters import adapted, adapters_off
 from kdtrain.models.attention import use_cached_attention

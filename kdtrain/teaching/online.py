@@ -10,8 +10,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from kdtrain.cache.build.answers import LogitAnswers, ShardAnswers
 from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.write.answers import LogitAnswers, ShardAnswers
 from kdtrain.errors import UsageError
 from kdtrain.models.head import SplitModel
 from kdtrain.models.spec import ModelSpec

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain.cache.build.answers import ShardAnswers
 from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
+from kdtrain.cache.write.answers import ShardAnswers
 from kdtrain.config import CodecConfig
 from kdtrain.config.choices import TEACHERS
 from kdtrain.errors import UsageError

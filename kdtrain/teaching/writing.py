@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
-from kdtrain.cache.build.answers import Encode, Logits, ShardAnswers
-from kdtrain.cache.build.generated_text import finish_reasons
-from kdtrain.cache.build.shard_writer import ShardRows
 from kdtrain.cache.format.codec import draw_points, encode, grid_offset, uniforms
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings, end_tokens
+from kdtrain.cache.write.answers import Encode, Logits, ShardAnswers
+from kdtrain.cache.write.generated_text import finish_reasons
+from kdtrain.cache.write.shard_writer import ShardRows
 from kdtrain.errors import UsageError
 from kdtrain.models.generate import draw
 from kdtrain.monitor.progress import log

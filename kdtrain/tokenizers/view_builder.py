@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 from kdtrain import faults
-from kdtrain.cache.build.folder import copy_tokenizer
 from kdtrain.cache.format.names import CELLS, LOCK, SETTINGS, TOKENIZER, VIEW
 from kdtrain.cache.read.reader import CacheReader, LocalCache
+from kdtrain.cache.write.folder import copy_tokenizer
 from kdtrain.data.packed import rows_of
 from kdtrain.errors import UsageError, making
 from kdtrain.files import Lock, file_digest, json_digest, publish_json, published, refuse_links, sweep

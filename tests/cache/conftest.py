@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import KNOTS, CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings, read_manifest
+from kdtrain.cache.write.writer import write_cache
 from kdtrain.data.packed import PackedRow
 from tests.fetched import files_of
 from tests.web import Repository, Web, hurry, serving, with_hub

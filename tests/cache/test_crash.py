@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kdtrain.cache.build.writer import FAULT_POINTS, CacheBuilder, write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.tools.verify import verify_cache
+from kdtrain.cache.write.writer import FAULT_POINTS, CacheBuilder, write_cache
 from kdtrain.errors import RunError, UsageError
 from tests.cache.fork_kit import answer_of, exit_of
 

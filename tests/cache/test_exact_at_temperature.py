@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.read.reader import CacheReader
+from kdtrain.cache.write.writer import write_cache
 from kdtrain.config import DataConfig
 from kdtrain.data.packing import packed_rows
 from kdtrain.models.spec import read_spec

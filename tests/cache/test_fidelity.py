@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kdtrain.cache.build.fidelity import (
+from kdtrain.cache.format.codec import CodecSpec, decode, encode_sequences
+from kdtrain.cache.format.compression import Coding
+from kdtrain.cache.format.manifest import read_manifest
+from kdtrain.cache.write.fidelity import (
     GRID,
     TOLERANCE,
     Angles,
@@ -15,9 +18,6 @@ from kdtrain.cache.build.fidelity import (
     sparse_gradients,
     temperature_range,
 )
-from kdtrain.cache.format.codec import CodecSpec, decode, encode_sequences
-from kdtrain.cache.format.compression import Coding
-from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import SparseTargets

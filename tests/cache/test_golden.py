@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.build.shard_writer import ShardRows, ShardWriter
-from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format import hdf5
 from kdtrain.cache.format.codec import ABSENT, CodecSpec, encode_sequences
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings, read_manifest
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.tools.verify import verify_cache
+from kdtrain.cache.write.shard_writer import ShardRows, ShardWriter
+from kdtrain.cache.write.writer import write_cache
 from kdtrain.data.packed import PackedRow
 from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets
 

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.read import reader
+from kdtrain.cache.write.writer import write_cache
 from kdtrain.data.packed import PackedRow
 
 SEQ_LEN, VOCAB_SIZE, PER_SHARD, BATCH = 128, 300, 50, 5

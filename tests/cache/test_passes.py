@@ -10,12 +10,12 @@ from torch._inductor import compile_fx, metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kdtrain.cache.build import answers
-from kdtrain.cache.build.answers import SideStream
-from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format import codec
 from kdtrain.cache.format.codec import CodecSpec, _encode_block, _sparse_in_passes, encode, encode_sequences
 from kdtrain.cache.read.reader import CacheReader
+from kdtrain.cache.write import answers
+from kdtrain.cache.write.answers import SideStream
+from kdtrain.cache.write.writer import write_cache
 from kdtrain.objective.engine.matmul import maybe_compiled
 
 PARAMETERS, FLOPS_A_SECOND, BYTES_A_SECOND = 1e9, 400e12, 4.8e12

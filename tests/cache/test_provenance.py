@@ -10,11 +10,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, read_manifest, refuse_tokenizer
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.tools.verify import repair, verify_cache
+from kdtrain.cache.write.writer import write_cache
 from kdtrain.errors import UsageError
 from kdtrain.files import publish_json, read_sealed
 from kdtrain.models.output_head import refuse_vocabulary

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import kdtrain as kd
-from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import SAMPLING, CodecSpec
 from kdtrain.cache.read.shard import Shard
+from kdtrain.cache.write.writer import write_cache
 from kdtrain.files import file_digest
 from kdtrain.testing import tiny_tokenizer
 from tests.cache.fork_kit import exit_of
@@ -120,7 +120,7 @@ def test_a_resume_opens_each_published_shard_once_and_closes_it(sequences, tmp_p
     opened, closed = [], Mock(wraps=Shard.close)
     monkeypatch.setattr(Shard, "close", lambda shard: closed(shard))
     monkeypatch.setattr(
-        "kdtrain.cache.build.sequences.Shard", lambda path, spec: opened.append(path.stem) or Shard(path, spec)
+        "kdtrain.cache.write.sequences.Shard", lambda path, spec: opened.append(path.stem) or Shard(path, spec)
     )
     (tmp_path / "c" / "manifest.json").unlink()
     interrupted = writer(tmp_path / "c")

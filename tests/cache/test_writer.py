@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.build.folder import lock
-from kdtrain.cache.build.writer import CacheBuilder, write_cache
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import SAMPLING, CodecSpec
 from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.tools.verify import verify_cache
+from kdtrain.cache.write.folder import lock
+from kdtrain.cache.write.writer import CacheBuilder, write_cache
 from kdtrain.errors import RunError, UsageError
 
 

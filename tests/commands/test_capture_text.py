@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import kdtrain as kd
-from kdtrain.cache.build.live_capture import Capture, LiveCache
 from kdtrain.cache.format.manifest import Manifest
+from kdtrain.cache.write.live_capture import Capture, LiveCache
 from kdtrain.cli.parsing import parse
 from kdtrain.cli.paths import problem
 from kdtrain.commands.evaluate import evaluate

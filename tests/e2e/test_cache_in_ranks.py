@@ -113,7 +113,7 @@ def test_an_error_of_one_rank_is_reported_by_it_and_ends_the_others(ranks, of_on
 
 
 def test_a_launch_beside_another_is_refused_by_one_line(ranks, of_one) -> None:
-    from kdtrain.cache.build.folder import lock
+    from kdtrain.cache.write.folder import lock
 
     folder = ranks.root / "taken"
     folder.mkdir()

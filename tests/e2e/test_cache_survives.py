@@ -17,9 +17,9 @@ import h5py
 import numpy as np
 import pytest
 
-from kdtrain.cache.build.writer import FAULT_POINTS
 from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.cache.tools.verify import verify_cache
+from kdtrain.cache.write.writer import FAULT_POINTS
 
 ONCE = ("cache.settings", "cache.manifest")
 """Files that one build publishes once: a kill after the rename ends the chain's chance to meet a later point."""

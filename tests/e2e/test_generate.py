@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kdtrain as kd
-from kdtrain.cache.build.generated_text import finish_reasons
+from kdtrain.cache.write.generated_text import finish_reasons
 from kdtrain.testing import tiny_model, write_model_folder
 from tests.stand_in import standing_in
 

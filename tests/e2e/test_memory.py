@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.write.writer import write_cache
 from kdtrain.data.packed import PackedRow
 
 SEQ_LEN, SHARDS, KEPT, BATCH = 64, 17, 200, 16

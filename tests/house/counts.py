@@ -1,11 +1,18 @@
 """How large the house is: `python tests/house/counts.py` prints each count beside its bound in bounds.toml.
 
-Lines are those of the files; lines of code hold neither a comment nor a docstring. What is behind a module are the
-files that its imports reach, those inside of functions included.
+Lines are those of the files; lines and characters of code are without comments, docstrings and blanks, so that neither
+a shorter nor a longer line changes the characters. What an import or a run loads is read from `sys.modules`, so that
+neither a package's `__init__` nor a module named in a string is missed. What plugins use is followed through whatever
+hands a name on, to where it is defined. An import or a run that fails ends the counts with its error.
 """
 
 import ast
 import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import tokenize
 import tomllib
 from collections import Counter
@@ -14,7 +21,34 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUNDS = tomllib.loads((Path(__file__).parent / "bounds.toml").read_text())
-STARTS = {"trainer": "training.trainer", "reader": "cache.read.reader", "distill": "commands.distill"}
+STARTS = {"library": "kdtrain", "reader": "kdtrain.cache.read.reader", "trainer": "kdtrain.training.trainer"}
+"""Modules whose import is counted."""
+_SHORT = ("--seq-len", "64", "--num-sequences", "8", "--validation-sequences", "2", "--num-workers", "0")
+_FP32 = ("--precision", "fp32")
+_CAPTURE = ["cache-teacher", "--teacher", "stdlib-5m", "--data", "stdlib", "--out", "cache", *_SHORT, *_FP32]
+_STEPS = 2
+_CACHED = ["distill", "--cache", "cache", "--student", "stdlib-1m", "--out", "run", "--batch-size", "2", "--no-compile"]
+_LOADED = """
+import importlib, json, os, runpy, sys
+import torch, transformers
+for place, argv in enumerate(json.loads(sys.argv[1])):
+    if not (child := os.fork()):
+        torch.set_num_threads(1)
+        sys.argv = argv
+        try:
+            if argv[1:]:
+                runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+            else:
+                importlib.import_module(argv[0])
+        except SystemExit as ended:
+            assert not ended.code, argv
+        with open(f"{place}.json", "w") as file:
+            json.dump([name for name in sys.modules if name.split(".")[0] == "kdtrain"], file)
+        sys.stderr.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, argv
+"""
+"""Runs each command of its first argument, a module and its words, in a fork, and writes what of kdtrain it loaded."""
 SPEECH = ("said", "says", "told", "asked")
 """Verbs of speech, where the field logs, returns and requests."""
 _NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
@@ -32,19 +66,29 @@ def lines_of(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
-def code_of(path: Path) -> int:
-    """The lines of a file that hold code."""
-    held: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
-        if token.type not in _NO_CODE:
-            held.update(range(token.start[0], token.end[0] + 1))
+@cache
+def code_of(path: Path) -> tuple[int, int]:
+    """The lines of a file that hold code, and the characters of its code."""
+    texts: set[int] = set()
     for node in ast.walk(tree_of(path)):
         if (
             isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTION))
             and ast.get_docstring(node, clean=False) is not None
         ):
-            held.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    return len(held)
+            texts.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    held: set[int] = set()
+    characters = 0
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+        if token.type not in _NO_CODE and token.start[0] not in texts:
+            held.update(range(token.start[0], token.end[0] + 1))
+            characters += len(token.string)
+    return len(held), characters
+
+
+def conditionals_within(path: Path) -> int:
+    """The conditional expressions of a file that hold another one."""
+    every = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.IfExp)]
+    return sum(any(isinstance(inner, ast.IfExp) for inner in ast.walk(node) if inner is not node) for node in every)
 
 
 def modules() -> dict[str, Path]:
@@ -55,27 +99,67 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports_of(path: Path, known: dict[str, Path]) -> set[str]:
-    """The modules of kdtrain that a file imports, but for the face."""
-    found: set[str] = set()
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("kdtrain"):
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in known else node.module for name in names}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found & known.keys() - {"kdtrain"}
+def loaded() -> dict[str, set[str]]:
+    """The modules of kdtrain that are loaded by each import of `STARTS`, and by a run of two steps from a cache."""
+    commands = [[start] for start in STARTS.values()]
+    commands += [["kdtrain", *words] for words in (_CAPTURE, [*_CACHED, *_FP32, "--steps", str(_STEPS)])]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, "-c", _LOADED, json.dumps(commands)]
+        done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found = [set(json.loads(Path(folder, f"{place}.json").read_text())) for place in range(len(commands))]
+        assert json.loads(Path(folder, "run/result.json").read_text())["step"] == _STEPS
+    return {**dict(zip(STARTS, found, strict=False)), "a cached run": found[-1]}
 
 
-def behind(start: str, known: dict[str, Path]) -> set[str]:
-    """The modules that importing `start` would read, itself included."""
-    seen: set[str] = set()
-    open_ = [start]
-    while open_:
-        if (name := open_.pop()) not in seen:
-            seen.add(name)
-            open_ += imports_of(known[name], known)
-    return seen
+def handed_on(module: str, known: dict[str, Path]) -> dict[str, tuple[str, str]]:
+    """The names that a module imports from others of kdtrain: from where, and what they are called there."""
+    return {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in ast.walk(tree_of(known[module]))
+        if isinstance(node, ast.ImportFrom) and node.module in known
+        for alias in node.names
+    }
+
+
+def origin(module: str, name: str, known: dict[str, Path]) -> tuple[str, str]:
+    """The module in which a name is defined, and what it is called there; no name where it is a module itself."""
+    if f"{module}.{name}" in known:
+        return f"{module}.{name}", ""
+    further = handed_on(module, known).get(name)
+    return (module, name) if further is None else origin(*further, known)
+
+
+def used_by(module: str, known: dict[str, Path]) -> set[tuple[str, str]]:
+    """The modules and names of kdtrain that a module takes, in an import, as an attribute of one, or by a string."""
+    tree = tree_of(known[module])
+    taken = handed_on(module, known)
+    whole = {name: ".".join(each) for name, each in taken.items() if ".".join(each) in known}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                whole |= {alias.asname: alias.name} if alias.asname else {top: top}
+
+    def module_of(node: ast.expr) -> str | None:
+        """The module that an expression stands for."""
+        if isinstance(node, ast.Name):
+            return whole.get(node.id)
+        if isinstance(node, ast.Attribute) and (above := module_of(node.value)) is not None:
+            return f"{above}.{node.attr}" if f"{above}.{node.attr}" in known else None
+        return None
+
+    found = {origin(*each, known) for each in taken.values()}
+    opened = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (above := module_of(node.value)) and above in known:
+            opened.add((above, ""))
+            found.add(origin(above, node.attr, known))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            names = {each.value for each in node.args if isinstance(each, ast.Constant)}
+            found |= {(name, "") for name in names & known.keys()}
+    return found - opened
 
 
 def used_once(path: Path) -> tuple[int, int]:
@@ -112,16 +196,20 @@ def counts() -> dict[str, int]:
     """Every count that bounds.toml bounds."""
     known = modules()
     core = {name: path for name, path in known.items() if not name.startswith("kdtrain.plugins")}
-    found = {"core lines": sum(map(lines_of, core.values())), "core lines of code": sum(map(code_of, core.values()))}
-    found["plugin lines"] = sum(lines_of(path) for name, path in known.items() if name not in core)
-    for label, start in (
-        ("trainer", "training.trainer"),
-        ("reader", "cache.read.reader"),
-        ("distill", "commands.distill"),
-    ):
-        reached = behind(f"kdtrain.{start}", known)
-        found[f"files behind {label}"] = len(reached)
-        found[f"lines behind {label}"] = sum(lines_of(known[name]) for name in reached)
+    plugins = known.keys() - core.keys()
+    found = {"core lines": sum(map(lines_of, core.values()))}
+    code = [code_of(path) for path in core.values()]
+    found["core lines of code"], found["core characters of code"] = (sum(each) for each in zip(*code, strict=True))
+    found["plugin lines"] = sum(lines_of(known[name]) for name in plugins)
+    found["plugin characters of code"] = sum(code_of(known[name])[1] for name in plugins)
+    used = {each for name in plugins for each in used_by(name, known) if each[0] in core}
+    found["core modules that plugins use"] = len({module for module, _ in used})
+    found["core names that plugins use"] = len(used)
+    for label, names in loaded().items():
+        present = names & known.keys()
+        found[f"modules loaded by {label}"] = len(present)
+        found[f"lines loaded by {label}"] = sum(lines_of(known[name]) for name in present)
+    found["conditionals within conditionals"] = sum(map(conditionals_within, known.values()))
     found["modules in a room"] = max(Counter(path.parent for path in known.values()).values())
     functions, once = (sum(each) for each in zip(*map(used_once, core.values()), strict=True))
     found["private helpers used once, per mille"] = round(1000 * once / functions)

@@ -1,9 +1,10 @@
-"""The same commands by two trees, and whether they end with the same bits: `python tests/house/same_bits.py BEFORE`.
+"""The same commands by two trees, and whether they end with the same bits: `make same-bits BEFORE=COMMIT`.
 
-BEFORE is a checkout of another commit (`git worktree add FOLDER TAG`). Each case is a chain of short commands: captures
-by every codec, runs from every source and in every mode, two ranks, a resume, a rollback. Both trees run it, each in a
-folder of its own, and every data set of the caches and every tensor of the last checkpoints is compared, with the
-counters of the run. In the cases "begun before" the tree BEFORE begins a run, is killed, and this tree resumes it.
+Each case is a chain of short commands: captures by every codec, runs from every source and in every mode, two ranks, a
+resume, a rollback, a sweep. The tree of the commit and this one run it, each in a folder of its own. All that they
+leave is compared: every data set of the caches, every tensor of the last checkpoints and of the exported students with
+the files beside it, what was logged, and the result. In the cases "begun before" the tree of the commit begins a run,
+is killed, and this tree resumes it. Two trees with the same code are refused: they would show nothing.
 
 What it gives up: it needs both trees to take the same options, and it sees a few steps of tiny models.
 All cases take 5 to 10 minutes on two cores. `--keep FOLDER` keeps what BEFORE made for the next time.
@@ -12,19 +13,22 @@ All cases take 5 to 10 minutes on two cores. `--keep FOLDER` keeps what BEFORE m
 import argparse
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[2]
-TEXT = ("--data", "corpus", "--seq-len", "32", "--num-workers", "0", "--validation-sequences", "8")
-CAPTURE = ("cache-teacher", "--teacher", "teacher", *TEXT, "--num-sequences", "40", "--precision", "fp32")
+SHORT = ("--seq-len", "32", "--num-workers", "0", "--validation-sequences", "8")
+TEXT = ("--data", "corpus", *SHORT)
+CAPTURE = ("cache-teacher", "--teacher", "teacher", "--num-sequences", "40", "--precision", "fp32")
 RUN = (
     *("--warmup-steps", "0", "--lr", "1e-2", "--batch-size", "6", "--micro-batch-size", "3", "--steps", "10"),
     *("--checkpoint-freq", "3", "--eval-freq", "4", "--log-to", "none"),
@@ -49,9 +53,9 @@ class Step:
     """`before`: the tree BEFORE runs it in both folders."""
 
 
-def capture(out: str, *options: str, **how: Any) -> Step:
+def capture(out: str, *options: str, data: str = "corpus", **how: Any) -> Step:
     """A cache of the tiny teacher."""
-    return Step((*CAPTURE, "--out", out, *options), **how)
+    return Step((*CAPTURE, "--data", data, *SHORT, "--out", out, *options), **how)
 
 
 FIXED = ("--alpha", "0.9")
@@ -123,6 +127,20 @@ CASES: dict[str, tuple[Step, ...]] = {
         capture("cache", "--num-samples", "0", "--top-k", "20"),
         distill("run", *FP32, *ACROSS, student="other", old=ACROSS_BEFORE),
     ),
+    "alpha by withheld text": (
+        capture("cache", "--num-samples", "20", "--validation-sequences", "72"),
+        distill("run", *FP32, "--steps", "24", alpha=("--alpha", "auto")),
+    ),
+    "warm-up": (SAMPLES, distill("run", *FP32, "--warmup-steps", "4")),
+    "WSD with its decay": (
+        SAMPLES,
+        distill("run", *FP32, "--lr-schedule", "wsd", "--decay-steps", "4", "--decay-shape", "1-sqrt"),
+    ),
+    "conversations with masks": (
+        capture("cache", "--num-samples", "20", "--document-mask", data="chat.jsonl"),
+        distill("run", *FP32),
+    ),
+    "a sweep of one arm": (Step(("sweep", "sweep.toml", "--out", "sweep")),),
     "begun before": (
         capture("cache", "--num-samples", "20", by="before"),
         distill("run", *FP32, fault=KILLED, by="before"),
@@ -139,23 +157,36 @@ CASES: dict[str, tuple[Step, ...]] = {
         distill("run", *FP32[:-3], *ADAPTIVE, "--no-compile", alpha=()),
     ),
 }
-VOLATILE = (
-    "time",
-    "seconds",
-    "host",
-    "version",
-    "path",
-    "created",
-    "libraries",
-    "environment",
-    "kdtrain",
-    "memory",
-    "rate",
-)
-"""Parts of the names of what two equal runs need not share."""
-
-
-_OF_A_VERSION = ("digest", "versions", "parents")
+SWEEP = """
+[caches.c]
+teacher = "teacher"
+data = "corpus"
+seq_len = 32
+num_sequences = 24
+validation_sequences = 8
+num_workers = 0
+precision = "fp32"
+[common]
+student = "student.toml"
+cache = "c"
+steps = 4
+batch_size = 6
+alpha = 0.9
+warmup_steps = 0
+compile = false
+precision = "fp32"
+log_to = "none"
+[arms.kd]
+"""
+MEASURED = {
+    *("seconds", "tokens_per_second", "tok/s", "tok/s_last", "eta_h", "data_wait_s", "peak_memory_mb"),
+    *("memory_growth_mb", "memory_resident_mb"),
+}
+"""Keys, by their whole names, of times and memory, which two equal runs need not share."""
+OF_A_VERSION = {"digest", "versions", "parents", "of", "cache", "sha256", "index_sha256"}
+"""Keys that name kdtrain's version, or digests that hold it: left out where the trees have two versions."""
+CARD = "README.md"
+"""The card of an exported student, which is not compared, nor is its digest."""
 
 
 class Tree:
@@ -194,7 +225,7 @@ def worker() -> None:
     import kdtrain.cli
     from kdtrain import faults
 
-    assert torch and transformers
+    assert torch and transformers and Path(kdtrain.cli.__file__).is_relative_to(os.environ["PYTHONPATH"])
     for line in sys.stdin:
         asked = json.loads(line)
         with socket.socket() as free:
@@ -234,6 +265,13 @@ def prepare(folder: Path) -> None:
     from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
     write_model_folder(folder / "teacher", tiny_model(vocab_size=300, seed=1), tiny_tokenizer(300))
+    tokenizer = tiny_tokenizer(300)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    tokenizer.save_pretrained(folder / "teacher")
+    turns = [[("user", "why? " * (n * 7 % 19 + 1)), ("assistant", "because. " * (n * 5 % 11 + 1))] for n in range(60)]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in each]} for each in turns]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "sweep.toml").write_text(SWEEP)
     longer = AutoTokenizer.from_pretrained(HERE / "teachers/stdlib-5m")
     write_model_folder(folder / "other", tiny_model(vocab_size=len(longer), seed=2), longer)
     config = {**SHAPES["qwen3"], "vocab_size": 300}
@@ -248,52 +286,57 @@ def prepare(folder: Path) -> None:
         (folder / "corpus" / f"{number:02}.txt").write_text(text)
 
 
+def tensors(path: Path) -> dict[str, Any]:
+    """Every tensor of a safetensors file: its type, shape and bytes."""
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        each = {name: file.get_tensor(name).contiguous() for name in file.keys()}  # noqa: SIM118
+    return {k: (str(t.dtype), tuple(t.shape), t.flatten().view(torch.uint8).numpy().tobytes()) for k, t in each.items()}
+
+
 def contents(folder: Path) -> dict[str, Any]:
-    """Every data set of the caches and every tensor and counter of the newest checkpoints below `folder`."""
+    """What is compared of the caches, runs and exported students below `folder`, each part by its name."""
     import h5py
     import hdf5plugin  # noqa: F401
-    from safetensors import safe_open
 
     found: dict[str, Any] = {}
     for path in sorted(folder.glob("**/shards/*.h5")):
         with h5py.File(path) as file:
-            file.visititems(
-                lambda name, each, path=path: (
-                    found.__setitem__(f"{path.relative_to(folder)}:{name}", each[()].tobytes())
-                    if isinstance(each, h5py.Dataset)
-                    else None
-                )
-            )
-    for manifest in sorted(folder.glob("*/manifest.json")):
-        written = json.loads(manifest.read_text())  # the digest is of the version of kdtrain, too
-        found |= {f"{manifest.parent.name}: {key}": each for key, each in written.items() if key not in _OF_A_VERSION}
-    for checkpoints in sorted(folder.glob("*/checkpoints")):
+            names: list[str] = []
+            file.visit(names.append)
+            arrays = {f"{path.relative_to(folder)}:{name}": file[name] for name in names}
+            found |= {name: each[()].tobytes() for name, each in arrays.items() if isinstance(each, h5py.Dataset)}
+    compared = [each.parent / "manifest.json" for each in folder.glob("**/index.h5")]
+    for checkpoints in folder.glob("**/checkpoints"):
+        run = checkpoints.parent
         newest = max(checkpoints.glob("step-*"), key=lambda each: each.name)
-        for path in sorted(newest.glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    tensor = file.get_tensor(name)
-                    key = f"{checkpoints.parent.name}/{newest.name}/{path.name}:{name}"
-                    found[key] = (
-                        str(tensor.dtype),
-                        tuple(tensor.shape),
-                        bytes(tensor.flatten().contiguous().view(-1).numpy(force=True).tobytes())
-                        if str(tensor.dtype) != "torch.bfloat16"
-                        else tensor.float().numpy().tobytes(),
-                    )
-        found[f"{checkpoints.parent.name}/{newest.name}: progress"] = json.loads(
-            (newest / "state.json").read_text()
-        ).get("progress")
+        found[f"{newest.relative_to(folder)}: progress"] = json.loads((newest / "state.json").read_text())["progress"]
+        compared += [*newest.glob("*.safetensors"), run / "metrics.jsonl", run / "result.json"]
+        compared += [each for each in (run / "student").rglob("*") if each.is_file() and each.name != CARD]
+    for path in sorted(compared):
+        name, text = str(path.relative_to(folder)), path.read_bytes()
+        if path.suffix == ".safetensors":
+            found |= {f"{name}:{key}": each for key, each in tensors(path).items()}
+        elif path.suffix == ".jsonl":
+            found |= {f"{name}:{place}": json.loads(line) for place, line in enumerate(text.splitlines())}
+        elif path.suffix == ".json":
+            found |= {f"{name}: {key}": {key: each} for key, each in json.loads(text).items()}
+        elif path.suffix == ".toml":
+            found[name] = tomllib.loads(text.decode())  # its comment has the version
+        else:
+            found[name] = text
     return found
 
 
-def different(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The names of what is not equal."""
+def different(before: dict[str, Any], after: dict[str, Any], left_out: set[str]) -> list[str]:
+    """The names of what is not equal, but for keys that are called as one of `left_out`."""
 
     def steady(value: Any) -> Any:
         if isinstance(value, dict):
-            return {k: steady(v) for k, v in value.items() if k != "of" and not any(part in k for part in VOLATILE)}
-        return value
+            return {key: steady(each) for key, each in value.items() if key not in left_out}
+        return [steady(each) for each in value] if isinstance(value, list) else value
 
     return [name for name in sorted({*before, *after}) if steady(before.get(name)) != steady(after.get(name))]
 
@@ -314,11 +357,17 @@ def main() -> int:
         parser.error("name a checkout of the commit to compare with")
     sys.path.insert(0, str(options.after))
     work = Path(tempfile.mkdtemp())
+    checkouts = {"before": options.before.resolve(), "after": options.after.resolve()}
+    codes = [
+        {path.relative_to(each): path.read_bytes() for path in each.glob("kdtrain/**/*.py")}
+        for each in checkouts.values()
+    ]
+    if codes[0] == codes[1]:
+        parser.error(f"{options.before} has the code of this tree: name a commit from before the change")
+    versions = {re.findall(rb"__version__ = .*", each[Path("kdtrain/__init__.py")])[0] for each in codes}
+    left_out = {*MEASURED, CARD, *(OF_A_VERSION if len(versions) > 1 else ())}
     kept = options.keep or work / "before"
-    trees = {
-        "before": Tree(options.before.resolve(), old=True),
-        "after": Tree(options.after.resolve(), old=options.after.resolve() == options.before.resolve()),
-    }
+    trees = {side: Tree(checkout, old=side == "before") for side, checkout in checkouts.items()}
     if not (kept / "material").exists():
         (kept / "material").mkdir(parents=True)
         prepare(kept / "material")
@@ -327,10 +376,8 @@ def main() -> int:
     for name, steps in CASES.items():
         if wanted and not any(each in name for each in wanted):
             continue
-        started, folders = (
-            time.monotonic(),
-            {"before": kept / name.replace(" ", "-"), "after": work / name.replace(" ", "-")},
-        )
+        started = time.monotonic()
+        folders = {"before": kept / name.replace(" ", "-"), "after": work / name.replace(" ", "-")}
         wrong: list[str] = []
         for side, folder in folders.items():
             if side == "before" and (folder / "done").exists():
@@ -348,10 +395,10 @@ def main() -> int:
                 (folder / "done").touch()
         if not wrong:
             found = [contents(folder) for folder in folders.values()]
-            wrong = different(*found) or ([] if len(found[0]) > 5 else ["nothing to compare"])
+            wrong = different(*found, left_out) or ([] if len(found[0]) > 5 else ["nothing to compare"])
         failed += bool(wrong)
         print(f"{'DIFFERS' if wrong else 'same   '} {name} ({time.monotonic() - started:.0f} s)", flush=True)
-        for line in wrong[:8]:
+        for line in {each.partition(":")[0]: each for each in reversed(wrong)}.values():  # the first of each file
             print("   ", line, flush=True)
         if not wrong:
             shutil.rmtree(folders["after"])

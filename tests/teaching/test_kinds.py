@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import kdtrain as kd
-from kdtrain.cache.build.answers import ShardAnswers
 from kdtrain.cache.format.codec import keep
+from kdtrain.cache.write.answers import ShardAnswers
 from kdtrain.config import CodecConfig, DataConfig
 from kdtrain.config.choices import TEACHERS
 from kdtrain.models.head import split

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.build.generated_text import finish_reasons
-from kdtrain.cache.build.shard_writer import ShardRows
 from kdtrain.cache.format.codec import CodecSpec, encode, encode_sequences
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.manifest import end_tokens as settings_end_tokens
+from kdtrain.cache.write.generated_text import finish_reasons
+from kdtrain.cache.write.shard_writer import ShardRows
 from kdtrain.config import CacheParallelConfig, CacheTeacherConfig, DataConfig, TextConfig
 from kdtrain.data.corpus import has_prompts
 from kdtrain.data.packing import prompt_rows

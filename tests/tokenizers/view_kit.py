@@ -2,9 +2,9 @@
 
 import torch
 
-from kdtrain.cache.build.writer import write_cache
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.write.writer import write_cache
 from kdtrain.data.corpus import Document
 from kdtrain.data.packing import pack
 from kdtrain.library import Cache

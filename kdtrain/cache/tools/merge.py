@@ -37,9 +37,6 @@ import h5py
 import numpy as np
 
 from kdtrain import faults
-from kdtrain.cache.build.answers import Encode, ShardAnswers
-from kdtrain.cache.build.shard_writer import ShardRows
-from kdtrain.cache.build.writer import CacheBuilder, Progress
 from kdtrain.cache.format import hdf5
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.compression import Arrays
@@ -49,6 +46,9 @@ from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.cache.read.rows import stored_rows
 from kdtrain.cache.tools.kept_mass import joined
 from kdtrain.cache.tools.merge_plan import MIXTURE, Stated, between, names, plan, refuse_rows, tokens_of, who
+from kdtrain.cache.write.answers import Encode, ShardAnswers
+from kdtrain.cache.write.shard_writer import ShardRows
+from kdtrain.cache.write.writer import CacheBuilder, Progress
 from kdtrain.data.corpus import rank
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError, UsageError, printable

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from kdtrain.cache.build.publish import agrees, make_vector
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.hdf5 import check_structure
@@ -32,6 +31,7 @@ from kdtrain.cache.format.manifest import (
 from kdtrain.cache.read.reader import AHEAD
 from kdtrain.cache.read.remote import Remote, open_remote
 from kdtrain.cache.read.shard import Shard, batch_of, first_line
+from kdtrain.cache.write.publish import agrees, make_vector
 from kdtrain.errors import RunError, UsageError, system_error, writing
 from kdtrain.files import LARGE, MEDIUM, SMALL, file_digest, publish_json, read_sealed, refuse_links, set_aside, typed
 from kdtrain.net.address import parse_address

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kdtrain.cache.build.writer import CacheBuilder
 from kdtrain.cache.format.codec import CodecSpec, decode
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
 from kdtrain.cache.tools.alignment import SHIFTS, DetectedShift, detect
 from kdtrain.cache.tools.kept_mass import more_than_promised, outside
+from kdtrain.cache.write.writer import CacheBuilder
 from kdtrain.data.corpus import assign, by_hash, rank
 from kdtrain.errors import UsageError
 from kdtrain.objective.batch import Batch

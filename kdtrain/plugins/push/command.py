@@ -11,8 +11,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypedDict
 
-from kdtrain.cache.build.card import CARD
 from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.write.card import CARD
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import (
     MEDIUM,

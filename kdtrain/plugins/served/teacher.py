@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from kdtrain.cache.build.answers import Encode, ShardAnswers
-from kdtrain.cache.build.shard_writer import ShardRows
 from kdtrain.cache.format.codec import CodecSpec, decode
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.tools.kept_mass import kept_mass
 from kdtrain.cache.tools.self_check import examine
+from kdtrain.cache.write.answers import Encode, ShardAnswers
+from kdtrain.cache.write.shard_writer import ShardRows
 from kdtrain.config import CodecConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import json_digest

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kdtrain.cache.build import card
 from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.cache.tools.verify import verify_cache
+from kdtrain.cache.write import card
 from kdtrain.errors import RunError, UsageError
 from kdtrain.library import Cache
 from kdtrain.plugins.push import PushConfig

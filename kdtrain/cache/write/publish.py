@@ -12,14 +12,14 @@ import numpy as np
 from torch import Tensor
 
 from kdtrain import __version__
-from kdtrain.cache.build.card import write_card
-from kdtrain.cache.build.folder import file_digests
-from kdtrain.cache.build.shard_writer import is_of
 from kdtrain.cache.format import hdf5
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import ABSENT, CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, Sidecar, SplitRecord, read_manifest, read_sidecar
 from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
+from kdtrain.cache.write.card import write_card
+from kdtrain.cache.write.folder import file_digests
+from kdtrain.cache.write.shard_writer import is_of
 from kdtrain.errors import RunError
 from kdtrain.files import file_digest, publish_json, published
 from kdtrain.objective.targets import Targets

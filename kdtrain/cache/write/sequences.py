@@ -20,15 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdtrain.cache.build import fidelity
-from kdtrain.cache.build.answers import ShardAnswers
-from kdtrain.cache.build.shard_writer import intact_record
-from kdtrain.cache.build.writer import CacheBuilder
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import SAMPLING, CodecSpec, broken, encode_sequences
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
+from kdtrain.cache.write import fidelity
+from kdtrain.cache.write.answers import ShardAnswers
+from kdtrain.cache.write.shard_writer import intact_record
+from kdtrain.cache.write.writer import CacheBuilder
 from kdtrain.config import CodecConfig
 from kdtrain.data.corpus import by_hash, rank
 from kdtrain.data.packed import PackedRow

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdtrain.cache.build.shard_writer import ShardRows
 from kdtrain.cache.format.codec import encode_sequences, grid_offset
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.write.shard_writer import ShardRows
 from kdtrain.objective.batch import Batch
 
 Logits = Callable[[Tensor, Tensor | None], Tensor]

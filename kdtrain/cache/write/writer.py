@@ -29,12 +29,16 @@ import torch
 from torch import Tensor
 
 from kdtrain import faults
-from kdtrain.cache.build import fidelity
-from kdtrain.cache.build.answers import Encode, LogitAnswers, Logits, ShardAnswers
-from kdtrain.cache.build.folder import open_folder
-from kdtrain.cache.build.generated_text import read_written
-from kdtrain.cache.build.publish import publish_manifest, read_sidecars
-from kdtrain.cache.build.shard_writer import (
+from kdtrain.cache.format import codec, hdf5
+from kdtrain.cache.format import names as cache_format
+from kdtrain.cache.format.manifest import CacheSettings, Manifest, Sidecar
+from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
+from kdtrain.cache.write import fidelity
+from kdtrain.cache.write.answers import Encode, LogitAnswers, Logits, ShardAnswers
+from kdtrain.cache.write.folder import open_folder
+from kdtrain.cache.write.generated_text import read_written
+from kdtrain.cache.write.publish import publish_manifest, read_sidecars
+from kdtrain.cache.write.shard_writer import (
     ShardRows,
     ShardWriter,
     WriteShard,
@@ -43,10 +47,6 @@ from kdtrain.cache.build.shard_writer import (
     is_of,
     publish_shard,
 )
-from kdtrain.cache.format import codec, hdf5
-from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.manifest import CacheSettings, Manifest, Sidecar
-from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError, UsageError, writing
 from kdtrain.files import PUBLISH_POINTS, json_digest, set_aside
