@@ -96,14 +96,21 @@ def test_what_was_written_before_a_rollback_stays_and_the_run_goes_on_behind_it(
     forks.assert_same("back-killed", "back")
 
 
-def test_a_sharded_student_writes_beside_a_cache_in_step_on_all_ranks(forks, run):
-    sharded = (*BESIDE, "--parallel", "fsdp", "--micro-batch-size", 1)
-    alone, ranks = run("mixed", *BESIDE), run("mixed-ranks", *sharded, world=2)
-    assert alone.keys() == ranks.keys() and 0 < len(alone) < 6 * SIZE
-    first = {row: text for row, text in alone.items() if text == ranks[row]}
-    assert len(first) > len(alone) / 2  # rounding may turn a draw, and all that follows it
-    losses = [[line["loss"] for line in forks.metrics(out)] for out in ("mixed", "mixed-ranks")]
+@pytest.fixture(scope="module")
+def mixed(run):
+    return run("mixed", *BESIDE)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_a_student_writes_beside_a_cache_in_step_on_all_ranks(forks, run, mixed, kind):
+    argv = (*BESIDE, "--parallel", kind, "--micro-batch-size", 1)
+    ranks = run(kind, *argv, world=2)
+    assert mixed.keys() == ranks.keys() and 0 < len(mixed) < 6 * SIZE
+    # rounding may turn a draw, and all that follows it
+    assert sum(text == ranks[row] for row, text in mixed.items()) > len(mixed) / 2
+    losses = [[line["loss"] for line in forks.metrics(out)] for out in ("mixed", kind)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
-    run("mixed-killed", *sharded, world=2, fault=f"selfwritten.before-rename:kill:{len(ranks) // 2}@0", code=-9)
-    assert run("mixed-killed", *sharded, world=2) == ranks
-    forks.assert_same("mixed-killed", "mixed-ranks")
+    killed = f"{kind}-killed"
+    run(killed, *argv, world=2, fault=f"selfwritten.before-rename:kill:{len(ranks) // 2}@0", code=-9)
+    assert run(killed, *argv, world=2) == ranks
+    forks.assert_same(killed, kind)
