@@ -95,7 +95,7 @@ def sample_texts(
     seq_len = tokens_BT.shape[1] - 1
     prompt = max(1, min(PROMPT_TOKENS, seq_len // 2))
     prompts_BT, count = tokens_BT[:, :prompt], max(1, min(NEW_TOKENS, seq_len - prompt))
-    with student.writing() as next_logits:
+    with student.decoding() as next_logits:
         continuations = [
             torch.stack([*generate(next_logits, prompts_BT, count, temperature, seed)], 1) for temperature in (0.0, 1.0)
         ]

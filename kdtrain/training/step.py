@@ -303,7 +303,7 @@ class Stepper:
         return True
 
     def _first_batch(self) -> Batch:
-        """The first micro-batch of the step at the cursor."""
+        """Read the first micro-batch of the step at the cursor, whose text is written."""
         self._written()
         return self.source.read(self.share(self.state.progress.sequences)[: self.micro])
 

@@ -385,7 +385,7 @@ class Student(PreTrainedModel):
             self.backbone, self.compile_objective = before
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[Decoder]:
+    def decoding(self) -> Iterator[Decoder]:
         """Yield the student as `models.generate` takes it: in evaluation mode within the block, and never quantised.
 
         Every rank enters it with a sharded student, and takes as many steps.

@@ -122,7 +122,7 @@ class Source(Protocol):
     all sequences in an order of its own. One whose text appears during the run has it as `growing: Growing`. One that
     an online teacher answers on other tokens than the student's has `taught_by(teacher, device)`.
 
-    One that needs the student has `meet(student, teacher)`, called once with the `Student` that is trained, and the
+    One that needs the student has `meet(student, teacher)`, called at first with the `Student` that is trained, and the
     online teacher, loaded and prepared, or None. A sharded student writes on all ranks at once: such a source has
     `write_collective(indices)`, which every rank calls before each step, with the sequences of the step of all ranks.
     What is written never changes, as `Growing` has it, and nothing is read ahead.

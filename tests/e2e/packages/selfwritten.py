@@ -89,12 +89,15 @@ class Selfwritten:
         rows = on_main(lambda: [row for row in np.unique(indices).tolist() if not self.path(row).exists()])
         for row in rows:  # one by one, so that its text is a function of the weights, the seed and the row alone
             start = self.text.read(np.array([row])).tokens[:, : self.behind].to(self.student.device)
-            with self.student.writing() as next_logits:
+            with self.student.decoding() as next_logits:
                 new = [*generate(next_logits, start, self.facts.seq_len + 1 - self.behind, 1.0, self.seed, row)]
             tokens = torch.cat([start, torch.stack(new, 1)], 1)[0].tolist()
             on_main(lambda: publish_text(self.path(row), json.dumps(tokens), "selfwritten"))  # noqa: B023
 
     def read(self, indices):
+        missing = [row for row in indices if not self.path(row).exists()]
+        if missing:  # of a check before the run, which reads the same on all ranks
+            self.write_collective(np.array(missing))
         tokens = torch.tensor([json.loads(self.path(row).read_text()) for row in indices])
         segments = torch.zeros_like(tokens[:, 1:])
         return Batch(tokens, segments == 0, segments, None)
