@@ -1,6 +1,6 @@
 """What a plan of data is: where the sequences of a run come from, before anything is built.
 
-A run asks for the plans that its options name (`DistillConfig.plans`), those of plugins first. Each may build on the
+A run takes the plans that its options name (`DistillConfig.plans`), those of plugins first. Each may build on the
 next one: one that has the student write takes prompts and validation from the plan of the other options.
 """
 
@@ -58,7 +58,7 @@ class PlanRequest:
     trial: bool
     """Whether a server answers for what is read only."""
     names: tuple[str, ...]
-    """The plans that are not asked yet."""
+    """The plans that are left, the next one first."""
 
     def next(self) -> DataPlan:
         """Plan the data by the first of `names`. Every rank calls it. UsageError, RunError: they cannot be read."""
