@@ -58,7 +58,7 @@ class Registry:
     Args:
         option: the flag, for messages.
         group: the group of entry points by which a package adds a name.
-        home: the module that registers the built-in names.
+        home: the module that registers the built-in names, or that of each by name.
         builtin: the built-in names, each with a line of help.
         traits: what an option's checks ask about the built-in names, so that no code asks for a name (`has`).
     """
@@ -73,7 +73,7 @@ class Registry:
         self,
         option: str,
         group: str,
-        home: str,
+        home: str | Mapping[str, str],
         builtin: dict[str, str],
         traits: Mapping[str, Collection[str]] | None = None,
     ) -> None:
@@ -126,7 +126,7 @@ class Registry:
             raise UsageError(f"{self.option} {name!r} is not a name")
         if name not in self.entries:
             if name in self.builtin:
-                importlib.import_module(self.home)
+                importlib.import_module(self.home if isinstance(self.home, str) else self.home[name])
             else:
                 self._load(name)
         return self.entries[name]

@@ -239,7 +239,8 @@ def test_each_addition_of_a_package_is_a_file_of_under_30_lines(name, code):
 
 @pytest.mark.parametrize("each", REGISTRIES.values(), ids=REGISTRIES)
 def test_the_names_that_help_lists_are_those_that_the_code_registers(each):
-    importlib.import_module(each.home)
+    for module in [each.home] if isinstance(each.home, str) else each.home.values():
+        importlib.import_module(module)
     own = [
         name for name in each.entries if re.match(r"kdtrain\.(?!plugins)", each.modules[name])
     ]  # packages add others

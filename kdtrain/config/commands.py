@@ -1,5 +1,6 @@
 """The configuration of each command: its own options, and the sections it takes."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -160,6 +161,16 @@ class DistillConfig(Extended):
     def online(self) -> bool:
         """Whether a teacher of this process answers while the student trains."""
         return self.teacher is not None and self.remote is None
+
+    @property
+    def plans(self) -> Iterator[str]:
+        """The plans of the data that the options ask for, by their names in `kdtrain.plans`, each over the next one."""
+        yield from filter(None, (getattr(each, "data_plan", None) for each in self.plugins.values()))
+        if self.remote is not None:
+            yield "served"
+        if self.cross_tokenizer:
+            yield "aligned"
+        yield "cached" if self.data.data is None else "text"
 
     @property
     def micro_batch_given(self) -> int | None:

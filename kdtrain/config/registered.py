@@ -46,7 +46,8 @@ def register_section(name: str, kinds: Mapping[str, type]) -> None:
             every option has a default. It may have a method `check`, which gets the whole configuration of the command
             and refuses, by a `UsageError`, what does not go with its own values. One with a teacher that runs elsewhere
             has `teacher_kind`, a name of `kdtrain.teachers` or None, and for distill `capture(config, **options)`: the
-            `CacheTeacherConfig` by which its answers are cached.
+            `CacheTeacherConfig` by which its answers are cached. One that makes data has `data_plan`, a name of
+            `kdtrain.plans` or None.
 
     Raises:
         UsageError: another module or a command has this name or that of an option, or an option has no default.

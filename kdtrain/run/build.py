@@ -38,6 +38,7 @@ from kdtrain.training.observers import ObserverRequest, observers_of
 from kdtrain.training.schedule import decay_start
 from kdtrain.training.sources.build import build_source
 from kdtrain.training.sources.mixture import MixtureSource
+from kdtrain.training.sources.source import meet
 from kdtrain.training.student import Student
 from kdtrain.training.trainer import Trainer
 
@@ -67,6 +68,9 @@ def build(recipe: Recipe) -> Run:
     if teacher is not None:
         teacher.prepare(sharded=plan.teacher == "fsdp", shard_size=plan.shard_size, compile=recipe.compiles)
     student = _student(recipe, model, hidden)
+    with raise_on_all_ranks():
+        for source in recipe.sources.values():
+            meet(source, student, teacher)
     shared, layers = (device, student.vocab_size, teacher), () if hidden is None else hidden.teacher_layers
     trainer = Trainer(
         config,

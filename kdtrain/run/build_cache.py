@@ -24,7 +24,7 @@ from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.read.rows import stored_rows
 from kdtrain.cache.write.live_capture import LiveCache
 from kdtrain.cache.write.writer import Progress, not_empty, write_cache
-from kdtrain.config import CacheTeacherConfig, DataConfig, DistillConfig
+from kdtrain.config import CacheTeacherConfig, DataConfig
 from kdtrain.config.sections import DEFAULT_PROMPT
 from kdtrain.data.corpus import has_prompts, stated_text
 from kdtrain.data.masks import Counts, Masks
@@ -33,7 +33,6 @@ from kdtrain.data.packing import packed_rows, prompt_rows
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import read_sealed, set_aside
 from kdtrain.models.loading import check_student
-from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import (
     ChatTokenizer,
     ends_of,
@@ -46,10 +45,10 @@ from kdtrain.monitor.progress import bar
 from kdtrain.objective.batch import Batch
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks
 from kdtrain.run.agreement import agree
-from kdtrain.run.data_plan import DataPlan, open_sources
-from kdtrain.teaching.online import OnlineTeacher
+from kdtrain.run.data_plan import open_sources
 from kdtrain.teaching.teacher import Teacher, Writing
 from kdtrain.tokenizers.view_format import TEXT, own_data
+from kdtrain.training.sources.plan import DataPlan, PlanRequest, register_plan
 from kdtrain.training.sources.source import Source
 
 log = logging.getLogger("kdtrain")
@@ -318,14 +317,15 @@ def build_tokens(
     return manifest
 
 
+@register_plan("text")
 class TextData(DataPlan):
     """Text, packed with the tokenizer of an online teacher, or without one of the student.
 
     What an earlier attempt with other options packed is set aside, unless a run has read it.
     """
 
-    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None) -> None:
-        self.config, self.student, self.teacher = config, student, teacher
+    def __init__(self, request: PlanRequest) -> None:
+        self.config, self.student, self.teacher = request.config, request.student, request.teacher
 
     def masked(self) -> bool:
         """As `DataPlan.masked`, where both models can; `prepare` asks them."""

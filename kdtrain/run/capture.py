@@ -5,7 +5,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -30,7 +30,7 @@ from kdtrain.data.packing import pack, split_text
 from kdtrain.errors import UsageError
 from kdtrain.models.hub import has_weights
 from kdtrain.models.loading import check_student
-from kdtrain.models.spec import ModelSpec, read_spec, with_weights
+from kdtrain.models.spec import read_spec, with_weights
 from kdtrain.monitor.progress import log
 from kdtrain.objective.divergence import refuse
 from kdtrain.parallel.memory_plan import ModelFootprint, free_everywhere, shards_teacher
@@ -55,6 +55,7 @@ from kdtrain.teaching.teacher import MEASURED, Teacher, open_teacher
 from kdtrain.tokenizers.view_format import SERVED, TEXT
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import asked_to_stop
+from kdtrain.training.sources.plan import PlanRequest, register_plan
 
 _STEPS, _MOST = 16, 256
 """Steps of a shard, and sequences at most: the student's first step waits for one, and the server rests between two."""
@@ -249,33 +250,33 @@ def computed_bytes(codec: CodecSpec) -> float:
     return few + entry * (codec.top_k - 12) + (both - few + 4 * entry) / 24 * codec.num_samples
 
 
-def served_data(
-    config: DistillConfig, student: ModelSpec, device: torch.device, held: ExitStack, trial: bool
-) -> CachedData:
+@register_plan("served")
+def served_data(request: PlanRequest) -> CachedData:
     """Begin to capture what a server answers into a cache in the run's folder; a finished one requests nothing."""
+    config = request.config
     on_main(lambda: _refuse_moving(config))
-    per_shard = (4 if trial else _STEPS) * min(config.batch_size, _MOST // _STEPS)
+    per_shard = (4 if request.trial else _STEPS) * min(config.batch_size, _MOST // _STEPS)
     capture_config = config.remote.capture(config, out=config.out / SERVED, sequences_per_shard=per_shard)
     objective, codec = config.objective, capture_config.codec
     if objective.distils:  # several ranks capture all before they train
         refuse(objective.divergence, objective.tail, top_k=codec.top_k, num_samples=codec.samples)
-    text = on_main(lambda: decided(config.data, config.out / TEXT, partial(check_student, student)))
+    text = on_main(lambda: decided(config.data, config.out / TEXT, partial(check_student, request.student)))
     capture_config = replace(capture_config, data=text)
 
     def capture_all(live: LiveCache) -> None:
-        capture(capture_config, device, live)
+        capture(capture_config, request.device, live)
         on_main(lambda: None)  # rank 0 writes the manifest after the others have finished
 
     how = Capture(
         seed=config.seed,
         planned=lambda sequences: min(sequences, total_steps(config, sequences) * config.batch_size),
         build=capture_all,
-        trial=trial,
+        trial=request.trial,
         whole=world_size() > 1,
         asked_to_stop=asked_to_stop,
     )
     live = LiveCache(capture_config.out, how)
-    held.callback(live.close)
+    request.held.callback(live.close)
     live.open()
     cache, data = (str(capture_config.out),), DataConfig(num_workers=config.data.num_workers)
     plugins = {name: each for name, each in config.plugins.items() if each is not config.remote}

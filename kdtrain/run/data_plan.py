@@ -1,64 +1,24 @@
-"""What a run reads: planned before its folder is touched, and prepared in it. One class for each kind of data.
+"""The plan of finished caches (`training.sources.plan`), and how the splits of a run are opened.
 
 A run without a cache packs its text once into a cache of bare tokens in its own folder: all runs read in the same way
 and the same order, in constant memory, and a resumed run does not tokenize again. A run whose teacher is behind a
 server reads a cache in its own folder too, which is captured while the student trains (`cache.write.live_capture`):
 there is one way to train from a server's answers, and they can be resumed, reused and audited as any cache.
 
-What makes data is in `PLANS`, by name: a run that reads a finished cache imports none of it.
+The plans that make data are imported by their names (`config.choices.PLANS`): a run of a finished cache imports none.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import Any
-
-import torch
 
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.config import DistillConfig
-from kdtrain.models.spec import ModelSpec
 from kdtrain.ranks import raise_on_all_ranks
-from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.training.sources.build import open_source
 from kdtrain.training.sources.mixture import mix
-from kdtrain.training.sources.source import Facts, Source, SourceRequest
-
-PLANS = {
-    "text": "kdtrain.run.build_cache:TextData",
-    "aligned": "kdtrain.run.tokenizer_view:aligned_data",
-    "served": "kdtrain.run.capture:served_data",
-}
-"""The plans of data that the run makes: text, another tokenizer's, a server's answers."""
-
-
-class DataPlan:
-    """Where the sequences of a run come from."""
-
-    facts: Facts | None = None
-    """None for text, of which more is known when it is packed."""
-    live: Any = None
-    """The `LiveCache` that the run reads while it is captured."""
-    options: Mapping[str, Any] = {}
-    """Options in place of those given, with which the run would read the same data again."""
-
-    def masked(self) -> bool:
-        """Whether documents are kept apart."""
-        return self.facts is not None and self.facts.document_mask
-
-    def refuse_no_rows(self) -> None:
-        """UsageError: a text gives a split no sequence, which is seen before a teacher is loaded."""
-
-    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
-        """The splits train and validation, and sequences for validation in the teacher's own tokens.
-
-        Every rank calls it, once the folder is the run's. resumed: whether that holds an earlier part of this run.
-
-        UsageError, RunError: the data cannot be read, or do not fit the options.
-        """
-        raise NotImplementedError
+from kdtrain.training.sources.plan import DataPlan, PlanRequest, register_plan
+from kdtrain.training.sources.source import Source, SourceRequest
 
 
 class CachedData(DataPlan):
@@ -72,29 +32,11 @@ class CachedData(DataPlan):
         return self.sources, self.sources["validation"]
 
 
-def plan_data(
-    config: DistillConfig,
-    student: ModelSpec,
-    teacher: OnlineTeacher | None,
-    device: torch.device,
-    held: ExitStack,
-    trial: bool = False,
-) -> DataPlan:
-    """Plan the data of `config`. Every rank calls it.
-
-    teacher: an online one. held: ends a capture. trial: a server answers for what is read only.
-
-    UsageError, RunError: the data cannot be read; as `cache_teacher`.
-    """
-    plan: DataPlan | None = None
-    if config.remote is not None:
-        plan = resolve_name(PLANS["served"])(config, student, device, held, trial)
+@register_plan("cached")
+def cached_data(request: PlanRequest) -> CachedData:
+    """The data of --cache, or of another --source."""
     with raise_on_all_ranks():
-        if plan is None and config.cross_tokenizer:
-            plan = resolve_name(PLANS["aligned"])(config, student, teacher)
-        if plan is None and config.data.data is not None:
-            plan = resolve_name(PLANS["text"])(config, student, teacher)
-        return plan or CachedData(config, config.cache)
+        return CachedData(request.config, request.config.cache)
 
 
 def open_sources(config: DistillConfig, places: Sequence[Path | str | LocalCache]) -> dict[str, Source]:

@@ -46,12 +46,12 @@ from kdtrain.parallel.memory_plan import (
 from kdtrain.precision.backends import Formats, formats_of
 from kdtrain.precision.modes import why_not_compile, why_not_tf32
 from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, reported, world_size
-from kdtrain.run.data_plan import plan_data
 from kdtrain.run.folder import deciding, restarted, run_lock, saved_choices
 from kdtrain.tables import short
 from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
 from kdtrain.teaching.teacher import MEASURED
 from kdtrain.training.schedule import total_steps
+from kdtrain.training.sources.plan import PlanRequest
 from kdtrain.training.sources.source import Facts, Source
 
 LEARNED_RANGE = (2 / 3, 4.0)
@@ -182,7 +182,15 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
             spec = teacher_spec(given.teacher, student)
             spec = with_weights(spec, given.teacher_weights, "--teacher-weights", given.parallel.teacher_parallel)
             teacher = open_online_teacher(spec, device, formats.high)
-    data = plan_data(given, student, teacher, device, held, trial=earlier is not None)
+    data = PlanRequest(
+        config=given,
+        student=student,
+        teacher=teacher,
+        device=device,
+        held=held,
+        trial=earlier is not None,
+        names=(*given.plans,),
+    ).next()
     masked = on_main(data.masked)
     with raise_on_all_ranks():
         facts = data.facts

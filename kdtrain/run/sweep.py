@@ -479,8 +479,8 @@ def _note(sweep: Sweep, runner: Runner) -> None:
             hint = "rename the arm, or name another --out"
             raise UsageError(f"{job.config.out} was begun with other options ({text}); {hint}")
     with writing(file):
-        now = {job.name: list(job.words) for job in (*sweep.caches, *sweep.runs)}
-        publish_json(file, now | before | now, "sweep.record")  # in the order of the file
+        words = {job.name: list(job.words) for job in (*sweep.caches, *sweep.runs)}
+        publish_json(file, words | before | words, "sweep.record")  # in the order of the file
 
 
 def _as_begun(job: SweepJob) -> list[list[str]]:

@@ -11,16 +11,15 @@ from kdtrain.config.values import refuse
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
 from kdtrain.models.loading import vocabulary
-from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import digest_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import bar, log
 from kdtrain.ranks import on_main, raise_on_all_ranks
 from kdtrain.run.build_cache import TextData
-from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.tokenizers.view import View
 from kdtrain.tokenizers.view_builder import OtherViewError, build_view
 from kdtrain.tokenizers.view_format import TEXT, VIEWS
 from kdtrain.training.sources.aligned import AlignedSource, aligned_facts
+from kdtrain.training.sources.plan import DataPlan, PlanRequest, register_plan
 from kdtrain.training.sources.source import Facts, Source
 
 _TOKENS = CodecSpec(kind="tokens", vocab_size=2)
@@ -30,9 +29,9 @@ _TOKENS = CodecSpec(kind="tokens", vocab_size=2)
 class AlignedData(TextData):
     """A cache, or an online teacher's own text, in the tokens of a student with another tokenizer."""
 
-    def __init__(self, config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None, facts: Facts) -> None:
-        super().__init__(config, student, teacher)
-        self.facts, self.view = facts, config.out / (TEXT if config.cache else VIEWS)
+    def __init__(self, request: PlanRequest, facts: Facts) -> None:
+        super().__init__(request)
+        self.facts, self.view = facts, self.config.out / (TEXT if self.config.cache else VIEWS)
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
         """As `DataPlan.prepare`. UsageError, RunError: as `build_view`; cells disagree with the text too often."""
@@ -63,29 +62,32 @@ class AlignedData(TextData):
         return open_cache(self.config.cache[0]) if self.config.cache else LocalCache(self.config.out / TEXT)
 
 
-def aligned_data(config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None) -> AlignedData | None:
-    """The plan of a run across tokenizers; None with one tokenizer.
+@register_plan("aligned")
+def aligned_data(request: PlanRequest) -> DataPlan:
+    """The plan of a run across tokenizers; with one tokenizer that of the other options.
 
     UsageError: the cache has no teacher's numbers, or `differ`.
     """
+    config, student, teacher = request.config, request.student, request.teacher
     data = config.data
-    if teacher is not None:
-        name, codec = str(data.data), _TOKENS
-        theirs: str | None = tokenizer_digest(teacher.tokenizer)
-        seq_len, document_mask = data.seq_len, data.document_mask is True
-    else:
-        cache = open_cache(config.cache[0])
-        name, stated = cache.name, cache.manifest.settings
-        codec, theirs = stated.codec, stated.tokenizer_digest
-        seq_len, document_mask = stated.seq_len, stated.document_mask
-        if not codec.taught:
-            raise UsageError(f"{name} holds no teacher's numbers; --cross-tokenizer needs them")
-    if not differ(config, digest_of(student), theirs):
-        return None
-    known = student.init == "pretrained" or "vocab_size" in (student.config or ())
-    size = entries(student.name, load_tokenizer(student), vocabulary(student) if known else None)
-    facts = aligned_facts(name, seq_len=seq_len, document_mask=document_mask, size=size, codec=codec)
-    return AlignedData(config, student, teacher, facts)
+    with raise_on_all_ranks():
+        if teacher is not None:
+            name, codec = str(data.data), _TOKENS
+            theirs: str | None = tokenizer_digest(teacher.tokenizer)
+            seq_len, document_mask = data.seq_len, data.document_mask is True
+        else:
+            cache = open_cache(config.cache[0])
+            name, stated = cache.name, cache.manifest.settings
+            codec, theirs = stated.codec, stated.tokenizer_digest
+            seq_len, document_mask = stated.seq_len, stated.document_mask
+            if not codec.taught:
+                raise UsageError(f"{name} holds no teacher's numbers; --cross-tokenizer needs them")
+        if differ(config, digest_of(student), theirs):
+            known = student.init == "pretrained" or "vocab_size" in (student.config or ())
+            size = entries(student.name, load_tokenizer(student), vocabulary(student) if known else None)
+            facts = aligned_facts(name, seq_len=seq_len, document_mask=document_mask, size=size, codec=codec)
+            return AlignedData(request, facts)
+    return request.next()
 
 
 def entries(name: str, tokenizer: Any, rows: int | None) -> int:

@@ -13,8 +13,7 @@ Shape suffixes: B rows, T tokens so far, D width.
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,12 +23,11 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.config import DistillConfig
 from kdtrain.errors import first_sentence
-from kdtrain.models.generate import decoding, generate
+from kdtrain.models.generate import generate
 from kdtrain.monitor.progress import Bar, StepText, Throughput, log
 from kdtrain.monitor.rules import WINDOW, History, Signs, comparable, findings, free_mib, initial_loss, newest_mib
 from kdtrain.monitor.writers import SilentWriters, Writers
-from kdtrain.parallel.parallelize import peaks, reshard
-from kdtrain.precision.modes import autocast
+from kdtrain.parallel.parallelize import peaks
 from kdtrain.ranks import is_main, memory_mb, resident_mb
 from kdtrain.training.schedule import validation_interval, warmup_steps
 from kdtrain.training.sources.source import Source
@@ -96,25 +94,11 @@ def sample_texts(
     tokens_BT = source.read(np.arange(min(PROMPTS, len(source)))).tokens
     seq_len = tokens_BT.shape[1] - 1
     prompt = max(1, min(PROMPT_TOKENS, seq_len // 2))
-    prompts_BT, training = tokens_BT[:, :prompt], student.training
-    student.eval()
-
-    @contextmanager
-    def inside() -> Iterator[None]:
-        with student.switch.at("high"), autocast(student.mode, student.device):
-            yield
-
-    try:
-        # each length would compile a graph of its own
-        with student.eager(), decoding(student.model, student.vocab_size, inside) as next_logits:
-            count = max(1, min(NEW_TOKENS, seq_len - prompt))
-            continuations = [
-                torch.stack([*generate(next_logits, prompts_BT, count, temperature, seed)], 1)
-                for temperature in (0.0, 1.0)
-            ]
-    finally:
-        student.train(training)
-        reshard(student.model)
+    prompts_BT, count = tokens_BT[:, :prompt], max(1, min(NEW_TOKENS, seq_len - prompt))
+    with student.decoding() as next_logits:
+        continuations = [
+            torch.stack([*generate(next_logits, prompts_BT, count, temperature, seed)], 1) for temperature in (0.0, 1.0)
+        ]
     columns = [tokenizer.batch_decode(tokens.tolist()) for tokens in (prompts_BT, *continuations)]
     return [dict(zip(("prompt", "greedy", "sampled"), row, strict=True)) for row in zip(*columns, strict=True)]
 

@@ -114,6 +114,8 @@ class Stepper:
 
     def __post_init__(self) -> None:
         self.order = order_of(self.source, self.config.seed)
+        self.write = getattr(self.source, "write_collective", None)
+        """Writes the text of a step on all ranks, where the source does that."""
         self.halves_for = FIRST_STEPS
         """Steps from now on in which running out of memory halves the micro-batch; 0 once it is halved."""
         self.tokens = 0
@@ -189,6 +191,8 @@ class Stepper:
         """
         number = self.state.progress.step + 1
         if self.withheld is not None and self.withheld.due(number) and not self.weigh(stop):
+            return StepResult(Status.INTERRUPTED)
+        if self.write is not None and stop.read(self._written) is None:
             return StepResult(Status.INTERRUPTED)
         rate = self._prepare(number)
         view = StepView(number, self.student, self._run_eagerly)
@@ -268,7 +272,7 @@ class Stepper:
         """
         if self.wrapper.kind != "ddp":
             return
-        batch = self.source.read(self.share(self.state.progress.sequences)[: self.micro])
+        batch = self._first_batch()
         self.student.train()
         for _ in range(2):  # DDP orders its buckets at the beginning of the second forward
             with self.wrapper.micro_batch(last=True):
@@ -280,7 +284,7 @@ class Stepper:
         adaptive = self.state.adaptive
         if adaptive is None or not self.student.compile_objective:
             return
-        batch = self.source.read(self.share(self.state.progress.sequences)[: self.micro])
+        batch = self._first_batch()
         for position in adaptive.positions:
             if stop.agree():
                 break
@@ -291,6 +295,17 @@ class Stepper:
             # before the next graph: a CUDA graph may overwrite the gradients of another (--compile-mode
             # reduce-overhead)
             self.state.optimizer.zero_grad(set_to_none=True)
+
+    def _written(self) -> bool:
+        """Have the text of the step at the cursor written, where its source writes on all ranks; return True."""
+        if self.write is not None:
+            self.write(self.sequences(self.state.progress.sequences))
+        return True
+
+    def _first_batch(self) -> Batch:
+        """Read the first micro-batch of the step at the cursor, whose text is written."""
+        self._written()
+        return self.source.read(self.share(self.state.progress.sequences)[: self.micro])
 
     def _prepare(self, number: int) -> float:
         """Set random generators, learning rate, temperature and alpha for step `number`; return the rate."""

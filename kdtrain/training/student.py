@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from kdtrain.config.sections import QUANTIZED
 from kdtrain.errors import UsageError, as_number, as_whole
+from kdtrain.models.generate import Decoder, decoding
 from kdtrain.models.head import SplitModel, layer_widths, router_weight, split
 from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.objective.alpha import MeasuredAlpha, too_few
@@ -36,6 +37,7 @@ from kdtrain.objective.measured import measured
 from kdtrain.objective.metrics import measure
 from kdtrain.objective.targets import Supervision, per_token
 from kdtrain.objective.temperature import Temperature
+from kdtrain.parallel.parallelize import reshard
 from kdtrain.precision.compiled import CompiledLayers, compiled_whole
 from kdtrain.precision.linear import Switch
 from kdtrain.precision.modes import MODES, autocast, head_dtype
@@ -381,6 +383,28 @@ class Student(PreTrainedModel):
                 yield
         finally:
             self.backbone, self.compile_objective = before
+
+    @contextlib.contextmanager
+    def decoding(self) -> Iterator[Decoder]:
+        """Yield the student as `models.generate` takes it: in evaluation mode within the block, and never quantised.
+
+        Every rank enters it with a sharded student, and takes as many steps.
+        """
+
+        @contextlib.contextmanager
+        def inside() -> Iterator[None]:
+            with self.switch.at("high"), autocast(self.mode, self.device):
+                yield
+
+        training = self.training
+        self.eval()
+        try:
+            # each length would compile a graph of its own
+            with self.eager(), decoding(self.model, self.vocab_size, inside) as next_logits:
+                yield next_logits
+        finally:
+            self.train(training)
+            reshard(self.model)
 
     def hidden_eager(self, batch: Batch) -> Tensor:
         """Return the backbone's output for a micro-batch, [B*T, D], without a compiled graph.

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import shutil
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ from kdtrain.config import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.library import Cache
 from kdtrain.models.spec import read_spec
+from kdtrain.run.data_plan import CachedData
 from kdtrain.run.folder import changes, deciding
-from kdtrain.run.tokenizer_view import aligned_data
 from kdtrain.testing import END_OF_TEXT, tiny_model, write_model_folder
 from kdtrain.tokenizers import alignment as alignments
+from kdtrain.training.sources.plan import PlanRequest
 from tests.token_kinds import train
 from tests.web import serving
 
@@ -166,11 +168,17 @@ def words_model():
         write_model_folder(Path("words-model"), tiny_model("llama", len(tokenizer), seed=2), tokenizer)
 
 
+def planned(config):
+    """What a run of `config` would read."""
+    student, more = read_spec(config.student), {"device": torch.device("cpu"), "held": ExitStack(), "trial": False}
+    return PlanRequest(config=config, student=student, teacher=None, names=(*config.plans,), **more).next()
+
+
 def test_a_student_of_the_layers_of_a_model_has_its_tokenizer(bench):
     words_model()
     Path("layers.toml").write_text("init = 'teacher-layers'\nteacher = 'words-model'\nlayers = [0]\n")
     config = DistillConfig(student="layers.toml", out=Path("never"), cache=("cache",), cross_tokenizer=True)
-    facts = aligned_data(config, read_spec("layers.toml"), None).facts
+    facts = planned(config).facts
     assert facts is not None and facts.vocab_size == len(AutoTokenizer.from_pretrained("words"))
 
 
@@ -179,9 +187,9 @@ def test_a_student_of_the_teachers_layers_or_without_a_tokenizer_takes_the_ordin
     spec = spec or Path("student.toml").read_text().replace("tokenizer = 'teacher'", "")
     Path("same.toml").write_text(spec)
     config = DistillConfig(student="same.toml", out=Path("never"), cache=("cache",), cross_tokenizer=True)
-    assert aligned_data(config, read_spec("same.toml"), None) is None
+    assert isinstance(planned(config), CachedData)
     with pytest.raises(UsageError, match=r"--special-tokens has no effect: .*tokenizer"):
-        aligned_data(dataclasses.replace(config, special_tokens=("a=b",)), read_spec("same.toml"), None)
+        planned(dataclasses.replace(config, special_tokens=("a=b",)))
 
 
 def bits(bench, *argv):

@@ -154,6 +154,16 @@ class Bench:
         """Run `kdtrain WORDS` to its end."""
         return Done(f"kdtrain {' '.join(words)}", code, stdout, stderr)
 
+    def install(self, package: Path, *groups: str) -> str:
+        """Install a package of one file, which registers its name in these groups; return the folder for PYTHONPATH."""
+        folder, name = self.root / "packages", package.stem
+        info = folder / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        shutil.copy2(package, folder)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("".join(f"[kdtrain.{each}]\n{name} = {name}\n" for each in groups))
+        return str(folder)
+
     def metrics(self, run: str) -> list[dict[str, Any]]:
         """The lines of a run's metrics.jsonl that are about training steps."""
         return [line for line in self.lines(run) if "loss" in line]

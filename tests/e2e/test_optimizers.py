@@ -1,7 +1,6 @@
 """An optimizer of somebody's package, Muon for hidden matrices: resumed, in two ranks, and guarded."""
 
 import importlib.util
-import shutil
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,7 @@ MUON = Path(__file__).parent / "packages" / "muon.py"
 @pytest.fixture(scope="module")
 def muon(forks):
     """Runs `distill --optimizer muon` with the package, and returns the tensors of the run."""
-    packages = forks.root / "packages"
-    info = packages / "muon-1.0.dist-info"
-    info.mkdir(parents=True)
-    shutil.copy2(MUON, packages)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: muon\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[kdtrain.optimizers]\nmuon = muon\n")
+    path = forks.install(MUON, "optimizers")
 
     def train(out, *argv, world=1, fault=None):
         ended = forks.launch(
@@ -43,7 +37,7 @@ def muon(forks):
                 *argv,
             ),
             fault=fault,
-            PYTHONPATH=str(packages),
+            PYTHONPATH=path,
         )
         assert all(each.code == (0 if fault is None else each.code) for each in ended), ended[0].stderr
         return forks.tensors(out)

@@ -19,7 +19,7 @@ from kdtrain.data.order import MixedOrder
 from kdtrain.errors import UsageError, printable
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.mixed import MixedTargets, join
-from kdtrain.training.sources.source import Facts, Member, Source
+from kdtrain.training.sources.source import Facts, Member, Source, meet
 
 
 class MixtureSource:
@@ -32,9 +32,21 @@ class MixtureSource:
         self.repeatable = all(each.repeatable for each in members)
         self.by_member = False
         """Whether the loss goes through each member by itself, because alpha is that of its own teacher."""
+        self.write_collective = self._write if any(hasattr(each, "write_collective") for each in members) else None
 
     def __len__(self) -> int:
         return sum(self.mixture.sizes)
+
+    def meet(self, student: Any, teacher: Any) -> None:
+        """Hand both to the members."""
+        for each in self.members:
+            meet(each, student, teacher)
+
+    def _write(self, indices: np.ndarray) -> None:
+        members = self.mixture.members(indices)
+        for number, each in enumerate(self.members):
+            if (write := getattr(each, "write_collective", None)) is not None:
+                write(indices[members == number] - self.mixture.firsts[number])
 
     def read(self, indices: np.ndarray) -> Batch:
         """Return the sequences `indices`, numbered as if the members lay one behind the other. RunError: as theirs."""

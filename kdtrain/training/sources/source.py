@@ -121,6 +121,11 @@ class Source(Protocol):
     One that has its own order also has `order(seed)`, which returns a `data.order.Order`; by default every epoch has
     all sequences in an order of its own. One whose text appears during the run has it as `growing: Growing`. One that
     an online teacher answers on other tokens than the student's has `taught_by(teacher, device)`.
+
+    One that needs the student has `meet(student, teacher)`, called at first with the `Student` that is trained, and the
+    online teacher, loaded and prepared, or None. A sharded student writes on all ranks at once: such a source has
+    `write_collective(indices)`, which every rank calls before each step, with the sequences of the step of all ranks.
+    What is written never changes, as `Growing` has it, and nothing is read ahead.
     """
 
     facts: Facts
@@ -140,6 +145,12 @@ def order_of(source: Source, seed: int) -> Order:
     """The order in which a run with this seed reads `source`."""
     own: Callable[[int], Order] | None = getattr(source, "order", None)
     return Order.shuffled(seed, len(source)) if own is None else own(seed)
+
+
+def meet(source: Source, student: Any, teacher: Any) -> None:
+    """Hand the student and the online teacher to a source that has `meet`."""
+    if hasattr(source, "meet"):
+        source.meet(student, teacher)
 
 
 def passes_of(source: Source, sequences: int) -> tuple[float, ...]:

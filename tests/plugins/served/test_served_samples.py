@@ -10,7 +10,7 @@ import kdtrain as kd
 from kdtrain.config import DataConfig, ObjectiveConfig, TextConfig
 from kdtrain.plugins.served.engine_samples import SampleRequest, sample
 from kdtrain.plugins.served.options import RunServerConfig
-from kdtrain.run.data_plan import plan_data
+from kdtrain.training.sources.plan import PlanRequest
 from tests.captures import PREFLIGHT, samples_of
 
 
@@ -98,7 +98,8 @@ def test_samples_that_are_wrong_once_are_asked_for_again_and_always_end_the_capt
 
 
 def planned(config):
-    return plan_data(config, None, None, torch.device("cpu"), ExitStack())
+    given = {"student": None, "teacher": None, "device": torch.device("cpu"), "held": ExitStack(), "trial": False}
+    return PlanRequest(config=config, names=(*config.plans,), **given).next()
 
 
 def test_a_run_that_cannot_learn_from_what_a_server_gives_is_refused_before_it_is_asked():
