@@ -47,8 +47,6 @@ class Step:
     words: tuple[str, ...]
     fault: str = ""
     ranks: int = 1
-    old: tuple[str, ...] = ()
-    """In the place of the first of these words in the command of BEFORE: these words."""
     by: str = "each"
     """`before`: the tree BEFORE runs it in both folders."""
 
@@ -78,7 +76,6 @@ def distill(
 TOP = ("--top-k", "12", "--num-samples", "0")
 SAMPLES = capture("cache", "--num-samples", "20")
 KILLED = "train.after-step:kill:7"
-ACROSS, ACROSS_BEFORE = ("--cross-tokenizer",), ("--cross-tokenizer", "cells")
 CASES: dict[str, tuple[Step, ...]] = {
     "samples": (SAMPLES, distill("run", *FP32)),
     "top-k at a likelihood temperature": (
@@ -125,7 +122,7 @@ CASES: dict[str, tuple[Step, ...]] = {
     ),
     "another tokenizer": (
         capture("cache", "--num-samples", "0", "--top-k", "20"),
-        distill("run", *FP32, *ACROSS, student="other", old=ACROSS_BEFORE),
+        distill("run", *FP32, "--cross-tokenizer", student="other"),
     ),
     "alpha by withheld text": (
         capture("cache", "--num-samples", "20", "--validation-sequences", "72"),
@@ -148,8 +145,8 @@ CASES: dict[str, tuple[Step, ...]] = {
     ),
     "begun before, another tokenizer": (
         capture("cache", "--num-samples", "20", by="before"),
-        distill("run", *FP32, *ACROSS, student="other", fault=KILLED, by="before", old=ACROSS_BEFORE),
-        distill("run", *FP32, *ACROSS, student="other", old=ACROSS_BEFORE, alpha=()),
+        distill("run", *FP32, "--cross-tokenizer", student="other", fault=KILLED, by="before"),
+        distill("run", *FP32, "--cross-tokenizer", student="other", alpha=()),
     ),
     "begun before, adaptive": (
         capture("cache", "--top-k", "8", "--num-samples", "24", by="before"),
@@ -192,25 +189,16 @@ CARD = "README.md"
 class Tree:
     """An interpreter that has imported the kdtrain of one checkout, and forks for each command."""
 
-    def __init__(self, checkout: Path, *, old: bool) -> None:
-        self.old = old
+    def __init__(self, checkout: Path) -> None:
         env = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         env |= {"KDTRAIN_HOME": tempfile.mkdtemp()}
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--worker"], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def spelled(self, step: Step) -> list[str]:
-        """The words of the command as this tree takes them."""
-        words = list(step.words)
-        if self.old and step.old:
-            place = words.index(step.old[0])
-            words[place : place + 1] = step.old
-        return words
-
     def run(self, folder: Path, step: Step) -> int:
         """Run one command in `folder`, and return the largest exit code of its ranks."""
-        request = {"folder": str(folder), "words": self.spelled(step), "fault": step.fault, "ranks": step.ranks}
+        request = {"folder": str(folder), "words": step.words, "fault": step.fault, "ranks": step.ranks}
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
@@ -367,7 +355,7 @@ def main() -> int:
     versions = {re.findall(rb"__version__ = .*", each[Path("kdtrain/__init__.py")])[0] for each in codes}
     left_out = {*MEASURED, CARD, *(OF_A_VERSION if len(versions) > 1 else ())}
     kept = options.keep or work / "before"
-    trees = {side: Tree(checkout, old=side == "before") for side, checkout in checkouts.items()}
+    trees = {side: Tree(checkout) for side, checkout in checkouts.items()}
     if not (kept / "material").exists():
         (kept / "material").mkdir(parents=True)
         prepare(kept / "material")
