@@ -251,7 +251,7 @@ if __name__ == "__main__":
     for name, number in counts().items():
         bound = BOUNDS["house"][name]
         goal = BOUNDS["goal"].get(name, bound)
-        print(f"{name:40}{number:9,}{bound:9,}{goal:9,}{'  over' if number > bound else ''}")
+        print(f"{name:40}{number:11,}{bound:11,}{goal:11,}{'  over' if number > bound else ''}")
     for kind in ("attributes", "parameters"):
         print(kind, large(kind))
     print("names of two classes", shared_names())
