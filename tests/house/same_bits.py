@@ -76,7 +76,6 @@ def distill(
 TOP = ("--top-k", "12", "--num-samples", "0")
 SAMPLES = capture("cache", "--num-samples", "20")
 KILLED = "train.after-step:kill:7"
-ACROSS = ("--cross-tokenizer",)
 CASES: dict[str, tuple[Step, ...]] = {
     "samples": (SAMPLES, distill("run", *FP32)),
     "top-k at a likelihood temperature": (
@@ -123,7 +122,7 @@ CASES: dict[str, tuple[Step, ...]] = {
     ),
     "another tokenizer": (
         capture("cache", "--num-samples", "0", "--top-k", "20"),
-        distill("run", *FP32, *ACROSS, student="other"),
+        distill("run", *FP32, "--cross-tokenizer", student="other"),
     ),
     "alpha by withheld text": (
         capture("cache", "--num-samples", "20", "--validation-sequences", "72"),
@@ -146,8 +145,8 @@ CASES: dict[str, tuple[Step, ...]] = {
     ),
     "begun before, another tokenizer": (
         capture("cache", "--num-samples", "20", by="before"),
-        distill("run", *FP32, *ACROSS, student="other", fault=KILLED, by="before"),
-        distill("run", *FP32, *ACROSS, student="other", alpha=()),
+        distill("run", *FP32, "--cross-tokenizer", student="other", fault=KILLED, by="before"),
+        distill("run", *FP32, "--cross-tokenizer", student="other", alpha=()),
     ),
     "begun before, adaptive": (
         capture("cache", "--top-k", "8", "--num-samples", "24", by="before"),
@@ -199,7 +198,7 @@ class Tree:
 
     def run(self, folder: Path, step: Step) -> int:
         """Run one command in `folder`, and return the largest exit code of its ranks."""
-        request = {"folder": str(folder), "words": [*step.words], "fault": step.fault, "ranks": step.ranks}
+        request = {"folder": str(folder), "words": step.words, "fault": step.fault, "ranks": step.ranks}
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
