@@ -48,9 +48,9 @@ def heading(record: RunRecord) -> str:
         held = f", beside {kind} weights" if (kind := student.get("base_weights")) else ""
         parameters += f" ({short(count)} trained: {student.get('trained')}{held})"
     named = next((options[each] for each in ("cache", "data") if options.get(each)), "")
-    if isinstance(named, list):
-        named = " and ".join(map(str, named))
     source = f" from {named}" if named else ""
+    if isinstance(named, list):
+        source = f" from {' and '.join(map(str, named))}"
     teacher = f" with teacher {options['teacher']}" if options.get("teacher") else ""
     return f"{name}{parameters}{source}{teacher}, {environment.get('mode')} on {environment.get('device')}"
 
