@@ -399,7 +399,7 @@ def _moments(plan: MemoryPlan, job: Job, world: int) -> dict[str, dict[str, floa
         kept, once = student.kept_by_checkpoints, student.kept_once_by_checkpoints
     if shared > 1 and narrow:  # the layers' weights are gathered so, and freed
         once = max(once - 2.0 * student.in_layers, 0.0)
-    embedding = 4.0 * head_weight * (student.tied and trains_head)
+    embedding = 4.0 * head_weight if student.tied and trains_head else 0.0
     at = {
         "teach": {
             "gradients": whole if plan.student == "ddp" else 0.0,
