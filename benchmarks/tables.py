@@ -226,10 +226,12 @@ def variants(record: dict[str, Any]) -> str:
     for name in names:
         cells = [found.get((kind, name)) for kind in kinds]
         steps = record["settings"]["steps"]
-        shown = [
-            _spread(each["losses"]) + (f" ({each['steps']} steps)" if each["steps"] != steps else "") if each else ""
-            for each in cells
-        ]
+        shown = []
+        for each in cells:
+            text = _spread(each["losses"]) if each else ""
+            if each and each["steps"] != steps:
+                text += f" ({each['steps']} steps)"
+            shown.append(text)
         rows.append([name, *shown])
     return markdown(["", *kinds], rows)
 

@@ -81,7 +81,8 @@ def show_page(parts: Iterable[Part], wrapped: bool = False) -> None:
                 console.print(literal(part), soft_wrap=not (wrapped and console.is_terminal))
             else:
                 for place, table in enumerate(drawn(part, console.width)):
-                    console.print(*[""] * bool(place), table, sep="\n", soft_wrap=True)
+                    shown = ("", table) if place else (table,)
+                    console.print(*shown, sep="\n", soft_wrap=True)
 
 
 def drawn(table: Table, width: int) -> Iterator[RichTable]:
@@ -105,7 +106,7 @@ def drawn(table: Table, width: int) -> Iterator[RichTable]:
             look: Any = {"justify": "left" if texts[each] else "right", "no_wrap": not folds[each], "overflow": "fold"}
             drawn.add_column(literal(table.header[each]), header_style="bold", min_width=least[each], **look)
         for row, line in enumerate(table.rows):
-            drawn.add_row(*(literal(line[each], "bold" * ((row, each) in table.bold)) for each in part))
+            drawn.add_row(*(literal(line[each], "bold" if (row, each) in table.bold else "") for each in part))
         yield drawn
 
 
@@ -182,7 +183,9 @@ def number(value: Any) -> str:
         return "-"
     if isinstance(value, int) or (value.is_integer() and abs(value) < 1e12):
         return f"{value:,.0f}" if abs(value) < 1e12 else f"{float(max(min(value, 10**300), -(10**300))):.4g}"
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.2g}" if abs(value) < 1e-3 else f"{value:.4g}"
+    if 1e3 <= abs(value) < 1e12:
+        return f"{value:,.0f}"
+    return f"{value:.2g}" if abs(value) < 1e-3 else f"{value:.4g}"
 
 
 def loss_text(loss: Any, digits: int = 3) -> str:
@@ -215,7 +218,10 @@ def size(mib: Any) -> str:
     """MiB as people write them: 0.2 MiB, 12 MiB, 3.4 GiB."""
     if not isinstance(mib, int | float):
         return "-"
-    value, unit = (mib * 1024, "KiB") if 0 < mib < 0.1 else (mib, "MiB") if mib < 1000 else (mib / 1024, "GiB")
+    if 0 < mib < 0.1:
+        value, unit = mib * 1024, "KiB"
+    else:
+        value, unit = (mib, "MiB") if mib < 1000 else (mib / 1024, "GiB")
     return f"{value:.{0 if value >= 10 or value == int(value) else 1}f} {unit}"
 
 

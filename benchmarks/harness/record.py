@@ -67,7 +67,9 @@ class Options:
     @property
     def scratch(self) -> Path:
         """Where caches and checkpoints are made: beside tiny records, else in `runs`."""
-        folder = self.out if self.tiny else ROOT / "runs" / ("cpu" if self.on_cpu else "gpu")
+        folder = ROOT / "runs" / ("cpu" if self.on_cpu else "gpu")
+        if self.tiny:
+            folder = self.out
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 

@@ -58,7 +58,13 @@ def main(argv: list[str]) -> int:
     reason = why_not_compiled(device) if device.type == "cuda" and not arguments.no_compile else None
     if reason is not None:
         print(f"nothing is compiled: {reason}", file=sys.stderr)
-    out = arguments.out or (ROOT / "runs" / "gpu-tiny" if arguments.tiny else RESULTS / ("" if on_cpu else "gpu"))
+    usual = RESULTS / ("" if on_cpu else "gpu")
+    if arguments.tiny:
+        usual = ROOT / "runs" / "gpu-tiny"
+    out = arguments.out or usual
+    budget = arguments.budget
+    if budget is None:
+        budget = math.inf if on_cpu else BUDGET
     options = Options(
         device=device,
         out=out,
@@ -67,7 +73,7 @@ def main(argv: list[str]) -> int:
         by_layer=not on_cpu,
         uncompiled=reason,
         profile=arguments.profile,
-        budget=(math.inf if on_cpu else BUDGET) if arguments.budget is None else arguments.budget,
+        budget=budget,
         earlier=arguments.earlier or (None if arguments.again or arguments.tiny else out),
         commit=arguments.commit,
         only=tuple(arguments.only),

@@ -313,7 +313,7 @@ def _read(material: Material, folder: Path) -> dict[str, Any]:
             reader = CacheReader(there, "train")
             for name, order in orders.items():
                 rate = _best(reader.read, order, length)
-                found[codec][f"{name}, {shards} shard{'s' * (shards > 1)}"] = rate
+                found[codec][f"{name}, {shards} shard{'s' if shards > 1 else ''}"] = rate
     entry = sum(each[:length].nbytes for each in vars(reader.read([0]).targets).values() if torch.is_tensor(each))
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         plain = np.memmap(file.name, np.uint8, "w+", shape=(number, entry))

@@ -142,7 +142,8 @@ def describe(run: Run) -> str:
         kept = dict(zip(CACHES[run.cache][::2], CACHES[run.cache][1::2], strict=True))
         top, drawn = kept.get("--top-k", "0"), kept.get("--num-samples")
         kind = "independent samples" if run.cache in FORMER else "samples"
-        parts = [f"top-{top}"] * (top != "0") + ([f"{drawn} {kind}"] if drawn else [])
+        parts = [] if top == "0" else [f"top-{top}"]
+        parts += [f"{drawn} {kind}"] if drawn else []
         rule = options.pop("--tail", "sampled" if drawn else "ghost")
         words = [" + ".join(parts), *([] if rule == "sampled" else [RULES[rule]])]
     if "--alpha-schedule" in options:

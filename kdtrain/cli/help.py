@@ -44,7 +44,7 @@ def help_of(command: str, kind: type, topic: str = "") -> str:
     if not topic and len(brief) > len(required) and len(options) > _FEW:
         for each, text in brief.items():
             shown = name if len(name := _name(each)) < _COLUMN - 2 else f"{each.flag} NAME"
-            lines += _row(shown, text + each.default_text * (not each.required))
+            lines += _row(shown, text if each.required else text + each.default_text)
         more = f"{len(options) - len(brief)} more: --help all, or --help SECTION of {', '.join(sections)}"
         example = next(iter(getattr(kind, "EXAMPLES", ())), "")
         lines += ["", *wrapped(more, ""), "", *wrapped(example, "  ", indent=6, end=" \\")]

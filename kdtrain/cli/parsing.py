@@ -113,7 +113,7 @@ class _Line:
             raise refusal(gone)
         if self.strange:
             more = f" and {len(self.strange) - MOST} more" if len(self.strange) > MOST else ""
-            named = f"{', '.join(self.strange[:MOST])}{more}: no such option{'s' * (len(self.strange) > 1)}"
+            named = f"{', '.join(self.strange[:MOST])}{more}: no such option{'s' if len(self.strange) > 1 else ''}"
             self.mistakes.append(f"{named}; {self.command} --help all lists them")
         for name, each in self.options.items():
             times = len(self.given.get(name, []))
@@ -184,7 +184,9 @@ class _Line:
         if not any(each.positional for each in self.options.values()):
             return len(values)
         found = None if meant is None else self.options.get(meant.split()[0][2:].replace("-", "_"))
-        return len(values[:1] if found is None else values[: 0 if found.switch else words_wanted(found.kind)])
+        if found is None:
+            return len(values[:1])
+        return 0 if found.switch else len(values[: words_wanted(found.kind)])
 
     def _stray(self, word: str, values: list[str], argv: list[str]) -> int:
         """Note a word that belongs to no option; return how many of `values` belong to it."""

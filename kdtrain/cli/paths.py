@@ -123,7 +123,11 @@ def _text(text: str, texts: Mapping[str, str]) -> str | None:
     if _exists(text):
         return _column(text, texts) if text.endswith(".jsonl") else None
     near = word_meant(name, TEXTS.help())
-    hint = f"{near}{colon}{rest}" if near else f"hf:{text}" if is_hub_id(text) else None
+    hint = None
+    if near:
+        hint = f"{near}{colon}{rest}"
+    elif is_hub_id(text):
+        hint = f"hf:{text}"
     wrong = "there is no such file or folder"
     return f"{wrong}; perhaps you meant {hint}" if hint else f"{wrong}; give stdlib, a path, or hf:NAME[:SUBSET]"
 
@@ -170,6 +174,12 @@ def _checkpoint(text: str, texts: Mapping[str, str]) -> str | None:
     return f"{run} has no such checkpoint; {hint}"
 
 
+def _new_file(text: str, texts: Mapping[str, str]) -> str | None:
+    if os.path.lexists(text):
+        return "it is there already; name another file"
+    return None if Path(text).parent.is_dir() else "its folder does not exist; make it"
+
+
 _LOOKS: dict[str, Callable[[str, Mapping[str, str]], str | None]] = {
     "cache": _cache,
     "spec": _spec,
@@ -178,13 +188,7 @@ _LOOKS: dict[str, Callable[[str, Mapping[str, str]], str | None]] = {
     "student spec": lambda text, texts: None if os.path.isdir(text) else _spec(text, texts),
     "text": _text,
     "file": lambda text, texts: None if _exists(text) else "there is no such file",
-    "new file": lambda text, texts: (
-        "it is there already; name another file"
-        if os.path.lexists(text)
-        else None
-        if Path(text).parent.is_dir()
-        else "its folder does not exist; make it"
-    ),
+    "new file": _new_file,
     "saved": _saved,
     "path": lambda text, texts: None if re.match(r"[a-z]+:/", text) or _exists(text) else "it does not exist",
     "cache path": _cache_path,

@@ -49,7 +49,9 @@ def option_meant(word: str, known: Collection[str]) -> str | None:
     if not found:  # a name of another tool, misspelt
         names = meant_by("options")
         found = [names[each] for each in difflib.get_close_matches(bare, names, 1, 0.85) if names[each] in known]
-    return (flag(f"no_{found[0]}") if negated else flag(found[0])) if found else None
+    if not found:
+        return None
+    return flag(f"no_{found[0]}") if negated else flag(found[0])
 
 
 def word_meant(word: str, known: Collection[str]) -> str | None:

@@ -91,7 +91,10 @@ def fish() -> str:
         seen = f"-n '__fish_seen_subcommand_from {command}'"
         lines += [f"complete -c kdtrain -f {seen} -a '{words}'"] if words else []
         for name, each in found.items():
-            takes = "" if each == [] else " -r -F" if each is None else f" -r -a '{' '.join(each)}'"
+            if each is None:
+                takes = " -r -F"
+            else:
+                takes = f" -r -a '{' '.join(each)}'" if each else ""
             lines.append(f"complete -c kdtrain {seen} -l {name.removeprefix('--')}{takes}")
     return "\n".join(lines) + "\n"
 

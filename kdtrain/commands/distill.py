@@ -108,8 +108,11 @@ def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) 
                     run.refuse_no_progress()
                 run.log_outcome()
             trainer.writers.close()
-            stopped_early = trainer.state.progress.stopped is not None
-            result = run.result("signal" if trainer.stopped_by else "early-stop" if stopped_early else "done")
+            if trainer.stopped_by:
+                ended = "signal"
+            else:
+                ended = "done" if trainer.state.progress.stopped is None else "early-stop"
+            result = run.result(ended)
             if trainer.stopped_by is None:
                 finish(run, result)
         run.write_result(result)

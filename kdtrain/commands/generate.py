@@ -51,7 +51,7 @@ def main(config: GenerateConfig) -> int:
         if prompt in ([], [None]):
             why = "its chat template renders nothing; use --raw" if chat else "and the tokenizer no token to begin with"
             raise UsageError(f"the prompt has no tokens, {why}{'' if chat else '; give a PROMPT'}")
-        writer.write(prompt, config.max_tokens, config.prompt + "\n" * chat)
+        writer.write(prompt, config.max_tokens, f"{config.prompt}\n" if chat else config.prompt)
     if config.json:
         found = {"student": config.student, "prompt": config.prompt, "text": writer.text, "tokens": len(writer.tokens)}
         show("", found, True)

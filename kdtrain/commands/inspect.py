@@ -348,7 +348,8 @@ def _folder(path: Path) -> _Found:
                 if name in kept
             ]
             heads = ("cache", "teacher", "kept", "tokens", "bytes a token")
-            yield from [columns(heads, rows, left=heads[:3])] * bool(rows)
+            if rows:
+                yield columns(heads, rows, left=heads[:3])
             shown = ((name, [row[key] for key in ("state", "progress") if key in row]) for name, row in caches.items())
             yield from (f"{name}: {', '.join(parts)}" for name, parts in shown if parts)
 

@@ -66,7 +66,9 @@ def planned(sweep: Sweep, runner: Runner) -> Iterator[dict[str, Any]]:
                 else:
                     plan = runner.report([*(small.get(each, each) for each in job.words), "--dry-run"])
                 hours = plan.get("estimated_hours")
-                how = f"measured{' on a small cache' * bool(absent)}" if isinstance(hours, float) else "computed"
+                how = "computed"
+                if isinstance(hours, float):
+                    how = "measured on a small cache" if absent else "measured"
                 known[job.arm] = {
                     "seconds": 3600 * hours if isinstance(hours, float) else None,
                     "MiB": plan.get("disk (MiB)", plan.get("disk for checkpoints (MiB)")),

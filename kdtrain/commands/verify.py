@@ -88,7 +88,10 @@ def _problems(path: Path, kind: str) -> list[str]:
     caches: list[str] = []
     for folder in (path / name for name in OWN):
         made = own_data(folder)
-        caches += verify_view(folder) if made == "view" else verify_cache(folder) if made else []
+        if made == "view":
+            caches += verify_view(folder)
+        elif made:
+            caches += verify_cache(folder)
     names = [entry.name for entry in store.entries(apart=True)]
     damaged = [(name, damage) for name in names if (damage := store.problem(name))]
     # a run that is training may have removed one meanwhile

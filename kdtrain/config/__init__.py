@@ -56,7 +56,9 @@ def written(option: Field[Any], value: Any) -> Any:
     """The value of an option as files hold it: paths are text, tuples lists, and one of several values itself."""
     if option.metadata.get("several") and isinstance(value, tuple) and len(value) < 2:
         value = value[0] if value else None
-    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def shareable(config: Any) -> dict[str, dict[str, Any]]:

@@ -131,7 +131,7 @@ class DistillConfig(Extended):
         states = f"--hidden-loss {hidden} compares states token by token, which --cross-tokenizer cannot"
         yield self.cross_tokenizer and hidden != "none", f"{states}; leave one of them out"
         yield given and many < 2, "--cache-weights is for several --cache; leave it out, or give another cache"
-        numbers = f"{len(given)} number{'s' * (len(given) > 1)}"
+        numbers = f"{len(given)} number{'s' if len(given) > 1 else ''}"
         yield len(given) not in (0, many), f"--cache-weights has {numbers} for {many} caches; give one each"
         yield self.dry_run and self.sanity, "--dry-run and --sanity exclude each other; give one after the other"
         mode = self.quantization.mode(self.precision.precision)

@@ -46,7 +46,9 @@ def choices(kind: Any) -> list[str]:
 def words_wanted(kind: Any) -> int | None:
     """How many words a value has; None for any number of them."""
     items = _items(kind)
-    return 1 if items is None else None if items[-1] is ... else len(items)
+    if items is None:
+        return 1
+    return None if items[-1] is ... else len(items)
 
 
 def read_words(words: Sequence[str], kind: Any) -> Any:
@@ -54,7 +56,10 @@ def read_words(words: Sequence[str], kind: Any) -> Any:
     if words == ["None"] and NoneType in get_args(kind):
         return None
     items, count = _items(kind), words_wanted(kind)
-    kinds = [kind] if items is None else items[:1] * len(words) if count is None else items
+    if items is None:
+        kinds = [kind]
+    else:
+        kinds = items[:1] * len(words) if count is None else items
     if len(kinds) != len(words):
         raise UsageError(wanted(kind))
     try:

@@ -230,8 +230,11 @@ class Options:
         for each in fields:
             value = getattr(self, each.name)
             if each.metadata.get("several"):
-                items = value if isinstance(value, tuple | list) else () if value is None else (value,)
-                value = tuple(os.fspath(item) if isinstance(item, os.PathLike) else item for item in items)
+                if value is None:
+                    value = ()
+                elif not isinstance(value, tuple | list):
+                    value = (value,)
+                value = tuple(os.fspath(item) if isinstance(item, os.PathLike) else item for item in value)
             try:
                 object.__setattr__(self, each.name, convert(value, each.type))
             except UsageError as error:

@@ -150,7 +150,7 @@ def row_format(source: str, wanted: Columns, names: Collection[str]) -> RowForma
         usual = ("messages", "conversations") if name == "messages" else ("conversations", "conversation", "messages")
         column = wanted.messages or next((each for each in usual if each in names), usual[0])
         _refuse_missing(source, names, column, "--messages-column")
-        others = _present(names, *("system",) * (name == "sharegpt"), "tools")
+        others = _present(names, *(("system", "tools") if name == "sharegpt" else ("tools",)))
         return RowFormat(name, (column, *others), _conversation_in(column))
     needed, optional, convert = _COLUMNS[name]
     for column in needed[:1] if wanted.prompts else needed:
@@ -262,7 +262,9 @@ _COLUMNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Convert]] = {
 def _messages(value: Any) -> Messages:
     """The messages of a conversation, in either spelling; parts are joined by line ends, as inference servers do."""
     found: Messages = []
-    for message in value if isinstance(value, list) else [None] * (value is not None):
+    if value is None:
+        return found
+    for message in value if isinstance(value, list) else [None]:
         message = message if isinstance(message, dict) else {}
         role, name = message.get("role"), message.get("from")
         if isinstance(role, str):
@@ -300,7 +302,9 @@ def _functions(value: Any, reason: str) -> list[dict[str, Any]]:
         with suppress(ValueError):
             text = value if isinstance(value, str) else json.dumps(value, default=str)
             value = json.loads(text, object_hook=lambda each: {name: it for name, it in each.items() if it is not None})
-        for each in value if isinstance(value, list) else [{}] * bool(value):
+        if not isinstance(value, list):
+            value = [{}] if value else []
+        for each in value:
             function = each.get("function", each) if isinstance(each, dict) else None
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise LeftOut(reason)

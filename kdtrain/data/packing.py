@@ -293,8 +293,11 @@ class Encoder:
 
     def __call__(self, batch: list[_Piece]) -> _Encoded:
         given = [piece for piece in batch if piece.document.messages is None]
-        # a completion that spells its end has no second one
-        texts = [piece.text.removesuffix(self._end * (piece.last and piece.document.prompt > 0)) for piece in given]
+        texts = []
+        for piece in given:
+            ends = piece.last and piece.document.prompt > 0
+            # a completion that spells its end has no second one
+            texts.append(piece.text.removesuffix(self._end) if ends else piece.text)
         counts = Counter({SPELLED: len(self._spelled.findall("\0".join(texts)))})
         backend, placed = self._literal, any(piece.prompt for piece in given)
         encode = backend.encode_batch if placed else backend.encode_batch_fast  # which gives no offsets

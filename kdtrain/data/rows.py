@@ -162,7 +162,7 @@ def _json(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
                 yield _object(row, where, "\\u" in text[start:stop])
                 number, place = number + 1, stop
             text = text[place:].lstrip()
-    if piece or text.strip().removeprefix(",").lstrip() != "]" * listed:
+    if piece or text.strip().removeprefix(",").lstrip() != ("]" if listed else ""):
         raise UsageError(f"{path}: after row {number - 1} its list does not end as JSON does")
 
 

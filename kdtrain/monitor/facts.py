@@ -48,7 +48,9 @@ def heading(record: RunRecord) -> str:
         held = f", beside {kind} weights" if (kind := student.get("base_weights")) else ""
         parameters += f" ({short(count)} trained: {student.get('trained')}{held})"
     named = next((options[each] for each in ("cache", "data") if options.get(each)), "")
-    source = f" from {' and '.join(map(str, named)) if isinstance(named, list) else named}" if named else ""
+    source = f" from {named}" if named else ""
+    if isinstance(named, list):
+        source = f" from {' and '.join(map(str, named))}"
     teacher = f" with teacher {options['teacher']}" if options.get("teacher") else ""
     return f"{name}{parameters}{source}{teacher}, {environment.get('mode')} on {environment.get('device')}"
 
@@ -140,7 +142,8 @@ def last_numbers(result: Mapping[str, Any], record: RunRecord) -> str:
     numbers = {name: last.get(f"validation/{name}", math.nan) for name in ("kl", "bits_per_byte", "accuracy", "ece")}
     known, parts = {name: value for name, value in numbers.items() if math.isfinite(value)}, []
     if "kl" in known:
-        parts.append(f"KL to the teacher {loss_text(known['kl'])}{' (an estimate from samples)' * (known['kl'] < 0)}")
+        estimate = " (an estimate from samples)" if known["kl"] < 0 else ""
+        parts.append(f"KL to the teacher {loss_text(known['kl'])}{estimate}")
     if "bits_per_byte" in known:
         teacher = last.get("validation/teacher_bits_per_byte")
         of_teacher = "" if teacher is None else f" (teacher {loss_text(teacher)})"

@@ -244,7 +244,9 @@ def formula(
     """
     teacher, text = ("alpha", "(1 - alpha)") if isinstance(alpha, str) else (alpha, 1 - alpha)
     terms = [(teacher, "kl" if divergence == "forward-kl" else divergence), (text, "ce"), (hidden or 0.0, "hidden")]
-    terms += [(teacher, "ce of replay")] * replays + [(router, "router")]
+    if replays:
+        terms.append((teacher, "ce of replay"))
+    terms.append((router, "router"))
     return " + ".join(f"{weight_text(weight)}{name}" for weight, name in terms if weight) or "ce"
 
 
@@ -256,7 +258,9 @@ def term_name(divergence: str) -> str:
 
 def weight_text(weight: float | str) -> str:
     """A weight before a term: nothing for 1, else two digits, as `.9 `, or its name."""
-    return "" if weight == 1 else f"{weight} " if isinstance(weight, str) else f"{weight:.2g} ".removeprefix("0")
+    if isinstance(weight, str):
+        return f"{weight} "
+    return "" if weight == 1 else f"{weight:.2g} ".removeprefix("0")
 
 
 AVERAGED = 50

@@ -369,7 +369,7 @@ def t_quantile(level: float, freedom: int) -> float:
     low, high, odd = 0.0, math.pi / 2, freedom % 2
     for _ in range(60):
         angle = (low + high) / 2
-        terms = [math.cos(angle) ** odd * (freedom > 1)]
+        terms = [math.cos(angle) ** odd if freedom > 1 else 0.0]
         for k in range(1 + odd, freedom - 2, 2):
             terms.append(terms[-1] * k / (k + 1) * math.cos(angle) ** 2)
         inside = math.sin(angle) * sum(terms)
@@ -418,8 +418,11 @@ def full_table(groups: Sequence[Group], names: Collection[str] = tuple(MEASURES)
     rows += [(flag(option), *(group.runs[0].shown(option) for group in groups)) for option in differing(groups)]
     for name in names:
         if any(group.mean(name) for group in groups):  # a count that is 0 everywhere tells nothing
-            cells = [cell(groups, group, name, digits) for group in groups]
-            row = (f"{own}\n{off}{' *' * far}" if off else own for own, off, far in cells)
+            row = []
+            for group in groups:
+                own, off, far = cell(groups, group, name, digits)
+                mark = " *" if far else ""
+                row.append(f"{own}\n{off}{mark}" if off else own)
             rows.append((MEASURES[name].label, *row))
     header = ("", *(f"{group.name}\n{group.seeds}" for group in groups))
     return Table(header, rows, left=header, kept=2)
@@ -445,8 +448,12 @@ def outcome(groups: Sequence[Group]) -> Iterator[str]:
         if known and len(known) == len(others):
             parts = []
             for each, off in known:
-                verdict = "better than" if off.mean < 0 else "worse than" if off.mean else "equal to"
-                verdict = "not distinguished from" if off.beyond is False else verdict
+                if off.beyond is False:
+                    verdict = "not distinguished from"
+                elif off.mean < 0:
+                    verdict = "better than"
+                else:
+                    verdict = "worse than" if off.mean else "equal to"
                 unknown = ", of too few seeds" if off.beyond is None else ""
                 parts.append(f"{each.name} is {verdict} {first.name} ({cell(groups, each, name)[1]}{unknown})")
             yield f"by {MEASURES[name].label.replace(':', '')}: {', '.join(parts)}"

@@ -103,7 +103,9 @@ def register_divergence(
         derivatives: value and gradients over whole distributions by hand, where autograd is slower.
         help: its line in `--help`; by default the first of the docstring.
     """
-    traits = [IGNORES_T] * (not depends_on_temperature) + [GROWS_WITH_T] * grows_with_temperature
+    traits = [] if depends_on_temperature else [IGNORES_T]
+    if grows_with_temperature:
+        traits.append(GROWS_WITH_T)
     kinds = frozenset(accepts)
     return DIVERGENCES.registers(name, help, lambda of: Divergence(of, kinds, parameter, derivatives), traits)
 
@@ -194,7 +196,9 @@ def refuse(divergence: str, tail: str, *, top_k: int = 0, num_samples: int = 0, 
             "because the loss leaves out masked rows, sums and divides by the tokens of the whole step itself"
         )
     rule: TailRule = TAILS.get(resolve_tail(tail, num_samples))
-    kind = "dense" if dense else "sampled" if num_samples else "sparse"
+    kind = "sampled" if num_samples else "sparse"
+    if dense:
+        kind = "dense"
     if kind not in DIVERGENCES.get(name).accepts:
         able = ", ".join(each for each, entry in DIVERGENCES.entries.items() if kind in entry.accepts)
         sources = {

@@ -86,7 +86,9 @@ class Metrics:
     def mean(self, name: str) -> float | None:
         """The sum `name` divided by the number of tokens; None if it is unknown, NaN without tokens."""
         total = getattr(self, name)
-        return None if total is None else total / self.tokens if self.tokens else math.nan
+        if total is None:
+            return None
+        return total / self.tokens if self.tokens else math.nan
 
     def divergence(self) -> float | None:
         """The mean KL, nats: over tokens, or across tokenizers over tokens that are compared."""

@@ -111,7 +111,8 @@ def register_temperature(
         help: its line in `--help`; by default the first of the docstring.
     """
     learns = not scheduled if learns is None else learns
-    traits = [LEARNS] * learns + [MAXIMIZES] * maximizes + [SCHEDULED] * scheduled
+    stated = ((LEARNS, learns), (MAXIMIZES, maximizes), (SCHEDULED, scheduled))
+    traits = [trait for trait, holds in stated if holds]
     return TEMPERATURES.registers(name, help, traits=traits)
 
 
@@ -153,7 +154,9 @@ class LearnedTemperature(Temperature):
 
     def at_bound(self) -> str | None:
         place = torch.sigmoid(self.theta.detach()).item()
-        return "minimum" if place < _EDGE else "maximum" if place > 1 - _EDGE else None
+        if place < _EDGE:
+            return "minimum"
+        return "maximum" if place > 1 - _EDGE else None
 
     def log_gradient(self) -> Tensor | None:
         if self.theta.grad is None:

@@ -389,7 +389,8 @@ def _moments(plan: MemoryPlan, job: Job, world: int) -> dict[str, dict[str, floa
         gradients = whole / shared + (whole if adds_up and plan.accumulate == "whole" else some)
 
     head_weight, trains_head = student.vocabulary * student.width, not student.frozen_head
-    kind = " ".join(["compiled"] * job.compiled + ["online"] * (teacher is not None)) or "cached"
+    kinds = (("compiled", job.compiled), ("online", teacher is not None))
+    kind = " ".join(name for name, holds in kinds if holds) or "cached"
     waiting = min(job.waiting_rows * trains_head, max(tokens - job.chunk_rows, 0))
     head = (4.0 * trains_head + 2.0 * narrow) * head_weight + 2.0 * job.compute_bytes * tokens * student.width
     head += (LOGITS[kind] * 4.0 * min(job.chunk_rows, tokens) + 2.0 * waiting) * student.vocabulary
@@ -398,7 +399,7 @@ def _moments(plan: MemoryPlan, job: Job, world: int) -> dict[str, dict[str, floa
         kept, once = student.kept_by_checkpoints, student.kept_once_by_checkpoints
     if shared > 1 and narrow:  # the layers' weights are gathered so, and freed
         once = max(once - 2.0 * student.in_layers, 0.0)
-    embedding = 4.0 * head_weight * (student.tied and trains_head)
+    embedding = 4.0 * head_weight if student.tied and trains_head else 0.0
     at = {
         "teach": {
             "gradients": whole if plan.student == "ddp" else 0.0,
@@ -526,7 +527,9 @@ def shards_teacher(
         return wanted == "fsdp"
     tokens = config.batch_size * seq_len
     working = CACHE_LOGITS * 4.0 * tokens * teacher.vocabulary + _of_a_layer(teacher, tokens)
-    ways = [1] * (wanted != "fsdp") + [world] * (wanted != "replicate" and world > 1 and not teacher.packed)
+    ways = [] if wanted == "fsdp" else [1]
+    if wanted != "replicate" and world > 1 and not teacher.packed:
+        ways.append(world)
     needs = {shared: working + _teacher_held(teacher, shared) for shared in ways}
     for shared, need in needs.items():
         if need <= USABLE * free:
@@ -574,7 +577,8 @@ def free_memory(device: torch.device, given: float | None) -> float | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
         limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        free += [max(float(limit) - float(used), 0.0)] * (limit != "max")
+        if limit != "max":
+            free.append(max(float(limit) - float(used), 0.0))
     except OSError:
         pass
     return min(free) / int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if free else None

@@ -307,7 +307,9 @@ class Capability:
     """Why it does not work, or is not real."""
 
     def __str__(self) -> str:
-        verdict = ("real" if self.real else "emulated") if self.works else "no"
+        verdict = "no"
+        if self.works:
+            verdict = "real" if self.real else "emulated"
         return verdict if self.reason is None else f"{verdict}: {self.reason}"
 
 
@@ -359,7 +361,10 @@ def choose(mode: str, wanted: str, recipe: FormatRecipe, scaling: str, device: t
             raise UsageError(f"--fp8-backend {name} {unsupported}")
         found = capability(mode, name, device, recipe)
         if found.works and (found.real or wanted != "auto" or name == "emulated"):
-            kind = "real" if found.real else "emulated" if name == "emulated" else "not faster here"
+            if found.real:
+                kind = "real"
+            else:
+                kind = "emulated" if name == "emulated" else "not faster here"
             why = f" ({'; '.join(tried)})" if tried else ""
             by = "" if name == kind else f" by {name}"
             return FormatChoice(mode, name, BACKENDS.get(name).make(recipe), found.real, f"{mode}{by}, {kind}{why}")
@@ -378,8 +383,13 @@ def make_recipe(mode: str, scaling: str, form: str | None, control: ScalingContr
     tensorwise = mode == "fp8" and scaling == "tensorwise"
     form = form or ("hybrid" if tensorwise else "e4m3")
     elements = {"hybrid": ("e4m3", "e5m2"), "e4m3": ("e4m3", "e4m3"), "e5m2": ("e5m2", "e5m2")}[form]
-    kind: Scaling = "mx" if mode == "mxfp8" else "tensorwise" if tensorwise else "rowwise"
-    kind = "blockwise" if mode == "fp8" and scaling == "blockwise" else kind
+    kind: Scaling = "rowwise"
+    if mode == "mxfp8":
+        kind = "mx"
+    elif tensorwise:
+        kind = "tensorwise"
+    elif mode == "fp8" and scaling == "blockwise":
+        kind = "blockwise"
     return FormatRecipe(kind, *elements, control, stochastic)
 
 

@@ -166,13 +166,13 @@ def convert(
             continue
         transposed = type(layer) is Conv1D
         outputs, inputs = reversed(layer.weight.shape) if transposed else layer.weight.shape
-        reason = (
-            "at the ends"
-            if layer in kept
-            else "an adapter"
-            if layer in adapters
-            else backend.refuses(inputs, outputs, transposed)
-        )
+        reason: str | None
+        if layer in kept:
+            reason = "at the ends"
+        elif layer in adapters:
+            reason = "an adapter"
+        else:
+            reason = backend.refuses(inputs, outputs, transposed)
         if reason is not None:
             done.left[name] = reason
             continue

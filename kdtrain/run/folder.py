@@ -424,7 +424,8 @@ def write_config_to_copy(config: DistillConfig) -> None:
     notes = dict[str, list[str]]()
     for each in options_of(DistillConfig).values():
         known = ", ".join(choices(each.kind) or registered(each.flag))
-        text = f"{each.text}{' Known: ' * bool(known)}{known}{each.default_text}"
+        listed = f" Known: {known}" if known else ""
+        text = f"{each.text}{listed}{each.default_text}"
         unset = [f"{each.name} = {each.field.metadata.get('shown') or metavar(each.kind)}"]
         has_value = tables.get(each.section, {}).get(each.name) is not None
         notes[each.name] = [*textwrap.wrap(text, 110), *([] if has_value else unset)]

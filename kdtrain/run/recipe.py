@@ -331,7 +331,9 @@ def _look(config: DistillConfig) -> None:
 def table_rate(config: DistillConfig, student: ModelSpec, vocab_size: int | None) -> tuple[float, str]:
     """The rate of `config.rates` for a run of `config`, and what it trains; vocab_size: of the data, if it is known."""
     begun = student.init != "scratch" or config.checkpoint.load is not None
-    kind: Kind = "lora" if student.lora is not None else "pretrained" if begun else "fresh"
+    kind: Kind = "pretrained" if begun else "fresh"
+    if student.lora is not None:
+        kind = "lora"
     parameters = student_parameters(student, vocab_size)
     return rate_of(kind, parameters).lr, f"{WORDS[kind]}, {short(parameters)} parameters"
 

@@ -307,7 +307,9 @@ def check(config: DistillConfig) -> int:
         for number, (name, test) in enumerate(CHECKS.items(), 1):
             log.info("check %d of %d: %s", number, len(CHECKS), (test.__doc__ or "").rstrip("."))
             sound, text, wanted, values = test(run)
-            verdict = "-" if sound is None else "ok" if sound else "look"
+            verdict = "-"
+            if sound is not None:
+                verdict = "ok" if sound else "look"
             found.append({"check": name, "verdict": verdict, "found": text, "wanted": wanted, "values": values})
     shown = ("check", "verdict", "found", "wanted")
     table = Table(shown, [[each[name] for name in shown] for each in found], left=shown)

@@ -64,7 +64,11 @@ class LocalTeacher(OnlineTeacher):
         return teacher
 
     def __str__(self) -> str:
-        how = f"{self.mode} on {self.device}{', sharded' * self.sharded}{', compiled' if self._compiled else ''}"
+        how = f"{self.mode} on {self.device}"
+        if self.sharded:
+            how += ", sharded"
+        if self._compiled:
+            how += ", compiled"
         return f"{self.name} ({how})"
 
     @property

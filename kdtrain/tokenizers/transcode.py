@@ -61,7 +61,9 @@ def teacher_stream(rows: Iterable[Mapping[str, _Array]], joined: bool, teacher: 
         if joined:  # no segment tells whether a document begins with a row's last token
             before, last = tokens[:, -2], tokens[:, -1]
             part["start"][:, -1] = before == teacher.tokenizer.eos_token_id if bos is None else last == bos
-        begins = slice(0, 1 if joined and number == 0 else 0 if joined else count)
+        begins = slice(0, count)
+        if joined:
+            begins = slice(0, 1 if number == 0 else 0)
         part["position"][begins, 0], part["start"][begins, 0] = -1, True
         whole = part[:, 1:].ravel() if joined else part.ravel()
         yield np.concatenate([part[begins, 0], whole]) if joined else whole
@@ -174,9 +176,10 @@ class Transcoder:
     def refuse_loss(self) -> None:
         """UsageError: more than one document in a hundred (of a few: more than one) is left out."""
         if self.left_out > max(1, self.documents // 100):
+            first = f"; the first: {self.example}" if self.example else ""
             raise UsageError(
                 f"{self.left_out:,} of {self.documents:,} documents cannot be carried over, and at most one in a "
-                f"hundred may be left out{'; the first: ' * bool(self.example)}{self.example}"
+                f"hundred may be left out{first}"
             )
 
     def _refuse(self, tokens: _Array) -> None:

@@ -69,12 +69,14 @@ class View:
         """What it costs to read the cache with another tokenizer, for people."""
         facts = self.facts()
         kept = "" if facts["entropy_kept"] is None else f"; the cells keep {facts['entropy_kept']:.1%} of the entropy"
-        left_out = f"; {facts['left_out']:,} of {facts['documents']:,} documents are left out: their bytes change"
+        left_out = ""
+        if facts["left_out"]:
+            left_out = f"; {facts['left_out']:,} of {facts['documents']:,} documents are left out: their bytes change"
         return [
             f"tokenizers of {facts['teacher']:,} (teacher) and {facts['student']:,} entries: {facts['cells']:,} cells",
             f"{facts['boundaries']:.1%} of the student's labels of '{facts['split']}' begin where one of the teacher's "
             f"does, {facts['inside']:.1%} within one (compared by samples)"
-            f"{left_out * bool(facts['left_out'])}",
+            f"{left_out}",
             f"at {facts['disagreement']:.2%} of the common places both tokens lie in different cells (at most "
             f"{MOST_DISAGREEMENT:.0%}){kept}",
             f"events: {'; '.join(facts['events'])}",

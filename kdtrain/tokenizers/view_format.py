@@ -196,7 +196,9 @@ def own_data(folder: Path) -> Literal["view", "tokens", "served", "nothing"] | N
         settings = CacheSettings.from_json(read_sealed(folder / SETTINGS))
     except (OSError, ValueError):
         return None
-    return ("served" if "order" in settings.data else None) if settings.codec.taught else "tokens"
+    if not settings.codec.taught:
+        return "tokens"
+    return "served" if "order" in settings.data else None
 
 
 def verify_view(folder: Path) -> list[str]:

@@ -99,8 +99,10 @@ def make_optimizer(student: Student, config: OptimizerConfig, temperature_lr: fl
     roles: dict[str, list[nn.Parameter]] = {"hidden": [], "head": [], "other": []}
     for parameter in student.model.parameters():
         if parameter.requires_grad:
-            matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
-            roles["other" if not matrix else "head" if parameter is head else "hidden"].append(parameter)
+            role = "other"
+            if parameter.ndim >= 2 and id(parameter) not in embeddings:
+                role = "head" if parameter is head else "hidden"
+            roles[role].append(parameter)
     roles["temperature"] = list(student.temperature.parameters())
     roles["projections"] = [] if student.hidden_loss is None else list(student.hidden_loss.parameters())
     groups: Groups = [

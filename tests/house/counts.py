@@ -10,12 +10,14 @@ import ast
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import tokenize
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -89,6 +91,20 @@ def conditionals_within(path: Path) -> int:
     """The conditional expressions of a file that hold another one."""
     every = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.IfExp)]
     return sum(any(isinstance(inner, ast.IfExp) for inner in ast.walk(node) if inner is not node) for node in every)
+
+
+def times_truth(known: dict[str, Path]) -> Iterator[str]:
+    """Where modules multiply a text or a list by a truth value; numbers and tensors only by `not` and `and`."""
+    flags = {"bool", *re.findall(r"(\w+): bool\b", "".join(path.read_text() for path in known.values()))}
+    for name, path in known.items():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+                for one, times in ((node.left, node.right), (node.right, node.left)):
+                    text = ast.unparse(one).startswith(("'", '"', "f'", 'f"', "[", "("))
+                    truth = ast.unparse(getattr(times, "func", times)).rpartition(".")[2] in flags
+                    truth = text and (truth or isinstance(times, ast.Compare))
+                    if truth or isinstance(getattr(times, "op", None), ast.Not | ast.And):
+                        yield f"{name}:{node.lineno}"
 
 
 def modules() -> dict[str, Path]:

@@ -68,6 +68,13 @@ def test_characters_of_code_do_not_change_with_comments_and_lines_and_each_condi
     assert [house.conditionals_within(each) for each in (short, long)] == [1, 1]
 
 
+def test_no_conditional_stands_within_another_and_no_text_is_multiplied_by_a_truth_value(tmp_path):
+    (long := tmp_path / "long.py").write_text("def f(a: bool, b):\n 's' * a\n [b] * (b > 1)\n b * (not a)\n [b] * len(b)")
+    assert [*house.times_truth({"long": long})] == ["long:2", "long:3", "long:4"]
+    nested = [name for name, path in house.modules().items() if house.conditionals_within(path)]
+    assert [*nested, *house.times_truth(house.modules())] == []
+
+
 def test_every_count_has_a_bound_and_no_goal_lies_above_one(counted):
     assert counted.keys() == house.BOUNDS["house"].keys()
     assert {name for name, goal in house.BOUNDS["goal"].items() if goal > house.BOUNDS["house"][name]} == set()

@@ -323,7 +323,7 @@ def _refuse_contradictions(split: str, stated: SplitRecord, settings: CacheSetti
         if shard["name"] != cache_format.shard_name(split, number):
             raise ValueError(f"splits.{split}: '{shard['name']}' is not the name of shard {number}")
         if ("first_sequence" in shard) != pieces:
-            raise ValueError(f"splits.{split}: shard {number} has {'no ' * pieces}first_sequence")
+            raise ValueError(f"splits.{split}: shard {number} has {'no ' if pieces else ''}first_sequence")
 
 
 def differences(there: Any, wanted: Any, name: str = "") -> Iterator[str]:

@@ -100,8 +100,12 @@ class CodecKind:
 
 
 def _entries(spec: "CodecSpec") -> str:
-    found = [f"the {spec.top_k:,} most likely entries"] * bool(spec.top_k)
-    return " and ".join(found + [f"{spec.num_samples:,} samples"] * bool(spec.num_samples))
+    found = []
+    if spec.top_k:
+        found.append(f"the {spec.top_k:,} most likely entries")
+    if spec.num_samples:
+        found.append(f"{spec.num_samples:,} samples")
+    return " and ".join(found)
 
 
 def _sparse_layout(spec: "CodecSpec", length: int) -> dict[str, DatasetLayout]:
@@ -174,7 +178,10 @@ class CodecSpec:
                     f"codec '{self.kind}' has no top-k, samples or knots; leave --top-k and --num-samples out"
                 )
             return
-        knots = self.knots or ((1.0,) if not self.top_k else FINE_KNOTS if self.top_k < SMALL_TOP_K else KNOTS)
+        usual: tuple[float, ...] = (1.0,)
+        if self.top_k:
+            usual = FINE_KNOTS if self.top_k < SMALL_TOP_K else KNOTS
+        knots = self.knots or usual
         object.__setattr__(self, "knots", tuple(float(knot) for knot in knots))
         if not 0 <= self.top_k <= self.vocab_size:
             raise ValueError(f"--top-k {self.top_k} is outside 0 to {self.vocab_size}, the vocabulary")

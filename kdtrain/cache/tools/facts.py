@@ -144,8 +144,10 @@ def parent_lines(manifest: Manifest, most: int) -> Iterator[str]:
 
 def _parent(parent: Parent) -> str:
     parts = [f"{parent['digest'][:12]} of {(parent['teacher'] or {}).get('spec') or 'no teacher'}"]
-    parts += [counted(parent["num_samples"], "sample")] * bool(parent["num_samples"])
-    parts += [f"{number(parent['weight'])} of the sum"] * (parent["weight"] < 1)
+    if parent["num_samples"]:
+        parts.append(counted(parent["num_samples"], "sample"))
+    if parent["weight"] < 1:
+        parts.append(f"{number(parent['weight'])} of the sum")
     if "rows" in parent:
         parts.append(f"rows {parent['rows']} of {' and '.join(parent.get('splits', []))}")
     else:
@@ -208,4 +210,6 @@ def _word(angle: float, ratio: float) -> str:
         return "the same"
     if angle < 10 and abs(ratio - 1) < 0.1:
         return "a little off"
-    return "another way" if angle >= 10 else "too long" if ratio > 1 else "too short"
+    if angle >= 10:
+        return "another way"
+    return "too long" if ratio > 1 else "too short"

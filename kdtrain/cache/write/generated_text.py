@@ -30,10 +30,13 @@ def finish_reasons(tokens_nT1: np.ndarray, loss_mask_nT: np.ndarray, ends: Seque
     last_n = length - loss_mask_nT[:, ::-1].argmax(1)
     last_tokens = tokens_nT1[np.arange(len(tokens_nT1)), last_n].tolist()
     labels = loss_mask_nT.sum(1).tolist()
-    return [
-        None if not number else "stop" if token in ends else "length"
-        for number, token in zip(labels, last_tokens, strict=True)
-    ]
+    reasons: list[str | None] = []
+    for number, token in zip(labels, last_tokens, strict=True):
+        if number:
+            reasons.append("stop" if token in ends else "length")
+        else:
+            reasons.append(None)
+    return reasons
 
 
 def read_written(

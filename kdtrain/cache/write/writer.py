@@ -249,7 +249,8 @@ class CacheBuilder:
         for part, write in own:
             record = finished_record(self.folder, self.settings, part)
             if record is not None:
-                self.rounds.broken += record["broken"] * (write is None)  # a copy is of a cache that was checked
+                if write is None:  # a copy is of a cache that was checked
+                    self.rounds.broken += record["broken"]
                 self.rounds.done += len(part)
                 continue
             if there := intact_record(self.folder, part.name):

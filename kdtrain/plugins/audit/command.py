@@ -51,7 +51,9 @@ _LOGITS = 2**27  # of one forward
 
 def _few(value: float) -> str:
     """A figure in a few characters, so that the table fits a narrow terminal: 26.9, 1,414, 331 M, 2.1e+15."""
-    return number(value) if not 1e4 <= abs(value) < math.inf else short(value) if abs(value) < 1e12 else f"{value:.2g}"
+    if not 1e4 <= abs(value) < math.inf:
+        return number(value)
+    return short(value) if abs(value) < 1e12 else f"{value:.2g}"
 
 
 def main(config: AuditConfig) -> int:
@@ -124,7 +126,8 @@ def page(found: Mapping[str, Any]) -> list[Any]:
         figure = test["figure"]
         of = {"z": f"log p {figure:+.4f} nats off", "c": f"{_few(figure)} a degree of freedom"}
         what, fails = of.get(test["kind"][0], f"{_few(figure)} of what is allowed"), test["name"] in found["failed"]
-        rows.append((test["name"], what, _few(test["statistic"]), test["kind"], f"{test['p']:.2g}", "fails" * fails))
+        mark = "fails" if fails else ""
+        rows.append((test["name"], what, _few(test["statistic"]), test["kind"], f"{test['p']:.2g}", mark))
     weights = {True: "the same weights", False: "OTHER weights by their digest", None: "digest unknown"}
     against = f"{found['teacher']} ({weights[found['same_weights']]})"
     wrong = finding(found)

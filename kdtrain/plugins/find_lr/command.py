@@ -181,8 +181,11 @@ def _begun(config: FindLrConfig) -> _Record:
     train = None if packed else open_sources(config, config.cache)["train"]
     if isinstance(guess, str):
         guess, source = table_rate(config, student, None if train is None else train.facts.vocab_size)
-    known_length = train is not None or config.epochs is None
-    planned = total_steps(config, len(train) if train is not None else 0) if known_length else None
+    planned = None
+    if train is not None:
+        planned = total_steps(config, len(train))
+    elif config.epochs is None:
+        planned = total_steps(config, 0)
     whole = planned or USUAL_STEPS
     rungs = [config.first_steps(whole) * LONGER**rung for rung in range(RUNGS)]
     return _Record(finite(deciding(config)), guess, source, rungs, whole, planned, None, {})
@@ -323,7 +326,8 @@ def _page(out: Path, result: dict[str, Any]) -> Iterator[Any]:
     rows = []
     for place, name in list(enumerate(names))[first : first + _SHOWN]:
         losses = ["diverged" if each["loss"] is None else f"{each['loss']:.4f}" for each in result["runs"][name]]
-        rows.append([f"{rates[name]:.2g}{' *' * (place == best)}", *losses, *["-"] * (RUNGS - len(losses))])
+        mark = " *" if place == best else ""
+        rows.append([f"{rates[name]:.2g}{mark}", *losses, *["-"] * (RUNGS - len(losses))])
     yield columns(("lr", *(f"{steps:,} steps" for steps in result["rungs"])), rows, left=("lr",))
     share = cost["share_of_the_run"]
     of_run = "" if share is None else f", {100 * share:.0f} % of the run's {result['planned']:,}"
@@ -343,5 +347,7 @@ def _neighbour(name: str, behind: dict[str, float | None]) -> str:
     off, error = behind["nats"], behind["standard_error"]
     if off is None or not math.isfinite(off):
         return f"{float(name):.2g} diverged"
-    spread = "" if error is None else f" ± {error:.2g}{' (alike)' if off < SURE * error else ''}"
+    spread = ""
+    if error is not None:
+        spread = f" ± {error:.2g}{' (alike)' if off < SURE * error else ''}"
     return f"{float(name):.2g} {off:+.3f}{spread}"

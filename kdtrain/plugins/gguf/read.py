@@ -158,7 +158,9 @@ def _tensors(config: dict[str, Any], biased: bool) -> Iterator[tuple[str, tuple[
     linear = {"attn_q": (queries, width), "attn_k": (keys, width), "attn_v": (keys, width)}
     linear |= {"attn_output": (width, queries)}
     linear |= {"ffn_gate": (inner, width), "ffn_up": (inner, width), "ffn_down": (width, inner)}
-    bias = ["attn_q", "attn_k", "attn_v", *(["attn_output"] if "attention_bias" in config else [])] if biased else []
+    bias = ["attn_q", "attn_k", "attn_v"] if biased else []
+    if biased and "attention_bias" in config:
+        bias.append("attn_output")
     bias += [name for name in linear if name.startswith("ffn") and config.get("mlp_bias")]
     norms = {"attn_norm": width, "ffn_norm": width}
     norms |= {"attn_q_norm": size, "attn_k_norm": size} if config["model_type"] == "qwen3" else {}

@@ -313,7 +313,9 @@ def _axes(roles: Roles, module: str, leaf: str) -> tuple[str | None, ...]:
         return (None, "width")
     else:
         raise UsageError(f"the teacher has a weight {module}.{leaf} that its model type usually has not; it is not cut")
-    return axes[:1] if leaf == "bias" else axes[::-1] if roles.inputs_first else axes
+    if leaf == "bias":
+        return axes[:1]
+    return axes[::-1] if roles.inputs_first else axes
 
 
 def _places(kind: str, cut: Cut, layer: int, before: Shape) -> Tensor:

@@ -25,6 +25,9 @@ def aligned_facts(name: str, *, seq_len: int, document_mask: bool, size: int, co
     size: entries of the student's tokenizer. codec: of the cache; tokens alone for an online teacher.
     """
     whole = not codec.coded
+    top_k = 0 if codec.num_samples else codec.top_k
+    if whole:
+        top_k = MOST_CELLS
     return Facts(
         name=name,
         identity="",
@@ -33,7 +36,7 @@ def aligned_facts(name: str, *, seq_len: int, document_mask: bool, size: int, co
         tokenizer_size=size,
         document_mask=document_mask,
         targets="sparse",
-        top_k=MOST_CELLS if whole else codec.top_k * (not codec.num_samples),
+        top_k=top_k,
         num_samples=0 if whole else codec.num_samples,
         temperature_range=(1.0, 1.0),
         alignment={},

@@ -110,7 +110,10 @@ def _common(members: list[Facts]) -> dict[str, Any]:
     low, high = common_range(
         names, [None if each.targets == "none" else each.temperature_range for each in members]
     ) or (0.25, 20.0)
-    kinds = {each.targets for each in taught}
+    targets = "none"
+    if taught:
+        kinds = {each.targets for each in taught}
+        targets = kinds.pop() if len(kinds) == 1 else "mixed"
     specs = dict.fromkeys(str(each.teacher["spec"]) for each in taught if each.teacher.get("spec"))
     digests = [each.tokenizer_digest for each in members if each.tokenizer_digest is not None]
     return {
@@ -120,7 +123,7 @@ def _common(members: list[Facts]) -> dict[str, Any]:
         "document_mask": members[0].document_mask,
         "vocab_size": taught[0].vocab_size if taught else max(each.vocab_size for each in members),
         "tokenizer": next((each.tokenizer for each in members if each.tokenizer is not None), None),
-        "targets": "none" if not taught else kinds.pop() if len(kinds) == 1 else "mixed",
+        "targets": targets,
         "top_k": min((each.top_k for each in taught), default=0),
         "num_samples": min((each.num_samples for each in taught), default=0),
         "temperature_range": (low, high),
