@@ -69,7 +69,7 @@ def test_characters_of_code_do_not_change_with_comments_and_lines_and_each_condi
 
 
 def test_no_conditional_stands_within_another_and_no_text_is_multiplied_by_a_truth_value(tmp_path):
-    (long := tmp_path / "long.py").write_text("def f(a: bool, b):\n 's' * a\n [b] * (b > 1)\n b * (not a)\n [b] * len(b)")
+    (long := tmp_path / "long.py").write_text("def f(a: bool, b):\n 's' * a\n [b] * (b > 1)\n b * (not a)\n b * len(b)")
     assert [*house.times_truth({"long": long})] == ["long:2", "long:3", "long:4"]
     nested = [name for name, path in house.modules().items() if house.conditionals_within(path)]
     assert [*nested, *house.times_truth(house.modules())] == []
