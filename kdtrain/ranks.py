@@ -293,16 +293,16 @@ def agreed_max(tensor: torch.Tensor) -> torch.Tensor:
     return _all_reduce(tensor, dist.ReduceOp.MAX)
 
 
-def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of `tensor` over all ranks, entry by entry; otherwise as `agreed_max`."""
-    return _all_reduce(tensor, dist.ReduceOp.SUM)
+def all_reduce_sum(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """The sum of `tensor` over the ranks of `group`, by default all, entry by entry; otherwise as `agreed_max`."""
+    return _all_reduce(tensor, dist.ReduceOp.SUM, group)
 
 
-def _all_reduce(tensor: torch.Tensor, operation: Any) -> torch.Tensor:
+def _all_reduce(tensor: torch.Tensor, operation: Any, group: Any = None) -> torch.Tensor:
     if not _initialized():
         return tensor
     result = tensor.clone()
-    dist.all_reduce(result, operation)
+    dist.all_reduce(result, operation, group)
     return result
 
 

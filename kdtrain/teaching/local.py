@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig
 
 from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
@@ -148,13 +149,13 @@ class LocalTeacher(OnlineTeacher):
         """Refuse sequences beyond the model's positions, and a document mask that it cannot apply."""
         check_fits(self.model, self.name, seq_len, document_mask)
 
-    def prepare(self, *, sharded: bool = False, shard_size: int | None = None, compile: bool = False) -> None:
+    def prepare(self, *, mesh: DeviceMesh | None = None, compile: bool = False) -> None:
         """Shard the model, then compile its layers on a GPU: without timing kernels, which could change the bits."""
         self.pack(())
-        self.sharded = sharded
-        if sharded:
+        self.sharded = mesh is not None
+        if mesh is not None:
             _ = self.digest  # of the whole weights
-            shard(self.model, self.device, shard_size=shard_size)
+            shard(self.model, mesh)
         if compiles_teacher(compile, self.device):
             self._compiled = CompiledLayers(self.model, options={"deterministic": True})
 
@@ -288,7 +289,7 @@ class SelfTeacher(LocalTeacher):
         self._digest = student.base
         self._use(student)
 
-    def prepare(self, *, sharded: bool = False, shard_size: int | None = None, compile: bool = False) -> None:
+    def prepare(self, *, mesh: DeviceMesh | None = None, compile: bool = False) -> None:
         """Nothing: the student is sharded and compiled; without its adapters it runs as it is."""
 
     def hidden_states(
