@@ -143,7 +143,7 @@ def capture(
         rows = validation_rows(config, teacher, refined, MEASURED) if measured else ()
         teacher.pack(rows, document_mask=document_mask)
     # the shapes of decoding change with every step, and a compiled layer with each of them
-    mesh = layout.sharing(None) if sharded and layout is not None else None
+    mesh = (layout or RankLayout()).sharing(None) if sharded else None
     teacher.prepare(mesh=mesh, compile=config.compile and not config.text.generate)
     if config.dry_run:
         return _plan(config, teacher, refined, model, "")

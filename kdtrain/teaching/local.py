@@ -27,7 +27,7 @@ from kdtrain.errors import UsageError
 from kdtrain.models.adapters import adapted, adapters_off
 from kdtrain.models.attention import use_cached_attention
 from kdtrain.models.frozen import is_packed, pack, refuse_weights
-from kdtrain.models.head import OutputHead, SplitModel, layer_widths, split
+from kdtrain.models.head import HeadPart, SplitModel, layer_widths, split
 from kdtrain.models.hub import opened
 from kdtrain.models.loading import check_fits, load_teacher, model_digest, vocabulary
 from kdtrain.models.spec import ModelSpec
@@ -50,7 +50,7 @@ class LocalTeacher(OnlineTeacher):
 
     model: SplitModel
     """Backbone and output head, once it is loaded."""
-    head: OutputHead
+    head: HeadPart
     """Its output head in fp32; on a GPU, which multiplies 16-bit numbers into an fp32 result at a tenth of the price,
     16-bit weights keep their dtype."""
 

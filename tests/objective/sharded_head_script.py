@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from objective_reference import OutputHead, problem, sparse
+from objective_reference import HeadPart, problem, sparse
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -29,7 +29,7 @@ def run(hidden, head, part):
 # Each rank has its own tokens, unevenly: the sum of their losses is the loss of all.
 cut = 7
 mine = slice(0, cut) if rank == 0 else slice(cut, 24)
-sharded = OutputHead(*(distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_() for x in p.leaves()[1:]))
+sharded = HeadPart(*(distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_() for x in p.leaves()[1:]))
 hidden = p.hidden.detach()[mine].requires_grad_()
 loss, slope = run(hidden, sharded, mine)
 for x in (loss, slope):
