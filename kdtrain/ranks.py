@@ -285,24 +285,25 @@ def all_reduce_max(number: int, group: Any = None) -> int:
     return int(largest)
 
 
-def agreed_max(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest value of `tensor` over all ranks, entry by entry; `tensor` itself for a single process.
+def agreed_max(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """The largest value of `tensor` over all ranks, or those of `group`, entry by entry.
 
-    Does not block the host. Every rank must call it, in the same order as its other collectives.
+    For a single process `tensor` itself. Does not block the host. Every rank must call it, in the same order as its
+    other collectives.
     """
-    return _all_reduce(tensor, dist.ReduceOp.MAX)
+    return _all_reduce(tensor, dist.ReduceOp.MAX, group)
 
 
-def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of `tensor` over all ranks, entry by entry; otherwise as `agreed_max`."""
-    return _all_reduce(tensor, dist.ReduceOp.SUM)
+def all_reduce_sum(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """The sum of `tensor` over ranks, entry by entry; otherwise as `agreed_max`."""
+    return _all_reduce(tensor, dist.ReduceOp.SUM, group)
 
 
-def _all_reduce(tensor: torch.Tensor, operation: Any) -> torch.Tensor:
+def _all_reduce(tensor: torch.Tensor, operation: Any, group: Any) -> torch.Tensor:
     if not _initialized():
         return tensor
     result = tensor.clone()
-    dist.all_reduce(result, operation)
+    dist.all_reduce(result, operation, group)
     return result
 
 

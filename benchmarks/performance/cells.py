@@ -21,7 +21,7 @@ from benchmarks.harness.command import options
 from benchmarks.harness.machine import cpu_model
 from benchmarks.harness.timing import in_turn, medians, over
 from kdtrain.config.values import Options, option
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import HeadPart
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.loss import distillation_loss
@@ -92,7 +92,7 @@ def _measured(
         hidden_ND.grad = weight_VD.grad = None
         loss = distillation_loss(
             hidden_ND,
-            OutputHead(weight_VD),
+            HeadPart(weight_VD),
             labels_N,
             mask_N,
             targets,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.ranks import peak_memory_mb
 
@@ -44,7 +44,7 @@ def _side(vocabulary: int, width: int, tokens: int, trained: bool) -> dict[str, 
     loss, before, seconds = DistillationLoss(alpha=0.0), peak_memory_mb(device), []
     for _ in range(6):
         begun = time.perf_counter()
-        output = loss(hidden, OutputHead(weight), labels, mask, None, vocab_size=vocabulary, normalizer=float(tokens))
+        output = loss(hidden, HeadPart(weight), labels, mask, None, vocab_size=vocabulary, normalizer=float(tokens))
         output.loss.backward()
         if device.type == "cuda":
             torch.cuda.synchronize()

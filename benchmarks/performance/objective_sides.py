@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kdtrain.models.head import OutputHead
+from kdtrain.models.head import HeadPart
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import FLOOR, DenseTargets, OnlineTargets, SparseTargets, Targets
 
@@ -187,7 +187,7 @@ def _ours(student: Student, targets: Targets | None, **more: Any) -> Callable[[]
     def loss() -> Tensor:
         return distillation_loss(
             student.hidden_ND,
-            OutputHead(student.weight_VD),
+            HeadPart(student.weight_VD),
             student.labels_N,
             mask_N,
             targets,
@@ -210,7 +210,7 @@ def _dense(student: Student) -> DenseTargets:
 
 def _online(student: Student) -> OnlineTargets:
     hidden_ND, weight_VD = student.teacher
-    return OnlineTargets(hidden_ND, student.labels_N, OutputHead(weight_VD), len(weight_VD))
+    return OnlineTargets(hidden_ND, student.labels_N, HeadPart(weight_VD), len(weight_VD))
 
 
 def _top_k_renormalized(student: Student) -> Callable[[], Tensor]:

@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 from kdtrain.config import LoraConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.attention import BLOCK, CAUSAL, document_positions, first_seen, fits_causal, seen_windows
-from kdtrain.models.output_head import OutputHead as OutputHead
+from kdtrain.models.output_head import HeadPart as HeadPart
 
 # Largest |difference| / largest |value|: the head is one product, computed twice in the same dtype.
 _HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -70,12 +70,12 @@ class SplitModel(nn.Module):
         self._softcap: float | None = None
 
     @property
-    def head(self) -> OutputHead:
+    def head(self) -> HeadPart:
         """The output head, with the live parameters; the identity if the model is not split."""
         if not self.fused:
-            return OutputHead()
+            return HeadPart()
         linear = self.model.get_output_embeddings()
-        return OutputHead(linear.weight, getattr(linear, "bias", None), self._scale, self._softcap)
+        return HeadPart(linear.weight, getattr(linear, "bias", None), self._scale, self._softcap)
 
     @property
     def vocab_size(self) -> int:
@@ -283,10 +283,10 @@ def _prove_a_form(pieces: SplitModel, tokens_BT: Tensor) -> bool:
     with linear.register_forward_hook(lambda module, inputs, product: product * gain):
         amplified_BTV = pieces(tokens_BT)
     pieces.fused = True
-    product_BTV = OutputHead(linear.weight, getattr(linear, "bias", None))(pieces(tokens_BT))
+    product_BTV = HeadPart(linear.weight, getattr(linear, "bias", None))(pieces(tokens_BT))
     tolerance = _HEAD_TOLERANCE[linear.weight.dtype]
     for scale, softcap in _forms(pieces.model):
-        form = OutputHead(scale=scale, softcap=softcap)
+        form = HeadPart(scale=scale, softcap=softcap)
         pairs = ((form.shape(product_BTV.clone()), logits_BTV), (form.shape(gain * product_BTV), amplified_BTV))
         if all(
             values.shape == expected.shape and _largest(values - expected) <= tolerance * _largest(expected)

@@ -1,16 +1,25 @@
-"""An output head: the last linear layer of a language model, with what is done to its product."""
+"""An output head: the last linear layer of a language model, with what is done to its product, or a part of it.
+
+A rank may hold some rows of the weight, and others the rest. Losses and metrics ask for columns of the logits by the
+ids of the whole vocabulary, and for sums over all of it, through the head, so that each rank of the group gets the same
+answers; for a whole head these are plain operators on the logits.
+
+Shape suffixes: R rows, V columns of this part, E ids of a row.
+"""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kdtrain.errors import UsageError
+from kdtrain.ranks import agreed_max, all_reduce_sum
 
 
 @dataclass(frozen=True)
-class OutputHead:
+class HeadPart:
     """The map from hidden states to logits, `softcap(scale * (hidden @ weight^T + bias))`.
 
     The tensors are the model's own parameters, not copies. Without a weight it is the identity, for a model that is
@@ -24,15 +33,21 @@ class OutputHead:
     scale: float = 1.0
     softcap: float | None = None
     """Bound of the logits: softcap(z) = c tanh(z / c)."""
+    first: int = 0
+    """The id of the first row of the weight."""
+    size: int | None = None
+    """Ids of the whole vocabulary; None: as many as there are rows here."""
+    group: Any = None
+    """The ranks that hold the parts of the head; None: this one holds all of it."""
 
     def __call__(self, hidden_BTD: Tensor) -> Tensor:
-        """Return logits [..., V] of hidden states [..., D], in the dtype of the matrix product."""
+        """Return logits [..., V] of its columns from hidden states [..., D], in the dtype of the matrix product."""
         if self.weight is None:
             return hidden_BTD
         bias = None if self.bias is None else self.bias.to(self.weight.dtype)
         return self.shape(F.linear(hidden_BTD.to(self.weight.dtype), self.weight, bias))
 
-    def to(self, device: torch.device) -> "OutputHead":
+    def to(self, device: torch.device) -> "HeadPart":
         """The same head on a device."""
         weight, bias = (None if each is None else each.to(device) for each in (self.weight, self.bias))
         return replace(self, weight=weight, bias=bias)
@@ -46,6 +61,85 @@ class OutputHead:
             product.mul_(self.scale)
         return product if self.softcap is None else product.div_(self.softcap).tanh_().mul_(self.softcap)
 
+    def gathered(self) -> "HeadPart":
+        """Return the head with tensors that are sharded over data ranks (FSDP2's DTensor) gathered.
+
+        Their gradient is the sum over ranks, of which each keeps its shard: a loss is divided by the tokens of all.
+        """
+
+        def whole(tensor: Any) -> Any:
+            if not hasattr(tensor, "full_tensor"):
+                return tensor
+            from torch.distributed.tensor import Partial
+
+            return tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
+
+        return replace(self, weight=whole(self.weight), bias=whole(self.bias))
+
+    def columns(self, vocab_size: int) -> int:
+        """Return how many rows of the weight belong to the first `vocab_size` ids; the others are padding."""
+        if self.group is None or self.weight is None:
+            return vocab_size
+        return min(max(vocab_size - self.first, 0), len(self.weight))
+
+    def sum(self, own: Tensor) -> Tensor:
+        """Return the sum over the parts, entry by entry; every rank of the group must call it, and all below."""
+        return own if self.group is None else all_reduce_sum(own, self.group)
+
+    def largest(self, own: Tensor) -> Tensor:
+        """Return the largest over the parts, entry by entry."""
+        return own if self.group is None else agreed_max(own, self.group)
+
+    def take(self, z_RV: Tensor, ids_RE: Tensor) -> Tensor:
+        """Return the logits [R, E] of ids."""
+        if self.group is None:
+            return z_RV.gather(1, ids_RE)
+        column_RE, here_RE = self._find(z_RV, ids_RE)
+        return self.sum(z_RV.gather(1, column_RE).masked_fill(~here_RE, 0.0))
+
+    def mask(self, z_RV: Tensor, ids_RE: Tensor, value: float) -> None:
+        """Set the logits of ids to `value`, in place."""
+        if self.group is None:
+            z_RV.scatter_(1, ids_RE, value)
+        else:
+            z_RV.scatter_(1, *self.places(z_RV, ids_RE, z_RV.new_full(ids_RE.shape, value)))
+
+    def places(self, into_RV: Tensor, ids_RE: Tensor, values_RE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the columns [R, E] of `into_RV` at which to write the values of ids, and the values.
+
+        In place of an id of another part it repeats one of the row that is here, or what the first column holds. An id
+        that comes twice in a row has the same value.
+        """
+        if self.group is None:
+            return ids_RE, values_RE
+        column_RE, here_RE = self._find(into_RV, ids_RE)
+        one_R1 = here_RE.int().argmax(1, keepdim=True)
+        value_R1 = torch.where(here_RE.gather(1, one_R1), values_RE.gather(1, one_R1), into_RV[:, :1])
+        return torch.where(here_RE, column_RE, column_RE.gather(1, one_R1)), torch.where(here_RE, values_RE, value_R1)
+
+    def most_likely(self, z_RV: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest logit [R], and its id, the first of several."""
+        top_R, id_R = z_RV.max(dim=-1)
+        if self.group is None:
+            return top_R, id_R
+        highest_R = self.largest(top_R)
+        id_R = (id_R + self.first).masked_fill(top_R < highest_R, torch.iinfo(id_R.dtype).max)
+        return highest_R, -self.largest(-id_R)
+
+    def log_sum_exp(self, z_RV: Tensor) -> Tensor:
+        """Return log sum exp(z), [R]."""
+        lse_R = torch.logsumexp(z_RV, dim=-1)
+        if self.group is None:
+            return lse_R
+        top_R = self.largest(lse_R)
+        return top_R + self.sum((lse_R - top_R).exp()).log()
+
+    def _find(self, z_RV: Tensor, ids_RE: Tensor) -> tuple[Tensor, Tensor]:
+        """The column of each id, 0 for one of another part, and which are here."""
+        column_RE = ids_RE - self.first
+        here_RE = (column_RE >= 0) & (column_RE < z_RV.shape[1])
+        return column_RE.masked_fill(~here_RE, 0), here_RE
+
     def slope(self, z: Tensor) -> Tensor | float:
         """Derivative of the logits `z` in the product with the weight; 0 where z is masked."""
         if self.softcap is None:
@@ -53,7 +147,9 @@ class OutputHead:
         return self.scale * (1.0 - (z.clamp(min=-self.softcap) / self.softcap) ** 2)
 
 
-Head = OutputHead  # the name that `import kdtrain` offers
+Head = HeadPart  # the name that `import kdtrain` offers
+WHOLE = HeadPart()
+"""Stands for any whole head where the logits are there."""
 
 
 def refuse_vocabulary(vocab_size: int, cached: int, used: int) -> None:

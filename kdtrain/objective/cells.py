@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.logits import NEVER
 from kdtrain.objective.statistics import Entries
 
@@ -119,7 +119,7 @@ class CellIndex:
         z_RV[row_P, token_P] = z_RV.new_full((), NEVER)
         z_RV.scatter_(1, ids_RK, z_RK)
         several_RK = torch.where(entries.absent, size_RK[:, :1] > 0, size_RK > 0)
-        taken = replace(entries.take(z_RV, label_R), several=torch.nn.functional.pad(several_RK, (0, 1)))
+        taken = replace(entries.take(z_RV, label_R=label_R), several=torch.nn.functional.pad(several_RK, (0, 1)))
         return Folded(taken, labels_R, row_P, token_P, group_P, z_P, shifted_P.div_(mass[group_P]))
 
 
@@ -142,7 +142,7 @@ class Folded:
     share: Tensor
     """[P] exp(z) of it, as a share of its cell's."""
 
-    def unfold(self, dz_RV: Tensor, at_RE: Tensor, apart_R: Tensor, head: OutputHead) -> None:
+    def unfold(self, dz_RV: Tensor, at_RE: Tensor, apart_R: Tensor, head: HeadPart) -> None:
         """Carry the gradient of entries, `at_RE`, on to the tokens of their cells, and write that of labels there.
 
         apart_R: the gradient in the logit of a label whose cell is folded.

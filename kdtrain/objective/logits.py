@@ -9,12 +9,10 @@ padding).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.engine import matmul
 
 NEVER = -1e30
@@ -30,22 +28,6 @@ WEIGHT_CHUNKS = {"cuda": 4}
 dWeight however many rows it adds up; 1 elsewhere."""
 
 
-def whole_head(head: OutputHead) -> OutputHead:
-    """The head, with tensors that are sharded over ranks (FSDP2's DTensor) gathered.
-
-    Their gradient is the sum over ranks, of which each keeps its shard: a loss is divided by the tokens of all ranks.
-    """
-
-    def whole(tensor: Any) -> Any:
-        if not hasattr(tensor, "full_tensor"):
-            return tensor
-        from torch.distributed.tensor import Partial
-
-        return tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
-
-    return OutputHead(whole(head.weight), whole(head.bias), head.scale, head.softcap)
-
-
 def chunk_rows(vocab_size: int, width: int, dtype: torch.dtype, device: str = "cpu") -> int:
     """Rows of a chunk: a power of two, at most 40 M numbers in fp32 (160 MB; 1 GiB on a GPU) or 2,048 rows.
 
@@ -56,9 +38,9 @@ def chunk_rows(vocab_size: int, width: int, dtype: torch.dtype, device: str = "c
     return min(2048, 1 << max(0, most.bit_length() - 1))
 
 
-def chunk_logits(hidden_RD: Tensor, head: OutputHead, vocab_size: int) -> Tensor:
+def chunk_logits(hidden_RD: Tensor, head: HeadPart, vocab_size: int) -> Tensor:
     """Logits [R,V] of some rows, in at least fp32 and never rounded below it; a new tensor."""
-    dtype = torch.promote_types(hidden_RD.dtype, torch.float32)
+    dtype, vocab_size = torch.promote_types(hidden_RD.dtype, torch.float32), head.columns(vocab_size)
     if head.weight is None:
         u_RV = _bare(hidden_RD.to(dtype), vocab_size)
     else:
@@ -75,17 +57,18 @@ class ChunkLogits:
     def __init__(
         self,
         hidden_ND: Tensor,
-        head: OutputHead,
+        head: HeadPart,
         vocab_size: int,
         chunk: int,
         compile: bool,
         narrow: bool = False,
         weighs: bool = True,
     ) -> None:
-        self.size, self.head, self.chunk = vocab_size, head, chunk
+        self.size = vocab_size = head.columns(vocab_size)
+        self.head, self.chunk = head, chunk
         self.dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         weight = head.weight
-        self.products = None if weight is None else matmul.Products(hidden_ND, weight[:vocab_size], compile)
+        self.products = None if weight is None else matmul.Products(hidden_ND, weight[:vocab_size], compile, head.sum)
         self.bias_V = _bounded_bias(head, vocab_size, self.dtype)
         rows = 0 if self.products is None else min(chunk, len(hidden_ND))
         self.buffer_RV = matmul.take_rows("logits", rows, vocab_size, dtype=self.dtype, device=hidden_ND.device)
@@ -122,11 +105,11 @@ def _bare(logits_RP: Tensor, vocab_size: int) -> Tensor:
     return logits_RP[:, :vocab_size].clamp(min=NEVER).contiguous()
 
 
-def _bounded_bias(head: OutputHead, vocab_size: int, dtype: torch.dtype) -> Tensor | None:
+def _bounded_bias(head: HeadPart, vocab_size: int, dtype: torch.dtype) -> Tensor | None:
     """The bias [V] without padding, -inf bounded by `NEVER`."""
     return None if head.bias is None else head.bias[:vocab_size].to(dtype).clamp(min=NEVER)
 
 
-def _shaped(u_RV: Tensor, bias_V: Tensor | None, head: OutputHead) -> Tensor:
+def _shaped(u_RV: Tensor, bias_V: Tensor | None, head: HeadPart) -> Tensor:
     """The logits from the product with the weight, in its memory."""
     return head.shape(u_RV if bias_V is None else u_RV.add_(bias_V))

@@ -25,12 +25,11 @@ from torch import Tensor, nn
 
 from kdtrain.config.choices import DIVERGENCES, TAILS, resolve_tail
 from kdtrain.errors import UsageError, as_number
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.alpha import Alpha, MeasuredAlpha
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.objective.engine.dense import DenseStatistics
 from kdtrain.objective.engine.fused import Request, fused_loss
-from kdtrain.objective.logits import whole_head
 from kdtrain.objective.statistics import Statistics
 from kdtrain.objective.targets import Supervision, Targets, per_token, scalar
 from kdtrain.objective.temperature import Temperature
@@ -108,7 +107,7 @@ class DistillationLoss(nn.Module):
     def forward(
         self,
         hidden_ND: Tensor,
-        head: OutputHead,
+        head: HeadPart,
         labels_N: Tensor,
         mask_N: Tensor,
         targets: Targets | None,
@@ -134,7 +133,7 @@ class DistillationLoss(nn.Module):
             output = self._of_one_kind(targets, mask_N, (hidden_ND, head, labels_N), weights, 0, **options)
         else:
             # once: ranks whose micro-batches have other numbers of parts gather a sharded head together
-            head, sizes = whole_head(head), [rows for rows, _ in targets.parts]
+            head, sizes = head.gathered(), [rows for rows, _ in targets.parts]
             split = zip(hidden_ND.split(sizes), labels_N.split(sizes), mask_N.split(sizes), targets.parts, strict=True)
             outputs, members = [], targets.members or (0,) * len(sizes)
             for (hidden_RD, labels_R, mask_R, (_, part)), member in zip(split, members, strict=True):
@@ -149,7 +148,7 @@ class DistillationLoss(nn.Module):
         self,
         targets: Targets | None,
         mask_N: Tensor,
-        rows: tuple[Tensor, OutputHead, Tensor],
+        rows: tuple[Tensor, HeadPart, Tensor],
         weights: Any,
         member: int,
         **options: Any,
@@ -192,7 +191,7 @@ class DistillationLoss(nn.Module):
 
 def distillation_loss(
     hidden_ND: Tensor,
-    head: OutputHead,
+    head: HeadPart,
     labels_N: Tensor,
     mask_N: Tensor,
     targets: Targets | None,
@@ -312,7 +311,7 @@ class _Recipe:
 
 
 def _check_inputs(
-    hidden_ND: Tensor, head: OutputHead, labels_N: Tensor, mask_N: Tensor, targets: Targets | None, vocab_size: int
+    hidden_ND: Tensor, head: HeadPart, labels_N: Tensor, mask_N: Tensor, targets: Targets | None, vocab_size: int
 ) -> None:
     """UsageError: a tensor that would fail far from here, or be read as something else. No value is looked at."""
     if hidden_ND.ndim != 2 or not hidden_ND.is_floating_point():
@@ -323,7 +322,7 @@ def _check_inputs(
             raise UsageError(f"{name} is {_described(tensor)}; give {dtype} [{rows}], as many as hidden_ND has rows")
     if targets is not None and len(targets) != rows:
         raise UsageError(f"the targets have {len(targets)} rows, hidden_ND {rows}")
-    size = width if head.weight is None else head.weight.shape[0]
+    size = width if head.weight is None else head.size or head.weight.shape[0]
     if not 1 <= vocab_size <= size:
         raise UsageError(f"vocab_size {vocab_size} is not between 1 and the head's {size} rows")
     if head.weight is not None and head.weight.shape[1] != width:

@@ -5,6 +5,7 @@ Shape suffixes: N tokens, R rows of one kind of targets, G groups of tokens.
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from kdtrain.config.sections import FIXED_ALPHA
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.logits import whole_head
 from kdtrain.objective.metrics import chunks, losses
 from kdtrain.objective.targets import Supervision
 
@@ -80,7 +80,11 @@ def measured(
         if batch is None:
             return None
         labels_N, mask_N = (rearrange(each, "B T -> (B T)") for each in (batch.tokens[:, 1:], batch.loss_mask))
-        hidden_ND, head, start = student.hidden_eager(batch), whole_head(student.model.head), 0
+        hidden_ND, head, start = (
+            student.hidden_eager(batch),
+            replace(student.model.head.gathered(), size=student.vocab_size),
+            0,
+        )
         parts = () if batch.targets is None else batch.targets.parts or ((len(hidden_ND), batch.targets),)
         for size, targets in parts:
             part = slice(start, start + size)
@@ -88,7 +92,7 @@ def measured(
             if targets is not None:
                 rows = Supervision(labels_N[part], mask_N[part], targets)
                 pieces = chunks(hidden_ND[part], head, rows, student.vocab_size)
-                losses_R3 = torch.cat([losses(z_RV, own) for _, z_RV, own in pieces])
+                losses_R3 = torch.cat([losses(z_RV, own, head) for _, z_RV, own in pieces])
                 found.append(grouped(losses_R3, rows.mask, targets.common(), batch.loss_mask.shape[1]))
     return summed(torch.cat(found), sum_over_ranks)
 

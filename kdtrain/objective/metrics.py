@@ -23,9 +23,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.divergence import forward_kl
-from kdtrain.objective.logits import chunk_logits, chunk_rows, whole_head
+from kdtrain.objective.logits import chunk_logits, chunk_rows
 from kdtrain.objective.statistics import Events
 from kdtrain.objective.targets import Supervision, Targets
 
@@ -131,7 +131,7 @@ class Metrics:
 @torch.no_grad()
 def measure(
     hidden_ND: Tensor,
-    head: OutputHead,
+    head: HeadPart,
     labels_N: Tensor,
     mask_N: Tensor,
     targets: Targets | None,
@@ -144,8 +144,9 @@ def measure(
 
     Sums that the targets do not contain are None. It waits for the device once.
     """
+    head = replace(head.gathered(), size=vocab_size)
     if targets is not None and targets.parts:
-        head, sizes = whole_head(head), [rows for rows, _ in targets.parts]
+        sizes = [rows for rows, _ in targets.parts]
         lengths: list[Tensor | None] = [None] * len(sizes) if bytes_N is None else [*bytes_N.split(sizes)]
         rest = labels_N.split(sizes), mask_N.split(sizes), targets.parts, lengths
         return sum(
@@ -173,27 +174,25 @@ def measure(
     parts = []
     for part, z_RV, own in chunks(hidden_ND, head, rows, vocab_size, chunk):
         more = [None if each is None else each[part] for each in extra.values()]
-        parts.append(_chunk_sums(z_RV, own, more))
+        parts.append(_chunk_sums(z_RV, own, head, more))
     if parts:
         total += torch.stack(parts).double().cpu().sum(0)
     return Metrics.from_vector(total.tolist())
 
 
-def losses(z_RV: Tensor, rows: Supervision) -> Tensor:
+def losses(z_RV: Tensor, rows: Supervision, head: HeadPart) -> Tensor:
     """Return [R, 3] of each row with a teacher: -log q(label), -log p(label) and KL(p || q), nats; q is the student."""
-    own_R = torch.logsumexp(z_RV, dim=-1) - z_RV.gather(1, rows.labels[:, None]).squeeze(1)
-    kl_R, _, teacher_R, *_ = _teacher_columns(z_RV, None, rows)  # last, as it may write to the logits
+    own_R = head.log_sum_exp(z_RV) - head.take(z_RV, rows.labels[:, None]).squeeze(1)
+    kl_R, _, teacher_R, *_ = _teacher_columns(z_RV, None, rows, head)  # last, as it may write to the logits
     return torch.stack([own_R, teacher_R, kl_R], 1).to(z_RV.dtype)
 
 
 def chunks(
-    hidden_ND: Tensor, head: OutputHead, rows: Supervision, vocab_size: int, chunk: int | None = None
+    hidden_ND: Tensor, head: HeadPart, rows: Supervision, vocab_size: int, chunk: int | None = None
 ) -> Iterator[tuple[slice, Tensor, Supervision]]:
     """Yield of each chunk its place, its logits [R, V] and its harmless rows, without autocast."""
-    head, chunk = (
-        whole_head(head),
-        chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type),
-    )
+    chunk = chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
+    head = head.gathered()
     if hidden_ND.is_cuda and head.weight is not None:
         # once for all chunks, as in training: operands of two dtypes would be multiplied in fp32, far more slowly
         head = replace(head, weight=head.weight.to(hidden_ND.dtype))
@@ -203,16 +202,16 @@ def chunks(
             yield part, chunk_logits(hidden_ND[part], head, vocab_size), rows[part].harmless(vocab_size)
 
 
-def _chunk_sums(z_RV: Tensor, rows: Supervision, more: list[Tensor | None]) -> Tensor:
+def _chunk_sums(z_RV: Tensor, rows: Supervision, head: HeadPart, more: list[Tensor | None]) -> Tensor:
     """The vector of `Metrics` for a chunk, with 0 for unknown sums."""
-    top_logit_R, top_R = z_RV.max(dim=-1)
-    lse_R = torch.logsumexp(z_RV, dim=-1)
+    top_logit_R, top_R = head.most_likely(z_RV)
+    lse_R = head.log_sum_exp(z_RV)
     confidence_R = (top_logit_R - lse_R).exp()
     correct_R = (top_R == rows.labels).to(z_RV.dtype)
-    cross_entropy_R = lse_R - z_RV.gather(1, rows.labels[:, None]).squeeze(1)
+    cross_entropy_R = lse_R - head.take(z_RV, rows.labels[:, None]).squeeze(1)
     ones_R = torch.ones_like(lse_R)
     more_R = [torch.zeros_like(ones_R) if each is None else each.to(ones_R.dtype) for each in more]
-    columns = [ones_R, cross_entropy_R, correct_R, *_teacher_columns(z_RV, top_R, rows), *more_R]
+    columns = [ones_R, cross_entropy_R, correct_R, *_teacher_columns(z_RV, top_R, rows, head), *more_R]
     sums = torch.stack([x.masked_fill(~rows.mask, 0.0).sum() for x in columns])
     bins_R = (confidence_R * BINS).long().clamp(0, BINS - 1)
     # A product with one-hot bins, because an indexed sum has no fixed order on a GPU.
@@ -221,13 +220,13 @@ def _chunk_sums(z_RV: Tensor, rows: Supervision, more: list[Tensor | None]) -> T
     return torch.cat([sums, *binned])
 
 
-def _teacher_columns(z_RV: Tensor, top_R: Tensor | None, rows: Supervision) -> list[Tensor]:
+def _teacher_columns(z_RV: Tensor, top_R: Tensor | None, rows: Supervision, head: HeadPart) -> list[Tensor]:
     """KL, its variance, the teacher's cross-entropy, agreement and acceptance, each [R]; 0 where it is not known."""
     zero_R = torch.zeros_like(z_RV[:, 0])
     if rows.targets is None:
         return [zero_R] * 5
     targets = rows.targets.resolved()
-    known = targets.compare(z_RV, rows.labels)
+    known = targets.compare(z_RV, rows.labels, head)
     variance_R = _sample_variance(known.divergence, targets) if _sampled(targets) else zero_R
     columns = [forward_kl(known.divergence), variance_R, -targets.label_logprob.to(z_RV.dtype)]
     if known.most_likely is None or top_R is None:

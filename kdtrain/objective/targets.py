@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kdtrain.config.choices import TAILS
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import WHOLE, HeadPart
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.logits import ChunkLogits, chunk_logits
 from kdtrain.objective.statistics import Entries, Events, Statistics
@@ -190,7 +190,7 @@ class Targets(ABC):
         """Teacher's log p [R,V] at T = 1, up to a constant a row, of at most a chunk."""
         raise NotImplementedError
 
-    def compare(self, z_RV: Tensor, labels_R: Tensor) -> Comparison:
+    def compare(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart = WHOLE) -> Comparison:
         """`resolved` targets against the student's logits, which may be overwritten."""
         raise NotImplementedError
 
@@ -396,17 +396,18 @@ class SparseTargets(Targets):
         ids_NK = torch.where(absent_NK, first_N1, self.ids)
         return Entries(torch.cat([ids_NK, labels_N[:, None]], dim=1), absent_NK, self.top_k)
 
-    def statistics(self, z_RV: Tensor, labels_R: Tensor) -> Statistics:
+    def statistics(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart = WHOLE) -> Statistics:
         """The student's at beta = 1, without gradients; the top-k logits in `z_RV` are overwritten."""
-        kept_RK, label_R = self.entries(labels_R, z_RV.shape[1]).take(z_RV).logits(z_RV.dtype)
-        tail_R = torch.logsumexp(z_RV, dim=1)
+        entries = self.entries(labels_R, head.size or z_RV.shape[1])
+        kept_RK, label_R = entries.take(z_RV, head).logits(z_RV.dtype)
+        tail_R = head.log_sum_exp(z_RV)
         return Statistics(tail_R, tail_R, kept_RK, label_R, self.top_k)
 
     def events(self, tail: str, statistics: Statistics, beta: Tensor) -> Events:
         return TAILS.get(tail).events(self, statistics, beta)  # type: ignore[no-any-return]
 
-    def compare(self, z_RV: Tensor, labels_R: Tensor) -> Comparison:
-        statistics, one = self.statistics(z_RV, labels_R), torch.ones((), dtype=z_RV.dtype, device=z_RV.device)
+    def compare(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart = WHOLE) -> Comparison:
+        statistics, one = self.statistics(z_RV, labels_R, head), torch.ones((), dtype=z_RV.dtype, device=z_RV.device)
         divergence = self.events("sampled" if self.num_samples else "ghost", statistics, one)
         if not self.top_k:
             return Comparison(divergence, divergence, None)
@@ -479,7 +480,8 @@ class DenseTargets(Targets):
     def row_logprobs(self, reader: ChunkLogits | None) -> Tensor:
         return self.logprobs
 
-    def compare(self, z_RV: Tensor, labels_R: Tensor) -> Comparison:
+    def compare(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart = WHOLE) -> Comparison:
+        assert head.group is None
         events = Events(torch.log_softmax(self.energies(), dim=-1), torch.log_softmax(z_RV, dim=-1))
         return Comparison(events, events, self.logprobs.argmax(-1))
 
@@ -492,7 +494,7 @@ class OnlineTargets(Targets):
     """[N,D] of the teacher's width, any float dtype; [N,P] logits where its head has no weight."""
     labels: Tensor
     """[N] int64; any number where masked."""
-    head: OutputHead
+    head: HeadPart
     """The teacher's, with at least V rows."""
     width: int
     """V."""

@@ -1,35 +1,51 @@
-"""The layout of ranks: which part of a step's data each reads, and with whom it shares a layer or a sequence.
+"""The layout of ranks: which part of a step's data each reads, and with whom it exchanges what.
 
 A run trains with data parallelism: each rank is a data rank of its own. With tensor or context parallelism several
 ranks would share a data rank, and read the same sequences with the same random numbers. What means the data rank takes
-it from here; `kdtrain.ranks` counts all ranks, for checkpoints, messages and stop requests.
+it from here; `kdtrain.ranks` counts all ranks, for checkpoints, messages and stop requests. The layout is made once,
+where the ranks are joined (`run.agreement.same_ranks`), and handed on: gradients, sums and shards go over its groups.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, device
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from kdtrain.ranks import all_reduce_sum, rank, world_size
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The place of this rank."""
+    """The place of this rank; by default that of a single process."""
 
     data_rank: int = 0
     data_size: int = 1
     """How many parts the data of a step has."""
-    tensor_group: Any = None
-    """The ranks that share each layer; None: this one alone."""
-    context_group: Any = None
-    """The ranks that share each sequence; None: this one alone."""
+    mesh: DeviceMesh | None = None
+    """The data ranks in one row, its dimension `shard`; None for a single process."""
 
     @classmethod
-    def of_ranks(cls) -> "RankLayout":
-        """Data parallelism over all ranks."""
-        return cls(rank(), world_size())
+    def of_ranks(cls, device: device) -> "RankLayout":
+        """Make the layout of data parallelism over all ranks. Every rank must call it."""
+        if (size := world_size()) == 1:
+            return cls()
+        return cls(rank(), size, init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)))
+
+    @property
+    def data_group(self) -> Any:
+        """The process group of the data ranks; None for a single process."""
+        return None if self.mesh is None else self.mesh.get_group("shard")
+
+    def sharing(self, size: int | None) -> DeviceMesh:
+        """Return the mesh in which `size` data ranks share one copy of a model; None: all. Every rank must call it."""
+        assert self.mesh is not None
+        if size is None or size == self.data_size:
+            return self.mesh
+        assert self.data_size % size == 0
+        shape = (self.data_size // size, size)
+        return init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
 
     def share(self, indices: np.ndarray) -> np.ndarray:
         """The part of a step's sequences that this data rank reads: an even one, in order."""
@@ -37,4 +53,4 @@ class RankLayout:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the data ranks, entry by entry; every rank must call it."""
-        return tensor if self.data_size == 1 else all_reduce_sum(tensor)
+        return tensor if self.data_size == 1 else all_reduce_sum(tensor, self.data_group)

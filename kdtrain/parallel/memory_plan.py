@@ -65,7 +65,6 @@ from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.monitor.progress import log
 from kdtrain.objective.logits import WEIGHT_CHUNKS, chunk_rows
-from kdtrain.parallel.layout import RankLayout
 from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import all_gather_object, is_main, world_size
 
@@ -443,12 +442,12 @@ def plan_run(config: DistillConfig, job: Job | None, free: float | None) -> Memo
     return choose(own, world_size(), online=config.online, job=job, free=free)
 
 
-def fitting_micro_batch(config: DistillConfig, job: Job | None, free: float | None) -> int:
+def fitting_micro_batch(config: DistillConfig, share: int, job: Job | None, free: float | None) -> int:
     """The size for `--micro-batch-size auto`: a rank's share of a step, halved until it fits or is odd.
 
     free: see `free_everywhere`; without it, or for a model that cannot be measured, the whole share.
     """
-    micro = config.batch_size // RankLayout.of_ranks().data_size
+    micro = share
     if job is not None and free is not None:
         while micro % 2 == 0 and not _fits(config.parallel, world_size(), replace(job, micro_batch_size=micro), free):
             micro //= 2

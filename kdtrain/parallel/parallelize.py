@@ -42,7 +42,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -59,15 +59,13 @@ class SingleProcess:
     Args:
         module: one micro-batch -> the loss to differentiate, and the numbers to report.
         model: the part of it that is replicated or sharded.
+        layout: which part of the data this rank reads; by default all.
     """
 
     kind = "single"
-    layout: RankLayout
-    """Which part of the data this rank reads."""
 
-    def __init__(self, module: nn.Module, model: nn.Module) -> None:
-        self.module, self.model = module, model
-        self.layout = RankLayout.of_ranks()
+    def __init__(self, module: nn.Module, model: nn.Module, layout: RankLayout | None = None) -> None:
+        self.module, self.model, self.layout = module, model, layout or RankLayout()
 
     def __call__(self, *batch: Any, **options: Any) -> Any:
         """Call the module through its wrapper."""
@@ -93,8 +91,15 @@ class Replicated(SingleProcess):
 
     kind = "ddp"
 
-    def __init__(self, module: nn.Module, model: nn.Module, own: set[str], probe: Callable[[], torch.Tensor]) -> None:
-        super().__init__(module, model)
+    def __init__(
+        self,
+        module: nn.Module,
+        model: nn.Module,
+        layout: RankLayout,
+        own: set[str],
+        probe: Callable[[], torch.Tensor],
+    ) -> None:
+        super().__init__(module, model, layout)
         # DDP would wait for the gradient of a parameter that no loss reaches.
         named = {name: each for name, each in module.named_parameters() if each.requires_grad}
         with torch.enable_grad():
@@ -108,10 +113,11 @@ class Replicated(SingleProcess):
         self.ddp = DistributedDataParallel(
             module,
             device_ids=[device] if device.type == "cuda" else None,
+            process_group=layout.data_group,
             gradient_as_bucket_view=True,
             init_sync=True,
         )
-        self.ddp.register_comm_hook(None, _sum)
+        self.ddp.register_comm_hook(layout.data_group, _sum)
 
     def __call__(self, *batch: Any, **options: Any) -> Any:
         """Call the module through DDP."""
@@ -137,8 +143,8 @@ class Sharded(SingleProcess):
 
     kind = "fsdp"
 
-    def __init__(self, module: nn.Module, model: nn.Module, accumulate: str = "whole") -> None:
-        super().__init__(module, model)
+    def __init__(self, module: nn.Module, model: nn.Module, layout: RankLayout, accumulate: str = "whole") -> None:
+        super().__init__(module, model, layout)
         self.accumulate = accumulate
 
     @contextmanager
@@ -150,34 +156,26 @@ class Sharded(SingleProcess):
         yield
 
 
-def parallelize(student: Any, kind: str, accumulate: str = "whole") -> SingleProcess:
+def parallelize(student: Any, kind: str, layout: RankLayout, accumulate: str = "whole") -> SingleProcess:
     """The wrapper of a `training.student.Student`: `single`, `ddp`, or `fsdp` for a sharded model (see `Sharded`)."""
     if kind == "single":
-        return SingleProcess(student, student.model)
+        return SingleProcess(student, student.model, layout)
     if kind == "fsdp":
-        return Sharded(student, student.model, accumulate)
+        return Sharded(student, student.model, layout, accumulate)
     own = {name for name, _ in student.named_parameters() if not name.startswith("model.")}
     model = student.model
     with student.eager():  # the probe is shorter than any batch
-        return Replicated(student, model, own, lambda: model.logits(default_probe(model.model)))
+        return Replicated(student, model, layout, own, lambda: model.logits(default_probe(model.model)))
 
 
-def shard(
-    model: nn.Module,
-    device: torch.device,
-    *,
-    dtype: torch.dtype | None = None,
-    shard_size: int | None = None,
-) -> None:
+def shard(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = None) -> None:
     """Shard `model` in place: its parameters become DTensors, with the same names. Every rank must call it.
 
     Args:
         model: on any device, whole, with the same values on each rank; only its forward may be called.
-        device: of the shards.
+        mesh: of the ranks that share it (`RankLayout.sharing`), on the device of the shards.
         dtype: the dtype in which a layer's floating weights are gathered; their own when None.
-        shard_size: ranks that share one copy; all of them when None.
     """
-    mesh = mesh_of(device, shard_size)
     for layer in layers_of(model):
         # Inputs keep their dtype: the residual stream is fp32 under autocast.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -192,25 +190,15 @@ def reshard(model: nn.Module) -> None:
         model.reshard()
 
 
-def mesh_of(device: torch.device, shard_size: int | None) -> DeviceMesh:
-    """The mesh of all ranks in one row, or, with `shard_size`, in rows that each hold a copy of the model."""
-    world = dist.get_world_size()
-    if shard_size is None or shard_size == world:
-        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    assert world % shard_size == 0
-    shape = (world // shard_size, shard_size)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-
-
 def _sum_up(module: Any) -> None:
     """Make gradients sums over ranks: by default FSDP2 divides them by the number of ranks."""
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
 
 
-def _sum(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce a bucket of DDP, without dividing by the number of ranks."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
+def _sum(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """All-reduce a bucket of DDP over a group, without dividing by the number of ranks."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
 
@@ -265,21 +253,26 @@ def peaks(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The Euclidean norm of all tensors together, over all ranks; fp32, one all-reduce."""
+    """The Euclidean norm of all tensors together, over all ranks; fp32, one all-reduce for each group that shares."""
     if not is_sharded(tensors):
         return torch.nn.utils.get_total_norm(tensors)
-    whole = torch.zeros((), dtype=torch.float64, device=local(tensors[0]).device)
-    parts = whole.clone()
-    group = None
+    nothing = torch.zeros((), dtype=torch.float64, device=local(tensors[0]).device)
+    squares: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
     for tensor, norm in zip(tensors, torch._foreach_norm([local(each) for each in tensors]), strict=True):
-        if isinstance(tensor, DTensor):
-            group = tensor.device_mesh.get_group("shard")
-            parts += norm.double() ** 2
-        else:
-            whole += norm.double() ** 2
-    if group is not None:
-        dist.all_reduce(parts, group=group)
-    return (whole + parts).sqrt().float()
+        groups = _sharing(tensor)
+        squares[groups] = squares.get(groups, nothing) + norm.double() ** 2
+    for groups, part in squares.items():
+        for group in groups:
+            dist.all_reduce(part, group=group)
+    return torch.stack([*squares.values()]).sum().sqrt().float()
+
+
+def _sharing(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks over which a tensor is sharded, by the dimensions of its mesh."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    return tuple(mesh.get_group(number) for number, each in enumerate(tensor.placements) if each.is_shard())
 
 
 Shape = Sequence[int]

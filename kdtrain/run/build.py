@@ -63,10 +63,11 @@ def build(recipe: Recipe) -> Run:
         answers = None if teacher is None else dict(teacher.identity)
     compared = {name: identity[name] for name in PARTS} | {"the teacher's answers": answers}
     agree(lambda: {**compared, "the student's weights": weights_digest(model), **code()})
-    if plan.student == "fsdp":  # before the optimizer, which holds the parameters
-        shard(model, device, dtype=recipe.formats.gathered, shard_size=plan.shard_size)
+    mesh = recipe.layout.sharing(plan.shard_size) if "fsdp" in (plan.student, plan.teacher) else None
+    if mesh is not None and plan.student == "fsdp":  # before the optimizer, which holds the parameters
+        shard(model, mesh, dtype=recipe.formats.gathered)
     if teacher is not None:
-        teacher.prepare(sharded=plan.teacher == "fsdp", shard_size=plan.shard_size, compile=recipe.compiles)
+        teacher.prepare(mesh=mesh if plan.teacher == "fsdp" else None, compile=recipe.compiles)
     student = _student(recipe, model, hidden)
     with raise_on_all_ranks():
         for source in recipe.sources.values():
@@ -80,7 +81,7 @@ def build(recipe: Recipe) -> Run:
         total_steps=recipe.total,
         micro=recipe.micro,
         seq_len=recipe.facts.seq_len,
-        wrapper=parallelize(student, plan.student, plan.accumulate),
+        wrapper=parallelize(student, plan.student, recipe.layout, plan.accumulate),
         adaptive=_adaptive(recipe),
         observers=observers,
         identity=identity,

@@ -33,6 +33,7 @@ from kdtrain.models.loading import check_student
 from kdtrain.models.spec import read_spec, with_weights
 from kdtrain.monitor.progress import log
 from kdtrain.objective.divergence import refuse
+from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.memory_plan import ModelFootprint, free_everywhere, shards_teacher
 from kdtrain.precision.modes import MODES, pick_mode
 from kdtrain.ranks import is_main, on_main, peak_memory_mb, raise_on_all_ranks, world_size
@@ -73,10 +74,16 @@ DENSE = 1.39
 """Measured bytes of an entry of a whole distribution."""
 
 
-def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | None = None) -> dict[str, Any] | None:
+def capture(
+    config: CacheTeacherConfig,
+    device: torch.device,
+    live: LiveCache | None = None,
+    layout: RankLayout | None = None,
+) -> dict[str, Any] | None:
     """Build the cache, inside `same_ranks`; rank 0 returns last. UsageError, RunError: as `cache_teacher`.
 
-    live: of a run that reads it meanwhile. Returns, with --dry-run, what the cache will hold and take.
+    live: of a run that reads it meanwhile. layout: of the ranks; None: one does not shard its teacher. Returns, with
+    --dry-run, what the cache will hold and take.
     """
     on_main(lambda: refuse_no_folder(config.out))
     with raise_on_all_ranks():
@@ -136,7 +143,8 @@ def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | 
         rows = validation_rows(config, teacher, refined, MEASURED) if measured else ()
         teacher.pack(rows, document_mask=document_mask)
     # the shapes of decoding change with every step, and a compiled layer with each of them
-    teacher.prepare(sharded=sharded, compile=config.compile and not config.text.generate)
+    mesh = (layout or RankLayout()).sharing(None) if sharded else None
+    teacher.prepare(mesh=mesh, compile=config.compile and not config.text.generate)
     if config.dry_run:
         return _plan(config, teacher, refined, model, "")
     over = f" over {source}" if (source := config.data.data or config.refine) else ""

@@ -73,6 +73,7 @@ class Recipe:
     alpha_from: str | None
     """Why `--alpha auto` is a number here; else None."""
     device: torch.device
+    layout: RankLayout
     resumed: bool
     """Whether `config.out` already holds this run."""
     student: ModelSpec
@@ -158,16 +159,24 @@ def allowing(config: DistillConfig, name: str, meaning: str = "") -> Iterator[No
             raise
 
 
-def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier: Path | None = None) -> Recipe:
+def resolve(
+    given: DistillConfig,
+    device: torch.device,
+    held: ExitStack,
+    earlier: Path | None = None,
+    layout: RankLayout | None = None,
+) -> Recipe:
     """Resolve the options of a run, inside `run_device` and `same_ranks`, and load its teacher.
 
     It writes the data of the run alone. The folder is locked after all refusals that do not need it.
 
     held: releases the folder's lock, and ends a capture.
     earlier: for a trial, whose folder nobody else has: that of the run, whose attention, rate and alpha it would keep.
+    layout: of the ranks; None: a single process.
 
     UsageError: data, cache, student or options do not fit together. RunError: the folder cannot be written.
     """
+    layout = layout or RankLayout()
     if on_main(lambda: restarted(given)):
         given = replace(given, checkpoint=replace(given.checkpoint, resume="auto"))
     saved, rate, alpha = on_main(lambda: saved_choices(given, earlier or given.out))  # before the plan of memory
@@ -213,7 +222,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         footprint = None if teacher is None else teacher.footprint(seq_len)
         size = teacher.vocab_size if size is None and teacher is not None else size
         job = job_of(given, formats.high, device, student, seq_len, size, footprint)
-        micro = _micro_batch(given, job, free)
+        micro = _micro_batch(given, layout.data_size, job, free)
         plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
         if facts is not None and facts.alignment is not None and teacher is not None and plan.teacher == "fsdp":
             raise UsageError(
@@ -258,6 +267,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         lr_from=lr_from,
         alpha_from=alpha_from,
         device=device,
+        layout=layout,
         resumed=resumed,
         student=student,
         teacher=teacher,
@@ -376,16 +386,16 @@ def _with_base_weights(config: DistillConfig, spec: ModelSpec, formats: Formats,
     return spec
 
 
-def _micro_batch(config: DistillConfig, job: Job | None, free: float | None) -> int:
+def _micro_batch(config: DistillConfig, ranks: int, job: Job | None, free: float | None) -> int:
     """The sequences in one forward of a rank; with `--micro-batch-size auto` as many as fit."""
-    ranks, batch, micro = RankLayout.of_ranks().data_size, config.batch_size, config.micro_batch_given
+    batch, micro = config.batch_size, config.micro_batch_given
     if (size := config.parallel.shard_size) is not None and world_size() % size:
         raise UsageError(f"--shard-size {size} does not divide {world_size()} ranks; choose one that does")
     if batch % (ranks * (micro or 1)):
         by = f" x --micro-batch-size {micro}" if micro else ""
         raise UsageError(f"--batch-size {batch} is not a multiple of {ranks} ranks{by}; choose one that is")
     if config.micro_batch_size == "auto":
-        micro = fitting_micro_batch(config, job, free)
+        micro = fitting_micro_batch(config, batch // ranks, job, free)
     micro = micro or batch // ranks
     if config.precision.compile_mode == "reduce-overhead" and batch > ranks * micro:
         raise UsageError(

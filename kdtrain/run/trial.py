@@ -105,9 +105,9 @@ def trial_run(config: DistillConfig) -> Iterator[Run]:
     silent = replace(config.monitor, log_to="none", on_event=None)
     with ExitStack() as held:
         device = held.enter_context(run_device(config))
-        held.enter_context(same_ranks(config, device))
+        layout = held.enter_context(same_ranks(config, device))
         hidden = replace(config, out=held.enter_context(trial_folder(config.out)), monitor=silent)
-        run = build(resolve(hidden, device, held, earlier=config.out))
+        run = build(resolve(hidden, device, held, earlier=config.out, layout=layout))
         run.open()
         try:
             yield run
@@ -290,7 +290,7 @@ def _validation_seconds(trainer: Trainer) -> float:
     batches = (min(math.ceil(size / micro), trainer.validation_batches) for size in sizes)
     forwards = sum(math.ceil(each / trainer.stepper.layout.data_size) for each in batches)
     started = time.perf_counter()
-    validate(student, source, micro=micro, batches=1)
+    validate(student, source, micro=micro, batches=1, layout=trainer.stepper.layout)
     parallelize.reshard(student.model)
     return forwards * (time.perf_counter() - started)
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig
 
 from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
@@ -26,7 +27,7 @@ from kdtrain.errors import UsageError
 from kdtrain.models.adapters import adapted, adapters_off
 from kdtrain.models.attention import use_cached_attention
 from kdtrain.models.frozen import is_packed, pack, refuse_weights
-from kdtrain.models.head import OutputHead, SplitModel, layer_widths, split
+from kdtrain.models.head import HeadPart, SplitModel, layer_widths, split
 from kdtrain.models.hub import opened
 from kdtrain.models.loading import check_fits, load_teacher, model_digest, vocabulary
 from kdtrain.models.spec import ModelSpec
@@ -49,7 +50,7 @@ class LocalTeacher(OnlineTeacher):
 
     model: SplitModel
     """Backbone and output head, once it is loaded."""
-    head: OutputHead
+    head: HeadPart
     """Its output head in fp32; on a GPU, which multiplies 16-bit numbers into an fp32 result at a tenth of the price,
     16-bit weights keep their dtype."""
 
@@ -152,13 +153,13 @@ class LocalTeacher(OnlineTeacher):
         """Refuse sequences beyond the model's positions, and a document mask that it cannot apply."""
         check_fits(self.model, self.name, seq_len, document_mask)
 
-    def prepare(self, *, sharded: bool = False, shard_size: int | None = None, compile: bool = False) -> None:
+    def prepare(self, *, mesh: DeviceMesh | None = None, compile: bool = False) -> None:
         """Shard the model, then compile its layers on a GPU: without timing kernels, which could change the bits."""
         self.pack(())
-        self.sharded = sharded
-        if sharded:
+        self.sharded = mesh is not None
+        if mesh is not None:
             _ = self.digest  # of the whole weights
-            shard(self.model, self.device, shard_size=shard_size)
+            shard(self.model, mesh)
         if compiles_teacher(compile, self.device):
             self._compiled = CompiledLayers(self.model, options={"deterministic": True})
 
@@ -292,7 +293,7 @@ class SelfTeacher(LocalTeacher):
         self._digest = student.base
         self._use(student)
 
-    def prepare(self, *, sharded: bool = False, shard_size: int | None = None, compile: bool = False) -> None:
+    def prepare(self, *, mesh: DeviceMesh | None = None, compile: bool = False) -> None:
         """Nothing: the student is sharded and compiled; without its adapters it runs as it is."""
 
     def hidden_states(

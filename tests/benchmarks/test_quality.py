@@ -11,7 +11,7 @@ import torch
 from benchmarks.science import quality_tables
 from benchmarks.science.quality_grid import ALONE, PLAIN, RENORMALIZED_TEACHER, STUDIES, Run
 from kdtrain.config.choices import TAILS
-from kdtrain.models.head import OutputHead
+from kdtrain.models.head import HeadPart
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import SparseTargets
 
@@ -87,7 +87,7 @@ def test_the_rule_of_others_is_kl_from_the_scaled_top_k_to_the_whole_student(rul
     assert TAILS.modules[RENORMALIZED_TEACHER] == rule_of_others
     options = {"temperature": torch.tensor(1.0, dtype=torch.float64), "alpha": 1.0, "normalizer": 6.0, "vocab_size": 40}
     mask = torch.ones(6, dtype=torch.bool)
-    head = OutputHead(weight)
+    head = HeadPart(weight)
     out = distillation_loss(hidden, head, labels, mask, targets, tail=RENORMALIZED_TEACHER, **options)
     p = top.values.softmax(-1)
     expected = (p * (p.log() - (hidden @ weight.T).log_softmax(-1).gather(1, top.indices))).sum() / 6

@@ -44,7 +44,7 @@ def test_a_run_times_the_kernels_of_attention_in_its_own_shape_and_logs_the_choi
 
 @pytest.mark.parametrize("planned", [False, True], ids=["asked for", "planned"])
 def test_cuda_graphs_are_refused_where_a_step_has_several_micro_batches(workbench, monkeypatch, planned):
-    monkeypatch.setattr(recipe, "fitting_micro_batch", lambda config, job, free: 4)
+    monkeypatch.setattr(recipe, "fitting_micro_batch", lambda config, share, job, free: 4)
     size = "auto" if planned else 4
     before = workbench.everything()
     code, _, err = workbench.call("distill", *RUN, "--compile-mode", "reduce-overhead", "--micro-batch-size", size)

@@ -98,10 +98,10 @@ def test_the_automatic_micro_batch_is_the_largest_that_the_plan_finds_room_for(w
     assert needs[12] > needs[6] > needs[3]
     config = cli.parse("distill", [*words, "auto"])
     for micro in (12, 6, 3):
-        assert memory_plan.fitting_micro_batch(config, job(config), free=needs[micro] / USABLE * 1.001) == micro
-    assert memory_plan.fitting_micro_batch(config, job(config), free=None) == 12
+        assert memory_plan.fitting_micro_batch(config, 12, job(config), free=needs[micro] / USABLE * 1.001) == micro
+    assert memory_plan.fitting_micro_batch(config, 12, job(config), free=None) == 12
     free = needs[3] / USABLE * 0.99
-    assert memory_plan.fitting_micro_batch(config, job(config), free) == 3
+    assert memory_plan.fitting_micro_batch(config, 12, job(config), free) == 3
     with pytest.raises(UsageError, match="are free"):
         memory_plan.plan_run(given, job(given), free)
 

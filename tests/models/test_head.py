@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from kdtrain.errors import UsageError
-from kdtrain.models.head import OutputHead, default_probe, split
+from kdtrain.models.head import HeadPart, default_probe, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.loss import DistillationLoss
@@ -146,7 +146,7 @@ def test_a_model_whose_head_cannot_be_proven_stays_whole_with_a_reason(make, rea
     pieces = split(model)
     assert (pieces.fused, pieces.reason) == (False, reason)
     torch.testing.assert_close(pieces(TOKENS_BT), model(TOKENS_BT).logits)
-    assert pieces.head == OutputHead() and pieces.head(TOKENS_BT) is TOKENS_BT
+    assert pieces.head == HeadPart() and pieces.head(TOKENS_BT) is TOKENS_BT
 
 
 def test_a_model_that_looks_ahead_is_refused():

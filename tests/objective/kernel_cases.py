@@ -11,7 +11,7 @@ from objective_cases import gradients, run, targets_for
 from objective_reference import problem
 from torch import Tensor
 
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.engine import kernels
 from kdtrain.objective.engine.sparse import Shares, reduce_logits, spread_gradients
 from kdtrain.objective.logits import NEVER
@@ -101,11 +101,11 @@ def spread(
     ids_RE = ids_RE.to(device)
     dz_RE = dz_RV.gather(1, ids_RE)
     want_RV, parts_RV = z_RV.clone(), z_RV.clone()
-    shares, head = Shares(top_R, share_R, share_beta_R), OutputHead(scale=scale, softcap=softcap)
+    shares, head = Shares(top_R, share_R, share_beta_R), HeadPart(scale=scale, softcap=softcap)
     spread_gradients(want_RV, inverse, shares, head)
     want_RV.scatter_(1, ids_RE, dz_RE)
     size_beta_R = None if share_beta_R is None else share_beta_R.abs()
-    spread_gradients(parts_RV, inverse, Shares(top_R, share_R.abs(), size_beta_R), OutputHead(scale=scale))
+    spread_gradients(parts_RV, inverse, Shares(top_R, share_R.abs(), size_beta_R), HeadPart(scale=scale))
     parts_RV.scatter_(1, ids_RE, SET)
     kernels.tail_grad(z_RV, None if at_one else inverse, shares, ids_RE, dz_RE, head, out_RV)
     return want_RV, parts_RV
@@ -200,7 +200,7 @@ def bytes_of_the_pair(device: str, rows: int, size: int) -> dict[str, dict[str, 
         kernels.tail_stats(z_RV, inverse, True, True)
     with counting() as gradient:
         out_RV = torch.empty_like(z_RV, dtype=torch.bfloat16)
-        kernels.tail_grad(z_RV, inverse, Shares(one_R, one_R, one_R), ids_RE, dz_RE, OutputHead(), out_RV)
+        kernels.tail_grad(z_RV, inverse, Shares(one_R, one_R, one_R), ids_RE, dz_RE, HeadPart(), out_RV)
     both = {"statistics": statistics, "gradient": gradient}
     return {name: {way: count / (rows * size) for way, count in each.items()} for name, each in both.items()}
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 KNOTS = (1.5, 1.0, 0.7, 0.5, 0.25)
@@ -16,7 +16,7 @@ class Problem:
     """A small student and its teacher; `energies` [N,V] are the teacher's log p in fp64."""
 
     hidden: Tensor
-    head: OutputHead
+    head: HeadPart
     labels: Tensor
     mask: Tensor
     energies: Tensor
@@ -28,7 +28,7 @@ class Problem:
         def leaf(x):
             return None if x is None else x.detach().to(dtype).clone().requires_grad_()
 
-        head = OutputHead(leaf(self.head.weight), leaf(self.head.bias), self.head.scale, self.head.softcap)
+        head = HeadPart(leaf(self.head.weight), leaf(self.head.bias), self.head.scale, self.head.softcap)
         return Problem(leaf(self.hidden), head, self.labels, self.mask, self.energies, self.vocab_size)
 
     def leaves(self) -> list[Tensor]:
@@ -52,7 +52,7 @@ def problem(n=24, d=6, vocab=23, padding=0, bias=False, scale=1.0, softcap=None,
         normal(n, d).float().double(),
         (size * normal(vocab + padding, d) / d**0.5).float().double(),
     )
-    head = OutputHead(weight, normal(vocab + padding).float().double() if bias else None, scale, softcap)
+    head = HeadPart(weight, normal(vocab + padding).float().double() if bias else None, scale, softcap)
     energies = torch.log_softmax(peak * normal(n, vocab), -1)
     labels = torch.randint(vocab, (n,), generator=g)
     mask = torch.rand(n, generator=g) > 0.3

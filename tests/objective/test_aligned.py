@@ -13,7 +13,7 @@ from objective_reference import problem, sparse
 from kdtrain.data.bytes import TokenBytes
 from kdtrain.data.spelling import Spelling
 from kdtrain.errors import UsageError
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
 from kdtrain.objective.metrics import measure
@@ -34,7 +34,7 @@ def loss_of(logits, targets, labels, chunk=None):
     """The sum of the loss over all rows of logits, every one of which counts."""
     mask = torch.ones(len(logits), dtype=torch.bool)
     options = {"temperature": 1.0, "alpha": 1.0, "vocab_size": logits.shape[1], "normalizer": 1.0, "chunk": chunk}
-    return distillation_loss(logits, OutputHead(), labels, mask, targets, **options).loss
+    return distillation_loss(logits, HeadPart(), labels, mask, targets, **options).loss
 
 
 def token_bytes(vocabulary):
@@ -388,7 +388,7 @@ def test_from_samples_the_divergence_over_cells_is_too_large_by_the_entropy_that
     every = torch.arange(count)
     near, mask = over(targets, cells, every), torch.ones(count, dtype=torch.bool)
     ours = aligned(near, mask, CellIndex.of(cells, size // 3))
-    found = measure(energies.float(), OutputHead(), every % size, mask, ours, vocab_size=size).divergence()
+    found = measure(energies.float(), HeadPart(), every % size, mask, ours, vocab_size=size).divergence()
     shares = torch.zeros(count, size // 3).index_add_(1, cells, counts / draws).double()
     lacking = (
         torch.special.entr(energies[:1].exp().view(20, 3).sum(1)).sum() - torch.special.entr(shares).sum(1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kdtrain.models.head import OutputHead
+from kdtrain.models.head import HeadPart
 from kdtrain.objective.engine import matmul
 from kdtrain.objective.loss import distillation_loss
 
@@ -51,7 +51,7 @@ def test_two_losses_with_later_backwards_do_not_share_memory(kind):
 
     def loss(hidden):
         labels, mask = torch.arange(40), torch.ones(40, dtype=torch.bool)
-        head = OutputHead(weight)
+        head = HeadPart(weight)
         return distillation_loss(
             *(hidden, head, labels, mask, None), temperature=1.0, alpha=0.0, vocab_size=300, normalizer=40.0
         ).loss

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from objective_reference import OutputHead, Problem, reference_kd, sparse
+from objective_reference import HeadPart, Problem, reference_kd, sparse
 
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.tails import clipped_excess
@@ -24,7 +24,7 @@ def copies(energies, logits):
     """SIZE tokens, all with one teacher and one student [V], sampled independently."""
     student, teacher = logits.expand(SIZE, VOCAB).clone(), energies.expand(SIZE, VOCAB)
     labels = torch.zeros(SIZE, dtype=torch.int64)
-    return Problem(student.requires_grad_(), OutputHead(None), labels, torch.ones(SIZE).bool(), teacher, VOCAB)
+    return Problem(student.requires_grad_(), HeadPart(None), labels, torch.ones(SIZE).bool(), teacher, VOCAB)
 
 
 def estimated(p, top_k, T, rule):

@@ -7,7 +7,7 @@ import torch
 from objective_cases import RULES, run, targets_for
 from objective_reference import problem
 
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.engine import matmul
 from kdtrain.objective.engine.matmul import Products, wide_product
 from kdtrain.objective.logits import chunk_logits, chunk_rows
@@ -90,7 +90,7 @@ def test_products_of_a_teachers_head_are_never_rounded_below_fp32(kind, device):
     g = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 64, generator=g).to(device, kind) for n in (96, 300))
     exact = hidden.double() @ weight.double().T
-    head = OutputHead(weight=weight)
+    head = HeadPart(weight=weight)
     online = OnlineTargets(hidden, torch.zeros(96, dtype=torch.int64, device=device), head, 300)
     for found in (wide_product(hidden, weight), chunk_logits(hidden, head, 300)):
         assert found.dtype == torch.float32 and ((found.double() - exact).norm() / exact.norm()) < 5e-7

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.engine import fused as engine
 from kdtrain.objective.engine import matmul
 from kdtrain.objective.engine.matmul import Products
@@ -57,7 +57,7 @@ def on_meta(p, targets):
         return x.detach().to("meta", dtype).requires_grad_()
 
     weight = leaf(p.head.weight, torch.float32)
-    head = OutputHead(weight=weight)
+    head = HeadPart(weight=weight)
     return dataclasses.replace(
         p,
         hidden=leaf(p.hidden, torch.bfloat16),
@@ -71,7 +71,7 @@ def targets_of(p, rule):
     if rule == "none":
         return None
     if rule == "online":
-        head = OutputHead(weight=torch.randn(p.vocab_size, 5))
+        head = HeadPart(weight=torch.randn(p.vocab_size, 5))
         return OnlineTargets(torch.randn(len(p.labels), 5), p.labels, head, p.vocab_size)
     return targets_for(p, rule, torch.float32)
 

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective_cases import EVERY, assert_agrees, gradients, run, targets_for, with_number
-from objective_reference import OutputHead, problem
+from objective_reference import HeadPart, problem
 
 
 @pytest.mark.parametrize("size", [1e4, 1e2])
 @pytest.mark.parametrize("divergence,rule", EVERY)
 def test_extreme_logits_give_finite_gradients(divergence, rule, size):
     p = problem(d=23)
-    p.hidden, p.head = size * torch.sign(p.hidden), OutputHead(None)
+    p.hidden, p.head = size * torch.sign(p.hidden), HeadPart(None)
     p.energies = torch.log_softmax(size * torch.sign(p.energies - p.energies.median()), -1)
     ours = p.cast(torch.float32)
     t = torch.tensor(2.0, requires_grad=True)
@@ -26,7 +26,7 @@ def test_extreme_logits_give_finite_gradients(divergence, rule, size):
 @pytest.mark.parametrize("divergence,rule", EVERY)
 def test_minus_infinity_where_neither_has_mass_is_not_nan(divergence, rule):
     p = problem(d=23)
-    p.head = OutputHead(None)
+    p.head = HeadPart(None)
     p.hidden[:, 20:], p.energies[:, 20:] = -math.inf, -math.inf
     p.labels = p.labels.clamp(max=19)
     targets = targets_for(p, "dense", torch.float32)

@@ -7,7 +7,7 @@ import torch
 from objective_cases import EVERY, OTHERS, RULES, assert_agrees, gradients, run, targets_for, with_number
 from objective_reference import dense, problem, reference_loss, sparse
 
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import OnlineTargets
 from kdtrain.objective.temperature import build_temperature
@@ -178,9 +178,9 @@ def test_near_its_teacher_whole_rows_have_the_slope_in_the_temperature_of_fp64(o
     slopes = []
     for dtype in (torch.float32, torch.float64):
         given = energies.to(dtype)
-        targets = OnlineTargets(given, labels, OutputHead(), 1000) if online else dense(given, labels, dtype)
+        targets = OnlineTargets(given, labels, HeadPart(), 1000) if online else dense(given, labels, dtype)
         T = torch.tensor(2.0, dtype=dtype, requires_grad=True)
         options = {"temperature": T, "alpha": 1.0, "divergence": divergence, "vocab_size": 1000, "normalizer": 64.0}
-        loss = distillation_loss(z.to(dtype), OutputHead(), labels, mask, targets, **options).loss
+        loss = distillation_loss(z.to(dtype), HeadPart(), labels, mask, targets, **options).loss
         slopes.append(torch.autograd.grad(loss, T)[0].item())
     assert slopes[0] == pytest.approx(slopes[1], rel=1e-6)

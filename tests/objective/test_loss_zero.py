@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from objective_cases import OTHERS, RULES, gradients, run, targets_for
-from objective_reference import OutputHead, problem
+from objective_reference import HeadPart, problem
 
 from kdtrain.config.choices import DIVERGENCES
 
@@ -52,7 +52,7 @@ def test_merging_the_tail_into_one_event_loses_and_never_adds(divergence):
 
 def test_drop_falls_below_zero_when_the_students_tail_starves():
     p = problem().cast(torch.float64)
-    p.hidden, p.head = p.energies.clone(), OutputHead(None)
+    p.hidden, p.head = p.energies.clone(), HeadPart(None)
     targets = targets_for(p, "drop")
     outside = torch.ones_like(p.energies).scatter(1, targets.ids, 0.0).bool()
     p.hidden[outside] -= 50.0

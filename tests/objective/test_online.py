@@ -4,7 +4,7 @@ import pytest
 import torch
 from objective_reference import problem
 
-from kdtrain.models.head import OutputHead
+from kdtrain.models.head import HeadPart
 from kdtrain.objective.logits import chunk_logits
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.metrics import measure
@@ -19,7 +19,7 @@ def teacher_of(p, width=5, **more):
         torch.randn(*shape, generator=g, dtype=torch.float64)
         for shape in ((len(p.labels), width), (p.vocab_size + 3, width), (p.vocab_size + 3,))
     )
-    return OnlineTargets(hidden, p.labels, OutputHead(weight, bias, **more), p.vocab_size)
+    return OnlineTargets(hidden, p.labels, HeadPart(weight, bias, **more), p.vocab_size)
 
 
 def run(p, targets, divergence="forward-kl", chunk=7, temperature=None):
@@ -48,7 +48,7 @@ def online_in_fp64(online):
 def test_a_teacher_without_a_split_head_gives_its_logits():
     p = problem().cast(torch.float64)
     logits = torch.randn(len(p.labels), p.vocab_size + 3, generator=torch.Generator().manual_seed(1)).double()
-    online = OnlineTargets(logits, p.labels, OutputHead(), p.vocab_size)
+    online = OnlineTargets(logits, p.labels, HeadPart(), p.vocab_size)
     for got, want in zip(run(p, online), run(p, online_in_fp64(online)), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-13)
 
@@ -85,7 +85,7 @@ def test_the_numbers_of_single_tokens_and_the_metrics_are_those_of_the_dense_tar
 def test_no_tensor_as_large_as_all_logits_of_student_or_teacher_is_made():
     p = problem(n=64, d=4, vocab=3000).cast(torch.float32)
     hidden, weight = torch.randn(64, 5), torch.randn(3000, 5)
-    online = OnlineTargets(hidden, p.labels, OutputHead(weight), 3000)
+    online = OnlineTargets(hidden, p.labels, HeadPart(weight), 3000)
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):

@@ -5,12 +5,12 @@ that rounds alike: so every branch is tested on every machine, and none of it de
 """
 
 import contextlib
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective import logits
 from kdtrain.objective.engine import matmul
 from kdtrain.objective.engine.matmul import Products
@@ -177,7 +177,7 @@ def test_chunks_that_share_a_product_of_dweight_give_the_gradients_of_chunks_alo
         monkeypatch.setitem(logits.WEIGHT_CHUNKS, "cpu", chunks)
         products.clear()
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        head = SimpleNamespace(weight=w, bias=None, scale=1.0, softcap=None)
+        head = HeadPart(w)
         options = {"temperature": 1.0, "alpha": 0.0, "vocab_size": 290, "normalizer": 10.0, "chunk": 8}
         distillation_loss(h, head, labels, mask, None, **options).loss.backward()
         return h.grad, w.grad, list(products)

@@ -1,5 +1,5 @@
 from pathlib import Path
 
 
-def test_a_head_sharded_over_ranks_gives_the_loss_and_the_gradient_of_the_whole_head(run_ranks):
+def test_a_head_sharded_or_split_over_ranks_gives_the_loss_gradients_and_metrics_of_the_whole_head(run_ranks):
     run_ranks(Path(__file__).parent / "sharded_head_script.py", 2)

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from objective_reference import OutputHead, dense, problem, sparse
+from objective_reference import HeadPart, dense, problem, sparse
 
 from kdtrain.errors import UsageError
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
@@ -44,7 +44,7 @@ def kd_problem(n=60, vocab=20):
 
     def loss(temperature):
         return distillation_loss(
-            hidden, OutputHead(None), p.labels, p.mask, targets, temperature=temperature.value(), alpha=1.0,
+            hidden, HeadPart(None), p.labels, p.mask, targets, temperature=temperature.value(), alpha=1.0,
             vocab_size=vocab, normalizer=p.mask.sum(),
         ).loss  # fmt: skip
 

@@ -15,6 +15,7 @@ from wrap_script import CPU, VOCABULARY, batch
 from kdtrain.models.head import layers_of, split
 from kdtrain.models.loading import checkpoint_activations
 from kdtrain.objective.loss import DistillationLoss
+from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.parallelize import SingleProcess, parallelize, shard
 from kdtrain.ranks import local, process_group
 from kdtrain.testing import tiny_model, tiny_tokenizer
@@ -37,12 +38,12 @@ def wrapped(kind: str, *, compile: bool = True, checkpoints: bool = False) -> Si
     model = tiny_model("llama", VOCABULARY, seed=3)
     if checkpoints:
         checkpoint_activations(model)
-    student = split(model)
+    student, layout = split(model), RankLayout.of_ranks(CPU)
     if kind == "fsdp":
-        shard(student, CPU)
+        shard(student, layout.mesh)
     step = Student(student, DistillationLoss(), vocab_size=VOCABULARY, compile=compile, by_layer=kind != "single")
     step.compile_objective = False
-    return parallelize(step, kind)
+    return parallelize(step, kind, layout)
 
 
 def kept(step: SingleProcess) -> int:

@@ -25,7 +25,8 @@ from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.parallel import parallelize
-from kdtrain.parallel.parallelize import SingleProcess, clip_norm_, mesh_of, peaks, shard
+from kdtrain.parallel.layout import RankLayout
+from kdtrain.parallel.parallelize import SingleProcess, clip_norm_, peaks, shard
 from kdtrain.ranks import all_gather_object, all_reduce_max, local, on_main, process_group, raise_on_all_ranks
 from kdtrain.testing import tiny_model
 from kdtrain.training.guards import non_finite
@@ -47,10 +48,11 @@ def parallelized(kind: str, accumulate: str = "whole") -> SingleProcess:
     """A step with a fresh student, the same on each rank, in one of the wrappers."""
     student = split(tiny_model("llama", VOCABULARY, seed=3))
     temperature = build_temperature("minimize", start=2.0, minimum=0.5, maximum=4.0)
+    layout = RankLayout.of_ranks(CPU)
     if kind in ("fsdp", "hybrid"):
-        shard(student, CPU, shard_size=1 if kind == "hybrid" else None)
+        shard(student, layout.sharing(1 if kind == "hybrid" else None))
     step = Student(student, DistillationLoss(alpha=0.9, temperature=temperature), vocab_size=VOCABULARY)
-    return parallelize.parallelize(step, "fsdp" if kind == "hybrid" else kind, accumulate)
+    return parallelize.parallelize(step, "fsdp" if kind == "hybrid" else kind, layout, accumulate)
 
 
 def batch(number: int) -> Batch:
@@ -182,7 +184,8 @@ def norms_clipping_peaks_and_histograms_are_those_of_the_whole() -> None:
             assert abs(found[name].max - each.max) <= 1e-5 * abs(each.max)
         assert torch.allclose(clip_norm_(list(parameters.values()), 0.01), norm, rtol=1e-6)
         assert near(gradients(wrapped), gradients(alone))
-    one = distribute_tensor(torch.tensor([3.0]), mesh_of(CPU, None), [Shard(0)])  # ranks without an entry of it
+    mesh = RankLayout.of_ranks(CPU).mesh
+    one = distribute_tensor(torch.tensor([3.0]), mesh, [Shard(0)])  # ranks without an entry of it
     found = histograms({"one": one})["one"]
     assert (found.num, found.min, found.max) == (1, 3.0, 3.0)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kdtrain.models.head import OutputHead
+from kdtrain.models.head import HeadPart
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import DenseTargets
 
@@ -24,7 +24,7 @@ def ours(student, temperature, alpha=1.0, **more):
     hidden, weight, teacher, labels, mask = student
     return distillation_loss(
         hidden,
-        OutputHead(weight),
+        HeadPart(weight),
         labels,
         mask,
         DenseTargets.from_logits(teacher[0] @ teacher[1].T, labels),

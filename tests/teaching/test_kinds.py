@@ -90,7 +90,7 @@ def test_what_a_kind_cannot_do_is_refused_in_one_line(bench):
         load_student(read_spec("server.toml"), vocab_size=None, seed=0, device="cpu")
     teacher = kd.Teacher(read_spec("server.toml"), CPU, "fp32")
     with pytest.raises(kd.UsageError, match="of kind server is not sharded; leave --teacher-parallel out"):
-        teacher.prepare(sharded=True)
+        teacher.prepare(mesh=object())
     with pytest.raises(kd.UsageError, match="of kind server gives no hidden states; leave --hidden-loss out"):
         teacher.layer_widths()
 

@@ -17,7 +17,7 @@ from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import Lock, publish_json
 from kdtrain.library import Cache
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
 from kdtrain.testing import tiny_model
 from kdtrain.tokenizers import alignment as alignments
@@ -178,7 +178,7 @@ def test_the_same_tokenizer_gives_the_ordinary_loss_to_the_bit(each_cache, tmp_p
     for batch in (each_cache["train"].read([2, 5]), reader.read([2, 5])):
         out = distillation_loss(
             hidden,
-            OutputHead(weight),
+            HeadPart(weight),
             batch.tokens[:, 1:].flatten(),
             batch.loss_mask.flatten(),
             batch.targets,

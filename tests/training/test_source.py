@@ -11,7 +11,7 @@ import torch
 
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.errors import RunError
-from kdtrain.models.head import OutputHead
+from kdtrain.models.head import HeadPart
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.targets import OnlineTargets
 from kdtrain.teaching.local import LocalTeacher
@@ -100,7 +100,7 @@ def test_an_online_teacher_answers_with_its_distributions_at_the_same_tokens(wor
     table = torch.nn.Parameter(torch.randn(300, 310, generator=torch.Generator().manual_seed(0)))
 
     class Table(LocalTeacher):
-        head = OutputHead()
+        head = HeadPart()
 
         def hidden_states(self, tokens_BT, segments_BT, layers=()):
             asked.append((tokens_BT, segments_BT))

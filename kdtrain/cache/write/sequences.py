@@ -34,7 +34,7 @@ from kdtrain.data.corpus import by_hash, rank
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError, as_whole
 from kdtrain.files import canonical_json
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import HeadPart
 from kdtrain.models.tokenizer import load_tokenizer, tokenizer_digest
 
 Numbers = Tensor | np.ndarray
@@ -80,7 +80,7 @@ class CacheWriter:
         top_k: int = 0,
         num_samples: int | None = None,
         dense: bool = False,
-        head: OutputHead | Tensor | None = None,
+        head: HeadPart | Tensor | None = None,
         data: Mapping[str, Any] | None = None,
         seed: int = 0,
         sequences_per_shard: int = 512,
@@ -89,8 +89,8 @@ class CacheWriter:
         self.codec = CodecConfig(top_k=top_k, num_samples=num_samples, dense=dense)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         self.teacher = {"spec": teacher} if isinstance(teacher, str) else dict(teacher)
-        head = OutputHead(head) if isinstance(head, Tensor) else head
-        if not isinstance(head, OutputHead | None):
+        head = HeadPart(head) if isinstance(head, Tensor) else head
+        if not isinstance(head, HeadPart | None):
             raise UsageError(f"head is a {type(head).__name__}; give an output head, or its weight [V, D]")
         if head is not None and head.weight is not None:  # logits of 16-bit products would be rounded
             bias = None if head.bias is None else head.bias.detach().float()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kdtrain.config.choices import DIVERGENCES
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.statistics import Events
 from kdtrain.objective.targets import FLOOR, Supervision
 
@@ -217,7 +217,7 @@ def spread_dense(
     weighed: Weighed,
     labels_R: Tensor,
     divergence: Named,
-    head: OutputHead,
+    head: HeadPart,
     into_RV: Tensor | None = None,
 ) -> None:
     """Write the gradient in u of a loss to `into_RV`, by default over `pair.z`; head: scale and soft cap."""

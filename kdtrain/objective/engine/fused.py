@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.engine import kernels, matmul
 from kdtrain.objective.engine.dense import (
     DenseLoss,
@@ -41,7 +41,7 @@ from kdtrain.objective.engine.dense import (
 )
 from kdtrain.objective.engine.matmul import maybe_compiled
 from kdtrain.objective.engine.sparse import Shares, SparseLoss, differentiate, reduce_logits, spread_gradients
-from kdtrain.objective.logits import ChunkLogits, chunk_rows, whole_head
+from kdtrain.objective.logits import ChunkLogits, chunk_rows
 from kdtrain.objective.statistics import Entries
 from kdtrain.objective.targets import Supervision, readable
 
@@ -50,8 +50,8 @@ from kdtrain.objective.targets import Supervision, readable
 class Request:
     """What to compute, for which rows."""
 
-    head: OutputHead
-    """Of the student; `fused_loss` leaves only its scale and soft cap here."""
+    head: HeadPart
+    """Of the student; `fused_loss` takes weight and bias out of it."""
     rows: Supervision
     """Of the N rows; the losses get it chunk by chunk, see `Supervision.harmless`."""
     sparse_loss: SparseLoss
@@ -90,7 +90,8 @@ def fused_loss(hidden_ND: Tensor, beta: Tensor, request: Request) -> tuple[Tenso
     Returns:
         the loss (scalar, at least fp32) and the vector of sums, detached.
     """
-    head = whole_head(request.head)
+    head, targets = request.head.gathered(), request.rows.targets
+    assert head.group is None or targets is None or (targets.width is None and targets.cells is None)
     inputs = {"hidden": hidden_ND, "weight": head.weight, "bias": head.bias, "beta": beta}
     differentiable = [k for k, v in inputs.items() if torch.is_grad_enabled() and v is not None and v.requires_grad]
     chunk = request.chunk or chunk_rows(request.vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
@@ -140,7 +141,7 @@ def _run(request: Request, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: 
     weighs = "weight" in request.wanted
     student = ChunkLogits(hidden_ND, head, request.vocab_size, request.chunk, request.compile, narrow, weighs)
     beta = beta.detach().double()
-    grads = _empty_gradients(request, hidden_ND, weight_PD, bias_P, beta)
+    grads = _empty_gradients(request, hidden_ND, head, beta)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     measure = (_Entries if targets is None or targets.width is None else _WholeRows)(request, beta, student.dtype)
     for start in range(0, len(hidden_ND), request.chunk):
@@ -160,12 +161,13 @@ def _run(request: Request, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: 
     return loss.to(student.dtype), sums, list(grads.values())
 
 
-def _empty_gradients(request: Request, hidden_ND: Tensor, weight_PD: Any, bias_P: Any, beta: Tensor) -> dict[str, Any]:
+def _empty_gradients(request: Request, hidden_ND: Tensor, head: HeadPart, beta: Tensor) -> dict[str, Any]:
     """Zeros for the wanted gradients; of the weight's only the padding, as the first chunk overwrites the rest."""
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     # fp16 hidden gradients wait in fp32 for the loss scale that keeps them from underflowing.
     stored = torch.float32 if hidden_ND.dtype == torch.float16 else hidden_ND.dtype
-    inputs = {"hidden": hidden_ND, "weight": weight_PD, "bias": bias_P, "beta": beta}
+    inputs: dict[str, Any] = {"hidden": hidden_ND, "weight": head.weight, "bias": head.bias, "beta": beta}
+    size = head.columns(request.vocab_size)
     dtypes = {"hidden": stored, "weight": wide, "bias": wide, "beta": beta.dtype}
     found: dict[str, Any] = dict.fromkeys(inputs)
     for name in (each for each in inputs if each in request.wanted):
@@ -174,7 +176,7 @@ def _empty_gradients(request: Request, hidden_ND: Tensor, weight_PD: Any, bias_P
             found[name] = matmul.take_buffer("weight gradient", *like.shape, dtype=own, device=like.device)
         else:
             found[name] = torch.empty(like.shape, dtype=own, device=like.device)
-        (found[name][request.vocab_size :] if name == "weight" and len(hidden_ND) else found[name]).zero_()
+        (found[name][size:] if name == "weight" and len(hidden_ND) else found[name]).zero_()
     return found
 
 
@@ -262,11 +264,11 @@ class _Entries:
         folded = None
         if self.cells is not None and self.totals:
             folded = self.cells.fold(z_RV, entries, rows.labels, self.totals[part.start // self.request.chunk])
-        entries = entries.take(z_RV) if folded is None else folded.entries
         request, head = self.request, self.request.head
-        fused = request.compile and kernels.chosen(z_RV, into_RV, self.slopes, head.softcap)
+        entries = entries.take(z_RV, head) if folded is None else folded.entries
+        fused = request.compile and head.group is None and kernels.chosen(z_RV, into_RV, self.slopes, head.softcap)
         reduce = kernels.tail_stats if fused else maybe_compiled(reduce_logits, request.compile)
-        tail = reduce(z_RV, self.beta_z, self.distils and not self.at_one, self.slopes)
+        tail = reduce(z_RV, self.beta_z, self.distils and not self.at_one, self.slopes).of_all(head, self.beta_z)
         if not request.wanted:
             statistics, _ = tail.statistics(entries, self.beta)
             return *request.sparse_loss(statistics, self.beta, rows.double()), torch.zeros_like(self.beta), None
@@ -282,11 +284,12 @@ class _Entries:
         else:
             spread = maybe_compiled(spread_gradients, request.compile)
             spread(z_RV, self.beta_z, shares, head, into_RV, self.at_one)
+            ids_RE, dz_RE = head.places(dz_RV, entries.ids, found.at_entries.to(dz_RV.dtype))
             if dz_RV.device.type == "cpu":
                 bits = torch.int16 if dz_RV.itemsize == 2 else dz_RV.dtype  # in bf16 it copies the whole matrix twice
-                dz_RV.view(bits).scatter_(1, entries.ids, found.at_entries.to(dz_RV.dtype).view(bits))
+                dz_RV.view(bits).scatter_(1, ids_RE, dz_RE.view(bits))
             else:
-                dz_RV[self.lines[: len(z_RV)], entries.ids] = found.at_entries.to(dz_RV.dtype)
+                dz_RV[self.lines[: len(z_RV)], ids_RE] = dz_RE
         if folded is not None and found.apart is not None:
             folded.unfold(dz_RV, found.at_entries, found.apart, head)
         return found.loss, found.sums, found.beta, dz_RV

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.engine.matmul import maybe_compiled, take_rows
 from kdtrain.objective.engine.sparse import Shares, TailSums, reduce_logits, spread_gradients
 
@@ -75,7 +75,7 @@ def _faster(device: torch.device, size: int, kind: torch.dtype, slopes: bool, so
     z_RV, out_RV = (take_rows("", _TIMED, size, dtype=each, device=device) for each in (torch.float32, kind))
     z_RV.zero_()
     beta, row_R = torch.ones((), device=device), torch.ones(_TIMED, device=device)
-    shares, head = Shares(row_R, row_R, row_R), OutputHead(softcap=softcap)
+    shares, head = Shares(row_R, row_R, row_R), HeadPart(softcap=softcap)
     ids_RE = torch.zeros(_TIMED, 1, dtype=torch.int64, device=device)
 
     def of_sparse() -> None:
@@ -118,7 +118,7 @@ def tail_stats(z_RV: Tensor, beta: Tensor, distils: bool, slopes: bool) -> TailS
 
 
 def tail_grad(
-    z_RV: Tensor, beta: Tensor | None, shares: Shares, ids_RE: Tensor, dz_RE: Tensor, head: OutputHead, out_RV: Tensor
+    z_RV: Tensor, beta: Tensor | None, shares: Shares, ids_RE: Tensor, dz_RE: Tensor, head: HeadPart, out_RV: Tensor
 ) -> None:
     """Write `sparse.spread_gradients` to `out_RV`, and over it the gradient in single logits, in one pass.
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kdtrain.models.output_head import OutputHead
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.statistics import Entries, Statistics
 from kdtrain.objective.targets import Supervision
 
@@ -36,6 +36,18 @@ class TailSums(NamedTuple):
     """[R] sum exp(beta (z - top))."""
     moment: Tensor
     """[R] sum exp(beta (z - top)) (z - top)."""
+
+    def of_all(self, head: HeadPart, beta: Tensor) -> TailSums:
+        """Return the sums over all parts of the head, from those of each."""
+        if head.group is None:
+            return self
+        top_R = head.largest(self.top)
+        lower_R = self.top - top_R
+        cooling_R = (beta * lower_R).exp()
+        moment_R = (self.moment + lower_R * self.mass_beta) * cooling_R
+        return TailSums(
+            top_R, *head.sum(torch.stack([self.mass * lower_R.exp(), self.mass_beta * cooling_R, moment_R]))
+        )
 
     def statistics(self, entries: Entries, beta: Tensor) -> tuple[Statistics, Tensor]:
         """The statistics of a chunk in beta's dtype, and the slope of `tail_beta` in beta: the tail's mean z, [R]."""
@@ -95,7 +107,7 @@ def differentiate(
     rows: Supervision,
     entries: Entries,
     slopes: bool,
-    head: OutputHead,
+    head: HeadPart,
     dtype: torch.dtype,
 ) -> Differentiated:
     """Value and gradients of the loss of a chunk: everything between the two passes over its logits.
@@ -161,7 +173,7 @@ def differentiate(
 
 
 def spread_gradients(
-    z_RV: Tensor, beta: Tensor, shares: Shares, head: OutputHead, into_RV: Tensor | None = None, at_one: bool = False
+    z_RV: Tensor, beta: Tensor, shares: Shares, head: HeadPart, into_RV: Tensor | None = None, at_one: bool = False
 ) -> None:
     """Write the gradient in u of the two sums over the tail to `into_RV`, by default over `z_RV`; 0 at the top-k.
 
