@@ -57,7 +57,7 @@ def read_words(words: Sequence[str], kind: Any) -> Any:
         return None
     items, count = _items(kind), words_wanted(kind)
     if items is None:
-        kinds = [kind]
+        kinds: Sequence[Any] = [kind]
     else:
         kinds = items[:1] * len(words) if count is None else items
     if len(kinds) != len(words):

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kdtrain.errors import UsageError
-from kdtrain.ranks import agreed_max, all_reduce_sum
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,19 @@ class HeadPart:
 
     def sum(self, own: Tensor) -> Tensor:
         """Return the sum over the parts, entry by entry; every rank of the group must call it, and all below."""
-        return own if self.group is None else all_reduce_sum(own, self.group)
+        if self.group is None:
+            return own
+        from kdtrain.ranks import all_reduce_sum  # one who reads a cache has no ranks
+
+        return all_reduce_sum(own, self.group)
 
     def largest(self, own: Tensor) -> Tensor:
         """Return the largest over the parts, entry by entry."""
-        return own if self.group is None else agreed_max(own, self.group)
+        if self.group is None:
+            return own
+        from kdtrain.ranks import agreed_max
+
+        return agreed_max(own, self.group)
 
     def take(self, z_RV: Tensor, ids_RE: Tensor) -> Tensor:
         """Return the logits [R, E] of ids."""
