@@ -74,7 +74,8 @@ CASES = {
     "bf16": ((*BF16, "--micro-batch-size", 3), 0.0, [(2, DDP)]),
     # and with weights of norms that are rounded as well, which Adam makes larger in ten steps
     "bf16 parts": ((*BF16, "--micro-batch-size", 3), 1e-2, [(2, FSDP)]),
-    "mxfp8": (("--cache", "chat-cache", "--precision", "mxfp8", "--micro-batch-size", 3), SAME, [(2, DDP), (2, FSDP)]),
+    # a sum over ranks may move a number to the next one of its format
+    "mxfp8": (("--cache", "chat-cache", "--precision", "mxfp8", "--micro-batch-size", 3), 1e-4, [(2, DDP), (2, FSDP)]),
     "adaptive": (
         (
             *("--cache", "chat-cache", "--precision", "mxfp8", "--micro-batch-size", 3, "--time-resume"),
@@ -230,13 +231,13 @@ def test_nan_on_one_rank_is_skipped_by_all(ranks, how):
 
 def test_the_rank_whose_teacher_is_broken_names_the_tensor(ranks):
     command = (*RUN, *CACHED, *FSDP, "--micro-batch-size", 1, "--out", "broken-teacher")
-    ended = ranks.launch(2, *command, fault="train.teacher:nan:7")
+    ended = ranks.launch(2, *command, fault="train.teacher:nan:6")
     assert [each.code for each in ended] == [0, 0], ended[0].stderr
     [found] = [line for line in ended[0].stderr.splitlines() if "run again in eager mode" in line]
     assert "teacher: logprobs is the first non-finite tensor" in found
     folder = found.rsplit(" ", 1)[1]
     sequences = load_file(ranks.root / folder / "batch.safetensors")["sequences"]
-    assert 7 in sequences.tolist() and len(sequences) == 3
+    assert 6 in sequences.tolist() and len(sequences) == 3
 
 
 def test_the_clock_of_the_first_rank_asks_all_for_a_checkpoint(ranks):
