@@ -56,9 +56,8 @@ def read_words(words: Sequence[str], kind: Any) -> Any:
     if words == ["None"] and NoneType in get_args(kind):
         return None
     items, count = _items(kind), words_wanted(kind)
-    if items is None:
-        kinds: Sequence[Any] = [kind]
-    else:
+    kinds: Sequence[Any] = [kind]
+    if items is not None:
         kinds = items[:1] * len(words) if count is None else items
     if len(kinds) != len(words):
         raise UsageError(wanted(kind))

@@ -309,12 +309,14 @@ class Encoder:
                 streams.append(self._conversation(piece.document, counts))
                 continue
             text, encoding = next(encoded)
-            stream = _stream(self._bos * piece.first + encoding.ids + self._eos * piece.last)
+            begin = self._bos if piece.first else []
+            end = self._eos if piece.last else []
+            stream = _stream(begin + encoding.ids + end)
             stream["start"][:1] = piece.first
             if piece.prompt:  # is not learned; a token that reaches into the completion is
                 starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-                places = slice(bos := len(self._bos) * piece.first, bos + len(stops))
-                stream["label"][:bos], stream["label"][places] = False, stops > piece.prompt
+                places = slice(len(begin), len(begin) + len(stops))
+                stream["label"][: len(begin)], stream["label"][places] = False, stops > piece.prompt
                 if piece.first and piece.last:
                     label = stream["label"][places]
                     self.masks.add(piece.document, text, starts[label], stops[label], stream["label"], {})
