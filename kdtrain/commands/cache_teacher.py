@@ -58,9 +58,9 @@ def build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> dict[str, An
     """As `run.capture.capture`. Ranks but the first `wait` for the manifest, or return before it is written."""
     setup_logging(quiet=not is_main())
     device = pick_device(config.device)
-    with same_ranks(config, device) as layout:
+    with same_ranks(config, device):
         try:
-            plan = capture(config, device, layout=layout)
+            plan = capture(config, device)
         except UsageError as error:
             raise reported(error) from None  # options, text and folder are the same on every rank
         if wait:

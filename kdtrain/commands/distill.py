@@ -89,8 +89,8 @@ def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) 
     with ExitStack() as stack:
         stack.enter_context(quiet_libraries())
         device = stack.enter_context(run_device(config))
-        layout = stack.enter_context(same_ranks(config, device))
-        recipe = resolve(config, device, stack, layout=layout)
+        stack.enter_context(same_ranks(config, device))
+        recipe = resolve(config, device, stack)
         run = build(recipe)
         trainer, loaded = run.trainer, run.resume_or_load()  # writes nothing yet, so that a refusal changes nothing
         length = on_main(run.new_length) if recipe.resumed else None  # before environment.json has the new one

@@ -23,6 +23,10 @@ class HeadPart:
 
     The tensors are the model's own parameters, not copies. Without a weight it is the identity, for a model that is
     not split and returns logits.
+
+    Where the ranks of `group`, a process group, each hold a part of the rows, the weight's first row is that of the id
+    `first`, and `size` counts the ids of the whole vocabulary; by default this is the whole head. Dense targets and
+    cells of several tokens need a whole one.
     """
 
     weight: Tensor | None = None
@@ -33,11 +37,8 @@ class HeadPart:
     softcap: float | None = None
     """Bound of the logits: softcap(z) = c tanh(z / c)."""
     first: int = 0
-    """The id of the first row of the weight."""
     size: int | None = None
-    """Ids of the whole vocabulary; None: as many as there are rows here."""
     group: Any = None
-    """The ranks that hold the parts of the head; None: this one holds all of it."""
 
     def __call__(self, hidden_BTD: Tensor) -> Tensor:
         """Return logits [..., V] of its columns from hidden states [..., D], in the dtype of the matrix product."""
@@ -60,10 +61,12 @@ class HeadPart:
             product.mul_(self.scale)
         return product if self.softcap is None else product.div_(self.softcap).tanh_().mul_(self.softcap)
 
-    def gathered(self) -> "HeadPart":
+    def gathered(self, size: int | None = None) -> "HeadPart":
         """Return the head with tensors that are sharded over data ranks (FSDP2's DTensor) gathered.
 
         Their gradient is the sum over ranks, of which each keeps its shard: a loss is divided by the tokens of all.
+
+        size: ids of the vocabulary without padding, if it is to know them.
         """
 
         def whole(tensor: Any) -> Any:
@@ -73,11 +76,11 @@ class HeadPart:
 
             return tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
 
-        return replace(self, weight=whole(self.weight), bias=whole(self.bias))
+        return replace(self, weight=whole(self.weight), bias=whole(self.bias), size=size or self.size)
 
     def columns(self, vocab_size: int) -> int:
         """Return how many rows of the weight belong to the first `vocab_size` ids; the others are padding."""
-        if self.group is None or self.weight is None:
+        if self.weight is None:
             return vocab_size
         return min(max(vocab_size - self.first, 0), len(self.weight))
 
@@ -104,25 +107,20 @@ class HeadPart:
         column_RE, here_RE = self._find(z_RV, ids_RE)
         return self.sum(z_RV.gather(1, column_RE).masked_fill(~here_RE, 0.0))
 
-    def mask(self, z_RV: Tensor, ids_RE: Tensor, value: float) -> None:
-        """Set the logits of ids to `value`, in place."""
-        if self.group is None:
-            z_RV.scatter_(1, ids_RE, value)
-        else:
-            z_RV.scatter_(1, *self.places(z_RV, ids_RE, z_RV.new_full(ids_RE.shape, value)))
-
-    def places(self, into_RV: Tensor, ids_RE: Tensor, values_RE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the columns [R, E] of `into_RV` at which to write the values of ids, and the values.
+    def places(self, into_RV: Tensor, ids_RE: Tensor, values_RE: Any) -> tuple[Tensor, Any]:
+        """Return the columns [R, E] of `into_RV` at which to write the values of ids, and the values, or one of all.
 
         In place of an id of another part it repeats one of the row that is here, or what the first column holds. An id
         that comes twice in a row has the same value.
         """
         if self.group is None:
             return ids_RE, values_RE
+        values_RE = values_RE + into_RV.new_zeros(ids_RE.shape)
         column_RE, here_RE = self._find(into_RV, ids_RE)
-        one_R1 = here_RE.int().argmax(1, keepdim=True)
-        value_R1 = torch.where(here_RE.gather(1, one_R1), values_RE.gather(1, one_R1), into_RV[:, :1])
-        return torch.where(here_RE, column_RE, column_RE.gather(1, one_R1)), torch.where(here_RE, values_RE, value_R1)
+        every_E = torch.arange(ids_RE.shape[1], device=ids_RE.device)
+        own_RE = torch.where(here_RE, every_E, here_RE.int().argmax(1, keepdim=True))
+        values_RE = torch.where(here_RE.any(1, keepdim=True), values_RE.gather(1, own_RE), into_RV[:, :1])
+        return column_RE.gather(1, own_RE), values_RE
 
     def most_likely(self, z_RV: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest logit [R], and its id, the first of several."""
@@ -130,7 +128,7 @@ class HeadPart:
         if self.group is None:
             return top_R, id_R
         highest_R = self.largest(top_R)
-        id_R = (id_R + self.first).masked_fill(top_R < highest_R, torch.iinfo(id_R.dtype).max)
+        id_R = (id_R + self.first).masked_fill(top_R < highest_R, 1 << 62)
         return highest_R, -self.largest(-id_R)
 
     def log_sum_exp(self, z_RV: Tensor) -> Tensor:
@@ -155,8 +153,6 @@ class HeadPart:
 
 
 Head = HeadPart  # the name that `import kdtrain` offers
-WHOLE = HeadPart()
-"""Stands for any whole head where the logits are there."""
 
 
 def refuse_vocabulary(vocab_size: int, cached: int, used: int) -> None:

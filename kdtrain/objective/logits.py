@@ -40,7 +40,8 @@ def chunk_rows(vocab_size: int, width: int, dtype: torch.dtype, device: str = "c
 
 def chunk_logits(hidden_RD: Tensor, head: HeadPart, vocab_size: int) -> Tensor:
     """Logits [R,V] of some rows, in at least fp32 and never rounded below it; a new tensor."""
-    dtype, vocab_size = torch.promote_types(hidden_RD.dtype, torch.float32), head.columns(vocab_size)
+    dtype = torch.promote_types(hidden_RD.dtype, torch.float32)
+    vocab_size = head.columns(vocab_size)
     if head.weight is None:
         u_RV = _bare(hidden_RD.to(dtype), vocab_size)
     else:
@@ -68,7 +69,7 @@ class ChunkLogits:
         self.head, self.chunk = head, chunk
         self.dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         weight = head.weight
-        self.products = None if weight is None else matmul.Products(hidden_ND, weight[:vocab_size], compile, head.sum)
+        self.products = None if weight is None else matmul.Products(hidden_ND, weight[:vocab_size], compile)
         self.bias_V = _bounded_bias(head, vocab_size, self.dtype)
         rows = 0 if self.products is None else min(chunk, len(hidden_ND))
         self.buffer_RV = matmul.take_rows("logits", rows, vocab_size, dtype=self.dtype, device=hidden_ND.device)

@@ -5,7 +5,6 @@ Shape suffixes: N tokens, R rows of one kind of targets, G groups of tokens.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -80,11 +79,8 @@ def measured(
         if batch is None:
             return None
         labels_N, mask_N = (rearrange(each, "B T -> (B T)") for each in (batch.tokens[:, 1:], batch.loss_mask))
-        hidden_ND, head, start = (
-            student.hidden_eager(batch),
-            replace(student.model.head.gathered(), size=student.vocab_size),
-            0,
-        )
+        hidden_ND, start = student.hidden_eager(batch), 0
+        head = student.model.head.gathered(student.vocab_size)
         parts = () if batch.targets is None else batch.targets.parts or ((len(hidden_ND), batch.targets),)
         for size, targets in parts:
             part = slice(start, start + size)

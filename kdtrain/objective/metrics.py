@@ -144,7 +144,7 @@ def measure(
 
     Sums that the targets do not contain are None. It waits for the device once.
     """
-    head = replace(head.gathered(), size=vocab_size)
+    head = head.gathered(vocab_size)
     if targets is not None and targets.parts:
         sizes = [rows for rows, _ in targets.parts]
         lengths: list[Tensor | None] = [None] * len(sizes) if bytes_N is None else [*bytes_N.split(sizes)]
@@ -190,9 +190,8 @@ def losses(z_RV: Tensor, rows: Supervision, head: HeadPart) -> Tensor:
 def chunks(
     hidden_ND: Tensor, head: HeadPart, rows: Supervision, vocab_size: int, chunk: int | None = None
 ) -> Iterator[tuple[slice, Tensor, Supervision]]:
-    """Yield of each chunk its place, its logits [R, V] and its harmless rows, without autocast."""
+    """Yield of each chunk its place, its logits [R, V] and its harmless rows, without autocast; of a gathered head."""
     chunk = chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
-    head = head.gathered()
     if hidden_ND.is_cuda and head.weight is not None:
         # once for all chunks, as in training: operands of two dtypes would be multiplied in fp32, far more slowly
         head = replace(head, weight=head.weight.to(hidden_ND.dtype))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kdtrain.models.output_head import WHOLE, HeadPart
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.logits import NEVER
 
 
@@ -93,7 +93,7 @@ class Entries:
         apart, group = (None if each is None else each[rows] for each in (self.apart, self.group))
         return Entries(self.ids[rows], self.absent[rows], self.top_k, apart=apart, group=group)
 
-    def take(self, z_RV: Tensor, head: HeadPart = WHOLE, label_R: Tensor | None = None) -> Entries:
+    def take(self, z_RV: Tensor, head: HeadPart = HeadPart(), label_R: Tensor | None = None) -> Entries:
         """The same with the logits of these entries; the top-k logits in `z_RV` become `NEVER`.
 
         label_R: the logits of labels that are apart.
@@ -102,7 +102,7 @@ class Entries:
         if self.apart is not None and label_R is not None:
             z_RE[:, -1] = torch.where(self.apart, label_R, z_RE[:, -1])
         if self.top_k:
-            head.mask(z_RV, self.ids[:, : self.top_k], NEVER)
+            z_RV.scatter_(1, *head.places(z_RV, self.ids[:, : self.top_k], NEVER))
         return replace(self, z=z_RE)
 
     def logits(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kdtrain.config.choices import TAILS
-from kdtrain.models.output_head import WHOLE, HeadPart
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.logits import ChunkLogits, chunk_logits
 from kdtrain.objective.statistics import Entries, Events, Statistics
@@ -190,7 +190,7 @@ class Targets(ABC):
         """Teacher's log p [R,V] at T = 1, up to a constant a row, of at most a chunk."""
         raise NotImplementedError
 
-    def compare(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart = WHOLE) -> Comparison:
+    def compare(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart) -> Comparison:
         """`resolved` targets against the student's logits, which may be overwritten."""
         raise NotImplementedError
 
@@ -396,7 +396,7 @@ class SparseTargets(Targets):
         ids_NK = torch.where(absent_NK, first_N1, self.ids)
         return Entries(torch.cat([ids_NK, labels_N[:, None]], dim=1), absent_NK, self.top_k)
 
-    def statistics(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart = WHOLE) -> Statistics:
+    def statistics(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart) -> Statistics:
         """The student's at beta = 1, without gradients; the top-k logits in `z_RV` are overwritten."""
         entries = self.entries(labels_R, head.size or z_RV.shape[1])
         kept_RK, label_R = entries.take(z_RV, head).logits(z_RV.dtype)
@@ -406,7 +406,7 @@ class SparseTargets(Targets):
     def events(self, tail: str, statistics: Statistics, beta: Tensor) -> Events:
         return TAILS.get(tail).events(self, statistics, beta)  # type: ignore[no-any-return]
 
-    def compare(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart = WHOLE) -> Comparison:
+    def compare(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart) -> Comparison:
         statistics, one = self.statistics(z_RV, labels_R, head), torch.ones((), dtype=z_RV.dtype, device=z_RV.device)
         divergence = self.events("sampled" if self.num_samples else "ghost", statistics, one)
         if not self.top_k:
@@ -480,8 +480,7 @@ class DenseTargets(Targets):
     def row_logprobs(self, reader: ChunkLogits | None) -> Tensor:
         return self.logprobs
 
-    def compare(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart = WHOLE) -> Comparison:
-        assert head.group is None
+    def compare(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart) -> Comparison:
         events = Events(torch.log_softmax(self.energies(), dim=-1), torch.log_softmax(z_RV, dim=-1))
         return Comparison(events, events, self.logprobs.argmax(-1))
 

@@ -2,8 +2,8 @@
 
 A run trains with data parallelism: each rank is a data rank of its own. With tensor or context parallelism several
 ranks would share a data rank, and read the same sequences with the same random numbers. What means the data rank takes
-it from here; `kdtrain.ranks` counts all ranks, for checkpoints, messages and stop requests. The layout is made once,
-where the ranks are joined (`run.agreement.same_ranks`), and handed on: gradients, sums and shards go over its groups.
+it from here; `kdtrain.ranks` counts all ranks, for checkpoints, messages and stop requests. The layout is made once in
+a run, before anything else is resolved (`run.recipe`), and handed on: gradients, sums and shards go over its groups.
 """
 
 from dataclasses import dataclass
@@ -11,40 +11,37 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, device
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from kdtrain.ranks import all_reduce_sum, rank, world_size
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The place of this rank; by default that of a single process."""
+    """The place of this rank; by default that of a single process.
+
+    `mesh` has the data ranks in one row, its dimension `shard`, and `data_group` is their process group.
+    """
 
     data_rank: int = 0
     data_size: int = 1
     """How many parts the data of a step has."""
-    mesh: DeviceMesh | None = None
-    """The data ranks in one row, its dimension `shard`; None for a single process."""
+    mesh: Any = None
+    data_group: Any = None
 
     @classmethod
     def of_ranks(cls, device: device) -> "RankLayout":
         """Make the layout of data parallelism over all ranks. Every rank must call it."""
         if (size := world_size()) == 1:
             return cls()
-        return cls(rank(), size, init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)))
+        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+        return cls(rank(), size, mesh, mesh.get_group())
 
-    @property
-    def data_group(self) -> Any:
-        """The process group of the data ranks; None for a single process."""
-        return None if self.mesh is None else self.mesh.get_group("shard")
-
-    def sharing(self, size: int | None) -> DeviceMesh:
+    def sharing(self, size: int | None) -> Any:
         """Return the mesh in which `size` data ranks share one copy of a model; None: all. Every rank must call it."""
-        assert self.mesh is not None
-        if size is None or size == self.data_size:
+        if size in (None, self.data_size):
             return self.mesh
-        assert self.data_size % size == 0
-        shape = (self.data_size // size, size)
+        shape = self.data_size // size, size
         return init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
 
     def share(self, indices: np.ndarray) -> np.ndarray:

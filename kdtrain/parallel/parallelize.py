@@ -64,8 +64,8 @@ class SingleProcess:
 
     kind = "single"
 
-    def __init__(self, module: nn.Module, model: nn.Module, layout: RankLayout | None = None) -> None:
-        self.module, self.model, self.layout = module, model, layout or RankLayout()
+    def __init__(self, module: nn.Module, model: nn.Module, layout: RankLayout = RankLayout()) -> None:
+        self.module, self.model, self.layout = module, model, layout
 
     def __call__(self, *batch: Any, **options: Any) -> Any:
         """Call the module through its wrapper."""
@@ -256,23 +256,17 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The Euclidean norm of all tensors together, over all ranks; fp32, one all-reduce for each group that shares."""
     if not is_sharded(tensors):
         return torch.nn.utils.get_total_norm(tensors)
-    nothing = torch.zeros((), dtype=torch.float64, device=local(tensors[0]).device)
-    squares: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
+    squares: dict[Any, Any] = {}
     for tensor, norm in zip(tensors, torch._foreach_norm([local(each) for each in tensors]), strict=True):
-        groups = _sharing(tensor)
-        squares[groups] = squares.get(groups, nothing) + norm.double() ** 2
+        groups: tuple[Any, ...] = ()
+        if isinstance(tensor, DTensor):
+            sharded = (number for number, each in enumerate(tensor.placements) if each.is_shard())
+            groups = tuple(map(tensor.device_mesh.get_group, sharded))
+        squares[groups] = squares.get(groups, 0.0) + norm.double() ** 2
     for groups, part in squares.items():
         for group in groups:
             dist.all_reduce(part, group=group)
     return torch.stack([*squares.values()]).sum().sqrt().float()
-
-
-def _sharing(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks over which a tensor is sharded, by the dimensions of its mesh."""
-    if not isinstance(tensor, DTensor):
-        return ()
-    mesh = tensor.device_mesh
-    return tuple(mesh.get_group(number) for number, each in enumerate(tensor.placements) if each.is_shard())
 
 
 Shape = Sequence[int]

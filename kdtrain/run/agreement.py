@@ -24,15 +24,14 @@ from kdtrain.config import CacheTeacherConfig, DistillConfig, sections
 from kdtrain.config.choices import BACKENDS, DIVERGENCES, OPTIMIZERS, SOURCES, TAILS, TEACHERS, TEMPERATURES, TEXTS
 from kdtrain.config.values import flag, marked
 from kdtrain.errors import UsageError
-from kdtrain.parallel.layout import RankLayout
 from kdtrain.ranks import all_gather_object, process_group, raise_on_all_ranks, reported, world_size
 
 _SHOWN = 3
 
 
 @contextmanager
-def same_ranks(config: CacheTeacherConfig | DistillConfig, device: torch.device) -> Iterator[RankLayout]:
-    """Make the ranks a process group in the block, and yield their layout: all have the same options and code.
+def same_ranks(config: CacheTeacherConfig | DistillConfig, device: torch.device) -> Iterator[None]:
+    """Make the ranks a process group in the block, after a check that all have the same options and code.
 
     UsageError: they differ; the message names what differs and on which rank.
     """
@@ -45,7 +44,7 @@ def same_ranks(config: CacheTeacherConfig | DistillConfig, device: torch.device)
     }
     with process_group(device, config.parallel.rank_timeout):
         agree(lambda: options | code())
-        yield RankLayout.of_ranks(device)
+        yield
 
 
 def agree(metadata: Callable[[], Mapping[str, Any]]) -> None:

@@ -63,8 +63,8 @@ def build(recipe: Recipe) -> Run:
         answers = None if teacher is None else dict(teacher.identity)
     compared = {name: identity[name] for name in PARTS} | {"the teacher's answers": answers}
     agree(lambda: {**compared, "the student's weights": weights_digest(model), **code()})
-    mesh = recipe.layout.sharing(plan.shard_size) if "fsdp" in (plan.student, plan.teacher) else None
-    if mesh is not None and plan.student == "fsdp":  # before the optimizer, which holds the parameters
+    mesh = recipe.layout.sharing(plan.shard_size)
+    if plan.student == "fsdp":  # before the optimizer, which holds the parameters
         shard(model, mesh, dtype=recipe.formats.gathered)
     if teacher is not None:
         teacher.prepare(mesh=mesh if plan.teacher == "fsdp" else None, compile=recipe.compiles)

@@ -74,16 +74,10 @@ DENSE = 1.39
 """Measured bytes of an entry of a whole distribution."""
 
 
-def capture(
-    config: CacheTeacherConfig,
-    device: torch.device,
-    live: LiveCache | None = None,
-    layout: RankLayout | None = None,
-) -> dict[str, Any] | None:
+def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | None = None) -> dict[str, Any] | None:
     """Build the cache, inside `same_ranks`; rank 0 returns last. UsageError, RunError: as `cache_teacher`.
 
-    live: of a run that reads it meanwhile. layout: of the ranks; None: one does not shard its teacher. Returns, with
-    --dry-run, what the cache will hold and take.
+    live: of a run that reads it meanwhile. Returns, with --dry-run, what the cache will hold and take.
     """
     on_main(lambda: refuse_no_folder(config.out))
     with raise_on_all_ranks():
@@ -143,7 +137,7 @@ def capture(
         rows = validation_rows(config, teacher, refined, MEASURED) if measured else ()
         teacher.pack(rows, document_mask=document_mask)
     # the shapes of decoding change with every step, and a compiled layer with each of them
-    mesh = (layout or RankLayout()).sharing(None) if sharded else None
+    mesh = RankLayout.of_ranks(device).mesh if sharded else None
     teacher.prepare(mesh=mesh, compile=config.compile and not config.text.generate)
     if config.dry_run:
         return _plan(config, teacher, refined, model, "")

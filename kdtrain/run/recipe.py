@@ -159,24 +159,17 @@ def allowing(config: DistillConfig, name: str, meaning: str = "") -> Iterator[No
             raise
 
 
-def resolve(
-    given: DistillConfig,
-    device: torch.device,
-    held: ExitStack,
-    earlier: Path | None = None,
-    layout: RankLayout | None = None,
-) -> Recipe:
+def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier: Path | None = None) -> Recipe:
     """Resolve the options of a run, inside `run_device` and `same_ranks`, and load its teacher.
 
     It writes the data of the run alone. The folder is locked after all refusals that do not need it.
 
     held: releases the folder's lock, and ends a capture.
     earlier: for a trial, whose folder nobody else has: that of the run, whose attention, rate and alpha it would keep.
-    layout: of the ranks; None: a single process.
 
     UsageError: data, cache, student or options do not fit together. RunError: the folder cannot be written.
     """
-    layout = layout or RankLayout()
+    layout = RankLayout.of_ranks(device)
     if on_main(lambda: restarted(given)):
         given = replace(given, checkpoint=replace(given.checkpoint, resume="auto"))
     saved, rate, alpha = on_main(lambda: saved_choices(given, earlier or given.out))  # before the plan of memory

@@ -105,9 +105,9 @@ def trial_run(config: DistillConfig) -> Iterator[Run]:
     silent = replace(config.monitor, log_to="none", on_event=None)
     with ExitStack() as held:
         device = held.enter_context(run_device(config))
-        layout = held.enter_context(same_ranks(config, device))
+        held.enter_context(same_ranks(config, device))
         hidden = replace(config, out=held.enter_context(trial_folder(config.out)), monitor=silent)
-        run = build(resolve(hidden, device, held, earlier=config.out, layout=layout))
+        run = build(resolve(hidden, device, held, earlier=config.out))
         run.open()
         try:
             yield run

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig
 
 from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
@@ -153,7 +152,7 @@ class LocalTeacher(OnlineTeacher):
         """Refuse sequences beyond the model's positions, and a document mask that it cannot apply."""
         check_fits(self.model, self.name, seq_len, document_mask)
 
-    def prepare(self, *, mesh: DeviceMesh | None = None, compile: bool = False) -> None:
+    def prepare(self, *, mesh: Any = None, compile: bool = False) -> None:
         """Shard the model, then compile its layers on a GPU: without timing kernels, which could change the bits."""
         self.pack(())
         self.sharded = mesh is not None
@@ -293,7 +292,7 @@ class SelfTeacher(LocalTeacher):
         self._digest = student.base
         self._use(student)
 
-    def prepare(self, *, mesh: DeviceMesh | None = None, compile: bool = False) -> None:
+    def prepare(self, *, mesh: Any = None, compile: bool = False) -> None:
         """Nothing: the student is sharded and compiled; without its adapters it runs as it is."""
 
     def hidden_states(

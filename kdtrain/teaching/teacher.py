@@ -18,7 +18,6 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
@@ -111,7 +110,7 @@ class Teacher:
     def check(self, seq_len: int, document_mask: bool) -> None:
         """Refuse (UsageError) sequences that are too long, or a document mask that it cannot apply."""
 
-    def prepare(self, *, mesh: DeviceMesh | None = None, compile: bool = False) -> None:
+    def prepare(self, *, mesh: Any = None, compile: bool = False) -> None:
         """Shard and compile; every rank must call it. mesh: of the ranks that share it; None: each has the whole."""
         if mesh is not None:
             raise UsageError(f"a teacher of kind {self.spec.kind} is not sharded; leave --teacher-parallel out")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kdtrain.errors import UsageError
-from kdtrain.models.output_head import WHOLE, HeadPart
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.batch import Codec, Collator
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.statistics import Entries, Events, Statistics
@@ -130,8 +130,7 @@ class AlignedTargets(Targets):
     def label_bytes(self, own_N: Tensor) -> Tensor:
         return self.teacher_bytes
 
-    def compare(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart = WHOLE) -> Comparison:
-        assert head.group is None
+    def compare(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart) -> Comparison:
         entries = self._entries(labels_R, z_RV.shape[1], None)
         cells = None if self.cells is None else self.cells.to(z_RV.device)
         if cells is None or not cells.folds:

@@ -26,7 +26,7 @@ def validate(
     read: Callable[[Callable[[], Batch]], Batch | None] = lambda action: action(),
     part: range | None = None,
     byte_lengths: np.ndarray | None = None,
-    layout: RankLayout | None = None,
+    layout: RankLayout = RankLayout(),
 ) -> Metrics | None:
     """Return sums over the first sequences of `source`, over all ranks; None when `read` returns None.
 
@@ -41,9 +41,9 @@ def validate(
         read: reads each batch, on every rank; see `StopRequest.read`.
         part: the sequences of a member of a mixture instead of the whole split.
         byte_lengths: see `models.tokenizer.byte_lengths`; None: nothing is measured in bits per byte.
-        layout: of the ranks; None: a single process.
+        layout: of the ranks; by default a single process.
     """
-    total, part, layout = Metrics(), part or range(len(source)), layout or RankLayout()
+    total, part = Metrics(), part or range(len(source))
     sizes = None if byte_lengths is None else torch.from_numpy(byte_lengths)
     count = len(part) if batches is None else min(len(part), batches * micro)
     for batch in own_batches(source, part[:count], micro, read, layout):

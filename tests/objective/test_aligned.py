@@ -313,7 +313,7 @@ def test_a_top_k_over_cells_is_least_at_the_teacher_and_asks_for_no_more_than_it
         ready = logits.detach().requires_grad_()
         labels = torch.zeros(30, dtype=torch.int64)
         loss = loss_of(ready, targets, labels)
-        comparison = targets.compare(ready.detach().clone(), labels).divergence
+        comparison = targets.compare(ready.detach().clone(), labels, HeadPart()).divergence
         kl = (comparison.teacher.exp() * (comparison.teacher - comparison.student)).sum()
         return kl, torch.autograd.grad(loss, ready)[0]
 

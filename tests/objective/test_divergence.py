@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from objective_reference import problem, reference_kd, sparse
+from objective_reference import HeadPart, problem, reference_kd, sparse
 
 from kdtrain.config.choices import DIVERGENCES, resolve_tail
 from kdtrain.errors import UsageError
@@ -71,7 +71,7 @@ def test_ghost_is_a_lower_bound_of_the_full_kl():
     p = problem(n=200)
     targets = sparse(p.energies, p.labels, top_k=4)
     one = torch.ones((), dtype=torch.float64)
-    ghost = forward_kl(targets.events("ghost", targets.statistics(p.logits(), p.labels), one))
+    ghost = forward_kl(targets.events("ghost", targets.statistics(p.logits(), p.labels, HeadPart()), one))
     full = reference_kd(p.logits(), p.energies, 1.0, "dense")
     assert (ghost <= full + 1e-12).all() and (ghost >= 0).all()
 
@@ -83,7 +83,7 @@ def test_the_tail_of_a_likely_top_k_keeps_its_digits():
     logits[:, 0] = torch.tensor([12.0, 17.0, 40.0])
     p = problem(n=3, vocab=vocab)
     targets = sparse(torch.log_softmax(logits.double(), -1), p.labels, top_k=1, dtype=torch.float32)
-    statistics = targets.statistics(logits.clone(), p.labels)
+    statistics = targets.statistics(logits.clone(), p.labels, HeadPart())
     expected = torch.log_softmax(logits.double(), -1)[:, 1:].logsumexp(-1)
     torch.testing.assert_close((statistics.tail - statistics.lse).double(), expected, rtol=1e-6, atol=4e-6)
 

@@ -14,7 +14,6 @@ from wrap_script import Counted
 
 from kdtrain import cli
 from kdtrain.models.head import layers_of
-from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.parallelize import fsdp
 from kdtrain.precision.backends import formats_of
 from kdtrain.ranks import on_main, process_group
@@ -49,13 +48,13 @@ def as_hardware(*given: Any) -> Any:
 
 
 def main() -> None:
-    losses, layout = {}, RankLayout.of_ranks(torch.device("cpu"))
+    losses = {}
     os.chdir(on_main(folder))
     for kind, formats, gathered in (("ddp", formats_of, 0), ("fsdp", formats_of, 4), ("fsdp", as_hardware, 2)):
         with mock.patch.object(module, "formats_of", formats):
             options = [*OPTIONS, "--out", f"{kind}-{gathered}", "--parallel", kind]
             config = cli.parse("distill", options)
-            built = build(module.resolve(config, torch.device("cpu"), ExitStack(), Path("none"), layout))
+            built = build(module.resolve(config, torch.device("cpu"), ExitStack(), Path("none")))
         built.open()
         with Counted() as seen:
             losses[gathered] = torch.tensor([numbers["loss"] for _, numbers in timed_steps(built.trainer, 3)])

@@ -90,8 +90,7 @@ def fused_loss(hidden_ND: Tensor, beta: Tensor, request: Request) -> tuple[Tenso
     Returns:
         the loss (scalar, at least fp32) and the vector of sums, detached.
     """
-    head, targets = request.head.gathered(), request.rows.targets
-    assert head.group is None or targets is None or (targets.width is None and targets.cells is None)
+    head = request.head.gathered()
     inputs = {"hidden": hidden_ND, "weight": head.weight, "bias": head.bias, "beta": beta}
     differentiable = [k for k, v in inputs.items() if torch.is_grad_enabled() and v is not None and v.requires_grad]
     chunk = request.chunk or chunk_rows(request.vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
@@ -156,6 +155,8 @@ def _run(request: Request, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: 
         measure.reader.close()
     found = found or [(beta.new_zeros(()), beta.new_zeros(request.sums), torch.zeros_like(beta))]
     loss, sums, dbeta = (torch.stack(each).sum(0) for each in zip(*found, strict=True))
+    if grads["hidden"] is not None:
+        grads["hidden"] = head.sum(grads["hidden"])
     if grads["beta"] is not None:
         grads["beta"] += dbeta
     return loss.to(student.dtype), sums, list(grads.values())
@@ -164,8 +165,8 @@ def _run(request: Request, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: 
 def _empty_gradients(request: Request, hidden_ND: Tensor, head: HeadPart, beta: Tensor) -> dict[str, Any]:
     """Zeros for the wanted gradients; of the weight's only the padding, as the first chunk overwrites the rest."""
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-    # fp16 hidden gradients wait in fp32 for the loss scale that keeps them from underflowing.
-    stored = torch.float32 if hidden_ND.dtype == torch.float16 else hidden_ND.dtype
+    # fp16 hidden gradients wait in fp32 for the loss scale that keeps them from underflowing, parts for their sum.
+    stored = wide if hidden_ND.dtype == torch.float16 or head.group else hidden_ND.dtype
     inputs: dict[str, Any] = {"hidden": hidden_ND, "weight": head.weight, "bias": head.bias, "beta": beta}
     size = head.columns(request.vocab_size)
     dtypes = {"hidden": stored, "weight": wide, "bias": wide, "beta": beta.dtype}
@@ -256,6 +257,7 @@ class _Entries:
         self.lines = torch.arange(request.chunk, device=rows.labels.device)[:, None]
         cells = None if rows.targets is None else rows.targets.cells
         self.cells = None if cells is None else cells.to(rows.labels.device)
+        assert self.cells is None or request.head.group is None  # a cell's tokens may be in several parts
         folds = self.cells is not None and self.cells.folds and len(self.rows.labels)
         self.totals = self.cells.totals(self.entries, request.chunk) if self.cells and folds else []
 

@@ -45,18 +45,11 @@ class Products:
         hidden_ND: any float dtype, which decides how products are computed.
         weight_VD: any float dtype, without padding.
         compile: torch.compile the elementwise work.
-        total: takes the gradient of hidden states before it is rounded, and returns its sum over parts of the head.
     """
 
-    def __init__(
-        self,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        compile: bool = False,
-        total: Callable[[Tensor], Tensor] = lambda own: own,
-    ) -> None:
+    def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, compile: bool = False) -> None:
         device, kind = hidden_ND.device.type, hidden_ND.dtype
-        self.dtype, self.total = torch.promote_types(kind, torch.float32), total
+        self.dtype = torch.promote_types(kind, torch.float32)
         self.store, self.add = (maybe_compiled(each, compile and device == "cpu") for each in (_store, _add))
         self.out_dtype = device == "cuda" and kind in (torch.bfloat16, torch.float16)
         narrow = kind == torch.bfloat16 and (device == "cuda" or (device == "cpu" and _has_bf16()))
@@ -96,7 +89,7 @@ class Products:
             if into_VD is not None:
                 self._into_weight(dz_RV[:, part], hidden_RD, into_VD[part], first)
         if into_RD is not None and sum_RD is not None:
-            into_RD.copy_(self.total(sum_RD))
+            into_RD.copy_(sum_RD)
 
     def _into_hidden(self, dz_RB: Tensor, part: slice) -> Tensor:
         if self.gradient_dtype == self.dtype:
