@@ -237,8 +237,9 @@ def next_step(path: Path, state: str, exported: Any) -> str:
         first = "Mend what failed. " if state == "failed" else ""
         return f"{first}Next: kdtrain distill --config {quoted(path / 'config.toml')}"
     if exported:
-        chat = (path / "student" / "chat_template.jinja").exists()
-        return f'Next: kdtrain generate {word} "{"Say hello." if chat else "def main("}"'
+        if (path / "student" / "chat_template.jinja").exists():
+            return f"Next: kdtrain chat {word}"
+        return f'Next: kdtrain generate {word} "def main("'
     return f"Next: kdtrain export {word} --out {quoted(path.with_name(path.name + '-student'))}"
 
 

@@ -162,7 +162,7 @@ def test_distill_ends_with_a_short_page_that_fits_into_80_columns(monkeypatch, c
     assert lines[-1] == 'Next: kdtrain generate runs/a "def main("'
     (run / "student").mkdir()
     (run / "student" / "chat_template.jinja").write_text("{{ messages }}")
-    assert closing(run, result, capsys)[-1] == 'Next: kdtrain generate runs/a "Say hello."'
+    assert closing(run, result, capsys)[-1] == "Next: kdtrain chat runs/a"
     text = "\n".join(lines)
     for part in (
         "1 no-gain, 2 slow",
