@@ -18,6 +18,7 @@ from kdtrain.cache.write.fidelity import (
     sparse_gradients,
     temperature_range,
 )
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import SparseTargets
@@ -150,12 +151,6 @@ WIDTH, SIZE = 60, 40
 LABELS = torch.zeros(SIZE, dtype=torch.int64)
 
 
-class Logits:
-    """An output head that takes logits."""
-
-    weight, bias, scale, softcap = None, None, 1.0, None
-
-
 def _targets(top_k: int, num_samples: int) -> SparseTargets:
     logits = 2 * torch.randn(1, SIZE, WIDTH, generator=torch.Generator().manual_seed(0))
     spec = CodecSpec(kind="sparse", vocab_size=WIDTH, top_k=top_k, num_samples=num_samples)
@@ -195,7 +190,7 @@ def test_gradients_are_those_of_the_objective(rule: str, top_k: int, num_samples
     mask = torch.ones(SIZE, dtype=torch.bool)
     tail = "ghost" if rule == "sampled" else rule
     settings = {"temperature": temperature, "alpha": 1.0, "tail": tail, "vocab_size": WIDTH, "normalizer": 1.0}
-    distillation_loss(z_NV, Logits(), LABELS, mask, targets, **settings).loss.backward()
+    distillation_loss(z_NV, HeadPart(), LABELS, mask, targets, **settings).loss.backward()
     found = temperature * _spread(targets, z_NV.detach(), 1 / temperature, rule)
     assert z_NV.grad is not None
     assert (found - z_NV.grad).norm() < 1e-5 * z_NV.grad.norm()

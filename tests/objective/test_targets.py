@@ -162,8 +162,8 @@ class LabelTargets(Targets):
         sides = [torch.stack([each, torch.log1p(-each.exp())], -1) for each in (self.label_logprob, student_R)]
         return Events(*sides)
 
-    def compare(self, z_RV, labels_R):
-        entries, tail_R = Entries.of_labels(labels_R).take(z_RV), z_RV.logsumexp(1)
+    def compare(self, z_RV, labels_R, head):
+        entries, tail_R = Entries.of_labels(labels_R).take(z_RV, head), head.log_sum_exp(z_RV)
         events = self.events("", Statistics(tail_R, tail_R, *entries.logits(z_RV.dtype), 0), 1.0)
         return Comparison(events, events, None)
 

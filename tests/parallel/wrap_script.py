@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +27,7 @@ from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.parallel import parallelize
 from kdtrain.parallel.layout import RankLayout
-from kdtrain.parallel.parallelize import SingleProcess, clip_norm_, peaks, shard
+from kdtrain.parallel.parallelize import SingleProcess, clip_norm_, peaks, shard, total_norm
 from kdtrain.ranks import all_gather_object, all_reduce_max, local, on_main, process_group, raise_on_all_ranks
 from kdtrain.testing import tiny_model
 from kdtrain.training.guards import non_finite
@@ -190,6 +191,19 @@ def norms_clipping_peaks_and_histograms_are_those_of_the_whole() -> None:
     assert (found.num, found.min, found.max) == (1, 3.0, 3.0)
 
 
+def sums_and_norms_go_over_the_groups_of_the_layout_and_of_a_mesh_of_any_dimensions() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        assert float(RankLayout(rank, 2, None, pair).sum(torch.tensor(1.0 + rank))) == 3.0
+    numbers = torch.arange(1.0, 13.0).view(6, 2)
+    for shape in ((size, 1), (1, size)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("shard", "tensor"))
+        parts = [distribute_tensor(numbers, mesh, each) for each in ([Shard(0), Shard(0)], [Replicate(), Shard(0)])]
+        for part in parts:
+            assert torch.allclose(total_norm([part, torch.ones(3)]), (numbers.square().sum() + 3).sqrt()), part
+
+
 def a_step_with_nan_on_one_rank_changes_no_bit_and_the_next_one_the_same_bits_on_all() -> None:
     for kind in KINDS:
         wrapped = parallelized(kind)
@@ -273,6 +287,7 @@ PROMISES = (
     gradients_added_up_in_shards_are_the_same_sum_and_copies_exchange_theirs_with_the_last_micro_batch,
     a_call_past_the_wrapper_leaves_gradients_that_this_test_would_see,
     norms_clipping_peaks_and_histograms_are_those_of_the_whole,
+    sums_and_norms_go_over_the_groups_of_the_layout_and_of_a_mesh_of_any_dimensions,
     a_step_with_nan_on_one_rank_changes_no_bit_and_the_next_one_the_same_bits_on_all,
     a_state_is_loaded_into_parts_bit_by_bit_under_the_same_names,
 )
