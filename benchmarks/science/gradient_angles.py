@@ -31,6 +31,7 @@ from benchmarks.harness.models import packed, teacher_logits, token_tensor
 from kdtrain.cache.format.codec import CodecSpec, decode, encode_sequences
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
+from kdtrain.models.output_head import HeadPart
 from kdtrain.models.spec import read_spec
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import DenseTargets, SparseTargets
@@ -116,10 +117,6 @@ def parts(tokens_BT: Tensor, logits_BTV: Tensor) -> list[tuple[Tensor, Tensor]]:
     return list(zip(tokens_BT.split(MICRO), logits_BTV.split(MICRO), strict=True))
 
 
-class _Logits:
-    weight, bias, scale, softcap = None, None, 1.0, None
-
-
 def gradient(
     student: SplitModel, tokens_BT: Tensor, targets: list, tail: str = "ghost"
 ) -> tuple[float, dict[str, Tensor]]:
@@ -132,7 +129,7 @@ def gradient(
         labels_N = part_BT[:, 1:].flatten()
         mask_N = torch.ones_like(labels_N, dtype=torch.bool)
         settings = {"temperature": 1.0, "alpha": 1.0, "tail": tail, "vocab_size": z_NV.shape[1], "normalizer": number}
-        out = distillation_loss(z_NV, _Logits(), labels_N, mask_N, given, **settings)  # type: ignore[arg-type]
+        out = distillation_loss(z_NV, HeadPart(), labels_N, mask_N, given, **settings)  # type: ignore[arg-type]
         out.loss.backward()
         total += out.kd.item()
         assert z_NV.grad is not None

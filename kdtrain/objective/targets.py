@@ -191,7 +191,7 @@ class Targets(ABC):
         raise NotImplementedError
 
     def compare(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart) -> Comparison:
-        """`resolved` targets against the student's logits, which may be overwritten."""
+        """`resolved` targets against the student's logits at the columns of `head`, which may be overwritten."""
         raise NotImplementedError
 
 
