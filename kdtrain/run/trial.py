@@ -326,7 +326,8 @@ def check_initial_loss(run: Run) -> Verdict:
     """The loss before the first step."""
     trainer, init = run.trainer, run.recipe.student.init
     batches = min(4, run.recipe.config.monitor.eval_batches)
-    metrics = validate(trainer.student.eval(), trainer.validation_source, micro=trainer.stepper.micro, batches=batches)
+    student, stepper = trainer.student.eval(), trainer.stepper
+    metrics = validate(student, trainer.validation_source, micro=stepper.micro, batches=batches, layout=stepper.layout)
     loss = math.nan if metrics is None else metrics.mean("cross_entropy")
     assert loss is not None
     sound, text = initial_loss(loss, trainer.student.vocab_size, init)
