@@ -18,14 +18,15 @@ from collections.abc import Callable
 from typing import Any
 
 from kdtrain import process
-from kdtrain.cli import parsing, paths, words
+from kdtrain.cli import parsing
 from kdtrain.cli.help import help_of, wrapped
-from kdtrain.config import commands
+from kdtrain.config import commands, words
 from kdtrain.config.registered import COMMANDS, Command, Main
 from kdtrain.config.values import SECTIONS, options_of
 from kdtrain.errors import RunError, UsageError, advice, name_flags, panics_refused, printable
 from kdtrain.imports import quiet_libraries
 from kdtrain.registry import Registry, first_line
+from kdtrain.run import paths
 
 _LONGEST = 2000
 """Characters of a message; only a name from a damaged file is longer."""

@@ -3,10 +3,10 @@
 import shutil
 import textwrap
 
-from kdtrain.cli.words import option_meant, word_meant
 from kdtrain.config.choices import registered
 from kdtrain.config.kinds import choices, metavar, words_wanted
 from kdtrain.config.values import Option, options_of
+from kdtrain.config.words import option_meant, word_meant
 from kdtrain.errors import UsageError
 from kdtrain.registry import first_line
 

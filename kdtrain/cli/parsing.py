@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kdtrain.cli.paths import near_path
-from kdtrain.cli.words import MOST, option_meant, short, word_meant
 from kdtrain.config.kinds import alternatives, choices, convert, metavar, read_words, wanted, words_wanted
 from kdtrain.config.removed import answers, renewed
 from kdtrain.config.values import Option, configured, flag, options_of, refuse_value
+from kdtrain.config.words import MOST, option_meant, short, word_meant
 from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import read_toml, same_path
 from kdtrain.models.spec import foreign_beside
+from kdtrain.run.paths import near_path
 
 _SWITCHED = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _FLAG = re.compile(r"--.|-[A-Za-z]")

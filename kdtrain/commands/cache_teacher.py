@@ -10,8 +10,8 @@ from kdtrain.commands.cache_result import show_cache
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.errors import UsageError
 from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.parallel.agreement import same_ranks
 from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, reported, world_size
-from kdtrain.run.agreement import same_ranks
 from kdtrain.run.baselines import label_loss
 from kdtrain.run.capture import capture
 from kdtrain.tables import duration, show, size

@@ -12,8 +12,8 @@ from kdtrain.errors import RunError, UsageError
 from kdtrain.imports import quiet_libraries
 from kdtrain.monitor.facts import closing_page
 from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.parallel.agreement import same_ranks
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, reported
-from kdtrain.run.agreement import same_ranks
 from kdtrain.run.build import build
 from kdtrain.run.path_kind import is_run
 from kdtrain.run.recipe import resolve, run_device

@@ -40,7 +40,7 @@ def option(default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
             set it.
         positional: the command line may give it without its flag.
         check: a function that refuses a value by a `UsageError`.
-        reads: what the value names, which is looked at before anything heavy is imported (`kdtrain.cli.paths`).
+        reads: what the value names, which is looked at before anything heavy is imported (`kdtrain.run.paths`).
         brief: the short help has its docstring up to the first semicolon; options without it are left out there.
         text: it is a text, which may be longer than a path.
         shown: what stands for its value in help.

@@ -24,13 +24,13 @@ from kdtrain.objective.alpha import build_alpha
 from kdtrain.objective.hidden import HiddenLoss, plan_hidden_loss
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.temperature import build_temperature
+from kdtrain.parallel.agreement import agree, code, weights_digest
 from kdtrain.parallel.parallelize import parallelize, shard
 from kdtrain.precision.backends import policy
 from kdtrain.precision.controller import Adaptive, PrecisionController
 from kdtrain.precision.linear import convert
 from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import raise_on_all_ranks
-from kdtrain.run.agreement import agree, code, weights_digest
 from kdtrain.run.recipe import PARTS, Recipe
 from kdtrain.run.run import Run
 from kdtrain.teaching.online import OnlineTeacher

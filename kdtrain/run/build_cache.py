@@ -43,8 +43,8 @@ from kdtrain.models.tokenizer import (
 )
 from kdtrain.monitor.progress import bar
 from kdtrain.objective.batch import Batch
+from kdtrain.parallel.agreement import agree
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks
-from kdtrain.run.agreement import agree
 from kdtrain.run.data_plan import open_sources
 from kdtrain.teaching.teacher import Teacher, Writing
 from kdtrain.tokenizers.view_format import TEXT, own_data

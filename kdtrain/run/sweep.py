@@ -45,7 +45,6 @@ from typing import Any
 
 from kdtrain import files
 from kdtrain.cache.format.manifest import read_manifest
-from kdtrain.cli.paths import problem
 from kdtrain.config import CacheTeacherConfig, DistillConfig, EvaluateConfig, sections
 from kdtrain.config.values import configured, flag, options_of
 from kdtrain.errors import RunError, UsageError, refuse_no_path, writing
@@ -55,6 +54,7 @@ from kdtrain.monitor.record import SWEEP, RunRecord
 from kdtrain.process import handling
 from kdtrain.registry import nearest
 from kdtrain.run.path_kind import read_result
+from kdtrain.run.paths import problem
 from kdtrain.run.saved_student import checkpoint_of
 from kdtrain.tables import counted
 

@@ -39,6 +39,7 @@ from kdtrain.monitor.rules import initial_loss
 from kdtrain.objective.alpha import Alpha
 from kdtrain.objective.batch import Batch
 from kdtrain.parallel import parallelize
+from kdtrain.parallel.agreement import same_ranks
 from kdtrain.ranks import (
     is_main,
     on_main,
@@ -48,7 +49,6 @@ from kdtrain.ranks import (
     reported,
     world_size,
 )
-from kdtrain.run.agreement import same_ranks
 from kdtrain.run.build import build
 from kdtrain.run.folder import existing_parent, is_run, refuse_changes, trial_folder, write_config_to_copy
 from kdtrain.run.recipe import Recipe, resolve, run_device

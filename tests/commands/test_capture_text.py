@@ -18,7 +18,6 @@ import kdtrain as kd
 from kdtrain.cache.format.manifest import Manifest
 from kdtrain.cache.write.live_capture import Capture, LiveCache
 from kdtrain.cli.parsing import parse
-from kdtrain.cli.paths import problem
 from kdtrain.commands.evaluate import evaluate
 from kdtrain.config import CodecConfig, DataConfig, EvaluateConfig, MonitorConfig, PrecisionConfig, TextConfig
 from kdtrain.data import corpus
@@ -28,6 +27,7 @@ from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.run import build_cache
 from kdtrain.run import capture as run_capture
 from kdtrain.run.folder import changes
+from kdtrain.run.paths import problem
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from kdtrain.cache.format.names import why_no_cache
-from kdtrain.cli.words import word_meant
 from kdtrain.config.choices import TEXTS
 from kdtrain.config.values import Option, flag
+from kdtrain.config.words import word_meant
 from kdtrain.data.formats import Columns, column_hint, first_columns, row_format
 from kdtrain.errors import UsageError, shown_address
 from kdtrain.models.spec import SELF, is_hub_id, read_spec, shipped
