@@ -13,7 +13,7 @@ import pytest
 import kdtrain
 from kdtrain.config.choices import DIVERGENCES
 from kdtrain.models.tokenizer import load_tokenizer
-from kdtrain.run import agreement
+from kdtrain.parallel import agreement
 from kdtrain.testing import tiny_model, write_model_folder
 
 RUN = ("distill", "--cache", "cache", "--student", "student.toml", "--steps", 2, "--batch-size", 4, "--lr", 1e-3)

