@@ -57,6 +57,7 @@ def test_sigterm_outside_of_training_is_an_interrupt_and_the_handler_comes_back(
 
 MAIN = """
 import os, signal, threading, time, weakref
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background, where it is ignored
 from kdtrain import __main__, cli
 
 def command():
