@@ -19,6 +19,8 @@ def main() -> None:
     """Run the command; after a failure the process ends even if one of its threads does not."""
     if "RANK" not in os.environ:  # a launcher ends the ranks of a job that failed, and their lines would hide its own
         signal.signal(signal.SIGTERM, process.interrupt)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
+            signal.signal(signal.SIGINT, process.interrupt)
     sys.unraisablehook = process.send_again
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is loaded

@@ -13,7 +13,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import CodeType
 from typing import Any
+
+CALLBACKS: set[CodeType] = set()
+"""Functions that a library in C calls, and that crash the process where they raise: a signal waits for their end."""
 
 
 class _Message(Exception):

@@ -10,15 +10,26 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar
 
-from kdtrain.errors import UsageError
+from kdtrain.errors import CALLBACKS, UsageError
 
 E = TypeVar("E", bound=Exception)
 
 
-def interrupt(number: int, frame: object) -> None:
-    """The handler of a signal that ends what runs at once. KeyboardInterrupt: always, with the name of the signal."""
+_AGAIN = 0.05
+"""Seconds until a signal that cannot be taken is sent again."""
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Handle a signal that ends what runs at once. KeyboardInterrupt: always but in `CALLBACKS`, with its name."""
+    inner = frame
+    while inner is not None:
+        if inner.f_code in CALLBACKS:
+            threading.Timer(_AGAIN, os.kill, (os.getpid(), number)).start()
+            return
+        inner = inner.f_back
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
@@ -36,7 +47,7 @@ def handling(handler: Callable[..., None]) -> Iterator[None]:
 def send_again(ignored: Any) -> None:
     """The hook for exceptions that nobody can take: a signal that fell into a callback is sent again, after it."""
     if isinstance(ignored.exc_value, KeyboardInterrupt):
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Timer(_AGAIN, os.kill, (os.getpid(), signal.SIGTERM)).start()
     else:
         sys.__unraisablehook__(ignored)
 

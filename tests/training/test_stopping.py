@@ -91,6 +91,26 @@ time.sleep(20)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_hdf5_writes_waits_until_it_has_written(tmp_path, number):
+    body = f"""
+from pathlib import Path
+from kdtrain.cache.format import hdf5
+class Raw:
+    def __init__(self, file): self.file = file
+    def __getattr__(self, name): return getattr(self.file, name)
+    def write(self, data):
+        signal.raise_signal({number:d})
+        return self.file.write(data)
+with open({str(tmp_path / "x")!r}, "wb+", buffering=0) as file, hdf5.h5py.File(hdf5._Sink(Raw(file)), "w") as made:
+    made["one"] = list(range(9))
+    made.flush()
+    print("written", file=__import__("sys").stderr)
+    time.sleep(20)
+"""
+    assert command(body) == (1, "written\nkdtrain: interrupted\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_while_a_command_ends_ends_it_at_once_without_a_traceback(number):
     body = """
 threading.Thread(target=time.sleep, args=(20,)).start()

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
+from types import FunctionType
 from typing import Any, BinaryIO
 
 import h5py
@@ -36,6 +37,7 @@ import numpy as np
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.names import DICTIONARY, PIECES, SHARDS
 from kdtrain.cache.format.spec import DatasetLayout, attributes, datasets, dictionary_sets
+from kdtrain.errors import CALLBACKS
 from kdtrain.files import open_regular
 
 _LEVEL = 9
@@ -98,6 +100,9 @@ class _Sink(RawIOBase):
         """Raise the first error of a write."""
         if self.error:
             raise self.error
+
+
+CALLBACKS.update(each.__code__ for each in vars(_Sink).values() if isinstance(each, FunctionType))
 
 
 @contextmanager
