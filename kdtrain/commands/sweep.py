@@ -118,8 +118,8 @@ def run(sweep: Sweep, at_once: int) -> list[Group] | None:
         "transient": True,
     }
     first = [sweep.caches, sweep.trial]
-    if sweep.test is not None and sweep.test.config.cache is None:
-        first.reverse()
+    if sweep.test is not None and sweep.test.config.cache is None:  # a test of a text needs none of the caches
+        first = [sweep.trial, sweep.caches]
     with Runner(at_once) as runner, claim(sweep, runner):
         for part in (*first, sweep.runs, sweep.tests()):
             runner.quiet = console.is_terminal and part is sweep.runs

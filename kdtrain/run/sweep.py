@@ -262,8 +262,7 @@ def _read(
         if command == "evaluate":
             [given["cache"]] = given["cache"]
         config = configured(kind, config, given)
-    words = {**given, **own}
-    words.pop("student" if command == "evaluate" else "", None)
+    words = given if command == "evaluate" else {**given, **own}  # its student is known when it is trained
     return SweepJob(name, (command, *_words(kind, words)), config)
 
 
