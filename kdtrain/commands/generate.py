@@ -93,7 +93,7 @@ def chat(config: ChatConfig) -> int:
                     raise
                 log.warning("%s", error)
             except KeyboardInterrupt as stop:
-                if stop.args or not terminal:  # SIGTERM has its name
+                if "SIGTERM" in stop.args or not terminal:
                     raise
                 print()
                 if answers is None:
