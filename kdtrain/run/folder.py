@@ -47,10 +47,10 @@ from kdtrain.files import (
 )
 from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
 from kdtrain.models.tokenizer import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
+from kdtrain.monitor.facts import LOCK as LOCK
 from kdtrain.monitor.progress import log
 from kdtrain.ranks import all_gather_object, on_main
 from kdtrain.registry import first_line
-from kdtrain.run.path_kind import LOCK as LOCK
 from kdtrain.run.path_kind import is_environment
 from kdtrain.run.path_kind import is_run as is_run
 from kdtrain.tokenizers.view_format import OWN, own_data
