@@ -13,10 +13,9 @@ from kdtrain.commands.compare import compare
 from kdtrain.commands.sweep import run
 from kdtrain.config import DemoConfig, PlotConfig
 from kdtrain.errors import UsageError, writing
-from kdtrain.files import publish_text
+from kdtrain.files import make_writable, publish_text
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.ranks import refuse_many_processes
-from kdtrain.run.folder import make
 from kdtrain.run.sweep import read_sweep
 
 SETTINGS = {"seq_len": 256, "sequences": 3000, "validation": 128, "test": 400, "steps": 300, "eval": 50, "more": ""}
@@ -76,7 +75,7 @@ def main(config: DemoConfig) -> int:
     text = FILE.format(**settings, name=file, seeds=list(range(config.seeds)))
     _refuse_foreign(config.out, file, text)
     with writing(file):
-        make(config.out)
+        make_writable(config.out)
         publish_text(file, text, "demo.record")
     sweep = read_sweep(file, config.out)
     groups = run(sweep, at_once=1)
