@@ -340,6 +340,22 @@ def make_folder(path: Path) -> list[Path]:
     return made
 
 
+def make_writable(out: Path) -> list[Path]:
+    """`make_folder` for an `--out`, which must be writable. RunError: it is not."""
+    made = make_folder(out)
+    if not os.access(out, os.W_OK):
+        raise RunError(f"--out {out} cannot be written: permission denied; make the folder writable")
+    return made
+
+
+def refuse_no_folder(out: Path) -> None:
+    """Refuse a path where `make_writable` cannot make a folder, and leave nothing behind."""
+    with making(out):
+        exists = out.exists()
+    if not exists:
+        remove_empty(make_writable(out))
+
+
 def remove_empty(made: list[Path]) -> None:
     """Remove the folders that `make_folder` made, if they are still empty."""
     for folder in made:

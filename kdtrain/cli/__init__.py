@@ -32,7 +32,7 @@ _LONGEST = 2000
 """Characters of a message; only a name from a damaged file is longer."""
 _WITHOUT_MODELS = ("completion", "inspect", "verify")
 """Built-in commands that load no model, and so run under `python -OO`."""
-_RESUMING = ("cache-teacher", "distill", "merge", "subset")
+_RESUMING = ("cache-teacher", "distill")
 """Built-in commands that keep what an interrupted one has done."""
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Read by transformers when it is imported, which commands without a model do not wait for."""

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain.config.cache_commands import CacheTeacherConfig as CacheTeacherConfig
-from kdtrain.config.cache_commands import MergeConfig as MergeConfig
-from kdtrain.config.cache_commands import SubsetConfig as SubsetConfig
 from kdtrain.config.cache_commands import check_device as check_device
 from kdtrain.config.choices import Weights as Weights
 from kdtrain.config.commands import ChatConfig as ChatConfig

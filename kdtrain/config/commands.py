@@ -5,12 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kdtrain.config.cache_commands import (
-    CacheTeacherConfig,
-    MergeConfig,
-    SubsetConfig,
-    check_device,
-)
+from kdtrain.config.cache_commands import CacheTeacherConfig, check_device
 from kdtrain.config.choices import EXPORTS, SOURCES, Weights
 from kdtrain.config.sections import (
     CheckpointConfig,
@@ -336,8 +331,6 @@ COMMANDS = {
     "chat": ChatConfig,
     "inspect": InspectConfig,
     "verify": VerifyConfig,
-    "merge": MergeConfig,
-    "subset": SubsetConfig,
     "export": ExportConfig,
     "completion": CompletionConfig,
 }
