@@ -42,6 +42,19 @@ def test_a_page_shows_the_published_records_and_no_others(name):
         assert text == page.read_text(), page
 
 
+def test_the_page_on_audits_has_the_rows_that_the_record_says_find_a_fault_always():
+    record = json.loads((RESULTS / "audit.json").read_text())
+    page = (ROOT / "docs" / "audit.md").read_text()
+    kinds = ("50 samples", "50 samples, likelihood and counts alone", "top-k 12")
+    for fault in record["power"]["50 samples"]:
+        (row,) = re.findall(rf"^\| {re.escape(fault)} \| [^|]* \| (.*) \|$", page, re.MULTILINE)
+        found = [[rows for rows, share in record["power"][kind][fault].items() if share == 1] for kind in kinds]
+        assert row.split(" | ") == [each[0] if each else "not by 200" for each in found], fault
+    alarms = record["false_alarms"].values()
+    failed, audits = (sum(each[key] for each in alarms) for key in ("failed", "audits"))
+    assert f"{failed} of {audits:,} audits" in " ".join(page.split())
+
+
 def test_the_bins_of_an_evaluation_give_back_its_calibration_error():
     metrics = Metrics(
         tokens=10.0,
