@@ -118,15 +118,7 @@ TEXTS = Registry(
         "hf": "hf:NAME[:SUBSET], a data set of the Hugging Face hub",
     },
 )
-LOGGERS = Registry(
-    "--log-to",
-    "kdtrain.loggers",
-    "kdtrain.monitor.loggers",
-    {
-        "tensorboard": "event files in the run's folder tensorboard/",
-        "wandb": "wandb:PROJECT, a run of Weights & Biases; needs the package wandb",
-    },
-)
+LOGGERS = Registry("--log-to", "kdtrain.loggers", __name__, {})
 EXPORTS = Registry(
     "--format",
     "kdtrain.exports",

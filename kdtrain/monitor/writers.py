@@ -20,7 +20,8 @@ from kdtrain.config import MonitorConfig
 from kdtrain.config.choices import LOGGERS
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import publish_text
-from kdtrain.monitor.loggers import Logger, histograms
+from kdtrain.monitor.histograms import histograms
+from kdtrain.monitor.loggers import Logger
 from kdtrain.monitor.on_event import EventCommand
 from kdtrain.monitor.progress import early_warnings, log, warn_early
 from kdtrain.monitor.record import lines

@@ -47,7 +47,7 @@ from kdtrain import files
 from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.checkpoint.store import Store
 from kdtrain.cli import missing
-from kdtrain.config import CacheTeacherConfig, DistillConfig, EvaluateConfig, sections
+from kdtrain.config import CacheTeacherConfig, DistillConfig, EvaluateConfig, shareable
 from kdtrain.config.values import configured, flag, options_of
 from kdtrain.errors import RunError, UsageError, refuse_no_path, writing
 from kdtrain.files import Lock, is_locked, make_folder, publish_json, read_json, read_sealed, read_toml, typed
@@ -481,7 +481,7 @@ def _as_begun(job: SweepJob) -> list[list[str]]:
     tables = dict[str, dict[str, Any]]()
     with suppress(OSError, ValueError):  # it had not begun
         tables = typed(read_toml(job.config.out / "config.toml"), dict[str, dict[str, Any]])
-    was, now = (dict(ChainMap(*each.values())) for each in (tables, sections(job.config)))
+    was, now = (dict(ChainMap(*each.values())) for each in (tables, shareable(job.config)))
     filled = {name for name, each in now.items() if each in (None, "auto") and name != "alpha"}
     same = sorted((was.keys() & now.keys()) - filled)
     return [[*_words(DistillConfig, {name: each[name] for name in same})] for each in (was, now)]
