@@ -161,8 +161,6 @@ class DistillConfig(Extended):
     def plans(self) -> Iterator[str]:
         """The plans of the data that the options ask for, by their names in `kdtrain.plans`, each over the next one."""
         yield from filter(None, (getattr(each, "data_plan", None) for each in self.plugins.values()))
-        if self.remote is not None:
-            yield "served"
         if self.cross_tokenizer:
             yield "aligned"
         yield "cached" if self.data.data is None else "text"

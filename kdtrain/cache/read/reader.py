@@ -18,15 +18,17 @@ import math
 import operator
 import os
 import resource
+import shutil
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import h5py
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,10 +36,10 @@ from torch.utils.data import Dataset
 
 from kdtrain import faults
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.hdf5 import check_structure
+from kdtrain.cache.format.hdf5 import check_structure, copy_rows, stored_bytes
 from kdtrain.cache.format.manifest import Manifest, ShardRecord, check_sizes, first_rows, read_manifest
 from kdtrain.cache.read.shard import Shard, Stored, batch_of, shard_errors
-from kdtrain.errors import UsageError
+from kdtrain.errors import RunError, UsageError
 from kdtrain.files import file_digest
 from kdtrain.objective.batch import Batch, Collator
 
@@ -208,6 +210,27 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         """The file of a shard, which has been compared with the manifest and the format. RunError: it is damaged."""
         with self._lock(), self._reading(number):
             return self._paths[number]
+
+    def copy_shard(
+        self, number: int, path: Path, rows: np.ndarray | None = None, *, first: int = 0, link: bool = False
+    ) -> dict[str, int]:
+        """Write a shard to `path`, and return its stored bytes by data set.
+
+        rows: of these alone, within the shard, ascending, as a shard that begins with the number `first`. link: a whole
+        one may be the same file. RunError: it is damaged.
+        """
+        source, settings = self.shard_file(number), self.manifest.settings
+        if rows is not None:
+            return copy_rows(source, path, settings.codec, settings.seq_len, self.split, first, rows)
+        if link and not source.is_symlink():
+            with suppress(OSError):
+                os.link(source, path)
+        if not path.exists():
+            shutil.copyfile(source, path)
+        if file_digest(path) != self._shards[number]["sha256"]:
+            raise RunError(f"{source}: its content changed while it was read; run the same command again")
+        with h5py.File(path) as file:
+            return stored_bytes(file)
 
     def _places(self, indices: Sequence[int] | np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
         """The wanted rows by shard, ascending, and the place of each index among them. IndexError: there is no such."""

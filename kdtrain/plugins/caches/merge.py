@@ -24,7 +24,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -32,21 +32,18 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
 from kdtrain import faults
-from kdtrain.cache.format import hdf5
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
 from kdtrain.cache.format.names import BROKEN, PIECES, TOKENIZER
 from kdtrain.cache.format.spec import MIXTURE
 from kdtrain.cache.read.reader import CacheReader, LocalCache
-from kdtrain.cache.write.answers import Encode, ShardAnswers
-from kdtrain.cache.write.shard_writer import ShardRows
+from kdtrain.cache.write.answers import Encode, ShardAnswers, ShardRows
 from kdtrain.cache.write.writer import CacheBuilder
 from kdtrain.data.corpus import rank
 from kdtrain.data.packed import PackedRow
-from kdtrain.errors import RunError, UsageError, printable
+from kdtrain.errors import UsageError, printable
 from kdtrain.files import canonical_json, file_digest, json_digest
 from kdtrain.objective.targets import SparseTargets
 from kdtrain.plugins.caches.plan import Stated, between, names, plan, refuse_rows, tokens_of, who
@@ -316,23 +313,11 @@ class _Piece:
         rows = self.reader.rows(np.arange(start, stop) if self.rows is None else start + self.rows)
         return ShardRows.of(self.reader.split, number, first, [*rows])
 
-    def copy(self, settings: CacheSettings, part: ShardRows, path: Path) -> tuple[dict[str, int], list[str]]:
+    def copy(self, part: ShardRows, path: Path) -> tuple[dict[str, int], list[str]]:
         """Write the shard `part` to `path`: its stored bytes by data set, and its broken sequences."""
-        source = self.reader.shard_file(self.shard)
-        if self.rows is None:
-            # renaming one link over another to the same file does nothing
-            if not (source.is_symlink() or os.path.lexists(path.with_name(f"{part.name}.h5"))):
-                with suppress(OSError):
-                    os.link(source, path)
-            if not path.exists():
-                shutil.copyfile(source, path)
-            if file_digest(path) != self.reader.manifest.splits[part.split]["shards"][self.shard]["sha256"]:
-                raise RunError(f"{source}: its content changed while it was read; run the same command again")
-            with h5py.File(path) as file:
-                stored = hdf5.stored_bytes(file)
-        else:
-            place = (part.split, part.first)
-            stored = hdf5.copy_rows(source, path, settings.codec, settings.seq_len, *place, self.rows)
+        # renaming one link over another to the same file does nothing
+        link = not os.path.lexists(path.with_name(f"{part.name}.h5"))
+        stored = self.reader.copy_shard(self.shard, path, self.rows, first=part.first, link=link)
         faults.point("cache.shard.before-close")
         # The numbers of the rows here: those of the sidecar it came with are of another cache.
         return stored, [f"{part.split} {part.first + row}" for row in np.flatnonzero((part.loss_mask == BROKEN).all(1))]
@@ -348,7 +333,7 @@ def _copy(splits: Mapping[str, Sequence[_Piece]], builder: CacheBuilder) -> None
             part = piece.text(number, own.taken)
             teacher = json_digest(who(piece.reader.manifest.settings))  # the same text by two is not the same row
             hashes.setdefault(piece.reader, set()).update(hash((teacher, row.tobytes())) for row in part.tokens)
-            builder.add_shard(part, partial(piece.copy, builder.settings, part))
+            builder.add_shard(part, partial(piece.copy, part))
         builder.end_split(split)
         for pair in combinations(hashes, 2):
             if not hashes[pair[0]].isdisjoint(hashes[pair[1]]):

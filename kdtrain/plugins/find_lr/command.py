@@ -39,13 +39,13 @@ from kdtrain.monitor.progress import hushed, log, setup_logging
 from kdtrain.plugins.find_lr import FindLrConfig
 from kdtrain.plugins.find_lr.search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
 from kdtrain.ranks import refuse_many_processes
-from kdtrain.run.data_plan import open_sources
 from kdtrain.run.folder import deciding
 from kdtrain.run.path_kind import is_run
 from kdtrain.run.recipe import student_spec, table_rate
 from kdtrain.run.run import Run
 from kdtrain.tables import columns, duration, finite, show
 from kdtrain.training.schedule import total_steps
+from kdtrain.training.sources.cached import open_sources
 from kdtrain.training.validate import validate
 
 RECORD, FIGURE, LOCK = "find-lr.json", "find-lr.png", ".find-lr"

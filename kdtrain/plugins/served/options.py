@@ -57,6 +57,10 @@ class ServerConfig(Options):
         """The kind of the teacher; None: no server is named."""
         return "served" if self.teacher_server else None
 
+    def connect(self, teacher: Any, codec: CodecConfig) -> None:
+        """Tell the teacher where it runs. UsageError: the API key would be sent unencrypted."""
+        teacher.connect(self, codec)
+
     def check(self, config: CacheTeacherConfig) -> None:
         """Refuse what a server's answers cannot do. UsageError: it is given."""
         if not self.teacher_server:
@@ -90,6 +94,11 @@ class RunServerConfig(ServerConfig):
     """The most likely entries that are requested at each position, and cached."""
     server_num_samples: int = option(0, least=0, most=255, needs="teacher_server")
     """Samples of each position instead of --server-top-k, where the server has kdtrain's plugin."""
+
+    @property
+    def data_plan(self) -> str | None:
+        """The plan of what the servers answer; None: no server is named."""
+        return self.teacher_kind
 
     def check(self, config: DistillConfig) -> None:  # type: ignore[override]
         """Refuse what a server's answers cannot do, before requests of hours. UsageError: it is given."""
