@@ -2,8 +2,9 @@
 
 from kdtrain.cache.tools.merge_plan import refuse_rows, stated
 from kdtrain.commands.cache_result import made_of, show_cache
-from kdtrain.config import SubsetConfig
-from kdtrain.monitor.progress import bar, log, setup_logging
+from kdtrain.config.cache_commands import SubsetConfig
+from kdtrain.errors import log
+from kdtrain.monitor.progress import bar, setup_logging
 
 
 def main(config: SubsetConfig) -> int:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from kdtrain.config import DistillConfig
 from kdtrain.config.choices import PLANS
+from kdtrain.config.commands import DistillConfig
 from kdtrain.models.spec import ModelSpec
 from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.training.sources.source import Facts, Source
